@@ -24,8 +24,7 @@ from cfp.cli import main
 from cfp.profiling import collectives, runner
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.inputs import InputKind
-from cfp.profiling.marks import Marks
-from cfp.profiling.marks_folder import Mark
+from cfp.profiling.marks import Mark, Marks
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.race import turns

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cfp.profiling.marks_folder import MarksFolder
+from cfp.profiling.marks import MarksFolder
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli_runner import environment
 from cfp_test.waiting import end_of, running, until

@@ -40,17 +40,17 @@ from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.printable import columns
 from cfp.profiling.collectives import measure_rates
-from cfp.profiling.exported import read_export
 from cfp.profiling.key import environment_parts, other_kind
 from cfp.profiling.marks import Limits
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
+from cfp.profiling.store_file import read_export
 from cfp.report import passes
 from cfp.report.console import Fitted, literal_console
-from cfp.report.curves import curves_data, curves_table, plot_curves
 from cfp.report.explain_plan import wrapped
 from cfp.report.explained import explanation_data, explanation_view
 from cfp.report.figures import with_figures
+from cfp.report.plots import curves_data, curves_table, plot_curves
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan
 from cfp.report.why import Misses, find_misses, why_data, why_lines

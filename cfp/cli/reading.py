@@ -24,7 +24,7 @@ from cfp.plan.plan import Plan
 from cfp.plan.text import headline
 from cfp.platform import parse_mesh
 from cfp.printable import printable
-from cfp.profiling.hlo_sites import collective_sites
+from cfp.profiling.hlo import collective_sites
 from cfp.report.console import literal_console
 from cfp.report.differing import diff_data, diff_text
 from cfp.report.explain_plan import explain_data, explain_text

@@ -26,7 +26,7 @@ from cfp.devices.joining import is_asked
 from cfp.errors import DeviceError, compose
 from cfp.profiling import marks
 from cfp.profiling.deaths import Ended, record_deaths
-from cfp.profiling.marks_folder import MarksFolder
+from cfp.profiling.marks import MarksFolder
 from cfp.profiling.store import ProfileStore
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)

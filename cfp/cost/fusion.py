@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 from cfp.program.graph import Op, Program
-from cfp.program.makeable import CHEAP
+from cfp.program.rematerialize import CHEAP
 
 # Of these the reader reads what they are made of, where it lies.
 _VIEWS = frozenset({"reshape", "transpose", "optimization_barrier"})

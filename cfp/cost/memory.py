@@ -21,8 +21,7 @@ from cfp.cost.fusion import uses_through
 from cfp.patterns.sites import in_parts, no_longer_made
 from cfp.presets.presets import preset
 from cfp.program.graph import Program
-from cfp.program.makeable import CHEAP, makeable
-from cfp.program.rematerialize import rematerializable
+from cfp.program.rematerialize import CHEAP, makeable, rematerializable
 from cfp.program.replace import Replacement
 
 # Of these the reader reads the tensor itself.

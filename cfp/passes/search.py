@@ -22,8 +22,8 @@ from cfp.race.candidates import (
 )
 from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED
 from cfp.race.shortage import over_budget
-from cfp.search.build import build_problem
 from cfp.search.choices import picks_of, whole_choice
+from cfp.search.expected import build_problem
 from cfp.search.problem import Problem, scale_memory
 from cfp.search.solver import best_solutions
 from cfp.search.wanted import measured_options

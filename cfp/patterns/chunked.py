@@ -29,7 +29,7 @@ from cfp.patterns.expression import (
     stripped,
     widened,
 )
-from cfp.program.dtypes import numpy_dtype
+from cfp.program.graph import numpy_dtype
 
 
 class Local:

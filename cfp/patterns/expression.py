@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cfp.program.dtypes import numpy_dtype
+from cfp.program.graph import numpy_dtype
 
 # Leaves. A token's has an entry for each row, a vocabulary's one for each column.
 LOGITS, INDEX, TOKEN, VOCABULARY, SCALAR = (

@@ -22,9 +22,8 @@ from cfp.patterns.build import build, spread_of
 from cfp.patterns.chunked import ChunkedCrossEntropy, StageParameters, Step, resized
 from cfp.patterns.cross_entropy import CrossEntropy, LeftAlone, find_cross_entropies
 from cfp.patterns.expression import VOCABULARY
-from cfp.program.dtypes import numpy_dtype
 from cfp.program.evaluate import Coordinates, Evaluator, NotEvaluated
-from cfp.program.graph import Program
+from cfp.program.graph import Program, numpy_dtype
 from cfp.program.replace import Replacement
 
 # Relative difference of norms, of float32 and sums of a few products.

@@ -31,7 +31,7 @@ from cfp.profiling.rates import Rates
 from cfp.program.graft import aval
 from cfp.program.outline import outline_of
 from cfp.race.programs import RaceOutcome, programs_of
-from cfp.runtime.raced import ReusableExecutable
+from cfp.runtime.executables import ReusableExecutable
 from cfp.search.jobs import constraints_of
 from cfp.search.problem import Problem
 from cfp.solution import prediction_of

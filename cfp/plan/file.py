@@ -2,7 +2,7 @@
 
 Each field has the type, range and references that it should, or the file is refused
 with the first reason. Numbers of values and ops are checked when the plan meets the
-step's program (:mod:`cfp.program.misfit`).
+step's program (:mod:`cfp.program.constrain`).
 """
 
 from __future__ import annotations

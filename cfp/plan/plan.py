@@ -49,8 +49,8 @@ from cfp.program.outline import Outline, outline_to_json
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceRow
+from cfp.runtime.executables import ReusableExecutable
 from cfp.runtime.execute import CompiledStep, compile_step, lower_planned
-from cfp.runtime.raced import ReusableExecutable
 from cfp.settings import ConstraintLevel
 
 

@@ -24,10 +24,10 @@ from jax.sharding import Mesh, Sharding
 from jax.tree_util import tree_leaves
 
 from cfp.profiling.compiled import compile_right
+from cfp.profiling.files import make_private_folder
 from cfp.profiling.hlo import collectives_in
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
 from cfp.profiling.place import Place, RefusedElsewhere
-from cfp.profiling.private import make_private_folder
 from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Status
 from cfp.program.graft import Constraints, Part, Spec, lower_part
 from cfp.program.graph import Program
@@ -121,7 +121,7 @@ class BuildEnvironment:
       compilation_cache_dir: JAX's persistent compilation cache, used where the
         user has not set one; see `cfp.profiling.runner.profile`.
       executables_dir: executables of whole steps under plans; see
-        `cfp.runtime.kept`.
+        `cfp.runtime.executables`.
       place: where programs for the platform are compiled, if not here.
       always: compiler options of every build, whatever the platform.
       wants_local: says of a job and its compiled program's text whether one device's

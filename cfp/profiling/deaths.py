@@ -21,8 +21,7 @@ import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from cfp.profiling.marks import oom_kills
-from cfp.profiling.marks_folder import Mark, Marked, MarksFolder, Suspicion
+from cfp.profiling.marks import Mark, Marked, MarksFolder, Suspicion, oom_kills
 from cfp.profiling.record import ProfileRecord, Status
 from cfp.profiling.store import ProfileStore
 

@@ -24,10 +24,10 @@ from jax.sharding import Mesh
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.deaths import record_deaths
+from cfp.profiling.files import make_private_folder
 from cfp.profiling.marks import Limits, Marks
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.outlook import Outlook, Stage
-from cfp.profiling.private import make_private_folder
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.runner import profile

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from cfp.errors import CacheError, compose
-from cfp.profiling.exported import read_export
+from cfp.profiling.files import close_to_others
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.private import close_to_others
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.store_file import OpenFile, is_damage, open_sound
+from cfp.profiling.store_file import OpenFile, is_damage, open_sound, read_export
 
 STORE_NAME = "profiles.sqlite"
 
@@ -275,7 +274,7 @@ class ProfileStore:
 
         Raises:
           CacheError: if a line is not a record, or asks for what no record may; see
-            `cfp.profiling.exported`.
+            `cfp.profiling.store_file`.
         """
         return self.put_all(read_export(path))
 

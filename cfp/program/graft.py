@@ -25,8 +25,7 @@ from jax.sharding import Mesh
 
 from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain, partition_spec
-from cfp.program.dtypes import numpy_dtype
-from cfp.program.graph import Op, Program, Spec
+from cfp.program.graph import Op, Program, Spec, numpy_dtype
 from cfp.program.part import Part, cut_part
 from cfp.program.rematerialize import tag_of
 from cfp.program.replace import erase_unread

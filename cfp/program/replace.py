@@ -40,8 +40,7 @@ from jax.extend.mlir import ir
 from jax.sharding import Mesh
 
 from cfp.program import shardy
-from cfp.program.dtypes import numpy_dtype
-from cfp.program.graph import Program
+from cfp.program.graph import Program, numpy_dtype
 from cfp.program.partitioned import is_call
 from cfp.program.rematerialize import TAG, tag_of
 
@@ -79,7 +78,7 @@ class Recorded:
     how: tuple[str, ...]
 
     def stages(self, mesh: Mesh) -> Sequence[Function]:
-        """None: see `cfp.runtime.replaced`."""
+        """None: see `cfp.runtime.execute`."""
         raise AssertionError("what a file records is found again before it is lowered")
 
 

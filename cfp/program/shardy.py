@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir, passmanager
 
-from cfp.program.relayout import relayout
+from cfp.program.corrections import relayout
 
 _INLINE = "builtin.module(inline,symbol-dce,sdy-import-func-calls,symbol-dce)"
 _STRIP = "builtin.module(strip-debuginfo)"

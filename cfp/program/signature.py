@@ -18,8 +18,7 @@ from jax.extend.core import primitives
 from jax.sharding import Mesh, NamedSharding
 
 from cfp.program.constrain import partition_spec
-from cfp.program.dtypes import numpy_dtype
-from cfp.program.graph import Program, Spec
+from cfp.program.graph import Program, Spec, numpy_dtype
 from cfp.program.memory import in_memory, placed_avals
 from cfp.program.part import Part
 

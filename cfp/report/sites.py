@@ -17,7 +17,7 @@ from rich.text import Text
 from cfp.analysis.naming import op_path
 from cfp.plan.words import elided
 from cfp.printable import columns, merged_alike, printable
-from cfp.profiling.hlo_sites import CollectiveSite
+from cfp.profiling.hlo import CollectiveSite
 from cfp.report.console import Fitted, literal_console
 from cfp.units import format_bytes
 

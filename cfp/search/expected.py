@@ -1,4 +1,4 @@
-"""Expected costs of candidates that are not measured.
+"""Expected costs of candidates that are not measured, and problems made of them.
 
 Estimates leave out what hides behind computing, temporaries, and what rematerializing
 takes: each counts as it turned out for what was measured of the kind (medians). Where
@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 
 from cfp.analysis.layout import Choice
 from cfp.cost.choice import SegmentChoice
 from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
-from cfp.search.build import build_problem
 from cfp.search.choices import first_candidates, preset_parts
 from cfp.search.kernels import Kernels
-from cfp.search.problem import Option
+from cfp.search.problem import Option, Problem
 from cfp.search.solver import solve
 from cfp.search.wanted import Explored
 from cfp.settings import REMATERIALIZED_TIME_EXPECTED, SAFE_ESTIMATED_MEMORY_SHARE
@@ -145,3 +145,40 @@ def estimate_options(
                 found += expected(kind, True)
     every = tuple(map(tuple, options))
     return Explored(tight=tight, estimated=every, kernels=kernels)
+
+
+# ------------------------------------------------------- the problem over some options
+
+
+def build_problem(
+    costs: Costs, options: Sequence[Sequence[Option]], budget_bytes: int | None
+) -> Problem:
+    """The search problem over some options of every kind of segment.
+
+    Args:
+        costs: of the program's segments.
+        options: for each kind what may be chosen.
+        budget_bytes: memory of one device, or None.
+    """
+    analysis = costs.analysis
+    segments, kinds = analysis.segments, [s.kind for s in analysis.segments]
+    candidates = [[option.candidate for option in row] for row in options]
+    pairs: dict[tuple[int, int], tuple[int, int]] = {}
+    for left, right in pairwise(segments):
+        pairs.setdefault((left.kind, right.kind), (left.index, right.index))
+    far = {
+        (a, b): costs.reshardings_ms(a, b, candidates[kinds[a]], candidates[kinds[b]])
+        for a, b in sorted({(min(pair), max(pair)) for pair in analysis.passing})
+        if b > a + 1
+    }
+    return Problem(
+        kinds=tuple(kinds),
+        options=tuple(map(tuple, options)),
+        edge_ms={
+            (a, b): costs.reshardings_ms(*pair, candidates[a], candidates[b])
+            for (a, b), pair in pairs.items()
+        },
+        far_ms={pair: rows for pair, rows in far.items() if any(map(any, rows))},
+        fixed_bytes=costs.fixed_bytes,
+        budget_bytes=budget_bytes,
+    )

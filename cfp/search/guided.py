@@ -21,9 +21,8 @@ from cfp.cost.choice import SegmentChoice
 from cfp.profiling.builder import Job
 from cfp.profiling.looker import Looker
 from cfp.profiling.record import ProfileRecord
-from cfp.search.build import build_problem
 from cfp.search.choices import ranked_candidates
-from cfp.search.expected import expect
+from cfp.search.expected import build_problem, expect
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.search.solver import leanest, solve
 from cfp.search.wanted import (

@@ -90,9 +90,8 @@ def tokens_spread(frame: Any) -> Any:
 def estimated(analyzed: Any, choice: Any, rates: Any) -> dict[str, Any]:
     """What a choice takes and needs by the estimates that plans are chosen by."""
     from cfp.cost.costs import Costs
-    from cfp.search.build import build_problem
     from cfp.search.choices import estimate_kinds
-    from cfp.search.expected import estimate_options
+    from cfp.search.expected import build_problem, estimate_options
     from cfp.search.kernels import Kernels
     from cfp.solution import prediction_of
 

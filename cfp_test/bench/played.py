@@ -47,7 +47,7 @@ from cfp.profiling.store import ProfileStore
 from cfp.program.graph import Program
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh
-from cfp.report.curves import curves_data
+from cfp.report.plots import curves_data
 from cfp.search.jobs import whole_job
 from cfp.targets import resolve
 from cfp_test.bench.decoder import MODELS, make_step

@@ -10,7 +10,7 @@ import pytest
 
 from cfp.models import find
 from cfp.planner_settings import PlannerSettings
-from cfp.profiling.marks_folder import MarksFolder
+from cfp.profiling.marks import MarksFolder
 from cfp_test.bench import clock, gate
 from cfp_test.bench.compete import SuiteOptions, compete
 from cfp_test.bench.competitors import handwritten

@@ -16,8 +16,7 @@ from cfp.errors import CfpError
 from cfp.profiling.builder import is_out_of_memory, reason_of
 from cfp.profiling.deaths import record_deaths
 from cfp.profiling.key import Parts, ProfileKey
-from cfp.profiling.marks import Limits, Marks
-from cfp.profiling.marks_folder import Doing
+from cfp.profiling.marks import Doing, Limits, Marks
 from cfp.profiling.record import ProfileRecord, Status, is_to_retry
 from cfp.profiling.store import ProfileStore
 

@@ -14,8 +14,7 @@ import jax
 from cfp.profiling import runner
 from cfp.profiling.builder import Built
 from cfp.profiling.inputs import InputKind
-from cfp.profiling.marks import Limits
-from cfp.profiling.marks_folder import MarksFolder
+from cfp.profiling.marks import Limits, MarksFolder
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.race import turns

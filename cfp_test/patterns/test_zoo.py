@@ -14,7 +14,7 @@ from cfp.presets.presets import presets
 from cfp.program.graft import constrain
 from cfp.program.replace import Recorded, erase_unread
 from cfp.program.trace import lower_step
-from cfp.runtime.replaced import resolved
+from cfp.runtime.execute import resolved
 from cfp.search.jobs import constraints_of
 from cfp.settings import ConstraintLevel
 from cfp_test.checking import differences, prepare, shardings

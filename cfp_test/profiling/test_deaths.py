@@ -10,12 +10,11 @@ from typing import IO
 
 import pytest
 
-from cfp.profiling import deaths, marks_folder
+from cfp.profiling import deaths, marks
 from cfp.profiling.deaths import Ended, record_deaths
+from cfp.profiling.files import lock_file
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.locks import lock_file
-from cfp.profiling.marks import Limits, Marks
-from cfp.profiling.marks_folder import Mark, Marked, MarksFolder, write_whole
+from cfp.profiling.marks import Limits, Mark, Marked, Marks, MarksFolder, write_whole
 from cfp.profiling.record import ProfileRecord, utc_now
 from cfp.profiling.store import ProfileStore
 from cfp_test.waiting import GUARD_SECONDS, until
@@ -304,7 +303,7 @@ def test_what_ends_meanwhile_is_neither_dead_nor_alive(store, monkeypatch, momen
             return lock_file(file, wait=wait)
 
         with owner.folder.locked():
-            monkeypatch.setattr(marks_folder, "lock_file", lock)
+            monkeypatch.setattr(marks, "lock_file", lock)
             assert owner.folder.dead() == []
     else:
         names = owner.folder._names()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cfp.profiling.marks_folder import Marked, MarksFolder
+from cfp.profiling.marks import Marked, MarksFolder
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli_runner import ROOT, environment

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.files import make_private, open_private
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.marks import Marks
-from cfp.profiling.private import make_private, open_private
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import STORE_NAME, ProfileStore
 

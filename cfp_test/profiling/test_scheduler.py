@@ -13,8 +13,7 @@ from cfp.profiling import compile_pool
 from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import default_threads, overlaps
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.marks import Marks
-from cfp.profiling.marks_folder import MarksFolder, Suspicion
+from cfp.profiling.marks import Marks, MarksFolder, Suspicion
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.scheduler import run_tasks

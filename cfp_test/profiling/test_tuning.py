@@ -8,7 +8,7 @@ import pytest
 from cfp.profiling import looker, runner
 from cfp.profiling.builder import BuildEnvironment, build_failure
 from cfp.profiling.looker import Looker, tune_kernels
-from cfp.profiling.marks_folder import MarksFolder, Suspicion
+from cfp.profiling.marks import MarksFolder, Suspicion
 from cfp.profiling.options import MeasureOptions
 from cfp_test.waiting import GUARD_SECONDS
 

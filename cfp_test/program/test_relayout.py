@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from cfp.program.relayout import is_split_right
+from cfp.program.corrections import is_split_right
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
@@ -99,7 +99,7 @@ def is_right(taken, made):
 
 
 def test_plain_jax_is_wrong_where_layouts_are_changed():
-    """Once this fails, jaxlib is mended and `cfp.program.relayout` can go."""
+    """Once this fails, jaxlib is mended and `cfp.program.corrections` can go."""
     (mesh,) = MESHES[:1]
     convolve, avals = convolution("NCHW", "HWIO", "NHWC")
     x, w = (jax.random.normal(jax.random.key(0), aval.shape) for aval in avals)

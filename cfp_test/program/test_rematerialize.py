@@ -15,8 +15,7 @@ from cfp.presets.presets import presets
 from cfp.program import shardy
 from cfp.program.constrain import constrain
 from cfp.program.graft import cut_part
-from cfp.program.makeable import makeable
-from cfp.program.rematerialize import rematerializable, tag_of
+from cfp.program.rematerialize import makeable, rematerializable, tag_of
 from cfp.program.trace import lower_step
 from cfp.search.jobs import whole_job
 from cfp_test.checking import (

@@ -10,7 +10,7 @@ from cfp.analysis.layout import Choice
 from cfp.errors import DeviceError
 from cfp.profiling import runner
 from cfp.profiling.builder import Built
-from cfp.profiling.marks_folder import MarksFolder
+from cfp.profiling.marks import MarksFolder
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.timing import measure

@@ -66,7 +66,7 @@ def _plant_factor(patch: pytest.MonkeyPatch) -> None:
 
 
 def _plant_key(patch: pytest.MonkeyPatch) -> None:
-    from cfp.runtime.kept import Executables
+    from cfp.runtime.executables import Executables
 
     key = Executables.key
 

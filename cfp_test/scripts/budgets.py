@@ -50,9 +50,8 @@ from cfp.find import FoundPlan, find_plan
 from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.inputs import InputKind, make_inputs
+from cfp.profiling.inputs import InputKind, above_zero, make_inputs
 from cfp.profiling.key import environment_parts
-from cfp.profiling.signs import above_zero
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.graft import aval
 from cfp.program.trace import planning_mesh, trace

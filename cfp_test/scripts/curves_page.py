@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cfp.profiling.rates import Rates
-from cfp.report.curves import curve_points, plot_curves
+from cfp.report.plots import curve_points, plot_curves
 
 
 def rates_of(data: Mapping[str, Any]) -> Rates:

@@ -29,8 +29,8 @@ from cfp.profiling.runner import profile
 from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
-from cfp.search.build import build_problem
 from cfp.search.choices import estimate_kinds, ranked_candidates, whole_choice
+from cfp.search.expected import build_problem
 from cfp.search.jobs import whole_job
 from cfp.search.solver import solve
 from cfp.search.wanted import Wanted, WantedMaker, measured_options

@@ -13,14 +13,13 @@ from cfp.cost.costs import Costs
 from cfp.models import registry
 from cfp.presets.presets import PRESETS, presets
 from cfp.presets.propagated import FROM_ARGUMENTS
-from cfp.search.build import build_problem
 from cfp.search.choices import (
     leading_presets,
     picks_of,
     ranked_candidates,
     whole_choice,
 )
-from cfp.search.expected import estimate_options
+from cfp.search.expected import build_problem, estimate_options
 from cfp.search.kernels import Kernels
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS

@@ -17,8 +17,8 @@ from cfp.cost.costs import Costs
 from cfp.cost.terms import Terms
 from cfp.models import registry
 from cfp.search import solver
-from cfp.search.build import build_problem
 from cfp.search.choices import whole_choice
+from cfp.search.expected import build_problem
 from cfp.search.problem import Problem
 from cfp.search.solver import leanest, solve
 from cfp_test.checking import make_mesh

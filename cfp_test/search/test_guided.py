@@ -15,8 +15,8 @@ from cfp.errors import DeviceError
 from cfp.models import registry
 from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
-from cfp.search.build import build_problem
 from cfp.search.choices import leading_presets, ranked_candidates
+from cfp.search.expected import build_problem
 from cfp.search.guided import _Round, explore
 from cfp.search.kernels import Kernels
 from cfp.search.problem import Option

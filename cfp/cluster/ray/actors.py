@@ -23,7 +23,7 @@ from ray.exceptions import RayError, WorkerCrashedError
 
 from cfp.errors import CfpError
 from cfp.profiling.builder import is_out_of_memory
-from cfp.profiling.marks_folder import MarksFolder
+from cfp.profiling.marks import MarksFolder
 from cfp.profiling.place import Executable, RefusedElsewhere, compile_parcel
 from cfp.profiling.record import ProfileRecord, Status
 from cfp.profiling.store import ProfileStore, default_cache_dir, store_path

@@ -1,4 +1,4 @@
-"""Files and folders that only their owner may read or write.
+"""Files and folders that only their owner may read or write, and locks on files.
 
 What was measured decides what a compiler is asked for, and file names and programs of a
 user stand in it. So others on the same machine neither read the cache nor write to it.
@@ -7,6 +7,7 @@ user stand in it. So others on the same machine neither read the cache nor write
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from functools import partial
 from pathlib import Path
@@ -64,3 +65,37 @@ def close_to_others(path: Path) -> None:
     with contextlib.suppress(OSError):
         if (old := path.stat().st_mode & 0o777) & _OTHERS:
             path.chmod(old & ~_OTHERS)
+
+
+# ------------------------------------------------------------------------------- locks
+
+try:
+    import fcntl
+except ImportError:  # Not on Windows.
+    fcntl = None
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+
+
+def lock_file(file: IO[bytes], *, wait: bool = True) -> bool | None:
+    """Locks an open file for its opener alone, until it is closed.
+
+    Args:
+      file: what to lock.
+      wait: for whoever holds it now.
+
+    Returns:
+      Whether it is locked now; None where there are no file locks (Windows, some
+      network file systems).
+    """
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
+    return True

@@ -1,9 +1,9 @@
-"""Executables of steps under plans, kept on disk so that the next process runs at once.
+"""Executables that are used again: in this process as a race left them, or from disk.
 
-They stand beside what was measured, in a folder of the user's alone, under a digest of
-all that a compile depends on: the module with its constraints, the options, the
-devices, and the versions of JAX, XLA and the driver. What cannot be read is compiled
-again.
+Those on disk stand beside what was measured, in a folder of the user's alone, under a
+digest of all that a compile depends on: the module with its constraints, the options,
+the devices, and the versions of JAX, XLA and the driver. What cannot be read is
+compiled again.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ import contextlib
 import hashlib
 import os
 import pickle
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
+from cfp.profiling.builder import Built, Job
+from cfp.profiling.files import make_private_folder, open_private
 from cfp.profiling.key import environment_parts
-from cfp.profiling.private import make_private_folder, open_private
+from cfp.program.graft import Constraints
+from cfp.program.graph import Program
 from cfp.program.meaning import compiler_settings
+from cfp.program.signature import Signature, signature
 from cfp.program.step import FlatStep
 
 # Of all executables together; the least recently used go first. Guess.
@@ -126,3 +130,62 @@ def _is_own(path: Path) -> bool:
     except OSError:
         return False
     return stat.st_uid == os.getuid() and not stat.st_mode & 0o022
+
+
+# --------------------------------------------------------------- the race's executable
+
+
+@dataclass(frozen=True)
+class ReusableExecutable:
+    """A compiled program that does all that a step does.
+
+    Attributes:
+        compiled: takes and returns the step's flat leaves.
+        job: what it was compiled as.
+        mesh: the devices.
+        content: a digest of the step's program, the values of all constants included.
+        types: of the step's leaves.
+    """
+
+    compiled: jax.stages.Compiled
+    job: Job = field(repr=False)
+    mesh: Mesh = field(repr=False)
+    content: str
+    types: Signature = field(repr=False)
+
+    @classmethod
+    def of(
+        cls, program: Program, mesh: Mesh, job: Job, built: Built
+    ) -> ReusableExecutable:
+        """Makes the record of a whole program that was built."""
+        types = signature(program, job.part)
+        return cls(built.compiled, job, mesh, program.content, types)
+
+    def does(
+        self,
+        step: FlatStep,
+        program: Program,
+        ins: Sequence[NamedSharding],
+        outs: Sequence[NamedSharding],
+        constraints: Constraints,
+        options: Mapping[str, str],
+    ) -> bool:
+        """True if it is a step's program, compiled in just this way.
+
+        Args:
+            step: the step.
+            program: of the step as it was traced now.
+            ins, outs: of its argument and result leaves.
+            constraints: what the partitioner is constrained to.
+            options: of the compiler.
+        """
+        job, types = self.job, self.types
+        return (
+            self.content == program.content
+            and job.constraints == constraints
+            and dict(job.options) == dict(options)
+            and types == signature(program, job.part)
+            and types.shardings(self.mesh, job.in_specs, job.out_specs)
+            == (tuple(ins), tuple(outs))
+            and set(job.donated) == {i for i, given in enumerate(step.donated) if given}
+        )

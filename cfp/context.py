@@ -20,13 +20,12 @@ from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, compose
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.builder import Job
-from cfp.profiling.common_store import open_store
 from cfp.profiling.conversation import coordinated_planning
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.outlook import Outlook
 from cfp.profiling.processes import Agreement
-from cfp.profiling.store import ProfileStore, store_path
+from cfp.profiling.store import ProfileStore, open_store, store_path
 from cfp.settings import (
     LIMITED_MEMORY,
     PLANS_BY_ESTIMATE,

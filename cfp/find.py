@@ -37,7 +37,7 @@ from cfp.program.meaning import check_settings, unchecked
 from cfp.program.memory import has_host_memory
 from cfp.program.step import FlatStep
 from cfp.report.figures import with_figures
-from cfp.search.kernels import Kernels
+from cfp.search.choices import Kernels
 from cfp.settings import HOST_BYTES_PER_MS, Dimension, defaults_of
 from cfp.solution import Candidate, Estimate
 from cfp.units import format_bytes, parse_bytes

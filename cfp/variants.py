@@ -34,12 +34,11 @@ from cfp.passes.pipeline import Analyzed, Pins, analyze_step
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import Job
-from cfp.profiling.common_store import open_store
 from cfp.profiling.conversation import coordinated_planning
 from cfp.profiling.key import environment_parts
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.runner import Progress
-from cfp.profiling.store import store_path
+from cfp.profiling.store import open_store, store_path
 from cfp.program.meaning import check_settings, unchecked
 from cfp.program.step import FlatStep, flatten_step
 from cfp.race.compile import Builder

@@ -19,9 +19,8 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text, summary_line
 from cfp.runtime import execute
-from cfp.search.choices import estimate_kinds, whole_choice
+from cfp.search.choices import Kernels, estimate_kinds, whole_choice
 from cfp.search.expected import build_problem, estimate_options
-from cfp.search.kernels import Kernels
 from cfp.search.problem import Solved
 from cfp.search.solver import solve
 from cfp_test.checking import make_mesh

@@ -48,12 +48,18 @@ from cfp.profiling.store_file import read_export
 from cfp.report import passes
 from cfp.report.console import Fitted, literal_console
 from cfp.report.explain_plan import wrapped
-from cfp.report.explained import explanation_data, explanation_view
+from cfp.report.explained import (
+    Misses,
+    explanation_data,
+    explanation_view,
+    find_misses,
+    why_data,
+    why_lines,
+)
 from cfp.report.figures import with_figures
 from cfp.report.plots import curves_data, curves_table, plot_curves
 from cfp.report.progress import Display
 from cfp.report.tables import print_plan
-from cfp.report.why import Misses, find_misses, why_data, why_lines
 from cfp.search.choices import picks_of
 from cfp.search.explain import Explanation, explain
 from cfp.search.problem import Problem

@@ -28,8 +28,7 @@ from cfp.profiling.hlo import collective_sites
 from cfp.report.console import literal_console
 from cfp.report.differing import diff_data, diff_text
 from cfp.report.explain_plan import explain_data, explain_text
-from cfp.report.sites import sites_data, sites_text
-from cfp.report.tables import print_plan
+from cfp.report.tables import print_plan, sites_data, sites_text
 from cfp.targets import Target, parse_options, resolve
 
 PlanFile = Annotated[

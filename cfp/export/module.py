@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
 from cfp.export.runtime import digest, equation_key, equations, numbers
-from cfp.plan.sites import Site, Sites
+from cfp.plan.parts import Site, Sites
 from cfp.plan.text import headline
 from cfp.printable import printable
 from cfp.program.equations import place

@@ -24,11 +24,10 @@ from cfp.profiling.key import Parts
 from cfp.profiling.looker import Looker
 from cfp.profiling.outlook import Stage
 from cfp.race.candidates import named_candidates
-from cfp.search.choices import estimate_among, leading_presets
+from cfp.search.choices import Kernels, estimate_among, leading_presets
 from cfp.search.expected import build_problem, estimate_options
 from cfp.search.guided import explore
 from cfp.search.jobs import part_job
-from cfp.search.kernels import Kernels
 from cfp.search.problem import Problem
 from cfp.search.solver import leanest, solve
 from cfp.search.wanted import (

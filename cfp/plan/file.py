@@ -43,8 +43,7 @@ from cfp.fields import (
     shown,
 )
 from cfp.plan.figures import Figures
-from cfp.plan.parts import PlanRow, PlanSegment
-from cfp.plan.sites import Sites
+from cfp.plan.parts import PlanRow, PlanSegment, Sites
 from cfp.profiling.compiler_options import refused_option
 from cfp.program.graft import Constraints
 from cfp.program.outline import Outline, unpacked

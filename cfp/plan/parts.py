@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,7 +16,8 @@ from pydantic import Field
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.analysis.strategies import Spec
 from cfp.errors import OptionError, PlanMismatch, compose, nearest
-from cfp.fields import Count, Flag, Name, Time, Words
+from cfp.fields import Count, Flag, Name, Time, Words, matching
+from cfp.fields import Spec as SpecField
 from cfp.program.graft import Constraints
 from cfp.program.step import FlatStep
 
@@ -367,3 +369,55 @@ def constraints_to_json(constraints: Constraints) -> list[dict[str, Any]]:
     for use, spec in sorted(constraints.uses.items()):
         groups.setdefault(spec, {"values": [], "uses": []})["uses"].append(use)
     return [{"spec": spec, **members} for spec, members in groups.items()]
+
+
+# --------------------------------------------------------------- places of constraints
+
+_VALUE = r"(in|out|entry|yield) \d{1,6}"
+_WHICH = r"\d{1,8}(-\d{1,8})?(,\d{1,8}(-\d{1,8})?)*"
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Equations of one kind at one line whose values are sharded alike.
+
+    Attributes:
+        primitive: of the equations, such as ``dot_general``.
+        type: of their first results: ``float32[8,16]``.
+        value: which value is meant: ``out 0`` or ``in 1``; or, of a scan's body, what
+            goes in or comes out: ``entry 2``, ``yield 0``.
+        which: numbers among all equations of this primitive and type: ``0-3,8``.
+        spec: for each dim the mesh axes that it is sharded over.
+        source: ``file:line``, or "".
+    """
+
+    primitive: Words
+    type: Words
+    value: Annotated[str, matching(_VALUE, "a value such as 'out 0'")]
+    which: Annotated[str, matching(_WHICH, "numbers of equations")]
+    spec: SpecField
+    source: Words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sites:
+    """All of a plan's.
+
+    Attributes:
+        sites: in the order of the step.
+        equations: how many equations the step has.
+        digest: of their primitives and types.
+        inner: how many constraints are on values inside of what one equation is
+            lowered to; these the compiler decides.
+    """
+
+    sites: tuple[Site, ...]
+    equations: Annotated[int, Field(strict=True, ge=0, le=2**24)]
+    digest: Words
+    inner: Count
+
+    def __post_init__(self) -> None:
+        for site in self.sites:
+            if max(map(int, _NUMBER.findall(site.which))) >= self.equations:
+                raise ValueError(f"numbers of {self.equations} equations")

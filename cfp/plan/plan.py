@@ -25,6 +25,7 @@ from cfp.plan.file import FORMAT, plan_fields, read_json
 from cfp.plan.parts import (
     PlanRow,
     PlanSegment,
+    Sites,
     arguments_to_json,
     check_arguments,
     check_binding,
@@ -35,7 +36,6 @@ from cfp.plan.parts import (
     type_text,
 )
 from cfp.plan.placing import Arguments, made, mesh_here, placed
-from cfp.plan.sites import Sites
 from cfp.plan.text import short_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option

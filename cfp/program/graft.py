@@ -28,7 +28,7 @@ from cfp.program.constrain import Constraints, constrain, partition_spec
 from cfp.program.graph import Op, Program, Spec, numpy_dtype
 from cfp.program.part import Part, cut_part
 from cfp.program.rematerialize import tag_of
-from cfp.program.replace import erase_unread
+from cfp.program.replace import erase_unread, rewire, symbol_name
 from cfp.program.signature import aval, signature
 
 
@@ -251,7 +251,7 @@ def _transplant(
     with ir.InsertionPoint(terminator):
         for op in kept:
             clone = op.clone()
-            _rewire(clone, mapping)
+            rewire(clone, mapping)
             for old, new in zip(op.results, clone.results, strict=True):
                 stands_for(old, new)
     for place, value_id in enumerate(part.outputs):
@@ -393,24 +393,10 @@ def _part_ops(
     return kept
 
 
-def _rewire(op: ir.Operation, mapping: dict[ir.Value, ir.Value]) -> None:
-    for index, operand in enumerate(op.operands):
-        if operand in mapping:
-            op.operands[index] = mapping[operand]
-    for region in op.regions:
-        for block in region.blocks:
-            for inner in block.operations:
-                _rewire(inner.operation, mapping)
-
-
 def _copy_symbols(target: ir.Module, source: ir.Module) -> None:
     """Copies meshes and functions that the part's ops may refer to by name."""
-    known = {_symbol(op.operation) for op in target.body.operations}
+    known = {symbol_name(op.operation) for op in target.body.operations}
     with ir.InsertionPoint.at_block_begin(target.body):
         for opview in source.body.operations:
-            if _symbol(opview.operation) not in known:
+            if symbol_name(opview.operation) not in known:
                 opview.operation.clone()
-
-
-def _symbol(op: ir.Operation) -> str:
-    return ir.StringAttr(op.attributes["sym_name"]).value

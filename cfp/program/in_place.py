@@ -134,8 +134,7 @@ def lost_changes_text(name: str, lost: Sequence[str]) -> str:
     """
     roots = list(dict.fromkeys(path.partition("/")[0] for path in lost))
     given = ", ".join(roots)
-    more = len(lost) - _MOST_NAMED
-    named = ", ".join(lost[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    named = _first_named(lost)
     return (
         f"The step {name!r} changes {named} in place, and does not return what it "
         "changed. nnx.jit copies such changes back; cfp, like jax.jit, does not: they "
@@ -208,8 +207,7 @@ def _is_used_up(node: Any) -> bool:
 
 def lost_surroundings_text(name: str, lost: Sequence[str]) -> str:
     """Returns the message about a step that overwrites arrays outside its arguments."""
-    more = len(lost) - _MOST_NAMED
-    named = ", ".join(lost[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    named = _first_named(lost)
     return (
         f"The step {name!r} assigns to {named}, which is not one of its arguments. A "
         "planned step is a function, like under jax.jit: that happens once, while it "
@@ -220,3 +218,8 @@ def lost_surroundings_text(name: str, lost: Sequence[str]) -> str:
         "        return state, loss\n"
         "(docs/frameworks.md, 'Modules that are updated in place')"
     )
+
+
+def _first_named(lost: Sequence[str]) -> str:
+    more = len(lost) - _MOST_NAMED
+    return ", ".join(lost[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -252,7 +252,7 @@ class _Replacer:
             for op in body:
                 clone = op.clone()
                 clone.attributes[TAG] = tag
-                _rewire(clone, mapping)
+                rewire(clone, mapping)
                 mapping.update(zip(op.results, clone.results, strict=True))
         results = [mapping[value] for value in last.operands]
         for v, result in zip(stage.makes, results, strict=False):
@@ -262,10 +262,10 @@ class _Replacer:
         return results
 
     def _add_functions(self, source: ir.Module) -> None:
-        known = {_symbol(op.operation) for op in self._module.body.operations}
+        known = {symbol_name(op.operation) for op in self._module.body.operations}
         with ir.InsertionPoint(self._module.body):
             for opview in source.body.operations:
-                symbol = _symbol(opview.operation)
+                symbol = symbol_name(opview.operation)
                 is_helper = opview.operation.name == "func.func" and symbol != "main"
                 if is_helper and symbol not in known:
                     opview.operation.clone()
@@ -296,18 +296,20 @@ def _main(module: ir.Module) -> ir.Block:
     return shardy.main_function(module).regions[0].blocks[0]
 
 
-def _symbol(op: ir.Operation) -> str:
+def symbol_name(op: ir.Operation) -> str:
+    """The name of a function or a mesh in its module."""
     return ir.StringAttr(op.attributes["sym_name"]).value
 
 
-def _rewire(op: ir.Operation, mapping: Mapping[ir.Value, ir.Value]) -> None:
+def rewire(op: ir.Operation, mapping: Mapping[ir.Value, ir.Value]) -> None:
+    """Replaces operands of an op and of all ops inside it."""
     for index, operand in enumerate(op.operands):
         if operand in mapping:
             op.operands[index] = mapping[operand]
     for region in op.regions:
         for block in region.blocks:
             for inner in block.operations:
-                _rewire(inner.operation, mapping)
+                rewire(inner.operation, mapping)
 
 
 # ------------------------------------------------------------------- what JAX lowers
@@ -337,12 +339,12 @@ def _lowered(
         raise AssertionError("a stage is spread over the devices of one mesh")
     text = "\n".join(line for n, line in enumerate(lines) if n not in meshes[1:])
     known = [op for op in module.body.operations if op.operation.name == "sdy.mesh"]
-    names = {_symbol(op.operation): "cfp_mesh" for op in known}
+    names = {symbol_name(op.operation): "cfp_mesh" for op in known}
     prefix = hashlib.sha256(text.encode()).hexdigest()[:12]
     for opview in module.body.operations:
         op = opview.operation
-        if op.name == "func.func" and _symbol(op) != "main":
-            names[_symbol(op)] = f"cfp_{prefix}_{_symbol(op)}"
+        if op.name == "func.func" and symbol_name(op) != "main":
+            names[symbol_name(op)] = f"cfp_{prefix}_{symbol_name(op)}"
     return _with_names(text, names)
 
 

@@ -36,8 +36,7 @@ from cfp.plan.plan import Plan
 from cfp.presets.presets import plainest, presets
 from cfp.profiling.collectives import Rates
 from cfp.report.words import candidate_words, kind_title, option_names
-from cfp.search.choices import picks_of
-from cfp.search.kernels import Kernels
+from cfp.search.choices import Kernels, picks_of
 from cfp.search.problem import Option, Problem
 from cfp.search.solver import solve
 from cfp.settings import ALL_DIMENSIONS, Dimension

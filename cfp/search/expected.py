@@ -17,8 +17,7 @@ from cfp.analysis.layout import Choice
 from cfp.cost.choice import SegmentChoice
 from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
-from cfp.search.choices import first_candidates, preset_parts
-from cfp.search.kernels import Kernels
+from cfp.search.choices import Kernels, first_candidates, preset_parts
 from cfp.search.problem import Option, Problem
 from cfp.search.solver import solve
 from cfp.search.wanted import Explored

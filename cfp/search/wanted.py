@@ -28,9 +28,13 @@ from cfp.errors import DeviceError
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
-from cfp.search.choices import first_candidates, preset_parts, ranked_candidates
+from cfp.search.choices import (
+    Kernels,
+    first_candidates,
+    preset_parts,
+    ranked_candidates,
+)
 from cfp.search.jobs import part_job
-from cfp.search.kernels import Kernels
 from cfp.search.problem import Option
 from cfp.settings import LEAST_ADDED_SHARE, SMALL_SHARE
 

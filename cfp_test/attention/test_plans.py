@@ -25,7 +25,7 @@ from cfp.program.step import flatten_step
 from cfp.report.explain_plan import explain_data, explain_text
 from cfp.report.figures import with_figures
 from cfp.report.tables import plan_text
-from cfp.search.kernels import Kernels
+from cfp.search.choices import Kernels
 from cfp.settings import Replacing
 from cfp_test.programs.common import normal
 

@@ -194,7 +194,7 @@ class Pair:
     ) -> tuple[tuple[int, Any], ...]:
         """The kernel in each segment that can have it under a choice."""
         from cfp.cost.choice import segment_candidate
-        from cfp.search.kernels import Kernels
+        from cfp.search.choices import Kernels
 
         platform = self.mesh.devices.flat[0].platform
         known = Kernels(names=(kernel,), platform=platform)

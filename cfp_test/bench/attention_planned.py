@@ -90,9 +90,8 @@ def tokens_spread(frame: Any) -> Any:
 def estimated(analyzed: Any, choice: Any, rates: Any) -> dict[str, Any]:
     """What a choice takes and needs by the estimates that plans are chosen by."""
     from cfp.cost.costs import Costs
-    from cfp.search.choices import estimate_kinds
+    from cfp.search.choices import Kernels, estimate_kinds
     from cfp.search.expected import build_problem, estimate_options
-    from cfp.search.kernels import Kernels
     from cfp.solution import prediction_of
 
     analysis = analyzed.analysis
@@ -336,7 +335,7 @@ class Maker:
     ) -> tuple[tuple[int, Any], ...]:
         """The first kernel that each segment can have under a choice, or its ring."""
         from cfp.cost.choice import segment_candidate
-        from cfp.search.kernels import Kernels
+        from cfp.search.choices import Kernels
 
         platform = self.mesh.stand_in.devices.flat[0].platform
         parts = PARTS_OF_VOCABULARY

@@ -23,7 +23,7 @@ from cfp.cost.choice import segment_candidate
 from cfp.devices.described import described
 from cfp.passes.pipeline import analyze_step
 from cfp.presets.presets import presets
-from cfp.search.kernels import Kernels
+from cfp.search.choices import Kernels
 from cfp.targets import resolve
 from cfp_test.bench.attention_planned import (
     PARTS_OF_VOCABULARY,

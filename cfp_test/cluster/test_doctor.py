@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from cfp.attention.kernels import KERNELS
-from cfp.cluster.doctor import driver, programs
+from cfp.cluster.doctor import programs
 from cfp.cluster.doctor.checks import CHECKS, Check, examine, with_needs
 from cfp.cluster.doctor.machine import (
     Machine,
@@ -17,7 +17,7 @@ from cfp.cluster.doctor.machine import (
     parse,
     requirements,
 )
-from cfp.cluster.doctor.probes.kernel import try_kernel
+from cfp.cluster.doctor.probes import try_kernel
 from cfp.cluster.doctor.result import (
     Result,
     Status,
@@ -229,13 +229,13 @@ def test_versions_that_will_do(line, yes, no):
 
 
 def test_links_are_counted_once_for_each_pair(tmp_path):
-    assert driver.link_kinds(TOPOLOGY) == {"NV18": 1, "PHB": 1, "SYS": 1}
-    assert driver.link_kinds("no GPU here") == {}
+    assert programs.link_kinds(TOPOLOGY) == {"NV18": 1, "PHB": 1, "SYS": 1}
+    assert programs.link_kinds("no GPU here") == {}
     (tmp_path / "topology").write_text(TOPOLOGY)
     show = f"/bin/cat {tmp_path / 'topology'}"
     (tmp_path / "links").write_text(NVLINK)
     rates = f"/bin/cat {tmp_path / 'links'}"
-    result = driver.links(with_gpus(tmp_path, count=3, topo=show, nvlink=rates))
+    result = programs.links(with_gpus(tmp_path, count=3, topo=show, nvlink=rates))
     assert result.status is Status.PASS
     assert result.numbers["nvlink_gb_per_s"] == pytest.approx(478.1, abs=0.1)
     assert result.reason.startswith("NV18 (1 pairs), PHB (1 pairs), SYS (1 pairs); NV")

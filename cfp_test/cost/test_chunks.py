@@ -19,8 +19,8 @@ from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
+from cfp.search.choices import Kernels
 from cfp.search.jobs import whole_job
-from cfp.search.kernels import Kernels
 from cfp_test.bench.attention_planned import tokens_spread
 from cfp_test.checking import make_mesh
 

@@ -14,10 +14,9 @@ from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.collectives import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.choices import estimate_kinds
+from cfp.search.choices import Kernels, estimate_kinds
 from cfp.search.expected import estimate_options
 from cfp.search.jobs import whole_job
-from cfp.search.kernels import Kernels
 from cfp_test.checking import make_mesh
 from cfp_test.programs.common import normal
 

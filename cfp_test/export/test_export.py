@@ -15,8 +15,8 @@ from cfp.errors import PlanFileError, PlanMismatch
 from cfp.export.module import python_module, ranges, spec_code
 from cfp.export.runtime import numbers
 from cfp.models.registry import build
+from cfp.plan.parts import Site, Sites
 from cfp.plan.plan import Plan
-from cfp.plan.sites import Site, Sites
 from cfp.profiling.hlo import collectives_in
 from cfp.program.rematerialize import Rematerialization
 from cfp_test.checking import make_mesh

@@ -23,8 +23,8 @@ from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.runtime.execute import CompiledStep
+from cfp.search.choices import Kernels
 from cfp.search.jobs import constraints_of
-from cfp.search.kernels import Kernels
 from cfp.settings import ConstraintLevel
 from cfp_test.attention.matrix import ALLOWED, STRATEGIES, packed
 from cfp_test.gpu.place import Failed, Place

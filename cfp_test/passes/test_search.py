@@ -7,9 +7,8 @@ import pytest
 from cfp.cost.costs import Costs
 from cfp.passes.search import _fastest
 from cfp.presets.presets import presets
-from cfp.search.choices import picks_of
+from cfp.search.choices import Kernels, picks_of
 from cfp.search.expected import build_problem, estimate_options
-from cfp.search.kernels import Kernels
 from cfp.settings import PRESETS_BY_ESTIMATE
 from cfp.solution import Prediction, prediction_of
 from cfp_test.programs.registry import PROGRAMS

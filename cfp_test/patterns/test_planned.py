@@ -21,7 +21,7 @@ from cfp.presets.presets import presets
 from cfp.profiling.rates import Rates
 from cfp.report.explain_plan import explain_text
 from cfp.report.tables import plan_text
-from cfp.search.kernels import Kernels
+from cfp.search.choices import Kernels
 from cfp_test.checking import prepare
 from cfp_test.models.tiny import TINY
 from cfp_test.named_kernels import name_of

@@ -11,7 +11,7 @@ from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.cost.choice import segment_candidate
 from cfp.presets.presets import presets
-from cfp.search.kernels import Kernels
+from cfp.search.choices import Kernels
 from cfp.settings import ConstraintLevel
 
 # Where a choice is from.

@@ -22,10 +22,9 @@ from jax.experimental import mesh_utils
 import cfp
 from cfp.plan.plan import Plan
 from cfp.profiling.collectives import known_rates
-from cfp.profiling.common_store import open_store
 from cfp.profiling.hlo import collectives_in
 from cfp.profiling.processes import Agreement
-from cfp.profiling.store import store_path
+from cfp.profiling.store import open_store, store_path
 
 LAYERS, WIDTH, ROWS = 3, 256, 512
 ROUNDS, STEPS = 5, 4

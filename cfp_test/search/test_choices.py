@@ -14,13 +14,13 @@ from cfp.models import registry
 from cfp.presets.presets import PRESETS, presets
 from cfp.presets.propagated import FROM_ARGUMENTS
 from cfp.search.choices import (
+    Kernels,
     leading_presets,
     picks_of,
     ranked_candidates,
     whole_choice,
 )
 from cfp.search.expected import build_problem, estimate_options
-from cfp.search.kernels import Kernels
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of

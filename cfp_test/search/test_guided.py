@@ -15,10 +15,9 @@ from cfp.errors import DeviceError
 from cfp.models import registry
 from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
-from cfp.search.choices import leading_presets, ranked_candidates
+from cfp.search.choices import Kernels, leading_presets, ranked_candidates
 from cfp.search.expected import build_problem
 from cfp.search.guided import _Round, explore
-from cfp.search.kernels import Kernels
 from cfp.search.problem import Option
 from cfp.search.solver import leanest, solve
 from cfp.search.wanted import Measured, WantedMaker, measured_options, rematerialize

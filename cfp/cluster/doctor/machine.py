@@ -251,11 +251,11 @@ def probe(
     *arguments: str,
     variables: Mapping[str, str] | None = None,
 ) -> ProcessAnswer:
-    """Runs a module of `cfp.cluster.doctor.probes`, in a process of its own.
+    """Runs a probe of `cfp.cluster.doctor.probes`, in a process of its own.
 
     Args:
         machine: to run it on.
-        name: of the module.
+        name: of the probe.
         arguments: of the probe.
         variables: environment variables that it needs beside the machine's.
     """
@@ -265,7 +265,7 @@ def probe(
         parts = [part for part in inherited.split(os.pathsep) if part]
         # Behind the user's own folders, so that it does not hide their modules.
         environ["PYTHONPATH"] = os.pathsep.join([*parts, str(PACKAGE_ROOT)])
-    command = [machine.python, *_flags(), "-m", f"{_PROBES}.{name}", *arguments]
+    command = [machine.python, *_flags(), "-m", _PROBES, name, *arguments]
     answer = _run(command, environ, machine.timeout_s, f"the probe {name!r}")
     for line in reversed(answer.text.splitlines()):
         if line.startswith(MARK):

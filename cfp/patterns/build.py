@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from math import prod
 
 from cfp.analysis.layout import Layout
-from cfp.patterns.chunked import (
+from cfp.patterns.chunked import ChunkedCrossEntropy
+from cfp.patterns.cross_entropy import PICK, SUM, CrossEntropy, Product, Reduction
+from cfp.patterns.expression import LOGITS, SCALAR, TOKEN, VOCABULARY, Expr
+from cfp.patterns.reading import Use
+from cfp.patterns.steps import (
     COLUMNS,
     HIDDEN_ROWS,
     KERNEL,
@@ -15,14 +19,10 @@ from cfp.patterns.chunked import (
     ROWS,
     Array,
     Axes,
-    ChunkedCrossEntropy,
     StageParameters,
     Step,
     row_axes,
 )
-from cfp.patterns.cross_entropy import PICK, SUM, CrossEntropy, Product, Reduction
-from cfp.patterns.expression import LOGITS, SCALAR, TOKEN, VOCABULARY, Expr
-from cfp.patterns.reading import Use
 from cfp.program.graph import Program
 from cfp.program.replace import Replacement, Stage, is_in_order
 

@@ -19,9 +19,10 @@ import numpy as np
 
 from cfp.analysis.layout import Layout
 from cfp.patterns.build import build, spread_of
-from cfp.patterns.chunked import ChunkedCrossEntropy, StageParameters, Step, resized
+from cfp.patterns.chunked import ChunkedCrossEntropy
 from cfp.patterns.cross_entropy import CrossEntropy, LeftAlone, find_cross_entropies
 from cfp.patterns.expression import VOCABULARY
+from cfp.patterns.steps import StageParameters, Step, resized
 from cfp.program.evaluate import Coordinates, Evaluator, NotEvaluated
 from cfp.program.graph import Program, numpy_dtype
 from cfp.program.replace import Replacement

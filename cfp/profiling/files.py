@@ -13,6 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+try:
+    import fcntl
+except ImportError:  # Not on Windows.
+    fcntl = None
+
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
 _OTHERS = 0o077
@@ -68,11 +73,6 @@ def close_to_others(path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------- locks
-
-try:
-    import fcntl
-except ImportError:  # Not on Windows.
-    fcntl = None
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 

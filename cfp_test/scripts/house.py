@@ -36,7 +36,7 @@ DECIDING = (
     ),
 )
 # Of that half, and now in rooms with other things.
-ELSEWHERE = ("plan/compose.py", "runtime/raced.py")
+ELSEWHERE = ("plan/compose.py", "runtime/raced.py", "runtime/executables.py")
 # What estimates a choice's time and memory: in search/ at first, in cost/ since.
 _ESTIMATES = (
     *("choice", "chunks", "costs", "estimate", "fusion", "kept", "memory", "orders"),

@@ -12,7 +12,7 @@ from cfp.profiling.collectives import Rates
 from cfp.profiling.record import CompiledBytes
 from cfp.search.choices import picks_of
 from cfp.search.problem import Problem
-from cfp.search.wanted import Explored
+from cfp.search.requests import SegmentMeasurements
 from cfp.settings import ConstraintLevel
 
 
@@ -29,7 +29,7 @@ class Profiles:
     """
 
     presets: Mapping[str, Choice] = field(repr=False)
-    found: Explored = field(repr=False)
+    found: SegmentMeasurements = field(repr=False)
     rates: Rates = field(repr=False)
     counts: Mapping[str, float]
     interrupted: bool = False

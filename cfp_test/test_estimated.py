@@ -21,7 +21,7 @@ from cfp.report.tables import plan_text, summary_line
 from cfp.runtime import execute
 from cfp.search.choices import Kernels, estimate_kinds, whole_choice
 from cfp.search.expected import build_problem, estimate_options
-from cfp.search.problem import Solved
+from cfp.search.problem import Assignment
 from cfp.search.solver import solve
 from cfp_test.checking import make_mesh
 from cfp_test.program.stacks import stack_step
@@ -81,7 +81,7 @@ def test_the_best_of_all_options_is_found(parts):
     best = solve(problem)
     ways = itertools.product(*(range(len(found.estimated[k])) for k in problem.kinds))
     assert best.cost_ms == pytest.approx(min(map(problem.cost_ms, ways)))
-    assert not found.tight
+    assert not found.memory_bound
     # A choice alike in all segments costs what the estimate of each says, its twin's
     # handover included.
     for name, choice in presets.items():
@@ -103,7 +103,7 @@ def test_the_best_of_all_options_is_found(parts):
         made = whole_choice(
             analysis,
             problem,
-            Solved(picks=tuple(picks), cost_ms=0.0, memory_bytes=0),
+            Assignment(picks=tuple(picks), cost_ms=0.0, memory_bytes=0),
         )
         assert made.blocks == choice.blocks
 
@@ -124,7 +124,7 @@ def test_where_memory_decides_segments_may_be_rematerialized(parts):
     given = {"per_kind": 2, "kernels": Kernels()}
     plenty = estimate_options(*where, budget_bytes=2**40, **given)
     small = estimate_options(*where, budget_bytes=1, **given)
-    assert not plenty.tight and small.tight
+    assert not plenty.memory_bound and small.memory_bound
     assert not any(o.candidate.remat for kind in plenty.estimated for o in kind)
     for kind, options in enumerate(small.estimated):
         again = [o for o in options if o.candidate.remat]

@@ -30,7 +30,7 @@ from cfp.race.enough import near_among, raced_anyway
 from cfp.race.programs import TOO_LARGE
 from cfp.race.race import Run
 from cfp.race.shortage import no_winner
-from cfp.search.guided import explore
+from cfp.search.guided import measure_candidates
 from cfp.settings import LEADERS, LIMITED_MEMORY, ConstraintLevel, defaults_of
 from cfp.solution import Candidate
 from cfp_test.injected import inject_times
@@ -387,7 +387,7 @@ def test_an_interrupt_is_heard_where_memory_asks_for_more_presets(
 
     def watched(*args, **options):
         explored.append(args)
-        return explore(*args, **options)
+        return measure_candidates(*args, **options)
 
     def interrupted(*args, **options):
         asked.append(args)
@@ -395,7 +395,7 @@ def test_an_interrupt_is_heard_where_memory_asks_for_more_presets(
             raise KeyboardInterrupt
         return profile(*args, **options)
 
-    monkeypatch.setattr("cfp.passes.profile.explore", watched)
+    monkeypatch.setattr("cfp.passes.profile.measure_candidates", watched)
     monkeypatch.setattr("cfp.profiling.looker.profile", interrupted)
     platform(monkeypatch, estimate_reach=1.0)
     monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**30)
@@ -407,7 +407,7 @@ def test_an_interrupt_is_heard_where_memory_asks_for_more_presets(
         profiles = profile_segments(context, analysis)
         assert search(context, analysis, profiles).candidates[0].predicted_ms
     assert profiles.interrupted and len(explored) == during
-    assert profiles.found.tight
+    assert profiles.found.memory_bound
     assert 1 <= len(profiles.presets) < len(presets(analysis.frame))
 
 

@@ -37,7 +37,7 @@ from cfp.profiling.store import store_path
 from cfp.report.passes import search_space, strategy_numbers
 from cfp.report.progress import Display
 from cfp.report.tables import plan_text
-from cfp.search.wanted import Measured, Wanted
+from cfp.search.requests import Measured, MeasurementRequest
 from cfp.targets import model_target
 from cfp.units import parse_bytes
 
@@ -171,7 +171,7 @@ def _profile(session: Session, args: argparse.Namespace) -> None:
         segment = analysis.segments[index]
         found = [
             _profile_data(session, kind, item, made.found.records)
-            for item in made.found.wanted
+            for item in made.found.requests
             if item.kind == kind
         ]
         if talks:
@@ -193,7 +193,9 @@ def _profile(session: Session, args: argparse.Namespace) -> None:
     print(f"overlapped_profiling overall time {made.counts['profile_seconds']}")
 
 
-def _profile_data(session: Session, kind: int, item: Wanted, records) -> dict:
+def _profile_data(
+    session: Session, kind: int, item: MeasurementRequest, records
+) -> dict:
     analysis = session.analysis
     segment = analysis.segments[analysis.representatives[kind]]
     record = records[item.own_job.key.digest]

@@ -26,18 +26,18 @@ from cfp.profiling.outlook import Stage
 from cfp.race.candidates import named_candidates
 from cfp.search.choices import Kernels, estimate_among, leading_presets
 from cfp.search.expected import build_problem, estimate_options
-from cfp.search.guided import explore
+from cfp.search.guided import measure_candidates
 from cfp.search.jobs import part_job
 from cfp.search.problem import Problem
-from cfp.search.solver import leanest, solve
-from cfp.search.wanted import (
-    Explored,
+from cfp.search.requests import (
     Measured,
-    Wanted,
-    WantedMaker,
+    MeasurementRequest,
+    RequestBuilder,
+    SegmentMeasurements,
     measured_options,
     rematerialize,
 )
+from cfp.search.solver import leanest, solve
 from cfp.settings import ROUND_SIZE, Dimension
 from cfp.solution import Estimate, Profiles
 
@@ -56,8 +56,8 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
     named, found, looker = profile_segments(
         context, analysis, rates, measure=context.settings.measure is not False
     )
-    done = [found.records.get(item.own_job.key.digest) for item in found.wanted]
-    cached = sum(item.own_job.key.digest in looker.known for item in found.wanted)
+    done = [found.records.get(item.own_job.key.digest) for item in found.requests]
+    cached = sum(item.own_job.key.digest in looker.known for item in found.requests)
     counts = {
         "strategies_measured": sum(record is not None for record in done) - cached,
         "strategies_cached": cached,
@@ -69,7 +69,7 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
 
 def profile_segments(
     context: PlanContext, analysis: Analysis, rates: Rates, *, measure: bool
-) -> tuple[Mapping[str, Choice], Explored, Looker]:
+) -> tuple[Mapping[str, Choice], SegmentMeasurements, Looker]:
     """The presets that are worth it, all that was asked for, and what answered.
 
     Args:
@@ -110,8 +110,8 @@ def profile_segments(
     if context.decided_by() is DecidedBy.RACE:
         context.measure.outlook.expect(expected_race(context, first))
 
-    def explored(leading: Mapping[str, Choice]) -> Explored:
-        maker = WantedMaker(
+    def explored(leading: Mapping[str, Choice]) -> SegmentMeasurements:
+        maker = RequestBuilder(
             costs=costs,
             presets=leading,
             estimates=estimates,
@@ -119,7 +119,7 @@ def profile_segments(
             in_context=settings.in_context,
             kernels=kernels,
         )
-        return explore(
+        return measure_candidates(
             maker,
             per_kind=settings.per_kind,
             # What is asked for later depends on times, which processes that remember
@@ -132,12 +132,12 @@ def profile_segments(
 
     found = explored(first)
     failed = any(not record.ok for record in found.records.values())
-    wider = (found.tight or failed) and first != every
+    wider = (found.memory_bound or failed) and first != every
     if wider and not looker.interrupted:
         more = explored(every)
         # Where memory is not tight there is one round. If that was interrupted, less is
         # known of all presets than is of the first ones.
-        if more.tight or not looker.interrupted:
+        if more.memory_bound or not looker.interrupted:
             return every, more, looker
     return first, found, looker
 
@@ -229,7 +229,7 @@ def _tight_by_estimate(
         budget_bytes=context.budget_bytes,
         kernels=kernels_of(context),
     )
-    return found.tight
+    return found.memory_bound
 
 
 def measured_rates(context: PlanContext) -> Rates:
@@ -279,7 +279,7 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
     named = leading_presets(analysis, estimates, among)
     costs = Costs(analysis, rates, Dimension.REMAT in dimensions)
 
-    def estimated(tight: bool) -> Explored:
+    def estimated(tight: bool) -> SegmentMeasurements:
         return estimate_options(
             estimates,
             named,
@@ -290,7 +290,7 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         )
 
     found = estimated(False)
-    if found.tight and kernels_of(context, True) != kernels_of(context):
+    if found.memory_bound and kernels_of(context, True) != kernels_of(context):
         found = estimated(True)
     counts = {
         "strategies_estimated": sum(map(len, found.estimated)),
@@ -323,7 +323,7 @@ def measure_all_budgets(
     with open_context(mesh, cache_dir, _PLENTY_BYTES, settings) as context:
         rates = measured_rates(context)
         _, found, looker = profile_segments(context, analysis, rates, measure=True)
-        wanted, records = [*found.wanted], dict(found.records)
+        wanted, records = [*found.requests], dict(found.records)
         if not looker.interrupted:
             again = _again(context, analysis, found)
             wanted += again
@@ -338,20 +338,20 @@ def measure_all_budgets(
 
 
 def _again(
-    context: PlanContext, analysis: Analysis, explored: Explored
-) -> list[Wanted]:
+    context: PlanContext, analysis: Analysis, explored: SegmentMeasurements
+) -> list[MeasurementRequest]:
     """The fastest candidates of every kind, with their forward pass rematerialized.
 
     The fastest of all kinds come first, since time may be over before the last.
     """
     records = explored.records
-    found: list[tuple[int, Wanted]] = []
+    found: list[tuple[int, MeasurementRequest]] = []
     for kind, index in enumerate(analysis.representatives):
         if not can_rematerialize(analysis.frame, analysis.segments[index]):
             continue
         good = [
             (measured.time_ms, item)
-            for item in explored.wanted
+            for item in explored.requests
             if item.kind == kind
             and not item.candidate.remat
             and isinstance(measured := item.measured(records), Measured)

@@ -25,8 +25,8 @@ from cfp.race.shortage import over_budget
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.expected import build_problem
 from cfp.search.problem import Problem, scale_memory
+from cfp.search.requests import measured_options
 from cfp.search.solver import best_solutions
-from cfp.search.wanted import measured_options
 from cfp.settings import COMPILED_TO_PREDICTED, PRESETS_BY_ESTIMATE, Dimension
 from cfp.solution import Candidate, Profiles, Solution, prediction_of
 
@@ -50,7 +50,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     compiled = decided_by is not DecidedBy.PREDICTION
     # With times in context, and with times alone; or with estimates.
     may = Dimension.REMAT in context.rules.dimensions
-    costs, wanted = Costs(analysis, profiles.rates, may), explored.wanted
+    costs, wanted = Costs(analysis, profiles.rates, may), explored.requests
     sets = (
         [explored.estimated]
         if explored.estimated
@@ -60,7 +60,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         ]
     )
     problems = [build_problem(costs, one, context.budget_bytes) for one in sets]
-    problem, tight, plans = problems[0], explored.tight, context.rules.plans
+    problem, tight, plans = problems[0], explored.memory_bound, context.rules.plans
     if explored.estimated and decided_by is DecidedBy.RACE and not context.stand_in:
         named = _fastest(analysis, named, problem)
     named |= {name: c for name, c in known if name in PROPAGATED}

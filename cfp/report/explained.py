@@ -275,12 +275,12 @@ def find_misses(context: PlanContext, analysis: Analysis) -> Misses:
     rates = measure_rates(mesh, store) if rates_known else Rates.default(mesh)
     asked = {key.digest: (label, key) for label, key in probes.items()}
     _, found, _ = profile_segments(context, analysis, rates, measure=False)
-    for item in found.wanted:
+    for item in found.requests:
         for job in item.jobs:
             asked.setdefault(job.key.digest, (job.label, job.key))
     answered = store.get_many(asked)
     complete = all(
-        job.key.digest in answered for item in found.wanted for job in item.jobs
+        job.key.digest in answered for item in found.requests for job in item.jobs
     )
     stored = store.keys_like()
     return Misses(

@@ -26,7 +26,7 @@ from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.plan.describe import block_collectives, op_text
 from cfp.printable import columns as columns_of_text
 from cfp.report.console import Fitted, literal_console
-from cfp.search.wanted import Measured
+from cfp.search.requests import Measured
 from cfp.solution import Profiles
 from cfp.units import format_bytes
 
@@ -170,7 +170,7 @@ def profiles_view(
     records = profiles.found.records
     for kind in range(len(analysis.representatives)):
         members = [s.index for s in analysis.segments if s.kind == kind]
-        mine = (w for w in profiles.found.wanted if w.kind == kind)
+        mine = (w for w in profiles.found.requests if w.kind == kind)
         known = [m for w in mine if (m := w.measured(records)) is not None]
         times = [m.alone_ms for m in known if isinstance(m, Measured)]
         table.add_row(
@@ -193,7 +193,7 @@ def profiles_view(
 def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
     """All records as plain data; strategies are numbers in each block's own list."""
     found, records = [], profiles.found.records
-    for wanted in profiles.found.wanted:
+    for wanted in profiles.found.requests:
         segment = analysis.segments[analysis.representatives[wanted.kind]]
         record = records.get(wanted.own_job.key.digest)
         measured = wanted.measured(records)

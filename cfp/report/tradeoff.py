@@ -16,7 +16,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.report.console import Fitted
 from cfp.report.plots import figure
 from cfp.report.words import candidate_words, kind_title, option_names
-from cfp.search.problem import Problem, Solved
+from cfp.search.problem import Assignment, Problem
 from cfp.search.tradeoff import TradeOff
 from cfp.units import format_bytes
 
@@ -63,7 +63,7 @@ def trade_off_view(
     return Group(Fitted(table), *map(Text, lines), Text(), *map(Text, legend))
 
 
-def best_within(found: TradeOff, budget_bytes: int | None) -> Solved | None:
+def best_within(found: TradeOff, budget_bytes: int | None) -> Assignment | None:
     """The fastest point that fits in a budget, if there is a budget and one does."""
     if budget_bytes is None:
         return None
@@ -71,7 +71,7 @@ def best_within(found: TradeOff, budget_bytes: int | None) -> Solved | None:
     return fitting[-1] if fitting else None
 
 
-def rematerialized(problem: Problem, point: Solved) -> int:
+def rematerialized(problem: Problem, point: Assignment) -> int:
     """Counts the segments that rematerialize their forward pass."""
     return sum(
         problem.options[kind][pick].candidate.remat
@@ -79,7 +79,7 @@ def rematerialized(problem: Problem, point: Solved) -> int:
     )
 
 
-def _taken(problem: Problem, point: Solved) -> Taken:
+def _taken(problem: Problem, point: Assignment) -> Taken:
     found: Taken = [Counter() for _ in problem.options]
     for kind, pick in zip(problem.kinds, point.picks, strict=True):
         found[kind][pick] += 1
@@ -104,7 +104,7 @@ def _mixture(names: list[str], counts: Counter[int]) -> str:
 
 
 def _notes(
-    found: TradeOff, within: Solved | None, budget_bytes: int | None
+    found: TradeOff, within: Assignment | None, budget_bytes: int | None
 ) -> Iterator[str]:
     if not found.complete:
         yield "There may be more points between these (--points)."

@@ -30,14 +30,14 @@ from cfp.patterns.sites import in_parts
 from cfp.presets.presets import PRESETS, REPLICATED, plainest
 from cfp.presets.propagated import FROM_ARGUMENTS, PROPAGATED
 from cfp.profiling.collectives import Rates
-from cfp.search.problem import Problem, Solved
+from cfp.search.problem import Assignment, Problem
 from cfp.settings import FROM_ARGUMENTS_REACH, MIXED_PRESETS, Dimension
 
 # Partial choices that a search for the best by estimate goes on with.
 BEAM_WIDTH = 256
 
 
-def whole_choice(analysis: Analysis, problem: Problem, found: Solved) -> Choice:
+def whole_choice(analysis: Analysis, problem: Problem, found: Assignment) -> Choice:
     """The whole program's choice that a solution stands for."""
     frame = analysis.frame
     strategies: dict[int, Strategy] = {}

@@ -19,8 +19,8 @@ from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
 from cfp.search.choices import Kernels, first_candidates, preset_parts
 from cfp.search.problem import Option, Problem
+from cfp.search.requests import SegmentMeasurements
 from cfp.search.solver import solve
-from cfp.search.wanted import Explored
 from cfp.settings import REMATERIALIZED_TIME_EXPECTED, SAFE_ESTIMATED_MEMORY_SHARE
 
 
@@ -112,7 +112,7 @@ def estimate_options(
     per_kind: int,
     budget_bytes: int | None,
     kernels: Kernels,
-) -> Explored:
+) -> SegmentMeasurements:
     """The parts of the presets and the best others, with estimated costs.
 
     Args:
@@ -143,7 +143,7 @@ def estimate_options(
             if costs.can_rematerialize(kind):
                 found += expected(kind, True)
     every = tuple(map(tuple, options))
-    return Explored(tight=tight, estimated=every, kernels=kernels)
+    return SegmentMeasurements(memory_bound=tight, estimated=every, kernels=kernels)
 
 
 # ------------------------------------------------------- the problem over some options

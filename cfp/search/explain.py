@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cfp.search.problem import Problem, Solved
+from cfp.search.problem import Assignment, Problem
 from cfp.search.solver import leanest, solve
 
 GIB = 2**30
@@ -77,10 +77,10 @@ class MemoryExplanation:
     budget_bytes: int | None
     peak_bytes: int
     binds: bool
-    unlimited: Solved
+    unlimited: Assignment
     step_bytes: int
-    more: Solved
-    less: Solved | None
+    more: Assignment
+    less: Assignment | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +94,8 @@ class Explanation:
         memory: what memory has to do with the best choice.
     """
 
-    plan: Solved | None
-    best: Solved
+    plan: Assignment | None
+    best: Assignment
     kinds: tuple[KindExplanation, ...]
     memory: MemoryExplanation
 
@@ -145,7 +145,7 @@ def explain(
     )
 
 
-def _within(problem: Problem, budget_bytes: int | None) -> Solved:
+def _within(problem: Problem, budget_bytes: int | None) -> Assignment:
     """The cheapest choice that fits in a budget that is large enough for some."""
     found = solve(replace(problem, budget_bytes=budget_bytes))
     assert found is not None, "something fits"

@@ -24,15 +24,15 @@ from cfp.profiling.record import ProfileRecord
 from cfp.search.choices import ranked_candidates
 from cfp.search.expected import build_problem, expect
 from cfp.search.problem import Option, Problem, scale_memory
-from cfp.search.solver import leanest, solve
-from cfp.search.wanted import (
-    Explored,
+from cfp.search.requests import (
     Measured,
-    Wanted,
-    WantedMaker,
+    MeasurementRequest,
+    RequestBuilder,
+    SegmentMeasurements,
     measured_options,
     rematerialize,
 )
+from cfp.search.solver import leanest, solve
 from cfp.settings import (
     ROUND_SIZE,
     SAFE_MEMORY_SHARE,
@@ -40,15 +40,15 @@ from cfp.settings import (
 )
 
 
-def explore(
-    maker: WantedMaker,
+def measure_candidates(
+    maker: RequestBuilder,
     *,
     per_kind: int,
     others: int = 1,
     budget_bytes: int | None,
     look: Looker,
     left: float = 1.0,
-) -> Explored:
+) -> SegmentMeasurements:
     """Measures until nothing else is likely to be much better.
 
     Args:
@@ -101,7 +101,9 @@ def explore(
             break
         rounds.append(asked)
         records.update(look(_jobs(asked)))
-    return Explored(rounds=rounds, records=records, tight=tight, kernels=maker.kernels)
+    return SegmentMeasurements(
+        rounds=rounds, records=records, memory_bound=tight, kernels=maker.kernels
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +116,14 @@ class _Written:
         is_reference: whether it is the one of its kind that is measured both ways.
     """
 
-    written: Wanted
-    replaced: Sequence[Wanted]
+    written: MeasurementRequest
+    replaced: Sequence[MeasurementRequest]
     is_reference: bool
 
 
-def _written_twice(maker: WantedMaker, first: Sequence[Wanted]) -> list[_Written]:
+def _written_twice(
+    maker: RequestBuilder, first: Sequence[MeasurementRequest]
+) -> list[_Written]:
     """Candidates with kernels and without; the best by estimate is the reference.
 
     None where cross-entropies may be computed in parts, too: there memory decides.
@@ -150,13 +154,13 @@ def _written_twice(maker: WantedMaker, first: Sequence[Wanted]) -> list[_Written
 
 def _needed_as_written(
     pairs: Sequence[_Written], records: Mapping[str, ProfileRecord]
-) -> list[Wanted]:
+) -> list[MeasurementRequest]:
     """Candidates to measure as they are written: a kernel of theirs may be slower.
 
     That is if the reference of their kind shows it, or if none of theirs has run.
     """
 
-    def fastest_ms(ways: Iterable[Wanted]) -> float:
+    def fastest_ms(ways: Iterable[MeasurementRequest]) -> float:
         """The fastest alone, which varies less than the difference of two."""
         known = (way.measured(records) for way in ways)
         times_ms = (one.alone_ms for one in known if isinstance(one, Measured))
@@ -175,12 +179,14 @@ def _needed_as_written(
     ]
 
 
-def _least(wanted: Sequence[Wanted], look: Looker) -> dict[str, ProfileRecord]:
+def _least(
+    wanted: Sequence[MeasurementRequest], look: Looker
+) -> dict[str, ProfileRecord]:
     """Measures what a plan cannot do without: one candidate of each kind."""
     records: dict[str, ProfileRecord] = {}
     rest = [*wanted]
     while rest:
-        firsts: dict[int, Wanted] = {}
+        firsts: dict[int, MeasurementRequest] = {}
         for item in rest:
             firsts.setdefault(item.kind, item)
         records.update(look(_jobs(firsts.values()), anyway=True))
@@ -193,7 +199,7 @@ def _least(wanted: Sequence[Wanted], look: Looker) -> dict[str, ProfileRecord]:
     return records
 
 
-def _jobs(wanted: Iterable[Wanted]) -> list[Job]:
+def _jobs(wanted: Iterable[MeasurementRequest]) -> list[Job]:
     return [job for item in wanted for job in item.jobs]
 
 
@@ -211,23 +217,25 @@ class _Round:
 
     def __init__(
         self,
-        maker: WantedMaker,
+        maker: RequestBuilder,
         per_kind: int,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[MeasurementRequest],
         records: Mapping[str, ProfileRecord],
         problem: Problem,
     ) -> None:
         self._maker, self._per_kind = maker, per_kind
         self._wanted, self._records = wanted, records
         self._problem = problem
-        self._found: list[Wanted] = []
-        self._asked: list[dict[SegmentChoice, Wanted]] = [{} for _ in problem.options]
+        self._found: list[MeasurementRequest] = []
+        self._asked: list[dict[SegmentChoice, MeasurementRequest]] = [
+            {} for _ in problem.options
+        ]
         for item in wanted:
             # What shares programs with failures may be asked for again.
             if not (item.base and item.context and item.base.has_failed(records)):
                 self._asked[item.kind][item.candidate] = item
 
-    def ask(self, left: float) -> list[Wanted]:
+    def ask(self, left: float) -> list[MeasurementRequest]:
         """Selects candidates that will probably make the best plan faster.
 
         If nothing will probably fit, it is what would if the compiler saves memory; and

@@ -105,9 +105,9 @@ class Problem:
             self.memory_bytes(picks) <= self.budget_bytes
         )
 
-    def solution(self, picks: Sequence[int]) -> Solved:
+    def solution(self, picks: Sequence[int]) -> Assignment:
         """A choice with what it costs."""
-        return Solved(
+        return Assignment(
             picks=tuple(picks),
             cost_ms=self.cost_ms(picks),
             memory_bytes=self.memory_bytes(picks),
@@ -141,7 +141,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
+class Assignment:
     """The outcome of a solver.
 
     Attributes:

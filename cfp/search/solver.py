@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cfp.search.problem import Problem, Solved
+from cfp.search.problem import Assignment, Problem
 
 # Costs that differ by less, of the cost, are the same sum in another order.
 ROUNDING = 1e-12
@@ -249,7 +249,7 @@ _MORE_SLACK = 2.0
 _FEW_ROWS = 64
 
 
-def solve(problem: Problem, *, lean: bool = False) -> Solved | None:
+def solve(problem: Problem, *, lean: bool = False) -> Assignment | None:
     """The cheapest choice that fits, or None if none does.
 
     Args:
@@ -281,7 +281,7 @@ def solve(problem: Problem, *, lean: bool = False) -> Solved | None:
         slack = slack * _MORE_SLACK or 1.0
 
 
-def leanest(problem: Problem) -> Solved:
+def leanest(problem: Problem) -> Assignment:
     """The choice that needs the least memory, whatever the budget and the time.
 
     What it needs is the smallest budget that some choice fits in.
@@ -304,13 +304,13 @@ def _holding_least(problem: Problem) -> list[int]:
     return [least[kind] for kind in problem.kinds]
 
 
-def best_solutions(problem: Problem, count: int) -> list[Solved]:
+def best_solutions(problem: Problem, count: int) -> list[Assignment]:
     """The best solution, and others that differ from it where it matters.
 
     Each next one may not use what the one before chose for the kind of segment that
     takes most of the time.
     """
-    found: list[Solved] = []
+    found: list[Assignment] = []
     kept = [list(problem.allowed(kind)) for kind in range(len(problem.options))]
     while len(found) < count and all(kept):
         best = solve(problem.among(kept))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from cfp.search.problem import Problem, Solved
+from cfp.search.problem import Assignment, Problem
 from cfp.search.solver import leanest, solve
 
 # Budgets are told apart to this many bytes: a solver's tolerances are no finer.
@@ -26,7 +26,7 @@ class TradeOff:
         complete: whether these are known to be all.
     """
 
-    points: tuple[Solved, ...]
+    points: tuple[Assignment, ...]
     complete: bool
 
 
@@ -95,7 +95,7 @@ class _Gap:
         return (self.empty_bytes + self.high_bytes) // 2
 
 
-def _point(problem: Problem, budget_bytes: int) -> Solved:
+def _point(problem: Problem, budget_bytes: int) -> Assignment:
     """The fastest choice within a budget, and the leanest of those."""
     found = solve(replace(problem, budget_bytes=budget_bytes), lean=True)
     assert found is not None, "the leanest choice fits"

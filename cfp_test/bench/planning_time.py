@@ -36,7 +36,7 @@ from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.choices import estimate_kinds, leading_presets
-from cfp.search.wanted import WantedMaker
+from cfp.search.requests import RequestBuilder
 from cfp_test.checking import make_mesh
 from cfp_test.programs.registry import PROGRAMS, programs_on
 
@@ -80,7 +80,7 @@ def _builds_on_gpus(analysis: Any) -> int:
     rates = Rates.default(SIZES)
     estimates = estimate_kinds(analysis, rates)
     every = leading_presets(analysis, estimates, presets(analysis.frame), 1.6)
-    maker = WantedMaker(Costs(analysis, rates), every, estimates, ())
+    maker = RequestBuilder(Costs(analysis, rates), every, estimates, ())
     first = maker.first(cfp.PlannerSettings().per_kind, 1)
     return len({job.key.digest for wanted in first for job in wanted.jobs})
 

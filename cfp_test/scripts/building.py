@@ -36,7 +36,7 @@ from cfp.profiling.looker import tune_kernels
 from cfp.profiling.runner import profile
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.choices import estimate_kinds
-from cfp.search.wanted import WantedMaker
+from cfp.search.requests import RequestBuilder
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
             return
         presets = profile_segments(context, analysis, rates, measure=False)[0]
         costs, estimates = Costs(analysis, rates), estimate_kinds(analysis, rates)
-        maker = WantedMaker(costs, presets, estimates, context.environment)
+        maker = RequestBuilder(costs, presets, estimates, context.environment)
         settings = context.settings
         wanted = maker.first(settings.per_kind, settings.others)
         jobs = [job for item in wanted for job in item.jobs]

@@ -32,21 +32,21 @@ from cfp.race.turns import race_programs
 from cfp.search.choices import estimate_kinds, ranked_candidates, whole_choice
 from cfp.search.expected import build_problem
 from cfp.search.jobs import whole_job
+from cfp.search.requests import MeasurementRequest, RequestBuilder, measured_options
 from cfp.search.solver import solve
-from cfp.search.wanted import Wanted, WantedMaker, measured_options
 from cfp.solution import Candidate
 
 
 def enumerate_pool(
     context: PlanContext,
     analysis: Analysis,
-    guided: list[Wanted],
+    guided: list[MeasurementRequest],
     rates: Rates,
     pool: int,
-) -> list[Wanted]:
+) -> list[MeasurementRequest]:
     """What guided profiling measured, and all the rest of the pool."""
     estimates = estimate_kinds(analysis, rates)
-    maker = WantedMaker(
+    maker = RequestBuilder(
         Costs(analysis, rates),
         presets(analysis.frame),
         estimates,
@@ -85,7 +85,7 @@ def main() -> None:
     with open_context(mesh, options.workdir, None, settings) as context:
         profiles = profile_segments(context, analysis)
         costs = Costs(analysis, profiles.rates)
-        guided = profiles.found.wanted
+        guided = profiles.found.requests
         every = enumerate_pool(context, analysis, guided, profiles.rates, options.pool)
         begun = time.perf_counter()
         jobs = [job for item in every for job in item.jobs]

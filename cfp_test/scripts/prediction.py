@@ -104,7 +104,7 @@ def main() -> None:
         begun = time.perf_counter()
         profiles = profile(context, analysis)
         profile_seconds = time.perf_counter() - begun
-        jobs = {j.key.digest for item in profiles.found.wanted for j in item.jobs}
+        jobs = {j.key.digest for item in profiles.found.requests for j in item.jobs}
         known = [profiles.found.records[digest] for digest in jobs]
         begun = time.perf_counter()
         again = profile(context, analysis)
@@ -161,7 +161,7 @@ def main() -> None:
                 record = run(outcome, job, frame.program, mesh, timing=_TURN)
                 row.setdefault("samples_ms", []).extend(record.samples_ms)
         counts = {
-            "strategies": len(profiles.found.wanted),
+            "strategies": len(profiles.found.requests),
             "jobs": len(jobs),
             "failed": profiles.counts["strategies_failed"],
             "build_seconds": sum(r.build_seconds for r in known),

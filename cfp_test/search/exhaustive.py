@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from itertools import product
 
-from cfp.search.problem import Problem, Solved
+from cfp.search.problem import Assignment, Problem
 
 
-def solve_exhaustively(problem: Problem) -> Solved | None:
+def solve_exhaustively(problem: Problem) -> Assignment | None:
     """The cheapest choice that fits, or None if none does."""
-    best: Solved | None = None
+    best: Assignment | None = None
     ranges = [problem.allowed(kind) for kind in problem.kinds]
     for picks in product(*ranges):
         if problem.fits(picks):

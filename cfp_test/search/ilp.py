@@ -25,12 +25,12 @@ from itertools import pairwise
 import pulp
 
 from alpa_test.cost_model.quiet import quiet_solver
-from cfp.search.problem import Problem, Solved
+from cfp.search.problem import Assignment, Problem
 
 _MIB = 2.0**20  # keeps the coefficients of memory near those of time
 
 
-def solve_ilp(problem: Problem) -> Solved | None:
+def solve_ilp(problem: Problem) -> Assignment | None:
     """The cheapest choice that fits, or None if none does."""
     model = pulp.LpProblem("segments", pulp.LpMinimize)
     cost: list = []
@@ -55,7 +55,7 @@ def solve_ilp(problem: Problem) -> Solved | None:
     return problem.solution(picks)
 
 
-def leanest(problem: Problem, *, time_limit_s: float = 60.0) -> Solved:
+def leanest(problem: Problem, *, time_limit_s: float = 60.0) -> Assignment:
     """The choice that needs the least memory, whatever the budget.
 
     Raises:

@@ -17,10 +17,15 @@ from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.search.choices import Kernels, leading_presets, ranked_candidates
 from cfp.search.expected import build_problem
-from cfp.search.guided import _Round, explore
+from cfp.search.guided import _Round, measure_candidates
 from cfp.search.problem import Option
+from cfp.search.requests import (
+    Measured,
+    RequestBuilder,
+    measured_options,
+    rematerialize,
+)
 from cfp.search.solver import leanest, solve
-from cfp.search.wanted import Measured, WantedMaker, measured_options, rematerialize
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.ilp import solve_ilp
@@ -46,7 +51,7 @@ def small():
 
 
 @dataclass(frozen=True)
-class Watched(WantedMaker):
+class Watched(RequestBuilder):
     """Knows what its jobs measure: kinds and candidates, by digest."""
 
     measures: dict = field(default_factory=dict)
@@ -133,8 +138,8 @@ class Devices:
         plain = replace(candidate, remat=False)
         return self.costs.least_bytes(kind, plain).residual_bytes
 
-    def explore(self, budget_bytes=None, per_kind=100, **options):
-        return explore(
+    def measure_candidates(self, budget_bytes=None, per_kind=100, **options):
+        return measure_candidates(
             self.maker,
             per_kind=per_kind,
             budget_bytes=budget_bytes,
@@ -144,7 +149,7 @@ class Devices:
 
     def best(self, found, budget_bytes=None):
         """The best plan of what was measured."""
-        options = measured_options(self.costs, found.wanted, found.records)
+        options = measured_options(self.costs, found.requests, found.records)
         return solve_ilp(build_problem(self.costs, options, budget_bytes))
 
     def everything(self, budget_bytes=None, remat=(False,)):
@@ -179,13 +184,13 @@ def test_where_memory_is_plenty_the_best_by_estimate_is_measured_and_no_more(
     """With the truth known, a wide beam looks at the whole space."""
     analysis, estimates = model
     devices = Devices(analysis, estimates)
-    found = devices.explore()
-    assert len(found.rounds) == 1 and not found.tight
+    found = devices.measure_candidates()
+    assert len(found.rounds) == 1 and not found.memory_bound
     monkeypatch.setattr("cfp.search.choices.BEAM_WIDTH", 4096)
     for kind, estimate in enumerate(estimates):
         every = ranked_candidates(estimate, 1)
         assert {c.storage for c in every} == {*USUAL_STORAGE}
-        mine = [w.candidate for w in found.wanted if w.kind == kind]
+        mine = [w.candidate for w in found.requests if w.kind == kind]
         best = min(devices.time_ms(kind, c) for c in mine)
         assert best <= TRUTH * min(c.estimate_ms for c in every) * 1.01 + 1e-9
     space = [3 * np.prod([len(s) for s in e.strategies]) for e in estimates]
@@ -195,7 +200,7 @@ def test_where_memory_is_plenty_the_best_by_estimate_is_measured_and_no_more(
 def test_with_luck_too_what_is_found_is_near_what_all_there_is_gives(small):
     analysis, estimates = small
     devices = Devices(analysis, estimates, noise=0.05)
-    best = devices.best(devices.explore())
+    best = devices.best(devices.measure_candidates())
     everything = solve(devices.everything())
     assert best.cost_ms <= everything.cost_ms * 1.05
     assert devices.runs < sum(map(len, devices.everything().options)) / 2
@@ -204,7 +209,7 @@ def test_with_luck_too_what_is_found_is_near_what_all_there_is_gives(small):
 def test_rounds_begin_where_something_faster_will_fit(small):
     analysis, estimates = small
     devices = Devices(analysis, estimates)
-    found = devices.explore()
+    found = devices.measure_candidates()
     assert len(found.rounds) == 1
     fastest = devices.best(found)
     every = devices.everything(remat=(False, True))
@@ -212,7 +217,7 @@ def test_rounds_begin_where_something_faster_will_fit(small):
     began = []
     for share in (0.02, 0.5, 0.8, 1.0):
         budget = int(least + share * (fastest.memory_bytes - least))
-        found = devices.explore(budget)
+        found = devices.measure_candidates(budget)
         first = replace(found, rounds=found.rounds[:1])
         best = devices.best(first, budget)
         true = solve(replace(every, budget_bytes=budget))
@@ -234,8 +239,8 @@ def test_memory_is_searched_too(small):
     for share in (0.0, 0.3, 0.7, 1.0):
         budget = int(least + share * (most - least))
         devices = Devices(analysis, estimates)
-        found = devices.explore(budget_bytes=budget)
-        assert found.tight
+        found = devices.measure_candidates(budget_bytes=budget)
+        assert found.memory_bound
         best = devices.best(found, budget)
         true = solve(devices.everything(budget, remat=(False, True)))
         assert best is not None and best.memory_bytes <= budget
@@ -257,8 +262,8 @@ def test_what_runs_only_if_computed_again_is_found(small):
             allowed.append(candidate)  # Without any there is nothing to go on from.
         return not candidate.remat and candidate not in allowed
 
-    found = devices.explore(budget_bytes=budget)
-    again = [w for w in found.wanted if w.candidate.remat]
+    found = devices.measure_candidates(budget_bytes=budget)
+    again = [w for w in found.requests if w.candidate.remat]
     assert again
     assert all(np.isfinite(w.measured(found.records).time_ms) for w in again)
     best = devices.best(found, budget)
@@ -268,23 +273,25 @@ def test_what_runs_only_if_computed_again_is_found(small):
 @pytest.mark.parametrize("name", ["scalars", "no_outputs_needed"])
 def test_where_nothing_can_be_chosen_nothing_is_asked_for(name):
     analysis, estimates = estimated(*PROGRAMS[name]()[:2], SIZES)
-    assert len(Devices(analysis, estimates).explore().rounds) == 1
+    assert len(Devices(analysis, estimates).measure_candidates().rounds) == 1
 
 
 @pytest.fixture(scope="module")
 def little(model):
     """A budget that keeps out what is fastest."""
     devices = Devices(*model)
-    found = devices.explore()
+    found = devices.measure_candidates()
     return int(0.5 * devices.best(found).memory_bytes)
 
 
 def test_no_more_is_measured_than_allowed(model, little):
     analysis, estimates = model
-    some = Devices(analysis, estimates, noise=1.0).explore(little, per_kind=9)
+    some = Devices(analysis, estimates, noise=1.0).measure_candidates(
+        little, per_kind=9
+    )
     assert len(some.rounds) > 1
     for kind in range(len(estimates)):
-        mine = [w for w in some.wanted if w.kind == kind]
+        mine = [w for w in some.requests if w.kind == kind]
         first = [w for w in some.rounds[0] if w.kind == kind]
         for again in (False, True):
             asked = sum(w.candidate.remat is again for w in mine)
@@ -297,7 +304,9 @@ def test_the_same_records_ask_for_the_same_things(model, little):
     first, second = (
         [
             (w.kind, w.candidate)
-            for w in Devices(analysis, estimates, noise=1.0).explore(little).wanted
+            for w in Devices(analysis, estimates, noise=1.0)
+            .measure_candidates(little)
+            .requests
         ]
         for _ in range(2)
     )
@@ -307,7 +316,7 @@ def test_the_same_records_ask_for_the_same_things(model, little):
 
 def test_what_is_not_known_ends_the_search(model, little):
     analysis, estimates = model
-    whole = Devices(analysis, estimates, noise=1.0).explore(little)
+    whole = Devices(analysis, estimates, noise=1.0).measure_candidates(little)
     assert len(whole.rounds) > 1
     devices = Devices(analysis, estimates, noise=1.0)
     known = {w.job.key.digest for w in whole.rounds[0]}
@@ -317,7 +326,7 @@ def test_what_is_not_known_ends_the_search(model, little):
         return {key: found[key] for key in found.keys() & known}
 
     devices.look = stored_only
-    found = devices.explore(little)
+    found = devices.measure_candidates(little)
     assert len(found.rounds) == 2
     assert found.records.keys() == known
 
@@ -327,12 +336,12 @@ def test_what_fails_is_not_asked_for_again(model):
     devices = Devices(
         analysis, estimates, broken=lambda c: c.storage is Storage.SHARDED
     )
-    found = devices.explore()
-    assert devices.runs == len(found.wanted)
+    found = devices.measure_candidates()
+    assert devices.runs == len(found.requests)
     assert devices.best(found) is not None
     nothing = Devices(analysis, estimates, broken=lambda _: True)
     with pytest.raises(DeviceError, match="broken"):
-        nothing.explore()
+        nothing.measure_candidates()
 
 
 @pytest.mark.parametrize("broken", [None, Storage.SHARDED, Storage.USED])
@@ -350,13 +359,13 @@ def test_without_time_of_each_kind_one_is_measured(model, broken):
         return candidate.storage is broken
 
     devices = Late(analysis, estimates, broken=is_broken)
-    hurried = devices.explore()
+    hurried = devices.measure_candidates()
     good = [
-        w for w in hurried.wanted if isinstance(w.measured(hurried.records), Measured)
+        w for w in hurried.requests if isinstance(w.measured(hurried.records), Measured)
     ]
     assert [w.kind for w in good] == [*range(len(estimates))]
     for one in good:
-        before = [w for w in hurried.wanted if w.kind == one.kind]
+        before = [w for w in hurried.requests if w.kind == one.kind]
         before = before[: before.index(one)]
         assert all(w.has_failed(hurried.records) for w in before)
     assert devices.runs == len(hurried.records)
@@ -366,7 +375,10 @@ def test_without_time_of_each_kind_one_is_measured(model, broken):
         Devices(analysis, estimates, broken=is_broken) for _ in range(2)
     )
     in_time.has_end = True
-    assert in_time.explore().records.keys() == endless.explore().records.keys()
+    assert (
+        in_time.measure_candidates().records.keys()
+        == endless.measure_candidates().records.keys()
+    )
 
 
 def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model):
@@ -377,7 +389,7 @@ def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model
         return candidate.storage is Storage.SHARDED and not candidate.remat
 
     free = Devices(analysis, estimates, in_context=True)
-    fastest = free.best(free.explore())
+    fastest = free.best(free.measure_candidates())
     budget = int(0.5 * fastest.memory_bytes)
     devices = Devices(
         analysis,
@@ -386,8 +398,8 @@ def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model
         status="out_of_memory",
         in_context=True,
     )
-    found = devices.explore(budget)
-    again = [w for w in found.wanted if w.candidate.remat]
+    found = devices.measure_candidates(budget)
+    again = [w for w in found.requests if w.candidate.remat]
     alone = [w for w in again if w.context is None]
     assert alone and len(alone) < len(again)
     for item in again:
@@ -395,7 +407,7 @@ def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model
         # What was asked for before that was known has failed, too.
         takes = item.measured(found.records)
         assert bool(item.context) != failed or not isinstance(takes, Measured)
-    asked = [(w.kind, w.candidate, w.context is None) for w in found.wanted]
+    asked = [(w.kind, w.candidate, w.context is None) for w in found.requests]
     assert len(set(asked)) == len(asked)
     assert devices.best(found, budget) is not None
 
@@ -403,10 +415,10 @@ def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model
 def test_where_nothing_can_fit_the_leanest_is_computed_again(model):
     """An error then names how little memory would do, as far as that is known."""
     devices = Devices(*model)
-    found = devices.explore(1)
-    again = [w for w in found.wanted if w.candidate.remat]
+    found = devices.measure_candidates(1)
+    again = [w for w in found.requests if w.candidate.remat]
     assert {w.kind for w in again} == set(range(len(devices.estimates)))
-    assert len(found.wanted) == len(found.rounds[0]) + len(again), "nothing else is"
+    assert len(found.requests) == len(found.rounds[0]) + len(again), "nothing else is"
 
 
 def test_what_has_a_kernel_is_rematerialized_however_many_strategies_there_are(model):
@@ -450,23 +462,23 @@ class WithKernels(Devices):
 
     def asked(self, found):
         """Candidates that kernels could change, as written and with kernels."""
-        mine = [(w.kind, w.candidate) for w in found.wanted]
+        mine = [(w.kind, w.candidate) for w in found.requests]
         replaced = {(kind, c.as_written) for kind, c in mine if c.kernels}
         return replaced, {one for one in mine if one in replaced}
 
     def options(self, found):
-        return measured_options(self.costs, found.wanted, found.records)
+        return measured_options(self.costs, found.requests, found.records)
 
 
 def test_where_kernels_are_faster_one_strategy_is_measured_as_it_is_written(model):
     """The others cost as much more: plans and gains are as with all measured."""
     devices = WithKernels(*model, 0.1)
-    found = devices.explore(others=3)
+    found = devices.measure_candidates(others=3)
     replaced, written = devices.asked(found)
     assert len(replaced) > 3 and len(written) == 1
     every = WithKernels(*model, 0.1)
     every.alone = False  # Several processes measure all at once.
-    both = every.explore(others=3)
+    both = every.measure_candidates(others=3)
     assert every.asked(both)[1] == replaced
     assert devices.runs == every.runs - len(replaced) + 1
     times = [
@@ -481,7 +493,7 @@ def test_where_kernels_are_faster_one_strategy_is_measured_as_it_is_written(mode
 @pytest.mark.parametrize("gain_ms", [-0.1, 0.0])
 def test_where_kernels_are_no_faster_all_is_measured_as_it_is_written(model, gain_ms):
     devices = WithKernels(*model, gain_ms)
-    found = devices.explore(others=3)
+    found = devices.measure_candidates(others=3)
     replaced, written = devices.asked(found)
     assert written == replaced and len(found.rounds) == 1
 
@@ -491,7 +503,7 @@ def test_what_runs_with_no_kernel_is_measured_as_it_is_written(model):
         return bool(candidate.kernels) and candidate.storage is Storage.SHARDED
 
     devices = WithKernels(*model, 0.1, broken=is_broken)
-    found = devices.explore(others=3)
+    found = devices.measure_candidates(others=3)
     replaced, written = devices.asked(found)
     sharded = {one for one in replaced if one[1].storage is Storage.SHARDED}
     assert sharded and written >= sharded and written < replaced
@@ -514,7 +526,7 @@ def test_what_takes_little_of_a_step_is_measured_alone(model, monkeypatch):
         for count, ranked in zip(counts, best_ms, strict=True)
     ]
     for most in (0.0, min(total_ms) / sum(total_ms) * 1.01, 1.0):
-        monkeypatch.setattr("cfp.search.wanted.SMALL_SHARE", most)
+        monkeypatch.setattr("cfp.search.requests.SMALL_SHARE", most)
         first = replace(maker).first(100, 1)
         small = {w.kind for w in first if w.context is None}
         expected = {k for k, ms in enumerate(total_ms) if ms < most * sum(total_ms)}

@@ -1,8 +1,8 @@
 """Requests to measure a segment, and its cost from their records.
 
-A segment is measured alone, and together with a neighbour (:class:`Context`), unless it
-takes so little of a step that the noise of the two would be as large. Its cost in a
-step (:meth:`Wanted.measured`) is
+A segment is measured alone, and together with a neighbour (:class:`NeighborContext`),
+unless it takes so little of a step that the noise of the two would be as large. Its
+cost in a step (:meth:`MeasurementRequest.measured`) is
 
     pair - neighbour alone - resharding between them, at least 0.4 of the segment alone.
 
@@ -40,7 +40,7 @@ from cfp.settings import LEAST_ADDED_SHARE, SMALL_SHARE
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class NeighborContext:
     """The neighbour that a segment is measured with.
 
     Attributes:
@@ -89,8 +89,8 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A candidate of a kind of segment, and the jobs that tell what it costs.
+class MeasurementRequest:
+    """A request to measure a candidate of a segment: the jobs that tell its cost.
 
     A segment alone is not what it costs inside a model: its first and last
     collectives have nothing to hide behind. So it is also measured together with a
@@ -108,8 +108,8 @@ class Wanted:
     kind: int
     candidate: SegmentChoice
     job: Job
-    context: Context | None = None
-    base: Wanted | None = None
+    context: NeighborContext | None = None
+    base: MeasurementRequest | None = None
 
     @property
     def jobs(self) -> list[Job]:
@@ -166,26 +166,26 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explored:
+class SegmentMeasurements:
     """Measurements or estimates of segments.
 
     Attributes:
         rounds: what was asked for, in order: before any search, and by each.
         records: what is known of it, by key.
-        tight: whether memory decides, so that segments may be rematerialized.
+        memory_bound: memory decides, so that segments may be rematerialized.
         estimated: for each kind of segment its options by estimates, where nothing is
             to be measured.
         kernels: what might compute attentions and cross-entropies.
     """
 
-    rounds: Sequence[Sequence[Wanted]] = ((),)
+    rounds: Sequence[Sequence[MeasurementRequest]] = ((),)
     records: Mapping[str, ProfileRecord] = field(default_factory=dict)
-    tight: bool
+    memory_bound: bool
     estimated: tuple[tuple[Option, ...], ...] = ()
     kernels: Kernels = field(default_factory=Kernels)
 
     @property
-    def wanted(self) -> list[Wanted]:
+    def requests(self) -> list[MeasurementRequest]:
         """All that was asked for, in order."""
         return [item for asked in self.rounds for item in asked]
 
@@ -194,7 +194,7 @@ class Explored:
         """Kernels that ran in no candidate, each with the first reason."""
         failed: dict[SegmentKernels, str] = {}
         ran: set[SegmentKernels] = set()
-        for item in self.wanted:
+        for item in self.requests:
             record = self.records.get(item.own_job.key.digest)
             kernels = item.candidate.kernels
             if not kernels or record is None:
@@ -207,8 +207,8 @@ class Explored:
 
 
 @dataclass(frozen=True)
-class WantedMaker:
-    """Makes candidates of segments into things to measure.
+class RequestBuilder:
+    """Makes requests to measure candidates of segments.
 
     Attributes:
         costs: of the program's segments.
@@ -226,7 +226,7 @@ class WantedMaker:
     in_context: bool = True
     kernels: Kernels = field(default_factory=Kernels)
 
-    def first(self, per_kind: int, others: int) -> list[Wanted]:
+    def first(self, per_kind: int, others: int) -> list[MeasurementRequest]:
         """For each kind the parts of the presets, and the best others by estimate.
 
         Args:
@@ -247,7 +247,9 @@ class WantedMaker:
             for number, candidate in enumerate(candidates, 1)
         ]
 
-    def make(self, kind: int, candidate: SegmentChoice, number: int) -> Wanted:
+    def make(
+        self, kind: int, candidate: SegmentChoice, number: int
+    ) -> MeasurementRequest:
         """Makes the request for a candidate that is not rematerialized.
 
         Args:
@@ -262,7 +264,7 @@ class WantedMaker:
         segments = analysis.segments
         beside = [i for i in (index + 1, index - 1) if 0 <= i < len(segments)]
         if not beside or not self.in_context or self._shares[kind] < SMALL_SHARE:
-            return Wanted(kind, candidate, job)
+            return MeasurementRequest(kind, candidate, job)
         near = min(beside, key=lambda i: segments[i].kind != kind)
         other = segments[near].kind
         # A twin chooses alike. The neighbour of a preset's part is the same preset's,
@@ -284,8 +286,8 @@ class WantedMaker:
         picks = {index: candidate, near: neighbour}
         pair = part_job(analysis, picks, self.environment, f"{label}, in context")
         pair = replace(pair, after=frozenset((job.key.digest, alone.key.digest)))
-        context = Context(near, neighbour, alone, pair, reshard_ms)
-        return Wanted(kind, candidate, job, context)
+        context = NeighborContext(near, neighbour, alone, pair, reshard_ms)
+        return MeasurementRequest(kind, candidate, job, context)
 
     @cached_property
     def _parts(self) -> list[dict[SegmentChoice, Choice]]:
@@ -312,10 +314,10 @@ class WantedMaker:
 def rematerialize(
     analysis: Analysis,
     environment: Parts,
-    base: Wanted,
+    base: MeasurementRequest,
     label: str,
     records: Mapping[str, ProfileRecord],
-) -> Wanted:
+) -> MeasurementRequest:
     """A candidate with its forward pass rematerialized, and what tells its cost.
 
     The neighbour's tells what it keeps then, which may be more than it has to: the
@@ -328,7 +330,7 @@ def rematerialize(
     there = base.context
     if there is None or base.has_failed(records):
         job = part_job(analysis, {index: candidate}, environment, label)
-        return Wanted(base.kind, candidate, job, base=base)
+        return MeasurementRequest(base.kind, candidate, job, base=base)
     picks = {index: candidate, there.index: there.neighbour}
     together = part_job(analysis, picks, environment, f"{label}, in context")
     # They share most kernels, which are then tried out once.
@@ -339,7 +341,7 @@ def rematerialize(
 
 def measured_options(
     costs: Costs,
-    wanted: Iterable[Wanted],
+    wanted: Iterable[MeasurementRequest],
     records: Mapping[str, ProfileRecord],
     alone: bool = False,
 ) -> list[list[Option]]:

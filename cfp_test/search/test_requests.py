@@ -18,7 +18,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.choices import estimate_kinds
 from cfp.search.jobs import whole_job
-from cfp.search.wanted import Measured, WantedMaker, rematerialize
+from cfp.search.requests import Measured, RequestBuilder, rematerialize
 from cfp_test.program.stacks import stack_step
 
 MS = {"alone": 10.0, "neighbour": 9.0, "pair": 17.0}
@@ -42,7 +42,7 @@ def made(mesh, analysis):
     """A candidate with a neighbour, and the same rematerialized."""
     estimates = estimate_kinds(analysis, Rates.default(mesh))
     costs = Costs(analysis, Rates.default(mesh))
-    maker = WantedMaker(costs, presets(analysis.frame), estimates, ())
+    maker = RequestBuilder(costs, presets(analysis.frame), estimates, ())
     for base in maker.first(1, 0):
         index = analysis.representatives[base.kind]
         if base.context and can_rematerialize(analysis.frame, analysis.segments[index]):
@@ -176,7 +176,7 @@ def test_a_segment_beside_a_neighbour_is_corrected_by_the_same_price(analysis, m
     """What the search adds for a handover is what was subtracted before."""
     estimates = estimate_kinds(analysis, Rates.default(mesh))
     costs = Costs(analysis, Rates.default(mesh))
-    maker = WantedMaker(costs, presets(analysis.frame), estimates, ())
+    maker = RequestBuilder(costs, presets(analysis.frame), estimates, ())
     items = [i for i in maker.first(100, 4) if i.context and i.context.reshard_ms]
     assert items
     for item in items:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
+from math import ceil, prod
+
+import jax.numpy as jnp
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout
 from cfp.analysis.strategies import Spec
+from cfp.attention import chunked
 from cfp.attention.kernels import KERNELS, ScoreMemory
 from cfp.attention.matching.called import called_among, token_axes
+from cfp.attention.matching.found import Found, Pass
 from cfp.attention.matching.graft import Way
-from cfp.attention.matching.matches import Match, among, share_at_once
+from cfp.attention.matching.matches import GATHERED, ROUNDS, Match, among, share_at_once
+from cfp.attention.problem import Problem
 from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
-from cfp.cost.chunks import Span, spans_of, working_bytes
+from cfp.cost.fusion import FUSED, is_in_memory, uses_through
 from cfp.cost.memory import (
     accumulated_bytes,
     argument_bytes,
@@ -32,10 +38,9 @@ from cfp.cost.memory import (
     value_bytes,
     values_eliminated_by_kernel,
 )
-from cfp.cost.temporaries import Step, peak_bytes, steps_of
 from cfp.cost.terms import Terms
 from cfp.profiling.collectives import Rates
-from cfp.program.graph import dtype_bytes
+from cfp.program.graph import Op, Program, dtype_bytes
 from cfp.settings import HOST_BYTES_PER_MS, LIMITED_MEMORY_AT_LEAST
 
 
@@ -342,3 +347,170 @@ def _views(maker: Layout, reader: Layout, value: int) -> list[int]:
         return []  # It is stored as it is used.
     users = {user for user, _ in frame.program.users[value] if reader.covers(user)}
     return sorted(users & {*frame.groups[group].reads})
+
+
+# ------------------------------------------------------------------------- temporaries
+
+# Ops are gone through in program order. A tensor is in memory from the op that makes it
+# to the last one that reads it: what has memory of its own, and what is kept for the
+# backward pass. A loop needs what it returns, such as the stacked gradients of its
+# layers, and what one iteration does, which may have a forward pass in it that is
+# rematerialized.
+
+# Of one op: the tensors that it makes, and those that are not read after it.
+Step = tuple[Sequence[int], Sequence[int]]
+
+
+def peak_bytes(steps: Iterable[Step], size_of: Callable[[int], int]) -> int:
+    """The most that is in memory at once, of what some steps make.
+
+    Args:
+        steps: one after another.
+        size_of: what a tensor takes on a device; 0 if it is not made.
+    """
+    live = most = 0
+    for made, freed in steps:
+        live += sum(map(size_of, made))
+        most = max(most, live)
+        live -= sum(map(size_of, freed))
+    return most
+
+
+def steps_of(
+    program: Program,
+    ops: Iterable[int],
+    held: Set[int],
+    spans: Sequence[tuple[int, int]] = (),
+) -> list[Step]:
+    """The ops of a segment, or of a loop's body, one after another.
+
+    What a loop makes is there before what happens within it.
+
+    Args:
+        program: the program.
+        ops: their ids.
+        held: tensors that are kept for the backward pass.
+        spans: ids of ops, each from a first to a last, that happen at once: what they
+            read stays until the last. What is in memory meanwhile besides is tensor -1
+            of the first span, -2 of the second.
+    """
+    inside = set(ops)
+    own = [span for span in spans if inside.issuperset(span)]
+    made: dict[int, list[int]] = {op: [] for op in sorted(inside)}
+    freed: dict[int, list[int]] = {op: [] for op in inside}
+    for op in made.keys() - program.leaf_ops:
+        for v in program.ops[op].results:
+            if v in held or is_in_memory(program, v):
+                made[op].append(v)
+                read = max(op, _last_reader(program, v, inside))
+                ends = (last for first, last in own if first <= read <= last)
+                freed[max(ends, default=read)].append(v)
+    for number, (first, last) in enumerate(spans, 1):
+        if (first, last) in own:
+            made[first].append(-number)
+            freed[last].append(-number)
+    steps: list[Step] = []
+    for op, new in made.items():
+        body = program.ops[op].body
+        inner = [other for other in body if program.ops[other].parent == op]
+        steps += [(new, ()), *steps_of(program, inner, held, spans), ((), freed[op])]
+    return [step for step in steps if any(step)]
+
+
+def _last_reader(program: Program, v: int, inside: Set[int]) -> int:
+    """The last of some ops that reads a tensor, or what is made of it on the way."""
+
+    def own(op_id: int) -> int:
+        while op_id >= 0 and op_id not in inside:
+            op_id = program.ops[op_id].parent
+        return op_id
+
+    def is_made_where_it_is_read(op: Op, w: int) -> bool:
+        fuses = op.kind in FUSED and own(op.id) >= 0
+        return fuses and not is_in_memory(program, w)
+
+    uses = uses_through(program, v, is_made_where_it_is_read)
+    return max((own(op.id) for op, _ in uses), default=-1)
+
+
+# ----------------------------------------------------------------- attention in chunks
+
+_FLOAT = 4  # Bytes of a number in float32.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Ops in whose place an attention is computed: from the first to the last.
+
+    Attributes:
+        match: the op by which the attention is known.
+        first, last: ids of ops.
+        is_backward: whether its gradients are computed.
+    """
+
+    match: int
+    first: int
+    last: int
+    is_backward: bool
+
+
+def spans_of(program: Program, found: Found) -> list[Span]:
+    """Finds the passes in which a program computes an attention."""
+
+    def span(one: Pass, is_backward: bool) -> Span:
+        readers = [t.use[0] for t in one.reads.values() if t.use is not None]
+        makers = [program.values[t.value].producer for t in one.makes.values()]
+        first, last = min(readers + makers), max(makers)
+        return Span(match=found.op, first=first, last=last, is_backward=is_backward)
+
+    spans = [span(one, False) for one in found.forward]
+    return spans + ([span(found.backward, True)] if found.backward else [])
+
+
+def working_bytes(
+    problem: Problem, way: Way, sizes: Mapping[str, int], is_backward: bool
+) -> int:
+    """Computes a device's memory beside the values that a pass reads.
+
+    For the backward pass that is the output, too; gradients, in float32, are counted.
+
+    Args:
+        problem: of the whole mesh.
+        way: how it is computed, in chunks.
+        sizes: of the mesh's axes.
+        is_backward: which pass.
+    """
+
+    def ranks(roles: Iterable[str]) -> int:
+        return prod(sizes[axis] for axis, role in way.roles if role in roles)
+
+    own = jnp.dtype(problem.dtype).itemsize
+    batch = problem.batch / ranks(("batch",))
+    heads, kv_heads = (
+        batch * ceil(n / ranks(("heads",))) for n in (problem.heads, problem.kv_heads)
+    )
+    queries = _whole_chunks(problem.queries / ranks(ROUNDS | GATHERED))
+    keys = _whole_chunks(problem.keys / ranks(ROUNDS))
+    rows, columns = min(queries, chunked.CHUNK), min(keys, chunked.CHUNK)
+    has_loops = max(queries, keys) > chunked.CHUNK
+    scores = heads * rows * columns
+    # Numbers for each query, and for each key.
+    query, key = heads * problem.head_dim, kv_heads * problem.head_dim
+    # Products are in float32, and what products read is in the type of the operands.
+    if not is_backward:
+        chunks = rows * query * (own + _FLOAT) + 2 * columns * key * own
+        needed = scores * (_FLOAT + own) + queries * query * _FLOAT
+        return round(needed + has_loops * chunks)
+    chunks = rows * query * (3 * own + _FLOAT) + 2 * columns * key * (own + _FLOAT)
+    needed = 2 * scores * (_FLOAT + own) + has_loops * chunks
+    needed += queries * query * (own + _FLOAT) + 2 * keys * key * _FLOAT
+    if ranks(ROUNDS) > 1:
+        # The keys and values that follow, and of gradients what arrives and is new.
+        needed += 2 * keys * key * (own + 2 * _FLOAT)
+    return round(needed)
+
+
+def _whole_chunks(tokens: float) -> int:
+    """Rounds a number of tokens up to whole chunks."""
+    whole, chunk = ceil(tokens), chunked.CHUNK
+    return whole if whole <= chunk else ceil(whole / chunk) * chunk

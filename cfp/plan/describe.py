@@ -18,7 +18,7 @@ from cfp.analysis.specs import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.attention.matching.called import called_attentions, dims_over, exchanges
 from cfp.cost.choice import segment_candidate
-from cfp.cost.transitions import transition
+from cfp.cost.terms import transition
 from cfp.plan.parts import (
     INDIVISIBLE,
     NOT_CHOSEN,

@@ -12,8 +12,7 @@ from cfp.attention import chunked
 from cfp.attention.matching.graft import Way
 from cfp.attention.problem import Problem
 from cfp.cost.choice import segment_candidate
-from cfp.cost.chunks import working_bytes
-from cfp.cost.costs import Costs
+from cfp.cost.costs import Costs, working_bytes
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.collectives import Rates

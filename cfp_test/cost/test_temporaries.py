@@ -6,9 +6,8 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.cost.choice import segment_candidate
-from cfp.cost.costs import Costs
+from cfp.cost.costs import Costs, peak_bytes, steps_of
 from cfp.cost.fusion import summed_in_two_orders
-from cfp.cost.temporaries import peak_bytes, steps_of
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.collectives import Rates

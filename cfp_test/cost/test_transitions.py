@@ -2,7 +2,7 @@
 
 import pytest
 
-from cfp.cost.transitions import transition
+from cfp.cost.terms import transition
 
 MESH = (("x", 4), ("y", 2))
 R, X, Y, XY = (), ("x",), ("y",), ("x", "y")

@@ -30,7 +30,7 @@ from cfp.cli.session import open_target
 from cfp.context import open_context
 from cfp.cost.costs import Costs
 from cfp.passes.profile import profile_segments, tuning_jobs
-from cfp.profiling import scheduler
+from cfp.profiling import compile_pool
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.looker import tune_kernels
 from cfp.profiling.runner import profile
@@ -121,8 +121,8 @@ def main() -> None:
 
 def _builders_keep(cores: set[int]) -> None:
     """Has threads that build begin by leaving the timing thread's core."""
-    scheduler.ThreadPoolExecutor = lambda **given: ThreadPoolExecutor(
-        **given, initializer=os.sched_setaffinity, initargs=(0, cores)
+    compile_pool.ThreadPoolExecutor = lambda *args, **given: ThreadPoolExecutor(
+        *args, **given, initializer=os.sched_setaffinity, initargs=(0, cores)
     )
 
 

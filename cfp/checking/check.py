@@ -208,10 +208,7 @@ class Check:
         """Copies the arguments, which the plan's step is about to overwrite."""
         self._args = list(args)
         # To where results of one device will be: from step to step nothing moves.
-        [device] = self._alone.out_shardings[0].device_set
-        self._args = self._each(
-            lambda arg: fresh(jax.device_put(on_device(self._here(arg)), device))
-        )
+        self._args = self._each(lambda arg: fresh(self._on_one(on_device(arg))))
 
     def step(self) -> Comparison:
         """Runs a step on both sides.
@@ -222,7 +219,9 @@ class Check:
         expected = on_device(self._alone(*self._each(fresh)))
         alone = [(norms(expected), compare(expected, expected))]
         alone += [self._nudged(expected, seed) for seed in range(NUDGES)]
-        found = on_device(self._here(self.planned(*self._each(fresh))))
+        found = on_device(fixed(self.planned(*self._each(fresh))))
+        if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(found)):
+            found = self._on_one(found)
         before = self._before(expected)
         sides = (compare(found, expected), norms(found), compare(before, expected))
         made = _comparison(alone, *sides, self._margin)
@@ -233,15 +232,16 @@ class Check:
         feed_back(self._args, expected, self._feedback)
         return made
 
-    def _here(self, tree: Any) -> Any:
-        """A tree's arrays; if other processes have parts, on one device of this one."""
+    def _on_one(self, tree: Any) -> Any:
+        """A tree's arrays on the one device, parts of other processes included."""
         [device] = self._alone.out_shardings[0].device_set
 
-        def here(leaf: Any) -> Any:
-            is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-            return fetch(leaf, device) if is_global else leaf
+        def moved(leaf: Any) -> jax.Array:
+            if isinstance(leaf, jax.Array):
+                return fetch(leaf, device)
+            return jax.device_put(leaf, device)
 
-        return jax.tree.map(here, fixed(tree))
+        return jax.tree.map(moved, fixed(tree))
 
     def _nudged(self, expected: Any, seed: int) -> _Alone:
         """Returns the results of one device for arguments in the neighbourhood."""

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from cfp.program.memory import memory_kind
 
 
 def put(leaf: Any, sharding: Sharding) -> jax.Array:
@@ -41,7 +43,13 @@ def fetch(leaf: jax.Array, device: Any) -> jax.Array:
     """A whole array on one device of this process, wherever its parts are.
 
     All processes that have parts of it call this, each with a `jax.Device` of its own.
+    The parts are joined on the devices: what JAX does to move them to one device takes
+    them through the host.
     """
+    mesh = getattr(leaf.sharding, "mesh", None)
+    if mesh is not None and not leaf.is_fully_replicated and not memory_kind(leaf):
+        whole = NamedSharding(mesh, PartitionSpec())
+        leaf = jax.jit(lambda x: x, out_shardings=whole)(leaf)
     if leaf.is_fully_addressable:
         return jax.device_put(leaf, device)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -49,5 +57,5 @@ def fetch(leaf: jax.Array, device: Any) -> jax.Array:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     if leaf.is_fully_replicated:
         return jax.device_put(leaf.addressable_data(0), device)
-    whole = multihost_utils.process_allgather(leaf, tiled=True)
-    return jax.device_put(whole, device)
+    parts = multihost_utils.process_allgather(leaf, tiled=True)
+    return jax.device_put(parts, device)

@@ -24,7 +24,7 @@ from cfp.patterns.build import build, read_how
 from cfp.patterns.sites import cross_entropies
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiled import compile_right
-from cfp.profiling.key import environment_parts
+from cfp.profiling.key import GPU_PLATFORMS, environment_parts
 from cfp.program.callbacks import Alarm
 from cfp.program.constrain import Constraints, misfit, uneven
 from cfp.program.dispatch import Dispatch, Look
@@ -230,6 +230,8 @@ def compile_step(
     environment = environment or BuildEnvironment()
     environment.prepare(platform)
     how = {**environment.options(platform), **(options or {})}
+    if wide and platform in GPU_PLATFORMS:
+        how |= _UNTUNED
     kept = _executables(mesh, environment) if plain else None
     key = kept.key(lowering.bare_text, mesh, how, step) if kept else ""
     compiled = raced.compiled if raced else None
@@ -246,6 +248,9 @@ def compile_step(
     )
 
 
+# Of a program that checks another, which runs a few times: to try out its kernels
+# takes longer.
+_UNTUNED = {"xla_gpu_autotune_level": "0"}
 _Shardings = tuple[NamedSharding, ...]
 
 

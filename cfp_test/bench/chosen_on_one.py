@@ -116,6 +116,9 @@ def plan_on_one(name: str, given: argparse.Namespace) -> None:
 
 
 def _save(model: Model, mesh: Any, name: str, given: argparse.Namespace) -> cfp.Plan:
+    there = given.out / f"{name}_{given.role}.json"
+    if there.exists():
+        return cfp.Plan.load(there, mesh=mesh)
     started = time.perf_counter()
     plan = planned(model, mesh, name, given)
     about = {
@@ -127,8 +130,8 @@ def _save(model: Model, mesh: Any, name: str, given: argparse.Namespace) -> cfp.
         "text": repr(plan),
     }
     say(f"{given.role} {name}: {about}")
-    plan.save(given.out / f"{name}_{given.role}.json")
-    (given.work / f"{name}_{given.role}_about.json").write_text(json.dumps(about))
+    plan.save(there)
+    (given.out / f"{name}_{given.role}_about.json").write_text(json.dumps(about))
     return plan
 
 
@@ -149,17 +152,18 @@ def compare(name: str, mesh: Mesh, given: argparse.Namespace) -> dict[str, Any]:
     compiled = {}
     for how, plan in plans.items():
         bound = plan.bind(model.step, *model.args, donate_argnums=0)
-        compiled[how] = bound.compile_bound(), bound.in_shardings
+        run = bound.compile_bound()
+        state, batch = model.make(bound.in_shardings)
+        compiled[how] = [run, state, batch]
         row["plans"][how] = {
-            **json.loads((given.work / f"{name}_{how}_about.json").read_text()),
+            **json.loads((given.out / f"{name}_{how}_about.json").read_text()),
             "samples_ms": [],
         }
-        say(f"{name}: compiled the plan of {how}")
+        say(f"{name}: compiled the plan of {how}, and made its state")
     names = list(compiled)
     for turn in range(given.rounds):
         for how in names if turn % 2 else names[::-1]:
-            run, shardings = compiled[how]
-            state, batch = model.make(shardings)
+            run, state, batch = compiled[how]
             for _ in range(_WARM_UP):
                 state, _ = run(state, batch)
             jax.block_until_ready(state)
@@ -169,7 +173,7 @@ def compare(name: str, mesh: Mesh, given: argparse.Namespace) -> dict[str, Any]:
             jax.block_until_ready(state)
             ms = (time.perf_counter() - started) / _STEPS * 1e3
             row["plans"][how]["samples_ms"].append(round(ms, 4))
-            del state, batch
+            compiled[how][1] = state
     medians = {
         how: statistics.median(one["samples_ms"]) for how, one in row["plans"].items()
     }

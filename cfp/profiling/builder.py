@@ -154,6 +154,14 @@ class BuildEnvironment:
             raise ValueError("expected a directory for autotuning, got none")
         return self.autotune_dir / "learnt"
 
+    def is_untuned(self, platform: str) -> bool:
+        """True if the compiler tunes kernels for a platform, and has not yet."""
+        tuned = self.autotune_dir
+        tunes = self.always.get("xla_gpu_autotune_level") != "0"
+        if platform not in GPU_PLATFORMS or tuned is None or not tunes:
+            return False
+        return not tuned.is_dir() or not any(one.is_file() for one in tuned.iterdir())
+
     def options(self, platform: str) -> dict[str, str]:
         """Compiler options for a platform: where to keep what was tuned, if at all."""
         if platform not in GPU_PLATFORMS or self.autotune_dir is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -61,6 +62,11 @@ class Builder:
     def marks(self) -> Marks:
         """To be entered while something is built or run."""
         return Marks(self.store.path, self.options.limits, self.program.name)
+
+
+# Programs that are compiled one after another where no kernel is tuned yet. One H200
+# that played two took 86 s to the first of 18 compiled at once, and 21 s alone.
+_TUNED_FIRST = 3
 
 
 def compile_programs(
@@ -130,10 +136,14 @@ def build_each(
     found: dict[str, Built | ProfileRecord] = {}
     cache = environment.compilation_cache(platform)
     with cache, CompilePool(marks.at_once(wanted, most)) as pool:
-        builds = {
-            digest: pool.start(one.job.label, partial(build_in_time, digest))
-            for digest, one in wanted.items()
-        }
+        builds: dict[str, Future[Built | ProfileRecord | None]] = {}
+        first = _TUNED_FIRST if environment.is_untuned(platform) else 0
+        for digest, one in wanted.items():
+            builds[digest] = pool.start(
+                one.job.label,
+                partial(build_in_time, digest),
+                after=[*builds.values()][:first],
+            )
         started, over = time.monotonic(), 0
         for digest, one in wanted.items():
             if digest not in there:

@@ -18,6 +18,7 @@ from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import PRESETS
 from cfp.presets.propagated import PROPAGATED, named_choices
 from cfp.profiling import runner
+from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building
 from cfp.race import race as steps
@@ -399,6 +400,31 @@ def test_memory_decides_what_races_among_truncated_programs(plan, monkeypatch):
         assert [row.note for row in made.race].count(TOO_LARGE) == refused
     needs[list(needs)[-1]] = None
     assert "segments_raced" not in plan().search
+
+
+def test_the_first_programs_are_compiled_one_by_one_where_nothing_is_tuned(
+    plan, monkeypatch, tmp_path
+):
+    """Programs that share kernels would all tune them, on one device."""
+    busy, begun, build = [], [], building.build
+
+    def watched(program, mesh, job, environment):
+        busy.append(job)
+        begun.append([*busy])
+        try:
+            return build(program, mesh, job, environment)
+        finally:
+            busy.remove(job)
+
+    monkeypatch.setattr(building, "build", watched)
+    monkeypatch.setattr(building, "default_threads", lambda platform: 4)
+    monkeypatch.setattr(BuildEnvironment, "is_untuned", lambda *_: True)
+    plan(cache_dir=tmp_path)
+    assert len(begun) > 3
+    assert [len(jobs) for jobs in begun[:3]] == [1, 1, 1]
+    assert not {job.label for job in begun[0] + begun[1] + begun[2]} & {
+        job.label for job in begun[3]
+    }
 
 
 def test_presets_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(

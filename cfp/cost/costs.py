@@ -39,6 +39,7 @@ from cfp.cost.memory import (
     values_eliminated_by_kernel,
 )
 from cfp.cost.terms import Terms
+from cfp.patterns.build import passes
 from cfp.profiling.collectives import Rates
 from cfp.program.graph import Op, Program, dtype_bytes
 from cfp.settings import HOST_BYTES_PER_MS, LIMITED_MEMORY_AT_LEAST
@@ -196,7 +197,8 @@ class Costs:
     def saved_by_kernel_ms(self, kind: int, candidate: SegmentChoice) -> float:
         """Computes the time saved by a candidate's kernels, less their own.
 
-        Over parts of the vocabulary a cross-entropy makes its logits twice. Attention
+        Over parts of the vocabulary a cross-entropy makes its logits several times:
+        for the largest, for other sums, and in the backward pass. Attention
         that the step's own kernel computes is slower without another one where its
         tokens are sharded: it gathers them.
         """
@@ -214,7 +216,9 @@ class Costs:
                 saved += sum(terms.compute_ms(op, axes))
                 saved -= sum(terms.attention_ms(one, axes, ways.get(one.op)))
         for one in losses:
-            saved -= terms.compute_ms(program.ops[one.op], layout.axes[one.op])[0]
+            more = max(0, passes(one) - 1)
+            op = program.ops[one.op]
+            saved -= more * terms.compute_ms(op, layout.axes[op.id])[0]
         for match, way in attentions:
             if match.called is not None:
                 continue

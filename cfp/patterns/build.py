@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from cfp.analysis.layout import Layout
 from cfp.patterns.chunked import ChunkedCrossEntropy
-from cfp.patterns.cross_entropy import PICK, SUM, CrossEntropy, Product, Reduction
+from cfp.patterns.cross_entropy import (
+    ARGMAX,
+    LARGEST,
+    PICK,
+    SUM,
+    TOTAL,
+    CrossEntropy,
+    Product,
+    Reduction,
+)
+from cfp.patterns.dims import NO_DIMS, Axes
 from cfp.patterns.expression import LOGITS, SCALAR, TOKEN, VOCABULARY, Expr
-from cfp.patterns.reading import Use
+from cfp.patterns.reading import Read, Use
 from cfp.patterns.steps import (
     COLUMNS,
     HIDDEN_ROWS,
@@ -18,10 +29,8 @@ from cfp.patterns.steps import (
     ONE,
     ROWS,
     Array,
-    Axes,
     StageParameters,
     Step,
-    row_axes,
 )
 from cfp.program.graph import Program
 from cfp.program.replace import Replacement, Stage, is_in_order
@@ -87,7 +96,8 @@ def spread_of(layout: Layout, found: CrossEntropy) -> Spread | None:
         return None
     spec = layout.natural_spec(op, 0)
     assert spec is not None, "a contraction that is laid out has a sharding"
-    return Spread(tuple(spec[:-1]), spec[-1])
+    place = found.head.words_dim
+    return Spread((*spec[:place], *spec[place + 1 :]), spec[place])
 
 
 def build(
@@ -111,27 +121,32 @@ def build(
         made too late to be read.
     """
     spread, sizes = spread or Spread(), sizes or {}
-    builder = _Builder(program, found)
     op = program.ops[found.contraction]
-    *tokens, words = program.values[op.results[0]].shape
-    axes = spread.tokens or ((),) * len(tokens)
-    dims = zip((*tokens, words), (*axes, spread.words), strict=True)
+    shape = list(program.values[op.results[0]].shape)
+    words = shape.pop(found.head.words_dim)
+    axes = spread.tokens or ((),) * len(shape)
+    dims = zip((*shape, words), (*axes, spread.words), strict=True)
     if any(size % prod(sizes[a] for a in own) for size, own in dims):
         return None
     local = words // prod(sizes[a] for a in spread.words)
-    if local < chunks or not builder.keeps_dims(tuple(tokens), axes):
+    own = _split_axes(found.head.groups, axes, sizes)
+    if local < chunks or own is None:
         return None
     sheet = StageParameters(
         base=found.base,
         logits=program.values[op.results[0]].dtype,
-        tokens=tuple(tokens),
+        tokens=found.head.tokens,
         words=words,
         chunks=chunks,
-        token_axes=axes if any(axes) else (),
+        token_axes=own if any(own) else (),
         word_axes=spread.words,
+        cuts=found.cuts,
+        precision=found.head.precision,
     )
-    stages, steps = builder.stages()
+    stages, steps = _Builder(program, found).stages()
     if not all(is_in_order(program, stage) for stage in stages):
+        return None
+    if not all(_keeps_apart(step, own, sheet.tokens, sizes) for step in steps):
         return None
     functions = ChunkedCrossEntropy(
         steps, sheet, Spread(axes, spread.words).how(chunks)
@@ -139,27 +154,62 @@ def build(
     return Replacement(NAME, found.contraction, stages, functions)
 
 
+def passes(replacement: Replacement) -> int:
+    """Counts how often a cross-entropy in parts makes its logits."""
+    functions = replacement.functions
+    assert isinstance(functions, ChunkedCrossEntropy), "a cross-entropy's functions"
+    made = {LARGEST, TOTAL, ARGMAX, "products"}
+    return sum(
+        step.kind in made and any(one.has(LOGITS) for one in step.wide)
+        for step in functions.steps
+    )
+
+
+def _split_axes(
+    groups: Sequence[tuple[int, ...]], axes: Sequence[Axes], sizes: Mapping[str, int]
+) -> tuple[Axes, ...] | None:
+    """The axes of each tokens' dim, if those of the logits' dims are theirs.
+
+    Args:
+        groups: see `cfp.patterns.cross_entropy.Head`.
+        axes: of each dim of the logits but the words'.
+        sizes: of the axes.
+    """
+    found: list[Axes] = []
+    for group, own in zip(groups, axes, strict=True):
+        waiting = list(own)
+        for size in group:
+            taken: list[str] = []
+            while waiting and size % sizes[waiting[0]] == 0:
+                size //= sizes[waiting[0]]
+                taken.append(waiting.pop(0))
+            found.append(tuple(taken))
+            if size > 1 and waiting:
+                return None
+        if waiting and prod(sizes[a] for a in waiting) > 1:
+            return None
+    return tuple(found)
+
+
+def _keeps_apart(
+    step: Step,
+    axes: Sequence[Axes],
+    tokens: Sequence[int],
+    sizes: Mapping[str, int],
+) -> bool:
+    """True if spread tokens' dims are kept apart in all that a step has of them."""
+    try:
+        for one in (*step.takes, *step.makes):
+            one.dims.axes(tokens, axes, sizes)
+    except ValueError:
+        return False
+    return True
+
+
 class _Builder:
     def __init__(self, program: Program, found: CrossEntropy):
         self._program, self._found = program, found
         self._reads = dict(found.reads)
-
-    def keeps_dims(self, tokens: tuple[int, ...], axes: tuple[Axes, ...]) -> bool:
-        """True if spread tokens keep their dims apart in all that they have."""
-        found = self._found
-        shapes = [self._shape(use) for leaf, use in found.reads if leaf.kind == TOKEN]
-        shapes += [self._program.values[r.made].shape for r in found.reductions]
-        for product in found.products:
-            if product.over == "words":
-                shapes.append(self._program.values[product.made].shape)
-            elif product.other is not None:
-                shapes.append(self._shape(product.other))
-        try:
-            for shape in shapes:
-                row_axes(shape, tokens, axes)
-        except ValueError:
-            return False
-        return True
 
     def stages(self) -> tuple[tuple[Stage, ...], tuple[Step, ...]]:
         """Returns each stage with the step that computes it."""
@@ -175,16 +225,15 @@ class _Builder:
 
     # -- one stage -----------------------------------------------------------
 
-    def _shape(self, use: Use) -> tuple[int, ...]:
-        return self._program.values[self._program.ops[use[0]].operands[use[1]]].shape
+    def _array(self, form: str, read: Read, **how: Any) -> Array:
+        op, index = read.use
+        return self._made(
+            form, self._program.ops[op].operands[index], dims=read.dims, **how
+        )
 
-    def _array(self, form: str, use: Use, words_dim: int = 0) -> Array:
-        value = self._program.values[self._program.ops[use[0]].operands[use[1]]]
-        return Array(form, value.shape, value.dtype, words_dim=words_dim)
-
-    def _made(self, form: str, value: int, words_dim: int = 0) -> Array:
+    def _made(self, form: str, value: int, **how: Any) -> Array:
         record = self._program.values[value]
-        return Array(form, record.shape, record.dtype, words_dim=words_dim)
+        return Array(form, record.shape, record.dtype, **how)
 
     def _inputs(
         self, exprs: list[Expr], known: Expr | None = None
@@ -205,22 +254,22 @@ class _Builder:
         uses: list[Use] = []
         arrays: list[Array] = []
         if any(one.kind == LOGITS for one in wanted):
-            op = self._found.contraction
-            uses = [(op, 0), (op, 1)]
+            head = self._found.head
+            vectors = Read((head.op, 1 - head.kernel), self._found.vectors)
+            kernel = Read((head.op, head.kernel), NO_DIMS)
+            uses = [vectors.use, kernel.use]
             arrays = [
-                self._array(HIDDEN_ROWS, (op, 0)),
-                self._array(KERNEL, (op, 1), self._found.kernel_dim),
+                self._array(HIDDEN_ROWS, vectors),
+                self._array(KERNEL, kernel, words_dim=head.kernel_dim),
             ]
         for one in wanted:
             if one.kind == LOGITS:
                 continue
-            use = self._reads[one]
-            shape = self._shape(use)
-            last = len(shape) - 1 if one.kind == VOCABULARY else 0
-            array = self._array(_FORMS[one.kind], use, last)
-            uses.append(use)
+            read = self._reads[one]
+            place = read.dims.place or 0
+            uses.append(read.use)
             arrays.append(
-                Array(array.form, array.shape, array.dtype, one, array.words_dim)
+                self._array(_FORMS[one.kind], read, leaf=one, words_dim=place)
             )
         return uses, arrays
 
@@ -231,7 +280,7 @@ class _Builder:
         step = Step(
             one.kind,
             tuple(takes),
-            (self._made(ROWS, one.made),),
+            (self._made(ROWS, one.made, dims=one.dims),),
             (one.wide,),
             one.label,
             one.clamped and one.kind == PICK,
@@ -244,13 +293,16 @@ class _Builder:
         uses, takes = self._inputs([Expr(LOGITS, ""), *exprs])
         contractions = []
         makes = []
+        first = min(self._program.values[one.made].producer for one in products)
         for one in products:
             place = -1
             if one.other is not None:
                 place = len(uses)
-                uses.append(one.other)
+                read, used_as = self._before(one.other, first)
+                uses.append(read.use)
                 form = KERNEL if one.over == "words" else HIDDEN_ROWS
-                takes.append(self._array(form, one.other, one.other_dim))
+                dim = one.words_dim if form == KERNEL else 0
+                takes.append(self._array(form, read, words_dim=dim, used_as=used_as))
             contractions.append((one.over, one.first, place))
             makes.append(self._product(one))
         step = Step(
@@ -262,9 +314,27 @@ class _Builder:
         )
         return Stage(tuple(uses), tuple(one.made for one in products)), step
 
+    def _before(self, read: Read, first: int) -> tuple[Read, str]:
+        """Reads what is converted, if the conversion comes too late.
+
+        Args:
+            read: what is read.
+            first: the op before which it has to be there.
+
+        Returns:
+            What to read, and the type to convert it to; "" if it is there.
+        """
+        op, index = read.use
+        value = self._program.values[self._program.ops[op].operands[index]]
+        if value.producer <= first:
+            return read, ""
+        maker = self._program.ops[value.producer]
+        if maker.kind != "convert":
+            return read, ""
+        return Read((maker.id, 0), read.dims), value.dtype
+
     def _product(self, one: Product) -> Array:
         if one.over == "words":
-            return self._made(HIDDEN_ROWS, one.made)
-        if one.other is None:
-            return self._made(COLUMNS, one.made)
-        return self._made(KERNEL, one.made, 0 if one.first else 1)
+            return self._made(HIDDEN_ROWS, one.made, dims=one.dims)
+        form = COLUMNS if one.other is None else KERNEL
+        return self._made(form, one.made, words_dim=one.words_dim)

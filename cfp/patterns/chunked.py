@@ -20,8 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from cfp.patterns.dims import OTHER, from_rows, inside, to_rows
 from cfp.patterns.expression import (
     INDEX,
+    INSIDE,
     LOGITS,
     VOCABULARY,
     Expr,
@@ -30,13 +32,13 @@ from cfp.patterns.expression import (
 )
 from cfp.patterns.steps import (
     COLUMNS,
+    HIDDEN_ROWS,
     KERNEL,
     ONE,
     ROWS,
     Array,
     StageParameters,
     Step,
-    row_axes,
 )
 from cfp.program.graph import numpy_dtype
 
@@ -51,9 +53,14 @@ class Local:
 
     def __init__(self, sheet: StageParameters, sizes: Mapping[str, int]):
         self._sheet, self._sizes = sheet, sizes
-        self._token_axes = tuple(a for axes in sheet.token_axes for a in axes)
+        self._axes = sheet.token_axes or ((),) * len(sheet.tokens)
         self._word_axes = sheet.word_axes
-        self._rows = prod(sheet.tokens) // prod(sizes[a] for a in self._token_axes)
+        self._tokens = tuple(
+            size // prod(sizes[a] for a in own)
+            for size, own in zip(sheet.tokens, self._axes, strict=True)
+        )
+        self._rows = prod(self._tokens)
+        self._precision = sheet.precision.lower() or None
         self._words = sheet.words // prod(sizes[a] for a in self._word_axes)
 
     def run(self, step: Step, *args: jax.Array) -> Sequence[jax.Array]:
@@ -67,17 +74,24 @@ class Local:
         Returns:
             What it makes, and the latter two if they are known.
         """
-        reads, known = args[: len(step.takes)], args[len(step.takes) :]
+        known = args[len(step.takes) :]
+        reads: list[jax.Array] = []
         leaves: dict[Expr, jax.Array] = {}
-        for one, array in zip(step.takes, reads, strict=True):
+        for one, array in zip(step.takes, args[: len(step.takes)], strict=True):
+            if one.form in (ROWS, HIDDEN_ROWS):
+                array = to_rows(array, one.dims, self._tokens)
+            if one.used_as:
+                array = array.astype(numpy_dtype(one.used_as))
+            reads.append(array)
             if one.leaf is None:
                 continue
-            if one.form == ROWS:
-                leaves[one.leaf] = array.reshape(self._rows, 1)
-            elif one.form == COLUMNS:
-                leaves[one.leaf] = array.reshape(1, self._words)
-            else:
-                leaves[one.leaf] = array.reshape(1, 1)
+            if one.form == COLUMNS:
+                array = array.reshape(1, self._words)
+            elif one.form == ONE:
+                array = array.reshape(1, 1)
+            leaves[one.leaf] = array
+        for one in {e for wide in step.wide for e in wide.walk() if e.kind == INSIDE}:
+            leaves[one] = inside(self._sheet.cuts[one.number], self._tokens)
         if step.kind == "products":
             return [*self._products(step, reads, leaves), *known]
         if step.kind == "largest":
@@ -85,22 +99,30 @@ class Local:
             found = known[0]
         elif step.kind == "sum":
             found = self._sum(step, leaves, *known)
+        elif step.kind == "total":
+            found = self._total(step, reads, leaves)
+        elif step.kind == "argmax":
+            found = self._argmax(step, reads, leaves)
         else:
             found = self._pick(step, reads, leaves)
         [made] = step.makes
         found = jnp.broadcast_to(found, (self._rows, 1))
-        shape = self._local(made)
-        return [found.astype(numpy_dtype(made.dtype)).reshape(shape), *known]
+        there = made.dims.tokens
+        axes = [
+            a for dim, own in enumerate(self._axes) if dim not in there for a in own
+        ]
+        found = self._arranged(found, made)
+        found = lax.psum(found, tuple(axes)) if axes else found
+        return [found.astype(numpy_dtype(made.dtype)), *known]
 
-    def _local(self, made: Array) -> tuple[int, ...]:
-        """The local shape of something of each token."""
-        if self._rows == prod(self._sheet.tokens):
-            return made.shape
-        axes = row_axes(made.shape, self._sheet.tokens, self._sheet.token_axes)
-        return tuple(
-            n // prod(self._sizes[a] for a in own)
-            for n, own in zip(made.shape, axes, strict=True)
-        )
+    def _arranged(self, rows: jax.Array, made: Array) -> jax.Array:
+        """Arranges rows as what is made."""
+        axes = made.dims.axes(self._sheet.tokens, self._axes, self._sizes)
+        shape = [
+            size // prod(self._sizes[a] for a in own)
+            for size, own in zip(made.shape, axes, strict=True)
+        ]
+        return from_rows(rows, made.dims, self._tokens, shape)
 
     # -- over the words ------------------------------------------------------
 
@@ -131,9 +153,10 @@ class Local:
         dim = step.takes[1].words_dim
         part = lax.dynamic_slice_in_dim(kernel, first, size, dim)
         return lax.dot_general(
-            x.reshape(self._rows, x.shape[-1]),
+            x,
             part,
             (((1,), (1 - dim,)), ((), ())),
+            precision=self._precision,
             preferred_element_type=numpy_dtype(self._sheet.logits),
         )
 
@@ -150,8 +173,9 @@ class Local:
         for one in found:
             if one.kind == VOCABULARY:
                 found[one] = lax.dynamic_slice_in_dim(found[one], first, size, 1)
-        logits = Expr(LOGITS, self._sheet.logits)
-        found[logits] = self._logits(step, reads, first, size)
+        if any(one.has(LOGITS) for one in step.wide):
+            logits = Expr(LOGITS, self._sheet.logits)
+            found[logits] = self._logits(step, reads, first, size)
         words = self._first_word() + first + lax.iota(jnp.int32, size)[None]
         for one in {e for wide in step.wide for e in wide.walk() if e.kind == INDEX}:
             found[one] = words.astype(numpy_dtype(one.dtype))
@@ -164,11 +188,13 @@ class Local:
         leaves: Mapping[Expr, jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
         """Each token's largest, and its sum of exponentials less that."""
+        normalized = self._sheet.base
+        assert normalized is not None, "a largest is one of what is normalized"
 
         def body(carry: Any, first: Any, size: int) -> Any:
             most, total = carry
             known = self._known(step, reads, leaves, first, size)
-            base = evaluate(self._sheet.base, known).astype(jnp.float32)
+            base = evaluate(normalized, known).astype(jnp.float32)
             more = jnp.maximum(most, base.max(1, keepdims=True))
             shift = _finite(more)
             grown = total * jnp.exp(most - shift)
@@ -182,6 +208,56 @@ class Local:
             shrunk = total * jnp.exp(local - _finite(most))
             total = lax.psum(shrunk, self._word_axes)
         return most, total
+
+    def _total(
+        self,
+        step: Step,
+        reads: Sequence[jax.Array],
+        leaves: Mapping[Expr, jax.Array],
+    ) -> jax.Array:
+        """Each token's sum over words."""
+        [wide] = step.wide
+
+        def body(carry: Any, first: Any, size: int) -> Any:
+            value = evaluate(wide, self._known(step, reads, leaves, first, size))
+            value = jnp.broadcast_to(value, (self._rows, size))
+            return carry + value.astype(jnp.float32).sum(1, keepdims=True)
+
+        found = self._over_words(jnp.zeros((self._rows, 1), jnp.float32), body)
+        return lax.psum(found, self._word_axes) if self._word_axes else found
+
+    def _argmax(
+        self,
+        step: Step,
+        reads: Sequence[jax.Array],
+        leaves: Mapping[Expr, jax.Array],
+    ) -> jax.Array:
+        """Each token's word with the largest value: the first one, or a NaN's."""
+        [wide] = step.wide
+
+        def body(carry: Any, first: Any, size: int) -> Any:
+            most, place = carry
+            value = evaluate(wide, self._known(step, reads, leaves, first, size))
+            value = jnp.broadcast_to(value, (self._rows, size))
+            own = jnp.argmax(value, 1, keepdims=True).astype(jnp.int32)
+            value = jnp.take_along_axis(value, own, 1).astype(jnp.float32)
+            better = (value > most) | (jnp.isnan(value) & ~jnp.isnan(most))
+            return (
+                jnp.where(better, value, most),
+                jnp.where(better, self._first_word() + first + own, place),
+            )
+
+        least = jnp.full((self._rows, 1), -jnp.inf, jnp.float32)
+        start = least, jnp.zeros_like(least, jnp.int32) + self._first_word()
+        most, place = self._over_words(start, body)
+        if self._word_axes:
+            nan = jnp.isnan(most)
+            any_nan = lax.pmax(nan.astype(jnp.int32), self._word_axes) > 0
+            largest = lax.pmax(jnp.where(nan, -jnp.inf, most), self._word_axes)
+            here = jnp.where(any_nan, nan, most == largest)
+            place = jnp.where(here, place, jnp.iinfo(jnp.int32).max)
+            place = lax.pmin(place, self._word_axes)
+        return place
 
     # -- of each token -------------------------------------------------------
 
@@ -197,6 +273,7 @@ class Local:
 
     def _bases(self, value: jax.Array) -> dict[Expr, jax.Array]:
         base = self._sheet.base
+        assert base is not None, "a sum of exponentials is one of what is normalized"
         found = {base: value.astype(numpy_dtype(base.dtype))}
         found[stripped(base)] = value.astype(numpy_dtype(stripped(base).dtype))
         return found
@@ -226,10 +303,15 @@ class Local:
         if wide.has(LOGITS):
             dim = step.takes[1].words_dim
             columns = jnp.take(reads[1], place[:, 0], axis=dim)
-            x = reads[0].reshape(self._rows, -1)
             formula = "th,th->t" if dim == 0 else "th,ht->t"
             dtype = numpy_dtype(self._sheet.logits)
-            logit = jnp.einsum(formula, x, columns, preferred_element_type=jnp.float32)
+            logit = jnp.einsum(
+                formula,
+                reads[0],
+                columns,
+                precision=self._precision,
+                preferred_element_type=jnp.float32,
+            )
             known[Expr(LOGITS, self._sheet.logits)] = logit[:, None].astype(dtype)
         found = jnp.where(here, evaluate(wide, known), 0)
         if self._word_axes:
@@ -248,7 +330,8 @@ class Local:
 
         def start(made: Array, over: str) -> jax.Array:
             if over == "words":
-                return jnp.zeros((self._rows, made.shape[-1]), jnp.float32)
+                width = made.shape[made.dims.of.index((OTHER,))]
+                return jnp.zeros((self._rows, width), jnp.float32)
             shape = list(made.shape)
             shape[made.words_dim] = self._words
             return jnp.zeros(shape, numpy_dtype(made.dtype))
@@ -265,7 +348,7 @@ class Local:
                 if over == "words":
                     dim = step.takes[place].words_dim
                     part = lax.dynamic_slice_in_dim(reads[place], first, size, dim)
-                    found.append(held + _product(done[wide], part, 1, dim))
+                    found.append(held + self._product(done[wide], part, 1, dim))
                     continue
                 if place < 0:
                     part = done[wide].astype(jnp.float32).sum(0).astype(held.dtype)
@@ -274,9 +357,9 @@ class Local:
                     ]
                     part = part.reshape(shape)
                 else:
-                    other = reads[place].reshape(self._rows, -1)
+                    other = reads[place]
                     pair = (done[wide], other) if is_first else (other, done[wide])
-                    part = _product(*pair, 0, 0, held.dtype)
+                    part = self._product(*pair, 0, 0, held.dtype)
                 found.append(
                     lax.dynamic_update_slice_in_dim(held, part, first, made.words_dim)
                 )
@@ -289,24 +372,33 @@ class Local:
             for value, ((over, _, _), _, made) in zip(carry, plans, strict=True)
         ]
 
+    def _product(
+        self,
+        one: jax.Array,
+        other: jax.Array,
+        dim: int,
+        other_dim: int,
+        dtype: Any = jnp.float32,
+    ) -> jax.Array:
+        return lax.dot_general(
+            one,
+            other,
+            (((dim,), (other_dim,)), ((), ())),
+            precision=self._precision,
+            preferred_element_type=dtype,
+        )
+
     def _whole(self, value: jax.Array, made: Array, over: str) -> jax.Array:
         """A product of all words, or all tokens."""
         if over == "words":
-            value = value.astype(numpy_dtype(made.dtype)).reshape(self._local(made))
+            value = self._arranged(value.astype(numpy_dtype(made.dtype)), made)
             return lax.psum(value, self._word_axes) if self._word_axes else value
-        return lax.psum(value, self._token_axes) if self._token_axes else value
+        axes = tuple(a for own in self._axes for a in own)
+        return lax.psum(value, axes) if axes else value
 
 
 def _finite(most: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(most), most, 0.0)
-
-
-def _product(
-    one: jax.Array, other: jax.Array, dim: int, other_dim: int, dtype: Any = jnp.float32
-) -> jax.Array:
-    return lax.dot_general(
-        one, other, (((dim,), (other_dim,)), ((), ())), preferred_element_type=dtype
-    )
 
 
 Function = Callable[..., Sequence[jax.Array]]
@@ -327,7 +419,7 @@ class ChunkedCrossEntropy:
     steps: tuple[Step, ...]
     sheet: StageParameters
     how: tuple[str, ...] = ()
-    version: int = 1
+    version: int = 2
 
     def stages(self, mesh: Mesh) -> Sequence[Function]:
         """A function for each stage; see `cfp.program.replace`."""
@@ -346,11 +438,13 @@ class ChunkedCrossEntropy:
 
     def _spread(self, mesh: Mesh, function: Function, place: int) -> Function:
         kinds = [step.kind for step in self.steps]
-        first, step = kinds.index("largest"), self.steps[place]
+        first = kinds.index("largest") if "largest" in kinds else len(kinds)
+        step = self.steps[place]
         axes = tuple(axis for axes in self.sheet.token_axes for axis in axes)
         rows = [PartitionSpec(axes, None)] * 2
-        takes = [self._spec(one) for one in step.takes]
-        makes = [self._spec(one) for one in step.makes]
+        sizes = dict(mesh.shape)
+        takes = [self._spec(one, sizes) for one in step.takes]
+        makes = [self._spec(one, sizes) for one in step.makes]
 
         def whole(*args: jax.Array) -> Any:
             return jax.shard_map(
@@ -363,7 +457,7 @@ class ChunkedCrossEntropy:
 
         return whole
 
-    def _spec(self, one: Array) -> PartitionSpec:
+    def _spec(self, one: Array, sizes: Mapping[str, int]) -> PartitionSpec:
         if one.form == ONE:
             return PartitionSpec()
         if one.form in (KERNEL, COLUMNS):
@@ -371,4 +465,5 @@ class ChunkedCrossEntropy:
             dims[one.words_dim] = self.sheet.word_axes
             return PartitionSpec(*dims)
         tokens, axes = self.sheet.tokens, self.sheet.token_axes
-        return PartitionSpec(*row_axes(one.shape, tokens, axes))
+        spread = axes or ((),) * len(tokens)
+        return PartitionSpec(*one.dims.axes(tokens, spread, sizes))

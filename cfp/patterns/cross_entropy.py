@@ -1,22 +1,26 @@
 """Finds cross-entropies: the ops that read the logits, forward and backward.
 
 Every value computed from the logits must be one of four, each of which can be had
-without them: the maximum of a row; a row's sum of exponentials of the logits less
-something of the token; a row's logit of its label; or a contraction with a value that
-is computed, element by element, from the logit and from values of the token and of the
-vocabulary entry. Everything else, such as what is done with a token's loss, stays as it
-is written.
+without them: the maximum of a row; a row's logit of its label; a row's sum, or a
+contraction, of a value that is computed, element by element, from the logit and from
+values of the token and of the vocabulary entry. Everything else, such as what is done
+with a token's loss, stays as it is written. The order of dims does not matter: see
+`cfp.patterns.dims`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 
+from cfp.patterns.dims import NO_DIMS, OTHER, Cut, Dims, Split
 from cfp.patterns.expression import (
     COMPARE,
     CONVERT,
     INDEX,
+    KINDS,
     LOGITS,
     SELECT,
     TOKEN,
@@ -24,7 +28,7 @@ from cfp.patterns.expression import (
     is_constant,
     stripped,
 )
-from cfp.patterns.reading import KINDS, Reader, Unread, Use, numbers
+from cfp.patterns.reading import Indexed, Read, Reader, Unread, is_argmax, numbers
 from cfp.program.graph import Op, Program
 
 
@@ -88,7 +92,7 @@ def _is_shifted(expr: Expr, base: Expr) -> bool:
     return False
 
 
-LARGEST, SUM, PICK = "largest", "sum", "pick"
+LARGEST, SUM, TOTAL, PICK, ARGMAX = "largest", "sum", "total", "pick", "argmax"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,26 +104,30 @@ class Product:
         wide: what is contracted, or summed.
         over: "words" or "tokens".
         first: whether the wide operand is the first of the two.
-        other: where the other operand is read; None of a sum.
-        other_dim: the dim of the other operand that words or hidden have.
+        other: the other operand; None of a sum.
+        dims: of what a contraction over words makes.
+        words_dim: of a contraction over words, the dim of the other operand that words
+            have; otherwise that of the result.
     """
 
     made: int
     wide: Expr
     over: str
     first: bool
-    other: Use | None
-    other_dim: int = 0
+    other: Read | None
+    dims: Dims = NO_DIMS
+    words_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Something of each token.
+    """Something of each token, or its sum over some of the tokens' dims.
 
     Attributes:
         made: the value.
-        kind: LARGEST, SUM or PICK.
+        kind: LARGEST, SUM of exponentials, TOTAL of anything, PICK, or ARGMAX.
         wide: what is reduced.
+        dims: of the value.
         label: of a PICK, the token's word.
         clamped: whether a word out of range is the nearest; otherwise it has nothing.
     """
@@ -127,8 +135,59 @@ class Reduction:
     made: int
     kind: str
     wide: Expr
+    dims: Dims
     label: Expr | None = None
     clamped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A contraction to a vocabulary.
+
+    Attributes:
+        op: the id of the op that makes the logits.
+        logits: the value.
+        kernel: which of its operands has a vector for each word.
+        kernel_dim: the dim of that operand that words have.
+        words_dim: the dim of the logits that words have.
+        groups: for each other dim of the logits its size; its factors, if a reshape
+            splits it; () if the size is one.
+        precision: of the product, as the program has it; "" if it is the default.
+    """
+
+    op: int
+    logits: int
+    kernel: int
+    kernel_dim: int
+    words_dim: int
+    groups: tuple[tuple[int, ...], ...]
+    precision: str = ""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Sizes of the tokens' dims, as `Dims` count them."""
+        return tuple(size for one in self.groups for size in one)
+
+    def dims(self, place: int) -> Dims:
+        """The dims of an array that has all tokens, in their order.
+
+        Args:
+            place: the dim that is none of the tokens'.
+        """
+        numbers = iter(range(len(self.tokens)))
+        of = [tuple(next(numbers) for _ in one) for one in self.groups]
+        return Dims((*of[:place], (OTHER,), *of[place:]))
+
+    def split(self, split: Split) -> Head:
+        """The same with two tokens' dims in the place of one."""
+        groups, number = [], 0
+        for one in self.groups:
+            own: list[int] = []
+            for size in one:
+                own += split.sizes if number == split.dim else (size,)
+                number += 1
+            groups.append(tuple(own))
+        return replace(self, groups=tuple(groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,21 +195,33 @@ class CrossEntropy:
     """A contraction to a vocabulary whose result need not be held.
 
     Attributes:
-        contraction: the id of the op that makes the logits.
-        base: what is normalized: the logits, or what is computed of them.
-        kernel_dim: the dim of the kernel that words have.
+        head: the contraction.
+        vectors: the dims of its operand that has a vector for each token.
+        base: what is normalized: the logits, or what is computed of them; None if no
+            largest is taken.
         reductions, products: what is made of it, in the program's order.
         reads: where leaves of expressions are read.
+        indexed: gathers and scatters of words, by op.
+        dims: of all values that have all tokens and words.
+        cuts: the tokens that a slice kept, by number.
         ops: all that goes, the contraction and what reads it included.
     """
 
-    contraction: int
-    base: Expr
-    kernel_dim: int
+    head: Head
+    vectors: Dims
+    base: Expr | None
     reductions: tuple[Reduction, ...]
     products: tuple[Product, ...]
-    reads: tuple[tuple[Expr, Use], ...]
+    reads: tuple[tuple[Expr, Read], ...]
+    indexed: tuple[tuple[int, Indexed], ...]
+    dims: tuple[tuple[int, Dims], ...]
+    cuts: tuple[Cut, ...]
     ops: tuple[int, ...]
+
+    @property
+    def contraction(self) -> int:
+        """The id of the op that makes the logits."""
+        return self.head.op
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,115 +244,219 @@ class LeftAlone:
 
 def find_cross_entropies(program: Program) -> list[CrossEntropy | LeftAlone]:
     """All cross-entropies of a program, and what only looks like one."""
-    found = []
+    found: list[CrossEntropy | LeftAlone] = []
+    seen: dict[int, str] = {}
     for op in program.ops:
-        if (dim := _kernel_dim(op)) is None:
-            continue
-        finder = _Finder(program, op, dim)
-        try:
-            one = finder.run()
-        except Unread as error:
-            if finder.saw_largest:
-                reason, is_loss = error.reason, finder.saw_label
-                found.append(LeftAlone(op.id, reason, error.op, is_loss))
-            elif _cuts_tokens(program, op, error.op):
-                found.append(LeftAlone(op.id, _CUT, error.op, True))
-        else:
-            found.append(one)
-    return found
+        ways = [_Finder.result(program, head) for head in _heads(program, op)]
+        ways.sort(key=lambda one: one.rank, reverse=True)
+        for one in ways[:1]:
+            seen |= dict.fromkeys(one.seen, "" if one.what else one.reason)
+            found += [one.what] if one.what is not None else []
+    return found + _of_other_logits(program, seen)
 
 
-_CUT = (
-    "its logits are cut along tokens, as by logits[:, :-1]: cut what they are computed "
-    "of, or shift the labels and give the last one no weight"
-)
-
-
-def _cuts_tokens(program: Program, op: Op, cut: int) -> bool:
-    """Tell whether a softmax is of logits that were cut along tokens.
+def _of_other_logits(program: Program, seen: Mapping[int, str]) -> list[LeftAlone]:
+    """Losses whose logits no contraction makes, or one that is in another loop.
 
     Args:
         program: the program.
-        op: the contraction that makes the logits.
-        cut: the op that may do so.
+        seen: values that contractions were followed to, with the reason why there is
+            no softmax; "" where there is one.
     """
-    if cut < 0 or program.ops[cut].kind != "slice":
-        return False
-    [before], [after] = (
-        [program.values[v].shape for v in vs]
-        for vs in (op.results, program.ops[cut].results)
-    )
-    return before[-1:] == after[-1:] and any(
-        one.kind == "exponential" and program.values[one.results[0]].shape == after
-        for one in program.ops
-    )
+    found = {}
+    for op in program.ops:
+        if op.kind != "reduce" or "stablehlo.maximum(%0,%1" not in op.attributes:
+            continue
+        value = program.values[op.operands[0]]
+        dims = numbers(op.attributes, "dimensions")
+        if len(dims) != 1 or value.id in seen or value.producer < 0:
+            continue
+        tokens = [n for dim, n in enumerate(value.shape) if dim != dims[0]]
+        if value.shape[dims[0]] == 1 or prod(tokens) == 1:
+            continue
+        groups = tuple((n,) if n > 1 else () for n in tokens)
+        head = Head(value.producer, value.id, 1, 0, dims[0], groups)
+        one = _Finder.result(program, head)
+        if isinstance(one.what, LeftAlone) and one.what.is_loss:
+            maker = program.ops[head.op]
+            reason = _reason_before(program, value.id, seen) or _OTHER_LOGITS
+            if maker.has_regions and reason == _OTHER_LOGITS:
+                reason += _IN_LOOP
+            found[head.op] = LeftAlone(head.op, reason, head.op, True)
+    return list(found.values())
 
 
-def _kernel_dim(op: Op) -> int | None:
-    """The dim of the kernel that a contraction's last dim comes from; None of others.
+def _reason_before(program: Program, value: int, seen: Mapping[int, str]) -> str:
+    """The reason why a value that was computed from a contraction is none of its."""
+    stack, done = [value], set[int]()
+    while stack:
+        if seen.get(one := stack.pop()):
+            return seen[one]
+        producer = program.values[one].producer
+        if one in done or producer < 0:
+            continue
+        done.add(one)
+        op = program.ops[producer]
+        if op.kind in KINDS or op.kind in _MOVING:
+            stack += op.operands
+    return ""
 
-    It contracts the last dim of its first operand, [..., hidden], with a dim of a
-    matrix.
+
+_MOVING = ("broadcast_in_dim", "pad", "reshape", "slice", "transpose")
+_OTHER_LOGITS = (
+    "its logits are not computed element by element from the product of each token's "
+    "vector with a matrix"
+)
+_IN_LOOP = (
+    ": a loop makes them; return the vectors from the loop, and multiply behind it"
+)
+
+
+def _heads(program: Program, op: Op) -> list[Head]:
+    """The ways to read a contraction as one to a vocabulary.
+
+    It contracts a dim of what has vectors of tokens with a dim of a matrix. Of two
+    matrices either may be the one with the words.
     """
     if op.kind != "dot_general" or op.rule is None or op.has_regions:
-        return None
-    left, right = op.rule.operands
-    [result] = op.rule.results
-    default = "precision HIGH" not in op.attributes
-    if len(right) != 2 or len(left) < 2 or len(result) != len(left) or not default:
-        return None
-    if numbers(op.attributes, "lhs_batching_dimensions"):
-        return None
-    contracted = numbers(op.attributes, "lhs_contracting_dimensions")
-    others = numbers(op.attributes, "rhs_contracting_dimensions")
-    if contracted != (len(left) - 1,) or len(others) != 1:
-        return None
-    return 1 - others[0]
+        return []
+    shapes = [program.values[v].shape for v in op.operands]
+    result = program.values[op.results[0]].shape
+    contracted = [
+        numbers(op.attributes, f"{name}_contracting_dimensions")
+        for name in ("lhs", "rhs")
+    ]
+    if (
+        numbers(op.attributes, "lhs_batching_dimensions")
+        or any(len(dims) != 1 for dims in contracted)
+        or "+" in _precision(op)
+        or len(result) < 2
+    ):
+        return []
+    found = []
+    for kernel in (1, 0):
+        if len(shapes[kernel]) != 2 or len(shapes[1 - kernel]) != len(result):
+            continue
+        place = len(result) - 1 if kernel else 0
+        tokens = [size for dim, size in enumerate(result) if dim != place]
+        if result[place] > 1 and prod(tokens) > 1:
+            groups = tuple((size,) if size > 1 else () for size in tokens)
+            kernel_dim = 1 - contracted[kernel][0]
+            [value] = op.results
+            precision = _precision(op)
+            found.append(
+                Head(op.id, value, kernel, kernel_dim, place, groups, precision)
+            )
+    return found
+
+
+_KEPT_BY_LOOP = (
+    "its loop keeps something over the vocabulary for the backward pass: wrap the "
+    "loop's body in jax.checkpoint"
+)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A contraction's cross-entropy, or why there is none.
+
+    Attributes:
+        what: what it is; None if nothing of that kind.
+        rank: of several ways to read a contraction the best has the highest one.
+        seen: values that have all words.
+        reason: why it is none.
+    """
+
+    what: CrossEntropy | LeftAlone | None
+    rank: int
+    seen: frozenset[int]
+    reason: str = ""
 
 
 class _Finder:
-    def __init__(self, program: Program, op: Op, kernel_dim: int):
-        self._program, self._op, self._kernel_dim = program, op, kernel_dim
-        self._reader = Reader(program, op.results[0])
+    @classmethod
+    def result(cls, program: Program, head: Head) -> _Result:
+        """Returns what a contraction is."""
+        while True:
+            finder = cls(program, head)
+            what, rank, reason = None, 0, ""
+            try:
+                what, rank = finder.run(), 4
+            except Split as split:
+                head = head.split(split)
+                continue
+            except Unread as error:
+                reason = error.reason
+                if finder.saw_softmax:
+                    what = LeftAlone(head.op, reason, error.op, finder.saw_label)
+                    rank = 1 + what.is_loss + (finder._base is not None)
+            return _Result(what, rank, frozenset(finder._seen), reason)
+
+    def __init__(self, program: Program, head: Head):
+        self._program, self._head = program, head
+        self._op = program.ops[head.op]
+        words = program.values[head.logits].shape[head.words_dim]
+        self._start = head.dims(head.words_dim)
+        self._reader = Reader(program, head.logits, self._start, head.tokens, words)
         self._reductions: list[Reduction] = []
         self._products: list[Product] = []
         self._ends: set[int] = set()
         self._reached: set[int] = set()
-        self._seen: set[int] = set()
+        self._seen: dict[int, Dims] = {}
         self._base: Expr | None = None
+        self._gathered_at: set[int] = set()
+        self._saw_exponential = False
 
     @property
-    def saw_largest(self) -> bool:
-        """True if a row's maximum was found, which a softmax begins with."""
-        return self._base is not None
+    def saw_softmax(self) -> bool:
+        """True if a row's maximum was found, or logits' exponentials and a label."""
+        return self._base is not None or (self._saw_exponential and self.saw_label)
 
     @property
     def saw_label(self) -> bool:
-        """True if a label's word is taken out of logits."""
-        return any(one.kind == PICK for one in self._reductions)
+        """True if words are compared with labels, or taken at labels."""
+        labels = self._gathered_at | self._reader.labels()
+        return bool(labels - self._computed_from_logits())
+
+    def _computed_from_logits(self) -> set[int]:
+        """Values that depend on the logits, such as the choices of a router."""
+        stack, found = [self._head.logits], set[int]()
+        while stack:
+            for user, _ in self._program.users[stack.pop()]:
+                made = set(self._program.ops[user].results) - found
+                found |= made
+                stack += made
+        return found
 
     def run(self) -> CrossEntropy:
         self._follow()
         self._reductions.sort(key=lambda one: self._maker(one.made))
         self._products.sort(key=lambda one: self._maker(one.made))
-        kinds = [one.kind for one in self._reductions]
-        if self._base is None or SUM not in kinds or PICK not in kinds:
+        self._reductions = _summed(self._reductions)
+        exponentials = any(
+            one.kind == SUM or (one.kind == TOTAL and one.wide.has("exponential"))
+            for one in self._reductions
+        )
+        if not exponentials or not self.saw_label:
             raise Unread("there is no softmax with labels")
-        first = kinds.index(LARGEST)
-        if SUM in kinds[:first]:
-            raise Unread("a sum of exponentials comes before the largest logit")
+        if self._op.kind != "dot_general":
+            raise Unread(_OTHER_LOGITS, self._op.id)
+        reader, vectors = self._reader, 1 - self._head.kernel
+        contracted = numbers(
+            self._op.attributes, f"{('lhs', 'rhs')[vectors]}_contracting_dimensions"
+        )
+        every = {self._op.id} | self._ends | reader.ops | self._reached
         return CrossEntropy(
-            contraction=self._op.id,
+            head=self._head,
+            vectors=self._head.dims(contracted[0]),
             base=self._base,
-            kernel_dim=self._kernel_dim,
             reductions=tuple(self._reductions),
             products=tuple(self._products),
-            reads=tuple(self._reader.reads.items()),
-            ops=tuple(
-                sorted(
-                    {self._op.id} | self._ends | self._reader.ops | self._reached,
-                )
-            ),
+            reads=tuple(reader.reads.items()),
+            indexed=tuple(reader.indexed.items()),
+            dims=tuple(reader.wide()),
+            cuts=tuple(reader.cuts),
+            ops=tuple(sorted(every)),
         )
 
     def _maker(self, value: int) -> int:
@@ -292,84 +467,117 @@ class _Finder:
 
         What is computed of labels alone may also be read elsewhere; it stays then.
         """
-        self._follow_from(self._op.results[0])
-        done: set[int] = set()
-        while more := set(self._reader.wide_of_tokens()) - self._seen - done:
-            for value in sorted(more):
-                done.add(value)
+        if errors := self._follow_from(self._head.logits, self._start):
+            raise errors[0]
+        done: set[tuple[int, Dims]] = set()
+        while more := [
+            one
+            for one in self._reader.wide_of_tokens()
+            if one not in done and one[0] not in self._seen
+        ]:
+            for value, dims in sorted(more, key=lambda one: one[0]):
+                done.add((value, dims))
                 before = (list(self._reductions), list(self._products), set(self._ends))
-                try:
-                    self._follow_from(value)
-                except Unread:
+                if self._follow_from(value, dims):
                     self._reductions, self._products, self._ends = before
 
-    def _follow_from(self, start: int) -> None:
+    def _follow_from(self, start: int, start_dims: Dims) -> list[Unread]:
+        """Goes on from a value, and returns what is not understood."""
         program, reader = self._program, self._reader
-        stack = [start]
-        ends: dict[tuple[int, int], int] = {}
+        stack = [(start, start_dims)]
+        ends: dict[tuple[int, int], tuple[int, Dims]] = {}
+        errors: list[Unread] = []
         while stack:
-            value = stack.pop()
+            value, dims = stack.pop()
             if value in self._seen:
                 continue
-            self._seen.add(value)
+            self._seen[value] = dims
             if value in program.outputs:
-                raise Unread("something that has all words is a result")
+                errors.append(Unread("something over the vocabulary is a result"))
             for user, index in program.users[value]:
                 op = program.ops[user]
-                if op.parent != reader.parent or index >= len(op.operands):
-                    raise Unread("something that has all words goes elsewhere", user)
-                goes_on = op.kind in KINDS or op.kind in (
-                    "reshape",
-                    "broadcast_in_dim",
-                )
-                if goes_on and reader.is_wide(op.results[0]):
-                    self._reached.add(user)
-                    stack.append(op.results[0])
+                try:
+                    if op.parent != reader.parent or index >= len(op.operands):
+                        raise Unread(self._elsewhere(op), user)
+                    self._saw_exponential |= op.kind == "exponential"
+                    after = reader.follow(op, index, dims)
+                except Unread as error:
+                    errors.append(error)
+                    continue
+                if after is None:
+                    ends[user, index] = value, dims
                 else:
-                    ends[user, index] = value
-        for (user, index), value in sorted(ends.items()):
+                    self._reached.add(user)
+                    stack.append((op.results[0], after))
+        for (user, index), (value, dims) in sorted(ends.items()):
             if user not in self._ends:
-                self._end(program.ops[user], index, value)
+                try:
+                    self._end(program.ops[user], index, value, dims)
+                except Unread as error:
+                    errors.append(error)
+        return errors
 
-    def _end(self, op: Op, index: int, value: int) -> None:
+    def _elsewhere(self, op: Op) -> str:
+        """Says that something goes into a loop, or out of it."""
+        if op.id == self._reader.parent:
+            return _KEPT_BY_LOOP
+        return f"{op.kind} takes something over the vocabulary into a loop, or out"
+
+    def _end(self, op: Op, index: int, value: int, dims: Dims) -> None:
         self._ends.add(op.id)
         if op.kind == "reduce" and index == 0 and len(op.operands) == 2:
-            self._reduced(op, value)
+            self._reduced(op, value, dims)
+        elif op.kind == "reduce" and index == 0 and is_argmax(op):
+            self._place_of_largest(op, value, dims)
         elif op.kind == "gather" and index == 0:
-            self._gathered(op, value)
+            self._gathered(op, value, dims)
         elif op.kind == "dot_general":
-            self._contracted(op, index, value)
+            self._contracted(op, index, value, dims)
+        elif op.parent >= 0 and op.kind in ("dynamic_update_slice", "scatter"):
+            raise Unread(_KEPT_BY_LOOP, op.id)
         else:
-            raise Unread(f"{op.kind} reads something that has all words", op.id)
+            raise Unread(f"{op.kind} reads something over the vocabulary", op.id)
 
     # -- of each token -------------------------------------------------------
 
-    def _reduced(self, op: Op, value: int) -> None:
-        rank = len(self._program.values[value].shape)
-        dims = numbers(op.attributes, "dimensions")
+    def _reduced(self, op: Op, value: int, dims: Dims) -> None:
+        reduced = set(numbers(op.attributes, "dimensions"))
         start = self._program.values[op.operands[1]]
         initial = self._scalar(op.operands[1])
-        wide = self._reader.express(value)
+        wide = self._reader.express(value, dims)
         body = op.attributes
         maximum = "stablehlo.maximum(%0,%1" in body
         added = "stablehlo.add(%0,%1" in body and is_constant(initial, 0.0)
         if start.shape or not (maximum or added):
             raise Unread("a reduction is neither a sum nor the largest", op.id)
-        if added and dims == tuple(range(rank - 1)):
+        kept = [dim for dim in range(len(dims.of)) if dim not in reduced]
+        made = dims.picked(kept)
+        if added and made.place is not None and not made.tokens:
+            wide = self._reader.masked(wide, dims, wide.dtype)
             self._products.append(
-                Product(op.results[0], wide, "tokens", True, None),
+                Product(
+                    op.results[0], wide, "tokens", True, None, words_dim=made.place
+                ),
             )
-        elif dims != (rank - 1,):
+        elif made.place is not None:
             raise Unread("a reduction is over some of the tokens", op.id)
         elif maximum and is_constant(initial, float("-inf")):
-            self._largest(op, wide)
-        elif (picked := at_label(wide)) is not None:
-            label, what = picked
-            self._reductions.append(Reduction(op.results[0], PICK, what, label))
-        elif added and is_exponential(wide, self._base_of(wide)):
-            self._reductions.append(Reduction(op.results[0], SUM, wide))
+            self._largest(op, wide, dims, made)
+        elif added:
+            self._added(op.results[0], wide, dims, made)
         else:
-            raise Unread("a sum over words is not one of exponentials", op.id)
+            raise Unread("a largest has a least", op.id)
+
+    def _added(self, result: int, wide: Expr, dims: Dims, made: Dims) -> None:
+        """Adds a sum over words, and perhaps over tokens."""
+        picked, whole = at_label(wide), len(made.tokens) == len(dims.tokens)
+        is_sum = self._base is not None and is_exponential(wide, self._base)
+        kind, label = (SUM if is_sum and whole else TOTAL), None
+        if picked is not None:
+            kind, (label, wide) = PICK, picked
+        if not whole:
+            wide = self._reader.masked(wide, dims, wide.dtype)
+        self._reductions.append(Reduction(result, kind, wide, made, label))
 
     def _scalar(self, value: int) -> Expr:
         self._reader.ops.add(self._maker(value))
@@ -380,53 +588,130 @@ class _Finder:
         if maker is None or maker.kind != "constant":
             raise Unread("a reduction begins with something computed")
         self._reader.ops.add(maker.id)
-        from_text = self._reader.express(maker.results[0])
-        return from_text
+        return self._reader.express(maker.results[0], NO_DIMS)
 
-    def _largest(self, op: Op, wide: Expr) -> None:
+    def _largest(self, op: Op, wide: Expr, dims: Dims, made: Dims) -> None:
         base = stripped(wide)
         if base.has(TOKEN, INDEX) or not base.has(LOGITS):
             raise Unread("the largest is not one of logits", op.id)
+        if len(made.tokens) != len(dims.tokens):
+            raise Unread("a largest is one of several tokens'", op.id)
         if self._base is not None and self._base != base:
             raise Unread("there are two largest", op.id)
         self._base = base
-        self._reductions.append(Reduction(op.results[0], LARGEST, wide))
+        self._reductions.append(Reduction(op.results[0], LARGEST, wide, made))
 
-    def _base_of(self, wide: Expr) -> Expr:
-        """Returns the normalized logits: the ones whose maximum was taken."""
-        if self._base is None:
-            raise Unread("a sum of exponentials comes before the largest logit")
-        return self._base
+    def _place_of_largest(self, op: Op, value: int, dims: Dims) -> None:
+        largest, place = op.results
+        reduced = numbers(op.attributes, "dimensions")
+        index = self._reader.express(op.operands[1], dims)
+        starts = [self._scalar(v) for v in op.operands[2:]]
+        if (
+            self._program.users[largest]
+            or largest in self._program.outputs
+            or reduced != (dims.place,)
+            or index.kind != INDEX
+            or not is_constant(starts[0], float("-inf"))
+            or not is_constant(starts[1], 0)
+        ):
+            raise Unread("a reduction is no argmax over words", op.id)
+        wide = self._reader.express(value, dims)
+        made = dims.picked([dim for dim in range(len(dims.of)) if dim != dims.place])
+        self._reductions.append(Reduction(place, ARGMAX, wide, made))
 
-    def _gathered(self, op: Op, value: int) -> None:
-        if not self._reader.at_words(op, value, op.results[0], op.operands[1]):
-            raise Unread("a gather takes no one word of each token", op.id)
-        label = self._reader.leaf(TOKEN, op.id, 1)
-        what = self._reader.express(value)
+    def _gathered(self, op: Op, value: int, dims: Dims) -> None:
+        self._gathered_at.add(op.operands[1])
+        found = self._reader.at_words(op, dims)
+        label = self._reader.leaf(TOKEN, found.label.use, found.label.dims)
+        what = self._reader.express(value, dims)
         if what.has(INDEX):
             raise Unread("a gather takes one of what labels made", op.id)
-        self._reductions.append(Reduction(op.results[0], PICK, what, label, True))
+        self._reductions.append(
+            Reduction(op.results[0], PICK, what, found.narrow, label, True)
+        )
 
     # -- of all tokens -------------------------------------------------------
 
-    def _contracted(self, op: Op, index: int, value: int) -> None:
+    def _contracted(self, op: Op, index: int, value: int, dims: Dims) -> None:
         names = ("lhs", "rhs") if index == 0 else ("rhs", "lhs")
-        if numbers(op.attributes, "lhs_batching_dimensions"):
-            raise Unread("a contraction has a batch", op.id)
+        batch, others_batch = (
+            numbers(op.attributes, f"{name}_batching_dimensions") for name in names
+        )
         own, others = (
             numbers(op.attributes, f"{name}_contracting_dimensions") for name in names
         )
-        rank = len(self._program.values[value].shape)
-        other = self._program.values[op.operands[1 - index]].shape
-        wide = self._reader.express(value)
-        reached = self._reader.program.values[op.operands[1 - index]]
-        if reached.id == value or "precision HIGH" in op.attributes:
-            raise Unread("a contraction is no plain product", op.id)
-        if own == (rank - 1,) and len(other) == 2 and index == 0:
-            over, dim = "words", others[0]
-        elif own == tuple(range(rank - 1)) and others == own and len(other) == rank:
-            over, dim = "tokens", rank - 1
-        else:
+        other = self._program.values[op.operands[1 - index]]
+        if other.id == value:
+            raise Unread("the logits are multiplied with themselves", op.id)
+        pairs = sorted(
+            zip((*others_batch, *others), (*batch, *own), strict=True),
+        )
+        paired = dims.picked([dim for _, dim in pairs])
+        if dims.place in own and len(paired.of) == len(other.shape):
+            self._summed_product(op, index, value, dims, paired)
+            return
+        if batch:
+            raise Unread("a contraction has a batch", op.id)
+        if _precision(op) != self._head.precision:
+            raise Unread("its products have several precisions", op.id)
+        wide = self._reader.express(value, dims)
+        first, use = index == 0, (op.id, 1 - index)
+        free = [dim for dim in range(len(dims.of)) if dim not in own]
+        if own == (dims.place,) and len(other.shape) == 2:
+            rows = [dims.of[dim] for dim in free]
+            made = dims.made_of([*rows, (OTHER,)] if first else [(OTHER,), *rows])
+            read = Read(use, Dims(((), ())))
+            self._products.append(
+                Product(op.results[0], wide, "words", first, read, made, others[0])
+            )
+            return
+        of: list[tuple[int, ...]] = [(OTHER,)] * len(other.shape)
+        for place, dim in zip(others, own, strict=True):
+            of[place] = dims.of[dim]
+        if free != [dims.place] or of.count((OTHER,)) != 1:
             raise Unread("a contraction is over some of the tokens", op.id)
-        use = (op.id, 1 - index)
-        self._products.append(Product(op.results[0], wide, over, index == 0, use, dim))
+        wide = self._reader.masked(wide, dims, wide.dtype)
+        read = Read(use, dims.made_of(of))
+        self._products.append(
+            Product(
+                op.results[0], wide, "tokens", first, read, words_dim=0 if first else 1
+            )
+        )
+
+    def _summed_product(
+        self, op: Op, index: int, value: int, dims: Dims, others: Dims
+    ) -> None:
+        """Adds a sum over words of products of two that have all words."""
+        [result] = op.results
+        dtype = self._program.values[result].dtype
+        sides = [
+            self._reader.express(value, dims),
+            self._reader.express(op.operands[1 - index], others),
+        ]
+        args = [_converted(one, dtype) for one in sides]
+        name = ("lhs", "rhs")[index]
+        batch = numbers(op.attributes, f"{name}_batching_dimensions")
+        own = numbers(op.attributes, f"{name}_contracting_dimensions")
+        rest = [dim for dim in range(len(dims.of)) if dim not in (*batch, *own)]
+        made = dims.picked([*batch, *rest])
+        self._added(result, Expr("multiply", dtype, tuple(args)), dims, made)
+
+
+def _precision(op: Op) -> str:
+    """The precision of a product's operands; "" if it is the default."""
+    found = set(re.findall(r"stablehlo<precision (\w+)>", op.attributes))
+    return "" if found <= {"DEFAULT"} else "+".join(sorted(found))
+
+
+def _converted(expr: Expr, dtype: str) -> Expr:
+    return expr if expr.dtype == dtype else Expr(CONVERT, dtype, (expr,))
+
+
+def _summed(reductions: Sequence[Reduction]) -> list[Reduction]:
+    """Reductions in order; sums of exponentials before a largest are any totals."""
+    found, known = [], False
+    for one in reductions:
+        known |= one.kind == LARGEST
+        late = one.kind == SUM and not known
+        found.append(replace(one, kind=TOTAL) if late else one)
+    return found

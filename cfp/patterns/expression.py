@@ -15,13 +15,15 @@ from jax import lax
 
 from cfp.program.graph import numpy_dtype
 
-# Leaves. A token's has an entry for each row, a vocabulary's one for each column.
-LOGITS, INDEX, TOKEN, VOCABULARY, SCALAR = (
+# Leaves. A token's has an entry for each row, a vocabulary's one for each column;
+# INSIDE tells for each row if it is one of those that a slice kept.
+LOGITS, INDEX, TOKEN, VOCABULARY, SCALAR, INSIDE = (
     "logits",
     "index",
     "token",
     "vocabulary",
     "scalar",
+    "inside",
 )
 CONSTANT = "constant"
 CONVERT, COMPARE, SELECT = "convert", "compare", "select"

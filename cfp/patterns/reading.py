@@ -1,15 +1,22 @@
-"""Reads wide values of a program, a row for each token and a column for each word."""
+"""Reads wide values of a program: those that have all tokens and all words."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
+import numpy as np
+
+from cfp.patterns.dims import OTHER, Cut, Dims, Mixed
 from cfp.patterns.expression import (
     COMPARE,
+    CONSTANT,
     CONVERT,
     INDEX,
+    INSIDE,
     KINDS,
     LOGITS,
     SCALAR,
@@ -20,10 +27,24 @@ from cfp.patterns.expression import (
     constant,
     is_constant,
 )
+from cfp.program.evaluate import Evaluator, NotEvaluated
 from cfp.program.graph import Op, Program
 
 _NUMBERS = re.compile(r"-?\d+")
 _DIRECTION = re.compile(r"comparison_direction ([A-Z]{2})")
+_IN_BODY = re.compile(r"(%\d+):\S+=stablehlo\.(\w+)\(([^;)]*)")
+# The body of an argmax of values %0, %2 at places %1, %3, as JAX writes it.
+_ARGMAX = (
+    ("compare", "%0,%2", "GT"),
+    ("compare", "%0,%0", "NE"),
+    ("or", "%4,%5", ""),
+    ("compare", "%0,%2", "EQ"),
+    ("compare", "%1,%3", "LT"),
+    ("and", "%7,%8", ""),
+    ("or", "%6,%9", ""),
+    ("select", "%6,%0,%2", ""),
+    ("select", "%10,%1,%3", ""),
+)
 Use = tuple[int, int]
 
 
@@ -41,6 +62,29 @@ def numbers(text: str, name: str) -> tuple[int, ...]:
     return tuple(map(int, _NUMBERS.findall(match[1]))) if match else ()
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """An operand that is read from outside, and its dims."""
+
+    use: Use
+    dims: Dims
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """A gather or scatter of one word of each token.
+
+    Attributes:
+        wide: the dims of what has all words.
+        label: where the words' numbers are read.
+        narrow: the dims of what has one entry for each token.
+    """
+
+    wide: Dims
+    label: Read
+    narrow: Dims
+
+
 @dataclass
 class Reader:
     """Makes expressions of wide values.
@@ -48,46 +92,184 @@ class Reader:
     Attributes:
         program: the program.
         logits: the value that all begins with.
+        start: its dims.
+        tokens: sizes of the tokens' dims.
+        words: size of the vocabulary.
         reads: where leaves are read, by the leaf.
         ops: the ops that were read.
+        indexed: gathers and scatters that were read, by op.
+        cuts: of tokens' dims, see `Dims.cut`; leaves INSIDE number them.
     """
 
     program: Program
     logits: int
-    reads: dict[Expr, Use] = field(default_factory=dict)
+    start: Dims
+    tokens: tuple[int, ...]
+    words: int
+    reads: dict[Expr, Read] = field(default_factory=dict)
     ops: set[int] = field(default_factory=set)
+    indexed: dict[int, Indexed] = field(default_factory=dict)
+    cuts: list[Cut] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         value = self.program.values[self.logits]
-        *tokens, self.words = value.shape
-        self.tokens = tuple(tokens)
-        self.rows = prod(tokens)
         self.parent = self.program.ops[value.producer].parent
-        self._known: dict[int, Expr] = {
-            self.logits: Expr(LOGITS, value.dtype),
+        self._known: dict[tuple[int, Dims], Expr] = {
+            (self.logits, self.start): Expr(LOGITS, value.dtype),
         }
-        self._leaves: dict[tuple[str, int], Expr] = {}
+        self._leaves: dict[tuple[str, int, Dims], Expr] = {}
+        self._followed: dict[int, Dims] = {self.logits: self.start}
 
-    def is_wide(self, value: int) -> bool:
-        """True if a value has a row for each token and a column for each word."""
-        *tokens, last = self.program.values[value].shape or (0,)
-        return last == self.words and prod(tokens) == self.rows and bool(tokens)
+    def follow(self, op: Op, index: int, dims: Dims) -> Dims | None:
+        """Returns the dims of an op's result if that has all words, too; or None.
 
-    def wide_of_tokens(self) -> list[int]:
+        Args:
+            op: reads a wide value.
+            index: as which operand.
+            dims: of the value.
+
+        Raises:
+            Unread: the result has the same words, but its tokens are other ones.
+            Split: see `Dims.reshaped`.
+        """
+        after = self._passed(op, index, dims)
+        if after is not None:
+            known = self._followed.setdefault(op.results[0], after)
+            if known != after:
+                raise Unread("tokens are combined with others of them", op.id)
+        return after
+
+    def _passed(self, op: Op, index: int, dims: Dims) -> Dims | None:
+        if not op.results:
+            return None
+        before, after = (
+            self.program.values[v].shape for v in (op.operands[index], op.results[0])
+        )
+        if op.kind in KINDS:
+            return dims
+        if op.kind == "reshape":
+            return self._reshaped(op, dims, before, after)
+        if op.kind == "transpose":
+            return dims.picked(numbers(op.attributes, "permutation"))
+        if op.kind == "broadcast_in_dim" and prod(before) == prod(after):
+            of: list[tuple[int, ...]] = [()] * len(after)
+            places = numbers(op.attributes, "broadcast_dimensions")
+            for own, place in zip(dims.of, places, strict=True):
+                of[place] = own
+            return dims.made_of(of)
+        if op.kind == "slice":
+            return self._sliced(op, dims, before)
+        if op.kind == "pad" and index == 0:
+            return self._padded(op, dims, before, after)
+        if op.kind == "dot_general":
+            found = self._multiplied(op, index)
+            return None if found is None else dims.picked(found)
+        return None
+
+    def _reshaped(
+        self, op: Op, dims: Dims, before: Sequence[int], after: Sequence[int]
+    ) -> Dims:
+        try:
+            return dims.reshaped(before, after, self.tokens)
+        except Mixed as error:
+            raise Unread(str(error), op.id) from error
+
+    def _sliced(self, op: Op, dims: Dims, before: Sequence[int]) -> Dims:
+        """Without some of the first or last tokens."""
+        first, end, steps = (
+            numbers(op.attributes, name)
+            for name in ("start_indices", "limit_indices", "strides")
+        )
+        cut = dict((one, (one, a, b)) for one, a, b in dims.cut)
+        for own, a, b, step, size in zip(
+            dims.of, first, end, steps, before, strict=True
+        ):
+            if (a, b) == (0, size):
+                continue
+            if own == (OTHER,):
+                raise Unread(
+                    "its logits are cut along the vocabulary: mask what is cut off "
+                    "with -inf",
+                    op.id,
+                )
+            # All logits are made: that is a waste where most are cut off.
+            if len(own) != 1 or own[0] in cut or step != 1 or b - a < max(2, size / 2):
+                raise Unread(
+                    "its logits are cut along tokens: cut what they are computed of",
+                    op.id,
+                )
+            cut[own[0]] = (own[0], a, b)
+        return Dims(dims.of, tuple(sorted(cut.values())))
+
+    def _padded(
+        self, op: Op, dims: Dims, before: Sequence[int], after: Sequence[int]
+    ) -> Dims | None:
+        """With the tokens that were cut off, which are zero."""
+        low, high, inner = (
+            numbers(op.attributes, name)
+            for name in ("edge_padding_low", "edge_padding_high", "interior_padding")
+        )
+        cut = list(dims.cut)
+        for own, a, b, size in zip(dims.of, low, high, after, strict=True):
+            if (a, b) == (0, 0):
+                continue
+            whole = (own[0], a, size - b) if len(own) == 1 else None
+            if whole not in cut:
+                return None
+            cut.remove(whole)
+        return None if any(inner) else Dims(dims.of, tuple(cut))
+
+    def _multiplied(self, op: Op, index: int) -> list[int] | None:
+        """The dims of the wide operand that a product that sums nothing has in turn."""
+        names = ("lhs", "rhs") if index == 0 else ("rhs", "lhs")
+        if any(
+            numbers(op.attributes, f"{name}_contracting_dimensions") for name in names
+        ):
+            return None
+        own, others = (
+            numbers(op.attributes, f"{name}_batching_dimensions") for name in names
+        )
+        other = self.program.values[op.operands[1 - index]].shape
+        if len(others) != len(other):
+            return None
+        rank = len(self.program.values[op.operands[index]].shape)
+        return [*own, *(dim for dim in range(rank) if dim not in own)]
+
+    def wide_of_tokens(self) -> list[tuple[int, Dims]]:
         """The wide values known that are computed of what tokens have."""
-        return [v for v, expr in self._known.items() if expr.has(TOKEN)]
+        return [key for key, expr in self._known.items() if expr.has(TOKEN)]
 
-    def express(self, value: int) -> Expr:
+    def wide(self) -> list[tuple[int, Dims]]:
+        """The values known that have all tokens and all words, and their dims."""
+        return [key for key in {*self._known, *self._followed.items()} if key[1].of]
+
+    def labels(self) -> set[int]:
+        """Values of tokens that words are compared with."""
+        leaves = {
+            leaf
+            for expr in self._known.values()
+            for one in expr.walk()
+            if one.kind == COMPARE and one.detail == "EQ" and one.has(INDEX)
+            for leaf in one.walk()
+            if leaf.kind == TOKEN
+        }
+        uses = [self.reads[leaf].use for leaf in leaves]
+        return {self.program.ops[op].operands[index] for op, index in uses}
+
+    def express(self, value: int, dims: Dims) -> Expr:
         """Returns the expression of a wide value.
 
         Raises:
             Unread: of something that is no expression.
         """
-        if value not in self._known:
-            self._known[value] = self._expressed(value)
-        return self._known[value]
+        if self._followed.get(value, dims) != dims:
+            raise Unread("tokens are combined with others of them")
+        key = value, dims
+        if key not in self._known:
+            self._known[key] = self._expressed(value, dims)
+        return self._known[key]
 
-    def _expressed(self, value: int) -> Expr:
+    def _expressed(self, value: int, dims: Dims) -> Expr:
         record = self.program.values[value]
         if record.producer < 0:
             raise Unread("an argument has a column for each word")
@@ -95,41 +277,146 @@ class Reader:
         if op.parent != self.parent and op.id not in self.program.leaf_ops:
             raise Unread(f"{op.kind} is in another loop", op.id)
         self.ops.add(op.id)
-        if op.kind in KINDS and all(self.is_wide(v) for v in op.operands):
-            return elementwise(op, record.dtype, [self.express(v) for v in op.operands])
-        if op.kind == "reshape" and self.is_wide(op.operands[0]):
-            return self.express(op.operands[0])
+        before = self.program.values[op.operands[0]].shape if op.operands else ()
+        if op.kind in KINDS:
+            args = [self._operand(op, index, dims) for index in range(len(op.operands))]
+            return elementwise(op, record.dtype, args)
+        if op.kind == "reshape":
+            own = self._reshaped(op, dims, record.shape, before)
+            return self.express(op.operands[0], own)
+        if op.kind == "transpose":
+            order = numbers(op.attributes, "permutation")
+            own = dims.picked([order.index(dim) for dim in range(len(order))])
+            return self.express(op.operands[0], own)
         if op.kind == "constant":
             if (found := constant(op.attributes, record.dtype)) is not None:
                 return found
         if op.kind == "iota":
-            if numbers(op.attributes, "iota_dimension") == (len(record.shape) - 1,):
+            if numbers(op.attributes, "iota_dimension") == (dims.place,):
                 return Expr(INDEX, record.dtype)
         if op.kind == "broadcast_in_dim":
-            return self._broadcast(op)
+            return self._broadcast(op, dims)
         if op.kind == "scatter":
-            return self._scattered(op)
-        raise Unread(f"{op.kind} is no elementwise op", op.id)
+            return self._scattered(op, dims)
+        if op.kind == "pad":
+            return self._uncut(op, dims)
+        if op.kind == "dot_general":
+            return self._product(op, dims)
+        if op.kind == "slice":
+            own = Dims(dims.of, self._cut_before(op, dims))
+            if self._sliced(op, own, before) == dims:
+                return self.express(op.operands[0], own)
+        raise Unread(
+            f"something over the vocabulary, by {op.kind}, is not computed from the "
+            "logits element by element",
+            op.id,
+        )
 
-    def _broadcast(self, op: Op) -> Expr:
+    def _operand(self, op: Op, index: int, dims: Dims) -> Expr:
+        value = op.operands[index]
+        if self.program.values[value].shape == () and dims.of:
+            return self._small(op, index)
+        return self.express(value, dims)
+
+    def _cut_before(self, op: Op, dims: Dims) -> Cut:
+        """What was cut off before a slice."""
+        first, end = (
+            numbers(op.attributes, name) for name in ("start_indices", "limit_indices")
+        )
+        here = {
+            (own[0], a, b)
+            for own, a, b in zip(dims.of, first, end, strict=True)
+            if len(own) == 1
+        }
+        return tuple(one for one in dims.cut if one not in here)
+
+    def _uncut(self, op: Op, dims: Dims) -> Expr:
+        """What is zero for tokens that were cut off."""
+        value, _ = op.operands
+        low = numbers(op.attributes, "edge_padding_low")
+        inside = self.program.values[value].shape
+        cut = [
+            (own[0], a, a + size)
+            for own, a, size, full in zip(
+                dims.of,
+                low,
+                inside,
+                self.program.values[op.results[0]].shape,
+                strict=True,
+            )
+            if size != full and len(own) == 1
+        ]
+        own = Dims(dims.of, tuple(sorted({*dims.cut, *cut})))
+        after = self.program.values[op.results[0]].shape
+        if self._padded(op, own, inside, after) != dims:
+            raise Unread("words or tokens are added", op.id)
+        if not is_constant(self._small(op, 1), 0.0):
+            raise Unread("tokens are added that are not zero", op.id)
+        dtype = self.program.values[value].dtype
+        return self.masked(self.express(value, own), own, dtype)
+
+    def masked(self, expr: Expr, dims: Dims, dtype: str) -> Expr:
+        """An expression that is zero for tokens that dims cut off."""
+        if not dims.cut:
+            return expr
+        if dims.cut not in self.cuts:
+            self.cuts.append(dims.cut)
+        is_inside = Expr(INSIDE, "i1", number=self.cuts.index(dims.cut))
+        zero = Expr(CONSTANT, dtype, detail="0")
+        return Expr(SELECT, dtype, (is_inside, expr, zero))
+
+    def _product(self, op: Op, dims: Dims) -> Expr:
+        """A product of something wide with something of each token."""
+        for index in (0, 1):
+            order = self._multiplied(op, index)
+            rank = len(self.program.values[op.operands[index]].shape)
+            if order is None or rank != len(dims.of):
+                continue
+            own = dims.picked([order.index(dim) for dim in range(rank)])
+            name = ("lhs", "rhs")[index]
+            batch = numbers(op.attributes, f"{name}_batching_dimensions")
+            other = numbers(
+                op.attributes, f"{('rhs', 'lhs')[index]}_batching_dimensions"
+            )
+            if any(own.of[dim] == (OTHER,) for dim in batch):
+                continue
+            pairs = sorted(zip(other, batch, strict=True))
+            row = own.picked([dim for _, dim in pairs])
+            kind = TOKEN if batch else SCALAR
+            leaf = self.leaf(kind, (op.id, 1 - index), row)
+            dtype = self.program.values[op.results[0]].dtype
+            args = [self.express(op.operands[index], own), leaf]
+            return Expr("multiply", dtype, tuple(_as(one, dtype) for one in args))
+        raise Unread(
+            "the logits are combined with something else over the vocabulary that a "
+            "product makes, such as another model's logits",
+            op.id,
+        )
+
+    def _broadcast(self, op: Op, dims: Dims) -> Expr:
         [operand] = op.operands
-        record = self.program.values[operand]
-        dims = numbers(op.attributes, "broadcast_dimensions")
-        if self.is_wide(operand):
-            return self.express(operand)
-        if prod(record.shape) == 1:
-            return self._small(op, operand)
-        last = len(self.program.values[op.results[0]].shape) - 1
-        if record.shape[-1:] == (self.words,) and dims[-1] == last:
-            if prod(record.shape) == self.words:
-                return self._columns(op, operand)
-        elif prod(record.shape) == self.rows:
-            return self.leaf(TOKEN, op.id, 0)
-        raise Unread("a value is of some of the tokens", op.id)
+        shape = self.program.values[operand].shape
+        after = self.program.values[op.results[0]].shape
+        places = numbers(op.attributes, "broadcast_dimensions")
+        own = dims.made_of(
+            [
+                dims.of[place] if size == after[place] else ()
+                for place, size in zip(places, shape, strict=True)
+            ]
+        )
+        if prod(shape) == 1:
+            return self._small(op, 0)
+        if own.place is None:
+            return self.leaf(TOKEN, (op.id, 0), own)
+        if set(own.tokens) == set(dims.tokens):
+            return self.express(operand, own)
+        if not own.tokens:
+            return self._columns(op, operand, own)
+        raise Unread("something over the vocabulary is of some of the tokens", op.id)
 
-    def _small(self, op: Op, operand: int) -> Expr:
+    def _small(self, op: Op, index: int) -> Expr:
         """A scalar: a constant, or one that is read."""
-        value = operand
+        value = op.operands[index]
         types: list[str] = []
         while (producer := self.program.values[value].producer) >= 0:
             maker = self.program.ops[producer]
@@ -147,74 +434,178 @@ class Reader:
                 break
             types.append(self.program.values[value].dtype)
             value = maker.operands[0]
-        return self.leaf(SCALAR, op.id, 0)
+        rank = len(self.program.values[op.operands[index]].shape)
+        return self.leaf(SCALAR, (op.id, index), Dims(((),) * rank))
 
-    def _columns(self, op: Op, operand: int) -> Expr:
+    def _columns(self, op: Op, operand: int, dims: Dims) -> Expr:
         """A row for all tokens: the numbers of words, or one that is read."""
         value, ops = operand, []
         while (producer := self.program.values[value].producer) >= 0:
             maker = self.program.ops[producer]
             ops.append(producer)
             if maker.kind == "iota":
-                dim = numbers(maker.attributes, "iota_dimension")
-                shape = self.program.values[value].shape
-                if dim == (len(shape) - 1,):
+                [dim] = numbers(maker.attributes, "iota_dimension")
+                if self.program.values[value].shape[dim] == self.words:
                     self.ops.update(ops)
                     return Expr(INDEX, self.program.values[operand].dtype)
                 break
-            if maker.kind not in ("broadcast_in_dim", "reshape"):
+            if maker.kind not in ("broadcast_in_dim", "reshape", "transpose"):
                 break
             value = maker.operands[0]
-        return self.leaf(VOCABULARY, op.id, 0)
+        return self.leaf(VOCABULARY, (op.id, 0), dims)
 
-    def _scattered(self, op: Op) -> Expr:
+    def _scattered(self, op: Op, dims: Dims) -> Expr:
         """Something of each token at one word, and zero elsewhere."""
-        operand, indices, updates = op.operands
-        base = self.express(operand) if self.is_wide(operand) else None
-        zero = base is not None and is_constant(base, 0.0)
+        operand = op.operands[0]
+        base = self.express(operand, dims)
         adds = "stablehlo.add(%0,%1" in op.attributes
-        if not (zero and adds and self.at_words(op, operand, updates, indices)):
+        if not (is_constant(base, 0.0) and adds):
             raise Unread("a scatter is not one of zeros to one word of a token", op.id)
-        label = self.leaf(TOKEN, op.id, 1)
-        update = self.leaf(TOKEN, op.id, 2)
-        assert base is not None
+        found = self.at_words(op, dims)
+        label = self.leaf(TOKEN, found.label.use, found.label.dims)
+        update = self.leaf(TOKEN, (op.id, 2), found.narrow)
         index = Expr(INDEX, label.dtype)
         is_label = Expr(COMPARE, "i1", (index, label), "EQ")
         return Expr(SELECT, base.dtype, (is_label, update, base))
 
-    def at_words(self, op: Op, wide: int, narrow: int, indices: int) -> bool:
-        """True if a gather or scatter has one word for each token, in their order."""
-        shape = self.program.values[wide].shape
-        batch = tuple(range(len(shape) - 1))
-        rows = [self.program.values[v].shape for v in (narrow, indices)]
-        text = op.attributes
-        names = (
-            ("operand_batching_dims", "start_indices_batching_dims", "start_index_map")
-            if op.kind == "gather"
-            else (
-                "input_batching_dims",
-                "scatter_indices_batching_dims",
-                "scatter_dims_to_operand_dims",
+    def at_words(self, op: Op, dims: Dims) -> Indexed:
+        """Reads a gather or a scatter that has one word of each token.
+
+        Args:
+            op: the op.
+            dims: of its first operand.
+
+        Raises:
+            Unread: it has something else.
+        """
+        text, is_gather = op.attributes, op.kind == "gather"
+        batching, index_batching, mapped, window = (
+            numbers(text, name)
+            for name in (
+                (
+                    "operand_batching_dims",
+                    "start_indices_batching_dims",
+                    "start_index_map",
+                    "offset_dims",
+                )
+                if is_gather
+                else (
+                    "input_batching_dims",
+                    "scatter_indices_batching_dims",
+                    "scatter_dims_to_operand_dims",
+                    "update_window_dims",
+                )
             )
         )
-        return (
-            numbers(text, names[0]) == batch
-            and numbers(text, names[1]) == batch
-            and numbers(text, names[2]) == (len(batch),)
-            and not numbers(text, "offset_dims")
-            and not numbers(text, "update_window_dims")
-            and all(prod(one) == self.rows for one in rows)
+        unread = Unread(f"a {op.kind} has not one word of each token", op.id)
+        shapes = [
+            self.program.values[v].shape for v in (op.operands[1], op.operands[0])
+        ]
+        (indices, wide) = shapes
+        [vector] = numbers(text, "index_vector_dim") or (0,)
+        own: dict[int, tuple[int, ...]] = {}
+        for place, dim in zip(index_batching, batching, strict=True):
+            own[place] = dims.of[dim]
+        label = None
+        for number, dim in enumerate(mapped):
+            if dims.of[dim] == (OTHER,):
+                label = number
+            elif wide[dim] > 1:
+                place = self._counted(op, number, vector, wide[dim])
+                if place is None or place in own:
+                    raise unread
+                own[place] = dims.of[dim]
+        rest = {*range(len(wide))} - {*batching, *mapped}
+        of = [own.get(place, ()) for place in range(len(indices))]
+        fits = all(
+            one or size == 1 or place == vector
+            for place, (one, size) in enumerate(zip(of, indices, strict=True))
         )
+        if label is None or not fits or any(wide[dim] > 1 for dim in rest):
+            raise unread
+        if sorted(one for dim in of for one in dim) != sorted(dims.tokens):
+            raise unread
+        narrow_value = op.results[0] if is_gather else op.operands[2]
+        shape = self.program.values[narrow_value].shape
+        rows = iter([one for place, one in enumerate(of) if place != vector])
+        narrow = [() if dim in window else next(rows) for dim in range(len(shape))]
+        if any(shape[dim] > 1 for dim in window):
+            raise unread
+        use = self._component(op, label, vector)
+        if use is None:
+            raise unread
+        found = Indexed(dims, Read(use, dims.made_of(of)), dims.made_of(narrow))
+        self.indexed[op.id] = found
+        return found
 
-    def leaf(self, kind: str, op: int, index: int) -> Expr:
-        """A leaf that an op reads as an operand."""
-        value = self.program.ops[op].operands[index]
-        if (kind, value) not in self._leaves:
+    def _component(self, op: Op, number: int, vector: int) -> Use | None:
+        """The operand that has one component of what indexes."""
+        value = self.program.values[op.operands[1]]
+        if vector == len(value.shape) or value.shape[vector] == 1:
+            return (op.id, 1)
+        maker = self.program.ops[value.producer] if value.producer >= 0 else None
+        if maker is None or maker.kind != "concatenate":
+            return None
+        sizes = [self.program.values[v].shape[vector] for v in maker.operands]
+        if numbers(maker.attributes, "dimension") != (vector,) or max(sizes) > 1:
+            return None
+        self.ops.add(maker.id)
+        return (maker.id, number)
+
+    def _counted(self, op: Op, number: int, vector: int, size: int) -> int | None:
+        """The dim along which one component of what indexes counts from 0, if any."""
+        use = self._component(op, number, vector)
+        if use is None or use[0] == op.id:
+            return None
+        value = self.program.ops[use[0]].operands[use[1]]
+        shape = self.program.values[value].shape
+
+        def coordinates(v: int, dim: int) -> np.ndarray:
+            last = self.program.values[v].shape[dim] - 1
+            return np.unique(np.clip([0, 1, last - 1, last], 0, last))
+
+        try:
+            [found] = self._evaluator.run([value], {}, coordinates)
+        except NotEvaluated:
+            return None
+        for dim in range(len(shape)):
+            along = [1] * len(shape)
+            along[dim] = -1
+            counted = coordinates(value, dim).reshape(along)
+            if shape[dim] == size and np.array_equal(found, found * 0 + counted):
+                return dim
+        return None
+
+    @cached_property
+    def _evaluator(self) -> Evaluator:
+        return Evaluator(self.program)
+
+    def leaf(self, kind: str, use: Use, dims: Dims) -> Expr:
+        """A leaf that is read as an operand."""
+        value = self.program.ops[use[0]].operands[use[1]]
+        key = kind, value, dims
+        if key not in self._leaves:
             dtype = self.program.values[value].dtype
             found = Expr(kind, dtype, number=len(self._leaves))
-            self._leaves[kind, value] = found
-            self.reads[found] = (op, index)
-        return self._leaves[kind, value]
+            self._leaves[key] = found
+            self.reads[found] = Read(use, dims)
+        return self._leaves[key]
+
+
+def is_argmax(op: Op) -> bool:
+    """True for the reduction of values and places to the place of the largest."""
+    _, _, body = op.attributes.partition("body=")
+    directions = iter(_DIRECTION.findall(body))
+    found = [
+        (kind, operands, next(directions, "") if kind == COMPARE else "")
+        for _, kind, operands in _IN_BODY.findall(body)
+    ]
+    ends = body.rpartition("stablehlo.return(")[2]
+    return tuple(found) == _ARGMAX and ends.startswith("%11,%12")
+
+
+def _as(expr: Expr, dtype: str) -> Expr:
+    return expr if expr.dtype == dtype else Expr(CONVERT, dtype, (expr,))
 
 
 def elementwise(op: Op, dtype: str, args: list[Expr]) -> Expr:

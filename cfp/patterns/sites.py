@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import jax
@@ -20,8 +19,14 @@ import numpy as np
 from cfp.analysis.layout import Layout
 from cfp.patterns.build import build, spread_of
 from cfp.patterns.chunked import ChunkedCrossEntropy
-from cfp.patterns.cross_entropy import CrossEntropy, LeftAlone, find_cross_entropies
-from cfp.patterns.expression import VOCABULARY
+from cfp.patterns.cross_entropy import (
+    ARGMAX,
+    CrossEntropy,
+    LeftAlone,
+    find_cross_entropies,
+)
+from cfp.patterns.dims import from_rows, to_rows
+from cfp.patterns.reading import numbers
 from cfp.patterns.steps import StageParameters, Step, resized
 from cfp.program.evaluate import Coordinates, Evaluator, NotEvaluated
 from cfp.program.graph import Program, numpy_dtype
@@ -67,19 +72,18 @@ def _differs(
     seed: int,
 ) -> str | None:
     functions: Any = replacement.functions
-    sizes = _sizes(functions, replacement, program)
-    words = functions.sheet.words
-    drawn = _Drawn(program, found, sizes, words, first_word, seed)
+    places = _places(program, found, functions, first_word)
+    sizes = {size: len(own) for size, own in places.items()}
+    drawn = _Drawn(program, sizes, functions.sheet.words, first_word, seed)
 
     def coordinates(value: int, dim: int) -> np.ndarray:
         size = program.values[value].shape[dim]
-        start = first_word if size == words else 0
-        return start + np.arange(sizes.get(size, min(size, _TOKENS)))
+        return places[size] if size in places else np.arange(min(size, _TOKENS))
 
     wanted = [v for stage in replacement.stages for v in stage.makes]
     uses = {use for stage in replacement.stages for use in stage.reads}
     known = {v: drawn.array(v) for v in sorted({_value(program, u) for u in uses})}
-    _at_words(program, found, evaluator, known, coordinates, first_word)
+    _at_words(program, found, evaluator, known, coordinates, sizes, first_word)
     right = dict(zip(wanted, evaluator.run(wanted, known, coordinates), strict=True))
     steps = tuple(resized(step, sizes, _WIDE) for step in functions.steps)
     reads = [
@@ -129,20 +133,38 @@ def _close(got: np.ndarray, right: np.ndarray) -> bool:
     return bool(off <= TOLERANCE * max(size, 1e-3))
 
 
-def _sizes(
-    functions: ChunkedCrossEntropy, replacement: Replacement, program: Program
-) -> dict[int, int]:
-    """The small size of each size."""
-    sizes = {1: 1}
-    for size in functions.sheet.tokens:
-        sizes.setdefault(size, min(size, _TOKENS))
-    for step in functions.steps:
-        for one in (*step.takes, *step.makes):
-            for size in one.shape:
-                if size != functions.sheet.words:
-                    sizes.setdefault(size, min(size, _HIDDEN))
-    sizes[functions.sheet.words] = min(functions.sheet.words, _WORDS)
-    return sizes
+def _places(
+    program: Program,
+    found: CrossEntropy,
+    functions: ChunkedCrossEntropy,
+    first_word: int,
+) -> dict[int, np.ndarray]:
+    """The coordinates of a dim, by its size."""
+    tokens, words = found.head.tokens, functions.sheet.words
+    places = {words: first_word + np.arange(min(words, _WORDS))}
+    for dim, first, end in (one for cut in found.cuts for one in cut):
+        there = np.arange(min(end - first, _TOKENS))
+        before, behind = [0] * (first > 0), [tokens[dim] - 1] * (end < tokens[dim])
+        places.setdefault(end - first, there)
+        every = np.array([*before, *(first + there), *behind])
+        places.setdefault(tokens[dim], every)
+    for size in (1, *tokens):
+        places.setdefault(size, np.arange(min(size, _TOKENS)))
+    arrays = [one for step in functions.steps for one in (*step.takes, *step.makes)]
+    shapes = [(one.dims, one.shape) for one in arrays if one.dims.of]
+    shapes += [(dims, program.values[value].shape) for value, dims in found.dims]
+    for dims, shape in shapes:
+        own = dims.sizes(tokens)
+        for merged, size in zip(dims.of, shape, strict=True):
+            if len(merged) > 1:
+                made = np.zeros(1, int)
+                for one in merged:
+                    made = (made[:, None] * own[one] + places[own[one]]).reshape(-1)
+                places.setdefault(size, made)
+    for one in arrays:
+        for size in one.shape:
+            places.setdefault(size, np.arange(min(size, _HIDDEN)))
+    return places
 
 
 class _Drawn:
@@ -151,7 +173,6 @@ class _Drawn:
     def __init__(
         self,
         program: Program,
-        found: CrossEntropy,
         sizes: Mapping[int, int],
         words: int,
         first_word: int,
@@ -160,9 +181,6 @@ class _Drawn:
         self._program, self._sizes = program, sizes
         self._words = first_word, first_word + sizes[words]
         self._random = np.random.default_rng(seed)
-        self._columns = {
-            _value(program, use) for leaf, use in found.reads if leaf.kind == VOCABULARY
-        }
 
     def array(self, value: int) -> np.ndarray:
         """Normal floats, and words that there are."""
@@ -181,28 +199,40 @@ def _at_words(
     evaluator: Evaluator,
     known: dict[int, np.ndarray],
     coordinates: Coordinates,
+    sizes: Mapping[int, int],
     first_word: int,
 ) -> None:
     """Adds what gathers take from one word of each token, and scatters put there.
 
-    That they do is seen in their attributes, where they are found.
+    That they do is seen in their attributes, where they are found; so are the words
+    that have the largest values.
     """
-    for number in found.ops:
+    for one in found.reductions:
+        if one.kind == ARGMAX:
+            op = program.ops[program.values[one.made].producer]
+            [dim] = numbers(op.attributes, "dimensions")
+            [wide] = evaluator.run([op.operands[0]], known, coordinates)
+            known[one.made] = first_word + wide.argmax(dim)
+    tokens = [sizes[size] for size in found.head.tokens]
+    for number, one in found.indexed:
         op = program.ops[number]
-        if op.kind not in ("gather", "scatter"):
-            continue
+        wide_dims, narrow_dims, label_dims = (
+            dims.resized(sizes) for dims in (one.wide, one.narrow, one.label.dims)
+        )
         [result] = op.results
         shape = [len(coordinates(result, d)) for d in _dims(program, result)]
         [wide] = evaluator.run([op.operands[0]], known, coordinates)
-        rows = wide.reshape(-1, wide.shape[-1])
-        labels = known[op.operands[1]].reshape(-1) - first_word
+        rows = to_rows(wide, wide_dims, tokens)
+        labels = to_rows(known[_value(program, one.label.use)], label_dims, tokens)
+        labels = labels[:, 0].astype(int) - first_word
         places = np.arange(len(rows)), np.clip(labels, 0, rows.shape[1] - 1)
         if op.kind == "gather":
-            known[result] = rows[places].reshape(shape)
+            made, dims = rows[places][:, None], narrow_dims
         else:
-            made = rows.copy()
-            np.add.at(made, places, known[op.operands[2]].reshape(-1))
-            known[result] = made.reshape(shape)
+            made, dims = rows.copy(), wide_dims
+            updates = to_rows(known[op.operands[2]], narrow_dims, tokens)
+            np.add.at(made, places, updates[:, 0])
+        known[result] = from_rows(made, dims, tokens, shape)
 
 
 def _dims(program: Program, value: int) -> range:
@@ -246,7 +276,7 @@ def _find(program: Program) -> CrossEntropies:
         if reason is None:
             found[one.contraction] = one
         else:
-            alone.append(LeftAlone(one.contraction, reason))
+            alone.append(LeftAlone(one.contraction, reason, is_loss=True))
     return CrossEntropies(found=found, left_alone=tuple(alone))
 
 
@@ -281,23 +311,18 @@ def in_parts(
 
 
 def no_longer_made(program: Program, replaced: Iterable[Replacement]) -> set[int]:
-    """Returns values as large as the logits that replacements no longer make.
+    """Returns values of all tokens and words that replacements no longer make.
 
     Everything that reads the logits is known, or they are left alone: see
     `cfp.patterns.cross_entropy`. Contractions with them are made in parts.
     """
     found: set[int] = set()
     for one in replaced:
+        wide = {v for v, _ in cross_entropies(program).found[one.op].dims}
         stack = [*program.ops[one.op].results]
-        size = prod(program.values[stack[0]].shape)
         while stack:
             found.add(value := stack.pop())
             for user, _ in program.users[value]:
-                op = program.ops[user]
-                if op.kind != "dot_general":
-                    stack += [
-                        v
-                        for v in op.results
-                        if v not in found and prod(program.values[v].shape) == size
-                    ]
+                results = program.ops[user].results
+                stack += [v for v in results if v in wide and v not in found]
     return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from cfp.patterns.dims import NO_DIMS, Axes, Cut, Dims, resized_cut
 from cfp.patterns.expression import Expr, widened
 
-Axes = tuple[str, ...]
 # The ways in which what a stage takes or makes is laid out.
 ROWS, HIDDEN_ROWS, KERNEL, COLUMNS, ONE = "rows", "x", "kernel", "columns", "one"
 
@@ -24,6 +24,8 @@ class Array:
         dtype: element type as MLIR writes it.
         leaf: of an expression, if it is one.
         words_dim: of a KERNEL or of COLUMNS, the dim that words have.
+        dims: of ROWS and HIDDEN_ROWS.
+        used_as: the element type that it is converted to; "" if it stays as it is.
     """
 
     form: str
@@ -31,6 +33,8 @@ class Array:
     dtype: str
     leaf: Expr | None = None
     words_dim: int = 0
+    dims: Dims = NO_DIMS
+    used_as: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Step:
     """One stage.
 
     Attributes:
-        kind: "largest", "sum", "pick" or "products".
+        kind: "largest", "sum", "total", "pick", "argmax" or "products".
         takes: what it reads, in order.
         makes: what it makes, in order.
         wide: expressions: of what is reduced, or of what each product contracts.
@@ -62,7 +66,7 @@ class StageParameters:
     """Parameters that all stages share.
 
     Attributes:
-        base: what is normalized, of the logits.
+        base: what is normalized, of the logits; None if no largest is taken.
         logits: their element type.
         tokens: sizes of their dims.
         words: of the vocabulary.
@@ -71,9 +75,11 @@ class StageParameters:
             empty on one device.
         word_axes: the same of words.
         first_word: the number of the first word.
+        cuts: of tokens' dims, by the number of the leaf INSIDE.
+        precision: of products; "" is the default.
     """
 
-    base: Expr
+    base: Expr | None
     logits: str
     tokens: tuple[int, ...]
     words: int
@@ -81,6 +87,8 @@ class StageParameters:
     token_axes: tuple[Axes, ...] = ()
     word_axes: Axes = ()
     first_word: int = 0
+    cuts: tuple[Cut, ...] = ()
+    precision: str = ""
 
     def alone(self) -> StageParameters:
         """The same on one device."""
@@ -92,10 +100,11 @@ class StageParameters:
         """The same for other sizes and element types, on one device."""
         return replace(
             self.alone(),
-            base=widened(self.base, types),
+            base=widened(self.base, types) if self.base else None,
             logits=types.get(self.logits, self.logits),
             tokens=tuple(sizes[n] for n in self.tokens),
             words=sizes[self.words],
+            cuts=tuple(resized_cut(one, sizes) for one in self.cuts),
         )
 
 
@@ -108,6 +117,8 @@ def resized(step: Step, sizes: Mapping[int, int], types: Mapping[str, str]) -> S
             shape=tuple(sizes[n] for n in one.shape),
             dtype=types.get(one.dtype, one.dtype),
             leaf=widened(one.leaf, types) if one.leaf else None,
+            dims=one.dims.resized(sizes),
+            used_as=types.get(one.used_as, one.used_as),
         )
 
     return replace(
@@ -117,29 +128,3 @@ def resized(step: Step, sizes: Mapping[int, int], types: Mapping[str, str]) -> S
         wide=tuple(widened(one, types) for one in step.wide),
         label=widened(step.label, types) if step.label else None,
     )
-
-
-def row_axes(
-    shape: Sequence[int], tokens: Sequence[int], axes: Sequence[Axes]
-) -> list[Axes]:
-    """The axes of each dim of something that has an entry or a vector for each token.
-
-    Raises:
-        ValueError: its dims are not those of the tokens, and these are spread.
-    """
-    if not any(axes):
-        return [()] * len(shape)
-    found: list[Axes] = []
-    waiting = list(zip(tokens, axes, strict=True))
-    for size in shape:
-        while waiting and waiting[0][0] == 1 and size != 1:
-            waiting.pop(0)
-        if waiting and waiting[0][0] == size:
-            found.append(waiting.pop(0)[1])
-        else:
-            found.append(())
-            if size != 1 and waiting:
-                raise ValueError("the tokens' dims are not kept apart")
-    if any(axes for _, axes in waiting):
-        raise ValueError("the tokens' dims are not kept apart")
-    return found

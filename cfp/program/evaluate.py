@@ -62,7 +62,15 @@ _COMPARE: Mapping[str, Callable[..., Any]] = {
 }
 _SHAPES = ("broadcast_in_dim", "convert", "reshape", "transpose")
 _SOURCES = ("constant", "iota")
-_OTHER = ("compare", "dot_general", "optimization_barrier", "reduce", "select")
+_OTHER = (
+    "compare",
+    "dot_general",
+    "optimization_barrier",
+    "pad",
+    "reduce",
+    "select",
+    "slice",
+)
 KNOWN = frozenset((*_UNARY, *_BINARY, *_SHAPES, *_SOURCES, *_OTHER))
 _REDUCE: Mapping[str, Callable[..., Any]] = {
     "stablehlo.add": np.sum,
@@ -194,7 +202,7 @@ class Evaluator:
         if kind == "transpose":
             return [np.transpose(reads[0], _ints(attributes["permutation"]))]
         if kind == "reshape":
-            return [self._reshape(op, reads[0], sizes[0])]
+            return [self._reshape(op, reads[0], sizes[0], coordinates)]
         if kind == "broadcast_in_dim":
             return [
                 _broadcast(
@@ -203,6 +211,10 @@ class Evaluator:
             ]
         if kind == "reduce":
             return [self._reduce(op, reads)]
+        if kind == "slice":
+            return [self._slice(op, reads[0], coordinates)]
+        if kind == "pad":
+            return [self._pad(op, *reads, coordinates)]
         return [self._dot(op, reads)]
 
     def _binary(self, op: Op, reads: list[np.ndarray]) -> np.ndarray:
@@ -232,13 +244,53 @@ class Evaluator:
             raise NotEvaluated("a table of small floats") from error
         return _as(record.dtype, array[np.ix_(*every)] if every else array)
 
-    def _reshape(self, op: Op, x: np.ndarray, size: list[int]) -> np.ndarray:
+    def _reshape(
+        self, op: Op, x: np.ndarray, size: list[int], coordinates: Coordinates
+    ) -> np.ndarray:
         before = self._program.values[op.operands[0]].shape
         after = self._program.values[op.results[0]].shape
         squeezed = [n for n in before if n > 1] == [n for n in after if n > 1]
         if not squeezed and x.size != np.prod(before):
-            raise NotEvaluated("a reshape that merges dims")
+            pair = [op.operands[0], op.results[0]]
+            if x.size != np.prod(size) or not np.array_equal(
+                *(self._places(v, coordinates) for v in pair)
+            ):
+                raise NotEvaluated("a reshape that merges dims")
         return x.reshape(size)
+
+    def _places(self, v: int, coordinates: Coordinates) -> np.ndarray:
+        """The places of the coordinates of a value, in row-major order."""
+        found = np.zeros(1, np.int64)
+        for dim, size in enumerate(self._program.values[v].shape):
+            found = (found[:, None] * size + coordinates(v, dim)).reshape(-1)
+        return found
+
+    def _slice(self, op: Op, x: np.ndarray, coordinates: Coordinates) -> np.ndarray:
+        attributes = self._ops[op.id].attributes
+        starts, strides = (
+            _ints(attributes[name]) for name in ("start_indices", "strides")
+        )
+        for dim, (start, stride) in enumerate(zip(starts, strides, strict=True)):
+            wanted = start + stride * coordinates(op.results[0], dim)
+            x = np.take(x, _where(wanted, coordinates(op.operands[0], dim)), dim)
+        return x
+
+    def _pad(
+        self, op: Op, x: np.ndarray, filling: np.ndarray, coordinates: Coordinates
+    ) -> np.ndarray:
+        attributes = self._ops[op.id].attributes
+        if any(_ints(attributes["interior_padding"])):
+            raise NotEvaluated("padding between elements")
+        shape = self._program.values[op.operands[0]].shape
+        for dim, low in enumerate(_ints(attributes["edge_padding_low"])):
+            wanted = coordinates(op.results[0], dim) - low
+            there = (wanted >= 0) & (wanted < shape[dim])
+            own = coordinates(op.operands[0], dim)
+            found = np.take(x, _where(np.where(there, wanted, own[0]), own), dim)
+            along = [1] * x.ndim
+            along[dim] = -1
+            x = np.where(there.reshape(along), found, filling)
+        return x
 
     def _reduce(self, op: Op, reads: list[np.ndarray]) -> np.ndarray:
         if len(reads) != 2:
@@ -264,6 +316,14 @@ class Evaluator:
         free += [x for d, x in enumerate(right) if d not in (*rb, *rc)]
         out = [left[d] for d in lb] + free
         return np.einsum(lhs, left, rhs, right, out, optimize=True)
+
+
+def _where(wanted: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """The positions of some coordinates among the known ones."""
+    found = np.searchsorted(known, wanted).clip(0, len(known) - 1)
+    if not np.array_equal(known[found], wanted):
+        raise NotEvaluated("coordinates that are not known")
+    return found
 
 
 def _is_float(dtype: str) -> bool:

@@ -197,7 +197,7 @@ def from_rows(rows: A, dims: Dims, tokens: Sequence[int], shape: Sequence[int]) 
         tokens: local sizes of the tokens' dims.
         shape: local shape of the array.
     """
-    found = rows.reshape(*tokens, rows.shape[-1])
+    found: Any = rows.reshape(*tokens, rows.shape[-1])
     kept = {dim: slice(first, end) for dim, first, end in dims.cut}
     found = found[tuple(kept.get(d, slice(None)) for d in range(len(tokens)))]
     missing = tuple(d for d in range(len(tokens)) if d not in dims.tokens)

@@ -214,7 +214,7 @@ class Evaluator:
         if kind == "slice":
             return [self._slice(op, reads[0], coordinates)]
         if kind == "pad":
-            return [self._pad(op, *reads, coordinates)]
+            return [self._pad(op, reads[0], reads[1], coordinates)]
         return [self._dot(op, reads)]
 
     def _binary(self, op: Op, reads: list[np.ndarray]) -> np.ndarray:
@@ -251,10 +251,10 @@ class Evaluator:
         after = self._program.values[op.results[0]].shape
         squeezed = [n for n in before if n > 1] == [n for n in after if n > 1]
         if not squeezed and x.size != np.prod(before):
-            pair = [op.operands[0], op.results[0]]
-            if x.size != np.prod(size) or not np.array_equal(
-                *(self._places(v, coordinates) for v in pair)
-            ):
+            own, wanted = (
+                self._places(v, coordinates) for v in (op.operands[0], op.results[0])
+            )
+            if x.size != np.prod(size) or not np.array_equal(own, wanted):
                 raise NotEvaluated("a reshape that merges dims")
         return x.reshape(size)
 

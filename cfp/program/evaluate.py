@@ -31,13 +31,18 @@ _UNARY: Mapping[str, Callable[..., Any]] = {
     "abs": np.abs,
     "cosine": np.cos,
     "exponential": np.exp,
+    "exponential_minus_one": np.expm1,
+    "is_finite": np.isfinite,
     "log": np.log,
+    "log_plus_one": np.log1p,
     "logistic": lambda x: 1 / (1 + np.exp(-x)),
     "negate": np.negative,
     "not": np.logical_not,
     "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sign": np.sign,
     "sine": np.sin,
     "sqrt": np.sqrt,
+    "square": np.square,
     "tanh": np.tanh,
 }
 _BINARY: Mapping[str, Callable[..., Any]] = {
@@ -62,16 +67,10 @@ _COMPARE: Mapping[str, Callable[..., Any]] = {
 }
 _SHAPES = ("broadcast_in_dim", "convert", "reshape", "transpose")
 _SOURCES = ("constant", "iota")
-_OTHER = (
-    "compare",
-    "dot_general",
-    "optimization_barrier",
-    "pad",
-    "reduce",
-    "select",
-    "slice",
-)
+_OTHER = ("compare", "dot_general", "optimization_barrier", "reduce", "select")
 KNOWN = frozenset((*_UNARY, *_BINARY, *_SHAPES, *_SOURCES, *_OTHER))
+# Evaluated, too, but they change which coordinates there are.
+_CUTS = frozenset(("pad", "slice"))
 _REDUCE: Mapping[str, Callable[..., Any]] = {
     "stablehlo.add": np.sum,
     "stablehlo.maximum": np.max,
@@ -124,7 +123,7 @@ class Evaluator:
             if producer < 0:
                 raise NotEvaluated("an argument")
             op = self._program.ops[producer]
-            if op.kind not in KNOWN:
+            if op.kind not in KNOWN | _CUTS:
                 raise NotEvaluated(op.name)
             reads = [stands(x) for x in op.operands]
             missing = [x for x in reads if x not in found]

@@ -570,19 +570,19 @@ def _repeat_text(plan: Plan, repeat: Repeat, prefix: str) -> str:
     """Describes briefly how the blocks of some segments are sharded."""
     modules: list[str] = []
     ways: dict[str, list[str]] = {}
-    columns_of = [*zip(*repeat.rows, strict=True)]
     paths = [
         merged_name([twin.name.removeprefix(prefix) for twin in twins])
-        for twins in columns_of
+        for twins in zip(*repeat.rows, strict=True)
     ]
-    for path, end, twins in zip(paths, distinct_ends(paths), columns_of, strict=True):
+    hows = [roles_text(row.strategy, Detail.ROLES) for row in repeat.rows[0]]
+    alike = Counter(zip(paths, hows, strict=True))
+    ends = distinct_ends([path for path, _ in alike])
+    for ((path, way), count), end in zip(alike.items(), ends, strict=True):
         module, _, inside = path.partition("/")
         number, _, deeper = inside.partition("/")
-        if deeper and number[:1].isdigit():  # A list of modules: blocks/0-3.
-            module = f"{module}/{number}"
+        module += f"/{number}" if deeper and number[:1].isdigit() else ""  # blocks/0
         modules += [module] if inside else []
-        way = roles_text(twins[0].strategy, Detail.ROLES)
-        ways.setdefault(way, []).append(end)
+        ways.setdefault(way, []).append(end + f" ({count} blocks)" * (count > 1))
     where = f" ({_few(modules, ', ')})" if modules else ""
     sharded = _few([f"{_few(names, ', ')} {way}" for way, names in ways.items()], "; ")
     stored = [storage_text(plan.segments[row.segment]) for row in repeat.rows[0]]

@@ -61,18 +61,28 @@ def blocks_table(plan: Plan, *, border: box.Box = box.ROUNDED) -> Fitted:
     table.add_column("segment ms", justify="right", no_wrap=True)
     prefix = common_prefix([row.name for row in plan.rows])
     for repeat in collapse(plan):
+        cells: list[list[str]] = []
+        counts: list[int] = []
         for place, row in enumerate(repeat.rows[0]):
             new_segment = place == 0 or row.segment != repeat.rows[0][place - 1].segment
             twins = [part[place] for part in repeat.rows]
             segment = plan.segments[row.segment]
-            table.add_row(
-                _segment_text(repeat, row.segment) if new_segment else "",
+            what = [
                 merged_name([twin.name.removeprefix(prefix) for twin in twins]),
                 roles_text(row.strategy),
                 storage_text(segment) if new_segment else "",
                 _collectives(twins),
                 _segment_time(segment, repeat.count) if new_segment else "",
-            )
+            ]
+            if not new_segment and cells[-1] == ["", *what]:
+                counts[-1] += 1
+                continue
+            first = _segment_text(repeat, row.segment) if new_segment else ""
+            cells.append([first, *what])
+            counts.append(1)
+        for (first, name, *rest), count in zip(cells, counts, strict=True):
+            times = f" ({count} blocks)" if count > 1 else ""
+            table.add_row(first, name + times, *rest)
         table.add_section()
     return Fitted(table)
 

@@ -170,3 +170,13 @@ def test_notes_that_differ_stand_beside_their_plans():
     assert "note" in heads and "measured" not in heads and "+-" not in heads
     alone = replace(plan, race=(first,))
     assert "note" in plan_text(alone, width=160) and "Each:" not in plan_text(alone)
+
+
+def test_blocks_that_are_alike_in_a_segment_share_a_row():
+    """A gradient's norm by `jnp.vdot` is a product for each parameter."""
+    others = [row(2, 9, "step.py:7 dot_general", block=3 + i) for i in range(9)]
+    plan = make_plan([*layers([0]), *others], RACE)
+    [line] = [one for one in plan_text(plan, width=160).splitlines() if "step.py" in one]
+    assert "| step.py:7 dot_general (9 blocks) |" in " ".join(line.split())
+    [line] = [one for one in repr(plan).splitlines() if "step.py" in one]
+    assert "head, step.py:7 dot_general (9 blocks) replicated;" in line

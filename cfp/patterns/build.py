@@ -9,7 +9,10 @@ from typing import Any
 
 from cfp.analysis.layout import Layout
 from cfp.patterns.chunked import ChunkedCrossEntropy
-from cfp.patterns.cross_entropy import (
+from cfp.patterns.dims import NO_DIMS, Axes
+from cfp.patterns.expression import LOGITS, SCALAR, TOKEN, VOCABULARY, Expr
+from cfp.patterns.reading import Read, Use
+from cfp.patterns.records import (
     ARGMAX,
     LARGEST,
     PICK,
@@ -19,9 +22,6 @@ from cfp.patterns.cross_entropy import (
     Product,
     Reduction,
 )
-from cfp.patterns.dims import NO_DIMS, Axes
-from cfp.patterns.expression import LOGITS, SCALAR, TOKEN, VOCABULARY, Expr
-from cfp.patterns.reading import Read, Use
 from cfp.patterns.steps import (
     COLUMNS,
     HIDDEN_ROWS,
@@ -171,7 +171,7 @@ def _split_axes(
     """The axes of each tokens' dim, if those of the logits' dims are theirs.
 
     Args:
-        groups: see `cfp.patterns.cross_entropy.Head`.
+        groups: see `cfp.patterns.records.Head`.
         axes: of each dim of the logits but the words'.
         sizes: of the axes.
     """

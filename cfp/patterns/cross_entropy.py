@@ -15,231 +15,34 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from cfp.patterns.dims import NO_DIMS, OTHER, Cut, Dims, Split
+from cfp.patterns.attributes import is_argmax, numbers
+from cfp.patterns.dims import NO_DIMS, OTHER, Dims, Split
 from cfp.patterns.expression import (
-    COMPARE,
     CONVERT,
     INDEX,
     KINDS,
     LOGITS,
-    SELECT,
     TOKEN,
     Expr,
+    at_label,
     is_constant,
+    is_exponential,
     stripped,
 )
-from cfp.patterns.reading import Indexed, Read, Reader, Unread, is_argmax, numbers
+from cfp.patterns.reading import Read, Reader, Unread
+from cfp.patterns.records import (
+    ARGMAX,
+    LARGEST,
+    PICK,
+    SUM,
+    TOTAL,
+    CrossEntropy,
+    Head,
+    LeftAlone,
+    Product,
+    Reduction,
+)
 from cfp.program.graph import Op, Program
-
-
-def at_label(expr: Expr) -> tuple[Expr, Expr] | None:
-    """The label, and what stands there, of what is zero at all other words."""
-    kind, args = expr.kind, expr.args
-    if kind == COMPARE and expr.detail == "EQ":
-        label = _label(args)
-        return (label, Expr("constant", "i1", detail="true")) if label else None
-    if kind == SELECT and is_constant(args[2], 0.0) and args[0].kind == COMPARE:
-        found = at_label(args[0])
-        return (found[0], args[1]) if found else None
-    if kind in (CONVERT, "negate"):
-        found = at_label(args[0])
-        if found is None:
-            return None
-        return found[0], Expr(kind, expr.dtype, (found[1],), expr.detail)
-    if kind in ("multiply", "divide"):
-        for place in (0, 1) if kind == "multiply" else (0,):
-            if (found := at_label(args[place])) is not None:
-                parts = list(args)
-                parts[place] = found[1]
-                return found[0], Expr(kind, expr.dtype, tuple(parts))
-    return None
-
-
-def _label(args: Sequence[Expr]) -> Expr | None:
-    one, other = (stripped(arg) for arg in args)
-    if one.kind == TOKEN:
-        one, other = other, one
-    return other if one.kind == INDEX and other.kind == TOKEN else None
-
-
-def is_exponential(expr: Expr, base: Expr) -> bool:
-    """True if it grows by exp(d) where the base grows by d."""
-    kind, args = expr.kind, expr.args
-    if kind in (CONVERT, "negate"):
-        return is_exponential(args[0], base)
-    if kind == "multiply":
-        return any(
-            is_exponential(args[i], base) and not args[1 - i].has(LOGITS, INDEX)
-            for i in (0, 1)
-        )
-    if kind == "divide":
-        return is_exponential(args[0], base) and not args[1].has(LOGITS, INDEX)
-    return kind == "exponential" and _is_shifted(args[0], base)
-
-
-def _is_shifted(expr: Expr, base: Expr) -> bool:
-    """True if it is the base plus something of the token."""
-    if stripped(expr) == base or expr == base:
-        return True
-    kind, args = expr.kind, expr.args
-    if kind == CONVERT:
-        return _is_shifted(args[0], base)
-    per_token = [not arg.has(LOGITS, INDEX, "vocabulary") for arg in args]
-    if kind == "subtract":
-        return _is_shifted(args[0], base) and per_token[1]
-    if kind == "add":
-        return any(_is_shifted(args[i], base) and per_token[1 - i] for i in (0, 1))
-    return False
-
-
-LARGEST, SUM, TOTAL, PICK, ARGMAX = "largest", "sum", "total", "pick", "argmax"
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A contraction with something wide, or its sum over tokens.
-
-    Attributes:
-        made: the value.
-        wide: what is contracted, or summed.
-        over: "words" or "tokens".
-        first: whether the wide operand is the first of the two.
-        other: the other operand; None of a sum.
-        dims: of what a contraction over words makes.
-        words_dim: of a contraction over words, the dim of the other operand that words
-            have; otherwise that of the result.
-    """
-
-    made: int
-    wide: Expr
-    over: str
-    first: bool
-    other: Read | None
-    dims: Dims = NO_DIMS
-    words_dim: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """Something of each token, or its sum over some of the tokens' dims.
-
-    Attributes:
-        made: the value.
-        kind: LARGEST, SUM of exponentials, TOTAL of anything, PICK, or ARGMAX.
-        wide: what is reduced.
-        dims: of the value.
-        label: of a PICK, the token's word.
-        clamped: whether a word out of range is the nearest; otherwise it has nothing.
-    """
-
-    made: int
-    kind: str
-    wide: Expr
-    dims: Dims
-    label: Expr | None = None
-    clamped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """A contraction to a vocabulary.
-
-    Attributes:
-        op: the id of the op that makes the logits.
-        logits: the value.
-        kernel: which of its operands has a vector for each word.
-        kernel_dim: the dim of that operand that words have.
-        words_dim: the dim of the logits that words have.
-        groups: for each other dim of the logits its size; its factors, if a reshape
-            splits it; () if the size is one.
-        precision: of the product, as the program has it; "" if it is the default.
-    """
-
-    op: int
-    logits: int
-    kernel: int
-    kernel_dim: int
-    words_dim: int
-    groups: tuple[tuple[int, ...], ...]
-    precision: str = ""
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """Sizes of the tokens' dims, as `Dims` count them."""
-        return tuple(size for one in self.groups for size in one)
-
-    def dims(self, place: int) -> Dims:
-        """The dims of an array that has all tokens, in their order.
-
-        Args:
-            place: the dim that is none of the tokens'.
-        """
-        numbers = iter(range(len(self.tokens)))
-        of = [tuple(next(numbers) for _ in one) for one in self.groups]
-        return Dims((*of[:place], (OTHER,), *of[place:]))
-
-    def split(self, split: Split) -> Head:
-        """The same with two tokens' dims in the place of one."""
-        groups, number = [], 0
-        for one in self.groups:
-            own: list[int] = []
-            for size in one:
-                own += split.sizes if number == split.dim else (size,)
-                number += 1
-            groups.append(tuple(own))
-        return replace(self, groups=tuple(groups))
-
-
-@dataclass(frozen=True, slots=True)
-class CrossEntropy:
-    """A contraction to a vocabulary whose result need not be held.
-
-    Attributes:
-        head: the contraction.
-        vectors: the dims of its operand that has a vector for each token.
-        base: what is normalized: the logits, or what is computed of them; None if no
-            largest is taken.
-        reductions, products: what is made of it, in the program's order.
-        reads: where leaves of expressions are read.
-        indexed: gathers and scatters of words, by op.
-        dims: of all values that have all tokens and words.
-        cuts: the tokens that a slice kept, by number.
-        ops: all that goes, the contraction and what reads it included.
-    """
-
-    head: Head
-    vectors: Dims
-    base: Expr | None
-    reductions: tuple[Reduction, ...]
-    products: tuple[Product, ...]
-    reads: tuple[tuple[Expr, Read], ...]
-    indexed: tuple[tuple[int, Indexed], ...]
-    dims: tuple[tuple[int, Dims], ...]
-    cuts: tuple[Cut, ...]
-    ops: tuple[int, ...]
-
-    @property
-    def contraction(self) -> int:
-        """The id of the op that makes the logits."""
-        return self.head.op
-
-
-@dataclass(frozen=True, slots=True)
-class LeftAlone:
-    """A contraction that a softmax follows, and why it stays.
-
-    Attributes:
-        contraction: the op's id.
-        reason: why.
-        op: the op that it is for, or -1.
-        is_loss: whether it takes a label's word out of logits, as losses do and the
-            softmaxes of routers do not.
-    """
-
-    contraction: int
-    reason: str
-    op: int = -1
-    is_loss: bool = False
 
 
 def find_cross_entropies(program: Program) -> list[CrossEntropy | LeftAlone]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,6 +9,7 @@ from math import prod
 
 import numpy as np
 
+from cfp.patterns.attributes import direction, numbers
 from cfp.patterns.dims import OTHER, Cut, Dims, Mixed
 from cfp.patterns.expression import (
     COMPARE,
@@ -30,21 +30,6 @@ from cfp.patterns.expression import (
 from cfp.program.evaluate import Evaluator, NotEvaluated
 from cfp.program.graph import Op, Program
 
-_NUMBERS = re.compile(r"-?\d+")
-_DIRECTION = re.compile(r"comparison_direction ([A-Z]{2})")
-_IN_BODY = re.compile(r"(%\d+):\S+=stablehlo\.(\w+)\(([^;)]*)")
-# The body of an argmax of values %0, %2 at places %1, %3, as JAX writes it.
-_ARGMAX = (
-    ("compare", "%0,%2", "GT"),
-    ("compare", "%0,%0", "NE"),
-    ("or", "%4,%5", ""),
-    ("compare", "%0,%2", "EQ"),
-    ("compare", "%1,%3", "LT"),
-    ("and", "%7,%8", ""),
-    ("or", "%6,%9", ""),
-    ("select", "%6,%0,%2", ""),
-    ("select", "%10,%1,%3", ""),
-)
 Use = tuple[int, int]
 
 
@@ -54,12 +39,6 @@ class Unread(Exception):
     def __init__(self, reason: str, op: int = -1):
         super().__init__(reason)
         self.reason, self.op = reason, op
-
-
-def numbers(text: str, name: str) -> tuple[int, ...]:
-    """The numbers of an attribute such as ``name = [0, 1]``; () if it is not there."""
-    match = re.search(rf"\b{name} ?= ?(?:array<i64)?[:\[]?([-\d, ]*)", text)
-    return tuple(map(int, _NUMBERS.findall(match[1]))) if match else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +298,7 @@ class Reader:
         return self.express(value, dims)
 
     def _cut_before(self, op: Op, dims: Dims) -> Cut:
-        """What was cut off before a slice."""
+        """Returns the cuts there were before a slice."""
         first, end = (
             numbers(op.attributes, name) for name in ("start_indices", "limit_indices")
         )
@@ -331,7 +310,7 @@ class Reader:
         return tuple(one for one in dims.cut if one not in here)
 
     def _uncut(self, op: Op, dims: Dims) -> Expr:
-        """What is zero for tokens that were cut off."""
+        """Expresses padding: zero for tokens that were cut off."""
         value, _ = op.operands
         low = numbers(op.attributes, "edge_padding_low")
         inside = self.program.values[value].shape
@@ -592,18 +571,6 @@ class Reader:
         return self._leaves[key]
 
 
-def is_argmax(op: Op) -> bool:
-    """True for the reduction of values and places to the place of the largest."""
-    _, _, body = op.attributes.partition("body=")
-    directions = iter(_DIRECTION.findall(body))
-    found = [
-        (kind, operands, next(directions, "") if kind == COMPARE else "")
-        for _, kind, operands in _IN_BODY.findall(body)
-    ]
-    ends = body.rpartition("stablehlo.return(")[2]
-    return tuple(found) == _ARGMAX and ends.startswith("%11,%12")
-
-
 def _as(expr: Expr, dtype: str) -> Expr:
     return expr if expr.dtype == dtype else Expr(CONVERT, dtype, (expr,))
 
@@ -612,10 +579,9 @@ def elementwise(op: Op, dtype: str, args: list[Expr]) -> Expr:
     """An op of elements."""
     detail = ""
     if op.kind == COMPARE:
-        match = _DIRECTION.search(op.attributes)
-        if match is None:
+        detail = direction(op) or ""
+        if not detail:
             raise Unread("a comparison without a direction", op.id)
-        detail = match[1]
     if op.kind == CONVERT and args[0].dtype == dtype:
         return args[0]
     return Expr(op.kind, dtype, tuple(args), detail)

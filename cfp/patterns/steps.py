@@ -47,7 +47,7 @@ class Step:
         makes: what it makes, in order.
         wide: expressions: of what is reduced, or of what each product contracts.
         label: of a pick.
-        clamped: of a pick, see `cfp.patterns.cross_entropy.Reduction`.
+        clamped: of a pick, see `cfp.patterns.records.Reduction`.
         contractions: of products, for each (over, first, the place of the other
             operand among what it takes, or -1 of a sum).
     """

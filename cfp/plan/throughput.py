@@ -84,7 +84,8 @@ def throughput_text(found: Throughput) -> str:
     """The same in a line."""
     share = ""
     if found.rate_share is not None:
-        share = f" ({found.rate_share:.1%} of its rate in {found.rate_dtypes})"
+        percent = f"{found.rate_share:.1%}" if found.rate_share > 5e-4 else "under 0.1%"
+        share = f" ({percent} of its rate in {found.rate_dtypes})"
     parts = [
         f"{_flop_text(found.model_tflop)} of the model a step",
         f"{_flop_text(found.tflop_per_s)}/s on each device{share}",

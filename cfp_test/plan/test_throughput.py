@@ -102,6 +102,11 @@ def test_other_kinds_have_no_share_and_no_time_no_figures(planned):
     assert throughput_data(replace(plan, search={})) is None
 
 
+def test_a_share_that_is_all_but_nothing_is_no_zero(planned):
+    found = replace(throughput(planned()), rate_share=2e-4)
+    assert "(under 0.1% of its rate" in throughput_text(found)
+
+
 def test_they_stand_in_text_table_page_and_file(planned, tmp_path):
     plan = planned()
     line = throughput_text(throughput(plan))

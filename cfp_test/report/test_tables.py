@@ -176,7 +176,7 @@ def test_blocks_that_are_alike_in_a_segment_share_a_row():
     """A gradient's norm by `jnp.vdot` is a product for each parameter."""
     others = [row(2, 9, "step.py:7 dot_general", block=3 + i) for i in range(9)]
     plan = make_plan([*layers([0]), *others], RACE)
-    [line] = [one for one in plan_text(plan, width=160).splitlines() if "step.py" in one]
+    [line] = [x for x in plan_text(plan, width=160).splitlines() if "step.py" in x]
     assert "| step.py:7 dot_general (9 blocks) |" in " ".join(line.split())
-    [line] = [one for one in repr(plan).splitlines() if "step.py" in one]
+    [line] = [x for x in repr(plan).splitlines() if "step.py" in x]
     assert "head, step.py:7 dot_general (9 blocks) replicated;" in line

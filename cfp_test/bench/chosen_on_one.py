@@ -1,14 +1,15 @@
 """Plans chosen on one GPU for two, beside those that two choose, timed in turn on two.
 
     python -m cfp_test.bench.chosen_on_one --out FOLDER [--models gpt,moe]
-        [--seconds 60] [--rounds 8] [--work FOLDER] [--tiny]
+        [--seconds 60] [--rounds 8] [--work FOLDER] [--known FOLDER] [--tiny]
 
 On a machine with two GPUs. First each model is planned by a process that plays both
 with one GPU, all models at once, each on a GPU of its own. Then one process plans each
 on both GPUs, compiles both plans and times them in turn. GPT calls cuDNN's attention;
 the MoE is the zoo's, whose attention a plan may compute by that kernel. A row for each
 model is appended to ``FOLDER/chosen_on_one.jsonl``, and the plans stand beside it.
-Kernels are tuned once, and kept in ``--work``.
+Kernels are tuned once, and kept in ``--work``. Plans of ``--known``, the ``--out`` of
+an earlier run, are not made again.
 
 With ``--tiny`` on CPUs virtual devices run small models, to try it out.
 """
@@ -116,11 +117,12 @@ def plan_on_one(name: str, given: argparse.Namespace) -> None:
 
 
 def _save(model: Model, mesh: Any, name: str, given: argparse.Namespace) -> cfp.Plan:
-    there = given.out / f"{name}_{given.role}.json"
-    if there.exists():
-        return cfp.Plan.load(there, mesh=mesh)
     started = time.perf_counter()
-    plan = planned(model, mesh, name, given)
+    file = f"{name}_{given.role}.json"
+    if given.known and (given.known / file).exists():
+        plan = cfp.Plan.load(given.known / file)
+    else:
+        plan = planned(model, mesh, name, given)
     about = {
         "planning_s": round(time.perf_counter() - started, 2),
         "winner": plan.winner,
@@ -130,8 +132,8 @@ def _save(model: Model, mesh: Any, name: str, given: argparse.Namespace) -> cfp.
         "text": repr(plan),
     }
     say(f"{given.role} {name}: {about}")
-    plan.save(there)
-    (given.out / f"{name}_{given.role}_about.json").write_text(json.dumps(about))
+    plan.save(given.out / file)
+    (given.work / f"{name}_{given.role}_about.json").write_text(json.dumps(about))
     return plan
 
 
@@ -139,9 +141,11 @@ def compare(name: str, mesh: Mesh, given: argparse.Namespace) -> dict[str, Any]:
     """Plans a model on two GPUs, and times both plans in turn."""
     model = model_of(name, given.tiny)
     plans = {"two": _save(model, mesh, name, given)}
-    known = given.out / f"{name}_one.json"
-    if known.exists():
-        plans["one"] = cfp.Plan.load(known, mesh=mesh)
+    if plans["two"].mesh is None:
+        plans["two"] = plans["two"].on(mesh)
+    other = given.out / f"{name}_one.json"
+    if other.exists():
+        plans["one"] = cfp.Plan.load(other, mesh=mesh)
     row: dict[str, Any] = {
         "model": name,
         "device_kind": mesh.devices.flat[0].device_kind,
@@ -149,21 +153,21 @@ def compare(name: str, mesh: Mesh, given: argparse.Namespace) -> dict[str, Any]:
         "p2p_disabled": os.environ.get("NCCL_P2P_DISABLE") == "1",
         "plans": {},
     }
-    compiled = {}
+    compiled, states = {}, {}
     for how, plan in plans.items():
         bound = plan.bind(model.step, *model.args, donate_argnums=0)
-        run = bound.compile_bound()
-        state, batch = model.make(bound.in_shardings)
-        compiled[how] = [run, state, batch]
+        compiled[how] = bound.compile_bound()
+        # Once: to make numbers is a program of its own, which takes long to compile.
+        states[how] = model.make(bound.in_shardings)
         row["plans"][how] = {
-            **json.loads((given.out / f"{name}_{how}_about.json").read_text()),
+            **json.loads((given.work / f"{name}_{how}_about.json").read_text()),
             "samples_ms": [],
         }
         say(f"{name}: compiled the plan of {how}, and made its state")
     names = list(compiled)
     for turn in range(given.rounds):
         for how in names if turn % 2 else names[::-1]:
-            run, state, batch = compiled[how]
+            run, (state, batch) = compiled[how], states.pop(how)
             for _ in range(_WARM_UP):
                 state, _ = run(state, batch)
             jax.block_until_ready(state)
@@ -173,7 +177,8 @@ def compare(name: str, mesh: Mesh, given: argparse.Namespace) -> dict[str, Any]:
             jax.block_until_ready(state)
             ms = (time.perf_counter() - started) / _STEPS * 1e3
             row["plans"][how]["samples_ms"].append(round(ms, 4))
-            compiled[how][1] = state
+            states[how] = state, batch
+    del states
     medians = {
         how: statistics.median(one["samples_ms"]) for how, one in row["plans"].items()
     }
@@ -213,6 +218,7 @@ def main() -> None:
     parser.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()) / "cfp_chosen"
     )
+    parser.add_argument("--known", type=Path, help="where an earlier run put plans")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--role", choices=("one", "two"), help=argparse.SUPPRESS)
     given = parser.parse_args()

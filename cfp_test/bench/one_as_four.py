@@ -43,6 +43,7 @@ from cfp.profiling.builder import BuildEnvironment, Built, Job, build, one_devic
 from cfp.profiling.collectives import build_probe
 from cfp.profiling.inputs import generator, input_kinds, local_kinds, make_inputs
 from cfp.profiling.key import ProfileKey, environment_parts
+from cfp.profiling.meter import highest_mhz
 from cfp.profiling.probes import LARGE, SMALL, probes
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import TimingOptions, execute, run_local
@@ -298,6 +299,7 @@ def main() -> None:
         "environment": dict(environment_parts(list(mesh.devices.flat))),
         "devices": options.devices,
         "rates_per_ms": rates_of(mesh),
+        "highest_mhz": highest_mhz(mesh.local_devices[0]),
         "rows": [*kept, *rows],
     }
 
@@ -318,6 +320,7 @@ def main() -> None:
         mesh = made.session.mesh
         record = run_local(made.built, made.job, program, mesh, timing=_TIMING)
         row["samples_ms"] = list(record.samples_ms)
+        row["clock_mhz"], row["power_watts"] = record.clock_mhz, record.power_watts
         if not record.ok:
             row["failure"] = f"{record.status}: {record.reason}"
         say(

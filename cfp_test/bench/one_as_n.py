@@ -110,7 +110,14 @@ def predict(data: dict[str, Any]) -> None:
         for links in row["recorded_ms"]:
             rates = link_rates(data)[row["devices"], links]
             alone = computed_alone_ms(schedule, rates, ms)
-            found = step_time(schedule, rates, computation_ms=alone)
+            clock = row.get("clock_mhz") or 0.0
+            highest = data.get("highest_mhz", 0.0) / clock if clock else 1.0
+            found = step_time(
+                schedule,
+                rates,
+                computation_ms=alone,
+                highest_clock=max(1.0, highest),
+            )
             row["predicted"][links] = asdict(found)
 
 
@@ -167,12 +174,16 @@ def played_again(folder: Path) -> dict[str, Any]:
     data = json.loads(FILE.read_text())
     new = json.loads((folder / "one_as_4.json").read_text())
     times = {
-        (row["target"], row["name"]): row["samples_ms"]
+        (row["target"], row["name"]): {
+            "alone_ms": row["samples_ms"],
+            "clock_mhz": row.get("clock_mhz", 0.0),
+        }
         for row in new["rows"]
         if row.get("samples_ms")
     }
+    data["highest_mhz"] = new.get("highest_mhz", 0.0)
     data["programs"] = [
-        {**row, "alone_ms": times[row["target"], row["name"]]}
+        {**row, **times[row["target"], row["name"]]}
         for row in data["programs"]
         if row["devices"] == 4 and (row["target"], row["name"]) in times
     ]

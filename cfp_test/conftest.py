@@ -4,6 +4,7 @@ Times follow from what is compiled: no test is decided by how busy the machine i
 of timing itself, in `profiling/`, have a clock.
 """
 
+import gc
 import os
 import tempfile
 
@@ -22,6 +23,9 @@ os.environ["XLA_FLAGS"] = (
 # What one run of the tests has compiled is not there in the next.
 _CACHE = tempfile.TemporaryDirectory(prefix="cfp_test_cache")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
+# What is imported and collected stays, and what is traced stays for a while: by default
+# the garbage collector goes through it so often that it takes a tenth of the time.
+gc.disable()
 # No example is refused for what it takes, or took to draw.
 # In CI the examples are the same in each run: a change fails over its own faults only.
 settings.register_profile(
@@ -43,6 +47,14 @@ _LONGEST = (
 )
 
 
+def pytest_collection_finish():
+    """Has the garbage collector leave out what is there for all tests."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items):
     """Puts the longest files first where tests are shared among processes."""
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -57,4 +69,32 @@ def steady_times():
 
     with pytest.MonkeyPatch.context() as patch:
         hold_times(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def compiled_once():
+    """Has XLA compile each program once in a module, whichever test asks for it.
+
+    For modules whose tests plan one program again and again, each with a store of its
+    own. JAX asks for the same executables as without; its own persistent cache is not
+    for tests, since XLA cannot run all that it has saved for a CPU.
+    """
+    from jax._src import compiler
+
+    compile_anew, known = compiler.backend_compile_and_load, {}
+
+    def compile_once(backend, module, devices, options, host_callbacks):
+        asked = backend, module, devices, options, host_callbacks
+        text = module.operation.get_asm(enable_debug_info=False)
+        # What is called in this process is named by an address.
+        if host_callbacks or "CustomSPMDPartitioning" in text:
+            return compile_anew(*asked)
+        key = backend, text, tuple(devices), options.SerializeAsString()
+        if key not in known:
+            known[key] = compile_anew(*asked)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "backend_compile_and_load", compile_once)
         yield

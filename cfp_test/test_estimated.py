@@ -26,6 +26,8 @@ from cfp.search.solver import solve
 from cfp_test.checking import make_mesh
 from cfp_test.program.stacks import stack_step
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 SIZES = (("x", 4),)
 STEP, ARGS = stack_step()
 

@@ -28,6 +28,8 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.units import format_bytes
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 WIDTH, LAYERS = 512, 2
 MIB = 2**20  # Of each weight.
 OPTIMIZER = optax.adamw(1e-3, eps=1e-3)

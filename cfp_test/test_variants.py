@@ -17,6 +17,8 @@ from cfp.platform import mesh_shapes
 from cfp.race import turns as racing
 from cfp.solution import Estimate
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 PRESET = {"preset": "data_parallel"}
 ROWS = 512
 

@@ -16,6 +16,8 @@ from cfp_test.attention.replaced import Step
 from cfp_test.checking import make_mesh
 from cfp_test.programs import attentive
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 TOKENS, CHUNK = 24, 8
 SMALL = {"hidden": 16, "heads": 4, "batch": 4, "seq": TOKENS, "vocab": 40}
 MODELS = {

@@ -20,6 +20,8 @@ from cfp_test.bench.rows import rows_of
 from cfp_test.cli_runner import environment, run_batch, run_one
 from cfp_test.waiting import end_of, running, until
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def test_what_is_wrong_or_does_not_compile_is_a_row_and_not_timed(tmp_path):
     (config,) = configs("tiny", ["gpt"], {"layers": 1}, 4)

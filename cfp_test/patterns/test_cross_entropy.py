@@ -17,6 +17,8 @@ from cfp.program.trace import lower_step
 from cfp_test.checking import differences, draw, prepare, shardings
 from cfp_test.programs.common import normal, training
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 SIZES = (("x", 2), ("y", 2))
 WORDS = 36
 

@@ -26,6 +26,8 @@ from cfp_test.checking import prepare
 from cfp_test.models.tiny import TINY
 from cfp_test.named_kernels import name_of
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 WORDS = 2048
 
 

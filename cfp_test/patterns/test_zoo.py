@@ -21,6 +21,8 @@ from cfp_test.checking import differences, prepare, shardings
 from cfp_test.models.tiny import TINY
 from cfp_test.named_kernels import kernels_named
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 MESH = (("x", 2), ("y", 2))
 
 

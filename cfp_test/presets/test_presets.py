@@ -15,6 +15,8 @@ from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 LAYERS, BATCH, SEQ, HIDDEN = 2, 8, 32, 64
 OPTIONS = {
     "layers": LAYERS,
@@ -217,9 +219,9 @@ def test_megatron_by_pins(mesh, tmp_path):
 @pytest.fixture(scope="module", params=["gpt", "moe"])
 def trained(request):
     """A model, what starts it, some batches, and what one device makes of them."""
-    options = dict(OPTIONS)
-    if request.param == "moe":
-        options.update(experts=4, expert_group_size=64)
+    options = {**OPTIONS, "layers": 1}
+    if request.param == "moe":  # Every other layer is one of experts.
+        options.update(layers=2, experts=4, expert_group_size=64)
     fn, args = build(request.param, **options)
     init, make_batch = initialise(request.param, **options)
     batches = [make_batch(jax.random.key(turn)) for turn in range(3)]

@@ -12,6 +12,8 @@ from cfp.program.trace import planning_mesh
 from cfp.settings import MOST_REFUSED
 from cfp_test.race.deep import arguments, step
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 @pytest.fixture
 def late(tmp_path):

@@ -34,6 +34,8 @@ from cfp.solution import Candidate, Prediction
 from cfp_test.race.deep import LAYERS, arguments, step
 from cfp_test.race.results import result_of
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 @pytest.fixture(scope="module")
 def mesh():

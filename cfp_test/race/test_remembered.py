@@ -25,6 +25,8 @@ from cfp.solution import Candidate
 from cfp_test.program.stacks import stack_step
 from cfp_test.race.results import result_of
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 STEP, ARGS = stack_step()
 HERE = (("device", "some"),)
 

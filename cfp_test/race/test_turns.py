@@ -22,6 +22,8 @@ from cfp.race.turns import race_programs
 from cfp.settings import defaults_of
 from cfp.solution import Candidate
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 def entrant(case, name):
     return RaceProgram(candidate=Candidate(name, Choice((), ())), job=case.job(name))

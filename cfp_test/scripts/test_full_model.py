@@ -26,6 +26,8 @@ from cfp_test.scripts.full_figures import (
 )
 from cfp_test.scripts.full_training import Training, spread, training_job
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 TINY = {
     "layers": 1,
     "hidden": 32,

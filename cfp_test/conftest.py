@@ -40,10 +40,19 @@ settings.load_profile("unhurried")
 # Files that take longest. With several processes they come first: what is left for the
 # end is short, and no process waits for another.
 _LONGEST = (
-    *("bench/test_suite", "moe/test_moe_passes", "cluster/test_ray", "test_tutorial"),
-    *("race/test_race", "bench/test_scripts", "test_several", "test_planner"),
-    *("test_variants", "test_api", "patterns/test_zoo", "plan/test_adapt", "test_cli"),
-    *("attention/test_masks", "plan/test_keep", "presets/test_propagated"),
+    *("bench/test_suite", "analysis/test_truncate", "test_cli", "race/test_race"),
+    *("profiling/test_faults", "presets/test_presets", "attention/test_replaced"),
+    *("moe/test_moe_passes", "cluster/test_ray", "test_tutorial", "bench/test_scripts"),
+    *(
+        "test_several",
+        "test_planner",
+        "attention/test_called",
+        "presets/test_propagated",
+    ),
+    *("patterns/test_zoo", "plan/test_adapt", "analysis/test_blocks", "plan/test_keep"),
+    *("proving/test_proving", "program/test_partitioned", "attention/test_masks"),
+    *("analysis/test_communication", "analysis/test_segments", "test_variants"),
+    *("test_api", "test_docs", "attention/test_tools", "patterns/test_cross_entropy"),
 )
 
 

@@ -28,7 +28,7 @@ from cfp.settings import ConstraintLevel
 
 MESHES = [{"x": 4}, {"x": 2, "y": 2}]
 SIZES = {
-    "layers": 2,
+    "layers": 1,
     "batch": 8,
     "seq": 16,
     "hidden": 64,
@@ -39,7 +39,8 @@ SIZES = {
 ZOO = {
     "gpt": SIZES,
     "llama": SIZES,
-    "moe": {**SIZES, "experts": 4, "expert_group_size": 64},
+    # Every other layer is one of experts.
+    "moe": {**SIZES, "layers": 2, "experts": 4, "expert_group_size": 64},
 }
 
 

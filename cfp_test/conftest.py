@@ -60,7 +60,7 @@ def pytest_collection_finish():
     """Has the garbage collector leave out what is there for all tests."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 100)
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
 
 

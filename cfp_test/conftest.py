@@ -23,9 +23,6 @@ os.environ["XLA_FLAGS"] = (
 # What one run of the tests has compiled is not there in the next.
 _CACHE = tempfile.TemporaryDirectory(prefix="cfp_test_cache")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
-# What is imported and collected stays, and what is traced stays for a while: by default
-# the garbage collector goes through it so often that it takes a tenth of the time.
-gc.disable()
 # No example is refused for what it takes, or took to draw.
 # In CI the examples are the same in each run: a change fails over its own faults only.
 settings.register_profile(
@@ -56,12 +53,21 @@ _LONGEST = (
 )
 
 
-def pytest_collection_finish():
-    """Has the garbage collector leave out what is there for all tests."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keeps the garbage collector from what stays, and has it come less often.
+
+    What is collected stays for all tests, and what they trace for a while: as Python
+    sets it, the collector took a tenth of their time.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items):

@@ -160,7 +160,7 @@ class BuildEnvironment:
         tunes = self.always.get("xla_gpu_autotune_level") != "0"
         if platform not in GPU_PLATFORMS or tuned is None or not tunes:
             return False
-        return not tuned.is_dir() or not any(one.is_file() for one in tuned.iterdir())
+        return not any(one.is_file() for one in tuned.rglob("*"))
 
     def options(self, platform: str) -> dict[str, str]:
         """Compiler options for a platform: where to keep what was tuned, if at all."""

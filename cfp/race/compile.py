@@ -65,8 +65,8 @@ class Builder:
 
 
 # Programs that are compiled one after another where no kernel is tuned yet. One H200
-# that played two had the first of 18 after 86 s, all after 96, when they were compiled at
-# once, and another model beside them; after 10 and 75 s alone.
+# that played two had the first of 18 after 86 s and all after 96, compiled at once and
+# beside another model; after 10 and 75 s so.
 _TUNED_FIRST = 3
 
 

@@ -38,7 +38,7 @@ from cfp.cost.memory import (
     value_bytes,
     values_eliminated_by_kernel,
 )
-from cfp.cost.terms import Terms
+from cfp.cost.terms import Terms, masked_share
 from cfp.patterns.build import passes
 from cfp.profiling.collectives import Rates
 from cfp.program.graph import Op, Program, dtype_bytes
@@ -230,7 +230,8 @@ class Costs:
             products = sum(matmul_ms for matmul_ms, _ in times)
             others = sum(memory_ms for _, memory_ms in times)
             share = KERNELS[way.implementation].matmul_share
-            saved += others + products - products / share
+            computed = products * masked_share(match.problem.causal)
+            saved += others + products - computed / share
         return saved
 
     def least_peak_bytes(self, choice: Choice) -> int:

@@ -35,11 +35,15 @@ from cfp.attention.matching.called import (
     work_ratio,
 )
 from cfp.attention.matching.graft import Way
+from cfp.cost.traffic import moved_bytes
 from cfp.profiling.collectives import Rates
 from cfp.program.flops import call_flops
 from cfp.program.graph import Op, dtype_bytes
 from cfp.program.rules import Rule, padded_size
 from cfp.settings import HOST_BYTES_PER_MS
+
+# Of an attention's products, those that a kernel computes under a causal mask.
+_CAUSAL_SHARE = 0.5
 
 Made = tuple[Spec, tuple[str, ...]]  # how a value comes: (sharding, unreduced axes)
 
@@ -59,6 +63,14 @@ class BlockTerms:
     memory_ms: float
     makes: Mapping[int, Made]
     reads: Mapping[int, tuple[Spec, ...]]
+
+
+def masked_share(is_causal: bool) -> float:
+    """The share of an attention's products that a kernel computes under its mask.
+
+    Rates of kernels count these alone.
+    """
+    return _CAUSAL_SHARE if is_causal else 1.0
 
 
 class Terms:
@@ -124,7 +136,7 @@ class Terms:
         return BlockTerms(*self.compute_ms(op, axes), makes, reads)
 
     def compute_ms(self, op: Op, axes: FactorAxes) -> tuple[float, float]:
-        """Time as a contraction, and as anything else."""
+        """Time as a contraction, and of what else waits for memory."""
         rule, program = op.rule, self.frame.program
         assert rule is not None
         called = called_attentions(program).get(op.id)
@@ -136,10 +148,21 @@ class Terms:
         if is_contraction(op):
             flops = float(call_flops(op) or 2 * prod(rule.sizes))
             dtype = program.values[op.operands[0]].dtype
-            return op.repeat * self.rates.matmul_ms(flops * share, dtype), 0.0
-        # An update in place touches what it writes, not all of what it is part of.
-        written = op.operands[1:2] if op.kind == "dynamic_update_slice" else op.results
-        moved = sum(program.values[v].size_bytes for v in written)
+            products_ms = self.rates.matmul_ms(flops * share, dtype)
+            # Scores are large beside what is multiplied for each of them.
+            tensors = zip(
+                (*rule.operands, *rule.results),
+                (*op.operands, *op.results),
+                strict=False,
+            )
+            touched = sum(
+                program.values[v].size_bytes
+                / spec_ways(tensor_spec(rule, dims, axes), self.frame.mesh)
+                for dims, v in tensors
+            )
+            waits_ms = max(0.0, self.rates.memory_ms(touched) - products_ms)
+            return op.repeat * products_ms, op.repeat * waits_ms
+        moved = moved_bytes(program).get(op.id, 0.0)
         return 0.0, op.repeat * self.rates.memory_ms(moved * share)
 
     def _share(self, rule: Rule, axes: FactorAxes) -> float:
@@ -180,6 +203,7 @@ class Terms:
         else:
             share *= prod(self._sizes[a] for a in token_axes(program, called, axes))
         dtype = program.values[op.operands[0]].dtype
+        share *= masked_share(called.call.causal)
         products = self.rates.matmul_ms(call_flops(op) * share, dtype)
         moves = exchanges(program, called, axes, way is not None)
         collectives = sum(self.transition_ms(*move) for move in moves)

@@ -1,0 +1,150 @@
+"""Bytes that fused kernels move, of attentions written in several ways."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from cfp.analysis.contractions import is_contraction
+from cfp.cost.stand_in import computed_alone_ms
+from cfp.cost.terms import Terms
+from cfp.cost.traffic import moved_bytes
+from cfp.devices.described import described
+from cfp.passes.pipeline import analyze_step
+from cfp.platform import make_mesh
+from cfp.presets.presets import presets
+from cfp.program.graph import Program
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+from cfp_test.bench import played_links_page
+from cfp_test.bench.decoder import MODELS, make_step
+from cfp_test.bench.one_as_n_data import schedule_from_json
+
+BATCH, TOKENS, HEADS, WIDTH = 2, 256, 4, 8
+SCORES_BYTES = 2 * BATCH * HEADS * TOKENS * TOKENS  # In bfloat16.
+
+
+def _program(step, *args) -> Program:
+    return trace(flatten_step(step, args), make_mesh((("x", 2),)))[0]
+
+
+def _library(scores):
+    return jax.nn.softmax(scores, -1)
+
+
+def _written_out(scores):
+    shifted = scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True))
+    weights = jnp.exp(shifted)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def _masked(scores):
+    seen = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
+    return _library(jnp.where(seen, scores, -1e30))
+
+
+def _scaled(scores):
+    return _library(scores / 8.0 + 1.0)
+
+
+def _scores_moved(weights_of, differentiated):
+    """Times that scores, or what is as large, are read or written without products."""
+
+    def attend(q, k, v):
+        scores = jnp.einsum("bqnd,bknd->bnqk", q, k).astype(jnp.float32)
+        weights = weights_of(scores).astype(v.dtype)
+        return jnp.einsum("bnqk,bknd->bqnd", weights, v)
+
+    def step(q, k, v, cotangent):
+        if not differentiated:
+            return attend(q, k, v)
+        return jax.vjp(attend, q, k, v)[1](cotangent)
+
+    shape = jax.ShapeDtypeStruct((BATCH, TOKENS, HEADS, WIDTH), jnp.bfloat16)
+    program = _program(step, *(shape,) * 4)
+    moved = moved_bytes(program)
+    found = sum(moved.get(op.id, 0) for op in program.ops if not is_contraction(op))
+    return found / SCORES_BYTES
+
+
+@pytest.mark.parametrize("weights_of", [_library, _written_out, _masked, _scaled])
+def test_a_softmax_moves_its_scores_three_times_each_way(weights_of):
+    # XLA's kernels, as compiled for an H200: one reads scores for their maximum, one
+    # reads them and writes weights; behind, one reads two of them and writes a third.
+    forward = _scores_moved(weights_of, differentiated=False)
+    assert forward == pytest.approx(3, rel=0.1)
+    both = _scores_moved(weights_of, differentiated=True)
+    assert both == pytest.approx(6, rel=0.15)
+
+
+def test_elementwise_ops_are_one_kernel():
+    def step(x, w):
+        return jnp.tanh(jnp.exp(x) * 2.0 + 1.0) @ w
+
+    x = jax.ShapeDtypeStruct((512, 256), jnp.float32)
+    w = jax.ShapeDtypeStruct((256, 64), jnp.float32)
+    program = _program(step, x, w)
+    moved = moved_bytes(program)
+    others = [moved.get(op.id, 0) for op in program.ops if not is_contraction(op)]
+    assert sum(others) == 2 * 4 * 512 * 256
+
+
+def test_what_many_read_is_written_once():
+    def step(x, ws):
+        total, layers = x, []
+        for w in ws:
+            total = total + jnp.tanh(total @ w)
+            layers.append(total)
+        return sum(one.sum() for one in layers)
+
+    size, count = 128, 6
+    shape = jax.ShapeDtypeStruct((size, size), jnp.float32)
+    program = _program(step, shape, [shape] * count)
+    moved = moved_bytes(program)
+    others = sum(moved.get(op.id, 0) for op in program.ops if not is_contraction(op))
+    # Each layer reads two and writes one, and its sum reads one; a few are read again.
+    assert 3 * count <= others / (4 * size * size) <= 5 * count
+
+
+def _estimated_ms(model: str, attention: str) -> float:
+    """One of two H200's computation, fully sharded, from rates alone."""
+    sizes = replace(MODELS[model], attention=attention)
+    step, args = make_step(sizes)
+
+    def train_step(state, tokens):
+        return step(state, tokens)
+
+    mesh = described("2xh200", x=2)
+    flat = flatten_step(train_step, args, donate_argnums=0)
+    frame = analyze_step(flat, mesh, None).analysis.frame
+    terms, choice = Terms(frame, mesh.rates), presets(frame)["fully_sharded"]
+    total = 0.0
+    for block, strategy in enumerate(choice.blocks):
+        for op, axes in frame.shardings[block].factor_axes(strategy).items():
+            total += sum(terms.compute_ms(frame.program.ops[op], axes))
+    values, args_of = frame.program.values, frame.program.args
+    state = sum(values[args_of[a]].size_bytes for g in frame.groups for a in g.args)
+    return total + mesh.rates.memory_ms(2 * state / mesh.shape["x"])
+
+
+@pytest.mark.parametrize(
+    ("model", "attention"),
+    [("gpt", "written"), ("gpt", "cudnn"), ("llama4k", "cudnn")],
+)
+def test_computations_are_estimated_without_compiling(model, attention):
+    data = json.loads(played_links_page.FILE.read_text())
+    rates = played_links_page.rates_of(data, "two")
+    [row] = [
+        row
+        for row in data["programs"]
+        if (row["model"], row["how"]) == (model, "fully_sharded")
+        and row["kernel"] == (attention == "cudnn")
+    ]
+    ran = statistics.median(row["runs"]["local"]["samples_ms"])
+    ran = computed_alone_ms(schedule_from_json(row), rates, ran)
+    assert _estimated_ms(model, attention) == pytest.approx(ran, rel=0.1)

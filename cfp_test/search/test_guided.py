@@ -403,6 +403,8 @@ def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model
     alone = [w for w in again if w.context is None]
     assert alone and len(alone) < len(again)
     for item in again:
+        if item.base.context is None:
+            continue  # A small one, that is measured by itself in any case.
         failed = item.base.has_failed(found.records)
         # What was asked for before that was known has failed, too.
         takes = item.measured(found.records)

@@ -217,13 +217,13 @@ class Check:
         closely: of so few tries the mean square may happen to be far too small.
         """
         expected = on_device(self._alone(*self._each(fresh)))
-        alone = [(norms(expected), compare(expected, expected))]
+        alone = [compare(expected, expected)]
         alone += [self._nudged(expected, seed) for seed in range(NUDGES)]
         found = on_device(fixed(self.planned(*self._each(fresh))))
         if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(found)):
             found = self._on_one(found)
         before = self._before(expected)
-        sides = (compare(found, expected), norms(found), compare(before, expected))
+        sides = (compare(found, expected), compare(before, expected))
         made = _comparison(alone, *sides, self._margin)
         if made.failures(self.tolerance):
             more = range(NUDGES, NUDGES + MORE_NUDGES)
@@ -243,11 +243,10 @@ class Check:
 
         return jax.tree.map(moved, fixed(tree))
 
-    def _nudged(self, expected: Any, seed: int) -> _Alone:
-        """Returns the results of one device for arguments in the neighbourhood."""
+    def _nudged(self, expected: Any, seed: int) -> list[Difference]:
+        """Compares one device's results for arguments near these with its others."""
         near = partial(nudge, seed=seed, least=self._bit)
-        moved = on_device(self._alone(*self._each(near)))
-        return norms(moved), compare(moved, expected)
+        return compare(on_device(self._alone(*self._each(near))), expected)
 
     def _each(self, change: Callable[[Any], Any]) -> list[Any]:
         return [
@@ -267,9 +266,8 @@ class Check:
 
 
 def _comparison(
-    alone: Sequence[_Alone],
+    alone: Sequence[Sequence[Difference]],
     differences: Sequence[Difference],
-    found: Mapping[str, float],
     changes: Sequence[Difference],
     margin: float,
 ) -> Comparison:
@@ -278,27 +276,25 @@ def _comparison(
     Args:
         alone: of one device, from the arguments as they are and from others near them.
         differences: of what the plan returns.
-        found: its leaves' sizes.
         changes: of the state, by the step.
         margin: see `Comparison`.
     """
     squares: dict[str, float] = {}
-    for _, moved in alone[1:]:
+    sizes: dict[str, list[float]] = {}
+    for moved in alone:
         for d in moved:
+            # The first are the expected results themselves.
             square = d.relative_l2**2 / (len(alone) - 1)
             squares[d.path] = squares.get(d.path, 0.0) + square
+            sizes.setdefault(d.path, []).append(d.size)
     return Comparison(
         differences=tuple(differences),
         rounding={path: sqrt(square) for path, square in squares.items()},
         changes={d.path: d.relative_l2 for d in changes},
         margin=margin,
         sizes={
-            path: Sizes(
-                size,
-                min(sizes[path] for sizes, _ in alone),
-                max(sizes[path] for sizes, _ in alone),
-            )
-            for path, size in found.items()
+            d.path: Sizes(d.size, min(sizes[d.path]), max(sizes[d.path]))
+            for d in differences
         },
     )
 
@@ -389,14 +385,17 @@ def feed_back(args: list[Any], result: Any, feedback: Mapping[int, int | None]) 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Distance of a result from one device's: relative L2 of one leaf."""
+    """Distance of a result from one device's, of one leaf.
+
+    Attributes:
+        path: of the leaf.
+        relative_l2: the distance.
+        size: the result's L2 norm; what is not finite counts as 0.
+    """
 
     path: str
     relative_l2: float
-
-
-# Of a run on one device: its leaves' sizes, and how far they are from the first run's.
-_Alone = tuple[dict[str, float], list[Difference]]
+    size: float = field(default=0.0, compare=False)
 
 
 def compare(found: Any, expected: Any) -> list[Difference]:
@@ -423,8 +422,8 @@ def compare(found: Any, expected: Any) -> list[Difference]:
                 f"{have.shape}, and {want.shape} expected"
             )
         # One after another: what is moved to be compared is let go of at once.
-        distance = float(_relative_l2(*brought_together(have, want)))
-        differences.append(Difference(name, distance))
+        distance, size = _measured(*brought_together(have, want))
+        differences.append(Difference(name, float(distance), float(size)))
     return sorted(differences, key=lambda d: -d.relative_l2)
 
 
@@ -439,23 +438,10 @@ def brought_together(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.A
     return jax.device_put(one, other.sharding), other
 
 
-def norms(tree: Any) -> dict[str, float]:
-    """L2 norms of all leaves, by path; what is not finite counts as 0."""
-    return {
-        keystr(path, simple=True, separator="/"): float(_size(jnp.asarray(leaf)))
-        for path, leaf in tree_flatten_with_path(fixed(tree))[0]
-    }
-
-
+# One program for both: to compile one for each shape is most of a check's time.
 @jax.jit
-def _size(x: jax.Array) -> jax.Array:
-    a = _as_float(x)
-    unit, scale = _norm(jnp.where(jnp.isfinite(a), a, 0))
-    return unit * scale
-
-
-@jax.jit
-def _relative_l2(have: jax.Array, want: jax.Array) -> jax.Array:
+def _measured(have: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The relative L2 distance of two arrays, and the first's L2 norm."""
     a, b = _as_float(have), _as_float(want)
     finite = jnp.isfinite(b)
     same = finite | (a == b) | (jnp.isnan(a) & jnp.isnan(b))
@@ -464,7 +450,9 @@ def _relative_l2(have: jax.Array, want: jax.Array) -> jax.Array:
     relative = jnp.where(
         scale > 0, (error_unit / unit) * (error / scale), error_unit * error
     )
-    return jnp.where(same.all() & jnp.isfinite(error), relative, jnp.inf)
+    distance = jnp.where(same.all() & jnp.isfinite(error), relative, jnp.inf)
+    own_unit, own = _norm(jnp.where(jnp.isfinite(a), a, 0))
+    return distance, own_unit * own
 
 
 def _norm(x: jax.Array) -> tuple[jax.Array, jax.Array]:

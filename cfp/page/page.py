@@ -34,6 +34,7 @@ from cfp.plan.text import (
     span_text,
     storage_text,
     why_text,
+    won_a_tie,
 )
 from cfp.plan.throughput import throughput, throughput_text
 from cfp.plan.words import (
@@ -186,6 +187,7 @@ class PageView:
     kinds: tuple[KindView, ...]
     race: tuple[RaceView, ...]
     ran: bool
+    tie: bool
     race_title: str
     rates: str
     throughput: str
@@ -220,6 +222,7 @@ def page_view(plan: Plan) -> PageView:
         kinds=_kinds(plan),
         race=_race(plan),
         ran=has_raced(plan),
+        tie=won_a_tie(plan),
         race_title=_RACE_TITLES[plan.rung, has_raced(plan)],
         rates=rates_text(plan),
         throughput=throughput_text(rates) if (rates := throughput(plan)) else "",

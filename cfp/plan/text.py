@@ -200,10 +200,12 @@ def _best_of_each(plan: Plan) -> list[RaceRow]:
 
 
 def won_a_tie(plan: Plan) -> bool:
-    """True if the winner's time is not the least: the simplest of a tie."""
-    times = {row.name: row.time_ms for row in best_variants(plan) if not row.note}
-    own = times.pop(plan.winner, None)
-    return own is not None and any(ms is not None and ms < own for ms in times.values())
+    """True if the winner's figure is not the least: the simplest of a tie."""
+    rows = [row for row in best_variants(plan) if not row.note]
+    times = {r.name: r.time_ms for r in rows if r.time_ms is not None}
+    figures = times or {r.name: r.predicted_ms for r in rows}
+    own = figures.get(plan.winner)
+    return own is not None and any(ms < own for ms in figures.values() if ms)
 
 
 def _place(row: RaceRow) -> tuple[bool, float, float]:
@@ -523,7 +525,8 @@ def why_text(plan: Plan) -> str:
     if ran:
         return f"Why: no other program was timed{same}."
     if plan.predicted_ms is not None:
-        return "Why: it is the best by prediction; no other program was timed."
+        place = "as good as the best" if won_a_tie(plan) else "the best"
+        return f"Why: it is {place} by prediction; no whole step was timed."
     return ""
 
 
@@ -551,12 +554,12 @@ def _chosen_text(plan: Plan) -> str:
         return "from the plan of another program"
     compiled = [row for row in plan.race if row.peak_bytes and not row.note]
     if "compiled" in plan.search and compiled:
-        how = "the fastest by prediction"
+        place = "as fast as the fastest" if won_a_tie(plan) else "the fastest"
         count = len({row.name for row in compiled})
         what = f"of {count} programs that were compiled for all devices"
         if plan.rung == "one device":
             what += ", and whose computation one device ran"
-        return f"{how} {what}"
+        return f"{place} by prediction {what}"
     if "memory_compiled" in plan.search:
         return "by estimates, the first that fits when compiled; nothing was run"
     if plan.predicted_ms is not None and plan.rung == "estimated":

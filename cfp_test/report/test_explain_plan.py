@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from cfp.errors import CfpError
+from cfp.page.page import page_html
+from cfp.plan.text import why_text
 from cfp.printable import USUAL_COLUMNS, distinct_ends
 from cfp.report.differing import diff_data, diff_text
 from cfp.report.explain_plan import explain_data, explain_text
@@ -195,6 +197,23 @@ def test_the_winner_of_a_tie_is_not_called_the_fastest():
     said = " ".join(explain_text(make_plan([], [sooner, planned, *rest])).split())
     assert "Why: it is as fast as the fastest of 2 programs that were timed" in said
     assert "10.200 ms, against 10.250 ms" in said
+
+
+def test_the_winner_of_a_predicted_tie_is_not_called_the_best():
+    """One device ran its part of each: no whole step was timed."""
+    [data, planned, *_] = [
+        replace(one, samples_ms=(), time_ms=None, note="") for one in RACE
+    ]
+    for other_ms, said in ((10.1, "as good as the best"), (10.3, "the best")):
+        rows = [
+            replace(data, predicted_ms=other_ms),
+            replace(planned, predicted_ms=10.2),
+        ]
+        plan = replace(make_plan([], rows), measured_ms=None, rung="one device")
+        assert f"it is {said} by prediction; no whole step was timed." in why_text(plan)
+        place = "as fast as the fastest" if other_ms < 10.2 else "the fastest"
+        page = page_html(plan)
+        assert f"One device ran its part of each: the plan is {place} by" in page
 
 
 def test_one_program_under_two_names_is_no_runner_up():

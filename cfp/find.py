@@ -117,7 +117,7 @@ def find_plan_that_fits(
         MemoryBudgetError: nothing fits.
     """
     check_settings()
-    with build_probes(mesh, preset, cache_dir, settings) as probes:
+    with _probes_ahead(mesh, preset, cache_dir, settings) as probes:
         with (
             handle_keyboard_interrupt(cache_dir),
             coordinated_planning(agreement_of(mesh).alone),
@@ -149,17 +149,13 @@ def find_plan_that_fits(
             )
 
 
-def build_probes(
+def _probes_ahead(
     mesh: Mesh | DescribedMesh,
     preset: str | None,
     cache_dir: str | Path | None,
     settings: PlannerSettings | None,
 ) -> AbstractContextManager[BuildingProbes]:
-    """Builds probes of the devices' rates meanwhile, if these will be measured.
-
-    Args:
-        mesh, preset, cache_dir, settings: as of :func:`cfp.plan`.
-    """
+    """Builds probes of the devices' rates meanwhile, if these will be measured."""
     how = settings_or_defaults(settings)
     measures = preset is None and how.measure is not False and how.place is None
     if isinstance(mesh, DescribedMesh) or not measures:

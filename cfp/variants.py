@@ -22,13 +22,7 @@ from jax.sharding import Mesh
 from cfp import platform
 from cfp.context import agreement_of, device_memory, settings_or_defaults
 from cfp.errors import CfpError, MemoryBudgetError, StepNotTraceable
-from cfp.find import (
-    FoundPlan,
-    build_probes,
-    estimate_plan,
-    find_plan,
-    find_with_state_in_host,
-)
+from cfp.find import FoundPlan, estimate_plan, find_plan, find_with_state_in_host
 from cfp.outcomes import Basis, Outcome, Variant, with_variants, with_worth
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step
 from cfp.plan.plan import Plan
@@ -146,18 +140,16 @@ def plan_fastest(
             place = [one.name for one in first].index(variant.name) + 1
             which = f"{variant.name} ({place} of {len(first)})"
             told = _telling(how, which) if several else how
-            with build_probes(variant.mesh, preset, cache_dir, told) as probes:
-                step, analyzed = steps.analyzed(variant)
-                return find_plan(
-                    step,
-                    mesh=variant.mesh,
-                    analyzed=analyzed,
-                    pins=pins,
-                    preset=preset,
-                    settings=replace(told, seconds=seconds),
-                    probes=probes,
-                    **asked,
-                )
+            step, analyzed = steps.analyzed(variant)
+            return find_plan(
+                step,
+                mesh=variant.mesh,
+                analyzed=analyzed,
+                pins=pins,
+                preset=preset,
+                settings=replace(told, seconds=seconds),
+                **asked,
+            )
 
         first, spares = [*variants], list[Variant]()
         estimates: dict[str, Estimate] = {}

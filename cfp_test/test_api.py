@@ -13,7 +13,6 @@ import pytest
 from jax.experimental import io_callback
 
 import cfp
-from cfp import find
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 
 QUICK = PlannerSettings(per_kind=2, race=False)
@@ -677,33 +676,3 @@ def test_modules_are_found_behind_a_function_of_their_packages_name(name, before
     code = "import cfp.plan.adapt, pickle, sys; hidden = sys.modules['cfp.plan']\n"
     code += "assert pickle.loads(pickle.dumps(hidden)) is hidden\n"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_devices_are_asked_for_their_rates_before_a_step_is_traced(
-    mesh, tmp_path, monkeypatch
-):
-    """So that what times them is built meanwhile; where nothing is timed, nothing."""
-    traced = []
-
-    class Asked(Exception):
-        pass
-
-    def ask(mesh, path):
-        raise Asked
-
-    def step(x):
-        traced.append("step")
-        return 2.0 * x
-
-    monkeypatch.setattr(find, "probes_ahead", ask)
-    x = jnp.ones((8, 8))
-    with pytest.raises(Asked):
-        cfp.plan(step, x, mesh=mesh, cache_dir=tmp_path, quiet=True)
-    variant = cfp.Variant(name="one", fn=step, args=(x,), mesh=mesh)
-    with pytest.raises(Asked):
-        cfp.plan_fastest([variant], cache_dir=tmp_path, quiet=True)
-    assert not traced
-    unmeasured = PlannerSettings(measure=False)
-    for preset, settings in (("data_parallel", None), (None, unmeasured)):
-        with find.build_probes(mesh, preset, tmp_path, settings) as probes:
-            assert probes == {}

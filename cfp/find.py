@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import time
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.host_state import enough_state
 from cfp.analysis.layout import lay_out
-from cfp.context import (
-    agreement_of,
-    device_memory,
-    open_context,
-    settings_or_defaults,
-)
+from cfp.context import agreement_of, device_memory, open_context
 from cfp.cost.memory import host_bytes
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MemoryBudgetError
@@ -28,10 +21,9 @@ from cfp.passes.profile import estimate, profile
 from cfp.passes.search import preset_solution, search
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
-from cfp.profiling.collectives import BuildingProbes, known_rates, probes_ahead
+from cfp.profiling.collectives import known_rates
 from cfp.profiling.conversation import coordinated_planning
 from cfp.profiling.interrupts import handle_keyboard_interrupt
-from cfp.profiling.store import store_path
 from cfp.program.callbacks import host_calls
 from cfp.program.meaning import check_settings, unchecked
 from cfp.program.memory import has_host_memory
@@ -70,7 +62,6 @@ def find_plan(
     cache_dir: str | Path | None = None,
     settings: PlannerSettings | None = None,
     analyzed: Analyzed | None = None,
-    probes: BuildingProbes = MappingProxyType({}),
 ) -> FoundPlan:
     """Runs all passes for a step over flat arguments; see :func:`cfp.plan`.
 
@@ -78,7 +69,6 @@ def find_plan(
         step: the step.
         mesh, memory_budget, pins, preset, cache_dir, settings: as of `cfp.plan`.
         analyzed: the step on the mesh, if that is known.
-        probes: probes of the devices' rates that are being built.
 
     Raises:
         MemoryBudgetError: nothing fits; see :func:`find_with_state_in_host`.
@@ -93,7 +83,6 @@ def find_plan(
             preset=preset,
             cache_dir=cache_dir,
             settings=settings,
-            probes=probes,
         )
 
 
@@ -117,50 +106,34 @@ def find_plan_that_fits(
         MemoryBudgetError: nothing fits.
     """
     check_settings()
-    with _probes_ahead(mesh, preset, cache_dir, settings) as probes:
-        with (
-            handle_keyboard_interrupt(cache_dir),
-            coordinated_planning(agreement_of(mesh).alone),
-            unchecked(),
-        ):
-            analyzed = analyze_step(step, mesh, pins)
-        try:
-            return find_plan(
-                step,
-                mesh=mesh,
-                memory_budget=memory_budget,
-                preset=preset,
-                cache_dir=cache_dir,
-                settings=settings,
-                analyzed=analyzed,
-                probes=probes,
-            )
-        except MemoryBudgetError as error:
-            if preset is not None:
-                raise
-            return find_with_state_in_host(
-                step,
-                error,
-                analyzed=analyzed,
-                memory_budget=memory_budget,
-                pins=pins,
-                cache_dir=cache_dir,
-                settings=settings,
-            )
-
-
-def _probes_ahead(
-    mesh: Mesh | DescribedMesh,
-    preset: str | None,
-    cache_dir: str | Path | None,
-    settings: PlannerSettings | None,
-) -> AbstractContextManager[BuildingProbes]:
-    """Builds probes of the devices' rates meanwhile, if these will be measured."""
-    how = settings_or_defaults(settings)
-    measures = preset is None and how.measure is not False and how.place is None
-    if isinstance(mesh, DescribedMesh) or not measures:
-        return nullcontext({})
-    return probes_ahead(mesh, store_path(cache_dir))
+    with (
+        handle_keyboard_interrupt(cache_dir),
+        coordinated_planning(agreement_of(mesh).alone),
+        unchecked(),
+    ):
+        analyzed = analyze_step(step, mesh, pins)
+    try:
+        return find_plan(
+            step,
+            mesh=mesh,
+            memory_budget=memory_budget,
+            preset=preset,
+            cache_dir=cache_dir,
+            settings=settings,
+            analyzed=analyzed,
+        )
+    except MemoryBudgetError as error:
+        if preset is not None:
+            raise
+        return find_with_state_in_host(
+            step,
+            error,
+            analyzed=analyzed,
+            memory_budget=memory_budget,
+            pins=pins,
+            cache_dir=cache_dir,
+            settings=settings,
+        )
 
 
 def find_with_state_in_host(
@@ -253,7 +226,6 @@ def _find_plan(
     preset: str | None,
     cache_dir: str | Path | None,
     settings: PlannerSettings | None,
-    probes: BuildingProbes = MappingProxyType({}),
 ) -> FoundPlan:
     started = time.perf_counter()
     if step.inner_jit_donates:
@@ -264,8 +236,6 @@ def _find_plan(
         )
     analysis, interrupted = analyzed.analysis, False
     with open_context(analyzed.mesh, cache_dir, budget, settings) as context:
-        measure = replace(context.measure, probes_ahead=probes)
-        context = replace(context, measure=measure)
         try:
             program = analysis.frame.program.fingerprint[:12]
             context.agreement.same({"program": program, "preset": str(preset)})

@@ -408,8 +408,8 @@ def compare(found: Any, expected: Any) -> list[Difference]:
     Raises:
         ValueError: structures or shapes differ.
     """
-    pairs, tree = tree_flatten_with_path(fixed(expected))
-    found = fixed(found)
+    pairs, tree = tree_flatten_with_path(on_device(fixed(expected)))
+    found = on_device(fixed(found))
     if tree_structure(found) != tree:
         raise ValueError("results of different structures cannot be compared")
     differences = []

@@ -32,7 +32,7 @@ from cfp.cost.schedule import Schedule, Sent, schedule_of
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.hlo_text import modules_in
 from cfp.profiling.key import Parts, ProfileKey
-from cfp.profiling.meter import highest_mhz
+from cfp.profiling.meter import limits_of
 from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import TimingOptions, run_local
@@ -41,6 +41,8 @@ from cfp.program.graph import Program
 
 _KERNEL_MS = 0.002  # From one kernel to the next, about.
 _HALVINGS = 20  # Of a range of clocks.
+# Of the power that a GPU may take: computations on H200s took 0.93 to 0.99 of it.
+_AT_ITS_LIMIT = 0.85
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +114,18 @@ def step_time(
     if clock == 1.0:
         return found
     return _together(schedule, rates, [ms / clock for ms in speeds], constants)
+
+
+def _headroom(record: ProfileRecord, most_mhz: float, most_watts: float) -> float:
+    """The highest clock, by the one that a computation ran at for want of power.
+
+    One that took less than the device may take ran at a lower clock for another reason,
+    such as a locked clock or heat, and has none.
+    """
+    is_limited = record.power_watts >= _AT_ITS_LIMIT * most_watts > 0
+    if not is_limited or not record.clock_mhz:
+        return 1.0
+    return max(1.0, most_mhz / record.clock_mhz)
 
 
 def _raised_clock(
@@ -363,8 +377,7 @@ class StepPredictor:
                 return Predicted(label=job.label, record=failed)
             alone = timed_ms = found.samples_ms
             seconds = found.run_seconds
-            most_mhz = highest_mhz(mesh.local_devices[0]) if found.clock_mhz else 0.0
-            highest = max(1.0, most_mhz / (found.clock_mhz or 1.0))
+            highest = _headroom(found, *limits_of(mesh.local_devices[0]))
         schedule = schedule_of(text).merged()
         samples_ms = [
             step_time(

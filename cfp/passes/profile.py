@@ -241,7 +241,6 @@ def measured_rates(context: PlanContext) -> Rates:
         retry_failures=options.retry_failures,
         progress=options.tell_of_rates,
         limits=options.limits,
-        ahead=options.probes_ahead,
     )
 
 

@@ -9,14 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from pathlib import Path
-from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from cfp.errors import DeviceError, compose
 from cfp.profiling.builder import Built, build_failure, compile_lowered
-from cfp.profiling.compile_pool import CompilePool, default_threads, overlaps
+from cfp.profiling.compile_pool import default_threads, overlaps
 from cfp.profiling.inputs import generator
 from cfp.profiling.key import GPU_PLATFORMS, Parts, ProfileKey, environment_parts
 from cfp.profiling.marks import Limits
@@ -109,36 +104,6 @@ _CPU_TIMING = replace(
 )
 
 
-# Probes that are being built, by their keys' digests.
-BuildingProbes = Mapping[str, Future[Built | ProfileRecord]]
-
-
-@contextmanager
-def probes_ahead(mesh: Mesh, store_path: Path) -> Iterator[BuildingProbes]:
-    """Builds what `measure_rates` will run while the body does something else.
-
-    Only for GPUs of this process alone, and what the store does not know: there
-    compiling these small programs takes seconds, in which a step can be traced.
-
-    Args:
-      mesh: the devices.
-      store_path: the file of the store.
-    """
-    platform = mesh.devices.flat[0].platform
-    if platform not in GPU_PLATFORMS or not Agreement.of(mesh).alone:
-        yield {}
-        return
-    mesh, by_key = _probes_by_key(mesh)
-    with ProfileStore(store_path) as store:
-        known = store.get_many([key.digest for key in by_key])
-    with CompilePool(default_threads(platform)) as pool:
-        yield {
-            key.digest: pool.start(probe.label, partial(build_probe, key, probe, mesh))
-            for key, probe in by_key.items()
-            if key.digest not in known
-        }
-
-
 def measure_rates(
     mesh: Mesh,
     store: ProfileStore,
@@ -146,7 +111,6 @@ def measure_rates(
     retry_failures: bool | datetime = False,
     progress: ProgressCallback | None = None,
     limits: Limits | None = None,
-    ahead: BuildingProbes = MappingProxyType({}),
 ) -> Rates:
     """Times collectives on each axis of a mesh, and on all together, and compute.
 
@@ -158,7 +122,6 @@ def measure_rates(
       retry_failures: measure again what failed before, or before a moment.
       progress: called with every event.
       limits: what counts as hung.
-      ahead: probes that are being built; see `probes_ahead`.
 
     Raises:
       DeviceError: if the devices do not even run these small programs.
@@ -170,9 +133,7 @@ def measure_rates(
             Task(
                 key=key,
                 label=probe.label,
-                build=ahead[key.digest].result
-                if key.digest in ahead
-                else partial(build_probe, key, probe, mesh),
+                build=partial(build_probe, key, probe, mesh),
                 run=partial(_run, probe, mesh),
             )
             for key, probe in by_key.items()

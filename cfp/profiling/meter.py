@@ -126,21 +126,22 @@ def metered(device: Device) -> Iterator[Meter]:
         thread.join()
 
 
-def highest_mhz(device: Device) -> float:
-    """The highest clock of a device's multiprocessors; 0 where nothing says."""
+def limits_of(device: Device) -> tuple[float, float]:
+    """A device's highest clock in MHz, and what it may take in watts; 0 if unknown."""
     library = _library(device)
     if library is None:
-        return 0.0
+        return 0.0, 0.0
     number = numbers_of([device.local_hardware_id])[0]
     try:
         library.nvmlInit()
     except library.NVMLError:
-        return 0.0  # There is no such driver here.
+        return 0.0, 0.0  # There is no such driver here.
     try:
         gpu = library.nvmlDeviceGetHandleByIndex(number)
-        return float(library.nvmlDeviceGetMaxClockInfo(gpu, library.NVML_CLOCK_SM))
+        most_mhz = library.nvmlDeviceGetMaxClockInfo(gpu, library.NVML_CLOCK_SM)
+        return float(most_mhz), library.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
     except library.NVMLError:
-        return 0.0
+        return 0.0, 0.0
     finally:
         library.nvmlShutdown()
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from cfp.profiling.builder import Job
-from cfp.profiling.collectives import BuildingProbes
 from cfp.profiling.marks import Limits
 from cfp.profiling.outlook import Outlook, Stage
 from cfp.profiling.place import Place
@@ -31,7 +30,6 @@ class MeasureOptions:
             its devices are here.
         wants_local: see `cfp.profiling.builder.BuildEnvironment`.
         outlook: expects how long planning takes.
-        probes_ahead: probes of the devices' rates that are being built.
     """
 
     retry_failures: bool | datetime = False
@@ -42,7 +40,6 @@ class MeasureOptions:
     run: Callable[..., ProfileRecord] | None = None
     wants_local: Callable[[Job, str], bool] | None = None
     outlook: Outlook = field(default_factory=Outlook, compare=False)
-    probes_ahead: BuildingProbes = field(default_factory=dict, compare=False)
 
     def tell(self, event: Progress | str) -> None:
         """Passes an event on."""

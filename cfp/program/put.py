@@ -49,7 +49,7 @@ def fetch(leaf: jax.Array, device: Any) -> jax.Array:
     mesh = getattr(leaf.sharding, "mesh", None)
     if mesh is not None and not leaf.is_fully_replicated and not memory_kind(leaf):
         whole = NamedSharding(mesh, PartitionSpec())
-        leaf = jax.jit(lambda x: x, out_shardings=whole)(leaf)
+        leaf = jax.jit(_same, out_shardings=whole)(leaf)
     if leaf.is_fully_addressable:
         return jax.device_put(leaf, device)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -59,3 +59,8 @@ def fetch(leaf: jax.Array, device: Any) -> jax.Array:
         return jax.device_put(leaf.addressable_data(0), device)
     parts = multihost_utils.process_allgather(leaf, tiled=True)
     return jax.device_put(parts, device)
+
+
+def _same(leaf: jax.Array) -> jax.Array:
+    """The array; JAX compiles one function for all arrays of a shape."""
+    return leaf

@@ -43,7 +43,7 @@ from cfp.profiling.builder import BuildEnvironment, Built, Job, build, one_devic
 from cfp.profiling.collectives import build_probe
 from cfp.profiling.inputs import generator, input_kinds, local_kinds, make_inputs
 from cfp.profiling.key import ProfileKey, environment_parts
-from cfp.profiling.meter import highest_mhz
+from cfp.profiling.meter import limits_of
 from cfp.profiling.probes import LARGE, SMALL, probes
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import TimingOptions, execute, run_local
@@ -299,7 +299,7 @@ def main() -> None:
         "environment": dict(environment_parts(list(mesh.devices.flat))),
         "devices": options.devices,
         "rates_per_ms": rates_of(mesh),
-        "highest_mhz": highest_mhz(mesh.local_devices[0]),
+        "highest_mhz": limits_of(mesh.local_devices[0])[0],
         "rows": [*kept, *rows],
     }
 

@@ -1,5 +1,4 @@
 import dataclasses
-import threading
 
 import jax
 import numpy as np
@@ -9,12 +8,11 @@ from jax.sharding import AxisType
 from cfp.errors import DeviceError
 from cfp.profiling import collectives
 from cfp.profiling.builder import Built
-from cfp.profiling.collectives import build_probe, measure_rates, probes_ahead
+from cfp.profiling.collectives import build_probe, measure_rates
 from cfp.profiling.inputs import make_inputs
 from cfp.profiling.probes import Sizes, probes
 from cfp.profiling.rates import KINDS, Rates
 from cfp.profiling.store import ProfileStore
-from cfp_test.waiting import GUARD_SECONDS, until
 
 SIZES = Sizes(
     collective_bytes=(1 << 10, 1 << 13),
@@ -175,57 +173,6 @@ def test_the_second_time_nothing_runs(measured, square):
     again = []
     assert measure_rates(square, store, progress=again.append) == rates
     assert [event.cached for event in again] == [28]
-
-
-@pytest.fixture
-def built(monkeypatch):
-    """Labels of probes, as they are built; the devices pass for GPUs."""
-    labels = []
-
-    def build(key, probe, mesh):
-        labels.append(probe.label)
-        return build_probe(key, probe, mesh)
-
-    monkeypatch.setattr(collectives, "build_probe", build)
-    monkeypatch.setattr(collectives, "GPU_PLATFORMS", ("cpu",))
-    monkeypatch.setattr(collectives, "LARGE", SIZES)
-    monkeypatch.setattr(collectives, "_ON_GPUS", {})
-    return labels
-
-
-def test_what_is_built_ahead_is_built_once(built, store):
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-    with probes_ahead(mesh, store.path) as ahead:
-        assert len(ahead) == 4 * 2 + 4
-        rates = measure_rates(mesh, store, ahead=ahead)
-    assert len(built) == len(set(built)) == len(ahead)
-    assert len(store) == len(ahead) and ("all-reduce", ("x",)) in rates.curves
-    with probes_ahead(mesh, store.path) as ahead:
-        assert ahead == {}, "the store knows them"
-
-
-def test_an_interrupt_ends_what_is_built_ahead(built, store, monkeypatch):
-    over, begun = threading.Event(), []
-
-    def build(key, probe, mesh):
-        begun.append(probe.label)
-        assert over.wait(GUARD_SECONDS)
-
-    monkeypatch.setattr(collectives, "build_probe", build)
-    monkeypatch.setattr(collectives, "default_threads", lambda platform: 1)
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-    with pytest.raises(KeyboardInterrupt), probes_ahead(mesh, store.path) as ahead:
-        until(lambda: len(begun) == 1)
-        raise KeyboardInterrupt
-    over.set()
-    until(lambda: all(one.done() for one in ahead.values()))
-    assert len(begun) == 1 < len(ahead)
-
-
-def test_nothing_is_built_ahead_on_processors(store):
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-    with probes_ahead(mesh, store.path) as ahead:
-        assert ahead == {}
 
 
 def test_keys_say_what_and_where(measured):

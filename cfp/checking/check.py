@@ -431,14 +431,14 @@ def brought_together(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.A
     """Puts two arrays on the same devices: those of the one that has several.
 
     JAX splits an array of one device there and copies the parts from device to device;
-    to join parts it takes them through the host, many times slower.
+    to join parts it takes them through the host.
     """
     if other.sharding.num_devices == 1:
         return one, jax.device_put(other, one.sharding)
     return jax.device_put(one, other.sharding), other
 
 
-# One program for both: to compile one for each shape is most of a check's time.
+# One program for both: it is compiled for each shape.
 @jax.jit
 def _measured(have: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The relative L2 distance of two arrays, and the first's L2 norm."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import TypeVar
 
 import jax
@@ -19,6 +20,11 @@ from cfp.program.meaning import unchecked
 _MOST_THREADS = 24
 # Of the host, for one compile of a large program; a guess, as no host was short of it.
 _BYTES_EACH = 2 * 2**30
+# Of a container, by the kernel's control groups of version 2 or 1; "max" is none.
+_CONTAINER_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 _X64_SETTING = "jax_enable_x64"
 
 _T = TypeVar("_T")
@@ -99,5 +105,7 @@ class CompilePool:
 
 
 def _host_bytes() -> int:
-    """Returns the memory of the host."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Returns the memory that this process may use: the host's, or its container's."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = [file.read_text().strip() for file in _CONTAINER_LIMITS if file.is_file()]
+    return min([host, *(int(limit) for limit in limits if limit.isdecimal())])

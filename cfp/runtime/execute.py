@@ -248,8 +248,8 @@ def compile_step(
     )
 
 
-# Of a program that checks another, which runs a few times: to try out its kernels
-# takes longer.
+# Of a program that checks another, and runs a few times: decisions.md, "A check tunes
+# nothing".
 _UNTUNED = {"xla_gpu_autotune_level": "0"}
 _Shardings = tuple[NamedSharding, ...]
 

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.checking.check import Comparison, Difference, brought_together, compare
 from cfp.checking.trial import StepResult, Trial
+from cfp.program import put
 
 
 def trial(*steps: tuple[float, ...], tolerance: float = 1e-5) -> Trial:
@@ -123,6 +124,36 @@ def test_arrays_of_one_device_move_to_those_of_several():
         assert [array.sharding for array in pair] == [rows, rows]
         [distance] = compare(2 * one, other)
         assert distance.relative_l2 == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("which", ["found", "expected", "both"])
+def test_results_in_host_memory_are_compared(which):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    rows = NamedSharding(mesh, PartitionSpec("x"))
+    sides = {"found": 2 * (jnp.arange(8.0) + 1), "expected": jnp.arange(8.0) + 1}
+    for name in sides if which == "both" else [which]:
+        host = rows.with_memory_kind("pinned_host")
+        sides[name] = jax.device_put(sides[name], host)
+    [distance] = compare(**sides)
+    assert distance.relative_l2 == pytest.approx(1.0)
+
+
+def test_arrays_of_one_shape_are_fetched_by_one_program(monkeypatch):
+    traced = []
+
+    def same(leaf):
+        traced.append(leaf)
+        return leaf
+
+    monkeypatch.setattr(put, "_same", same)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    rows = NamedSharding(mesh, PartitionSpec("x"))
+    for i in range(3):
+        leaf = jax.device_put(jnp.arange(10.0) + i, rows)
+        whole = put.fetch(leaf, jax.devices()[1])
+        assert whole.devices() == {jax.devices()[1]}
+        np.testing.assert_array_equal(whole, np.arange(10.0) + i)
+    assert len(traced) == 1
 
 
 def test_only_what_has_the_same_shape_is_compared():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from cfp.cost import stand_in
 from cfp.cost.schedule import Computed, Schedule, Sent
 from cfp.cost.stand_in import Constants, computed_alone_ms, step_time
 from cfp.profiling.rates import Rates, sent_share
@@ -172,6 +174,25 @@ def test_a_gpu_that_waits_raises_its_clock():
     assert 10 / 1.25 + 2 < total(2, 1.25) < 12
     assert total(2, 1.25, power=0.9) > total(2, 1.25)
     assert total(50, 1.25, power=1.0) == pytest.approx(60.0)  # Waiting saves nothing.
+
+
+@pytest.mark.parametrize(
+    ("clock_mhz", "power_watts", "expected"),
+    [
+        (1584.0, 680.0, 1.25),
+        (1200.0, 480.0, 1.0),
+        (1980.0, 690.0, 1.0),
+        (0.0, 0.0, 1.0),
+    ],
+    ids=["power", "locked", "highest", "unknown"],
+)
+def test_a_clock_has_headroom_where_power_holds_it_down(
+    clock_mhz, power_watts, expected
+):
+    """A locked clock stays where it is, however long the GPU waits."""
+    seen = SimpleNamespace(clock_mhz=clock_mhz, power_watts=power_watts)
+    assert stand_in._headroom(seen, 1980.0, 700.0) == pytest.approx(expected)
+    assert stand_in._headroom(seen, 0.0, 0.0) == 1.0
 
 
 def test_computations_are_estimated_from_rates(played):

@@ -38,15 +38,14 @@ def test_what_ends_the_body_begins_nothing_else_and_leaves_no_thread(error):
         waiting = pool.start("waiting", lambda: compiled.append("waiting"), [one])
         rest = [pool.start(f"{n}", lambda: compiled.append("rest")) for n in range(9)]
         begun.wait(GUARD_SECONDS)
-        until(lambda: all(later.done() for later in rest) or not waiting.done())
-        done = [*compiled]
         raise error
     assert not one.done()
     over.set()
     until(lambda: not threads())
-    assert compiled == [*done, "first"]
-    with pytest.raises(CancelledError):
-        waiting.result()
+    assert compiled == ["first"]
+    for one in (waiting, *rest):
+        with pytest.raises(CancelledError):
+            one.result()
 
 
 def test_an_error_names_its_program():
@@ -91,3 +90,14 @@ def test_memory_of_the_host_bounds_the_threads(monkeypatch, gigabytes, expected)
     monkeypatch.setattr("os.cpu_count", lambda: 32)
     monkeypatch.setattr(compile_pool, "_host_bytes", lambda: gigabytes * 2**30)
     assert default_threads("gpu") == expected
+
+
+def test_the_memory_of_a_container_bounds_that_of_its_host(monkeypatch, tmp_path):
+    host = compile_pool._host_bytes()
+    limits = tmp_path / "v2", tmp_path / "v1", tmp_path / "none"
+    monkeypatch.setattr(compile_pool, "_CONTAINER_LIMITS", limits)
+    limits[0].write_text("max\n")
+    limits[1].write_text(f"{2**63 - 4096}\n")
+    assert compile_pool._host_bytes() >= host
+    limits[1].write_text(f"{2**30}\n")
+    assert compile_pool._host_bytes() == 2**30

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cfp.profiling import meter
-from cfp.profiling.meter import Load, highest_mhz, metered
+from cfp.profiling.meter import Load, limits_of, metered
 
 
 class Library:
@@ -124,13 +124,13 @@ def test_without_the_library_nothing_is_known(monkeypatch, platform):
     assert found.load == Load()
 
 
-def test_the_highest_clock_is_what_the_driver_says(library):
+def test_the_limits_are_what_the_driver_says(library):
     made = library([1600.0])
-    assert highest_mhz(GPU) == 1980.0
+    assert limits_of(GPU) == (1980.0, 700.0)
     assert made.opened == 0
-    assert highest_mhz(SimpleNamespace(platform="cpu", local_hardware_id=0)) == 0.0
+    assert limits_of(SimpleNamespace(platform="cpu", local_hardware_id=0)) == (0.0, 0.0)
 
 
-def test_without_the_library_no_clock_is_known(monkeypatch):
+def test_without_the_library_no_limit_is_known(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert highest_mhz(GPU) == 0.0
+    assert limits_of(GPU) == (0.0, 0.0)

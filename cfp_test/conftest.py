@@ -92,8 +92,9 @@ def compiled_once():
     """Has XLA compile each program once in a module, whichever test asks for it.
 
     For modules whose tests plan one program again and again, each with a store of its
-    own. JAX asks for the same executables as without; its own persistent cache is not
-    for tests, since XLA cannot run all that it has saved for a CPU.
+    own. Programs that differ in names and places of the source alone share the first
+    one's. JAX's own persistent cache is not for tests, since XLA cannot run all that it
+    has saved for a CPU.
     """
     from jax._src import compiler
 

@@ -18,6 +18,7 @@ from math import prod
 from cfp.patterns.attributes import is_argmax, numbers
 from cfp.patterns.dims import NO_DIMS, OTHER, Dims, Split
 from cfp.patterns.expression import (
+    COMPARE,
     CONVERT,
     INDEX,
     KINDS,
@@ -153,6 +154,7 @@ def _heads(program: Program, op: Op) -> list[Head]:
     return found
 
 
+_OF_ELEMENTS = (KINDS - {COMPARE}) | {"reshape", "broadcast_in_dim", "transpose"}
 _KEPT_BY_LOOP = (
     "its loop keeps something over the vocabulary for the backward pass: wrap the "
     "loop's body in jax.checkpoint"
@@ -242,6 +244,9 @@ class _Finder:
         )
         if not exponentials or not self.saw_label:
             raise Unread("there is no softmax with labels")
+        if self._program.values[self._head.logits].dtype == "f64":
+            raise Unread("its logits are float64, and its parts are summed in float32")
+        self._refuse_comparisons()
         if self._op.kind != "dot_general":
             raise Unread(_OTHER_LOGITS, self._op.id)
         reader, vectors = self._reader, 1 - self._head.kernel
@@ -261,6 +266,36 @@ class _Finder:
             cuts=tuple(reader.cuts),
             ops=tuple(sorted(every)),
         )
+
+    def _refuse_comparisons(self) -> None:
+        """Refuses to compare a label's logit with other logits of its token.
+
+        In parts it is a product of its own, and differs from what it equals as written
+        in the last bit.
+
+        Raises:
+            Unread: the program compares them.
+        """
+        picked = self._derived(PICK)
+        others = self._derived(LARGEST) | self._seen.keys()
+        for op in self._program.ops:
+            if op.kind != COMPARE or op.operands[0] == op.operands[1]:
+                continue
+            for one, other in (op.operands, op.operands[::-1]):
+                if one in picked and other in others:
+                    raise Unread("a label's logit is compared with others", op.id)
+
+    def _derived(self, kind: str) -> set[int]:
+        """Values that are computed, element by element, of one kind of reductions."""
+        stack = [one.made for one in self._reductions if one.kind == kind]
+        found = {*stack}
+        while stack:
+            for user, _ in self._program.users[stack.pop()]:
+                op = self._program.ops[user]
+                if op.kind in _OF_ELEMENTS and op.results[0] not in found:
+                    found.add(op.results[0])
+                    stack.append(op.results[0])
+        return found
 
     def _maker(self, value: int) -> int:
         return self._program.values[value].producer

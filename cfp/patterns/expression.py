@@ -194,6 +194,9 @@ def _label(args: Sequence[Expr]) -> Expr | None:
     return other if one.kind == INDEX and other.kind == TOKEN else None
 
 
+_OF_WORDS = (LOGITS, INDEX, VOCABULARY)
+
+
 def is_exponential(expr: Expr, base: Expr) -> bool:
     """True if it grows by exp(d) where the base grows by d."""
     kind, args = expr.kind, expr.args
@@ -201,11 +204,11 @@ def is_exponential(expr: Expr, base: Expr) -> bool:
         return is_exponential(args[0], base)
     if kind == "multiply":
         return any(
-            is_exponential(args[i], base) and not args[1 - i].has(LOGITS, INDEX)
+            is_exponential(args[i], base) and not args[1 - i].has(*_OF_WORDS)
             for i in (0, 1)
         )
     if kind == "divide":
-        return is_exponential(args[0], base) and not args[1].has(LOGITS, INDEX)
+        return is_exponential(args[0], base) and not args[1].has(*_OF_WORDS)
     return kind == "exponential" and _is_shifted(args[0], base)
 
 
@@ -216,7 +219,7 @@ def _is_shifted(expr: Expr, base: Expr) -> bool:
     kind, args = expr.kind, expr.args
     if kind == CONVERT:
         return _is_shifted(args[0], base)
-    per_token = [not arg.has(LOGITS, INDEX, "vocabulary") for arg in args]
+    per_token = [not arg.has(*_OF_WORDS) for arg in args]
     if kind == "subtract":
         return _is_shifted(args[0], base) and per_token[1]
     if kind == "add":

@@ -6,6 +6,7 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -203,6 +204,22 @@ def with_accuracy(p, b):
     return loss.mean() + right.mean()
 
 
+def masked_words(count):
+    def loss(p, b):
+        logits = jnp.where(jnp.arange(WORDS) < WORDS - count, logits_of(p, b), -jnp.inf)
+        return optax_loss(logits, b["labels"] % (WORDS - count)).mean()
+
+    loss.__name__ = f"masked_{count}_words"
+    return loss
+
+
+def with_costs_of_words(p, b):
+    logits = logits_of(p, b)
+    costs = jnp.sin(jnp.arange(WORDS))
+    expected = (jax.nn.softmax(logits) * costs).sum(-1).mean()
+    return optax_loss(logits, b["labels"]).mean() + expected
+
+
 FOUND = (
     vmapped_model,
     loss_per_example,
@@ -229,6 +246,9 @@ FOUND = (
     in_highest_precision,
     without_a_largest,
     with_accuracy,
+    masked_words(3),
+    masked_words(10),
+    with_costs_of_words,
 )
 
 
@@ -289,7 +309,38 @@ def by_a_convolution(p, b):
     return optax_loss(logits, b["labels"]).mean()
 
 
+def of_swapped_tokens(p, b):
+    found = jax.nn.log_softmax(logits_of(p, b))
+    columns = np.array([0, 1, 3, 2, *range(4, LENGTH)])
+    return -found[jnp.arange(BATCH)[:, None], columns[None], b["labels"]].mean()
+
+
+def repeated_tokens(p, b):
+    found = jax.nn.log_softmax(logits_of(p, b).reshape(-1, WORDS))
+    rows = jnp.arange(len(found))
+    rows = jnp.where((rows > 4) & (rows < len(found) - 4), 3, rows)
+    return -found[rows, b["labels"].ravel()].mean()
+
+
+def with_equal_logits(p, b):
+    logits = logits_of(p, b)
+    own = jnp.take_along_axis(logits, b["labels"][..., None], -1)[..., 0]
+    return optax_loss(logits, b["labels"]).mean() + (own == logits.max(-1)).mean()
+
+
+def with_a_rank(p, b):
+    logits = logits_of(p, b)
+    own = jnp.take_along_axis(logits, b["labels"][..., None], -1)
+    return optax_loss(logits, b["labels"]).mean() + (logits > own).sum(-1).mean()
+
+
+_NOT_IN_ORDER = "a gather has not one word of each token"
+_COMPARED = "a label's logit is compared with others"
 LEFT = {
+    of_swapped_tokens: _NOT_IN_ORDER,
+    repeated_tokens: _NOT_IN_ORDER,
+    with_equal_logits: _COMPARED,
+    with_a_rank: _COMPARED,
     chunks_of_tokens: "wrap the loop's body in jax.checkpoint",
     examples_in_turn: "wrap the loop's body in jax.checkpoint",
     made_by_a_loop: "return the vectors from the loop, and multiply behind it",

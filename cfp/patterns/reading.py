@@ -168,6 +168,8 @@ class Reader:
         ):
             if (a, b) == (0, size):
                 continue
+            if own == (OTHER,) and b - a == 1:
+                raise Unread("one word's logit is taken", op.id)
             if own == (OTHER,):
                 raise Unread(
                     "its logits are cut along the vocabulary: mask what is cut off "

@@ -53,6 +53,8 @@ def objection(
         try:
             reason = _differs(program, found, replacement, evaluator, first_word, seed)
         except NotEvaluated as error:
+            if sum(map(len, found.cuts)) > 1:
+                return "its logits are cut along tokens in several ways"
             return f"not evaluated: {error}"
         if reason:
             return reason

@@ -334,6 +334,17 @@ def with_a_rank(p, b):
     return optax_loss(logits, b["labels"]).mean() + (logits > own).sum(-1).mean()
 
 
+def cut_in_two_ways(p, b):
+    logits, labels = logits_of(p, b), b["labels"]
+    before = optax_loss(logits[:, :-1], labels[:, 1:]).mean()
+    return before + optax_loss(logits[:, 1:], labels[:, :-1]).mean()
+
+
+def with_one_words_logit(p, b):
+    logits = logits_of(p, b)
+    return optax_loss(logits, b["labels"]).mean() + logits[..., 5].mean()
+
+
 _NOT_IN_ORDER = "a gather has not one word of each token"
 _COMPARED = "a label's logit is compared with others"
 LEFT = {
@@ -341,6 +352,8 @@ LEFT = {
     repeated_tokens: _NOT_IN_ORDER,
     with_equal_logits: _COMPARED,
     with_a_rank: _COMPARED,
+    cut_in_two_ways: "cut along tokens in several ways",
+    with_one_words_logit: "one word's logit is taken",
     chunks_of_tokens: "wrap the loop's body in jax.checkpoint",
     examples_in_turn: "wrap the loop's body in jax.checkpoint",
     made_by_a_loop: "return the vectors from the loop, and multiply behind it",

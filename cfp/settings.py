@@ -68,6 +68,13 @@ LIMITED_TIME = 1.1
 # Candidates that are compiled and do not fit, until no others are, but for those known
 # to fit; then as many smaller ones at most, or none where time is over. Guess.
 MOST_REFUSED = 8
+# Candidates that are compiled one after another where no kernel is tuned yet. One H200
+# that played two had the first of 18 after 86 s and all after 96, compiled at once and
+# beside another model; after 10 and 75 s with these first, alone.
+TUNED_FIRST = 3
+# A link is slow that sends less than this share of what memory moves: four H200 send 7
+# % of it over NVLink, and 0.5 % with NCCL_P2P_DISABLE=1.
+SLOW_LINK_SHARE = 1 / 32
 # The leaders of a race, that are raced with other compiler options too. decisions.md,
 # "Planning in half the time".
 LEADERS = 1

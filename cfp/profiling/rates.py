@@ -14,6 +14,8 @@ from math import exp, log, prod
 
 from jax.sharding import Mesh
 
+from cfp.settings import SLOW_LINK_SHARE
+
 Curve = tuple[tuple[int, float], ...]  # (bytes, milliseconds), bytes rising
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
@@ -25,9 +27,6 @@ _PRICED_AS = {
     "collective-broadcast": "all-gather",
 }
 
-# A link is slow that sends less than this share of what memory moves: four H200 send 7
-# % of it over NVLink, and 0.5 % with NCCL_P2P_DISABLE=1.
-_SLOW_SHARE = 1 / 32
 _LARGE_BYTES = 1 << 27
 
 # Of `Rates.default`: about what one host of GPUs with fast links between them does.
@@ -165,7 +164,7 @@ class Rates:
         ways = prod(size for _, size in self.mesh)
         sent = _LARGE_BYTES * sent_share("all-reduce", ways)
         sending_ms = self.collective_ms("all-reduce", axes, _LARGE_BYTES)
-        return self.memory_ms(sent) < _SLOW_SHARE * sending_ms
+        return self.memory_ms(sent) < SLOW_LINK_SHARE * sending_ms
 
     def matmul_ms(self, flops: float, dtype: str) -> float:
         """The time of one device's matrix multiplications.

@@ -30,7 +30,7 @@ from cfp.race.programs import (
     Skipped,
     was_refused,
 )
-from cfp.settings import MOST_REFUSED
+from cfp.settings import MOST_REFUSED, TUNED_FIRST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +62,6 @@ class Builder:
     def marks(self) -> Marks:
         """To be entered while something is built or run."""
         return Marks(self.store.path, self.options.limits, self.program.name)
-
-
-# Programs that are compiled one after another where no kernel is tuned yet. One H200
-# that played two had the first of 18 after 86 s and all after 96, compiled at once and
-# beside another model; after 10 and 75 s so.
-_TUNED_FIRST = 3
 
 
 def compile_programs(
@@ -138,7 +132,7 @@ def build_each(
     cache = environment.compilation_cache(platform)
     with cache, CompilePool(marks.at_once(wanted, most)) as pool:
         builds: dict[str, Future[Built | ProfileRecord | None]] = {}
-        first = _TUNED_FIRST if environment.is_untuned(platform) else 0
+        first = TUNED_FIRST if environment.is_untuned(platform) else 0
         for digest, one in wanted.items():
             builds[digest] = pool.start(
                 one.job.label,

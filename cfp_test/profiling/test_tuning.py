@@ -112,7 +112,7 @@ def test_what_a_process_died_of_is_left_out(case, store, tunable):
 def test_what_was_tuned_for_the_mesh_itself_is_not_built_again(
     case, store, monkeypatch
 ):
-    """What was tuned on another device is another program."""
+    """A program that was built for another device order is another one."""
     monkeypatch.setattr(
         BuildEnvironment, "options", lambda self, platform: {"kept": platform}
     )

@@ -51,6 +51,26 @@ def variables(number: int, count: int, port: int, devices: int) -> dict[str, str
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags,
         "PYTHONPATH": str(ROOT),
+        **_membership(number, count, port),
+    }
+
+
+def variables_on_gpus(
+    number: int, count: int, port: int, gpus: Sequence[str]
+) -> dict[str, str]:
+    """The environment of one of several processes, with some of the host's GPUs.
+
+    A process alone joins nothing.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("CFP_")}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    found = {**kept, "PYTHONPATH": os.pathsep.join(paths), **own}
+    return found if count == 1 else {**found, **_membership(number, count, port)}
+
+
+def _membership(number: int, count: int, port: int) -> dict[str, str]:
+    return {
         "CFP_COORDINATOR": f"localhost:{port}",
         "CFP_PROCESSES": str(count),
         "CFP_PROCESS_ID": str(number),
@@ -63,6 +83,7 @@ def start(
     devices: Sequence[int],
     *,
     only: Sequence[int] | None = None,
+    gpus: Sequence[str] | None = None,
     **more: str,
 ) -> list[subprocess.Popen[str]]:
     """Starts the processes of a program.
@@ -70,15 +91,24 @@ def start(
     Args:
         command: what each runs with this Python.
         folder: where.
-        devices: how many virtual devices each has.
+        devices: how many devices each has; virtual ones without `gpus`.
         only: the numbers of those that are started; all by default.
+        gpus: the host's GPUs, as CUDA names them, that they have in this order.
         more: variables of all.
     """
     port, count = free_port(), len(devices)
+
+    def environment(number: int) -> dict[str, str]:
+        if gpus is None:
+            return variables(number, count, port, devices[number])
+        first = sum(devices[:number])
+        own = gpus[first : first + devices[number]]
+        return variables_on_gpus(number, count, port, own)
+
     return [
         subprocess.Popen(
             [sys.executable, *command],
-            env={**variables(number, count, port, devices[number]), **more},
+            env={**environment(number), **more},
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -111,10 +141,15 @@ def ends(started: Sequence[subprocess.Popen[str]]) -> list[Ended]:
 
 
 def run_all(
-    command: Sequence[str], folder: Path, devices: Sequence[int], **more: str
+    command: Sequence[str],
+    folder: Path,
+    devices: Sequence[int],
+    *,
+    gpus: Sequence[str] | None = None,
+    **more: str,
 ) -> list[Ended]:
     """Starts the processes of a program, and waits for their ends."""
-    return ends(start(command, folder, devices, **more))
+    return ends(start(command, folder, devices, gpus=gpus, **more))
 
 
 def described(found: Sequence[Ended]) -> str:

@@ -21,7 +21,8 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
 from cfp.targets import model_target
 from cfp_test import model_passes, three_passes
-from cfp_test.bench.case import make_choice
+from cfp_test.bench.case import Ready, make_choice
 from cfp_test.bench.clock import QUICK_TURN, TURN, traced
 from cfp_test.bench.passes import SIZES
 
@@ -155,17 +156,28 @@ def theoretical_volume(analysis: Analysis, choice: Choice) -> float:
 # ------------------------------------------------------------------------ measuring
 
 
-def measured(
+@dataclass(frozen=True)
+class Compiled:
+    """A combination, compiled; without a program where it cannot be.
+
+    Attributes:
+      row: what is known of it.
+      made: the program.
+    """
+
+    row: Mapping[str, Any]
+    made: Ready | None = None
+
+
+def compiled(
     session: Session, kind: int, numbers: Sequence[int], args: argparse.Namespace
-) -> dict[str, Any]:
-    """One combination, compiled, timed and traced."""
+) -> Compiled:
+    """Compiles one combination; several may be compiled at once."""
     analysis = session.analysis
     choice = choice_of(analysis, kind, numbers)
-    repeats = [s.kind for s in analysis.segments].count(kind)
     row: dict[str, Any] = {
-        "sval": list(numbers) * repeats,
+        "sval": sval(analysis, kind, numbers),
         "volume_bytes": theoretical_volume(analysis, choice),
-        "status": "ok",
     }
     where = session.mesh.devices.flat[0].platform
     environment = BuildEnvironment(autotune_dir=args.workdir / "autotune")
@@ -174,8 +186,23 @@ def measured(
     try:
         made = make_choice(session, candidate, environment.options(where))
     except Exception as error:  # Compilers' errors have no type in common.
-        return {**row, "status": "compile_error", "reason": reason_of(error)}
-    costs = []
+        failed = {"status": "compile_error", "reason": reason_of(error)}
+        return Compiled({**row, **failed})
+    return Compiled({**row, "status": "ok"}, made)
+
+
+def sval(analysis: Analysis, kind: int, numbers: Sequence[int]) -> list[int]:
+    """A combination's strategies in all layers."""
+    return list(numbers) * [s.kind for s in analysis.segments].count(kind)
+
+
+def measured(
+    one: Compiled, session: Session, args: argparse.Namespace
+) -> dict[str, Any]:
+    """One combination, timed and traced."""
+    row, made, costs = dict(one.row), one.made, []
+    if made is None:
+        return row
     for _ in range(RUNS):
         record = execute(
             made.built,
@@ -237,6 +264,14 @@ def plot(rows: Sequence[Mapping[str, Any]], title: str, file: Path) -> None:
     pyplot.close(figure)
 
 
+def _known(file: Path | None, headline: str) -> list[dict[str, Any]]:
+    """Reads the rows of an earlier run of the same model."""
+    if file is None or not file.exists():
+        return []
+    found = json.loads(file.read_text())
+    return found["rows"] if found["headline"] == headline else []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", choices=three_passes.TITLES)
@@ -246,8 +281,9 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--limit", type=int, default=64, help="combinations to measure")
     parser.add_argument("--per_block", type=int, default=3, help="strategies of each")
+    parser.add_argument("--compiles", type=int, default=1, help="at a time")
     parser.add_argument("--workdir", type=Path, help="for what compilers keep")
-    parser.add_argument("--json", type=Path, help="write all rows here")
+    parser.add_argument("--json", type=Path, help="all rows; those in it stay")
     parser.add_argument("--plot", type=Path, help="draw volume against time here")
     parser.add_argument("--quick", action="store_true", help="time two steps a run")
     model_passes.add_sizes(parser)
@@ -285,15 +321,25 @@ def _run(args: argparse.Namespace) -> int:
     repeats = [s.kind for s in analysis.segments].count(kind)
     space = [len(numbers) for numbers in options] * repeats
     print(f"generated_search_space: {space}", flush=True)
-    rows = []
-    for numbers in combinations(analysis, kind, options, args.limit):
-        rows.append(measured(session, kind, numbers, args))
-        for line in lines(rows[-1]):
-            print(line, flush=True)
+    rows = _known(args.json, headline)
+    known = [row["sval"] for row in rows]
+    wanted = [
+        numbers
+        for numbers in combinations(analysis, kind, options, args.limit)
+        if sval(analysis, kind, numbers) not in known
+    ]
+    for start in range(0, len(wanted), args.compiles):
+        part = wanted[start : start + args.compiles]
+        with ThreadPoolExecutor(args.compiles) as pool:
+            made = [*pool.map(lambda n: compiled(session, kind, n, args), part)]
+        for one in made:
+            rows.append(measured(one, session, args))
+            for line in lines(rows[-1]):
+                print(line, flush=True)
+            if args.json is not None:
+                found = {"headline": headline, "space": space, "rows": rows}
+                args.json.write_text(json.dumps(found, indent=1) + "\n")
         jax.clear_caches()
-    if args.json is not None:
-        found = {"headline": headline, "space": space, "rows": rows}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
     if args.plot is not None:
         plot(rows, f"{three_passes.TITLES[args.model]}, {len(rows)} plans", args.plot)
         print(f"plot: {args.plot}")

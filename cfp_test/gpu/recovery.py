@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -42,10 +43,7 @@ def plan_with_a_fault(place: Place) -> None:
     """
     fault, count = os.environ[_FAULT], itertools.count(1)
     run, make_inputs = runner.run, runner.make_inputs
-    huge = InputKind((_HUGE_ON_GPU if place.is_gpu else _HUGE,), "float32", ((),))
-
-    def make_too_much(_: Any, mesh: Any, *__: Any) -> Any:
-        return jax.block_until_ready(make_inputs([huge], mesh))
+    make_too_much = demand_too_much(place)
 
     def faulty_run(built: Built, *args: Any, **options: Any) -> ProfileRecord:
         meets = next(count) == _AT
@@ -60,6 +58,17 @@ def plan_with_a_fault(place: Place) -> None:
     runner.run = turns.run = faulty_run
     limits = {"limits": _LIMITS} if fault == "hang" else {}
     measured_plan(place, fault, **limits)
+
+
+def demand_too_much(place: Place) -> Callable[..., Any]:
+    """Returns what makes inputs for a run, and asks for more memory than there is."""
+    make_inputs = runner.make_inputs
+    huge = InputKind((_HUGE_ON_GPU if place.is_gpu else _HUGE,), "float32", ((),))
+
+    def make_too_much(_: Any, mesh: Any, *__: Any) -> Any:
+        return jax.block_until_ready(make_inputs([huge], mesh))
+
+    return make_too_much
 
 
 def recovered(place: Place) -> str:

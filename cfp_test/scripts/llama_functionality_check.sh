@@ -1,12 +1,14 @@
 #!/bin/sh
 # All passes over four settings of LLaMA 2, which are for 4 GPUs.
-# What follows on the command line goes to every pass.
+# What follows on the command line goes to every pass. SETTINGS names others, as
+# '2x40 2x80': layers x batch size.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 
-# num_layer batch_size
-for setting in "2 40" "2 80" "4 40" "4 80"; do
+for setting in ${SETTINGS:-2x40 2x80 4x40 4x80}; do
+    IFS=x
     set -- $setting "$@"
+    unset IFS
     layers=$1 batch=$2
     shift 2
     echo "============ LLAMA test: batchsize:$batch layers:$layers ============"

@@ -1,12 +1,14 @@
 #!/bin/sh
 # All passes over the four settings of the functionality check, which are for 4 GPUs.
-# What follows on the command line goes to every pass.
+# What follows on the command line goes to every pass. SETTINGS names others, as
+# '16x4x32 16x4x64': layers x heads x batch size.
 set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 
-# num_layer num_heads batch_size
-for setting in "16 4 32" "16 4 64" "16 2 96" "16 2 128"; do
+for setting in ${SETTINGS:-16x4x32 16x4x64 16x2x96 16x2x128}; do
+    IFS=x
     set -- $setting "$@"
+    unset IFS
     layers=$1 heads=$2 batch=$3
     shift 3
     echo "============ MoE test: batchsize:$batch layers:$layers heads:$heads ============"

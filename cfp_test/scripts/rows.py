@@ -74,7 +74,10 @@ class Rows:
 
 
 def commit() -> str:
-    """The checkout's commit; with a + where the package's files differ from it."""
+    """The checkout's commit; with a + where the package's files differ from it.
+
+    It is "unknown" where files were copied without their history.
+    """
 
     def git(*words: str) -> str:
         made = subprocess.run(
@@ -85,6 +88,8 @@ def commit() -> str:
         )
         return made.stdout.strip()
 
+    if not (_ROOT / ".git").exists():
+        return "unknown"
     changed = git("status", "--porcelain", "--", "cfp", "cfp_test/programs")
     return git("rev-parse", "--short=7", "HEAD") + ("+" if changed else "")
 

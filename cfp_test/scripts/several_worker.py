@@ -1,7 +1,9 @@
 """One of several processes that plan a model together, run it and check it.
 
     CFP_COORDINATOR=... CFP_PROCESSES=2 CFP_PROCESS_ID=0 \\
-        python cfp_test/scripts/several_worker.py MODEL FOLDER
+        python cfp_test/scripts/several_worker.py MODEL FOLDER [gpus]
+
+Models are tiny, or with ``gpus`` as large as the checks on GPUs have them.
 
 Prints one line of JSON: the plan, how far its steps are from one device's, and whether
 what it saved came back on another mesh.
@@ -21,9 +23,10 @@ import orbax.checkpoint as ocp
 
 import cfp
 from cfp.checking.trial import run_trial
-from cfp.devices.joining import join
+from cfp.devices.joining import is_asked, join
 from cfp.plan.plan import Plan
 from cfp.targets import Target, model_target
+from cfp_test.gpu.place import ON_GPUS
 from cfp_test.models.tiny import TINY
 
 STEPS = 2
@@ -45,6 +48,12 @@ def plan_of(target: Target, mesh: jax.sharding.Mesh, folder: Path, **options) ->
 def digest(plan: Plan) -> str:
     """What the step is compiled from, and the figures, in a few letters."""
     return hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
+
+
+def choice_digest(plan: Plan) -> str:
+    """What the step is compiled from alone, in a few letters."""
+    parts = (plan.arg_specs, plan.output_specs, plan.constraints, plan.options)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 def saved_and_restored(
@@ -84,10 +93,12 @@ def saved_and_restored(
     return max(differ) == 0.0, ",".join(f"{n}={s}" for n, s in other.mesh_axes)
 
 
-def main(model: str, folder: Path) -> None:
+def main(model: str, folder: Path, sizes: str = "") -> None:
     """Joins the others, plans, runs, checks, saves and restores."""
-    join(join_seconds=600)
-    target = model_target(model, TINY[model])
+    if is_asked():
+        join(join_seconds=600)
+    options = ON_GPUS.models[model] if sizes else TINY[model]
+    target = model_target(model, dict(options))
     mesh = jax.make_mesh((jax.device_count(),), ("x",))
     started = time.perf_counter()
     plan = plan_of(target, mesh, folder)
@@ -103,6 +114,8 @@ def main(model: str, folder: Path) -> None:
         "model": model,
         "process": jax.process_index(),
         "plan": digest(plan),
+        "choice": choice_digest(plan),
+        "predicted_ms": plan.predicted_ms,
         "winner": plan.winner,
         "raced": [row.name for row in plan.race],
         "sharded_arguments": sum(any(spec) for spec in plan.arg_specs),
@@ -122,4 +135,4 @@ def main(model: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

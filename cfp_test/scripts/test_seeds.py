@@ -3,16 +3,23 @@
 import argparse
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from cfp_test import three_passes
-from cfp_test.scripts.seeds import Command, commands, main, run
+from cfp_test.scripts.seeds import Command, chosen, commands, main, run
 
 
 def options_of(tmp_path, **more):
-    given = {"devices": 2, "platform": "cpu", "output": tmp_path, "tiny": True}
+    given = {
+        "devices": 2,
+        "platform": "cpu",
+        "output": tmp_path,
+        "tiny": True,
+        "limit": 3,
+    }
     return argparse.Namespace(**given, seconds=1200.0, **more)
 
 
@@ -23,8 +30,38 @@ def test_each_command_is_a_script_that_is_there(tmp_path, tiny):
     found = list(commands(options))
     assert len({command.name for command in found}) == len(found)
     for command in found:
-        shell, script, *_ = command.words
-        assert shell == "sh" and Path(script).is_file()
+        shell, script, *more = command.words
+        if command.group == "own":
+            assert script == "-m" and find_spec(more[0])
+        else:
+            assert shell == "sh" and Path(script).is_file()
+
+
+def test_only_says_what_runs_and_in_which_order():
+    made = [Command(name, name[:1], []) for name in ("a1", "a2", "b1", "b2")]
+    picked = chosen(made, ["b2", "a", "a1"])
+    assert [command.name for command in picked] == ["b2", "a1", "a2"]
+    assert chosen(made, None) == made
+
+
+def test_what_ended_well_is_not_run_again_nor_begun_without_time(
+    tmp_path, monkeypatch, capsys
+):
+    file = tmp_path / "ran"
+    code = f"from pathlib import Path; Path({str(file)!r}).open('a').write('x')"
+    made = [Command("one", "g", [sys.executable, "-c", code])]
+    monkeypatch.setattr("cfp_test.scripts.seeds.commands", lambda options: made)
+    given = ["seeds", "--output", str(tmp_path)]
+    for words, wanted in (
+        (["--total", "0"], 1),
+        ([], 0),
+        ([], 0),
+        (["--again"], 0),
+    ):
+        monkeypatch.setattr(sys, "argv", [*given, *words])
+        assert main() == wanted
+    assert file.read_text() == "xx"
+    assert "one: no time was left" in capsys.readouterr().out
 
 
 def test_the_passes_know_both_names_of_their_devices():
@@ -40,8 +77,8 @@ def test_the_passes_know_both_names_of_their_devices():
 )
 def test_a_command_leaves_its_output_and_its_code(tmp_path, code, wanted):
     options = options_of(tmp_path)
-    options.seconds = 0.1 if wanted is None else options.seconds
-    row = run(Command("one", "some", [sys.executable, "-c", code]), options)
+    seconds = 0.1 if wanted is None else options.seconds
+    row = run(Command("one", "some", [sys.executable, "-c", code]), options, seconds)
     assert row.code == wanted
     assert (tmp_path / "one.txt").read_text().strip() == row.tail
 

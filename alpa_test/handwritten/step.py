@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_test.handwritten.tables import Table
 from cfp.models import build, logical_names
-from cfp.models.logical import Axes, Rules, mesh_spec, sharded_by
+from cfp.models.logical import RESIDUAL, Axes, Rules, mesh_spec, sharded_by
 from cfp.models.options import Scalar
 from cfp.models.train import TrainState
 
@@ -85,6 +85,40 @@ def shard_step(
     return ShardedStep(
         lowered=lowered, args=(state, batch), shardings=shardings, whole=whole
     )
+
+
+def shard_largest(model: str, options: dict[str, Scalar], mesh: Mesh) -> ShardedStep:
+    """Lowers a model's training step with each parameter sharded on its largest dim.
+
+    The residual stream is sharded on the batch between layers; what is in between is
+    left to XLA's propagation.
+
+    Args:
+      model: name in the zoo.
+      options: as for `cfp.models.build`.
+      mesh: of one axis.
+    """
+    [axis] = mesh.axis_names
+    step, args = build(model, **options)
+
+    def sharding(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        dims = [d for d, size in enumerate(leaf.shape) if size % mesh.size == 0]
+        if leaf.ndim < 2 or not dims:
+            return NamedSharding(mesh, PartitionSpec())
+        largest = max(dims, key=lambda d: leaf.shape[d])
+        return NamedSharding(mesh, PartitionSpec(*[None] * largest, axis))
+
+    data = NamedSharding(mesh, PartitionSpec(axis))
+    shardings = (jax.tree.map(sharding, args[0]), jax.tree.map(lambda _: data, args[1]))
+    jitted = jax.jit(
+        step,
+        in_shardings=shardings,
+        out_shardings=(shardings[0], NamedSharding(mesh, PartitionSpec())),
+        donate_argnums=0,
+    )
+    with sharded_by(mesh, {"act_batch": axis}, only=(RESIDUAL,)):
+        lowered = jitted.lower(*args)
+    return ShardedStep(lowered=lowered, args=args, shardings=shardings, whole=())
 
 
 def _shardings(names: Any, rules: Rules, mesh: Mesh) -> Any:

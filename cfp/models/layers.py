@@ -9,8 +9,10 @@ wants to shard a model by hand. Without rules for them they are without effect.
 Shapes use: batch, seq, hidden, heads, head_dim, ffn, vocab.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import flax.linen as nn
@@ -51,6 +53,32 @@ def layer_norm(dtype: DTypeLike, name: str) -> nn.LayerNorm:
         bias_init=named(ZEROS_INIT, ("norm",)),
         name=name,
     )
+
+
+# From query, key and value, [batch, seq, heads, head_dim] each, and whether the
+# attention is causal, to what is attended to, as the query.
+AttentionKernel = Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array]
+
+_kernel: ContextVar[AttentionKernel | None] = ContextVar("kernel", default=None)
+
+
+def attention_kernel() -> AttentionKernel | None:
+    """Returns what computes attention; None if it is written out."""
+    return _kernel.get()
+
+
+@contextlib.contextmanager
+def attending_by(kernel: AttentionKernel) -> Iterator[None]:
+    """Has all models that are traced meanwhile call a kernel for their attention.
+
+    Args:
+      kernel: scales by the root of head_dim; keys may have fewer heads than queries.
+    """
+    token = _kernel.set(kernel)
+    try:
+        yield
+    finally:
+        _kernel.reset(token)
 
 
 class Embedding(nn.Module):
@@ -113,15 +141,18 @@ class Attention(nn.Module):
         key = constrain(project(name="key", use_bias=False)(x), HEADS)
         value = constrain(project(name="value")(x), HEADS)
 
-        with jax.named_scope("scores"):
-            scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_dim**-0.5, key)
-        scores = scores.astype(jnp.float32)
-        if self.causal:
-            past = jnp.tril(jnp.ones((seq, seq), dtype=bool))
-            scores = jnp.where(past, scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(self.dtype)
-        with jax.named_scope("mix"):
-            mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+        if kernel := attention_kernel():
+            mixed = kernel(query, key, value, self.causal)
+        else:
+            with jax.named_scope("scores"):
+                scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_dim**-0.5, key)
+            scores = scores.astype(jnp.float32)
+            if self.causal:
+                past = jnp.tril(jnp.ones((seq, seq), dtype=bool))
+                scores = jnp.where(past, scores, -jnp.inf)
+            weights = jax.nn.softmax(scores, axis=-1).astype(self.dtype)
+            with jax.named_scope("mix"):
+                mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
 
         return nn.DenseGeneral(
             hidden,

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from cfp.models.layers import attention_kernel
 from cfp.models.logical import HEADS, INNER, LOGITS, RESIDUAL, constrain
 from cfp.models.options import (
     REMAT_DOC,
@@ -232,15 +233,18 @@ def attention(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     query = constrain(query, HEADS)
     key, value = (constrain(one, KV_HEADS) for one in (key, value))
 
-    grouped = (batch, seq, kv_heads, heads // kv_heads, head_dim)
-    query = (rotate(query) * head_dim**-0.5).reshape(grouped)
-    with jax.named_scope("scores"):
-        scores = jnp.einsum("bqhgd,bkhd->bhgqk", query, rotate(key))
-    past = jnp.tril(jnp.ones((seq, seq), dtype=bool))
-    scores = jnp.where(past, scores.astype(jnp.float32), -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
-    with jax.named_scope("mix"):
-        mixed = jnp.einsum("bhgqk,bkhd->bqhgd", weights, value)
+    if kernel := attention_kernel():
+        mixed = kernel(rotate(query), rotate(key), value, True)
+    else:
+        grouped = (batch, seq, kv_heads, heads // kv_heads, head_dim)
+        query = (rotate(query) * head_dim**-0.5).reshape(grouped)
+        with jax.named_scope("scores"):
+            scores = jnp.einsum("bqhgd,bkhd->bhgqk", query, rotate(key))
+        past = jnp.tril(jnp.ones((seq, seq), dtype=bool))
+        scores = jnp.where(past, scores.astype(jnp.float32), -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
+        with jax.named_scope("mix"):
+            mixed = jnp.einsum("bhgqk,bkhd->bqhgd", weights, value)
     mixed = constrain(mixed.reshape(batch, seq, heads, head_dim), HEADS)
     with jax.named_scope("out"):
         return jnp.tensordot(mixed, params["out"].astype(dtype), axes=2)

@@ -39,20 +39,24 @@ LOGITS = ("act_batch", "act_seq", "act_vocab")
 class _Active:
     mesh: Mesh
     rules: Rules
+    only: tuple[tuple[str, ...], ...]
 
 
 _active: ContextVar[_Active | None] = ContextVar("logical_rules", default=None)
 
 
 @contextlib.contextmanager
-def sharded_by(mesh: Mesh, rules: Rules) -> Iterator[None]:
+def sharded_by(
+    mesh: Mesh, rules: Rules, only: tuple[tuple[str, ...], ...] = ()
+) -> Iterator[None]:
     """Has all models that are traced meanwhile constrain their activations.
 
     Args:
       mesh: of axes whose shardings the compiler may choose (AxisType.Auto).
       rules: from names to axes of the mesh.
+      only: the activations to constrain, by the names of their dims; all if empty.
     """
-    token = _active.set(_Active(mesh, rules))
+    token = _active.set(_Active(mesh, rules, only))
     try:
         yield
     finally:
@@ -66,7 +70,7 @@ def constrain(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
     process, under which flax's own layers then constrain their parameters, too.
     """
     active = _active.get()
-    if active is None:
+    if active is None or (active.only and names not in active.only):
         return x
     spec = mesh_spec(PartitionSpec(*names), active.rules)
     return jax.lax.with_sharding_constraint(x, NamedSharding(active.mesh, spec))

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alpa_test.handwritten.step import shard_step
+from alpa_test.handwritten.step import shard_largest, shard_step
 from alpa_test.handwritten.tables import TABLES, table_of
 from cfp.models import MODELS, build, initialise, logical_names
+from cfp.models.layers import attending_by
 from cfp.profiling.hlo import collectives_in
 from cfp.program.trace import planning_mesh
 from cfp_test.models.tiny import TINY, quick_jit
@@ -109,6 +110,44 @@ def test_trains_as_one_device_does(model, table):
         losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "model", ["gpt", pytest.param("llama", marks=pytest.mark.nightly)]
+)
+def test_largest_dims_with_a_kernel_train_as_one_device_does(model):
+    """What is written out is computed by the kernel, and nothing else is changed."""
+    called = []
+
+    def kernel(query, key, value, causal):
+        called.append((query.shape, causal))
+        return jax.nn.dot_product_attention(query, key, value, is_causal=causal)
+
+    state, batch, expected = on_one_device(model)
+    mesh = planning_mesh(jax.make_mesh((4,), ("x",), devices=jax.devices()[:4]))
+    with attending_by(kernel):
+        sharded = shard_largest(model, options(model), mesh)
+    sizes = options(model)
+    [(shape, causal)] = set(called)
+    assert shape[:3] == (sizes["batch"], sizes["seq"], sizes["heads"]) and causal
+    for leaf, one in zip(
+        jax.tree.leaves(state.params),
+        jax.tree.leaves(sharded.shardings[0].params),
+        strict=True,
+    ):
+        if leaf.ndim > 1:
+            split = next(d for d, name in enumerate(one.spec) if name == "x")
+            assert leaf.shape[split] == max(leaf.shape)
+    compiled = sharded.lowered.compile(
+        compiler_options={"xla_backend_optimization_level": 0}
+    )
+    state = jax.tree.map(jnp.copy, state)
+    state, batch = jax.device_put((state, batch), sharded.shardings)
+    losses = []
+    for _ in range(STEPS):
+        state, metrics = compiled(state, batch)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, expected, rtol=TOLERANCE)
 
 
 def shards(model, name, path):

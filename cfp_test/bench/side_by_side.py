@@ -1,0 +1,773 @@
+"""Plans beside the best other ways to shard the same models, timed in turn on two GPUs.
+
+    python -m cfp_test.bench.side_by_side --out FOLDER [--seconds 560] [--pieces ...]
+        [--work FOLDER] [--rounds 8] [--tiny]
+    python -m cfp_test.bench.side_by_side --out FOLDER --join docs/results/NAME.json
+
+A piece is a model of the zoo, four layers at full width: ``gpt`` over NVLink,
+``gpt:off`` with NCCL_P2P_DISABLE=1, ``gpt:budgets`` under budgets of 100, 75, 60 and
+45 % of what data parallelism needs, ``gpt:sharding`` beside a plan that chooses
+shardings alone. Ways to shard it:
+
+planned     cfp at its defaults, from an empty store
+preset      the two presets that were fastest in the plan's race, with its kernels
+cost model  the choice of Alpa's cost model for the step as written, and the same with
+            the plan's kernels
+by hand     rule tables, and each parameter on its largest dim; cuDNN's attention
+PyTorch     FSDP2, kept gathered, compiled, flash attention; a process of its own
+
+Each piece is a process, and a file ``FOLDER/PIECE.json`` that is written whenever
+something is known. Ways are compiled in four threads before anything is timed. After
+two rounds, those that are more than 5 % behind the best of their kind are out. Begun
+again with the same folder, it does what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from alpa_test.handwritten.step import ShardedStep, shard_largest, shard_step
+from alpa_test.handwritten.tables import TABLES
+from cfp import platform
+from cfp.analysis.analyze import Analysis
+from cfp.cli.session import Session
+from cfp.context import open_context
+from cfp.errors import MemoryBudgetError
+from cfp.models.layers import attending_by
+from cfp.models.options import Scalar
+from cfp.passes.profile import profile
+from cfp.passes.search import search
+from cfp.planner_settings import PlannerSettings
+from cfp.presets.presets import DATA_PARALLEL
+from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.inputs import InputKind, input_kinds, make_inputs
+from cfp.profiling.key import environment_parts
+from cfp.profiling.marks import write_whole
+from cfp.profiling.store import store_path
+from cfp.profiling.tasks import Progress
+from cfp.program.part import whole
+from cfp.program.trace import planning_mesh
+from cfp.race.programs import RaceOutcome
+from cfp.race.race import race
+from cfp.settings import ConstraintLevel
+from cfp.solution import Candidate, Profiles, Solution
+from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of
+from cfp_test.bench.configs import SUITES, small
+
+AXES = (("x", 2),)
+# Batches are half of the suite's, which are for four devices.
+MODELS: Mapping[str, tuple[str, Mapping[str, Scalar]]] = {
+    "gpt": ("gpt", {"batch": 12}),
+    "llama": ("llama", {"batch": 20}),
+    "moe": ("moe", {"batch": 32}),
+    "bert": ("bert", {"batch": 24}),
+    "llama4k": ("llama", {"batch": 4, "seq": 4096}),
+}
+PIECES = (
+    *("gpt", "llama", "moe", "gpt:off", "llama:off", "moe:off"),
+    *("bert", "gpt:budgets", "llama:budgets", "moe:budgets"),
+    *("bert:off", "llama4k", "gpt:sharding", "llama:sharding", "moe:sharding"),
+)
+SHARES = (1.0, 0.75, 0.6, 0.45)
+TABLES_OF: Mapping[str, Sequence[str]] = {
+    "moe": ("data_parallel", "expert_parallel", "expert_parallel_fsdp"),
+}
+USUAL_TABLES = ("data_parallel", "fsdp", "megatron_tp")
+WARM_UP, STEPS = 3, 5  # Steps before, and in, a sample.
+LOOKS, STAYS = 2, 1.05  # Rounds before ways are left out, and how far behind.
+THREADS = 4
+SOLVER_SECONDS = 15.0
+TORCH_SECONDS = 55.0  # Kept for PyTorch at the end of a piece.
+# With less left no such piece begins.
+LEAST_SECONDS = {"": 120.0, "off": 120.0, "budgets": 60.0, "sharding": 90.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One comparison, by its name.
+
+    Attributes:
+        name: such as ``gpt:off``.
+        model: a key of `MODELS`.
+        kind: "", "off", "budgets" or "sharding".
+    """
+
+    name: str
+    model: str
+    kind: str
+
+    @classmethod
+    def of(cls, name: str) -> Piece:
+        """Reads a name.
+
+        Raises:
+            ValueError: there is no such model or kind.
+        """
+        model, _, kind = name.partition(":")
+        if model not in MODELS or kind not in ("", "off", "budgets", "sharding"):
+            raise ValueError(
+                f"expected a model of {', '.join(MODELS)}, and :off, :budgets, "
+                f":sharding or nothing, got {name!r}"
+            )
+        return cls(name=name, model=model, kind=kind)
+
+    @property
+    def zoo_model(self) -> str:
+        """The model's name in the zoo."""
+        return MODELS[self.model][0]
+
+    def options(self, tiny: bool) -> dict[str, Scalar]:
+        """The model's options."""
+        zoo, given = MODELS[self.model]
+        sizes = {"dtype": "bfloat16", **SUITES["layers"][zoo], **given}
+        if not tiny:
+            return sizes
+        return {**small(zoo, {"layers": 2}, 2), "learning_rate": 1e-3}
+
+    @property
+    def file(self) -> str:
+        """Name of its file."""
+        return f"{self.name.replace(':', '_')}.json"
+
+
+class Record:
+    """What is known of a piece, in a file that is rewritten whenever that grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {"ways": {}, "done": False}
+        if path.exists():
+            self.data = json.loads(path.read_text())
+
+    def write(self, **more: Any) -> None:
+        """Adds to it, and writes it."""
+        self.data |= more
+        write_whole(self.path, self.data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to shard.
+
+    Attributes:
+        group: planned, preset, cost_model, hand or sharding.
+        make: compiles it.
+        about: what is known of it before that.
+    """
+
+    group: str
+    make: Callable[[], Ready]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A step, planned.
+
+    Attributes:
+        session: the step, analysed.
+        profiles, solution, outcome: what the passes came to.
+        seconds: of planning, tracing included.
+    """
+
+    session: Session
+    profiles: Profiles
+    solution: Solution
+    outcome: RaceOutcome
+    seconds: float
+
+    def candidate(self, name: str) -> Candidate:
+        """A candidate of the race, by name."""
+        return next(one for one in self.solution.candidates if one.name == name)
+
+    def presets(self, count: int) -> list[tuple[Candidate, float]]:
+        """The presets that were fastest, without compiler options."""
+        raced = [
+            (one, ms)
+            for one, ms in self.outcome.raced
+            if one.is_preset and not one.options
+        ]
+        return sorted(raced, key=lambda pair: pair[1])[:count]
+
+    def about(self) -> dict[str, Any]:
+        """What a record keeps of it."""
+        counts = self.outcome.counts
+        return {
+            "planning_s": self.seconds,
+            "winner": self.outcome.winner.name,
+            "predicted_ms": self.outcome.winner.predicted_ms,
+            "kernels": sorted({str(k) for _, k in self.outcome.winner.choice.kernels}),
+            "counts": {name: float(count) for name, count in counts.items()},
+            "race": [
+                {
+                    "name": row.name,
+                    "predicted_ms": row.predicted_ms,
+                    "samples_ms": list(row.samples_ms),
+                    "peak_bytes": row.peak_bytes,
+                    "note": row.note,
+                }
+                for row in self.outcome.rows
+            ],
+        }
+
+
+_STARTED = time.monotonic()
+
+
+def say(text: str) -> None:
+    """Prints a line at once, with the seconds since this process began."""
+    print(f"{time.monotonic() - _STARTED:7.1f} {text}", flush=True)
+
+
+# ------------------------------------------------------------------------- planning
+
+
+def planned(
+    session: Session, work: Path, settings: PlannerSettings, budget: int | None = None
+) -> Found:
+    """Plans a step, as `cfp.plan` does.
+
+    Raises:
+        CfpError: there is no plan.
+    """
+    started = time.perf_counter()
+
+    def tell(event: Progress | str) -> None:
+        if isinstance(event, str):
+            say(f"  {event}")
+
+    settings = replace(settings, progress=tell)
+    with open_context(session.mesh, work, budget, settings) as context:
+        profiles = profile(context, session.analysis)
+        solution = search(context, session.analysis, profiles)
+        outcome = race(context, session.analysis, solution)
+    seconds = session.seconds + time.perf_counter() - started
+    return Found(
+        session=session,
+        profiles=profiles,
+        solution=solution,
+        outcome=outcome,
+        seconds=seconds,
+    )
+
+
+def modelled(found: Found, off: bool) -> Iterator[tuple[str, Candidate]]:
+    """What Alpa's cost model chooses: for the step as written, and with kernels."""
+    # Its solver is not everywhere where plans are made.
+    from alpa_test.cost_model import LINKS, AlphaBeta, choose, fit
+
+    analysis, winner = found.session.analysis, found.outcome.winner
+    kernels = winner.choice.kernels
+    link = LINKS["pcie" if off else "nvlink"]
+    prices = {
+        "data sheet": AlphaBeta.uniform(analysis.frame.mesh, link),
+        "fitted": fit(found.profiles.rates),
+    }
+    seen = []
+    for title, price in prices.items():
+        choice = choose(analysis, price, time_limit_s=SOLVER_SECONDS).choice
+        if choice in seen:
+            continue
+        seen.append(choice)
+        name = f"cost model, {title}"
+        yield name, Candidate(name, choice)
+        if not kernels:
+            continue
+        with_kernels = Candidate(f"{name}, kernels", replace(choice, kernels=kernels))
+        yield with_kernels.name, with_kernels
+        level = winner.level
+        if level is not ConstraintLevel.EVERYTHING:
+            name = f"{with_kernels.name}, {level} constrained"
+            yield name, replace(with_kernels, name=name, level=level)
+
+
+def cudnn_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, causal: bool
+) -> jax.Array:
+    """Attention by cuDNN's kernel; on CPUs by XLA."""
+    on_gpu = jax.devices()[0].platform == "gpu"
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=causal,
+        implementation="cudnn" if on_gpu else "xla",
+    )
+
+
+# ------------------------------------------------------------------------------ ways
+
+
+class Maker:
+    """Makes ways of one model."""
+
+    def __init__(self, piece: Piece, session: Session, work: Path, tiny: bool) -> None:
+        self._piece, self._session = piece, session
+        self._sizes = piece.options(tiny)
+        where = session.mesh.devices.flat[0].platform
+        environment = BuildEnvironment.beside(store_path(work))
+        environment.prepare(where)
+        self._options = environment.options(where)
+        self._kinds = _kinds_of(session.analysis)
+
+    def by_cfp(self, candidate: Candidate) -> Ready:
+        """A choice, compiled as plans are."""
+        return self._with_kinds(make_choice(self._session, candidate, self._options))
+
+    def by_hand(self, name: str, kernel: bool) -> Ready:
+        """A rule table, or "largest": each parameter on its largest dim."""
+        model, mesh = self._piece.zoo_model, self._session.mesh
+        if kernel:
+            with attending_by(cudnn_attention):
+                sharded = self._sharded(model, name, mesh)
+        else:
+            sharded = self._sharded(model, name, mesh)
+        tree = jax.tree.structure(sharded.args)
+
+        def compiled(chosen: Mapping[str, str]) -> Flat:
+            return Flat(sharded.lowered.compile(dict(chosen) or None), tree)
+
+        shardings = jax.tree.leaves(sharded.shardings)
+        made = ready(name, compiled, sharded.args, shardings, self._options)
+        return self._with_kinds(made)
+
+    def _sharded(self, model: str, name: str, mesh: Mesh) -> ShardedStep:
+        if name == "largest":
+            return shard_largest(model, self._sizes, mesh)
+        [table] = [one for one in TABLES[model] if one.name == name]
+        return shard_step(model, self._sizes, table, mesh)
+
+    def _with_kinds(self, made: Ready) -> Ready:
+        """Inputs as the planner makes them: tokens anywhere in the vocabulary."""
+        kinds = tuple(
+            replace(self._kinds.get(i, mine), spec=mine.spec)
+            for i, mine in enumerate(made.kinds)
+        )
+        return replace(made, kinds=kinds)
+
+
+def _kinds_of(analysis: Analysis) -> dict[int, InputKind]:
+    """What the planner knows of arguments, by their positions."""
+    program = analysis.frame.program
+    part = whole(program)
+    kinds = input_kinds(program, part, [()] * len(part.inputs))
+    position = {value: i for i, value in enumerate(program.args)}
+    return {position[v]: one for v, one in zip(part.inputs, kinds, strict=True)}
+
+
+def cfp_way(maker: Maker, group: str, one: Candidate, **about: Any) -> Way:
+    """A choice of cfp's, or of a cost model for cfp's blocks."""
+    about = {"predicted_ms": one.predicted_ms, "candidate": one.name, **about}
+    return Way(group=group, make=partial(maker.by_cfp, one), about=about)
+
+
+def plan_and_presets(
+    found: Found, maker: Maker, count: int
+) -> Iterator[tuple[str, Way]]:
+    """The plan, and the presets that were fastest in its race."""
+    winner = found.outcome.winner
+    yield "planned", cfp_way(maker, "planned", winner)
+    for one, ms in found.presets(count):
+        same = one.key == winner.key
+        way = cfp_way(maker, "preset", one, raced_ms=ms, is_the_plan=same)
+        yield f"preset {one.name}", way
+
+
+def ways_of(
+    piece: Piece, found: Found, maker: Maker, record: Record
+) -> Iterator[tuple[str, Way]]:
+    """The ways to compare for a piece that was planned."""
+    yield from plan_and_presets(found, maker, 2)
+    winner = found.outcome.winner
+    kernel = any("cudnn" in str(k) for _, k in winner.choice.kernels)
+    # cuDNN has none for the MoE's heads: by hand its attention stays as written, too.
+    kernel = kernel or piece.model != "moe"
+    for name in ("largest", *TABLES_OF.get(piece.model, USUAL_TABLES)):
+        make = partial(maker.by_hand, name, kernel)
+        yield (
+            f"by hand, {name}",
+            Way(group="hand", make=make, about={"kernel": kernel}),
+        )
+    try:
+        for name, one in modelled(found, piece.kind == "off"):
+            yield name, cfp_way(maker, "cost_model", one)
+    except Exception as error:  # Its solver may be missing; the rest goes on.
+        record.write(cost_model_failed=f"{type(error).__name__}: {error}")
+        say(f"the cost model failed: {error}")
+
+
+def compiled(
+    ways: Iterable[tuple[str, Way]], record: Record, prefix: str = ""
+) -> dict[str, Ready]:
+    """Compiles ways in some threads; what fails is a row with its reason."""
+    rows = record.data["ways"]
+    made: dict[str, Ready] = {}
+
+    def make(way: Way) -> Ready | Exception:
+        try:
+            return way.make()
+        except Exception as error:  # Compilers' errors have no type in common.
+            return error
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        # The first are compiled while the last are yet to be found.
+        futures = {name: (way, pool.submit(make, way)) for name, way in ways}
+        say(f"compiling {len(futures)} ways")
+        for name, (way, future) in futures.items():
+            one, row = future.result(), {}
+            if isinstance(one, Ready):
+                made[name] = one
+                row = {
+                    "status": "ok",
+                    "peak_bytes": one.built.peak_bytes,
+                    "compile_s": one.built.build_seconds,
+                }
+            else:
+                reason = f"{type(one).__name__}: {one}"[:400]
+                row = {"status": "failed", "reason": reason}
+                say(f"  {name}: {reason}")
+            about = {**way.about, "group": way.group, "samples_ms": [], **row}
+            rows[prefix + name] = about
+            record.write()
+    return made
+
+
+# ---------------------------------------------------------------------------- timing
+
+
+def sample(
+    one: Ready, mesh: Mesh, loss_at: int, warm_up: int
+) -> tuple[float, list[float]]:
+    """Milliseconds of a step, as the mean of some in a row; and the steps' losses."""
+    inputs = make_inputs(one.kinds, mesh, [put for put, _ in one.feedback])
+    losses = []
+
+    def step() -> Sequence[jax.Array]:
+        results = one.built.compiled(*inputs)
+        for put, got in one.feedback:
+            inputs[put] = results[got]
+        losses.append(results[loss_at])
+        return results
+
+    for _ in range(warm_up):
+        results = step()
+    jax.block_until_ready(results)
+    started = time.perf_counter()
+    for _ in range(STEPS):
+        results = step()
+    jax.block_until_ready(results)
+    ms = (time.perf_counter() - started) / STEPS * 1e3
+    return ms, [float(np.asarray(loss)) for loss in losses]
+
+
+def time_in_turn(
+    made: Mapping[str, Ready],
+    mesh: Mesh,
+    loss_at: int,
+    record: Record,
+    *,
+    rounds: int,
+    end: float,
+    prefix: str = "",
+) -> bool:
+    """A sample of each way a round; False if time was over before all had theirs."""
+    rows = {name: record.data["ways"][prefix + name] for name in made}
+    names = list(made)
+    for turn in range(rounds):
+        shift = turn % max(1, len(names))
+        for name in [*names[shift:], *names[:shift]]:
+            if time.monotonic() > end:
+                record.write()
+                return False
+            try:
+                # The first run of a program sets up its communication, too.
+                warm_up = WARM_UP + 2 if turn == 0 else WARM_UP
+                ms, losses = sample(made[name], mesh, loss_at, warm_up)
+            except jax.errors.JaxRuntimeError as error:
+                rows[name] |= {"status": "failed", "reason": str(error)[:400]}
+                names.remove(name)
+                continue
+            rows[name]["samples_ms"].append(round(ms, 4))
+            rows[name].setdefault("losses", losses)
+        record.write()
+        if turn + 1 == LOOKS:
+            kept = _still_in(rows)
+            for name in [one for one in names if one not in kept]:
+                names.remove(name)
+                rows[name]["note"] = f"out after {LOOKS} rounds"
+    medians = {n: statistics.median(rows[n]["samples_ms"]) for n in names}
+    say(", ".join(f"{prefix}{name} {ms:.2f} ms" for name, ms in medians.items()))
+    return True
+
+
+def _still_in(rows: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """The ways that are not far behind the best of their group."""
+    best: dict[str, float] = {}
+    times = {
+        name: min(row["samples_ms"])
+        for name, row in rows.items()
+        if row["samples_ms"] and row["status"] == "ok"
+    }
+    for name, ms in times.items():
+        group = rows[name]["group"]
+        best[group] = min(ms, best.get(group, ms))
+    return {n for n, ms in times.items() if ms <= STAYS * best[rows[n]["group"]]}
+
+
+# ---------------------------------------------------------------------------- pieces
+
+
+def run_piece(piece: Piece, given: argparse.Namespace) -> None:
+    """Plans and compares; in a process of its own."""
+    platform.select("cpu" if given.tiny else None, AXES)
+    mesh = planning_mesh(platform.make_mesh(AXES))
+    sizes = piece.options(given.tiny)
+    record = Record(given.out / piece.file)
+    record.write(
+        piece=piece.name,
+        model=piece.model,
+        kind=piece.kind,
+        options=dict(sizes),
+        p2p_disabled=os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"),
+        environment=dict(environment_parts(list(mesh.devices.flat))),
+        date=time.strftime("%Y-%m-%d"),
+        steps_in_a_sample=STEPS,
+    )
+    session = session_of(piece.zoo_model, sizes, mesh)
+    say(f"{piece.name}: traced in {session.seconds:.1f} s; planning")
+    numbers = jax.tree.unflatten(
+        session.lowering.out_tree, range(session.lowering.out_tree.num_leaves)
+    )
+    loss_at = numbers[1]["loss"]
+    work = given.work / piece.model
+    work.mkdir(parents=True, exist_ok=True)
+    maker = Maker(piece, session, work, given.tiny)
+    turns = partial(
+        time_in_turn, mesh=mesh, loss_at=loss_at, record=record, rounds=given.rounds
+    )
+    if piece.kind == "budgets":
+        done = _under_budgets(session, work, maker, record, turns, given)
+        record.write(done=done)
+        return
+    found = planned(session, work, PlannerSettings())
+    say(f"{piece.name}: planned in {found.seconds:.1f} s, {found.outcome.winner.name}")
+    record.write(planning=found.about())
+    if piece.kind == "sharding":
+        alone = planned(session, work, PlannerSettings(choose=("sharding",)))
+        record.write(planning_sharding=alone.about())
+        other = cfp_way(maker, "sharding", alone.outcome.winner)
+        ways = (*plan_and_presets(found, maker, 0), ("sharding alone", other))
+    else:
+        ways = ways_of(piece, found, maker, record)
+    made = compiled(ways, record)
+    say(f"{piece.name}: compiled; timing")
+    record.write(done=turns(made, end=given.until))
+
+
+def _under_budgets(
+    session: Session,
+    work: Path,
+    maker: Maker,
+    record: Record,
+    turns: Callable[..., bool],
+    given: argparse.Namespace,
+) -> bool:
+    """The plan and the best preset under each budget; True if all were reached."""
+    free = planned(session, work, PlannerSettings())
+    record.write(planning=free.about())
+    needs = [
+        row.peak_bytes
+        for row in free.outcome.rows
+        if row.name.startswith(DATA_PARALLEL) and row.peak_bytes
+    ]
+    if not needs:
+        choice = next(
+            one
+            for name, one in free.profiles.presets.items()
+            if name.startswith(DATA_PARALLEL)
+        )
+        needs = [maker.by_cfp(Candidate(DATA_PARALLEL, choice)).built.peak_bytes]
+    whole_bytes = min(needs)
+    record.data.setdefault("budgets", {})
+    record.write(data_parallel_bytes=whole_bytes)
+    for share in SHARES:
+        title, budget = f"{share:.0%}", int(share * whole_bytes)
+        known = record.data["ways"].get(f"{title}: planned", {}).get("samples_ms", ())
+        if len(known) >= given.rounds:
+            continue
+        if time.monotonic() > given.until - 20:
+            return False
+        say(f"budget {title}, {budget / 2**30:.2f} GiB")
+        try:
+            found = planned(session, work, PlannerSettings(), budget)
+        except MemoryBudgetError as error:
+            row = {"bytes": budget, "least_bytes": error.smallest_feasible_bytes}
+            record.data["budgets"][title] = row
+            record.write()
+            continue
+        record.data["budgets"][title] = {"bytes": budget, **found.about()}
+        made = compiled(plan_and_presets(found, maker, 1), record, f"{title}: ")
+        if not turns(made, end=given.until, prefix=f"{title}: "):
+            return False
+    return True
+
+
+# ------------------------------------------------------------------------ the whole
+
+
+def torch_command(piece: Piece, file: Path, rounds: int, tiny: bool) -> list[str]:
+    """The command that times PyTorch on a piece's model."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words += ["--nproc-per-node", "2", "alpa_test/pytorch/run.py"]
+    words += ["--model", piece.zoo_model, "--compile", "yes", "--json", str(file)]
+    words += ["--strategies", "FSDP2, kept gathered", "--rounds", str(rounds)]
+    words += ["--steps", str(STEPS), "--warmup", "1.5"]
+    words += ["--backend", "gloo"] if tiny else []
+    known = "hidden heads ffn seq vocab batch layers experts expert_group_size dtype"
+    for name, value in piece.options(tiny).items():
+        if name in known.split():
+            words += [f"--{name}", str(value)]
+    return words
+
+
+@contextmanager
+def _links(piece: Piece) -> Iterator[dict[str, str]]:
+    """The environment of a piece's processes."""
+    found = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+    found |= {"OMP_NUM_THREADS": "4", "TORCHINDUCTOR_COMPILE_THREADS": "8"}
+    if piece.kind == "off":
+        found["NCCL_P2P_DISABLE"] = "1"
+    yield found
+
+
+def run_all(given: argparse.Namespace) -> None:
+    """Runs what is missing, a piece after the other, until time is over."""
+    given.out.mkdir(parents=True, exist_ok=True)
+    given.work.mkdir(parents=True, exist_ok=True)
+    end = _STARTED + given.seconds
+    if given.torch:
+        # Read from the disk while the first step is traced; a process takes long to.
+        subprocess.Popen([sys.executable, "-c", "import torch._inductor.compile_fx"])
+    for piece in map(Piece.of, given.pieces):
+        torch_file = given.out / f"torch_{piece.file}l"
+        with_torch = piece.kind in ("", "off")
+        wants_torch = with_torch and given.torch and not torch_file.exists()
+        with _links(piece) as environment:
+            left = end - time.monotonic()
+            record = Record(given.out / piece.file)
+            if not record.data["done"]:
+                if left < LEAST_SECONDS[piece.kind]:
+                    continue
+                if record.data["ways"] and piece.kind != "budgets":
+                    record.path.rename(_before(record.path))
+                reserve = TORCH_SECONDS if wants_torch else 8.0
+                words = [sys.executable, "-m", "cfp_test.bench.side_by_side"]
+                words += ["--out", str(given.out), "--work", str(given.work)]
+                words += ["--rounds", str(given.rounds), "--role", piece.name]
+                words += ["--until", f"{end - reserve:.1f}"]
+                words += ["--tiny"] if given.tiny else []
+                say(f"=== {piece.name}, for at most {left - reserve:.0f} s")
+                _run(words, environment, left - 4, given.out / f"{piece.file}.log")
+            left = end - time.monotonic()
+            if wants_torch and left > 25:
+                say(f"=== {piece.name}, PyTorch")
+                words = torch_command(piece, torch_file, given.rounds, given.tiny)
+                log = given.out / f"torch_{piece.file}.log"
+                _run(words, environment, left - 4, log)
+    say("over")
+
+
+def _before(path: Path) -> Path:
+    """A name for what an earlier run of a piece came to, which was cut off."""
+    names = (path.with_name(f"{path.stem}_before{n}.json") for n in range(1, 100))
+    return next(one for one in names if not one.exists())
+
+
+def _run(
+    words: Sequence[str], environment: Mapping[str, str], seconds: float, log: Path
+) -> None:
+    """Runs a command for so long at most; what it prints goes to a file."""
+    with log.open("a") as out:
+        try:
+            done = subprocess.run(
+                words,
+                env=environment,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            say("  cut off, since time is over")
+            return
+    lines = log.read_text().splitlines()
+    say(f"  exit status {done.returncode}: {lines[-1][:400] if lines else ''}")
+
+
+def _reached(data: Mapping[str, Any]) -> int:
+    """The number of samples of the plan in a piece."""
+    return len(data["ways"].get("planned", {}).get("samples_ms", ()))
+
+
+def joined(folder: Path) -> dict[str, Any]:
+    """All pieces of a folder as plain data, PyTorch's rows with them."""
+    pieces = []
+    for name in PIECES:
+        piece = Piece.of(name)
+        stem = Path(piece.file).stem
+        files = [folder / piece.file, *folder.glob(f"{stem}_before*.json")]
+        found = [json.loads(one.read_text()) for one in files if one.exists()]
+        if not found:
+            continue
+        data = max(found, key=_reached)
+        torch_file = folder / f"torch_{piece.file}l"
+        if torch_file.exists():
+            lines = torch_file.read_text().splitlines()
+            data["pytorch"] = [json.loads(line) for line in lines]
+        pieces.append(data)
+    return {"format": 1, "pieces": pieces}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=560)
+    parser.add_argument("--pieces", nargs="+", default=PIECES)
+    parser.add_argument("--rounds", type=int, default=8)
+    temporary = Path(tempfile.gettempdir()) / "cfp_side_by_side"
+    parser.add_argument("--work", type=Path, default=temporary)
+    parser.add_argument("--no-torch", dest="torch", action="store_false")
+    parser.add_argument("--tiny", action="store_true", help="virtual CPU devices")
+    parser.add_argument("--join", type=Path, help="write all of --out to this file")
+    parser.add_argument("--role", help=argparse.SUPPRESS)
+    # As `time.monotonic` counts, which is the same in all processes of a machine.
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.join:
+        given.join.write_text(json.dumps(joined(given.out), indent=1) + "\n")
+    elif given.role:
+        run_piece(Piece.of(given.role), given)
+    else:
+        run_all(given)
+
+
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,7 @@ from cfp.search.choices import Kernels
 from cfp.search.jobs import constraints_of
 from cfp.settings import ConstraintLevel
 from cfp_test.attention.matrix import ALLOWED, STRATEGIES, packed
-from cfp_test.gpu.place import Failed, Place
+from cfp_test.gpu.place import Failed, Place, note
 from cfp_test.programs.kernels import differentiable, kernel
 from cfp_test.random_steps.check import Subject
 from cfp_test.random_steps.compare import MOST_ALLOWED
@@ -35,8 +35,6 @@ from cfp_test.random_steps.program import Built
 
 # Parts of the vocabulary, where a cross-entropy is computed in parts, under these.
 _PARTS, _IN_PARTS = 4, ("data_parallel", "tensor_parallel")
-# Tuning changes no result, and takes all GPUs for itself.
-_UNTUNED = {"xla_gpu_autotune_level": "0"}
 _MOST_THREADS = 8
 # Relative L2 distances of what follows from products in TF32, or a kernel in bfloat16.
 _TF32 = _NARROW = 1e-2
@@ -65,14 +63,19 @@ def presets_and_plans(place: Place) -> str:
 
 def _model(name: str, options: Any, place: Place) -> str:
     with jax.default_matmul_precision("highest"):
+        note(f"{name}: one device")
         subject = subject_of(name, options, place)
         ways, allowed = presets(subject.analysis.frame), subject.allowed()
+        note(f"{name}: presets")
         for way, compiled in _compiled(subject, ways, place):
             _compare(f"{name}, {way}", subject, compiled, allowed)
             check_held(name, way, subject, compiled)
+        note(f"{name}: planning")
         plan = _plan(subject.built, place)
+        note(f"{name}: its plan")
         _compare(f"{name}, the plan", subject, plan.compile_bound(), allowed)
     # Products with a precision of their own are not found to be a cross-entropy's.
+    note(f"{name}: in parts")
     plain = subject_of(name, options, place)
     parts = in_parts(plain)
     least = _TF32 if place.is_gpu else 0.0
@@ -129,11 +132,9 @@ def _compiled(
     subject: Subject, ways: Mapping[str, Choice], place: Place
 ) -> Iterator[tuple[str, CompiledStep]]:
     """Compiles a step in several ways, some at once."""
-    options = _UNTUNED if place.is_gpu else {}
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
         built = [
-            pool.submit(compile_choice, subject, choice, options=options)
-            for choice in ways.values()
+            pool.submit(compile_choice, subject, choice) for choice in ways.values()
         ]
         for name, one in zip(ways, built, strict=True):
             yield name, one.result()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -90,7 +91,7 @@ ON_GPUS = Sizes(
     dtype="bfloat16",
     turns=12,
     calls=5,
-    settings={"per_kind": 2, "seconds": 10.0},
+    settings={"per_kind": 2, "seconds": 10.0, "compiler_options": {}},
     planned_settings={"seconds": 80.0},
 )
 ON_CPUS = Sizes(
@@ -185,6 +186,17 @@ def child_environment() -> dict[str, str]:
     """Returns this process's environment, with which another finds the same modules."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def untuned() -> dict[str, str]:
+    """Returns variables with which XLA tunes no kernels, beside its flags here."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {"XLA_FLAGS": f"{flags} --xla_gpu_autotune_level=0".strip()}
+
+
+def note(text: str) -> None:
+    """Says what a check is at, for one that is ended before it ends."""
+    print(f"{time.strftime('%X')} {text}", file=sys.stderr, flush=True)
 
 
 def tail(text: str, characters: int = 600) -> str:

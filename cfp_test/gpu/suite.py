@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cfp_test.gpu.place import Place, child_environment, tail
+from cfp_test.gpu.place import Place, child_environment, tail, untuned
 from cfp_test.gpu.planted import FAULTS
 
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
@@ -46,12 +46,15 @@ class Check:
             `Failed` where the check does not hold.
         devices: that it takes at least: there is nothing to shard over one.
         alone: whether it is for machines of one device only.
+        tuned: whether the compiler tunes kernels for what the check runs; it takes
+            most of a compile, and changes times and no result.
     """
 
     what: str
     home: str
     devices: int = 2
     alone: bool = False
+    tuned: bool = False
 
 
 # To add a check: a function of `Place`, and its line here.
@@ -87,16 +90,19 @@ CHECKS = {
         what="one GPU plays two: planned for, within a budget, too, and nothing is "
         "measured twice",
         home="plans.one_plays_two",
+        tuned=True,
         devices=1,
         alone=True,
     ),
     "best preset": Check(
         what="the plan is no slower than the best preset, beyond noise",
         home="plans.no_slower",
+        tuned=True,
     ),
     "memory budget": Check(
         what="a plan within a budget uses no more, as the device counts it",
         home="plans.budget",
+        tuned=True,
     ),
 }
 # What checks have done in processes of their own.
@@ -133,7 +139,8 @@ def run_check(name: str, place: Place, devices: int, seconds: float) -> Outcome:
         said = "no time was left; --seconds gives more"
         return Outcome(name=name, what=what, outcome=FAILED, said=said, seconds=0.0)
     began = time.monotonic()
-    code, out, err = _end_of(place.command(name), seconds)
+    variables = {} if CHECKS[name].tuned else untuned()
+    code, out, err = _end_of(place.command(name), seconds, variables)
     took = time.monotonic() - began
     try:
         found = json.loads(out.splitlines()[-1])
@@ -169,11 +176,13 @@ def run_planted(name: str, place: Place, devices: int, seconds: float) -> Outcom
     )
 
 
-def _end_of(command: Sequence[str], seconds: float) -> tuple[int | None, str, str]:
+def _end_of(
+    command: Sequence[str], seconds: float, variables: Mapping[str, str] | None = None
+) -> tuple[int | None, str, str]:
     """Runs a command, with all that it starts; its code is None if it was ended."""
     process = subprocess.Popen(
         command,
-        env=child_environment(),
+        env={**child_environment(), **(variables or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -46,8 +46,14 @@ def plan_of(target: Target, mesh: jax.sharding.Mesh, folder: Path, **options) ->
 
 
 def digest(plan: Plan) -> str:
-    """What the step is compiled from, and the figures, in a few letters."""
-    return hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
+    """What the step is compiled from, and the figures, in a few letters.
+
+    Each process has its own clock, and so its own seconds of planning.
+    """
+    found = json.loads(plan.to_json())
+    found["search"].pop("planning_seconds", None)
+    text = json.dumps(found, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def choice_digest(plan: Plan) -> str:

@@ -40,8 +40,8 @@ from cfp_test.scripts.rows import Rows
 from cfp_test.scripts.soak import compare, make_step, stored
 
 KILL, INTERRUPT, MEMORY = "kill", "interrupt", "memory"
-# Runs after the first, at one of which a fault comes. A planning of the step has nine
-# or more on virtual devices; one with fewer ends without its fault, and its row says so.
+# Runs at one of which a fault comes, after the first. A planning of the step has nine
+# or more on virtual devices; one with fewer ends without its fault: its row says so.
 RUNS = 8
 _GUARD_SECONDS = 240.0
 _STORE = "store"

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from cfp_test import three_passes
+from cfp_test.results.seeds import page
 from cfp_test.scripts.seeds import Command, chosen, commands, main, run
+from cfp_test.scripts.seeds_collect import collected
 
 
 def options_of(tmp_path, **more):
@@ -98,3 +100,29 @@ def test_rows_of_earlier_runs_are_kept(tmp_path, monkeypatch, capsys):
         (name, name) for name in ("a1", "a2", "b1")
     ]
     assert capsys.readouterr().out.count("exit code 0") == 3
+
+
+def test_a_page_is_made_of_what_commands_left(tmp_path):
+    """It names what was not reached, and no folder of the machine."""
+    out = tmp_path / "out"
+    out.mkdir()
+    words = f"python3 {out}/a --json {out}/several.json"
+    rows = [
+        {"name": "processes", "command": f"/usr/bin/{words}", "code": 0},
+        {"name": "gpt_A100_8GPU_24x2", "command": f"sh {out}/x.sh", "code": None},
+    ]
+    common = {"seconds": 9.0, "tail": "", "date": "2026-11-26T10:00:00"}
+    text = json.dumps([{**row, **common} for row in rows])
+    (out / "seeds.json").write_text(text)
+    row = {"trial": 0, "fault": "kill", "at": 2, "met": True, "stored": 5, "again": 1}
+    row |= {"more": 2, "off": 1e-7, "seconds": 3.0}
+    (out / "faults.json").write_text(json.dumps({"rows": [row]}))
+    found = collected([out], "Two devices,", "abc")
+    assert [row["command"] for row in found["commands"]] == [
+        "python a --json several.json",
+        "sh x.sh",
+    ]
+    made = page(found, "some", "two devices")
+    assert "| kill | 1 | 1 | 5 to 5 | 1 | 1 | 2 to 2 | 1.0e-07 | 3 to 3 |" in made
+    assert "| gpt_A100_8GPU_24x2 | its time was over | 9 |" in made
+    assert str(tmp_path) not in made

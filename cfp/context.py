@@ -30,6 +30,7 @@ from cfp.settings import (
     LIMITED_MEMORY,
     PLANS_BY_ESTIMATE,
     REACH_BY_ESTIMATE,
+    RUNS_PLAYED,
     ConstraintLevel,
     Dimension,
     PlatformDefaults,
@@ -102,6 +103,11 @@ class PlanContext:
         mesh = self.mesh.stand_in if isinstance(self.mesh, DescribedMesh) else self.mesh
         assert mesh is not None, "it is described, and nothing is compiled for it"
         return mesh
+
+    @property
+    def plays(self) -> bool:
+        """True if one device runs computations of several that are described."""
+        return self.stand_in is not None and self.stand_in.place is not None
 
     @property
     def budget_bytes(self) -> int | None:
@@ -257,6 +263,7 @@ def _rules(
     return replace(
         usual,
         estimates=isinstance(mesh, DescribedMesh) or (usual.estimates and unasked),
+        rounds=RUNS_PLAYED if stand_in else usual.rounds,
         plans=settings.plans or (PLANS_BY_ESTIMATE if stand_in else usual.plans),
         levels=levels,
         later_levels=tuple(one for one in later if one not in levels),

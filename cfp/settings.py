@@ -68,10 +68,13 @@ LIMITED_TIME = 1.1
 # Candidates that are compiled and do not fit, until no others are, but for those known
 # to fit; then as many smaller ones at most, or none where time is over. Guess.
 MOST_REFUSED = 8
-# Candidates that are compiled one after another where no kernel is tuned yet. One H200
-# that played two had the first of 18 after 86 s and all after 96, compiled at once and
-# beside another model; after 10 and 75 s with these first, alone.
-TUNED_FIRST = 3
+# Where no kernel is tuned yet, so many candidates are compiled before all others, and
+# so many side by side. One H200 that played two had the first of 18 after 86 s and all
+# after 96, compiled six at once and beside another model; with three first, alone,
+# after 10, 14 and 19 s, and the other 15 after 55 s, six at once: as many seconds each
+# as one by one, since one GPU tunes for all. With fewer begun, fewer are late.
+TUNED_FIRST = 1
+TUNING_AT_ONCE = 2
 # A link is slow that sends less than this share of what memory moves: four H200 send 7
 # % of it over NVLink, and 0.5 % with NCCL_P2P_DISABLE=1.
 SLOW_LINK_SHARE = 1 / 32
@@ -88,6 +91,12 @@ REACH_ON_SLOW_LINKS = 1.1
 # estimates were off by 1.4 against each other at most.
 REACH_BY_ESTIMATE = 1.4
 PLANS_BY_ESTIMATE = 3
+# Where one device plays several, computations of leaders run so many times, in turn:
+# of 14 programs on an H200 the medians of three of eight such runs differ by 0.3 %, one
+# run by 3 % at most (docs/results/played_links_h200x2_202611.json). A run takes so many
+# seconds, with its inputs: 24 took 50 s.
+RUNS_PLAYED = 3
+PLAYED_RUN_SECONDS = 2.0
 # What is slower than this many times the fastest of a turn is left out: after the first
 # turn, which is a look, and between two races; and after each later one. decisions.md,
 # "Planning in half the time".

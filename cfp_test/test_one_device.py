@@ -25,7 +25,7 @@ from cfp.profiling.processes import TOPOLOGY_SETTING
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.report.tables import plan_text
-from cfp.settings import defaults_of
+from cfp.settings import RUNS_PLAYED, defaults_of
 from cfp_test.analysis.stacks import ADAM, plain, stack_of
 
 # What one GPU has in its environment that virtual devices lack.
@@ -164,7 +164,9 @@ def test_what_runs_is_one_devices_computation(folder, monkeypatch):
     monkeypatch.setattr(runner, "execute", noted)
     how = {"preset": "data_parallel", "donate_argnums": 0, "cache_dir": folder}
     cfp.plan(step, *arguments(48), mesh=playing("4xh200"), **how)
-    [(built, kinds, devices, checked)] = ran
+    assert len(ran) == RUNS_PLAYED
+    assert len({id(built.compiled) for built, *_ in ran}) == 1
+    built, kinds, devices, checked = ran[0]
     assert (devices, checked) == (1, True)
     assert {kind.shape for kind in kinds} == {(256, 512), (512, 256), (12, 256)}
     text = built.compiled.as_text()
@@ -194,7 +196,24 @@ def test_with_more_devices_only_other_shapes_run(ran, folder):
     assert len(ran) == before
     assert eight.predicted_ms > four.predicted_ms  # More is sent, over the network.
     cfp.plan(step, *arguments(256), mesh=mesh, **how)
-    assert len(ran) == before + 1
+    assert len({*ran[before:]}) == 1
+
+
+def test_options_that_move_collectives_are_predicted_from_one_computation(
+    ran, tmp_path
+):
+    """Nothing but the schedule differs, so that no sample's noise decides."""
+    before = len(ran)
+    how = {"preset": "data_parallel", "donate_argnums": 0, "cache_dir": tmp_path}
+    plan = cfp.plan(step, *arguments(80), mesh=playing("4xh200"), **how)
+    assert len({*ran[before:]}) == 1 and len(ran) == before + RUNS_PLAYED
+    rows = {row.name: row for row in plan.race if row.predicted_ms}
+    options = defaults_of("gpu").compiler_options
+    assert {*rows} >= {"data_parallel", *(f"data_parallel, {one}" for one in options)}
+    assert {row.rung for row in rows.values()} == {"one device"}
+    # This compiler moves nothing for options of GPUs.
+    assert len({row.predicted_ms for row in rows.values()}) == 1
+    assert plan.winner == "data_parallel" and not plan.options
 
 
 def test_when_time_is_over_the_whole_program_is_not_compiled(

@@ -10,7 +10,8 @@
    The time is stored under a digest of the compiled text without what differs between
    devices (:func:`computation_of`), so that no computation is timed twice: neither of
    two plans, nor of one plan for 64 and for 1,024 devices whose shards have equal
-   shapes. Without a device the computation is estimated from rates.
+   shapes, nor with compiler options that join or move collectives alone. Without a
+   device the computation is estimated from rates.
 2. Copies that stand for gathers are taken off, by the rate of the memory.
 3. Collectives are added by their curves: hidden behind the computation that the
    program's schedule puts between their start and their end, each slowing down the
@@ -22,14 +23,17 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from types import MappingProxyType
 
 from jax.sharding import Mesh
 
 from cfp.cost.schedule import Schedule, Sent, schedule_of
 from cfp.profiling.builder import Built, Job
+from cfp.profiling.compiler_options import moves_collectives
 from cfp.profiling.hlo_text import modules_in
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.meter import limits_of
@@ -38,6 +42,7 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import TimingOptions, run_local
 from cfp.profiling.store import ProfileStore
 from cfp.program.graph import Program
+from cfp.settings import RUNS_PLAYED
 
 _KERNEL_MS = 0.002  # From one kernel to the next, about.
 _HALVINGS = 20  # Of a range of clocks.
@@ -192,17 +197,22 @@ def _computation(
     schedule: Schedule, rates: Rates, measured_ms: float | None, constants: Constants
 ) -> list[float]:
     """Milliseconds of each part of the computation, without anything beside it."""
+    parts = _estimated(schedule, rates, constants)
+    if measured_ms is None:
+        return parts
+    total = sum(parts)
+    return [ms / total * measured_ms for ms in parts] if total else [measured_ms]
+
+
+def _estimated(schedule: Schedule, rates: Rates, constants: Constants) -> list[float]:
+    """Milliseconds of each part of the computation, by rates alone."""
     rate = rates.matmul_flops_per_ms["bfloat16"] * constants.sustained
     products = [one.flops / rate for one in schedule.computed]
     others = [
         rates.memory_ms(one.moved_bytes) + _KERNEL_MS * one.kernels
         for one in schedule.computed
     ]
-    parts = [a + b for a, b in zip(products, others, strict=True)]
-    if measured_ms is None:
-        return parts
-    total = sum(parts)
-    return [ms / total * measured_ms for ms in parts] if total else [measured_ms]
+    return [a + b for a, b in zip(products, others, strict=True)]
 
 
 def computed_alone_ms(schedule: Schedule, rates: Rates, local_ms: float) -> float:
@@ -253,7 +263,8 @@ def _axes(one: Sent, rates: Rates) -> tuple[str, ...]:
 UNTUNED: Mapping[str, str] = MappingProxyType(
     {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
 )
-# As long as in the runs that `Constants` are fitted on, less what repeats.
+# One run, whose median counts: as long as in the runs that `Constants` are fitted on,
+# less what repeats.
 _TIMING = TimingOptions(
     warmup_seconds=0.4, min_samples=3, max_samples=6, budget_seconds=1.2
 )
@@ -330,9 +341,32 @@ class Predicted:
     schedule: Schedule | None = field(default=None, repr=False)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Computation:
+    """One device's computation, which programs with other collectives share.
+
+    Attributes:
+        key: where its times are kept, one for each run.
+        built, job, program, mesh: how it is run.
+        schedule: of the program that it was compiled from.
+    """
+
+    key: ProfileKey
+    built: Built
+    job: Job
+    program: Program
+    mesh: Mesh
+    schedule: Schedule
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPredictor:
     """Times programs for devices that are not all here; a `MeasureOptions.run`.
+
+    In each turn of a race a computation runs once more, so that a drift of the clock
+    meets all alike, and gives one sample: within a run samples differ by 3 %, as the
+    clock sinks, and medians of runs in turn by 0.3 % (14 programs on an H200, eight
+    runs each: ``docs/results/played_links_h200x2_202611.json``).
 
     Attributes:
         rates: of the described devices.
@@ -343,6 +377,8 @@ class StepPredictor:
         constants: of the device kind.
         known: what was found, by key.
         timed: computations that were timed just now.
+        turns: how often each was asked for, by key.
+        computations: by the program, whatever joins or moves its collectives.
     """
 
     rates: Rates
@@ -352,67 +388,107 @@ class StepPredictor:
     constants: Constants = field(default_factory=Constants)
     known: dict[str, Predicted] = field(default_factory=dict, repr=False)
     timed: list[str] = field(default_factory=list, repr=False)
+    turns: Counter[str] = field(default_factory=Counter, repr=False)
+    computations: dict[Parts, _Computation] = field(default_factory=dict, repr=False)
 
     def __call__(
         self, built: Built, job: Job, program: Program, mesh: Mesh, **options: object
     ) -> ProfileRecord:
-        """The record of a whole step, whose samples are predictions."""
-        if built.key.digest not in self.known:
-            self.known[built.key.digest] = self._predicted(built, job, program, mesh)
-        return self.known[built.key.digest].record
+        """The record of a whole step, with the prediction of one turn."""
+        key = built.key.digest
+        turn = self.turns[key]
+        self.turns[key] += 1
+        found = self._predicted(built, job, program, mesh, turn)
+        self.known[key] = found
+        samples_ms = found.record.samples_ms
+        if not samples_ms:
+            return found.record
+        return replace(found.record, samples_ms=(samples_ms[turn % len(samples_ms)],))
 
     def _predicted(
-        self, built: Built, job: Job, program: Program, mesh: Mesh
+        self, built: Built, job: Job, program: Program, mesh: Mesh, turn: int
     ) -> Predicted:
         text = built.compiled.as_text() or ""
-        alone: Sequence[float | None] = [None]
-        timed_ms, seconds, highest = (), 0.0, 1.0
-        if self.place is not None:
-            found = self._alone(built, job, program, mesh, text)
-            if not found.ok:
-                # By itself the computation may need more memory, and not the program.
-                is_large = found.status == "out_of_memory"
-                status = "refused" if is_large else found.status
-                failed = built.record(status, reason=found.reason)
-                return Predicted(label=job.label, record=failed)
-            alone = timed_ms = found.samples_ms
-            seconds = found.run_seconds
-            highest = _headroom(found, *limits_of(mesh.local_devices[0]))
         schedule = schedule_of(text).merged()
+        if self.place is None:
+            step = step_time(schedule, self.rates, constants=self.constants)
+            record = built.record("ok", samples_ms=[step.total_ms])
+            return Predicted(label=job.label, record=record, schedule=schedule)
+        one = self.computations.get(_without_collectives(job)) or _Computation(
+            key=self._key(job, text),
+            built=built,
+            job=job,
+            program=program,
+            mesh=mesh,
+            schedule=schedule,
+        )
+        found = self._alone(one, turn)
+        if not found.ok:
+            # By itself the computation may need more memory, and not the program.
+            is_large = found.status == "out_of_memory"
+            status = "refused" if is_large else found.status
+            failed = built.record(status, reason=found.reason)
+            return Predicted(label=job.label, record=failed)
+        self.computations[_without_collectives(job)] = one
+        # Joined collectives may copy what they send, and fuse less.
+        own, its = (
+            sum(_estimated(each, self.rates, self.constants))
+            for each in (schedule, one.schedule)
+        )
         samples_ms = [
             step_time(
                 schedule,
                 self.rates,
-                computation_ms=None
-                if ms is None
-                else computed_alone_ms(schedule, self.rates, ms),
-                highest_clock=highest,
+                computation_ms=computed_alone_ms(one.schedule, self.rates, ms)
+                * (own / its if its else 1.0),
+                highest_clock=_headroom(found, *limits_of(mesh.local_devices[0])),
                 constants=self.constants,
             ).total_ms
-            for ms in alone
+            for ms in found.samples_ms
         ]
-        record = built.record("ok", samples_ms=samples_ms, run_seconds=seconds)
+        record = built.record(
+            "ok", samples_ms=samples_ms, run_seconds=found.run_seconds
+        )
         return Predicted(
-            label=job.label, record=record, alone_ms=timed_ms, schedule=schedule
+            label=job.label,
+            record=record,
+            alone_ms=found.samples_ms,
+            schedule=schedule,
         )
 
-    def _alone(
-        self, built: Built, job: Job, program: Program, mesh: Mesh, text: str
-    ) -> ProfileRecord:
-        """Measures the time of a program's computation by itself, once."""
-        key = self._key(job, text)
-        kept = self.store.get(key.digest)
+    def _alone(self, one: _Computation, turn: int) -> ProfileRecord:
+        """The times of a computation by itself, which runs once a turn if it can."""
+        kept = self.store.get(one.key.digest)
+        is_here = isinstance(one.built.local, Built)
         if kept is not None and kept.ok:
+            if not is_here or len(kept.samples_ms) > min(turn, RUNS_PLAYED - 1):
+                return kept
+        else:
+            kept = None
+        if is_here:
+            self.timed.append(one.key.digest)
+        built = replace(one.built, key=one.key)
+        found = run_local(built, one.job, one.program, one.mesh, timing=_TIMING)
+        if found.ok:
+            before = kept.samples_ms if kept else ()
+            samples_ms = (*before, median(found.samples_ms))
+            found = replace(found, samples_ms=samples_ms)
+        elif kept is not None:
             return kept
-        if isinstance(built.local, Built):
-            self.timed.append(key.digest)
-        record = run_local(replace(built, key=key), job, program, mesh, timing=_TIMING)
-        if isinstance(built.local, Built):
-            self.store.put(record, replace=True)
-        return record
+        if is_here:
+            self.store.put(found, replace=True)
+        return found
+
+    def keep_only(self, jobs: Sequence[Job]) -> None:
+        """Lets go of what was compiled of all other jobs."""
+        kept = {_without_collectives(job) for job in jobs}
+        for other in self.computations.keys() - kept:
+            del self.computations[other]
 
     def wants_local(self, job: Job, text: str) -> bool:
         """Returns True if the computation of a program is not known."""
+        if _without_collectives(job) in self.computations:
+            return False
         kept = self.store.get(self._key(job, text).digest)
         return kept is None or not kept.ok
 
@@ -426,3 +502,10 @@ class StepPredictor:
                 *(part for part in self.place if part[0] not in _PLAYED),
             )
         )
+
+
+def _without_collectives(job: Job) -> Parts:
+    """What tells a job's computation from others', whatever moves collectives."""
+    kept = [(name, value) for name, value in job.options if not moves_collectives(name)]
+    parts = (part for part in job.key.parts if part[0] not in ("race", "options"))
+    return (*parts, ("options", repr(kept)))

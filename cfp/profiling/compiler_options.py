@@ -35,6 +35,16 @@ _KNOWN = {
     "xla_disable_hlo_passes": re.compile("rematerialization"),
 }
 
+# What joins or moves collectives, and leaves what is computed as it is.
+_OF_COLLECTIVES = re.compile(
+    "xla_gpu_enable_latency_hiding_scheduler|xla_gpu_.*_combine_threshold_bytes"
+)
+
+
+def moves_collectives(name: str) -> bool:
+    """True if an option changes when collectives run and which run as one, only."""
+    return _OF_COLLECTIVES.fullmatch(name) is not None
+
 
 def refused_option(options: Any, allowed: Collection[str] = ()) -> str | None:
     """Returns the reason why options of a file are refused; None if they may be used.

@@ -30,7 +30,7 @@ from cfp.race.programs import (
     Skipped,
     was_refused,
 )
-from cfp.settings import MOST_REFUSED, TUNED_FIRST
+from cfp.settings import MOST_REFUSED, TUNED_FIRST, TUNING_AT_ONCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,10 @@ class Builder:
         mesh: the devices.
         store: where records are kept.
         budget_bytes: what a program may need on each device, or None.
-        end: from this moment on (`time.monotonic`) nothing else is compiled, once one
-            program is that fits, and none is timed again.
+        end: by this moment (`time.monotonic`) what is compiled and timed is expected to
+            be: nothing else is begun, once one program fits, and none is timed again.
+        run_seconds: time to leave for each program's first run, where one device plays
+            several, and for building the leader's variants and a run of it; else 0.
         options: how to build and to time.
         built: compiled programs by identity: used, and added to.
         stages: of planning: what compiling and timing these is.
@@ -54,6 +56,7 @@ class Builder:
     store: ProfileStore
     budget_bytes: int | None = None
     end: float = math.inf
+    run_seconds: float = 0.0
     options: MeasureOptions = field(default_factory=MeasureOptions)
     built: dict[str, Built] = field(default_factory=dict, repr=False)
     stages: tuple[Stage, Stage] = (Stage.WHOLE, Stage.LOOKS)
@@ -107,6 +110,14 @@ def build_each(
     most = default_threads(platform) if place is None else place.at_once
     done: list[str] = []
     too_large: list[str] = []
+    begun: list[str] = []
+    took = [one.build_seconds for one in built.values()]
+
+    def is_late() -> bool:
+        """True if another program would be ready, and run, after the end."""
+        build_seconds, run_seconds = (took or [0.0])[-1], builder.run_seconds
+        rest = (len(begun) + 2) * run_seconds + build_seconds if run_seconds else 0.0
+        return time.monotonic() + build_seconds + rest > builder.end
 
     def build_in_time(digest: str) -> Built | ProfileRecord | None:
         one = wanted[digest]
@@ -114,12 +125,15 @@ def build_each(
         if (ready := built.get(one.identity)) is not None:
             outcome = replace(ready, key=one.job.key)
         # Several processes have clocks of their own.
-        elif agreement.alone and enough and time.monotonic() > builder.end:
+        elif agreement.alone and enough and is_late():
             return None
         else:
+            begun.append(digest)
             where = one.place or (builder.program, mesh)
+            started = time.monotonic()
             with marks.doing(one.job.key, one.job.label, "build"):
                 outcome = build(*where, one.job, environment)
+            took.append(time.monotonic() - started)
         if isinstance(outcome, Built):
             built[one.identity] = outcome
             needed = one.ratios.memory * outcome.peak_bytes
@@ -130,9 +144,11 @@ def build_each(
     there = {digest for digest, one in wanted.items() if one.identity in built}
     found: dict[str, Built | ProfileRecord] = {}
     cache = environment.compilation_cache(platform)
+    first = 0
+    if environment.is_untuned(platform):
+        first, most = TUNED_FIRST, min(TUNING_AT_ONCE, most)
     with cache, CompilePool(marks.at_once(wanted, most)) as pool:
         builds: dict[str, Future[Built | ProfileRecord | None]] = {}
-        first = TUNED_FIRST if environment.is_untuned(platform) else 0
         for digest, one in wanted.items():
             builds[digest] = pool.start(
                 one.job.label,

@@ -211,7 +211,11 @@ def enough_that_fit(
         is_late = bool(near and fitting) and is_over()
         if not near or is_late:
             break
-        tried = [ways for ways in queue if ways[0] in near]
+        # The best preset comes second: there may be no time for all of them.
+        tried = sorted(
+            (ways for ways in queue if ways[0] in near),
+            key=lambda ways: near.index(ways[0]),
+        )
         queue = [ways for ways in queue if ways[0] not in near]
         sizes = compile_all([one for one, *_ in tried])
         for (one, *ways), compiled in zip(tried, sizes, strict=True):

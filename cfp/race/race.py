@@ -69,8 +69,10 @@ from cfp.settings import (
     LEADERS,
     LEADERS_ON_SLOW_LINKS,
     MOST_REFUSED,
+    PLAYED_RUN_SECONDS,
     REACH_ON_SLOW_LINKS,
     STAY_AFTER_LOOK,
+    STAY_AFTER_TURN,
     SURELY_TOO_LARGE,
     WHOLE_TRIES,
     ConstraintLevel,
@@ -86,6 +88,7 @@ def second_race(
     options: Mapping[str, Mapping[str, str]],
     levels: Sequence[ConstraintLevel] = (),
     leaders: int = LEADERS,
+    reach: float = STAY_AFTER_LOOK,
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Selects what races again: leaders, near ties, the best preset.
 
@@ -96,6 +99,7 @@ def second_race(
             after a look at all.
         levels: constraint levels at which presets race only if they lead.
         leaders: how many lead.
+        reach: what takes more times as long as the fastest does not race again.
 
     Returns:
         Those, and variants of leaders with options, and at levels; nothing if there
@@ -107,7 +111,7 @@ def second_race(
     # The plan may be a preset: one program, under two names.
     distinct = {one.candidate.key: one for one in reversed(ran)}
     able = [*distinct.values()][::-1][:leaders]
-    near_ms = STAY_AFTER_LOOK * min(map(time_ms, able), default=0.0)
+    near_ms = reach * min(map(time_ms, able), default=0.0)
     near = (one for one in (*able, *known) if one.ran and one.time_ms <= near_ms)
     varied = {one.candidate.key: one.candidate for one in near}
     keys = {one.candidate.key for one in raced}
@@ -151,6 +155,7 @@ class Run:
             store=context.store,
             budget_bytes=context.budget_bytes,
             end=context.end,
+            run_seconds=PLAYED_RUN_SECONDS if context.plays else 0.0,
             options=context.measure,
             built=self.built,
         )
@@ -188,6 +193,8 @@ class Run:
         where = (*self.context.environment, *race)
         programs = programs_of(self.analysis, candidates, where, truncated)
         builder = replace(self.builder, stages=stages)
+        if race == SECOND:
+            builder = replace(builder, run_seconds=0.0)
         return self._noted(race_programs(builder, programs, rounds))
 
     def _noted(self, results: list[RaceResult]) -> list[RaceResult]:
@@ -205,19 +212,25 @@ class Run:
         raced = self.time(candidates, rounds, truncated=truncated)
         leaders = LEADERS_ON_SLOW_LINKS if self.has_slow_links else LEADERS
         variants = rules.compiler_options, rules.later_levels
-        first, new = second_race(raced, *variants, leaders)
+        is_predicted = context.stand_in is not None
+        reach = STAY_AFTER_TURN if is_predicted else STAY_AFTER_LOOK
+        first, new = second_race(raced, *variants, leaders, reach)
         stages, outlook = (Stage.VARIANTS, Stage.TURNS), context.measure.outlook
         if not new or context.agreement.is_over(context.end):
             outlook.expect(dict.fromkeys(stages, 0))
-            return Ranking((), raced)
+            return Ranking((), raced, is_predicted)
         names = {one.name for one in first}
         kept = {one.program.identity for one in raced if one.name in names}
         for identity in self.built.keys() - kept:
             del self.built[identity]
+        if context.stand_in is not None:
+            kept = [one.program.job for one in raced if one.name in names]
+            context.stand_in.keep_only(kept)
         again = self.time([*first, *new], rules.rounds, SECOND, truncated, stages)
         outlook.expect(dict.fromkeys(stages, 0))
         # What was not among the leaders has lost already, at another time.
-        return Ranking(again, [one for one in raced if one.name not in names])
+        others = [one for one in raced if one.name not in names]
+        return Ranking(again, others, is_predicted)
 
     def attempts(
         self,
@@ -499,7 +512,8 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     ranking = run.rank(near, short)
     if ranking.best is None:
         return None
-    if context.stand_in is not None and time.monotonic() > context.end:
+    ready = time.monotonic() + _whole_seconds(run, ranking.best)
+    if context.stand_in is not None and ready > context.end:
         return _late_answer(run, ranking.sieved(context.budget_bytes), left)
     timed = time.perf_counter()
     ranked = [ranking.best, *sorted(ranking.results, key=time_ms)]
@@ -523,6 +537,12 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     return run.outcome(won, rows, made, counts, results=ranking.results)
 
 
+def _whole_seconds(run: Run, short: RaceResult) -> float:
+    """Time to compile the whole program of a truncated one, about."""
+    built = run.built.get(short.program.identity)
+    return built.build_seconds * short.program.ratios.time if built else 0.0
+
+
 def _late_answer(
     run: Run, ranking: Ranking, candidates: Sequence[Candidate]
 ) -> RaceOutcome:
@@ -541,7 +561,7 @@ def _late_answer(
     shorts = [truncate(run.analysis, problem, [one.choice], kept) for one in ways]
     pairs = zip(ways, shorts, strict=True)
     for one, short in sorted(pairs, key=lambda pair: pair[1] is None):
-        tried = Ranking((), run.time([one], 1, truncated=short))
+        tried = Ranking((), run.time([one], 1, truncated=short), is_predicted=True)
         tried = tried.sieved(run.context.budget_bytes)
         results[one.name], best = tried.others[0], tried.best
         if best or short is None:  # Whole, one takes as long as all of the others.

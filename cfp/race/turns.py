@@ -145,7 +145,10 @@ def _run_in_turn(
         with marks.doing(one.job.key, one.job.label, "run", expected_ms):
             return run_one(ready[digest], one.job, *place, timing=timing)
 
-    if order and not defaults.estimates and not agreement.is_over(builder.end):
+    # What predicts steps warms up the device by itself, for each program.
+    is_played = builder.options.run is not None
+    warms_up = not (defaults.estimates or is_played)
+    if order and warms_up and not agreement.is_over(builder.end):
         builder.options.tell("warming up the devices")
         warm = timed(order[0], _WARM_UP_ELSEWHERE)
         if not warm.ok:
@@ -157,6 +160,8 @@ def _run_in_turn(
         timing = _timing(platform, min(known, default=None))
         of = f"{rounds}" if turn < rounds else f"at most {most}"
         for place in range(len(order)):
+            if is_played and turn and agreement.is_over(builder.end):
+                break
             digest = order[(place + turn) % len(order)]
             label = by_key[digest].job.label
             rest = max(1, rounds - turn) * len(order) - place
@@ -287,10 +292,13 @@ class Ranking:
         leaders: timed again, and variants of them; empty where there was no second
             race. What won is one of them, if any of them ran.
         others: those that lost before, at another time.
+        is_predicted: whether times are predictions of steps, of which the shortest is
+            the best: what one is off by is not in the spread of its samples.
     """
 
     leaders: Sequence[RaceResult]
     others: Sequence[RaceResult]
+    is_predicted: bool = False
 
     @property
     def results(self) -> list[RaceResult]:
@@ -303,8 +311,9 @@ class Ranking:
         """Returns the fastest result, and those as fast as it.
 
         That is within 1 %, if each has two samples or more, or within the spread of
-        samples, if there are enough to tell. What was timed for a larger budget,
-        and is too large for this one, ties with nothing.
+        samples, if there are enough to tell. Predictions tie only if they are equal.
+        What was timed for a larger budget, and is too large for this one, ties with
+        nothing.
         """
         ran = [one for one in self.leaders if one.ran] or [
             one for one in self.others if one.ran
@@ -314,6 +323,8 @@ class Ranking:
         fastest = min(ran, key=time_ms)
 
         def ties(one: RaceResult) -> bool:
+            if self.is_predicted:
+                return one.time_ms == fastest.time_ms
             both = one.samples_ms, fastest.samples_ms
             few = min(map(len, both)) < 2
             alike = not few and _are_alike([one.time_ms, fastest.time_ms])
@@ -346,4 +357,8 @@ class Ranking:
             fits = most_bytes is None or one.peak_bytes <= most_bytes
             return replace(one, fits=one.fits and fits)
 
-        return Ranking([*map(sieve, self.leaders)], [*map(sieve, self.others)])
+        return replace(
+            self,
+            leaders=[*map(sieve, self.leaders)],
+            others=[*map(sieve, self.others)],
+        )

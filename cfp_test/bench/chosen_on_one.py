@@ -1,15 +1,19 @@
 """Plans chosen on one GPU for two, beside those that two choose, timed in turn on two.
 
     python -m cfp_test.bench.chosen_on_one --out FOLDER [--models gpt,moe]
-        [--seconds 60] [--rounds 8] [--work FOLDER] [--known FOLDER] [--tiny]
+        [--seconds 50] [--rounds 12] [--end 270] [--work FOLDER] [--known FOLDER]
+        [--tiny]
 
 On a machine with two GPUs. First each model is planned by a process that plays both
 with one GPU, all models at once, each on a GPU of its own. Then one process plans each
 on both GPUs, compiles both plans and times them in turn. GPT calls cuDNN's attention;
-the MoE is the zoo's, whose attention a plan may compute by that kernel. A row for each
-model is appended to ``FOLDER/chosen_on_one.jsonl``, and the plans stand beside it.
-Kernels are tuned once, and kept in ``--work``. Plans of ``--known``, the ``--out`` of
-an earlier run, are not made again.
+the MoE is the zoo's, whose attention a plan may compute by that kernel. Kernels are
+tuned once, and kept in ``--work``.
+
+Plans stand in ``--out``, and each turn's samples are appended to ``samples.jsonl``
+there as they come; ``chosen_on_one.jsonl`` has a row for each model. After ``--end``
+seconds no turn is begun. Begun again with the same folder, what is there is not made
+again; nor are plans of ``--known``, the ``--out`` of another run.
 
 With ``--tiny`` on CPUs virtual devices run small models, to try it out.
 """
@@ -34,6 +38,7 @@ from jax.sharding import AxisType, Mesh
 
 import cfp
 from cfp import platform
+from cfp.cost.stand_in import computation_of
 from cfp.devices.device_kind import kind, kinds
 from cfp.profiling.topology import ask_driver
 from cfp.targets import resolve
@@ -117,24 +122,48 @@ def plan_on_one(name: str, given: argparse.Namespace) -> None:
 
 
 def _save(model: Model, mesh: Any, name: str, given: argparse.Namespace) -> cfp.Plan:
+    """A plan, kept with what is known of it; of an earlier run, if there is one."""
     started = time.perf_counter()
-    file = f"{name}_{given.role}.json"
-    if given.known and (given.known / file).exists():
-        plan = cfp.Plan.load(given.known / file)
+    file, about_file = f"{name}_{given.role}.json", f"{name}_{given.role}_about.json"
+    for folder in (given.out, given.known):
+        if folder and (folder / file).exists():
+            plan = cfp.Plan.load(folder / file)
+            plan.save(given.out / file)
+            break
     else:
         plan = planned(model, mesh, name, given)
-    about = {
-        "planning_s": round(time.perf_counter() - started, 2),
-        "winner": plan.winner,
-        "predicted_ms": plan.predicted_ms,
-        "measured_ms": plan.measured_ms,
-        "rung": plan.rung,
-        "text": repr(plan),
-    }
-    say(f"{given.role} {name}: {about}")
-    plan.save(given.out / file)
-    (given.work / f"{name}_{given.role}_about.json").write_text(json.dumps(about))
+        plan.save(given.out / file)
+    if not (given.out / about_file).exists():
+        about = {
+            "planning_s": round(time.perf_counter() - started, 2),
+            "seconds": given.seconds,
+            "winner": plan.winner,
+            "options": dict(plan.options),
+            "predicted_ms": plan.predicted_ms,
+            "measured_ms": plan.measured_ms,
+            "rung": plan.rung,
+            "search": dict(plan.search),
+            "race": [
+                {"name": row.name, "ms": row.time_ms or row.predicted_ms}
+                for row in plan.race
+                if not row.note
+            ],
+            "text": repr(plan),
+        }
+        say(f"{given.role} {name}: {about}")
+        (given.out / about_file).write_text(json.dumps(about))
     return plan
+
+
+def _earlier(name: str, given: argparse.Namespace) -> dict[str, list[float]]:
+    """Samples of a model that an earlier run took, by who chose the plan."""
+    file, found = given.out / "samples.jsonl", {"one": [], "two": []}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        turn = json.loads(line)
+        if turn["model"] == name:
+            for how, samples_ms in found.items():
+                samples_ms.append(turn["ms"][how])
+    return found
 
 
 def compare(name: str, mesh: Mesh, given: argparse.Namespace) -> dict[str, Any]:
@@ -144,29 +173,24 @@ def compare(name: str, mesh: Mesh, given: argparse.Namespace) -> dict[str, Any]:
     if plans["two"].mesh is None:
         plans["two"] = plans["two"].on(mesh)
     other = given.out / f"{name}_one.json"
-    if other.exists():
-        plans["one"] = cfp.Plan.load(other, mesh=mesh)
-    row: dict[str, Any] = {
-        "model": name,
-        "device_kind": mesh.devices.flat[0].device_kind,
-        "jax": jax.__version__,
-        "p2p_disabled": os.environ.get("NCCL_P2P_DISABLE") == "1",
-        "plans": {},
-    }
-    compiled, states = {}, {}
+    if not other.exists():
+        raise SystemExit(f"expected a plan in {other}: see what went wrong above")
+    plans["one"] = cfp.Plan.load(other, mesh=mesh)
+    compiled, states, programs = {}, {}, {}
     for how, plan in plans.items():
         bound = plan.bind(model.step, *model.args, donate_argnums=0)
         compiled[how] = bound.compile_bound()
+        programs[how] = computation_of(compiled[how].as_text())
         # Once: to make numbers is a program of its own, which takes long to compile.
         states[how] = model.make(bound.in_shardings)
-        row["plans"][how] = {
-            **json.loads((given.work / f"{name}_{how}_about.json").read_text()),
-            "samples_ms": [],
-        }
         say(f"{name}: compiled the plan of {how}, and made its state")
-    names = list(compiled)
-    for turn in range(given.rounds):
-        for how in names if turn % 2 else names[::-1]:
+    samples = _earlier(name, given)
+    order = list(compiled)
+    for turn in range(len(samples["two"]), given.rounds):
+        if time.time() > given.until:
+            break
+        times = {}
+        for how in order if turn % 2 else order[::-1]:
             run, (state, batch) = compiled[how], states.pop(how)
             for _ in range(_WARM_UP):
                 state, _ = run(state, batch)
@@ -175,18 +199,39 @@ def compare(name: str, mesh: Mesh, given: argparse.Namespace) -> dict[str, Any]:
             for _ in range(_STEPS):
                 state, _ = run(state, batch)
             jax.block_until_ready(state)
-            ms = (time.perf_counter() - started) / _STEPS * 1e3
-            row["plans"][how]["samples_ms"].append(round(ms, 4))
+            times[how] = round((time.perf_counter() - started) / _STEPS * 1e3, 4)
             states[how] = state, batch
+        for how, ms in times.items():
+            samples[how].append(ms)
+        _append(given.out / "samples.jsonl", {"model": name, "ms": times})
+        say(f"{name}: turn {turn + 1}: {times}")
     del states
-    medians = {
-        how: statistics.median(one["samples_ms"]) for how, one in row["plans"].items()
+    medians = {how: statistics.median(ms) for how, ms in samples.items() if ms}
+    row = {
+        "model": name,
+        "device_kind": mesh.devices.flat[0].device_kind,
+        "jax": jax.__version__,
+        "p2p_disabled": os.environ.get("NCCL_P2P_DISABLE") == "1",
+        "same_program": programs["one"] == programs["two"],
+        "plans": {
+            how: {
+                **json.loads((given.out / f"{name}_{how}_about.json").read_text()),
+                "samples_ms": samples[how],
+            }
+            for how in order
+        },
+        "medians_ms": medians,
+        "ratio": medians["one"] / medians["two"] if len(medians) == 2 else None,
     }
-    row["medians_ms"] = medians
-    if len(medians) == 2:
-        row["ratio"] = medians["one"] / medians["two"]
-    say(f"{name}: {medians}, the one's over the other's {row.get('ratio')}")
+    winners = {how: plan.winner for how, plan in plans.items()}
+    same = ", one program" if row["same_program"] else ""
+    say(f"{name}: {winners}{same}, {medians}, one over two: {row['ratio']}")
     return row
+
+
+def _append(file: Path, row: dict[str, Any]) -> None:
+    with file.open("a") as lines:
+        lines.write(json.dumps(row) + "\n")
 
 
 def say(text: str) -> None:
@@ -198,30 +243,38 @@ def _run(given: argparse.Namespace) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     given.work.mkdir(parents=True, exist_ok=True)
     base = [sys.executable, "-m", "cfp_test.bench.chosen_on_one", *sys.argv[1:]]
-    models = given.models.split(",")
-    players = []
+    base += ["--until", str(given.until)]
+    models, players = given.models.split(","), []
     for number, name in enumerate(models):
+        if (given.out / f"{name}_one.json").exists():
+            continue
         visible = {} if given.tiny else {"CUDA_VISIBLE_DEVICES": str(number)}
         words = [*base, "--role", "one", "--models", name]
         players.append(subprocess.Popen(words, env={**os.environ, **visible}))
     for one in players:
         one.wait()
-    subprocess.run([*base, "--role", "two", "--models", given.models], check=False)
+    done = {model for model in models if len(_earlier(model, given)["two"])}
+    # First what has no sample yet.
+    order = ",".join(sorted(models, key=lambda model: model in done))
+    subprocess.run([*base, "--role", "two", "--models", order], check=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", default="gpt,moe")
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=50)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--end", type=float, default=270, help="seconds of it all")
     parser.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()) / "cfp_chosen"
     )
-    parser.add_argument("--known", type=Path, help="where an earlier run put plans")
+    parser.add_argument("--known", type=Path, help="where another run put plans")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--role", choices=("one", "two"), help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    given.until = given.until or time.time() + given.end
     if given.role == "one":
         plan_on_one(given.models, given)
     elif given.role == "two":
@@ -232,8 +285,7 @@ def main() -> None:
             mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
         for name in given.models.split(","):
             row = compare(name, mesh, given)
-            with (given.out / "chosen_on_one.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            _append(given.out / "chosen_on_one.jsonl", row)
     else:
         _run(given)
 

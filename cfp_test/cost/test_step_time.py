@@ -6,13 +6,22 @@ import json
 import statistics
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cfp.cost import stand_in
 from cfp.cost.schedule import Computed, Schedule, Sent
-from cfp.cost.stand_in import Constants, computed_alone_ms, step_time
+from cfp.cost.stand_in import (
+    Constants,
+    StepPredictor,
+    computed_alone_ms,
+    step_time,
+)
+from cfp.profiling.builder import Built
+from cfp.profiling.key import ProfileKey
 from cfp.profiling.rates import Rates, sent_share
+from cfp.profiling.store import ProfileStore
 from cfp_test.bench import played_links_page, played_page
 from cfp_test.bench.carried import carried_over, without_launches
 from cfp_test.bench.one_as_n import rank_correlation
@@ -45,6 +54,79 @@ def test_without_overlap_all_times_add_up():
     found = step_time(schedule, _RATES, constants=_PLAIN)
     assert found.total_ms == pytest.approx(2 + 3 + 4)
     assert (found.exposed_ms, found.hidden_ms) == (pytest.approx(4.0), 0)
+
+
+@pytest.fixture
+def ask(tmp_path, monkeypatch):
+    """Predicts programs of one computation, whose runs take 10, 12, 11 ms; and runs."""
+    ran: list[str] = []
+
+    def run_local(built, job, program, mesh, *, timing):
+        ran.append(job.label)
+        ms = (10.0, 12.0, 11.0)[len(ran) - 1]
+        return built.record("ok", samples_ms=(ms - 0.5, ms, ms + 4.0))
+
+    monkeypatch.setattr(stand_in, "run_local", run_local)
+    monkeypatch.setattr(stand_in, "computation_of", lambda text: "any")
+    monkeypatch.setattr(stand_in, "schedule_of", lambda text: text)
+    monkeypatch.setattr(stand_in, "limits_of", lambda device: (0.0, 0.0))
+    mesh: Any = SimpleNamespace(local_devices=[None])
+
+    with ProfileStore(tmp_path / "profiles.sqlite") as store:
+        made = StepPredictor(rates=_RATES, store=store, place=(), constants=_PLAIN)
+
+        def predicted(schedule, *options):
+            chosen = [("options", repr(options))] if options else []
+            key = ProfileKey((("ops", "a"), *chosen))
+            words = {"key": key, "options": options, "donated": (), "label": "a step"}
+            job: Any = SimpleNamespace(**words)
+            text: Any = SimpleNamespace(as_text=lambda: schedule)
+            local = None if made.wants_local(job, "") is False else "compiled"
+            inner = Built(key=key, compiled=text) if local else None
+            built = Built(key=key, compiled=text, local=inner)
+            program: Any = None
+            return made(built, job, program, mesh).samples_ms
+
+        yield predicted, ran
+
+
+_JOINED = ("xla_gpu_all_reduce_combine_threshold_bytes", "1")
+
+
+def _alone(*sent: Sent, copied_ms: float = 0.0) -> Schedule:
+    copies = Computed(flops=0.0, moved_bytes=copied_ms * 1e9, kernels=0)
+    return Schedule((_product(5.0), copies, _product(5.0)), sent)
+
+
+def _reduced(start: int, size: int) -> Sent:
+    return Sent(kind="all-reduce", bytes=size, group_size=2, start=start, done=start)
+
+
+def test_programs_whose_collectives_are_joined_share_the_runs_of_a_computation(ask):
+    """What differs is what they send, and what they copy for it."""
+    predicted, ran = ask
+    apart = _alone(_reduced(1, 1000), _reduced(3, 1000))
+    together = _alone(_reduced(3, 1500), copied_ms=1.0)
+    assert predicted(apart) == pytest.approx([10.0 + 2.0])
+    # Of 10 ms that 10 were estimated for, 11 are expected for 11.
+    assert predicted(together, _JOINED) == pytest.approx([11.0 + 1.5])
+    assert len(ran) == 1
+    # In another turn it runs once more, whichever comes first; so it does three times.
+    assert predicted(together, _JOINED) == pytest.approx([12.0 * 1.1 + 1.5])
+    assert predicted(apart) == pytest.approx([12.0 + 2.0])
+    assert len(ran) == 2
+    assert predicted(apart) == pytest.approx([11.0 + 2.0])
+    assert predicted(apart) == pytest.approx([10.0 + 2.0])
+    assert len(ran) == 3
+
+
+def test_with_options_that_change_a_computation_it_goes_by_its_own_text(ask):
+    predicted, ran = ask
+    limited = ("xla_gpu_memory_limit_slop_factor", "50")
+    predicted(_alone())
+    copies = _alone(copied_ms=1.0)
+    assert predicted(copies, limited) == pytest.approx([10.0])
+    assert len(ran) == 1  # The text is the same.
 
 
 def test_what_is_computed_meanwhile_hides_a_collective():

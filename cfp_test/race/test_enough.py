@@ -160,7 +160,7 @@ def test_a_tighter_limit_is_tried_where_the_looser_one_does_not_do():
 def test_without_a_memory_limit_it_is_compiled_as_it_is():
     sizes = {"planned": 90, "large": 122}
     found, asked = admit(sizes, {"planned": 10.0, "large": 8.0}, limits=False)
-    assert asked == ["large", "planned"] and fitting(found) == {"planned"}
+    assert asked == ["planned", "large"] and fitting(found) == {"planned"}
 
 
 def test_what_cannot_fit_is_not_compiled():

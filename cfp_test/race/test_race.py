@@ -25,11 +25,16 @@ from cfp.race import race as steps
 from cfp.race import race as story
 from cfp.race.candidates import with_options
 from cfp.race.enough import limit_options
-from cfp.race.programs import TOO_FAR, TOO_LARGE, UNMEASURED
+from cfp.race.programs import TOO_FAR, TOO_LARGE, TOO_LATE, UNMEASURED
 from cfp.race.race import Run, second_race
 from cfp.race.truncated import truncate
 from cfp.report.tables import plan_text
-from cfp.settings import LEADERS, LEADERS_ON_SLOW_LINKS, defaults_of
+from cfp.settings import (
+    LEADERS,
+    LEADERS_ON_SLOW_LINKS,
+    TUNING_AT_ONCE,
+    defaults_of,
+)
 from cfp.solution import Candidate, Prediction
 from cfp_test.race.deep import LAYERS, arguments, step
 from cfp_test.race.results import result_of
@@ -423,10 +428,34 @@ def test_the_first_programs_are_compiled_one_by_one_where_nothing_is_tuned(
     monkeypatch.setattr(BuildEnvironment, "is_untuned", lambda *_: True)
     plan(cache_dir=tmp_path)
     assert len(begun) > 3
-    assert [len(jobs) for jobs in begun[:3]] == [1, 1, 1]
-    assert not {job.label for job in begun[0] + begun[1] + begun[2]} & {
-        job.label for job in begun[3]
-    }
+    assert [len(jobs) for jobs in begun[:2]] == [1, 1]
+    assert max(map(len, begun)) <= TUNING_AT_ONCE
+    assert begun[0][0] is not begun[1][0]
+
+
+def test_what_would_be_ready_and_run_after_the_end_is_not_begun(
+    plan, monkeypatch, tmp_path
+):
+    """Each build takes 10 s of 45, a run 2 s, and the leader's variants come after."""
+    now, built, build = [0.0], [], building.build
+
+    def slow(program, mesh, job, environment):
+        built.append(now[0])
+        now[0] += 10.0
+        return build(program, mesh, job, environment)
+
+    monkeypatch.setattr(building, "build", slow)
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(building, "time", clock)
+    monkeypatch.setattr(building, "default_threads", lambda platform: 1)
+    usual = vars(Run)["builder"].fget
+    timed = property(lambda run: replace(usual(run), end=45.0, run_seconds=2.0))
+    monkeypatch.setattr(Run, "builder", timed)
+    made = plan(cache_dir=tmp_path)
+    # At 20 s, 10 to build another, 3 * 2 to run, 10 + 2 for variants are too much. The
+    # last is the winner, whole.
+    assert built == [0.0, 10.0, 20.0]
+    assert sum(row.note == TOO_LATE for row in made.race) > 2
 
 
 def test_presets_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(

@@ -107,3 +107,16 @@ def test_one_per_cent_is_a_tie_of_two_samples_and_what_is_constrained_less_wins(
     ones = [entrant("planned", (38.0,)), entrant("data_parallel", (38.1,))]
     assert Ranking((), ones).best.name == "planned"
     assert Ranking((), ones).ties == ones[:1]
+
+
+def test_the_least_prediction_wins_and_equal_ones_tie():
+    """Whatever the samples' spread: what is off by 3 % is not in it."""
+    contest = [
+        entrant("planned", (38.0, 38.2, 38.9, 38.4)),
+        entrant("data_parallel", (38.1, 38.3, 38.9, 38.5)),
+    ]
+    found = Ranking((), contest, is_predicted=True)
+    assert found.best == contest[0] and found.ties == contest[:1]
+    same = entrant("zero1", (38.0, 38.2, 38.9, 38.4))
+    found = Ranking((), [*contest, same], is_predicted=True)
+    assert found.best == same and found.sieved(None).ties == [contest[0], same]

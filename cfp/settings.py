@@ -75,6 +75,9 @@ MOST_REFUSED = 8
 # as one by one, since one GPU tunes for all. With fewer begun, fewer are late.
 TUNED_FIRST = 1
 TUNING_AT_ONCE = 2
+# The second takes this share of the first one's time, most of whose kernels it shares:
+# of the same run, 4 s and 5 s of 10.
+TUNED_SHARE = 0.5
 # A link is slow that sends less than this share of what memory moves: four H200 send 7
 # % of it over NVLink, and 0.5 % with NCCL_P2P_DISABLE=1.
 SLOW_LINK_SHARE = 1 / 32
@@ -91,10 +94,10 @@ REACH_ON_SLOW_LINKS = 1.1
 # estimates were off by 1.4 against each other at most.
 REACH_BY_ESTIMATE = 1.4
 PLANS_BY_ESTIMATE = 3
-# Where one device plays several, computations of leaders run so many times, in turn:
-# of 14 programs on an H200 the medians of three of eight such runs differ by 0.3 %, one
-# run by 3 % at most (docs/results/played_links_h200x2_202611.json). A run takes so many
-# seconds, with its inputs: 24 took 50 s.
+# Where one device plays several, computations of leaders run so many times, in turn. Of
+# 14 programs with eight such runs on an H200 medians of three are 0.2 % off on average,
+# single runs up to 5 % (docs/results/played_links_h200x2_202611.json). A run takes so
+# many seconds, with its inputs: 24 took 56 s.
 RUNS_PLAYED = 3
 PLAYED_RUN_SECONDS = 2.0
 # What is slower than this many times the fastest of a turn is left out: after the first

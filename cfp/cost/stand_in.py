@@ -365,8 +365,8 @@ class StepPredictor:
 
     In each turn of a race a computation runs once more, so that a drift of the clock
     meets all alike, and gives one sample: within a run samples differ by 3 %, as the
-    clock sinks, and medians of runs in turn by 0.3 % (14 programs on an H200, eight
-    runs each: ``docs/results/played_links_h200x2_202611.json``).
+    clock sinks, and medians of three runs in turn are 0.2 % off on average
+    (`cfp.settings.RUNS_PLAYED`).
 
     Attributes:
         rates: of the described devices.

@@ -30,7 +30,7 @@ from cfp.race.programs import (
     Skipped,
     was_refused,
 )
-from cfp.settings import MOST_REFUSED, TUNED_FIRST, TUNING_AT_ONCE
+from cfp.settings import MOST_REFUSED, TUNED_FIRST, TUNED_SHARE, TUNING_AT_ONCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +112,13 @@ def build_each(
     too_large: list[str] = []
     begun: list[str] = []
     took = [one.build_seconds for one in built.values()]
+    is_untuned = environment.is_untuned(platform)
 
     def is_late() -> bool:
         """True if another program would be ready, and run, after the end."""
         build_seconds, run_seconds = (took or [0.0])[-1], builder.run_seconds
+        if is_untuned and len(took) == 1:
+            build_seconds *= TUNED_SHARE
         rest = (len(begun) + 2) * run_seconds + build_seconds if run_seconds else 0.0
         return time.monotonic() + build_seconds + rest > builder.end
 
@@ -145,7 +148,7 @@ def build_each(
     found: dict[str, Built | ProfileRecord] = {}
     cache = environment.compilation_cache(platform)
     first = 0
-    if environment.is_untuned(platform):
+    if is_untuned:
         first, most = TUNED_FIRST, min(TUNING_AT_ONCE, most)
     with cache, CompilePool(marks.at_once(wanted, most)) as pool:
         builds: dict[str, Future[Built | ProfileRecord | None]] = {}

@@ -207,7 +207,8 @@ class Run:
         """Times candidates, and the leaders again with other compiler options."""
         context, rules = self.context, self.context.rules
         # One turn is enough if leaders run again, or if times say little.
-        few = rules.compiler_options or rules.later_levels or rules.estimates
+        say_little = rules.estimates and not context.plays
+        few = rules.compiler_options or rules.later_levels or say_little
         rounds = 1 if few else rules.rounds
         raced = self.time(candidates, rounds, truncated=truncated)
         leaders = LEADERS_ON_SLOW_LINKS if self.has_slow_links else LEADERS

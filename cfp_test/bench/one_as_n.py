@@ -1,11 +1,12 @@
 """Whole steps predicted on one GPU beside those recorded on 2 and 4.
 
     python -m cfp_test.bench.one_as_n          # the page and its picture
-    python -m cfp_test.bench.one_as_n DIR      # a table, of new times on one GPU
+    python -m cfp_test.bench.one_as_n DIR      # another page, of new times on one GPU
 
-The page is of ``docs/results/one_as_four_h200_202611.json``. Its predictions are those
-of the day, and stand in the file: the computation was timed where collectives do
-nothing, and no later prediction takes such times.
+The first page is of ``docs/results/one_as_four_h200_202611.json``. Its predictions are
+those of the day, and stand in the file: the computation was timed where collectives do
+nothing, and no later prediction takes such times. The other, of times on real numbers,
+is of ``docs/results/one_as_four_again_h200_202611.json``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from cfp.cost.stand_in import StepTime, computed_alone_ms, step_time
 from cfp.profiling.rates import Rates
 from cfp_test.bench.carried import carried_over, rates_from_page, without_launches
 from cfp_test.bench.one_as_n_data import FILE, RESULTS, schedule_from_json
+from cfp_test.results.pages import table
 
+AGAIN = RESULTS / "one_as_four_again_h200_202611.json"
 PICTURE = RESULTS.parent / "pictures" / "one_as_four_h200_202611.png"
 
 
@@ -157,12 +160,67 @@ def summary(name: str, found: Sequence[Pair]) -> list[str]:
     ]
 
 
+def again_figures(data: dict[str, Any]) -> dict[str, str]:
+    """Tables of the page of times on real numbers."""
+    found = [
+        Pair(
+            row={**one, "target": one["model"].lower()},
+            links=one["links"],
+            recorded_ms=one["recorded_ms"],
+            predicted=StepTime(**one["predicted"]),
+        )
+        for one in data["rows"]
+    ]
+    rows = [
+        [
+            f"{one.model}, {one.links}",
+            one.row["name"],
+            f"{statistics.median(one.row['alone_ms']):.1f}",
+            f"{one.row['clock_mhz']:.0f}",
+            f"{one.predicted.hidden_ms:.1f}",
+            f"{one.predicted.exposed_ms:.1f}",
+            f"{one.predicted.total_ms:.1f}",
+            f"{one.recorded_ms:.1f}",
+            f"{one.error:+.1%}",
+        ]
+        for one in found
+    ]
+    return {
+        "groups": table(
+            "group | programs | median error | worst | mean | rank correlation",
+            [summary(name, group) for name, group in groups(found).items()],
+        ),
+        "programs": table(
+            "group | program | local ops ms | at MHz | hidden | exposed | predicted "
+            "| recorded | error",
+            rows,
+        ),
+    }
+
+
 def main() -> None:
     if folder := sys.argv[1:]:
         data = played_again(Path(folder[0]))
         predict(data)
-        for name, found in groups(pairs(data, 4)).items():
-            print(*summary(name, found), sep=" | ")
+        found = pairs(data, 4)
+        for name, group in groups(found).items():
+            print(*summary(name, group), sep=" | ")
+        rows = [
+            {
+                "model": one.model,
+                "links": one.links,
+                "name": one.row["name"],
+                "alone_ms": [round(ms, 4) for ms in one.row["alone_ms"]],
+                "clock_mhz": one.row["clock_mhz"],
+                "recorded_ms": one.recorded_ms,
+                "predicted": asdict(one.predicted),
+            }
+            for one in found
+        ]
+        text = ",\n".join(json.dumps(row) for row in rows)
+        AGAIN.write_text(
+            f'{{"highest_mhz": {data["highest_mhz"]}, "rows": [\n{text}]}}\n'
+        )
         return
     from cfp_test.bench import one_as_n_page
 

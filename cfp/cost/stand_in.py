@@ -505,7 +505,7 @@ class StepPredictor:
 
 
 def _without_collectives(job: Job) -> Parts:
-    """What tells a job's computation from others', whatever moves collectives."""
+    """Parts of a job's key that its computation depends on, and not its collectives."""
     kept = [(name, value) for name, value in job.options if not moves_collectives(name)]
     parts = (part for part in job.key.parts if part[0] not in ("race", "options"))
     return (*parts, ("options", repr(kept)))

@@ -212,10 +212,7 @@ def enough_that_fit(
         if not near or is_late:
             break
         # The best preset comes second: there may be no time for all of them.
-        tried = sorted(
-            (ways for ways in queue if ways[0] in near),
-            key=lambda ways: near.index(ways[0]),
-        )
+        tried = [ways for one in near for ways in queue if ways[0] is one]
         queue = [ways for ways in queue if ways[0] not in near]
         sizes = compile_all([one for one, *_ in tried])
         for (one, *ways), compiled in zip(tried, sizes, strict=True):

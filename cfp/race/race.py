@@ -32,7 +32,6 @@ from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.outlook import Stage
 from cfp.profiling.record import CompiledBytes
 from cfp.race.candidates import (
-    at_levels,
     leanest_of,
     smaller_than,
     with_options,
@@ -64,7 +63,7 @@ from cfp.race.programs import (
 from cfp.race.remembered import answer_to, keep_answer, known_to_fit, question
 from cfp.race.shortage import no_winner
 from cfp.race.truncated import Truncated, truncate
-from cfp.race.turns import Ranking, race_programs
+from cfp.race.turns import Ranking, race_programs, second_race
 from cfp.settings import (
     LEADERS,
     LEADERS_ON_SLOW_LINKS,
@@ -81,55 +80,6 @@ from cfp.solution import Candidate, Solution, prediction_of
 
 # A key of its own, so that this race cannot change the leaders of the first.
 SECOND: Parts = (("race", "with other compiler options"),)
-
-
-def second_race(
-    raced: Sequence[RaceResult],
-    options: Mapping[str, Mapping[str, str]],
-    levels: Sequence[ConstraintLevel] = (),
-    leaders: int = LEADERS,
-    reach: float = STAY_AFTER_LOOK,
-) -> tuple[list[Candidate], list[Candidate]]:
-    """Selects what races again: leaders, near ties, the best preset.
-
-    Args:
-        raced: the first race.
-        options: of the compiler, by name. The best preset gets them as leaders do, or
-            a ratio to it would mislead; unless it is as far behind as what is left out
-            after a look at all.
-        levels: constraint levels at which presets race only if they lead.
-        leaders: how many lead.
-        reach: what takes more times as long as the fastest does not race again.
-
-    Returns:
-        Those, and variants of leaders with options, and at levels; nothing if there
-        are no variants.
-    """
-    ranked = sorted(raced, key=time_ms)
-    known = [one for one in ranked if one.candidate.is_preset][:1]
-    ran = [one for one in ranked if one.ran]
-    # The plan may be a preset: one program, under two names.
-    distinct = {one.candidate.key: one for one in reversed(ran)}
-    able = [*distinct.values()][::-1][:leaders]
-    near_ms = reach * min(map(time_ms, able), default=0.0)
-    near = (one for one in (*able, *known) if one.ran and one.time_ms <= near_ms)
-    varied = {one.candidate.key: one.candidate for one in near}
-    keys = {one.candidate.key for one in raced}
-    names = {one.name for one in raced}
-    # What is remembered may be a variant of something.
-    new = {
-        one.key: one
-        for one in (
-            *with_options([*varied.values()], options),
-            *at_levels([*varied.values()], levels),
-        )
-        if one.key not in keys and one.name not in names
-    }
-    if not new:
-        return [], []
-    close = [one for one in ran if one.time_ms <= near_ms]
-    first = {one.name: one.candidate for one in (*able, *close, *known) if one.ran}
-    return [*first.values()], [*{one.name: one for one in new.values()}.values()]
 
 
 @dataclass(frozen=True)

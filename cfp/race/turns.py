@@ -15,6 +15,7 @@ from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, utc_now
 from cfp.profiling.runner import TimingOptions, UntilLost, run
 from cfp.profiling.timing import interquartile_range
+from cfp.race.candidates import at_levels, with_options
 from cfp.race.compile import (
     Builder,
     build_each,
@@ -28,12 +29,14 @@ from cfp.race.remembered import keep_race, of_one_race
 from cfp.settings import (
     ALIKE,
     ENOUGH_SAMPLES,
+    LEADERS,
     STAY_AFTER_LOOK,
     STAY_AFTER_TURN,
     SURE_STANDARD_ERRORS,
     ConstraintLevel,
     defaults_of,
 )
+from cfp.solution import Candidate
 
 # What one program gets in a turn: a look at first, which tells what is far behind, then
 # more. Turns are short, so that a drift of the clocks meets all alike.
@@ -224,6 +227,55 @@ def _join(before: ProfileRecord | None, found: ProfileRecord) -> ProfileRecord:
         samples_ms=before.samples_ms + found.samples_ms,
         run_seconds=before.run_seconds + found.run_seconds,
     )
+
+
+def second_race(
+    raced: Sequence[RaceResult],
+    options: Mapping[str, Mapping[str, str]],
+    levels: Sequence[ConstraintLevel] = (),
+    leaders: int = LEADERS,
+    reach: float = STAY_AFTER_LOOK,
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Selects what races again: leaders, near ties, the best preset.
+
+    Args:
+        raced: the first race.
+        options: of the compiler, by name. The best preset gets them as leaders do, or
+            a ratio to it would mislead; unless it is as far behind as what is left out
+            after a look at all.
+        levels: constraint levels at which presets race only if they lead.
+        leaders: how many lead.
+        reach: what takes more times as long as the fastest does not race again.
+
+    Returns:
+        Those, and variants of leaders with options, and at levels; nothing if there
+        are no variants.
+    """
+    ranked = sorted(raced, key=time_ms)
+    known = [one for one in ranked if one.candidate.is_preset][:1]
+    ran = [one for one in ranked if one.ran]
+    # The plan may be a preset: one program, under two names.
+    distinct = {one.candidate.key: one for one in reversed(ran)}
+    able = [*distinct.values()][::-1][:leaders]
+    near_ms = reach * min(map(time_ms, able), default=0.0)
+    near = (one for one in (*able, *known) if one.ran and one.time_ms <= near_ms)
+    varied = {one.candidate.key: one.candidate for one in near}
+    keys = {one.candidate.key for one in raced}
+    names = {one.name for one in raced}
+    # What is remembered may be a variant of something.
+    new = {
+        one.key: one
+        for one in (
+            *with_options([*varied.values()], options),
+            *at_levels([*varied.values()], levels),
+        )
+        if one.key not in keys and one.name not in names
+    }
+    if not new:
+        return [], []
+    close = [one for one in ran if one.time_ms <= near_ms]
+    first = {one.name: one.candidate for one in (*able, *close, *known) if one.ran}
+    return [*first.values()], [*{one.name: one for one in new.values()}.values()]
 
 
 # ------------------------------------------------------------------------------ ties

@@ -26,8 +26,9 @@ from cfp.race import race as story
 from cfp.race.candidates import with_options
 from cfp.race.enough import limit_options
 from cfp.race.programs import TOO_FAR, TOO_LARGE, TOO_LATE, UNMEASURED
-from cfp.race.race import Run, second_race
+from cfp.race.race import Run
 from cfp.race.truncated import truncate
+from cfp.race.turns import second_race
 from cfp.report.tables import plan_text
 from cfp.settings import (
     LEADERS,

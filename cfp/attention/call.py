@@ -121,7 +121,9 @@ def attention(
 ) -> jax.Array:
     """Attention by a kernel of choice, spread over a mesh in a way of choice.
 
-    Differentiable in q, k, v and bias; to be called inside `jax.jit` or outside.
+    Differentiable in q, k, v and bias; to be called inside `jax.jit`. Outside, each
+    call with a mesh compiles its parts again.
+
     Heads and tokens that do not divide are filled up with zeros, at a price: key heads
     are copied or added, keys at the end are masked.
 

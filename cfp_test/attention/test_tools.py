@@ -5,8 +5,11 @@ import struct
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from cfp.models.llama import init_params
 from cfp_test.cli_runner import ROOT, environment
@@ -14,6 +17,8 @@ from cfp_test.results import attention
 from cfp_test.ring import checkpoint, lengths
 from cfp_test.ring.__main__ import parse
 from cfp_test.ulysses import check_qkv
+from cfp_test.ulysses.__main__ import parse as read_ulysses
+from cfp_test.ulysses.run import TOKENS, Training, attend_in_mode
 from cfp_test.waiting import GUARD_SECONDS
 
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -73,6 +78,33 @@ def test_what_an_exchange_changed_is_found(ran):
     assert check_qkv.changed_by_exchange(arrays) == []
     arrays["layer_0.k.after"] = np.nextafter(arrays["layer_0.k.after"], 1)
     assert check_qkv.changed_by_exchange(arrays) == ["layer_0.k.before"]
+
+
+def test_op_by_op_a_second_exchange_compiles_nothing():
+    """Each call would otherwise be compiled again, which takes seconds a step."""
+    words = "8 eager --platform cpu --layers 1 --implementation chunked"
+    options = read_ulysses(words.split())
+    options.seq, options.mode = 8, "eager"
+    training = Training.of(options)
+    compiled = []
+
+    def listen(event: str, duration: float, **more: object) -> None:
+        if "backend_compile" in event:
+            compiled.append(event)
+
+    shape = (2, 8, 4, 8)
+    q = jax.device_put(jnp.ones(shape), NamedSharding(training.mesh, TOKENS))
+
+    def attend(q):
+        return attend_in_mode(options, training.mesh, 0, q, q, q)[0].sum()
+
+    jax.grad(attend)(q)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.grad(attend)(q)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
 
 
 @pytest.mark.nightly

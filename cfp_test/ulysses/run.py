@@ -57,7 +57,7 @@ class Training:
         return cls(options, config, mesh)
 
     def gradients(self, params: Any, batch: Any, tapped: Any) -> Any:
-        attend = partial(_attend, self.options, self.mesh)
+        attend = partial(attend_in_mode, self.options, self.mesh)
         return jax.value_and_grad(
             lambda params, tapped: loss(
                 self.config, params, batch, attend, None, tapped
@@ -189,7 +189,7 @@ def _trainer(
     return planned, planned.compiled
 
 
-def _attend(
+def attend_in_mode(
     options: argparse.Namespace,
     mesh: Mesh,
     layer: int,

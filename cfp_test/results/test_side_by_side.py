@@ -88,11 +88,16 @@ def test_budgets_are_cells_and_what_does_not_fit_says_so():
     ways = {
         "100%: planned": way("planned", 100.0),
         "100%: preset zero1": way("preset", 100.0),
+        "75%: planned": way("planned", 110.0),
         "60%: planned": way("planned", 120.0),
     }
+    too_large = [{"name": "zero1", "note": "over the memory budget"}]
+    too_slow = [{"name": "zero1", "note": "predicted too far behind to be raced"}]
+    made = {"bytes": 2**32, "winner": "planned", "planning_s": 9.0}
     budgets = {
-        "100%": {"bytes": 2**33, "winner": "planned", "planning_s": 9.0},
-        "60%": {"bytes": 2**32, "winner": "planned 2", "planning_s": 9.0},
+        "100%": {**made, "race": []},
+        "75%": {**made, "race": too_slow},
+        "60%": {**made, "race": too_large},
         "45%": {"bytes": 2**31, "least_bytes": 2**31 + 2**30},
     }
     lines = lines_of(
@@ -102,3 +107,4 @@ def test_budgets_are_cells_and_what_does_not_fit_says_so():
     assert "| 2 of 3 |" in row_of(lines, "below 0.95")
     assert "nothing fits; 3.0 GiB would do" in row_of(lines, "| 45% |")
     assert "no preset fits" in row_of(lines, "| 60% |")
+    assert "no preset timed" in row_of(lines, "| 75% |")

@@ -1,0 +1,82 @@
+"""Pieces, rounds and files of plans beside other ways, without compiling anything."""
+
+import json
+import time
+
+import pytest
+
+from cfp_test.bench import side_by_side
+from cfp_test.bench.side_by_side import PIECES, Piece, Record, joined, torch_command
+
+
+def test_pieces_are_read_by_name_and_have_files_of_their_own():
+    pieces = [Piece.of(name) for name in PIECES]
+    assert len({piece.file for piece in pieces}) == len(PIECES)
+    off = Piece.of("llama4k:off")
+    assert (off.zoo_model, off.kind) == ("llama", "off")
+    assert off.options(tiny=False)["seq"] == 4096
+    with pytest.raises(ValueError, match="got 'gpt:slow'"):
+        Piece.of("gpt:slow")
+
+
+def test_pytorch_gets_the_sizes_that_the_plan_is_for(tmp_path):
+    piece = Piece.of("moe")
+    words = torch_command(piece, tmp_path / "x", 8, tiny=False)
+    given = dict(zip(words[words.index("--model") :: 2], words[8::2], strict=False))
+    sizes = piece.options(tiny=False)
+    for name in ("batch", "hidden", "experts", "seq", "dtype"):
+        assert given[f"--{name}"] == str(sizes[name])
+
+
+@pytest.fixture
+def timed(monkeypatch, tmp_path):
+    """Times ways of known speeds; returns the record, and whether all rounds ran."""
+
+    def run(speeds, rounds=4, end=float("inf")):
+        order = []
+
+        def sample(one, mesh, loss_at, warm_up):
+            order.append(one)
+            return speeds[one], [1.0]
+
+        monkeypatch.setattr(side_by_side, "sample", sample)
+        record = Record(tmp_path / "gpt.json")
+        record.data["ways"] = {
+            name: {"group": name.split()[0], "status": "ok", "samples_ms": []}
+            for name in speeds
+        }
+        made = {name: name for name in speeds}
+        whole = side_by_side.time_in_turn(made, None, 0, record, rounds=rounds, end=end)
+        return json.loads(record.path.read_text())["ways"], whole, order
+
+    return run
+
+
+def test_what_is_behind_the_best_of_its_kind_is_out_after_two_rounds(timed):
+    speeds = {"planned": 50.0, "hand a": 10.0, "hand b": 10.4, "hand c": 11.0}
+    rows, whole, order = timed(speeds)
+    assert whole
+    counts = {name: len(row["samples_ms"]) for name, row in rows.items()}
+    assert counts == {"planned": 4, "hand a": 4, "hand b": 4, "hand c": 2}
+    assert rows["hand c"]["note"] == "out after 2 rounds"
+    # Each begins a round in its turn.
+    assert order[:5] == ["planned", "hand a", "hand b", "hand c", "hand a"]
+
+
+def test_nothing_is_timed_when_time_is_over_and_the_piece_is_not_whole(timed):
+    rows, whole, order = timed({"planned": 1.0}, end=time.monotonic() - 1)
+    assert (whole, order, rows["planned"]["samples_ms"]) == (False, [], [])
+
+
+def test_of_a_piece_that_was_cut_off_the_longer_run_counts(tmp_path):
+    def write(name, samples):
+        ways = {"planned": {"samples_ms": samples}}
+        (tmp_path / name).write_text(json.dumps({"ways": ways, "file": name}))
+
+    write("gpt.json", [1.0])
+    write("gpt_before1.json", [1.0, 2.0])
+    write("gpt_off.json", [])
+    (tmp_path / "torch_gpt.jsonl").write_text('{"name": "PyTorch FSDP2"}\n')
+    gpt, off = joined(tmp_path)["pieces"]
+    assert gpt["file"] == "gpt_before1.json" and off["file"] == "gpt_off.json"
+    assert gpt["pytorch"] == [{"name": "PyTorch FSDP2"}]

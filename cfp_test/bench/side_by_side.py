@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -705,21 +706,25 @@ def _run(
     words: Sequence[str], environment: Mapping[str, str], seconds: float, log: Path
 ) -> None:
     """Runs a command for so long at most; what it prints goes to a file."""
-    with log.open("a") as out:
+    with (
+        log.open("a") as out,
+        # With all that it starts in a group, so that none of it outlives it.
+        subprocess.Popen(
+            words,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process,
+    ):
         try:
-            done = subprocess.run(
-                words,
-                env=environment,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                timeout=seconds,
-                check=False,
-            )
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
             say("  cut off, since time is over")
             return
     lines = log.read_text().splitlines()
-    say(f"  exit status {done.returncode}: {lines[-1][:400] if lines else ''}")
+    say(f"  exit status {code}: {lines[-1][:400] if lines else ''}")
 
 
 def _reached(data: Mapping[str, Any]) -> int:

@@ -5,7 +5,8 @@
 Model, step, batches and loop are the tutorial's own cells. All steps run on one device
 and under a plan for all; then a new process loads the plan, restores the checkpoint and
 goes on, as the tutorial does; at last the plan is adapted to half of the devices.
-Losses are compared, not asserted: the file has every one of them.
+Losses are compared, not asserted: the file has every one of them. Beside it each part
+notes its figures as they come.
 """
 
 from __future__ import annotations
@@ -69,7 +70,19 @@ def timed(step: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, list[f
     return state, samples
 
 
-def train_and_save() -> dict[str, Any]:
+class Notes(dict[str, Any]):
+    """Figures of a part, in a file as they come."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._file.write_text(json.dumps(self))
+
+
+def train_and_save(row: Notes) -> None:
     """Trains on one device and on all, and saves half-way."""
     t = definitions()
     import jax
@@ -81,7 +94,7 @@ def train_and_save() -> dict[str, Any]:
     one_step = jax.jit(t["train_step"], donate_argnums=0)
     began = time.perf_counter()
     state, one = t["train"](one_step, t["make_state"](), 0, STEPS)
-    row: dict[str, Any] = {"one_losses": one}
+    row["one_losses"] = one
     row["one_seconds"] = time.perf_counter() - began
     batch = t["batch_of"](0)
     _, row["one_ms"] = timed(one_step, state, batch)
@@ -101,6 +114,8 @@ def train_and_save() -> dict[str, Any]:
     )
     row["plan_seconds"] = time.perf_counter() - began
     plan.save("plan.json")
+    row["devices"], row["kind"] = len(devices), devices[0].device_kind
+    row["jax"], row["python"] = jax.__version__, sys.version.split()[0]
     row["plan"], row["winner"] = str(plan), plan.winner
     row["race"] = {one.name: one.time_ms for one in plan.race}
     step = plan.apply(t["train_step"])
@@ -112,11 +127,9 @@ def train_and_save() -> dict[str, Any]:
     state, rest = t["train"](step, state, SAVED, STEPS)
     row["losses"] = [*first, *rest]
     _, row["ms"] = timed(step, state, batch)
-    row |= {"devices": len(devices), "kind": devices[0].device_kind}
-    return row | {"jax": jax.__version__, "python": sys.version.split()[0]}
 
 
-def restart() -> dict[str, Any]:
+def restart(row: Notes) -> None:
     """Goes on in a new process, then on half of the devices."""
     began = time.perf_counter()
     t = definitions()
@@ -127,7 +140,7 @@ def restart() -> dict[str, Any]:
     batch = t["batch_of"](0)
     shape = jax.ShapeDtypeStruct(batch.shape, batch.dtype)
     restore, state_shape = restore_of({**t, "batch_shape": shape}), t["state_shape"]
-    row: dict[str, Any] = {"definitions_seconds": time.perf_counter() - began}
+    row["definitions_seconds"] = time.perf_counter() - began
     began = time.perf_counter()
     plan = cfp.Plan.load("plan.json").bind(t["train_step"], state_shape, shape)
     step = plan.apply(t["train_step"])
@@ -148,7 +161,6 @@ def restart() -> dict[str, Any]:
     row["adapt_seconds"] = time.perf_counter() - began
     state = restore(fewer, SAVED)
     _, row["on_half"] = t["train"](fewer.apply(t["train_step"]), state, SAVED, STEPS)
-    return row
 
 
 def main() -> int:
@@ -157,17 +169,19 @@ def main() -> int:
     parser.add_argument("--part", choices=("train", "restart"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        found = train_and_save() if args.part == "train" else restart()
-        args.file.write_text(json.dumps(found))
+        part = train_and_save if args.part == "train" else restart
+        part(Notes(args.file))
         return 0
+    file = args.file.resolve()
     rows: dict[str, Any] = {"commit": commit(), "date": time.strftime("%Y-%m-%d")}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         shutil.copy(STORY, folder)
         for part in ("train", "restart"):
-            command = [sys.executable, "-m", "cfp_test.scripts.tutorial_times", part]
+            noted = file.with_suffix(f".{part}.json")
+            command = [sys.executable, "-m", "cfp_test.scripts.tutorial_times", noted]
             began = time.perf_counter()
             done = subprocess.run(
-                [*command, "--part", part],
+                [*map(str, command), "--part", part],
                 env=child_environment(),
                 capture_output=True,
                 text=True,
@@ -176,9 +190,10 @@ def main() -> int:
             if done.returncode:
                 print(f"{part} ended with {done.returncode}: {tail(done.stderr, 2000)}")
                 return 1
-            rows[part] = json.loads(Path(part).read_text())
+            rows[part] = json.loads(noted.read_text())
+            noted.unlink()
             rows[part]["process_seconds"] = time.perf_counter() - began
-    args.file.write_text(json.dumps(rows, indent=1) + "\n")
+    file.write_text(json.dumps(rows, indent=1) + "\n")
     train, again = rows["train"], rows["restart"]
     print(
         f"plan {train['plan_seconds']:.1f} s, step {median(train['one_ms']):.2f} ms on "

@@ -29,6 +29,7 @@ from cfp_test.results import (
     operators,
     planning,
     ranges,
+    seeds,
     several,
     soak,
 )
@@ -99,6 +100,10 @@ def _same_plans_h200(data: dict[str, Any]) -> Figures:
 
 def _one_as_four(data: dict[str, Any]) -> Figures:
     return {"page": "\n".join(one_as_n_page.lines(data))}
+
+
+def _seeds_h200(data: dict[str, Any]) -> Figures:
+    return {"page": seeds.page(data, "seeds_h200x2_202611", "two H200")}
 
 
 def _ray_builds(data: dict[str, Any]) -> Figures:
@@ -187,6 +192,12 @@ PAGES: tuple[Page, ...] = (
         has_text=False,
     ),
     *_OPERATORS,
+    Page(
+        name="seeds_h200x2_202611",
+        sources=("seeds_h200x2_202611.json",),
+        figures=_seeds_h200,
+        has_text=False,
+    ),
     _page("analysis_cpu_202611", checked.analysis),
     *(
         Page(

@@ -33,6 +33,7 @@ def page(data: Mapping[str, Any], name: str, devices: str) -> str:
         f"`python -m cfp_test.scripts.seeds --devices 2`. All samples: "
         f"[JSON]({name}.json)",
         "",
+        *([f"Not reached: {data['not_reached']}", ""] if data["not_reached"] else []),
     ]
     for part in (
         _ulysses,
@@ -140,7 +141,32 @@ def _long(data: Mapping[str, Any]) -> list[str]:
             cells,
         ),
         "",
+        *_beside_others(rows),
         *([f"{said}{'; '.join(compared)}.", ""] if compared else []),
+    ]
+
+
+def _beside_others(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns cfp's own plans beside the fastest of the other ways, in words."""
+    ran = [row for row in rows if row["status"] == "ok"]
+    ratios = [
+        f"{row['seq']} tokens {row['step_ms'] / min(others):.3f}"
+        for row in ran
+        if row["mode"] == "auto"
+        and (
+            others := [
+                other["step_ms"]
+                for other in ran
+                if other["seq"] == row["seq"] and other["mode"] != "auto"
+            ]
+        )
+    ]
+    if not ratios:
+        return []
+    return [
+        f"The plan's step over the fastest other way: {', '.join(ratios)}. The plan "
+        "was timed in another process, some minutes later.",
+        "",
     ]
 
 

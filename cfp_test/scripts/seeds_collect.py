@@ -3,7 +3,7 @@
     python -m cfp_test.scripts.seeds_collect OUT.json FOLDER [FOLDER ...]
 
 A later folder replaces what an earlier one has of the same name. `--about` adds words
-on the devices, `--commit` the commit that ran where the folder does not know it.
+on the devices, `--not_reached` on what is missing, `--commit` the commit that ran.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from typing import Any
 _TAIL = 400
 
 
-def collected(folders: list[Path], about: str, commit: str) -> dict[str, Any]:
+def collected(
+    folders: list[Path], about: str, commit: str, not_reached: str = ""
+) -> dict[str, Any]:
     """Reads all files of the folders that commands wrote."""
     found: dict[str, Any] = {"about": about, "commit": commit}
+    found["not_reached"] = not_reached
     commands: dict[str, Any] = {}
     for folder in folders:
         for path in sorted(folder.glob("*.json")):
@@ -69,8 +72,9 @@ def main() -> None:
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--about", default="")
     parser.add_argument("--commit", default="")
+    parser.add_argument("--not_reached", default="", help="a sentence")
     args = parser.parse_args()
-    found = collected(args.folders, args.about, args.commit)
+    found = collected(args.folders, args.about, args.commit, args.not_reached)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -75,7 +75,15 @@ def _run(
 ) -> int:
     from cfp_test.gpu.page import page, versions
     from cfp_test.gpu.place import Place
-    from cfp_test.gpu.suite import CHECKS, FAILED, described, run_check, run_planted
+    from cfp_test.gpu.suite import (
+        CHECKS,
+        FAILED,
+        FAULTS,
+        described,
+        run_all,
+        run_check,
+        run_planted,
+    )
 
     end = time.monotonic() + given.seconds
     place = Place(folder, tuple(words))
@@ -94,17 +102,22 @@ def _run(
             file=sys.stderr,
         )
         return 1
+    if int(count) > 1 and not given.only:
+        names = [name for name in names if name not in CHECKS or not CHECKS[name].alone]
+    checks = [FAULTS[name].check if given.planted else name for name in names]
     outcomes = []
-    for name in names:
-        if name in CHECKS and CHECKS[name].alone and int(count) > 1 and not given.only:
-            continue
-        found = run(name, place, int(count), end - time.monotonic())
+    for found in run_all(
+        names,
+        lambda name: run(name, place, int(count), end - time.monotonic()),
+        checks,
+    ):
         outcomes.append(found)
         print(
             f"{found.outcome}  {found.name}  {found.seconds:.0f} s  {found.said}",
             file=sys.stderr,
             flush=True,
         )
+    outcomes.sort(key=lambda found: names.index(found.name))
     command = shlex.join(["python", "-m", "cfp_test.gpu", *sys.argv[1:]])
     text = page(command, {**machine, **versions()}, outcomes)
     if given.page:

@@ -50,18 +50,14 @@ def subject_of(name: str, options: Any, place: Place) -> Subject:
     return Subject.of_built(Built(step, args, (0,), ()), place.mesh)
 
 
-def presets_and_plans(place: Place) -> str:
-    """Compares each model under its presets, and under its plan, with one device.
+def presets_and_plan(place: Place, name: str) -> str:
+    """Compares a model under its presets, and under its plan, with one device.
 
     Loss, parameters and moments after a step are compared; the first moments after
     the first step are the gradients. Under some presets the cross-entropy is computed
     in parts as well.
     """
-    models = place.sizes.models.items()
-    return "; ".join(f"{name}: {_model(name, o, place)}" for name, o in models)
-
-
-def _model(name: str, options: Any, place: Place) -> str:
+    options = place.sizes.models[name]
     with jax.default_matmul_precision("highest"):
         note(f"{name}: one device")
         subject = subject_of(name, options, place)

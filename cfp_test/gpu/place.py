@@ -188,10 +188,13 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def untuned() -> dict[str, str]:
-    """Returns variables with which XLA tunes no kernels, beside its flags here."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    return {"XLA_FLAGS": f"{flags} --xla_gpu_autotune_level=0".strip()}
+def for_results() -> dict[str, str]:
+    """Returns variables of a process whose times decide nothing, beside others.
+
+    XLA tunes no kernels, which takes most of a compile; and memory is taken as needed.
+    """
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+    return {"XLA_FLAGS": flags.strip(), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def note(text: str) -> None:

@@ -323,9 +323,9 @@ def used_again(place: Place) -> str:
 
 def other_device(place: Place) -> str:
     """Plans with a store of records that another kind of device has made."""
-    measured_plan(place, "again")
+    measured_plan(place, "first")
     folder = place.folder / "other"
-    with ProfileStore(store_path(place.folder / "again")) as store:
+    with ProfileStore(store_path(place.folder / "first")) as store:
         records = store.records()
     with ProfileStore(store_path(folder)) as store:
         store.put_all([_of_another(record) for record in records])

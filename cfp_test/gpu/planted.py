@@ -102,7 +102,7 @@ FAULTS = {
     "spec": Fault(
         what="matrices that a plan shards between steps are whole on each device",
         plant=_plant_spec,
-        check="presets and plans",
+        check="gpt under presets",
         says="of the state",
     ),
     "mask": Fault(
@@ -114,7 +114,7 @@ FAULTS = {
     "reduction": Fault(
         what="a cross-entropy that is spread over devices is not summed",
         plant=_plant_reduction,
-        check="presets and plans",
+        check="gpt under presets",
         says="is off by",
     ),
     "budget": Fault(

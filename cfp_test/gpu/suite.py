@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cfp_test.gpu.place import Place, child_environment, tail, untuned
+from cfp_test.gpu.place import ON_GPUS, Place, child_environment, for_results, tail
 from cfp_test.gpu.planted import FAULTS
 
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
@@ -44,26 +45,33 @@ class Check:
         what: one sentence.
         home: module and function, which gets the place, returns figures, and raises
             `Failed` where the check does not hold.
+        given: what the function gets after the place.
         devices: that it takes at least: there is nothing to shard over one.
         alone: whether it is for machines of one device only.
-        tuned: whether the compiler tunes kernels for what the check runs; it takes
-            most of a compile, and changes times and no result.
+        timed: whether times decide: such a check has the devices for itself, and the
+            compiler tunes kernels for what it runs. The others look at results alone;
+            several run at once.
     """
 
     what: str
     home: str
+    given: tuple[str, ...] = ()
     devices: int = 2
     alone: bool = False
-    tuned: bool = False
+    timed: bool = False
 
 
 # To add a check: a function of `Place`, and its line here.
 CHECKS = {
-    "presets and plans": Check(
-        what="the zoo's models under presets and their plan compute what one device "
-        "does: loss, gradients and new state",
-        home="equal.presets_and_plans",
-    ),
+    **{
+        f"{name} under presets": Check(
+            what=f"the zoo's {name} under presets and its plan computes what one "
+            "device does: loss, gradients and new state",
+            home="equal.presets_and_plan",
+            given=(name,),
+        )
+        for name in ON_GPUS.models
+    },
     "attention kernels": Check(
         what="each kernel that loads computes what a float32 oracle does, forward and "
         "backward, on one device and over all",
@@ -85,24 +93,25 @@ CHECKS = {
     "faults while measuring": Check(
         what="after a kill, an out-of-memory and a hang planning goes on where it was",
         home="recovery.recovered",
+        timed=True,  # A hang is what takes more than a second.
     ),
     "one plays two": Check(
         what="one GPU plays two: planned for, within a budget, too, and nothing is "
         "measured twice",
         home="plans.one_plays_two",
-        tuned=True,
+        timed=True,
         devices=1,
         alone=True,
     ),
     "best preset": Check(
         what="the plan is no slower than the best preset, beyond noise",
         home="plans.no_slower",
-        tuned=True,
+        timed=True,
     ),
     "memory budget": Check(
         what="a plan within a budget uses no more, as the device counts it",
         home="plans.budget",
-        tuned=True,
+        timed=True,
     ),
 }
 # What checks have done in processes of their own.
@@ -118,9 +127,12 @@ def function_of(name: str) -> Callable[[Place], str | None]:
     """Imports what a check or a part is made of."""
     from importlib import import_module
 
-    home = PARTS.get(name) or CHECKS[name].home
+    home, given = PARTS.get(name, ""), ()
+    if not home:
+        home, given = CHECKS[name].home, CHECKS[name].given
     module, function = home.split(".")
-    return getattr(import_module(f"cfp_test.gpu.{module}"), function)
+    found = getattr(import_module(f"cfp_test.gpu.{module}"), function)
+    return lambda place: found(place, *given)
 
 
 def run_check(name: str, place: Place, devices: int, seconds: float) -> Outcome:
@@ -139,7 +151,7 @@ def run_check(name: str, place: Place, devices: int, seconds: float) -> Outcome:
         said = "no time was left; --seconds gives more"
         return Outcome(name=name, what=what, outcome=FAILED, said=said, seconds=0.0)
     began = time.monotonic()
-    variables = {} if CHECKS[name].tuned else untuned()
+    variables = {} if CHECKS[name].timed else for_results()
     code, out, err = _end_of(place.command(name), seconds, variables)
     took = time.monotonic() - began
     try:
@@ -188,15 +200,55 @@ def _end_of(
         text=True,
         start_new_session=True,
     )
+    _running.add(process)
     try:
         out, err = process.communicate(timeout=seconds)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt) as reason:
+    except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
-        if isinstance(reason, KeyboardInterrupt):
-            raise
         return None, out, err
+    finally:
+        _running.discard(process)
     return process.returncode, out, err
+
+
+_running: set[subprocess.Popen[str]] = set()
+
+
+def end_all() -> None:
+    """Ends all checks that run, with what they have started."""
+    for process in [*_running]:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def run_all(
+    names: Sequence[str], run: Callable[[str], Outcome], checks: Sequence[str]
+) -> Iterator[Outcome]:
+    """Runs checks, or what is planted: several at once where no times decide.
+
+    Args:
+        names: of what is run.
+        run: runs one.
+        checks: the check behind each name.
+    """
+    pairs = zip(names, checks, strict=True)
+    timed = [name for name, check in pairs if CHECKS[check].timed]
+    pool = ThreadPoolExecutor(max(1, min(_AT_ONCE, (os.cpu_count() or 1) // 4)))
+    try:
+        at_once = [pool.submit(run, name) for name in names if name not in timed]
+        for one in as_completed(at_once):
+            yield one.result()
+        yield from map(run, timed)
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        end_all()
+        raise
+    finally:
+        pool.shutdown()
+
+
+# Each compiles most of the time.
+_AT_ONCE = 5
 
 
 def described(place: Place, seconds: float) -> dict[str, str]:

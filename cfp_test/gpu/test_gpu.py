@@ -1,6 +1,7 @@
 """The checks of `make test-gpu` on virtual devices: each fails of what it is for."""
 
 import sys
+import time
 from dataclasses import dataclass, replace
 
 import jax
@@ -83,6 +84,37 @@ def test_a_check_that_dies_or_hangs_has_failed(tmp_path, code, outcome, said):
     assert said in found.said
 
 
+def test_what_is_timed_runs_after_all_else_and_alone():
+    names, ran = [*CHECKS], []
+
+    def run(name):
+        ran.append(name)
+        return Outcome(name=name, what="", outcome=PASSED, said="", seconds=0.0)
+
+    found = [one.name for one in suite.run_all(names, run, names)]
+    timed = [name for name in names if CHECKS[name].timed]
+    assert {*found} == {*names} and found[-len(timed) :] == timed == ran[-len(timed) :]
+
+
+def test_all_that_runs_is_ended_where_one_is_interrupted(tmp_path):
+    waits = Scripted(tmp_path, code="import time; time.sleep(100_000)")
+
+    def run(name):
+        if CHECKS[name].timed:
+            while not suite._running:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+        return run_check(name, waits, 2, 1200.0)
+
+    names = ["attention kernels", BEST_PRESET]
+    with pytest.MonkeyPatch.context() as patch:
+        # The timed one does not wait for the other here.
+        patch.setattr(suite, "as_completed", lambda futures: ())
+        with pytest.raises(KeyboardInterrupt):
+            [*suite.run_all(names, run, names)]
+    assert not suite._running
+
+
 def test_a_check_for_which_no_time_is_left_has_failed(tmp_path):
     found = run_check(BEST_PRESET, Scripted(tmp_path), 2, -1.0)
     assert found.outcome == FAILED and "no time was left" in found.said
@@ -107,7 +139,7 @@ def test_a_fault_is_caught_by_what_is_for_it(
     monkeypatch, tmp_path, outcome, said, verdict
 ):
     def found(name, place, devices, seconds):
-        assert (name, *place.words) == ("presets and plans", "--plant", "spec")
+        assert (name, *place.words) == ("gpt under presets", "--plant", "spec")
         return Outcome(name=name, what="", outcome=outcome, said=said, seconds=1.0)
 
     monkeypatch.setattr(suite, "run_check", found)

@@ -1,4 +1,4 @@
-"""The shell entry point, all passes, on a model small enough for a CPU."""
+"""The shell entry points, all passes, on models small enough for a CPU."""
 
 import ast
 import json
@@ -8,20 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from cfp_test.cli_runner import environment, steady_python
+from cfp_test.cli_runner import ROOT, environment, steady_python
 from cfp_test.waiting import GUARD_SECONDS
 
-SCRIPT = Path(__file__).with_name("moe_test.sh")
 SMALL = (
     "--batch_size 8 --hidden_size 16 --seq_len 16 --num_heads 4 "
-    "--vocab_size 64 --num_experts 4 --expert_group_size 32 --device_num 4 "
-    "--platform cpu --per_kind 1 --quick"
+    "--vocab_size 64 --device_num 4 --platform cpu --per_kind 1 --quick"
 ).split()
+EXPERTS = "--num_experts 4 --expert_group_size 32".split()
 
 
-def run(workdir: Path, *words: str) -> subprocess.CompletedProcess:
+def run(workdir: Path, *words: str, model: str = "moe") -> subprocess.CompletedProcess:
+    script = ROOT / "cfp_test" / model / f"{model}_test.sh"
     return subprocess.run(
-        ["sh", str(SCRIPT), *words, "--workdir", str(workdir)],
+        ["sh", str(script), *words, "--workdir", str(workdir)],
         capture_output=True,
         text=True,
         cwd=workdir,
@@ -66,22 +66,24 @@ def test_analysis_of_the_full_model_needs_no_devices(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layers", "segments"),
+    ("model", "layers", "segments"),
     [
-        # Two layers, one of each sort: nothing repeats.
-        (2, [0]),
-        pytest.param(4, [0, 1, 2, 1, 2, 3], marks=pytest.mark.nightly),
+        # One layer, or one of each sort: nothing repeats.
+        ("gpt", 1, [0]),
+        pytest.param("moe", 2, [0], marks=pytest.mark.nightly),
+        pytest.param("moe", 4, [0, 1, 2, 1, 2, 3], marks=pytest.mark.nightly),
     ],
 )
-def test_profile_and_search(tmp_path, layers, segments):
-    size = (*SMALL, "--num_layer", str(layers))
+def test_profile_and_search(tmp_path, model, layers, segments):
+    experts = EXPERTS if model == "moe" else []
+    size = (*SMALL, *experts, "--num_layer", str(layers))
     kinds = sorted(set(segments))
-    missing = run(tmp_path, *size, "--mode", "search")
+    missing = run(tmp_path, *size, "--mode", "search", model=model)
     assert missing.returncode == 2
     assert "Run the profile pass" in missing.stderr
     assert missing.stdout == ""
 
-    profiled = run(tmp_path, *size, "--mode", "profile")
+    profiled = run(tmp_path, *size, "--mode", "profile", model=model)
     assert profiled.returncode == 0, profiled.stderr
     lines = profiled.stdout.splitlines()
     assert lines[0] == f"NUM SEGMENT is {len(kinds)}"
@@ -104,7 +106,7 @@ def test_profile_and_search(tmp_path, layers, segments):
         assert 0 < float(match[3]) < 10
     assert re.fullmatch(r"overlapped_profiling overall time [\d.]+", lines[-1])
 
-    searched = run(tmp_path, *size, "--mode", "search")
+    searched = run(tmp_path, *size, "--mode", "search", model=model)
     assert searched.returncode == 0, searched.stderr
     solution, cost, flop, tflops = searched.stdout.splitlines()[:4]
     numbers = ast.literal_eval(

@@ -4,19 +4,18 @@ import re
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import cfp
 from cfp.presets.presets import presets
 from cfp_test.checking import compile_choice, differences, prepare
+from cfp_test.covering import cover_values
 from cfp_test.programs.interface import decoding_step
 from cfp_test.programs.registry import PROGRAMS
 
 MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", ["decoding", "batched_decoding"])
+@cover_values(name=["decoding", "batched_decoding"], mesh=MESHES)
 def test_heads_are_sharded_and_right(name, mesh):
     case = prepare(name, PROGRAMS[name], MESHES[mesh])
     run = compile_choice(case, presets(case.frame)["tensor_parallel"])

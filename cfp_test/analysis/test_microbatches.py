@@ -22,6 +22,7 @@ from cfp.program.rematerialize import rematerializable, tag_of
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, trace
 from cfp_test.checking import differences, make_mesh, prepare, shardings, spec_of
+from cfp_test.covering import cover_values
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.common import normal, squares
 
@@ -106,8 +107,7 @@ def test_a_scan_of_one_iteration_leaves_no_loop():
     assert not case.frame.program.opened
 
 
-@pytest.mark.parametrize("preset", ["data_parallel", "fully_sharded"])
-@pytest.mark.parametrize("remat", [False, True])
+@cover_values(preset=["data_parallel", "fully_sharded"], remat=[False, True])
 def test_the_step_computes_the_same(looped, preset, remat):
     case, analysis = looped
     frame = case.frame
@@ -199,8 +199,7 @@ def test_sums_of_gradients_are_memory_of_their_segment(looped):
     assert sums[1] == 4 * 2 * 16 * 32
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("name", sorted(TINY))
+@cover_values(name=TINY, scan=[False, True])
 def test_models_have_the_segments_that_they_have_without(name, scan):
     """Also where the layers are a scan inside of the scan over microbatches.
 

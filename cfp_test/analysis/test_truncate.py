@@ -337,28 +337,29 @@ def check_like(make, layers, weight, choose, mesh, level=ConstraintLevel.EVERYTH
     assert less.collectives == whole.collectives
 
 
-EVERY_WAY = [
-    (preset, level)
-    for preset in ("data_parallel", "fully_sharded")
-    for level in ConstraintLevel
-]
-# Whole and sharded state, constrained least and most.
-TWO_WAYS = [
-    ("data_parallel", ConstraintLevel.ARGUMENTS),
+# Sharded and whole state, constrained most, least and in between.
+WAYS = [
     ("fully_sharded", ConstraintLevel.EVERYTHING),
+    ("data_parallel", ConstraintLevel.ARGUMENTS),
+    ("fully_sharded", ConstraintLevel.ACTIVATIONS),
+]
+STEPS = [
+    *((plain, CLIPPED), (with_two_kinds, ADAM), (with_side_losses, ADAM)),
+    *((with_shared_weight, ADAM), (with_loops, ADAM), (with_rows, ADAM)),
 ]
 
 
 @pytest.mark.parametrize(
     ("loss", "optimizer", "preset", "level"),
     [
-        *((plain, ADAM, *way) for way in EVERY_WAY),
-        *((plain, CLIPPED, *way) for way in TWO_WAYS),
-        *((with_two_kinds, ADAM, *way) for way in TWO_WAYS),
-        *((with_side_losses, ADAM, *way) for way in TWO_WAYS),
-        *((with_shared_weight, ADAM, *way) for way in TWO_WAYS),
-        *((with_loops, ADAM, *way) for way in TWO_WAYS),
-        *((with_rows, ADAM, *way) for way in TWO_WAYS),
+        *((plain, ADAM, *way) for way in WAYS),
+        # What is left out follows from the program alone.
+        *((*step, *WAYS[0]) for step in STEPS),
+        *(
+            pytest.param(*step, *way, marks=pytest.mark.nightly)
+            for step in STEPS
+            for way in WAYS[1:]
+        ),
     ],
 )
 def test_what_is_left_computes_what_a_shallow_model_does(

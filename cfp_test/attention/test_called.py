@@ -38,6 +38,7 @@ from cfp.program.trace import trace
 from cfp.solution import Candidate, Solution
 from cfp_test.attention.called import cudnn_on_cpus
 from cfp_test.checking import make_mesh
+from cfp_test.covering import cover_pairs
 from cfp_test.programs.common import normal
 
 BATCH, TOKENS, HEADS, HEAD_DIM, HIDDEN, CHUNK = 2, 64, 4, 8, 24, 16
@@ -148,22 +149,22 @@ def kinds(made):
     return {one.kind for one in collectives_in(made.as_text())}
 
 
-@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
-@pytest.mark.parametrize("kv_heads", [HEADS, HEADS // 2], ids=["heads", "grouped"])
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize(
-    "mesh, in_attention, spread",
-    [
+@cover_pairs(
+    sharded=[
         ("x=4", "T", ""),
         ("x=4", "T", "ring"),
         ("x=4", "T", "zigzag"),
         ("x=2,y=2", "TN", "ring"),
         ("x=2,y=2", "TB", ""),
     ],
+    is_causal=[True, False],
+    kv_heads=[HEADS, HEADS // 2],
+    layout=["BTNH", "BNTH"],
 )
 def test_tokens_are_sharded_by_a_ring_or_gathered(
-    mesh, in_attention, spread, is_causal, kv_heads, layout, tmp_path
+    sharded, is_causal, kv_heads, layout, tmp_path
 ):
+    mesh, in_attention, spread = sharded
     step, args = step_of(by_cudnn, layout, is_causal=is_causal), arguments(kv_heads)
     kernels = SegmentKernels(attention="chunked", spread=spread)
     plan = planned(step, args, mesh, in_attention, tmp_path, kernels)

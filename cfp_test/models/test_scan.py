@@ -9,6 +9,7 @@ import pytest
 
 from cfp.models import MODELS, build, initialise
 from cfp.models.train import cross_entropy
+from cfp_test.covering import cover_values
 from cfp_test.models.tiny import (
     TINY,
     count,
@@ -97,8 +98,7 @@ def test_program_of_a_loop_does_not_grow_with_depth(name):
     assert contractions[0] == contractions[1]
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("scan", [False, True])
+@cover_values(name=MODELS, scan=[False, True])
 def test_remat_keeps_less_for_the_backward_pass(name, scan):
     kept = []
     for remat in (False, True):

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import cfp
 from cfp.planner_settings import DetailedSettings
+from cfp_test.covering import cover_values
 
 
 @pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -32,8 +33,9 @@ def step_on(mesh):
     return step
 
 
-@pytest.mark.parametrize("shapes_only", [False, True])
-@pytest.mark.parametrize("preset", ["data_parallel", "fully_sharded", None])
+@cover_values(
+    preset=["data_parallel", "fully_sharded", None], shapes_only=[False, True]
+)
 def test_arguments_are_traced_with_their_shardings(preset, shapes_only, mesh, tmp_path):
     random = np.random.default_rng(0)
 

@@ -4,7 +4,6 @@ A check is that of `cfp run --check`: loss and new state under a plan, beside th
 the untouched step on one device.
 """
 
-import itertools
 import re
 from unittest.mock import patch
 
@@ -15,6 +14,7 @@ from cfp.attention import chunked
 from cfp.models import registry
 from cfp_test.attention.replaced import Step
 from cfp_test.checking import make_mesh
+from cfp_test.covering import cover_values
 from cfp_test.programs import attentive
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -27,6 +27,8 @@ MODELS = {
     "bert": {},
     "llama": {"ffn": 32, "kv_heads": 2},
 }
+# How layers run: in a scan, and rematerialized.
+WAYS = [(False, False), (True, True), (False, True), (True, False)]
 # What libraries write, the kernel that replaces it, and why that is not the one which
 # leaves no scores.
 LIBRARIES = {
@@ -76,24 +78,10 @@ def zoo(model, scan, remat, mesh):
     return Step(fn, (init(key), make_batch(key)), mesh)
 
 
-def steps_of_the_zoo():
-    """Every model and every way to run its layers; all pairs of them nightly.
-
-    What reads an attention does not change how it is found, nor what takes its place.
-    """
-    for model, scan, remat in itertools.product(MODELS, (False, True), (False, True)):
-        daily = model == "gpt" or (scan and remat)
-        daily |= model in ("bert", "llama") and not (scan or remat)
-        yield pytest.param(
-            *(model, scan, remat),
-            id=f"{model}-{'scanned' if scan else 'unrolled'}-"
-            f"{'remat' if remat else 'kept'}",
-            marks=() if daily else pytest.mark.nightly,
-        )
-
-
-@pytest.mark.parametrize(("model", "scan", "remat"), [*steps_of_the_zoo()])
-def test_attentions_of_the_zoo_are_replaced(mesh, untouched, model, scan, remat):
+@cover_values(model=MODELS, way=WAYS)
+def test_attentions_of_the_zoo_are_replaced(mesh, untouched, model, way):
+    """What reads an attention changes neither how it is found nor its replacement."""
+    scan, remat = way
     step = zoo(model, scan, remat, mesh)
     assert step.attentions.left_alone == ()
     assert len(step.attentions.matches) == (2 if model == "moe" else 1)

@@ -200,7 +200,7 @@ def test_each_failure_is_recorded_and_the_search_completes(undisturbed, tmp_path
     assert Counter(statuses(folder).values())["crashed"] == 2
     before = len(events(folder))
     failed = [r for r in records(folder).values() if not r.ok]
-    finish(begin(folder, *command, "--retry-failures"))
+    finish(begin(folder, *command, "--retry-failures", "--no-race"))
     assert set(statuses(folder).values()) == {"ok"}
     ran = {key for event, key in events(folder)[before:] if event == "run"}
     assert ran >= {record.key for record in failed}

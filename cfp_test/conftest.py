@@ -66,7 +66,7 @@ def pytest_collection():
     finally:
         gc.collect()
         gc.freeze()
-        gc.set_threshold(20_000, 20, 20)
+        gc.set_threshold(100_000, 20, 20)
         gc.enable()
 
 

@@ -20,7 +20,7 @@ from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import NONE
 from cfp.checking.check import ROUNDING_MARGIN, nudge
 from cfp.find import find_plan
-from cfp.plan.text import Detail, roles_text
+from cfp.plan.parts import Detail, roles_text
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.program.step import FlatStep, flatten_step

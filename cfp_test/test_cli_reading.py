@@ -9,9 +9,8 @@ from typer.testing import CliRunner
 from cfp import platform
 from cfp.cli import app
 from cfp.errors import CfpError
-from cfp.page.page import page_html
-from cfp.report.differing import diff_text
-from cfp.report.explain_plan import explain_text
+from cfp.view.page import page_html
+from cfp.view.text import diff_text, explain_text
 from cfp_test.cli_runner import COLUMNS, run_batch
 from cfp_test.profiling.hlo_of_versions import OLD
 from cfp_test.reported import DEEP, HOSTILE

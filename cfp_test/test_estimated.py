@@ -17,12 +17,13 @@ from cfp.profiling.rates import Rates
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.report.tables import plan_text, summary_line
 from cfp.runtime import execute
 from cfp.search.choices import Kernels, estimate_kinds, whole_choice
 from cfp.search.expected import build_problem, estimate_options
 from cfp.search.problem import Assignment
 from cfp.search.solver import solve
+from cfp.view.text import plan_text
+from cfp.view.words import summary_line
 from cfp_test.checking import make_mesh
 from cfp_test.program.stacks import stack_step
 

@@ -24,8 +24,8 @@ from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.processes import TOPOLOGY_SETTING
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.report.tables import plan_text
 from cfp.settings import RUNS_PLAYED, defaults_of
+from cfp.view.text import plan_text
 from cfp_test.analysis.stacks import ADAM, plain, stack_of
 
 # What one GPU has in its environment that virtual devices lack.

@@ -19,8 +19,8 @@ from cfp.planner_settings import DetailedSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import TOO_LATE, Skipped
-from cfp.report.tables import plan_text
 from cfp.settings import ConstraintLevel
+from cfp.view.text import plan_text
 
 _SHAPES = (
     {"up": (256, 512), "down": (512, 256)},

@@ -8,7 +8,7 @@ import pytest
 
 import cfp
 from cfp.errors import nearest
-from cfp.plan.text import remarks
+from cfp.view.words import remarks
 from cfp_test.cli_runner import run_batch
 
 MB = 2**20

@@ -36,10 +36,10 @@ from cfp.planner_settings import PlannerSettings
 from cfp.profiling.store import store_path
 from cfp.report.passes import search_space, strategy_numbers
 from cfp.report.progress import Display
-from cfp.report.tables import plan_text
 from cfp.search.requests import Measured, MeasurementRequest
 from cfp.targets import model_target
 from cfp.units import parse_bytes
+from cfp.view.text import plan_text
 
 GIB = 2**30
 TITLES = {"gpt": "GPT", "bert": "BERT", "llama": "LLAMA", "moe": "MoE"}

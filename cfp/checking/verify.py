@@ -26,7 +26,6 @@ from cfp.passes.search import search
 from cfp.plan.compose import compose_plan
 from cfp.plan.parts import check_arguments, constraints_to_json
 from cfp.plan.plan import Plan
-from cfp.plan.words import basis_text
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.builder import Built, Job
@@ -47,6 +46,7 @@ from cfp.race.programs import (
 from cfp.race.turns import race_programs
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
+from cfp.view.words import basis_text
 
 _ROUNDS = 2
 _RUNNERS_UP = 2

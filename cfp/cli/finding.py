@@ -43,13 +43,13 @@ from cfp.profiling.marks import Limits
 from cfp.profiling.place import Place
 from cfp.profiling.store import store_path
 from cfp.report import passes
-from cfp.report.console import literal_console
+from cfp.report.explained import plot_trade_off, trade_off_data, trade_off_view
 from cfp.report.progress import Display
-from cfp.report.tables import print_plan
-from cfp.report.tradeoff import plot_trade_off, trade_off_data, trade_off_view
 from cfp.search.tradeoff import trade_off
 from cfp.units import parse_bytes
 from cfp.variants import Fastest, plan_fastest
+from cfp.view.console import literal_console
+from cfp.view.text import print_plan
 
 _PER_KIND = PlannerSettings().per_kind
 _OTHERS = PlannerSettings().others

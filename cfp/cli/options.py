@@ -26,9 +26,9 @@ from cfp.profiling.interrupts import interrupted_text
 from cfp.profiling.marks import Limits
 from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
-from cfp.report.explain_plan import wrapped
 from cfp.settings import ConstraintLevel
 from cfp.targets import UnknownOption
+from cfp.view.console import wrapped
 
 # Headings of a command's help; options under none are the first.
 VARIANTS = "Meshes, batches and arguments"

@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ from rich.console import RenderableType
 from cfp.devices.joining import is_follower
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
-from cfp.plan.throughput import throughput_data
-from cfp.report.console import literal_console
-from cfp.report.passes import console_and_border
+from cfp.view.console import console_and_border, literal_console
+from cfp.view.words import throughput
 
 
 def show(view: Callable[[box.Box], RenderableType]) -> None:
@@ -55,7 +55,8 @@ def save(made: Plan, output: Path | None, *, say: bool) -> None:
 
 def plan_json(plan: Plan, more: Mapping[str, Any] | None = None) -> str:
     """Writes a plan as JSON that `Plan.load` reads, with more entries."""
-    found = {**json.loads(plan.to_json()), "throughput": throughput_data(plan)}
+    rates = throughput(plan)
+    found = {**json.loads(plan.to_json()), "throughput": rates and asdict(rates)}
     return json.dumps({**found, **(more or {})}, indent=1)
 
 

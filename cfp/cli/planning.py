@@ -46,8 +46,6 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.store_file import read_export
 from cfp.report import passes
-from cfp.report.console import Fitted, literal_console
-from cfp.report.explain_plan import wrapped
 from cfp.report.explained import (
     Misses,
     explanation_data,
@@ -59,12 +57,13 @@ from cfp.report.explained import (
 from cfp.report.figures import with_figures
 from cfp.report.plots import curves_data, curves_table, plot_curves
 from cfp.report.progress import Display
-from cfp.report.tables import print_plan
 from cfp.search.choices import picks_of
 from cfp.search.explain import Explanation, explain
 from cfp.search.problem import Problem
 from cfp.solution import Profiles
 from cfp.units import parse_bytes
+from cfp.view.console import Fitted, literal_console, wrapped
+from cfp.view.text import print_plan
 
 _PANEL = "Instead of a step's measurements"
 _CURVES = "Curves of links"

@@ -21,15 +21,14 @@ from cfp.errors import CfpError, StepNotTraceable
 from cfp.export.logical import Names, Rules, logical_rules, names_by_path
 from cfp.models import MODELS, logical_names
 from cfp.plan.plan import Plan
-from cfp.plan.text import headline
 from cfp.platform import parse_mesh
 from cfp.printable import printable
 from cfp.profiling.hlo import collective_sites
-from cfp.report.console import literal_console
-from cfp.report.differing import diff_data, diff_text
-from cfp.report.explain_plan import explain_data, explain_text
-from cfp.report.tables import print_plan, sites_data, sites_text
+from cfp.report.passes import sites_data, sites_text
 from cfp.targets import Target, parse_options, resolve
+from cfp.view.console import literal_console
+from cfp.view.text import diff_data, diff_text, explain_data, explain_text, print_plan
+from cfp.view.words import headline
 
 PlanFile = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.table import Table
 
 from cfp import api, platform
 from cfp.checking.trial import Trial, run_trial
@@ -27,15 +26,19 @@ from cfp.cli.output import only_json, save
 from cfp.cli.session import analyse, check_writable, open_target
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
-from cfp.plan.throughput import throughput, throughput_data, throughput_text
 from cfp.planner_settings import PlannerSettings
-from cfp.report.console import Fitted, literal_console
-from cfp.report.explain_plan import wrapped
-from cfp.report.passes import console_and_border
 from cfp.report.progress import Display
-from cfp.report.tables import print_plan
 from cfp.targets import Target
 from cfp.units import parse_bytes
+from cfp.view.console import (
+    Fitted,
+    console_and_border,
+    literal_console,
+    new_table,
+    wrapped,
+)
+from cfp.view.text import print_plan
+from cfp.view.words import throughput
 
 _FAILURES_SHOWN = 5
 _PER_KIND = PlannerSettings().per_kind
@@ -132,7 +135,7 @@ def run(
         else:
             _print_trial(trial)
             if (rates := throughput(used, trial.median_ms)) is not None:
-                print(throughput_text(rates))
+                print(rates)
     if trial.failures:
         raise typer.Exit(1)
 
@@ -160,7 +163,7 @@ def _new_plan(
 
 def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
     """Makes plain data of a trial."""
-    largest = trial.largest
+    largest, rates = trial.largest, throughput(plan, trial.median_ms)
     return {
         "plan": plan.winner,
         "peak_bytes": plan.peak_bytes,
@@ -168,7 +171,7 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
         "compiler_options": dict(plan.options),
         "rematerialized": list(trial.rematerialized),
         "median_ms": trial.median_ms,
-        "throughput": throughput_data(plan, trial.median_ms),
+        "throughput": rates and asdict(rates),
         "steps": [
             {"time_ms": s.time_ms, "metrics": dict(s.metrics)} for s in trial.steps
         ],
@@ -183,12 +186,11 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
 
 def _print_trial(trial: Trial) -> None:
     console, border = console_and_border(literal_console())
-    table = Table(box=border, pad_edge=False)
-    headings = ["step", "ms", *_metric_names(trial)]
-    if trial.checked:
-        headings += ["off by", "of allowed", "in"]
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "in" else "right")
+    headings = ["step", "ms", *trial.steps[0].metrics]
+    headings += ["off by", "of allowed"] if trial.checked else []
+    kinds = dict.fromkeys(headings, "number")
+    kinds |= {"in": "text"} if trial.checked else {}
+    table = new_table(border, None, kinds)
     for number, step in enumerate(trial.steps):
         row = [str(number), f"{step.time_ms:.2f}"]
         row += [f"{value:.6g}" for value in step.metrics.values()]
@@ -200,10 +202,6 @@ def _print_trial(trial: Trial) -> None:
     print(f"Median step time: {trial.median_ms:.3f} ms")
     if trial.checked:
         print("\n".join(map(wrapped, check_text(trial).split("\n"))))
-
-
-def _metric_names(trial: Trial) -> list[str]:
-    return list(trial.steps[0].metrics)
 
 
 def check_text(trial: Trial) -> str:

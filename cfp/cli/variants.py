@@ -12,7 +12,6 @@ import typer
 from jax.sharding import Mesh
 from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from cfp import platform
@@ -22,11 +21,11 @@ from cfp.devices import mock
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError, MeshError, compose
 from cfp.planner_settings import dimensions_of
-from cfp.report.console import Fitted
 from cfp.settings import Dimension
 from cfp.targets import MICROBATCHES, Target, resolve
 from cfp.units import format_bytes
 from cfp.variants import Basis, Fastest, Outcome, Variant
+from cfp.view.console import Fitted, new_table
 
 _ALL = "all"
 
@@ -276,13 +275,9 @@ def _behind_text(step_ms: float | None, best_ms: float | None) -> str:
 
 def variants_view(found: Fastest, border: box.Box) -> RenderableType:
     """The variants as a table, the fastest first."""
-    table = Table(box=border, title="Variants", title_justify="left", pad_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("variant")
-    table.add_column("plan")
-    for heading in ("step ms", "memory", "planned in"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("note", overflow="fold")
+    numbers = dict.fromkeys(("step ms", "memory", "planned in"), "number")
+    headings = {"": "word", "variant": "text", "plan": "text", **numbers}
+    table = new_table(border, "Variants", {**headings, "note": "text"})
     every = ranked(found.outcomes)
     best_ms = every[0].step_ms
     for outcome in every:

@@ -18,7 +18,6 @@ from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
 from cfp.export.runtime import digest, equation_key, equations, numbers
 from cfp.plan.parts import Site, Sites
-from cfp.plan.text import headline
 from cfp.printable import printable
 from cfp.program.equations import place
 from cfp.program.graft import Constraints
@@ -48,7 +47,10 @@ class ExportedProgram:
 
 
 def python_module(
-    plan: Plan, sites: Sites | None, program: ExportedProgram | None = None
+    plan: Plan,
+    sites: Sites | None,
+    program: ExportedProgram | None = None,
+    title: str = "",
 ) -> str:
     """Writes the text of a module that runs the plan's step with plain JAX.
 
@@ -57,6 +59,7 @@ def python_module(
         sites: of its constraints.
         program: of the step under the plan, which a plan needs that rematerializes or
             replaces parts of it.
+        title: the plan in a sentence, for the module's docstring.
 
     Raises:
         PlanMismatch: the plan says something that such a module cannot.
@@ -84,17 +87,16 @@ def python_module(
     runtime = rest[rest.index(_TAIL) :]
     imports = imports[imports.index("from __future__") :]
     tables = "\n".join([*_tables(plan, sites), *_program(program)])
-    head = f"{_docstring(plan, sites)}\n\n{imports}P = PartitionSpec\n"
+    head = f"{_docstring(plan, sites, title)}\n\n{imports}P = PartitionSpec\n"
     return f"{head}\n{tables}\n\n{runtime}"
 
 
-def _docstring(plan: Plan, sites: Sites) -> str:
+def _docstring(plan: Plan, sites: Sites, title: str) -> str:
     count = sum(len(numbers(site.which)) for site in sites.sites)
     lines = [
         "How to shard a training step, as cfp planned it.",
         "",
-        headline(plan) + ".",
-        "",
+        *([f"{title}.", ""] if title else []),
         "Needs JAX, and nothing else. Use it like this:",
         "",
         "    step = shard(train_step, *arguments)   # compiles",

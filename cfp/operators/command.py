@@ -27,8 +27,8 @@ from cfp.operators.inventory import matching
 from cfp.operators.operator import Operator, OperatorError
 from cfp.operators.probe import environment
 from cfp.printable import columns
-from cfp.report.console import Fitted, literal_console
 from cfp.report.plots import check_can_draw, figure
+from cfp.view.console import Fitted, literal_console, new_table
 
 _PASSES = {"forward": "forward", "both": "forward and backward"}
 
@@ -145,10 +145,7 @@ def _percent(one: Pass) -> str:
 
 
 def _table(*headings: str) -> Table:
-    table = Table(box=box.ASCII, pad_edge=False)
-    for name in headings:
-        table.add_column(name, overflow="fold")
-    return table
+    return new_table(box.ASCII, None, dict.fromkeys(headings, "text"))
 
 
 def parse_share(text: str) -> float:

@@ -27,13 +27,10 @@ from cfp.attention.matching.called import with_token_factors
 from cfp.errors import PlanMismatch, compose
 from cfp.plan.compose import compose_plan
 from cfp.plan.describe import axis_roles, op_text
-from cfp.plan.drawn import block_figures
-from cfp.plan.figures import Figures
-from cfp.plan.parts import PlanRow, PlanSegment, type_text
+from cfp.plan.figures import Figures, block_figures
+from cfp.plan.parts import PlanRow, PlanSegment, roles_text, type_text
 from cfp.plan.placing import mesh_here
 from cfp.plan.plan import Plan
-from cfp.plan.text import roles_text
-from cfp.plan.words import known_how
 from cfp.profiling.key import environment_parts
 from cfp.program.calling import check_keywords
 from cfp.program.graft import aval
@@ -435,7 +432,7 @@ def _predicted_ms(
     if plan.predicted_ms:
         return plan.measured_ms * (plan.predicted_ms + more) / plan.predicted_ms
     # What is estimated for virtual devices is not what takes time there.
-    return None if known_how(plan) == "estimated" else plan.measured_ms + more
+    return None if "strategies_estimated" in plan.search else plan.measured_ms + more
 
 
 def _segment_ms(analysis: Analysis, pair: _Pair) -> float | None:

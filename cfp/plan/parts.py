@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum, StrEnum
 from inspect import signature
 from typing import Annotated, Any
 
@@ -58,6 +58,28 @@ class AxisRole:
     dim: Annotated[int, Field(strict=True, ge=-1)]
     scattered_dim: Count | None
     size: Annotated[Count, Field(ge=1)] = field(compare=False)
+
+
+class Detail(Enum):
+    """Detail in which a text says what axes shard."""
+
+    ROLES = "x: rows"
+    DIMS = "x: rows (dim 0)"
+    SIZES = "x: rows (dim 0 of 8)"
+
+
+def roles_text(roles: Sequence[AxisRole], detail: Detail = Detail.SIZES) -> str:
+    """Describes the roles of axes in a block: ``x: rows (dim 0 of 8)``."""
+    parts = []
+    for one in roles:
+        where = [] if one.role is Role.CONTRACTED else [f"dim {one.dim}"]
+        where += [f"of {one.size}"] if detail is Detail.SIZES else []
+        text = f"{one.axis}: {one.role}"
+        text += f" ({' '.join(where)})" if where and detail is not Detail.ROLES else ""
+        if one.scattered_dim is not None:
+            text += f", scattered to dim {one.scattered_dim}"
+        parts.append(text)
+    return "; ".join(parts) or "replicated"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

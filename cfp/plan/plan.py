@@ -19,7 +19,6 @@ from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
 from cfp.export.module import ExportedProgram, python_module, sites_of
 from cfp.export.runtime import program_digest
-from cfp.page.page import page_html, small_html
 from cfp.plan.figures import Figures
 from cfp.plan.file import FORMAT, plan_fields, read_json
 from cfp.plan.parts import (
@@ -36,7 +35,6 @@ from cfp.plan.parts import (
     type_text,
 )
 from cfp.plan.placing import Arguments, made, mesh_here, placed
-from cfp.plan.text import short_text
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.store import store_path
@@ -133,6 +131,8 @@ class Plan:
     tuned: BuildEnvironment | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
+        from cfp.view.text import short_text
+
         return short_text(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
@@ -144,6 +144,8 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Shows a notebook the small form of the page of ``cfp show --html``."""
+        from cfp.view.page import small_html
+
         return small_html(self)
 
     # -- shardings -----------------------------------------------------------
@@ -365,6 +367,8 @@ class Plan:
 
     def report(self, path: str | Path) -> None:
         """Writes the plan as one page of HTML that needs no network and no scripts."""
+        from cfp.view.page import page_html
+
         Path(path).write_text(page_html(self), encoding="utf-8")
 
     def export_python(self, path: str | Path) -> None:
@@ -374,7 +378,10 @@ class Plan:
             PlanMismatch: the plan rematerializes or replaces parts of the step, and is
                 not bound to it.
         """
-        text = python_module(self, self.found_sites, self._exported_program())
+        from cfp.view.words import headline
+
+        title = headline(self)
+        text = python_module(self, self.found_sites, self._exported_program(), title)
         Path(path).write_text(text, encoding="utf-8")
 
     def _exported_program(self) -> ExportedProgram | None:

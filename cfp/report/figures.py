@@ -22,8 +22,7 @@ from cfp.attention.matching.matches import (
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.patterns.sites import among as losses_among
 from cfp.patterns.sites import cross_entropies, in_parts
-from cfp.plan.describe import communicating_loops, sharded_kernels
-from cfp.plan.drawn import block_figures, short_source
+from cfp.plan.describe import axis_roles, communicating_loops, sharded_kernels
 from cfp.plan.figures import (
     Figures,
     KindFigures,
@@ -31,16 +30,21 @@ from cfp.plan.figures import (
     OptionFigures,
     RefusedFigures,
     WorthFigures,
+    block_figures,
+    short_source,
 )
+from cfp.plan.parts import roles_text
 from cfp.plan.plan import Plan
 from cfp.presets.presets import plainest, presets
+from cfp.presets.propagated import named_choices
+from cfp.printable import distinct_ends, merged_name
 from cfp.profiling.collectives import Rates
-from cfp.report.words import candidate_words, kind_title, option_names
 from cfp.search.choices import Kernels, picks_of
 from cfp.search.problem import Option, Problem
 from cfp.search.solver import solve
 from cfp.settings import ALL_DIMENSIONS, Dimension
 from cfp.solution import Candidate
+from cfp.view.words import REMATERIALIZED, STORAGE_WORDS, kernels_text
 
 _NONE_CAN = "no kernel that may be used can compute it"
 
@@ -413,3 +417,89 @@ def _predicted(
             is_measured=False,
         )
     ]
+
+
+# ----------------------------------------------------- names and words for choices
+
+
+def option_names(
+    analysis: Analysis, options: Sequence[Sequence[Option]]
+) -> list[list[str]]:
+    """A short name for each option of each kind of segment.
+
+    That of the first preset whose part it is, or else its number: ``#7``. What is
+    rematerialized has the name of what is not, and says so.
+    """
+    by_name = named_choices(analysis.frame)
+    found = []
+    for kind, index in enumerate(analysis.representatives):
+        names: dict[tuple, str] = {}
+        for name, choice in by_name.items():
+            part = segment_candidate(analysis, index, choice)
+            names.setdefault((part.strategies, part.storage), name)
+        texts = []
+        for number, option in enumerate(options[kind], 1):
+            candidate = option.candidate
+            alike = candidate.strategies, candidate.storage
+            name = names.setdefault(alike, f"#{number}")
+            kernels = candidate.kernels
+            also = [kernels_text(kernels)] if kernels else []
+            also += [REMATERIALIZED] if candidate.remat else []
+            texts.append(f"{name} ({', '.join(also)})" if also else name)
+        found.append(texts)
+    return found
+
+
+def kind_title(analysis: Analysis, kind: int) -> str:
+    """Names the segments of a kind: ``Segments 1-4, from layer_0-3/up to ...``."""
+    segments = [s for s in analysis.segments if s.kind == kind]
+    blocks = analysis.frame.blocks
+    text = f"Segment {segments[0].index}"
+    if len(segments) > 1:
+        text = merged_name([f"Segment {s.index}" for s in segments])
+        text = text.replace("Segment", "Segments", 1)
+    ends = [
+        merged_name([blocks[s.blocks[place]].name for s in segments])
+        for place in (0, -1)
+        if segments[0].blocks
+    ]
+    names = " to ".join(dict.fromkeys(ends))
+    return f"{text}: {names}" if names else text
+
+
+def candidate_words(
+    analysis: Analysis,
+    kind: int,
+    candidate: SegmentChoice,
+    base: SegmentChoice | None = None,
+) -> str:
+    """A choice in words: what it shards, and how parameters are kept.
+
+    Args:
+        analysis: the program's analysis.
+        kind: the kind of segment.
+        candidate: the choice.
+        base: say only in what it differs from this one.
+    """
+    frame = analysis.frame
+    segment = analysis.segments[analysis.representatives[kind]]
+    blocks: dict[str, list[str]] = {}
+    names = distinct_ends([frame.blocks[b].name for b in segment.blocks])
+    for place, b in enumerate(segment.blocks):
+        strategy = candidate.strategies[place]
+        if base is None or base.strategies[place] != strategy:
+            op = frame.program.ops[frame.blocks[b].anchor]
+            text = roles_text(axis_roles(frame, op, strategy))
+            blocks.setdefault(text, []).append(names[place])
+    parts = [f"{', '.join(alike)} {text}" for text, alike in blocks.items()]
+    if segment.groups and (base is None or base.storage != candidate.storage):
+        parts.append(f"parameters {STORAGE_WORDS[candidate.storage]}")
+    if candidate.kernels and (base is None or base.kernels != candidate.kernels):
+        parts.append(kernels_text(candidate.kernels))
+    elif base is not None and base.kernels and not candidate.kernels:
+        parts.append("computed as it is written")
+    if candidate.remat:
+        parts.append(REMATERIALIZED)
+    elif base is not None and base.remat:
+        parts.append("not rematerialized")
+    return "; ".join(parts) or "the same"

@@ -1,13 +1,14 @@
-"""Results of each pass, as tables and as plain data."""
+"""Results of each pass, and of compiling, as tables and as plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cfp.analysis.analyze import Analysis
@@ -20,15 +21,19 @@ from cfp.analysis.dump import (
 )
 from cfp.analysis.flops import program_flops
 from cfp.analysis.layout import Choice, lay_out
+from cfp.analysis.naming import op_path
 from cfp.analysis.segments import Segment
 from cfp.analysis.specs import spec_ways
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.plan.describe import block_collectives, op_text
-from cfp.printable import columns as columns_of_text
-from cfp.report.console import Fitted, literal_console
+from cfp.plan.figures import short_source
+from cfp.printable import merged_alike, printable
+from cfp.profiling.hlo import CollectiveSite
 from cfp.search.requests import Measured
 from cfp.solution import Profiles
 from cfp.units import format_bytes
+from cfp.view.console import Fitted, new_table, plain_text
+from cfp.view.words import elided
 
 _MOST_OPAQUE = 5
 _WORTH_NAMING = 0.001  # of all FLOPs, or of all bytes
@@ -54,13 +59,6 @@ def search_space(analysis: Analysis, segment: Segment) -> list[int]:
     ]
 
 
-def _table(title: str, border: box.Box, *columns: str) -> Table:
-    table = Table(box=border, title=title, title_justify="left", pad_edge=False)
-    for column in columns:
-        table.add_column(column)
-    return table
-
-
 # -------------------------------------------------------------------------- analyze
 
 
@@ -77,9 +75,8 @@ def analysis_view(
         f"{len(analysis.segments)} segments of {kinds} kinds, {flops:.4g} TFLOP per "
         f"step; analysed in {seconds:.2f} s"
     )
-    table = _table(
-        "Segments", border, "kind", "segments", "block", "operation", "strategies"
-    )
+    headings = ("kind", "segments", "block", "operation", "strategies")
+    table = new_table(border, "Segments", dict.fromkeys(headings, "text"))
     for kind, index in enumerate(analysis.representatives):
         members = [s.index for s in analysis.segments if s.kind == kind]
         segment = analysis.segments[index]
@@ -164,9 +161,8 @@ def profiles_view(
     analysis: Analysis, profiles: Profiles, border: box.Box
 ) -> RenderableType:
     """For each kind of segment what was measured, the best and the worst."""
-    table = _table(
-        "Profiles", border, "kind", "segments", "measured", "failed", "best", "worst"
-    )
+    headings = ("kind", "segments", "measured", "failed", "best", "worst")
+    table = new_table(border, "Profiles", dict.fromkeys(headings, "text"))
     records = profiles.found.records
     for kind in range(len(analysis.representatives)):
         members = [s.index for s in analysis.segments if s.kind == kind]
@@ -249,9 +245,8 @@ def presets_data(
 
 def presets_view(found: list[dict[str, Any]], border: box.Box) -> RenderableType:
     """The presets as a table."""
-    table = _table(
-        "Presets", border, "name", "arguments per device", "collectives in a step"
-    )
+    headings = ("name", "arguments per device", "collectives in a step")
+    table = new_table(border, "Presets", dict.fromkeys(headings, "text"))
     for item in found:
         sent = sorted(item["collective_bytes"].items(), key=lambda pair: -pair[1])
         table.add_row(
@@ -262,13 +257,106 @@ def presets_view(found: list[dict[str, Any]], border: box.Box) -> RenderableType
     return Fitted(table)
 
 
-# -------------------------------------------------------------------------- printing
+# ------------------------------------------------------ collectives of a compiled step
+
+_MOST_NAMES = 3
+_NAME_WIDTH = 60
+_STEP = re.compile(r"^jit\([^()]*\)/")
+_MERGED = re.compile(r"^\((.*)\)$")
 
 
-def console_and_border(console: Console) -> tuple[Console, box.Box]:
-    """The console as it is if it is a terminal; else with ASCII lines."""
-    if console.is_terminal:
-        return console, box.ROUNDED
-    return literal_console(
-        file=console.file, width=columns_of_text(), color_system=None
-    ), box.ASCII
+def sites_view(sites: Sequence[CollectiveSite], border: box.Box) -> RenderableType:
+    """A table of collectives, most bytes first, and their sum.
+
+    Those of one kind, size and line whose ops differ in numbers alone, as those of
+    layers do, stand in one row.
+    """
+    if not sites:
+        return Text("The program has no collectives.")
+    headings = {
+        "collective": "word",
+        "times": "number",
+        "bytes of one": "number",
+        "devices": "number",
+        "source line": "text",
+        "op": "text",
+    }
+    table = new_table(border, "Collectives", headings)
+    for alike in _alike(sites):
+        first = alike[0]
+        table.add_row(
+            first.kind,
+            str(sum(site.count for site in alike)),
+            format_bytes(first.bytes),
+            str(first.group_size),
+            printable(short_source(first.source)) or "-",
+            printable(_row_text(alike)) or "-",
+        )
+    total = sum(site.bytes * site.count for site in sites)
+    count = sum(site.count for site in sites)
+    return Group(
+        Fitted(table),
+        Text(
+            f"{count} {'collective' if count == 1 else 'collectives'} in one step; "
+            f"{format_bytes(total)} on each device together. Bytes of one: the larger "
+            "of what a device gives and gets. --json lists each op."
+        ),
+    )
+
+
+def _row_text(alike: Sequence[CollectiveSite]) -> str:
+    """The ops of a row; how many, where the compiler combined their collectives."""
+    text = ops_text([site.scope for site in alike])
+    count = max(len(_ops(site.scope)) for site in alike)
+    return f"{count} ops combined: {text}" if count > 1 else text
+
+
+def _alike(sites: Sequence[CollectiveSite]) -> list[list[CollectiveSite]]:
+    """Collectives that a table shows in one row; the order stays."""
+    found: dict[tuple, list[CollectiveSite]] = {}
+    for site in sites:
+        ops = ops_text([site.scope])
+        key = (
+            site.kind,
+            site.bytes,
+            site.group_size,
+            site.source,
+            re.sub(r"\d+([-,.]+\d+)*", "#", ops),
+        )
+        found.setdefault(key, []).append(site)
+    rows = [*found.values()]
+    return sorted(rows, key=lambda row: -sum(site.bytes * site.count for site in row))
+
+
+def sites_text(sites: Sequence[CollectiveSite]) -> str:
+    """The table as plain ASCII text, as wide as `columns` says."""
+    return plain_text(sites_view(sites, box.ASCII))
+
+
+def sites_data(sites: Sequence[CollectiveSite]) -> list[dict[str, Any]]:
+    """The same as plain data."""
+    return [asdict(site) for site in sites]
+
+
+def ops_text(scopes: Sequence[str]) -> str:
+    """The ops of some name stacks in short: ``Block_0-11/Dense_0/dot_general``.
+
+    XLA names an op that it merged of several ``jit(step)/(a:b:c)``.
+    """
+    ops = [op for scope in scopes for op in _ops(scope)]
+    names = merged_alike([_op_text(op) for op in dict.fromkeys(ops) if op])
+    names = [elided(name, _NAME_WIDTH) for name in names]
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _ops(scope: str) -> list[str]:
+    """The ops that a name stack is of: several, if XLA merged them."""
+    inside = _STEP.sub("", scope)
+    merged = _MERGED.match(inside)
+    return merged[1].split(":") if merged and ":" in merged[1] else [inside]
+
+
+def _op_text(op: str) -> str:
+    """An op's place in the user's model; what differentiation made of it says so."""
+    return op_path(op) + (" (backward)" if "transpose(" in op else "")

@@ -1,12 +1,7 @@
-"""Figures in files, and rates as a table; matplotlib is loaded when it draws.
-
-A saved plan's tables as a picture: ``python -m cfp.report.plots plan.json plan.svg``.
-"""
+"""Figures in files, and rates as a table; matplotlib is loaded when it draws."""
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -18,11 +13,9 @@ from rich import box
 from rich.table import Table
 
 from cfp.errors import CfpError
-from cfp.plan.plan import Plan
 from cfp.profiling.rates import Rates, sent_share
-from cfp.report.console import literal_console
-from cfp.report.tables import plan_view
 from cfp.units import format_bytes
+from cfp.view.console import new_table
 
 
 def check_can_draw(file: Path) -> None:
@@ -76,36 +69,6 @@ def figure(
         drawn.savefig(file)
     finally:
         pyplot.close(drawn)
-
-
-_WIDTH = 150
-
-
-def picture(plan: Plan) -> str:
-    """A plan's tables as an SVG picture."""
-    console = literal_console(
-        record=True, width=_WIDTH, file=io.StringIO(), force_terminal=True
-    )
-    console.print(plan_view(plan))
-    return console.export_svg(title="cfp plan", unique_id="cfp-plan")
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Reads a plan and writes its picture."""
-    words = sys.argv[1:] if argv is None else argv
-    if len(words) != 2:
-        print("usage: python -m cfp.report.plots plan.json plan.svg", file=sys.stderr)
-        return 2
-    try:
-        Path(words[1]).write_text(picture(Plan.load(words[0])), encoding="utf-8")
-    except (CfpError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
 
 
 # ---------------------------------------------------------------- rates of collectives
@@ -165,12 +128,10 @@ def curves_data(rates: Rates, link_gb_per_s: float | None) -> dict[str, Any]:
 
 def curves_table(rates: Rates, link_gb_per_s: float | None) -> Table:
     """The curves, a line for each size."""
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for name in ("collective", "axes"):
-        table.add_column(name)
-    columns = ["tensor", "ms", "GB/s sent"] + ["of link"] * bool(link_gb_per_s)
-    for name in columns:
-        table.add_column(name, justify="right")
+    numbers = ["tensor", "ms", "GB/s sent"] + ["of link"] * bool(link_gb_per_s)
+    headings = dict.fromkeys(("collective", "axes"), "text")
+    headings |= dict.fromkeys(numbers, "number")
+    table = new_table(box.SIMPLE, None, headings)
     for point in curve_points(rates):
         row = [
             point.kind,

@@ -24,8 +24,8 @@ from cfp import units
 from cfp.devices.joining import is_follower
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.runner import Progress
-from cfp.report.console import literal_console
 from cfp.units import clock_text
+from cfp.view.console import literal_console
 
 # How often to see whether a plain line is due.
 _LOOK_SECONDS = 1.0

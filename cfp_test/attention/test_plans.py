@@ -22,11 +22,10 @@ from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
-from cfp.report.explain_plan import explain_data, explain_text
 from cfp.report.figures import with_figures
-from cfp.report.tables import plan_text
 from cfp.search.choices import Kernels
 from cfp.settings import Replacing
+from cfp.view.text import explain_data, explain_text, plan_text
 from cfp_test.programs.common import normal
 
 TOKENS, HEADS, HEAD_DIM, CHUNK = 192, 4, 8, 32

@@ -26,12 +26,13 @@ from cfp.errors import CfpError
 from cfp.passes.profile import profile
 from cfp.passes.search import search
 from cfp.plan.describe import plan_rows, plan_segments
-from cfp.plan.text import roles_text, storage_name
+from cfp.plan.parts import roles_text
 from cfp.planner_settings import PlannerSettings
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import programs_of
 from cfp.race.race import race
 from cfp.solution import Candidate, Profiles, Solution, prediction_of
+from cfp.view.words import storage_text
 from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of, tflop
 from cfp_test.bench.configs import Config, small
 
@@ -307,7 +308,8 @@ def _block_texts(analysis: Analysis, choice: Choice) -> list[tuple[str, str]]:
     return [
         (
             row.name,
-            f"{roles_text(row.strategy)}; {storage_name(segments[row.segment])}",
+            f"{roles_text(row.strategy)}; "
+            + storage_text(segments[row.segment], short=True),
         )
         for row in plan_rows(analysis, choice)
     ]

@@ -22,11 +22,11 @@ import jax
 from cfp import described
 from cfp.passes.pipeline import analyze_step
 from cfp.plan.describe import plan_rows, plan_segments
-from cfp.plan.parts import PlanRow, PlanSegment
+from cfp.plan.parts import PlanRow, PlanSegment, roles_text
 from cfp.plan.plan import Plan
-from cfp.plan.text import roles_text, storage_name
 from cfp.presets.presets import presets
 from cfp.targets import resolve
+from cfp.view.words import storage_text
 from cfp_test.bench.one_as_n_data import FILE as RECORDED
 from cfp_test.bench.one_as_n_data import RESULTS
 
@@ -42,7 +42,11 @@ def recorded_blocks(rows: Iterable[dict[str, Any]]) -> Blocks:
 def blocks_of(rows: Sequence[PlanRow], segments: Sequence[PlanSegment]) -> Blocks:
     """Shardings of each block, and the storage of its parameters."""
     return [
-        (row.op, roles_text(row.strategy), storage_name(segments[row.segment]))
+        (
+            row.op,
+            roles_text(row.strategy),
+            storage_text(segments[row.segment], short=True),
+        )
         for row in rows
     ]
 

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cfp.report.passes import console_and_border
 from cfp.units import format_bytes
+from cfp.view.console import console_and_border
 from cfp_test.bench.rows import Row, rows_of
 
 HEADINGS = (

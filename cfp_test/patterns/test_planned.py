@@ -19,9 +19,8 @@ from cfp.models.registry import build, initialise
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.rates import Rates
-from cfp.report.explain_plan import explain_text
-from cfp.report.tables import plan_text
 from cfp.search.choices import Kernels
+from cfp.view.text import explain_text, plan_text
 from cfp_test.checking import prepare
 from cfp_test.models.tiny import TINY
 from cfp_test.named_kernels import name_of

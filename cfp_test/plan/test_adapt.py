@@ -22,10 +22,9 @@ from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.race.programs import RaceOutcome
-from cfp.report.differing import diff_data
-from cfp.report.explain_plan import explain_text
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
+from cfp.view.text import diff_data, explain_text
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import run_batch
 from cfp_test.models.tiny import TINY

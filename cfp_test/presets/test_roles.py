@@ -12,7 +12,7 @@ from cfp.analysis.analyze import build_frame
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.strategies import AxisChoice, describe
 from cfp.plan.describe import axis_roles
-from cfp.plan.text import roles_text
+from cfp.plan.parts import roles_text
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.batch import data_arguments
 from cfp.presets.roles import axis_walk

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from cfp.profiling.hlo import CollectiveSite, collective_sites, collectives_in
-from cfp.report.tables import ops_text, sites_text
+from cfp.report.passes import ops_text, sites_text
 from cfp_test.checking import make_mesh
 from cfp_test.profiling.hlo_of_versions import OLD
 

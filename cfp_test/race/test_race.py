@@ -29,7 +29,6 @@ from cfp.race.programs import TOO_FAR, TOO_LARGE, TOO_LATE, UNMEASURED
 from cfp.race.race import Run
 from cfp.race.truncated import truncate
 from cfp.race.turns import second_race
-from cfp.report.tables import plan_text
 from cfp.settings import (
     LEADERS,
     LEADERS_ON_SLOW_LINKS,
@@ -37,6 +36,7 @@ from cfp.settings import (
     defaults_of,
 )
 from cfp.solution import Candidate, Prediction
+from cfp.view.text import plan_text
 from cfp_test.race.deep import LAYERS, arguments, step
 from cfp_test.race.results import result_of
 

@@ -17,9 +17,14 @@ from cfp.errors import CfpError
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.report.explained import explanation_data, explanation_view
-from cfp.report.tradeoff import plot_trade_off, trade_off_data, trade_off_view
-from cfp.report.words import candidate_words, option_names
+from cfp.report.explained import (
+    explanation_data,
+    explanation_view,
+    plot_trade_off,
+    trade_off_data,
+    trade_off_view,
+)
+from cfp.report.figures import candidate_words, option_names
 from cfp.search.explain import explain
 from cfp.search.problem import Option, Problem
 from cfp.search.tradeoff import trade_off

@@ -14,9 +14,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from cfp.plan.parts import AxisRole, PlanSegment
-from cfp.plan.text import roles_text, storage_name
-from cfp.report.tables import scale_text
+from cfp.plan.parts import AxisRole, PlanSegment, roles_text
+from cfp.view.words import scale_text, storage_text
 
 _SEGMENT = TypeAdapter(PlanSegment)
 _STRATEGY = TypeAdapter(tuple[AxisRole, ...])
@@ -85,7 +84,7 @@ def _as_text(row: Mapping[str, Any], segments: Sequence[Any]) -> dict[str, Any]:
         **row,
         "kind": segment.kind,
         "sharded": roles_text(_STRATEGY.validate_python(row["strategy"])),
-        "storage": storage_name(segment),
+        "storage": storage_text(segment, short=True),
     }
 
 

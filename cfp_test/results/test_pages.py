@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from cfp.plan.text import roles_text, storage_name
+from cfp.plan.parts import roles_text
+from cfp.view.words import storage_text
 from cfp_test.cli_runner import ROOT
 from cfp_test.reported import DEEP
 from cfp_test.results.pages import RESULTS, TEXTS, Page, plain, table
@@ -74,7 +75,7 @@ def test_a_page_of_a_plan_that_was_saved_now(tmp_path):
     text = "\n".join(section("one", Saved.load(tmp_path / "plan.json")))
     for row in DEEP.rows[:2]:
         sharded = roles_text(row.strategy)
-        storage = storage_name(DEEP.segments[row.segment])
+        storage = storage_text(DEEP.segments[row.segment], short=True)
         assert f"| {row.name} | {sharded} | {storage} | {row.collectives} |" in text
 
 

@@ -11,7 +11,6 @@ from jax.experimental.custom_partitioning import custom_partitioning
 import cfp
 from cfp.analysis.analyze import analyze, build_frame
 from cfp.analysis.layout import lay_out
-from cfp.page.page import page_html
 from cfp.plan.describe import whole_ops
 from cfp.plan.figures import Figures, VariantFigures, WorthFigures
 from cfp.plan.parts import Role
@@ -21,8 +20,8 @@ from cfp.profiling.hlo import collectives_in
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.report.explain_plan import explain_text
-from cfp.report.tables import plan_text
+from cfp.view.page import page_html
+from cfp.view.text import explain_text, plan_text
 from cfp_test.checking import make_mesh
 from cfp_test.report.plans import RACE, Block, axis_role, layers, make_plan, row
 

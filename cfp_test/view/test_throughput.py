@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 import cfp
-from cfp.page.page import page_html
-from cfp.plan.text import short_text
-from cfp.plan.throughput import throughput, throughput_data, throughput_text
-from cfp.report.tables import plan_text
+from cfp.view.page import page_html
+from cfp.view.text import plan_text, short_text
+from cfp.view.words import throughput
 from cfp_test.cli_runner import run_batch
 
 BATCH, SEQ, WIDTH, WORDS = 8, 16, 32, 64
@@ -99,17 +98,17 @@ def test_other_kinds_have_no_share_and_no_time_no_figures(planned):
     unknown = replace(plan, environment={"device_kind": "cpu"})
     assert throughput(unknown).rate_share is None
     assert throughput(replace(plan, predicted_ms=None)) is None
-    assert throughput_data(replace(plan, search={})) is None
+    assert throughput(replace(plan, search={})) is None
 
 
 def test_a_share_that_is_all_but_nothing_is_no_zero(planned):
     found = replace(throughput(planned()), rate_share=2e-4)
-    assert "(under 0.1% of its rate" in throughput_text(found)
+    assert "(under 0.1% of its rate" in str(found)
 
 
 def test_they_stand_in_text_table_page_and_file(planned, tmp_path):
     plan = planned()
-    line = throughput_text(throughput(plan))
+    line = str(throughput(plan))
     assert "FLOP/s on each device (" in line and "tokens/s" in line
     flat = " ".join(short_text(plan).split())
     assert line in flat and line in " ".join(plan_text(plan).split())
@@ -140,7 +139,7 @@ def test_plan_and_run_print_them(tmp_path):
 
 def test_a_page_of_estimates_has_no_race(planned):
     html = page_html(planned())
-    assert "Candidates, by estimate" in html and "(the plan)" in html
+    assert "<h2>Estimates</h2>" in html and "(the plan)" in html
     for words in ("Race", "(won)", ">measured<", "virtual devices", "Step, measured"):
         assert words not in html, words
     assert "of 4xh100, as it is described" in html

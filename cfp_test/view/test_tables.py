@@ -5,11 +5,14 @@ import pytest
 from rich.console import Console
 
 from cfp.plan.plan import Plan
-from cfp.plan.text import collapse, merged_name
+from cfp.printable import merged_name
 from cfp.race.programs import RaceRow
-from cfp.report import plots
-from cfp.report.tables import plan_text, print_plan, summary_line
+from cfp.view.model import view_of
+from cfp.view.page import page_html
+from cfp.view.text import explain_text, plan_text, print_plan
+from cfp.view.words import summary_line
 from cfp_test.report.plans import RACE, as_data, layers, make_plan, row
+from cfp_test.scripts.plan_picture import picture
 
 
 @pytest.mark.smoke
@@ -53,14 +56,14 @@ def test_the_table_of_a_known_plan():
     ],
 )
 def test_repeats_are_found(kinds, found):
-    repeats = collapse(make_plan(layers(kinds), []))
+    repeats = view_of(make_plan(layers(kinds), [])).runs
     assert [(r.first, r.period, r.count) for r in repeats] == found
 
 
 def test_segments_that_are_sharded_otherwise_stand_apart():
     rows = layers([0, 0, 0])
     rows[2] = row(2, 0, "Net/layer_1/mlp", strategy=())
-    assert [r.count for r in collapse(make_plan(rows, []))] == [1, 1, 1, 1, 1]
+    assert [r.count for r in view_of(make_plan(rows, [])).runs] == [1, 1, 1, 1, 1]
 
 
 def test_what_only_some_of_the_segments_send_is_said():
@@ -101,15 +104,8 @@ def test_terminals_get_lines_and_pipes_plain_text():
     assert "│" in terminal.getvalue()
 
 
-def test_a_picture_is_drawn_from_a_saved_plan(tmp_path, capsys):
-    saved = tmp_path / "plan.json"
-    drawn = tmp_path / "plan.svg"
-    make_plan(layers([0, 0]), RACE).save(saved)
-    assert plots.main([str(saved), str(drawn)]) == 0
-    assert "layer_0-1/mlp" in drawn.read_text()
-    assert plots.main([str(drawn), str(drawn)]) == 2
-    assert "Cannot read a plan" in capsys.readouterr().err
-    assert plots.main([]) == 2
+def test_a_picture_is_drawn_of_a_plan():
+    assert "layer_0-1/mlp" in picture(make_plan(layers([0, 0]), RACE))
 
 
 def test_times_of_a_race_have_their_noise_beside_them():
@@ -180,3 +176,18 @@ def test_blocks_that_are_alike_in_a_segment_share_a_row():
     assert "| step.py:7 dot_general (9 blocks) |" in " ".join(line.split())
     [line] = [x for x in repr(plan).splitlines() if "step.py" in x]
     assert "head, step.py:7 dot_general (9 blocks) replicated;" in line
+
+
+def test_all_renderings_name_and_count_a_race_alike():
+    """A program that ran and cannot win, such as one that does not fit, is no rival."""
+    [data, *others] = RACE
+    lost = replace(data, note="does not fit")
+    plan = make_plan(layers([0]), [lost, *others])
+    assert "chosen: the fastest of 2 raced on the whole step" in repr(plan)
+    said = " ".join(explain_text(plan).split())
+    assert "the fastest of 2 programs that were timed. Next: zero1" in said
+    assert "<h2>Race</h2>" in page_html(plan)
+    untimed = [replace(one, samples_ms=(), time_ms=None) for one in RACE]
+    unraced = replace(plan, race=tuple(untimed), measured_ms=None)
+    assert "\nPredictions\n" in plan_text(unraced)
+    assert "<h2>Predictions</h2>" in page_html(unraced)

@@ -6,19 +6,19 @@ from html.parser import HTMLParser
 
 import pytest
 
-from cfp.page.memory import timeline
-from cfp.page.page import page_html, small_html
-from cfp.page.svg import (
+from cfp.plan.plan import Plan
+from cfp.printable import printable
+from cfp.view.drawings import (
     drawn_dims,
     element,
     pareto,
     scatter_drawing,
     tensor_drawing,
     ticks,
+    timeline,
 )
-from cfp.plan.plan import Plan
-from cfp.plan.text import best_variants
-from cfp.printable import printable
+from cfp.view.model import view_of
+from cfp.view.page import page_html, small_html
 from cfp_test.report.plans import RACE, as_data, layers, make_plan
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured, option, tensor
 
@@ -98,7 +98,7 @@ def test_repeats_stand_once():
 
 def test_numbers_are_those_of_the_plan():
     page = Page(page_html(DEEP))
-    for one in best_variants(DEEP):
+    for one in (candidate.row for candidate in view_of(DEEP).race.candidates):
         [cells] = [row for row in page.rows(one.name) if len(row) == 6]
         wanted = [
             "-" if t is None else f"{t:.3f} ms" for t in (one.predicted_ms, one.time_ms)

@@ -9,14 +9,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cfp.plan.text import short_text
 from cfp.printable import columns
 from cfp.profiling.rates import Rates
-from cfp.report.console import Fitted, broken
-from cfp.report.differing import diff_text
-from cfp.report.explain_plan import explain_text
 from cfp.report.plots import curve_points, curves_table
-from cfp.report.tables import plan_text
+from cfp.view.console import Fitted, broken
+from cfp.view.text import diff_text, explain_text, plan_text, short_text
 from cfp_test.report.plans import RACE, layers, make_plan
 from cfp_test.reported import DEEP, HOSTILE
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cfp.plan.text import kernels_text
+from cfp.view.words import kernels_text
 from cfp_test.named_kernels import kernels_named, name_of
 
 WORDS = {

@@ -5,13 +5,11 @@ from dataclasses import replace
 import pytest
 
 from cfp.errors import CfpError
-from cfp.page.page import page_html
-from cfp.plan.text import why_text
 from cfp.printable import USUAL_COLUMNS, distinct_ends
-from cfp.report.differing import diff_data, diff_text
-from cfp.report.explain_plan import explain_data, explain_text
-from cfp.report.tables import plan_text
 from cfp.settings import ConstraintLevel
+from cfp.view.model import view_of
+from cfp.view.page import page_html
+from cfp.view.text import diff_data, diff_text, explain_data, explain_text, plan_text
 from cfp_test.report.plans import RACE, ROWS, layers, make_plan, row
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured
 
@@ -210,7 +208,8 @@ def test_the_winner_of_a_predicted_tie_is_not_called_the_best():
             replace(planned, predicted_ms=10.2),
         ]
         plan = replace(make_plan([], rows), measured_ms=None, rung="one device")
-        assert f"it is {said} by prediction; no whole step was timed." in why_text(plan)
+        why = f"it is {said} by prediction; no whole step was timed."
+        assert why in view_of(plan).why
         place = "as fast as the fastest" if other_ms < 10.2 else "the fastest"
         page = page_html(plan)
         assert f"One device ran its part of each: the plan is {place} by" in page

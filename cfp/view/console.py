@@ -6,17 +6,21 @@ be read, each row becomes a line of its own that names its columns.
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from textwrap import TextWrapper
 from typing import Any
 
+from rich import box
 from rich.cells import cell_len, chop_cells
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
+
+from cfp.printable import columns, printable
 
 
 def literal_console(**options: Any) -> Console:
@@ -29,6 +33,56 @@ def literal_console(**options: Any) -> Console:
         options: as of ``rich.console.Console``.
     """
     return Console(markup=False, emoji=False, **options)
+
+
+def console_and_border(console: Console) -> tuple[Console, box.Box]:
+    """The console as it is if it is a terminal; else with ASCII lines."""
+    if console.is_terminal:
+        return console, box.ROUNDED
+    plain = literal_console(file=console.file, width=columns(), color_system=None)
+    return plain, box.ASCII
+
+
+def plain_text(view: RenderableType, width: int | None = None) -> str:
+    """A view as plain text without blank lines at its ends.
+
+    Args:
+        view: with ASCII lines.
+        width: of the text; what `columns` says, if not given.
+    """
+    file = io.StringIO()
+    literal_console(file=file, width=width or columns(), color_system=None).print(view)
+    lines = [line.rstrip() for line in file.getvalue().splitlines()]
+    return "\n".join(lines).strip("\n") + "\n"
+
+
+def wrapped(line: str) -> str:
+    """A line that is folded; what follows is indented more than its start."""
+    text = printable(line)
+    indent = len(text) - len(text.lstrip()) + 2
+    wrap = TextWrapper(
+        width=columns(),
+        initial_indent=" " * (indent - 2),
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+    )
+    return wrap.fill(text.lstrip())
+
+
+def new_table(border: box.Box, title: str | None, headings: Mapping[str, str]) -> Table:
+    """A table without rows.
+
+    Args:
+        border: its lines.
+        title: stands above it.
+        headings: of each column its kind: "text", which may be broken; "word", which
+            may not; or "number", which may not, and is justified to the right.
+    """
+    table = Table(box=border, title=title, title_justify="left", pad_edge=False)
+    for heading, kind in headings.items():
+        justify = "right" if kind == "number" else "left"
+        table.add_column(heading, justify=justify, no_wrap=kind != "text")
+    return table
 
 
 # Text with what may end a line behind it: spaces, or a sign that belongs to the text.

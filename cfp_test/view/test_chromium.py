@@ -2,9 +2,9 @@
 
 import pytest
 
-from cfp.page.page import page_html
-from cfp_test.page.browser import console_and_requests, looked_at
+from cfp.view.page import page_html
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE
+from cfp_test.view.browser import console_and_requests, looked_at
 
 pytestmark = pytest.mark.nightly
 

@@ -1,0 +1,1 @@
+"""Everything shown of a plan: a view, made once, and its renderers in text and HTML."""

@@ -1,0 +1,490 @@
+"""The view of a plan: everything that is shown of it, decided once.
+
+`view_of` makes it; renderers, `cfp.view.text` and `cfp.view.page`, place its values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from cfp.plan.figures import BlockFigures, MoveFigure, OptionFigures
+from cfp.plan.parts import PlanRow, PlanSegment, roles_text
+from cfp.plan.plan import Plan
+from cfp.printable import merged_name, span_text
+from cfp.profiling.timing import interquartile_range
+from cfp.race.programs import RaceRow
+from cfp.settings import ENOUGH_SAMPLES
+from cfp.units import format_bytes
+from cfp.view import words
+
+_SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockView:
+    """A block of a run of segments that are alike.
+
+    Attributes:
+        row: the block in the middle of the run, which stands for all: the first and
+            the last have other neighbours.
+        members: the block in each segment of the run, by its index.
+        name: of all, as one: ``Net/layer_0-3/up``.
+        path: the same without the module that all blocks of the plan stand in.
+        sharded: what each axis shards, in words.
+        collectives: of most, and where it differs of others, in words.
+        figures: tensors and collectives; None where there are none.
+    """
+
+    row: PlanRow
+    members: tuple[int, ...]
+    name: str
+    path: str
+    sharded: str
+    collectives: str
+    figures: BlockFigures | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceView:
+    """The reason for a segment's choice, and the choice that comes next.
+
+    Attributes:
+        why: the reason, in words.
+        surprise: the reason why one was taken that is not predicted to be the best; ""
+            if it is.
+        taken, runner_up: None where they were not measured.
+        too_large: a remark on a runner-up that does not fit, or "".
+    """
+
+    why: str
+    surprise: str = ""
+    taken: OptionFigures | None = None
+    runner_up: OptionFigures | None = None
+    too_large: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentView:
+    """Segments that are alike, each in another repeat of a run.
+
+    Attributes:
+        indices: of the segments.
+        span: the same in words: ``1-4``.
+        names: its first block, and its last.
+        parameters: how they are stored, and what else the segment does.
+        time_ms: of each; None if it was not measured.
+        collectives_ms: of each, one after another.
+        blocks: in their order.
+        choice: the reason for it.
+    """
+
+    indices: tuple[int, ...]
+    span: str
+    names: str
+    parameters: str
+    time_ms: float | None
+    collectives_ms: float
+    blocks: tuple[BlockView, ...]
+    choice: ChoiceView
+
+    @property
+    def count(self) -> int:
+        """Number of segments."""
+        return len(self.indices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """Segments that stand back to back and repeat, shown once.
+
+    Attributes:
+        first: index of the first segment.
+        period: number of segments in one repeat.
+        count: number of repeats.
+        segments: of one repeat.
+    """
+
+    first: int
+    period: int
+    count: int
+    segments: tuple[SegmentView, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateView:
+    """A program of the race, with all the names under which it raced.
+
+    Attributes:
+        row: the row of its fastest variant; the winner's, if it won.
+        won: whether it is the plan's.
+        others: other names of the same program.
+        spread_ms: half of its samples lie as near to their median as this; None if
+            they are too few to tell.
+        note: why it could not win, or the names of the same program.
+    """
+
+    row: RaceRow
+    won: bool
+    others: tuple[str, ...]
+    spread_ms: float | None
+    note: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaceView:
+    """The candidates, the fastest first.
+
+    Attributes:
+        title: of their table.
+        ran: whether any of them was run.
+        candidates: each program once.
+        shared_note: a note that all have in common, which stands at none of them.
+        slower: number of variants that were slower than another of their candidate.
+        scale: the part of the step that was timed, in words, if not all of it.
+        is_tie: whether the winner's figure is not the least: the simplest of a tie.
+        has_rungs: whether figures of some are not measured.
+    """
+
+    title: str
+    ran: bool
+    candidates: tuple[CandidateView, ...]
+    shared_note: str
+    slower: int
+    scale: str
+    is_tie: bool
+    has_rungs: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanView:
+    """Everything that is shown of a plan.
+
+    Attributes:
+        plan: the plan.
+        title, headline: names of it, without figures and with them.
+        figures: its time and memory, with their sources.
+        throughput: in words; "" if it is not known.
+        chosen: how it was chosen, briefly.
+        why: the same in sentences; "" if it was not searched for.
+        memory: memory and the budget, in a sentence, or "".
+        runs: its segments.
+        moves: collectives of all blocks together by kind and axes, most bytes first.
+        race: its candidates.
+        summary: the number of measurements, and the time of each pass.
+        remarks: see `cfp.view.words.remarks`.
+    """
+
+    plan: Plan
+    title: str
+    headline: str
+    figures: str
+    throughput: str
+    chosen: str
+    why: str
+    memory: str
+    runs: tuple[RunView, ...]
+    moves: tuple[MoveFigure, ...]
+    race: RaceView
+    summary: str
+    remarks: tuple[str, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks as sentences that stand alone."""
+        return tuple(remark[0].upper() + remark[1:] for remark in self.remarks)
+
+    @property
+    def segments(self) -> tuple[SegmentView, ...]:
+        """Segments of all runs."""
+        return tuple(segment for run in self.runs for segment in run.segments)
+
+
+def view_of(plan: Plan) -> PlanView:
+    """Makes the view of a plan."""
+    race = _race(plan)
+    chosen, why = _reasons(plan, race)
+    rates = words.throughput(plan)
+    return PlanView(
+        plan=plan,
+        title=words.title(plan),
+        headline=words.headline(plan),
+        figures="; ".join(words.figure_texts(plan)),
+        throughput=str(rates) if rates is not None else "",
+        chosen=chosen,
+        why=why,
+        memory=_memory_text(plan),
+        runs=tuple(_runs(plan)),
+        moves=_moves(plan),
+        race=race,
+        summary=words.summary_line(plan),
+        remarks=tuple(words.remarks(plan)),
+    )
+
+
+def _memory_text(plan: Plan) -> str:
+    if plan.figures is None or "adapted" in plan.search:
+        return ""
+    budget, peak = plan.figures.budget_bytes, plan.peak_bytes
+    limit = "no limit" if budget is None else f"at most {format_bytes(budget)}"
+    needs = f"{format_bytes(peak)} as compiled, " if peak else ""
+    return f"Memory: {needs}{limit} on each device."
+
+
+def _moves(plan: Plan) -> tuple[MoveFigure, ...]:
+    groups: dict[tuple[str, tuple[str, ...]], list[MoveFigure]] = {}
+    for block in plan.figures.blocks if plan.figures else ():
+        for move in block.moves:
+            groups.setdefault((move.kind, move.axes), []).append(move)
+    found = []
+    for (kind, axes), moves in groups.items():
+        times = [move.time_ms for move in moves if move.time_ms is not None]
+        found.append(
+            MoveFigure(
+                kind=kind,
+                axes=axes,
+                count=sum(move.count for move in moves),
+                total_bytes=sum(move.total_bytes for move in moves),
+                time_ms=sum(times) if len(times) == len(moves) else None,
+            )
+        )
+    return tuple(sorted(found, key=lambda move: -move.total_bytes))
+
+
+# ----------------------------------------------------------------------------- segments
+
+
+def _runs(plan: Plan) -> Iterator[RunView]:
+    """Finds segments that are alike and stand back to back.
+
+    Alike are segments of one kind whose blocks are sharded and stored alike.
+    """
+    parts = [[*rows] for _, rows in groupby(plan.rows, key=lambda row: row.segment)]
+    marks = [
+        (plan.segments[rows[0].segment].alike, *((r.op, r.strategy) for r in rows))
+        for rows in parts
+    ]
+    prefix = words.common_prefix([row.name for row in plan.rows])
+    drawn = {one.block: one for one in plan.figures.blocks} if plan.figures else {}
+    at = 0
+    while at < len(parts):
+        period, count = _longest_repeat(marks, at)
+        segments = []
+        for first in range(at, at + period):
+            twins = parts[first : at + period * count : period]
+            columns = zip(*twins, strict=True)
+            blocks = [_block(column, prefix, drawn) for column in columns]
+            segments.append(_segment(plan, [t[0].segment for t in twins], blocks))
+        yield RunView(
+            first=parts[at][0].segment,
+            period=period,
+            count=count,
+            segments=tuple(segments),
+        )
+        at += period * count
+
+
+def _longest_repeat(marks: Sequence[tuple], at: int) -> tuple[int, int]:
+    """(period, count) of the repeat that covers most from here on; (1, 1) if none."""
+    best = (1, 1)
+    for period in range(1, (len(marks) - at) // 2 + 1):
+        count = 1
+        unit = marks[at : at + period]
+        while marks[at + period * count : at + period * (count + 1)] == unit:
+            count += 1
+        if count > 1 and period * count > best[0] * best[1]:
+            best = (period, count)
+    return best
+
+
+def _block(
+    twins: Sequence[PlanRow], prefix: str, drawn: Mapping[int, BlockFigures]
+) -> BlockView:
+    row = twins[len(twins) // 2]
+    return BlockView(
+        row=row,
+        members=tuple(twin.block for twin in twins),
+        name=merged_name([twin.name for twin in twins]),
+        path=merged_name([twin.name.removeprefix(prefix) for twin in twins]),
+        sharded=roles_text(row.strategy),
+        collectives=_collectives(twins),
+        figures=drawn.get(row.block),
+    )
+
+
+def _collectives(twins: Sequence[PlanRow]) -> str:
+    """Finds the call of most twins, and the exceptions: the first of a stack, say.
+
+    Small differences in size are those of tensors that belong to no block for sure.
+    """
+    kinds: dict[str, list[PlanRow]] = {}
+    for twin in twins:
+        kinds.setdefault(_SIZE.sub("", twin.collectives), []).append(twin)
+    common, *others = sorted(
+        kinds.values(), key=lambda group: (-len(group), -group[-1].segment)
+    )
+    texts = [common[len(common) // 2].collectives]
+    for group in others:
+        where = span_text([row.segment for row in group])
+        texts.append(f"segment {where}: {group[0].collectives}")
+    return "; ".join(texts)
+
+
+def _segment(plan: Plan, indices: list[int], blocks: list[BlockView]) -> SegmentView:
+    segment: PlanSegment = plan.segments[indices[0]]
+    moves = [move for one in blocks if one.figures for move in one.figures.moves]
+    return SegmentView(
+        indices=tuple(indices),
+        span=span_text(indices),
+        names=" to ".join(dict.fromkeys([blocks[0].name, blocks[-1].name])),
+        parameters=words.storage_text(segment),
+        time_ms=segment.time_ms,
+        collectives_ms=sum(move.time_ms or 0.0 for move in moves),
+        blocks=tuple(blocks),
+        choice=choice_of(plan, indices[0]),
+    )
+
+
+def choice_of(plan: Plan, segment: int) -> ChoiceView:
+    """Explains the choice for a segment, with the runner-up."""
+    figures = plan.figures
+    if "adapted" in plan.search:
+        return ChoiceView(why="carried over from the plan of another program")
+    if figures is None or not figures.kinds:
+        why = "nothing else was measured; the strategy was asked for by name"
+        return ChoiceView(why=why)
+    taken, raced = figures.taken(segment), words.has_raced(plan)
+    if taken is None:
+        how = "it won the race" if raced else "it is part of the choice"
+        return ChoiceView(why=f"{how}; this strategy was not measured by itself")
+    options = figures.kinds[figures.segment_kinds[segment]].options
+    runner = words.runner_up(options, taken, figures.budget_bytes)
+    if runner is None:
+        why = "it is the only strategy that was measured"
+        return ChoiceView(why=why, taken=taken)
+    surprise = words.surprise_text(taken, runner, raced)
+    return ChoiceView(
+        why=surprise or f"the fastest of {len(options)} {words.known_how(plan)}",
+        surprise=surprise,
+        taken=taken,
+        runner_up=runner,
+        too_large=words.too_large_text(runner, figures.budget_bytes),
+    )
+
+
+# --------------------------------------------------------------------------------- race
+
+_UNMEASURED = {
+    "measured": "Predictions",
+    "estimated": "Estimates",
+    "one device": "Predicted on one device",
+}
+
+
+def _place(row: RaceRow) -> tuple[bool, float, float]:
+    """Sort key: rows that could not win come last, though they may have a time."""
+    times = (row.time_ms, row.predicted_ms)
+    first, second = (float("inf") if ms is None else ms for ms in times)
+    return bool(row.note), first, second
+
+
+def _race(plan: Plan) -> RaceView:
+    """Takes each candidate's fastest variant, and each program once.
+
+    A variant's name is the candidate's, a comma, and in what it differs. Candidates
+    that came out as one program stand there once, under the winner's name if they won.
+    """
+    best: dict[str, RaceRow] = {}
+    for row in sorted(plan.race, key=lambda r: (r.name != plan.winner, *_place(r))):
+        best.setdefault(row.name.partition(", ")[0], row)
+    programs: dict[object, list[RaceRow]] = {}
+    for row in best.values():
+        programs.setdefault(row.samples_ms or row.name, []).append(row)
+    rows = sorted(programs.values(), key=lambda twins: _place(twins[0]))
+    notes = {twins[0].note for twins in rows}
+    shared = notes.pop() if len(rows) > 1 and len(notes) == 1 else ""
+    candidates = []
+    for row, *twins in rows:
+        others = tuple(twin.name for twin in sorted(twins, key=_place))
+        same = f"the same program as {', '.join(others)}" if others else ""
+        few = row.time_ms is None or len(row.samples_ms) < ENOUGH_SAMPLES
+        candidates.append(
+            CandidateView(
+                row=row,
+                won=row.name == plan.winner,
+                others=others,
+                spread_ms=None if few else interquartile_range(row.samples_ms) / 2,
+                note="" if shared else row.note or same,
+            )
+        )
+    ran = words.has_raced(plan)
+    able = [row for row, *_ in rows if not row.note]
+    times = {row.name: row.time_ms for row in able if row.time_ms is not None}
+    figures = times or {row.name: row.predicted_ms for row in able}
+    own = figures.get(plan.winner)
+    return RaceView(
+        title="Race" if ran else _UNMEASURED[plan.rung],
+        ran=ran,
+        candidates=tuple(candidates),
+        shared_note=shared,
+        slower=len(plan.race) - len(best),
+        scale=words.scale_text(plan.search, plan.measured_ms),
+        is_tie=own is not None and any(ms < own for ms in figures.values() if ms),
+        has_rungs=any(row.rung != "measured" for row in plan.race),
+    )
+
+
+def _reasons(plan: Plan, race: RaceView) -> tuple[str, str]:
+    """Explains how a plan was chosen: briefly, and in sentences, if it was searched."""
+    search, rung = plan.search, plan.rung
+    ran = [c for c in race.candidates if c.row.time_ms is not None and not c.row.note]
+    own = next((one for one in ran if one.won), None)
+    twins = " and ".join(own.others) if own else ""
+    same = f", the same program as {twins}" if twins else ""
+    also = f"; {twins} gave the same program" if twins else ""
+    place = "as fast as the fastest" if race.is_tie else "the fastest"
+    others = [one for one in ran if not one.won]
+    if others:
+        name, time_ms = others[0].row.name, others[0].row.time_ms
+        against = f", against {own.row.time_ms:.3f} ms" if own else ""
+        what, there = "the whole step", ""
+        if "segments_raced" in search:
+            # The plan's own time is of another run, that of the whole step.
+            what = f"{search['segments_raced']:.0f} of its segments"
+            there = f"{against} there" if own else ""
+        names = " or ".join([name, *others[0].others])
+        return (
+            f"{place} of {len(ran)} raced on {what}{same}; next, {name}: "
+            f"{time_ms:.3f} ms{there}",
+            f"Why: it is {place} of {len(ran)} programs that were timed{also}. "
+            f"Next: {names}, {time_ms:.3f} ms{against}.",
+        )
+    if ran:
+        return (
+            f"timed on the whole step, by itself{same}",
+            f"Why: no other program was timed{also}.",
+        )
+    why = ""
+    if plan.predicted_ms is not None:
+        best = "as good as the best" if race.is_tie else "the best"
+        why = f"Why: it is {best} by prediction; no whole step was timed."
+    compiled = {row.name for row in plan.race if row.peak_bytes and not row.note}
+    if "adapted" in search:
+        chosen = "from the plan of another program"
+    elif "compiled" in search and compiled:
+        played = ", and whose computation one device ran" * (rung == "one device")
+        chosen = (
+            f"{place} by prediction of {len(compiled)} programs that were compiled for "
+            f"all devices{played}"
+        )
+    elif "memory_compiled" in search:
+        chosen = "by estimates, the first that fits when compiled; nothing was run"
+    elif plan.predicted_ms is not None and rung == "estimated":
+        chosen = "by estimates; nothing was measured or compiled"
+    elif plan.predicted_ms is not None:
+        chosen = "by prediction, without a race"
+    else:
+        chosen = "by its name"
+    return chosen, why

@@ -1,0 +1,523 @@
+"""Short texts and sentences about a plan, which all renderers share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from cfp.analysis.layout import SegmentKernels, Storage
+from cfp.devices.device_kind import kind_of, memory_of
+from cfp.plan.figures import MoveFigure, OptionFigures, TensorFigure, VariantFigures
+from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN, PlanSegment
+from cfp.plan.plan import Plan
+from cfp.printable import merged_alike
+from cfp.settings import Dimension
+from cfp.units import format_bytes
+
+REMATERIALIZED = "rematerialized"
+STORAGE_WORDS = {
+    Storage.USED: "as used",
+    Storage.OPTIMIZER: "as used, optimizer state sharded",
+    Storage.SHARDED: "sharded",
+    Storage.LARGEST: "sharded along their largest dims",
+}
+SAME_MS = 0.0005  # Less does not show.
+_NAME_WIDTH = 72
+_MOST_NAMES = 4
+_ALL = "planning_seconds"
+# Of a GPU's memory what JAX takes by default, and what the driver leaves of that.
+_USUAL_SHARE = 0.70, 0.76
+
+
+def storage_text(segment: PlanSegment, *, short: bool = False) -> str:
+    """Describes how a segment's parameters are stored, and what else it does.
+
+    Args:
+        segment: the segment.
+        short: whether to use the short name of the storage.
+    """
+    stored = segment.storage
+    words = STORAGE_WORDS[stored] if stored and not short else str(stored or "-")
+    kernels = [kernels_text(segment.kernels)] if segment.kernels else []
+    return ", ".join([words, *kernels, *[REMATERIALIZED] * segment.rematerialized])
+
+
+def kernels_text(kernels: SegmentKernels) -> str:
+    """Describes what computes the attentions and cross-entropies of a segment."""
+    attention = " ".join(filter(None, (kernels.attention, kernels.spread)))
+    count = kernels.vocabulary_parts
+    words = [f"{attention} attention"] if attention else []
+    words += [f"cross-entropy in {count} parts of the vocabulary"] if count else []
+    return " and ".join(words)
+
+
+def tensor_text(tensor: TensorFigure) -> str:
+    """A tensor with the axes behind the dims that they shard: ``f32[8/x,16]``."""
+    head, _, dims = tensor.type.rstrip("]").partition("[")
+    sizes = dims.split(",") if dims else []
+    parts = [
+        size + "".join(f"/{name}" for name in names)
+        for size, names in zip(sizes, tensor.spec, strict=False)
+    ]
+    return f"{head}[{','.join(parts)}]"
+
+
+def move_text(move: MoveFigure) -> str:
+    """A collective in short: ``all-reduce over x, 64 KiB in 2 calls, 0.12 ms``."""
+    calls = f" in {move.count} calls" if move.count > 1 else ""
+    took = "" if move.time_ms is None else f", {move.time_ms:.3f} ms"
+    size = format_bytes(move.total_bytes)
+    return f"{move.kind} over {','.join(move.axes)}, {size}{calls}{took}"
+
+
+def elided(name: str, width: int = _NAME_WIDTH) -> str:
+    """A name, without its middle if it is very long: whole components, if they fit."""
+    if len(name) <= width:
+        return name
+    half = (width - 3) // 2
+    start, end = name[:half], name[-half:]
+    # Cut at slashes, where most of what there is room for stays.
+    if (cut := start.rfind("/") + 1) > half // 2:
+        start = start[:cut]
+    if 0 <= (cut := end.find("/")) < half // 2:
+        end = end[cut:]
+    return f"{start}...{end}"
+
+
+def few(texts: Sequence[str], between: str = ", ") -> str:
+    """The first of some texts, each once, and how many more there are."""
+    texts = [*dict.fromkeys(texts)]
+    more = f" and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
+    return between.join(texts[:_MOST_NAMES]) + more
+
+
+def common_prefix(names: Sequence[str]) -> str:
+    """The module that all blocks stand in, with its slash, or nothing."""
+    first = {name.partition("/")[0] for name in names}
+    if len(first) == 1 and all("/" in name for name in names):
+        return f"{first.pop()}/"
+    return ""
+
+
+# --------------------------------------------------------------- sources of the numbers
+
+_PREDICTED = {
+    "estimated": "estimated",
+    "one device": "predicted on one device",
+    "measured": "predicted",
+}
+
+
+def headline(plan: Plan) -> str:
+    """The plan in one sentence."""
+    return "; ".join([title(plan), *figure_texts(plan)])
+
+
+def title(plan: Plan) -> str:
+    """Names a plan, its mesh and its devices."""
+    kind = plan.environment.get("device_kind", "")
+    text = f"Plan {plan.winner!r} for a mesh {mesh_text(plan)}"
+    text += f" of {kind}" if kind else ""
+    described = plan.environment.get("described")
+    return f"{text}, as {described} is described" if described else text
+
+
+def mesh_text(plan: Plan) -> str:
+    """The mesh in short: ``x=2,y=4``."""
+    return ",".join(f"{name}={size}" for name, size in plan.mesh_axes)
+
+
+def figure_texts(plan: Plan) -> list[str]:
+    """Lists the time and the memory of a plan, with their sources."""
+    parts = []
+    if plan.measured_ms is not None:
+        parts.append(f"{plan.measured_ms:.3f} ms per step, measured")
+    if plan.predicted_ms is not None:
+        parts.append(f"{plan.predicted_ms:.3f} ms {_PREDICTED[plan.rung]}")
+    if plan.peak_bytes is not None:
+        parts.append(f"{format_bytes(plan.peak_bytes)} on each device")
+    elif plan.predicted_bytes is not None and plan.rung != "measured":
+        is_compiled = {"compiled", "memory_compiled"} & plan.search.keys()
+        how = "as compiled" if is_compiled else "estimated"
+        size = format_bytes(plan.predicted_bytes)
+        parts.append(f"{size} on each device, {how}")
+    return parts
+
+
+def known_how(plan: Plan) -> str:
+    """Returns "estimated" or "measured": the source of strategies' times."""
+    return "estimated" if "strategies_estimated" in plan.search else "measured"
+
+
+def basis_text(plan: Plan) -> str:
+    """Returns the basis of a plan's predicted time: ``by estimates``."""
+    if "adapted" in plan.search:
+        return "by the time of the plan that it was carried over from"
+    how = {"estimated": "by estimates", "measured": "by measured segments"}
+    # A plan that raced on virtual devices is measured, its prediction is not.
+    rung = known_how(plan) if plan.rung == "measured" else plan.rung
+    return how.get(rung, f"on {rung}")
+
+
+def rates_text(plan: Plan) -> str:
+    """Returns the source of the rates by which a plan's collectives are timed."""
+    if described := plan.environment.get("described"):
+        return f"of {described}, as it is described"
+    if known_how(plan) == "estimated":
+        return "of virtual devices, which say nothing of GPUs"
+    return "that were measured on these devices"
+
+
+def scale_text(search: Mapping[str, float], measured_ms: float | None) -> str:
+    """Describes the part of the step that was timed, if not all of it.
+
+    Args:
+        search: what a plan says of how it was found.
+        measured_ms: the plan's own time, or None.
+    """
+    if "segments_raced" not in search:
+        return ""
+    raced, total = search["segments_raced"], search["segments"]
+    whole = "-" if measured_ms is None else f"{measured_ms:.1f} ms"
+    return (
+        f"Timed with {raced:.0f} of {total:.0f} segments (the winner), since others "
+        f"repeat these, and scaled to all. The winner, timed whole: {whole}."
+    )
+
+
+def counts_text(search: Mapping[str, float]) -> str:
+    """Counts the strategies that were measured; "" if none were."""
+    if "strategies_measured" not in search:
+        return ""
+    failed = search.get("strategies_failed")
+    return (
+        f"{search['strategies_measured']:.0f} strategies measured, "
+        f"{search.get('strategies_cached', 0):.0f} from the cache"
+        + (f", {failed:.0f} failed" if failed else "")
+    )
+
+
+def summary_line(plan: Plan) -> str:
+    """Summarizes measurements and the time of each pass; "" if nothing was measured."""
+    search = plan.search
+    seconds = ", ".join(
+        f"{name.removesuffix('_seconds')} {value:.1f} s"
+        for name, value in search.items()
+        if name.endswith("_seconds") and name != _ALL
+    )
+    cached = ", from the cache" if seconds and search.get("race_cached") else ""
+    parts = [counts_text(search), seconds + cached]
+    if _ALL in search:
+        parts.append(f"{search[_ALL]:.1f} s in all, with tracing and compiling")
+    return "; ".join(filter(None, parts))
+
+
+def has_raced(plan: Plan) -> bool:
+    """True if any candidate of a plan was run."""
+    return any(row.samples_ms for row in plan.race)
+
+
+def is_sharded(plan: Plan) -> bool:
+    """True if the plan shards an argument, a result, a block, a kernel or a value."""
+    inside = plan.constraints
+    specs = [*plan.arg_specs, *plan.output_specs]
+    specs += [*inside.values.values(), *inside.uses.values()]
+    has_kernels = plan.figures is not None and bool(plan.figures.kernels)
+    return has_kernels or any(r.strategy for r in plan.rows) or any(map(any, specs))
+
+
+# --------------------------------------------------------------------------- strategies
+
+
+def runner_up(
+    options: Sequence[OptionFigures], taken: OptionFigures, budget_bytes: int | None
+) -> OptionFigures | None:
+    """The best option beside the one taken, if any: one that fits, if any does."""
+    return min(
+        (option for option in options if option is not taken),
+        key=lambda o: (
+            bool(too_large_text(o, budget_bytes)),
+            o.step_ms,
+            o.memory_bytes,
+        ),
+        default=None,
+    )
+
+
+def too_large_text(option: OptionFigures, budget_bytes: int | None) -> str:
+    """Returns the remark on an option that needs more memory than the budget."""
+    over = budget_bytes is not None and option.memory_bytes > budget_bytes
+    return ", which does not fit" if over else ""
+
+
+def surprise_text(taken: OptionFigures, runner: OptionFigures, raced: bool) -> str:
+    """Explains why an option was taken though another is predicted to be faster."""
+    if taken.step_ms - runner.step_ms <= SAME_MS:
+        return ""
+    if not raced:
+        return "it is part of what was chosen, though another is predicted to be faster"
+    return "it won the race, though another strategy was predicted to be faster"
+
+
+# --------------------------------------------------------------------------- throughput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """Rates of a step's computation.
+
+    Attributes:
+        model_tflop: of one step, as the program has them; rematerialized ones of the
+            step or the plan do not count.
+        step_ms: the time that the rates are of: measured if there is one.
+        tflop_per_s: of each device.
+        rate_share: of the devices' nominal matrix rates, by the types of the products;
+            None for kinds that are not shipped.
+        rate_dtypes: the types that these rates are of: "bfloat16", "float32" or both.
+        tokens_per_s: None where the batch does not show tokens.
+        samples_per_s: None where it does, or the batch is not known.
+    """
+
+    model_tflop: float
+    step_ms: float
+    tflop_per_s: float
+    rate_share: float | None
+    rate_dtypes: str
+    tokens_per_s: float | None
+    samples_per_s: float | None
+
+    def __str__(self) -> str:
+        share = ""
+        if self.rate_share is not None:
+            small = self.rate_share <= 5e-4
+            percent = "under 0.1%" if small else f"{self.rate_share:.1%}"
+            share = f" ({percent} of its rate in {self.rate_dtypes})"
+        parts = [
+            f"{_flop_text(self.model_tflop)} of the model a step",
+            f"{_flop_text(self.tflop_per_s)}/s on each device{share}",
+        ]
+        rates = (("tokens", self.tokens_per_s), ("samples", self.samples_per_s))
+        parts += [f"{n:,.0f} {name}/s" for name, n in rates if n is not None]
+        return "; ".join(parts)
+
+
+def _flop_text(tflop: float) -> str:
+    return f"{tflop:.3g} TFLOP" if tflop >= 0.1 else f"{1e3 * tflop:.3g} GFLOP"
+
+
+def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
+    """A plan's throughput; None if no time of it is known, or nothing to compute.
+
+    Args:
+        plan: the plan.
+        step_ms: the time of a step; the measured one, or else the predicted one.
+    """
+    if step_ms is None:
+        step_ms = plan.predicted_ms if plan.measured_ms is None else plan.measured_ms
+    search, flops = plan.search, plan.search.get("model_flops", 0.0)
+    if not step_ms or not flops:
+        return None
+    seconds = step_ms / 1e3
+    rate = flops / seconds / prod(size for _, size in plan.mesh_axes) / 1e12
+    tokens = search.get("batch_tokens")
+    samples = search.get("batch_samples") if tokens is None else None
+    narrow = search.get("narrow_share", 0.0)
+    shares = {"bfloat16": narrow, "float32": 1.0 - narrow}
+    share = None
+    if (kind := kind_of(plan.environment.get("device_kind", ""))) is not None:
+        share = rate * sum(
+            part / kind.numbers[f"{dtype}_tflop_per_s"].value
+            for dtype, part in shares.items()
+        )
+    return Throughput(
+        model_tflop=flops / 1e12,
+        step_ms=step_ms,
+        tflop_per_s=rate,
+        rate_share=share,
+        rate_dtypes=" and ".join(dtype for dtype, part in shares.items() if part > 0),
+        tokens_per_s=None if tokens is None else tokens / seconds,
+        samples_per_s=None if samples is None else samples / seconds,
+    )
+
+
+# ------------------------------------------------------------------------------ remarks
+
+
+def remarks(plan: Plan) -> Iterator[str]:
+    """Lists what a plan does not shard, keep or know, though users may expect it."""
+    search, figures = plan.search, plan.figures
+    devices = prod(size for _, size in plan.mesh_axes)
+    if devices > 1 and plan.arg_specs and not is_sharded(plan):
+        yield (
+            f"nothing is sharded: {devices} devices are no faster than one for this "
+            "step, and every device runs in full what one would"
+        )
+    if crossing := plan.environment.get("crosses_hosts"):
+        yield f"goes from host to host: {crossing}"
+    if "adapted" in search:
+        still = ""
+        if plan.measured_ms is None:
+            known = plan.predicted_ms is not None
+            how = "not measured" if known else "neither measured nor predicted"
+            still = f", and {how}: cfp verify times it"
+        yield f"carried over from the plan of another program{still}"
+    if "strategies_estimated" in search and plan.rung == "measured":
+        raced = sum(bool(row.samples_ms) for row in plan.race)
+        alone = "nothing" if plan.measured_ms is None else "only the plan's own step"
+        yield (
+            "predictions are estimates: on virtual devices plans are chosen by them; "
+            f"{'only the race' if raced > 1 else alone} was timed "
+            "(measure=True, --measure: more)"
+        )
+    if ties := search.get("ties", 0):
+        others = "others were" if ties > 1 else "other was"
+        within = f"{search.get('tie_spread', 0.0):.1%}"
+        yield (
+            f"a tie: {ties:.0f} {others} as fast, within {within}; the simplest of "
+            "them is the plan"
+        )
+    if undonated := search.get("undonated_bytes", 0):
+        yield (
+            "the state is there twice: donate it (donate_argnums, --donate), and "
+            f"{format_bytes(undonated)} of each device are free"
+        )
+    yield from _budget_remarks(plan)
+    if plan.in_host:
+        yield _in_host_text(plan)
+    if plan.uneven:
+        yield f"whole, since the mesh does not divide it: {few(plan.uneven)}"
+    if plan.replicated_ops:
+        ops = few(plan.replicated_ops)
+        yield f"every device runs in full (of all bytes made): {ops}"
+    foreign = [text for text in plan.replicated_ops if text.startswith("custom_")]
+    if not all(INDIVISIBLE in text or NOT_CHOSEN in text for text in foreign):
+        yield (
+            "a kernel is sharded by a rule that it brings: cfp.discover_rules "
+            "finds one by running it; or custom_partitioning with sharding_rule=, "
+            "or shard_map; see docs/performance.md"
+        )
+    if figures and figures.kernels:
+        yield f"kernels that are sharded: {few(figures.kernels)}"
+    if figures and figures.loops:
+        loops = few(figures.loops, "; ")
+        yield f"communicated in loops that compute no products: {loops}"
+    if plan.host_callbacks_skipped:
+        yield f"not called while it was measured: {few(plan.host_callbacks_skipped)}"
+    yield from _replaced_remarks(plan)
+    if figures is not None:
+        yield from _worth_remarks(plan)
+        for name in dict.fromkeys(one.name for one in figures.left):
+            reasons = [one.reason for one in figures.left if one.name == name]
+            yield f"{name} as written: {few(reasons, '; ')}"
+        if refused := [f"by {one.kernel}: {one.reason}" for one in figures.refused]:
+            yield f"attention not {few(refused, '; ')}"
+    if count := search.get("constraints_left_out", 0):
+        what = f"{count:.0f} of the step's own sharding constraints"
+        yield f"left out: {what}, since the plan decides"
+
+
+def _budget_remarks(plan: Plan) -> Iterator[str]:
+    """Describes the share of a device's memory that a plan may use."""
+    budget = plan.figures.budget_bytes if plan.figures else None
+    if budget is None:
+        return
+    whole = memory_of(plan.environment.get("device_kind", ""))
+    text = f"a plan may use {format_bytes(budget)} of "
+    if whole is None or budget > whole:
+        yield f"{text}each device"
+        return
+    by_default = _USUAL_SHARE[0] <= budget / whole <= _USUAL_SHARE[1]
+    why = ", what JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise"
+    yield f"{text}the {format_bytes(whole)} of each device{why * by_default}"
+
+
+def _in_host_text(plan: Plan) -> str:
+    """Describes what a plan keeps in the memory of the host, and its cost.
+
+    What that frees is on each device; the time is what copies take one after another.
+    """
+    names = few(merged_alike([plan.arg_names[i] for i, _ in plan.in_host]))
+    size = plan.search.get("host_bytes")
+    text = f"in the memory of the host between steps: {len(plan.in_host)} arguments"
+    if size is not None:
+        text += f", {format_bytes(round(size))} for each device"
+    text += f" ({names})" + (", without which nothing fits" if size is not None else "")
+    if (moved_ms := plan.search.get("host_ms")) is not None:
+        text += f"; to move it and back takes up to {moved_ms:.3f} ms, estimated"
+    if (unfit_ms := plan.search.get("unfit_ms")) is not None:
+        text += f"; the fastest that does not fit: {unfit_ms:.3f} ms, predicted"
+    return text
+
+
+# An option and a setting by which each part of a step stays as it is written.
+_AS_WRITTEN = {
+    "attention": ("--attention none", "attention=()"),
+    "cross-entropy": ("--cross-entropy 0", "cross_entropy=0"),
+}
+_PLURALS = {
+    "attention": "attentions",
+    "attention gradient": "gradients of attentions",
+    "cross-entropy": "cross-entropies",
+}
+_RINGS = {"ring", "zigzag"}
+
+
+def _replaced_remarks(plan: Plan) -> Iterator[str]:
+    """Describes what the plan replaces in the step."""
+    ops = {(one.name, one.op): one.functions.how for one in plan.constraints.replaced}
+    counts = Counter((name, _way_words(how)) for (name, _), how in ops.items())
+    if not counts:
+        return
+    parts = [
+        f"{count} {name if count == 1 else _PLURALS.get(name, name)} {how}"
+        for (name, how), count in counts.items()
+    ]
+    names = [name for name in _AS_WRITTEN if any(n.startswith(name) for n, _ in counts)]
+    options = " and ".join(_AS_WRITTEN[name][0] for name in names)
+    settings = ", ".join(_AS_WRITTEN[name][1] for name in names)
+    yield (
+        f"replaced, in the same dtypes: {', '.join(parts)}; as written by {options}, "
+        f"or PlannerSettings({settings})"
+    )
+
+
+def _way_words(how: Sequence[str]) -> str:
+    first, *roles = how
+    _, is_vocabulary, parts = first.partition("vocabulary/")
+    if is_vocabulary:
+        return f"in {parts} parts of the vocabulary"
+    rings = {role.rpartition("=")[2] for role in roles} & _RINGS
+    return f"by {first}{''.join(f' in a {ring}' for ring in sorted(rings))}"
+
+
+def _worth_remarks(plan: Plan) -> Iterator[str]:
+    """Describes what a plan was chosen among, and the gain of each kind of choice."""
+    figures = plan.figures
+    assert figures is not None
+    if figures.chosen and len(figures.chosen) < len(Dimension):
+        what = ", ".join(figures.chosen)
+        yield f"chosen among {what} alone, as choose= (--choose) asks"
+    for one in figures.variants:
+        yield f"variant {one.name}: {_variant_text(one)}{' (this one)' * one.taken}"
+    for how, is_measured in (("as measured", True), ("by prediction", False)):
+        parts = []
+        for one in figures.worth:
+            if one.is_measured is not is_measured:
+                continue
+            if one.name == Dimension.SHARDING and not is_sharded(plan):
+                continue
+            if one.without_ms is None:
+                parts.append(f"{one.name}, without which nothing fits")
+            elif abs(one.without_ms - one.with_ms) >= SAME_MS:
+                parts.append(f"{one.name} {one.without_ms - one.with_ms:.3f} ms")
+        if parts:
+            yield f"worth {how}: {'; '.join(parts)}"
+
+
+def _variant_text(one: VariantFigures) -> str:
+    time = [] if one.step_ms is None else [f"{one.step_ms:.3f} ms"]
+    if one.estimated_ms not in (None, one.step_ms):
+        time.append(f"estimated at {one.estimated_ms:.3f} ms")
+    return ", ".join(time) or one.note or "not timed"

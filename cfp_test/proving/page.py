@@ -8,7 +8,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from cfp.program.corrections import faults
+from cfp.program.corrections import FAULTS, faults
 from cfp_test.proving.catalogue import ABSENT, ENTRIES, WITHOUT
 from cfp_test.proving.faults import SHOWN
 from cfp_test.results.pages import Figures, table
@@ -151,14 +151,20 @@ def _faults(data: Sequence[Mapping[str, Any]]) -> list[str]:
     """Every fault once, with the releases that have it and its program."""
     each = {fault["name"]: fault for one in data for fault in one["faults"]}
     lines = ["", "## Faults of XLA that cfp keeps programs from", "", *_OF_FAULTS]
+    today = {fault.name: fault.correction for fault in FAULTS}
     for name, fault in each.items():
         has = [f["jaxlib"] for f in data if name in {x["name"] for x in f["faults"]}]
         sizes = " x ".join(map(str, fault["mesh"]))
+        # A record keeps the name that a correction had when it was made.
+        recorded = fault["correction"]
+        correction = f"`{recorded}`"
+        if (now := today.get(name, recorded)) != recorded:
+            correction += f", which is `{now}` now"
         lines += [
             "",
             f"### {name[0].upper()}{name[1:]}",
             "",
-            f"jaxlib {' and '.join(has)}; corrected by `{fault['correction']}`. "
+            f"jaxlib {' and '.join(has)}; corrected by {correction}. "
             f"On a mesh of {sizes} this comes to {_SHOWN[fault['shows']]}:",
             "",
             "```python",

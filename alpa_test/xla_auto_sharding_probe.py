@@ -98,7 +98,7 @@ def _compile_options(shardy: bool) -> Finding:
 
 
 def _symbols() -> Finding:
-    """Whether the pass is linked into the shared library at all."""
+    """Returns True if the pass is linked into the shared library at all."""
     door = "AutoSharding in jaxlib's shared libraries"
     found = []
     for path in sorted(Path(jaxlib.__file__).parent.rglob("*.so")):

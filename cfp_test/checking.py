@@ -158,7 +158,7 @@ def differences(case: Case, outputs: list[Any]) -> dict[str, float]:
 
 
 def evaluate(case: Case, values: tuple[int, ...]) -> dict[int, np.ndarray]:
-    """What a program's inner values are, by running all of it as one part."""
+    """Returns a program's inner values, by running all of it as one part."""
     program = case.frame.program
     top = tuple(op.id for op in program.ops if op.parent < 0)
     part = Part(top, tuple(program.args), values)

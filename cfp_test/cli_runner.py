@@ -39,7 +39,7 @@ json.dump(found, sys.stdout)
 
 
 class Outcome(NamedTuple):
-    """What a command line came to; `crash` is an exception that was not caught."""
+    """Outcome of a command line; `crash` is an exception that was not caught."""
 
     code: int
     out: str
@@ -106,7 +106,7 @@ def run_one(*words: str, folder: Path, **variables: str) -> Outcome:
 
 
 def run_exported(code: str, folder: Path) -> str:
-    """What a program prints that runs an exported plan on four virtual devices.
+    """Runs a program that runs an exported plan on four virtual devices.
 
     Args:
         code: of the program.

@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def steady_times():
-    """What runs takes the same time whenever and wherever it does."""
+    """Programs take the same time whenever and wherever they run."""
     from cfp_test.injected import hold_times
 
     with pytest.MonkeyPatch.context() as patch:

@@ -153,7 +153,7 @@ class Mutation:
     says: str | None
 
     def text(self, made: Sound, data: Any) -> bytes:
-        """What stands in the file."""
+        """Text of the file."""
         data = copy.deepcopy(data)
         found = self.change(made, data)
         if isinstance(found, bytes):
@@ -466,7 +466,7 @@ RECORDS = (
 
 @dataclass(frozen=True)
 class Tried:
-    """What came of a mutation.
+    """Outcome of a mutation.
 
     Attributes:
         message: of the refusal; "" if there was none.
@@ -537,7 +537,7 @@ class _watched:
 
 
 def same_numbers(difference: float | None) -> bool:
-    """Whether results are those of one device but for the order of sums."""
+    """Returns True if results are those of one device but for the order of sums."""
     return (
         difference is not None and bool(np.isfinite(difference)) and difference < 1e-5
     )

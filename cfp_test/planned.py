@@ -35,7 +35,7 @@ RACED = DetailedSettings(per_kind=1, in_context=False)
 
 @dataclass(frozen=True)
 class Sharded:
-    """What a plan shards, and of how much.
+    """Parts that a plan shards, with their sizes.
 
     Attributes:
         arguments: argument leaves that some axis shards.
@@ -51,12 +51,12 @@ class Sharded:
 
     @property
     def anything(self) -> bool:
-        """Whether the devices do not all hold and compute the same."""
+        """True if the devices do not all hold and compute the same."""
         return bool(self.arguments or self.blocks)
 
     @classmethod
     def of(cls, plan: cfp.Plan) -> Sharded:
-        """What a plan shards."""
+        """Lists the parts that a plan shards."""
         ways = Counter(roles_text(row.strategy, Detail.ROLES) for row in plan.rows)
         whole = ways.pop("replicated", 0)
         return cls(
@@ -70,7 +70,7 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Checked:
-    """How a program did on a mesh.
+    """Outcome of a program on a mesh.
 
     Attributes:
         winner: what the plan is called.

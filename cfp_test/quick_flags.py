@@ -1,4 +1,4 @@
-"""How tests have XLA compile, and wait: programs run a few times, most of them once.
+"""Flags of XLA in tests, and waits: programs run a few times, most of them once.
 
 Without LLVM's optimizations, without an LLVM module for each fusion, and with one for
 all the rest, compiling takes a quarter of the processor time. Programs are split over

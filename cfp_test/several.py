@@ -18,7 +18,7 @@ from cfp_test.waiting import GUARD_SECONDS
 
 
 class Ended(NamedTuple):
-    """How a process ended, and what it printed."""
+    """Exit status of a process, and what it printed."""
 
     code: int
     out: str
@@ -26,7 +26,7 @@ class Ended(NamedTuple):
 
     @property
     def messages(self) -> str:
-        """What it said of errors, without the stack of a process that JAX ended."""
+        """Its errors, without the stack of a process that JAX ended."""
         return self.err.partition("*** Check failure stack trace")[0]
 
 
@@ -153,7 +153,7 @@ def run_all(
 
 
 def described(found: Sequence[Ended]) -> str:
-    """What processes printed, for the message of an assertion."""
+    """Returns the output of processes, for the message of an assertion."""
     parts: list[str] = []
     for number, one in enumerate(found):
         parts += [f"--- process {number}: {one.code}", one.out[-3000:], one.err[-3000:]]

@@ -29,7 +29,7 @@ _NETNS, _ETC = Path("/run/netns"), Path("/etc/netns")
 
 @dataclass(slots=True)
 class Link:
-    """What lies between two namespaces; may be changed while it is used.
+    """A link between two namespaces; may be changed while it is used.
 
     Attributes:
         bytes_per_second: what passes in each direction; infinite for no limit.

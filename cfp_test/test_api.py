@@ -604,7 +604,7 @@ def test_donated_memory_is_given_away_once(mesh, cache):
 
 
 def test_expected_arrays_that_another_step_was_donated(mesh, cache):
-    """Where JAX raises nothing, it ends the process."""
+    """JAX ends the process where it raises nothing."""
     weights = {"a": X + 1, "b": X + 2}
     step = cfp.parallelize(
         lambda w, x: x @ w["a"].T + (w["b"] @ w["b"].T).sum(),

@@ -1,4 +1,4 @@
-"""What the script that sweeps memory budgets concludes from what it measured."""
+"""Conclusions that the script that sweeps memory budgets draws from measurements."""
 
 import itertools
 import math

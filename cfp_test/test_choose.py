@@ -133,7 +133,7 @@ def test_the_command_takes_names(tmp_path):
 
 @pytest.mark.parametrize("choose", [None, ("storage", "kernels")])
 def test_a_step_that_data_parallelism_cannot_shard_is_planned(choose, tmp_path):
-    """What stands for data parallelism there has another name."""
+    """A preset that stands for data parallelism there has another name."""
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
 
     def step(weights):

@@ -270,7 +270,7 @@ DRAWING = (("plan", TOY, "--tradeoff"), ("profile", "--curves"))
 
 @pytest.fixture(scope="module")
 def undrawn(tmp_path_factory):
-    """What each command says of files that cannot be drawn, and their folder."""
+    """Runs each command with files that cannot be drawn; returns output and folder."""
     folder = tmp_path_factory.mktemp("undrawn")
     files = ("curve.abc", "curve", "absent/curve.PNG")
     how = (*ON_CPU, "--workdir", "never", "--plot")

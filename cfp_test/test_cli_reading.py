@@ -18,7 +18,7 @@ from cfp_test.reported import DEEP, HOSTILE
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """What became of the commands, by their first words, and the folder they ran in."""
+    """Outcomes of the commands, by their first words, and the folder they ran in."""
     folder = tmp_path_factory.mktemp("plans")
     DEEP.save(folder / "deep.json")
     HOSTILE.save(folder / "hostile.json")

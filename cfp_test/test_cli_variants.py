@@ -55,7 +55,7 @@ def test_mistakes_end_in_one_message(mistakes, number):
 
 @pytest.fixture(scope="module")
 def saved_data(folder) -> dict:
-    """What a command says in JSON of two meshes, each with two microbatches."""
+    """Plans two meshes, each with two microbatches, and returns the command's JSON."""
     wanted = ["plan", PARTS, *FEW, "--mesh-shapes", "all", "--microbatches", "1,2"]
     [outcome] = run_batch([[*wanted, "--json", "-o", "plan.json"]], folder)
     assert outcome.code == 0, outcome.err

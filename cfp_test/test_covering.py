@@ -1,4 +1,4 @@
-"""What runs of a product of parameters in each run of the tests, and what nightly."""
+"""Parts of a product of parameters that run with all tests, and nightly."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What the README and docs/ show must exist, and run."""
+"""Everything that the README and docs/ show must exist, and run."""
 
 import re
 import shlex

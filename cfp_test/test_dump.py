@@ -1,4 +1,4 @@
-"""What the analyze pass writes, and the formats that scripts rely on."""
+"""Files that the analyze pass writes, and the formats that scripts rely on."""
 
 import json
 import re

@@ -21,7 +21,7 @@ PAGE = TESTS.parent / "docs" / "troubleshooting.md"
 
 
 def headings() -> list[str]:
-    """What the page explains, but for its part without messages."""
+    """Lists the headings of the page, but for its part without messages."""
     messages, _, _ = PAGE.read_text().partition("\n## When there is no message\n")
     return re.findall(r"^## (.+)$", messages, re.MULTILINE)
 
@@ -70,7 +70,7 @@ def test_what_is_donated_and_not_returned():
 
 
 def checked_text(off: float, rounding: float) -> str:
-    """What a check says of a leaf that is off by so much."""
+    """Returns a check's message about a leaf that is off by so much."""
     compared = Comparison(
         differences=(Difference("w", off),), rounding={"w": rounding}, changes={"w": 1}
     )

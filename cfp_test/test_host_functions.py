@@ -10,7 +10,7 @@ import cfp
 
 
 class TooLargeError(Exception):
-    """What the user's own function raises."""
+    """Exception that the user's own function raises."""
 
 
 def checked(value):

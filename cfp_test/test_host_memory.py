@@ -77,7 +77,7 @@ def planned(mesh, tmp_path, budget, **options):
 
 @pytest.fixture(scope="module")
 def plan(mesh, tmp_path_factory):
-    """Of 12 MiB of state, sharded, 6 are on each device; moments are 4 of these."""
+    """12 MiB of state, sharded, are 6 on each device; moments are 4 of these."""
     return planned(mesh, tmp_path_factory.mktemp("cache"), 5 * MIB)
 
 
@@ -207,7 +207,7 @@ def test_it_is_checked_against_one_device(plan):
 
 
 def test_a_described_cluster_needs_a_smaller_budget(tmp_path):
-    """Of 128 MiB an allocator may take for itself 5 are left."""
+    """128 MiB leave 5, if an allocator takes for itself what it may."""
     how = {"mesh": cfp.described("2xh200"), "settings": cfp.PlannerSettings()}
     found = planned(budget=(128 + 5) * MIB, tmp_path=tmp_path, **how)
     assert found.in_host and found.predicted_bytes <= 5 * MIB

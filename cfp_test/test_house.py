@@ -513,7 +513,7 @@ def test_opening_rule(text, breach):
 
 
 def test_a_test_imports_from_no_other_test():
-    """What several need is a module without `test_`: CONTRIBUTING.md."""
+    """Code that several need is a module without `test_`: CONTRIBUTING.md."""
     found = []
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

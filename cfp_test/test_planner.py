@@ -1,4 +1,4 @@
-"""What races beside the plain plans: rematerialization, compiler options."""
+"""Candidates that race beside plain plans: rematerialization, compiler options."""
 
 import re
 from dataclasses import replace
@@ -511,7 +511,7 @@ def test_an_absurd_budget_compiles_only_the_leanest(plan, tmp_path, options):
 
 
 def test_the_winner_is_a_leader(plan, monkeypatch):
-    """What lost to the leaders has not won because these are slower now."""
+    """A candidate that lost to the leaders has not won because these are slower now."""
     time, called = Run.time, []
 
     def slower(run, candidates, *how, **more):

@@ -156,7 +156,7 @@ def test_a_prediction_by_estimates_is_called_one_though_its_plan_raced(verified)
 
 
 def test_what_a_race_is_said_to_have_measured(verified):
-    """Where nothing raced, nothing is said of a race."""
+    """Nothing is said of a race if nothing raced."""
     raced = replace(verified[0].best, search={"strategies_estimated": 9.0})
     assert "only the race was timed" in plan_text(raced, width=200)
     alone = replace(raced, race=raced.race[:1])

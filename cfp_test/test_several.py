@@ -54,7 +54,7 @@ def test_processes_with_unequal_devices_plan_and_run_alike(tmp_path):
 
 
 def endings(faults: Iterable[tuple[str, str]], make_folder: Callable) -> Endings:
-    """How both processes end, by what goes wrong; at once, since most is waiting."""
+    """Ends of both processes, by what goes wrong; at once, since most is waiting."""
     running = {}
     for fault in faults:
         folder = make_folder(fault[0])
@@ -73,13 +73,13 @@ def more_told(tmp_path_factory) -> Endings:
 
 
 def message(ended: Ended) -> str:
-    """What a process said of the error that ended it."""
+    """Returns what a process said of the error that ended it."""
     assert ended.code != 0, ended.out
     return ended.messages
 
 
 def silent(text: str, process: int) -> bool:
-    """Whether a text says that a process gave no sign of life any more."""
+    """Returns True if a text says that a process gave no sign of life any more."""
     ours = f"Process {process} of 2 does not answer"
     return ours in text or bool(
         re.search(rf"stopped sending heartbeats\):\s+{process}\b", text)

@@ -74,7 +74,7 @@ def finish(process: Process) -> list[list[dict[str, Any]]]:
 
 
 def is_at(folder: Path, process: Process, doing: str = "", what: str = "") -> bool:
-    """Whether a process has marked something of this kind as what it is at."""
+    """Returns True if a process has marked something of this kind as what it is at."""
     marks = MarksFolder(folder / "profiles.sqlite")
     with marks.locked():
         mine = [

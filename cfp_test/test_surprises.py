@@ -1,4 +1,4 @@
-"""What a user may not expect is said: in the plan, or in an error that helps."""
+"""A plan, or an error that helps, says what a user may not expect."""
 
 import inspect
 

@@ -195,7 +195,7 @@ def estimating(monkeypatch, table, is_final=False):
 
 
 def small(folder, **more):
-    """What plans quickly, without a preset."""
+    """Settings that plan quickly, without a preset."""
     how = {"per_kind": 1, "in_context": False, "race": False, **more}
     return {"cache_dir": folder, "settings": DetailedSettings(**how)}
 
@@ -501,7 +501,7 @@ def test_an_interrupt_of_the_last_race_leaves_the_plans_own_times(timed, tmp_pat
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_an_interrupt_that_leaves_no_plan_ends_it(place, timed, monkeypatch, tmp_path):
-    """Of what was measured by then nothing fits."""
+    """Nothing fits of what was measured by then."""
     timed({"line": 1.0}, {})
     profile, search, seen = finding.profile, finding.search, []
 

@@ -68,12 +68,12 @@ def running(
 
 
 def end_of(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """What a process leaves on standard output and standard error until its end."""
+    """Returns a process's standard output and standard error until its end."""
     return process.communicate(timeout=GUARD_SECONDS)
 
 
 def has_taken(process: subprocess.Popen[str], number: signal.Signals) -> bool:
-    """Whether a process has taken note of a signal that it was sent, on Linux."""
+    """Returns True if a process on Linux has taken note of a signal it was sent."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     pending = sum(
         int(line.split()[1], 16)

@@ -1,4 +1,4 @@
-"""What collectives cost by a formula: alpha + beta * bytes, as Alpa has it.
+"""Costs of collectives by a formula: alpha + beta * bytes, as Alpa has it.
 
 Sizes are those of `cfp.profiling.rates.Rates.collective_ms`: of a whole group's tensor.
 """
@@ -19,7 +19,7 @@ _PRICED_AS = {"collective-permute": "all-to-all"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What connects the devices along an axis.
+    """Links that connect the devices along an axis.
 
     Attributes:
       alpha_ms: what any collective takes, however small.

@@ -55,12 +55,12 @@ class Formulation:
         return total
 
     def memory_bytes(self, picks: Sequence[tuple[int, int]]) -> int:
-        """What the constraint counts at the same."""
+        """Returns the constraint's count of the same."""
         pairs = zip(self.node_bytes, picks, strict=True)
         return sum(int(sizes[pick]) for sizes, pick in pairs)
 
     def choice(self, picks: Sequence[tuple[int, int]]) -> Choice:
-        """What cfp compiles for the same."""
+        """Returns the count in the program that cfp compiles."""
         storage = [Storage.USED] * self.groups
         for owned, (_, mode) in zip(self.owned, picks, strict=True):
             for group in owned:
@@ -69,7 +69,7 @@ class Formulation:
         return Choice(tuple(options[s] for options, (s, _) in pairs), tuple(storage))
 
     def believed_ms(self, choice: Choice) -> float | None:
-        """What the model believes of any choice; None if it would not consider it."""
+        """Returns the model's cost of any choice; None if it would not consider it."""
         picks = []
         for numbers, owned, strategy in zip(
             self.numbers, self.owned, choice.blocks, strict=True

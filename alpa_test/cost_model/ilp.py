@@ -33,7 +33,7 @@ _Option = tuple[int, int]  # the numbers of a strategy and of a storage
 
 @dataclass(frozen=True, kw_only=True)
 class Modelled:
-    """What the cost model chose.
+    """Choice of the cost model.
 
     Attributes:
         choice: for cfp to compile.
@@ -128,7 +128,7 @@ def solve(
 
 
 def _useful(costs: np.ndarray, sizes: np.ndarray, tight: bool) -> list[_Option]:
-    """Of each strategy the storages that may be part of a best choice."""
+    """Lists for each strategy the storages that may be part of a best choice."""
     found = []
     for s in range(len(costs)):
         by_cost = [(costs[s][m], sizes[s][m], m) for m in range(len(MODES))]

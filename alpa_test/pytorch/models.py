@@ -19,7 +19,7 @@ BALANCE_WEIGHT = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What the zoo's options say of a model."""
+    """Sizes of a model, from the zoo's options."""
 
     model: str
     vocab: int
@@ -230,6 +230,6 @@ class Model(nn.Module):
         return self.head(self.final_norm(x))
 
     def penalty(self) -> Tensor | float:
-        """What experts add to the loss."""
+        """Returns the experts' part of the loss."""
         losses = [layer.mlp.loss for layer in self.layers if hasattr(layer.mlp, "loss")]
         return sum(losses) if losses else 0.0

@@ -110,7 +110,7 @@ STRATEGIES: dict[str, Wrap] = {
 
 
 def unsupported(name: str, model: Model) -> str:
-    """Why a strategy does not take a model; "" if it does."""
+    """Returns the reason why a strategy does not take a model; "" if it does."""
     split = name.startswith("TP")
     if split and any(isinstance(layer.mlp, Experts) for layer in model.layers):
         return "torch.distributed.tensor.parallel has no style for these expert layers"
@@ -122,5 +122,5 @@ def unsupported(name: str, model: Model) -> str:
 
 
 def is_split(name: str) -> bool:
-    """Whether each process takes all of the batch."""
+    """Returns True if each process takes all of the batch."""
     return name.startswith("TP")

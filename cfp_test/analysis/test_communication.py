@@ -68,7 +68,7 @@ def frame_of(model, sizes):
 
 
 def kind_of(frame, block):
-    """What blocks have in common whose ops are the same."""
+    """Returns a key that blocks share whose ops are the same."""
     ops = Counter(
         (frame.program.ops[i].name, frame.program.ops[i].rule) for i in block.ops
     )
@@ -187,7 +187,7 @@ def add(sent, kind, size, group, count=1):
 
 
 def is_inner(strategy):
-    """Whether no sum is scattered."""
+    """Returns True if no sum is scattered."""
     return all(choice.exit == NONE for choice in strategy)
 
 
@@ -239,7 +239,7 @@ def test_members_reduce_what_their_factors_say(model, mesh):
 
 
 def needs_whole(frame, move):
-    """Whether the op that reads a tensor cannot run split as the tensor is."""
+    """Returns True if the op that reads a tensor cannot run split as the tensor is."""
     _, have, _, (op, index) = move
     for names, factors in zip(have, op.rule.operands[index], strict=True):
         major = op.rule.major(factors)

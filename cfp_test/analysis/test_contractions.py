@@ -1,4 +1,4 @@
-"""Which contraction was derived from which, and by which factors."""
+"""Derived contractions, each with the one it is from, and the factors between."""
 
 import jax
 import jax.numpy as jnp

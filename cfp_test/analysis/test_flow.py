@@ -123,7 +123,7 @@ def test_ends_are_not_read_further():
 
 
 def test_inner_loops_that_swap_what_they_carry():
-    """What goes around there never comes to rest; the analysis must."""
+    """A value that goes around there never comes to rest; the analysis must."""
 
     def step(x, w, v, other):
         def outer(_, e):

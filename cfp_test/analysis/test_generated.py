@@ -17,7 +17,7 @@ MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
 
 
 def refused(text):
-    """Whether XLA's CPU backend will refuse to run a compiled program.
+    """Returns True if XLA's CPU backend will refuse to run a compiled program.
 
     It does so to a Fourier transform of an operand that does not lie in memory in the
     order of its dims, as what was gathered along a later dim may. Seen before it runs:

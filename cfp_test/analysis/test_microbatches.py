@@ -148,7 +148,7 @@ def test_sharded_parameters_are_gathered_inside_of_the_loop(looped):
 
 
 def products_of_segments(parts):
-    """How many products each segment has by itself, as it is compiled."""
+    """Counts the products of each segment by itself, as it is compiled."""
     case, analysis = opened(parts)
     program = case.frame.program
     layout = lay_out(case.frame, presets(case.frame)["fully_sharded"])

@@ -31,7 +31,7 @@ def kinds(analysis):
 
 
 def contents(analysis, index):
-    """What the blocks of a segment are: their strategies, and how often they run."""
+    """Lists the blocks of a segment: their strategies, and how often they run."""
     frame = analysis.frame
     found = []
     for b in analysis.segments[index].blocks:

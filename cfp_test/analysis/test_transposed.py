@@ -1,4 +1,4 @@
-"""Which values have constraints: what is only transposed, behind the transpose."""
+"""Values with constraints: if a value is only transposed, behind the transpose."""
 
 import jax
 import jax.numpy as jnp

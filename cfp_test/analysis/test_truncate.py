@@ -284,7 +284,7 @@ def outputs_of(analysis, part):
 
 
 def layers_left(analysis, truncated, weight):
-    """Of how many layers a weight is still an argument."""
+    """Counts the layers of which a weight is still an argument."""
     program = analysis.frame.program
     named = dict(zip(program.args, program.arg_names, strict=True))
     return sum(1 for v in truncated.part.inputs if re.fullmatch(weight, named[v]))
@@ -494,7 +494,7 @@ def test_stacked_state_is_not_truncated(mesh):
 
 
 def with_weights_used_again(params, x):
-    """What uses a layer's weight once more stands apart, and adds to its gradient."""
+    """An op that uses a layer's weight again stands apart, and adds to its gradient."""
     layers = [params["layers"][name] for name in sorted(params["layers"], key=int)]
     for layer in layers:
         x = x + jnp.tanh(x @ layer["up"] + layer["bias"]) @ layer["down"]

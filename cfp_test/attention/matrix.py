@@ -104,7 +104,7 @@ def _cell(
 
 
 def arguments_of(mask: str, tokens: int, batch: int = BATCH) -> dict[str, Any]:
-    """What `cfp.attention` is given for a mask."""
+    """Returns the mask that `cfp.attention` is given."""
     if mask == "window":
         return {"causal": True, "window": WINDOW}
     if mask == "packed":

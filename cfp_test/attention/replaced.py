@@ -57,7 +57,7 @@ class Step:
         return attentions(self.frame.program)
 
     def refusal(self, kernel: str) -> str | None:
-        """Why a kernel cannot compute the attentions, if it cannot, on CPUs."""
+        """Returns why a kernel cannot compute the attentions on CPUs, if it cannot."""
         for match in self.attentions.matches.values():
             problem, sizes = match.problem, dict(self.mesh.shape)
             if (why := refused(problem, Way(kernel), sizes, "cpu")) is not None:
@@ -101,7 +101,7 @@ class Step:
     def far(
         self, planned: CompiledStep, alone: CompiledStep | None = None
     ) -> list[Difference]:
-        """What `cfp run --check` would find in a step: its state is the first result.
+        """Checks a step as `cfp run --check` does: its state is the first result.
 
         Args:
             planned: with kernels.

@@ -1,4 +1,4 @@
-"""What compiled programs of attention send and keep."""
+"""Collectives and memory of compiled programs of attention."""
 
 import re
 from unittest.mock import patch
@@ -136,7 +136,7 @@ def test_permutes_are_issued_before_the_computation_of_their_step():
 
 
 def _steps(jaxpr):
-    """What is sent and computed, in order, in loops and out of them."""
+    """Lists collectives and products, in order, in loops and out of them."""
     computing = False
     for equation in jaxpr.eqns:
         name = equation.primitive.name

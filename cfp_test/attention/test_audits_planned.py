@@ -1,4 +1,4 @@
-"""What plans with kernels of attention compile to: what they send, and what they keep.
+"""Compiled programs of plans with kernels of attention: what they send and keep.
 
 A step whose tokens are spread in all that it does but in its attention, where queries
 stay spread (a ring) or heads are spread instead, which is Ulysses.

@@ -175,7 +175,7 @@ MESH = make_mesh((("x", 4),))
 
 
 def assert_equal_if_replaced(program, step):
-    """What a kernel makes of a step that has what was taken for attention."""
+    """Puts a kernel into a step in place of what was taken for attention."""
     planned, _ = step.with_kernel("xla" if step.refusal("chunked") else "chunked")
     found = jax.tree.leaves(planned(*program.arguments))
     expected = jax.tree.leaves(jax.jit(program.step())(*program.arguments))

@@ -148,7 +148,7 @@ def test_replaced_it_computes_the_same(make, kernel):
 
 
 def dropped(weigh, wrap=lambda f: f):
-    """What is found where weights and a mask of random numbers are put together."""
+    """Matches a program where weights and a mask of random numbers are put together."""
 
     def step(q, k, v, key):
         def body(x, key):

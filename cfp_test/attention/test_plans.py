@@ -169,7 +169,7 @@ def test_no_scores_are_left_in_what_it_compiles_to(planned, mesh, tmp_path):
 
 def test_attentions_that_are_left_alone_are_listed_with_the_reason(mesh, tmp_path):
     def double(params, x):
-        """Of two attentions one has weights that do not add up to one."""
+        """One of two attentions has weights that do not add up to one."""
 
         def loss(params):
             q, k, v = (
@@ -208,7 +208,7 @@ def test_a_check_of_it_passes(planned):
 
 
 def test_on_virtual_devices_kernels_are_for_memory(mesh, tmp_path):
-    """Where times decide XLA's own attention stays: it is the fastest on a CPU."""
+    """XLA's own attention stays if times decide: it is the fastest on a CPU."""
     with open_context(mesh, tmp_path) as context:
         assert context.rules.replacing == Replacing()
         assert context.rules.replacing_for_memory.attention == ("chunked",)

@@ -80,7 +80,7 @@ def zoo(model, scan, remat, mesh):
 
 @cover_values(model=MODELS, way=WAYS)
 def test_attentions_of_the_zoo_are_replaced(mesh, untouched, model, way):
-    """What reads an attention changes neither how it is found nor its replacement."""
+    """A reader of an attention changes neither how it is found nor its replacement."""
     scan, remat = way
     step = zoo(model, scan, remat, mesh)
     assert step.attentions.left_alone == ()

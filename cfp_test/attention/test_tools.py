@@ -155,7 +155,7 @@ def test_tokens_after_a_prompt_are_those_of_one_device(tmp_path):
 
 
 def test_weights_come_from_safetensors(tmp_path):
-    """What is written with Hugging Face's names and shapes is what is read."""
+    """Files with Hugging Face's names and shapes are read as they were written."""
     config = lengths.config_of(parse(["benchmark"]), 8)
     import jax
 

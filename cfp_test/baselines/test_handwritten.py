@@ -116,7 +116,7 @@ def test_trains_as_one_device_does(model, table):
     "model", ["gpt", pytest.param("llama", marks=pytest.mark.nightly)]
 )
 def test_largest_dims_with_a_kernel_train_as_one_device_does(model):
-    """What is written out is computed by the kernel, and nothing else is changed."""
+    """Written attention is computed by the kernel, and nothing else is changed."""
     called = []
 
     def kernel(query, key, value, causal):
@@ -151,7 +151,7 @@ def test_largest_dims_with_a_kernel_train_as_one_device_does(model):
 
 
 def shards(model, name, path):
-    """How many pieces a parameter and its moments are cut into: a pair."""
+    """Counts the pieces that a parameter and its moments are cut into: a pair."""
     table = table_of(model, name)
     state, _ = shard_step(model, options(model), table, mesh_of(table)).shardings
     found = []

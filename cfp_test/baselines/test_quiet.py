@@ -43,7 +43,7 @@ libc.puts(b"C after it")
 
 
 def printed(program: str, closed: str = "") -> tuple[str, str]:
-    """What a program leaves on standard output and on standard error."""
+    """Returns a program's standard output and standard error."""
     done = subprocess.run(
         ["sh", "-c", f'"$@" {closed}', "sh", sys.executable, "-c", program],
         env=environment(),

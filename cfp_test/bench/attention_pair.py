@@ -206,7 +206,7 @@ class Pair:
         return tuple(found)
 
     def _planned(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What the planner chooses, and how long that takes."""
+        """Returns the planner's choice, and the time that it takes."""
         import cfp
         from cfp.planner_settings import DetailedSettings
         from cfp.settings import ConstraintLevel

@@ -88,7 +88,7 @@ def tokens_spread(frame: Any) -> Any:
 
 
 def estimated(analyzed: Any, choice: Any, rates: Any) -> dict[str, Any]:
-    """What a choice takes and needs by the estimates that plans are chosen by."""
+    """Estimates time and memory of a choice as plans are chosen by."""
     from cfp.cost.costs import Costs
     from cfp.search.choices import Kernels, estimate_kinds
     from cfp.search.expected import build_problem, estimate_options
@@ -147,7 +147,7 @@ def main() -> None:
 
 
 def _kind(tiny: bool) -> str:
-    """Of the GPU, which JAX may not be asked for before it plays one of several."""
+    """Names the GPU, which JAX may not be asked for before it plays one of several."""
     if tiny:
         return "h100"
     words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -206,7 +206,7 @@ class Maker:
     def _long(
         self, tokens: int, batch: int, kernels: tuple[str, ...]
     ) -> dict[str, Any]:
-        """What a row of a long sequence starts with."""
+        """Begins a row of a long sequence."""
         return {
             "name": f"{tokens} x {batch}",
             "target": long_target(tokens, batch, self.tiny),
@@ -256,7 +256,7 @@ class Maker:
         return analyze_step(step, self.mesh)
 
     def _planned(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What a plan chooses: raced, or by estimates and compiled."""
+        """Makes the plan's choice: raced, or by estimates and compiled."""
         from cfp.context import open_context
         from cfp.passes.pipeline import decide
         from cfp.passes.profile import profile
@@ -352,7 +352,7 @@ class Maker:
     def _compiled(
         self, row: Mapping[str, Any], analyzed: Any, choice: Any
     ) -> dict[str, Any]:
-        """What a choice needs, and, if it is short, what its computation takes."""
+        """Returns a choice's memory, and for short ones the time of its computation."""
         from cfp.devices import mock
         from cfp.profiling.builder import BuildEnvironment, Built, build
         from cfp.search.jobs import whole_job
@@ -385,7 +385,7 @@ class Maker:
         return found
 
     def _run(self, built: Any, job: Any, program: Any) -> dict[str, Any]:
-        """What one device computes, collectives left out."""
+        """Times the computation of one device, collectives left out."""
         from statistics import median
 
         from cfp.profiling.runner import TimingOptions, run_local

@@ -1,4 +1,4 @@
-"""What a call costs on the host, beside `jax.jit` with the same shardings.
+"""Overhead of a call on the host, beside `jax.jit` with the same shardings.
 
     python cfp_test/bench/call_overhead.py --json docs/results/FILE.json
         [--leaves 10,100,1000] [--rounds 8] [--calls 10]
@@ -109,7 +109,7 @@ def measured(
 
 
 def page(data: dict[str, Any]) -> str:
-    """What was measured, with each version of JAX, as Markdown."""
+    """Writes the measurements, with each version of JAX, as Markdown."""
     return "\n".join(["# What a call costs on the host", "", *map(_run, data["runs"])])
 
 

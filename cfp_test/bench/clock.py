@@ -26,7 +26,7 @@ QUICK_TURN = TimingOptions(
 
 
 def in_turn(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Whose turn it is: (turn, name) in order.
+    """Yields turns: (turn, name) in order.
 
     Args:
       names: in the order of the first round.
@@ -38,7 +38,7 @@ def in_turn(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def traced(one: Ready, mesh: Mesh, steps: int = 5) -> Split | None:
-    """Where a competitor's time goes; None if the trace does not show it."""
+    """Splits a competitor's time by kernels; None if the trace does not show it."""
     inputs = make_inputs(one.kinds, mesh, [put for put, _ in one.feedback])
 
     def run(times: int) -> None:

@@ -1,4 +1,4 @@
-"""What `cfp bench` does, once its words are parsed."""
+"""Runs `cfp bench`, once its words are parsed."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _FAST_ON_CPU = {"xla_backend_optimization_level": "0"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteOptions:
-    """How to compare.
+    """Settings of a comparison.
 
     Attributes:
       workdir: where measurements are kept; planning is as quick as it knows.

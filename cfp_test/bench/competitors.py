@@ -1,4 +1,4 @@
-"""What is compared: the plan, the presets, the cost model, and tables by hand."""
+"""Competitors: the plan, the presets, the cost model, and tables by hand."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def carry_over(choice: Choice, big: Analysis, little: Analysis) -> Choice:
 
 
 def _modelled(done: _Planned, budget_bytes: int | None) -> dict[str, Modelled]:
-    """What the model chooses with links by data sheet, and with fitted ones."""
+    """Returns the model's choices with links by data sheet, and with fitted ones."""
     axes = done.session.analysis.frame.mesh
     prices: dict[str, AlphaBeta] = {}
     if done.session.mesh.devices.flat[0].platform != "cpu":
@@ -318,7 +318,7 @@ def _block_texts(analysis: Analysis, choice: Choice) -> list[tuple[str, str]]:
 def _side_by_side(
     done: _Planned, name: str, modelled: Modelled, predicted_ms: float | None
 ) -> dict[str, Any]:
-    """Where the plan and the model's choice differ, and what each believed of both."""
+    """Lists where the plan and the model differ, and what each believed of both."""
     analysis = done.session.analysis
     ours = _block_texts(analysis, done.winner.choice)
     theirs = _block_texts(analysis, modelled.choice)

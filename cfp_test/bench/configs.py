@@ -1,4 +1,4 @@
-"""What is compared: models, sizes and types, by suite.
+"""Configurations that are compared: models, sizes and types, by suite.
 
 Sizes of the layer suite are those of CFP's artifact: GPT and LLaMA layers of width
 4096, and its mixture of experts, four layers of each.

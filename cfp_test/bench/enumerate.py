@@ -101,7 +101,7 @@ def _layer_strategies(analysis: Analysis, kind: int) -> list[list[Strategy]]:
 def combinations(
     analysis: Analysis, kind: int, options: Sequence[Sequence[int]], limit: int
 ) -> list[tuple[int, ...]]:
-    """Which combinations are measured: the presets', and others drawn at random.
+    """Lists combinations to measure: the presets', and others drawn at random.
 
     Returns:
       At most `limit`, as numbers of the layer's block strategies; all there are, in

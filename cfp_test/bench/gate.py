@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What one device computes.
+    """The computation of one device.
 
     Attributes:
       leaves: the first state and the batch, on the host.

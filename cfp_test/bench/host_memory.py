@@ -103,7 +103,7 @@ def built_of(found: FoundPlan, mesh: Any) -> tuple[Built, Any, Any, Any]:
 
 
 def row_of(budget: int | None, found: FoundPlan, made: Built) -> dict[str, Any]:
-    """What a plan needs by prediction and as compiled."""
+    """Returns a plan's memory by prediction and as compiled."""
     memory = made.compiled.memory_analysis()
     names = [n for n in dir(memory) if n.endswith("_size_in_bytes")] if memory else []
     return {

@@ -1,4 +1,4 @@
-"""What a comparison has come to, kept for the next process if this one dies."""
+"""Results of a comparison so far, kept for the next process if this one dies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Journal:
 
     @property
     def steps(self) -> int:
-        """How often something was kept."""
+        """Number of times something was kept."""
         return self._data["steps"]
 
     @property
@@ -46,7 +46,7 @@ class Journal:
         self._write()
 
     def planning_began(self, mesh: str) -> float:
-        """When the first process began to plan for a mesh, as of `time.monotonic`."""
+        """Start of the first planning for a mesh, as of `time.monotonic`."""
         began = self._data["at_work"]["began"]
         if mesh not in began:
             began[mesh] = time.monotonic()
@@ -54,7 +54,7 @@ class Journal:
         return began[mesh]
 
     def planned(self, mesh: str, counts: Mapping[str, float]) -> dict[str, float]:
-        """What planning for a mesh took; once it is done, what it took then."""
+        """Seconds of planning for a mesh; once it is done, those it took then."""
         planning = self._data["at_work"]["planning"]
         if mesh not in planning:
             planning[mesh] = dict(counts)

@@ -1,4 +1,4 @@
-"""Where a step's time goes, from a profiler's trace: kernels that send, kernels that
+"""Parts of a step's time, from a profiler's trace: kernels that send, kernels that
 compute, when both ran, and when sending alone held everything up.
 
 On GPUs the events are kernels on streams. On CPUs they are the ops that threads
@@ -109,7 +109,7 @@ def split(events: Iterable[tuple[str, str, Span]], steps: int) -> Split | None:
 
 
 def covered(spans: Iterable[Span]) -> float:
-    """How much time lies within any of some spans."""
+    """Sums the time that lies within any of some spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         if end > reached:

@@ -1,4 +1,4 @@
-"""What memory is estimated at, of all strategies of which is recorded what they need.
+"""Estimates of memory, of all strategies of which is recorded what they need.
 
     python -m cfp_test.bench.memory_estimated --out FILE.json [--only WORD]
 

@@ -109,7 +109,7 @@ def is_buildable(case: Case, session: Session) -> bool:
 
 
 def _constraints(plan: Mapping[str, Any]) -> Constraints:
-    """Of a recorded plan: recorded ones are of formats that are not loaded any more."""
+    """Reads a recorded plan, which is of a format that is not loaded any more."""
     values, uses = {}, {}
     for group in plan["constraints"]:
         values.update((int(v), _spec(group["spec"])) for v in group["values"])
@@ -175,7 +175,7 @@ def build_all(
 
 
 def rates_of(mesh: Mesh) -> dict[str, float]:
-    """How fast the device multiplies and moves memory, in units a millisecond."""
+    """Rates at which the device multiplies and moves memory, in units a millisecond."""
     sizes = SMALL if mesh.devices.flat[0].platform == "cpu" else LARGE
     found = {}
     for probe in probes(mesh, sizes):
@@ -192,7 +192,7 @@ def rates_of(mesh: Mesh) -> dict[str, float]:
 
 
 def row_of(made: Made) -> dict[str, Any]:
-    """What is known of a program before it runs."""
+    """Facts that are known of a program before it runs."""
     case, built = made.case, made.built
     row: dict[str, Any] = {
         **asdict(case),
@@ -212,7 +212,7 @@ def row_of(made: Made) -> dict[str, Any]:
 
 
 def kernels_of(made: Made) -> dict[str, tuple[float, float]]:
-    """What each kernel of a step takes: (milliseconds, executions), by op and name."""
+    """Times each kernel of a step: (milliseconds, executions), by op and name."""
     built, job, session = made.built, made.job, made.session
     assert isinstance(built, Built)
     mesh = session.mesh

@@ -52,12 +52,12 @@ class Pair:
 
     @property
     def model(self) -> str:
-        """Which kind of model it is."""
+        """Kind of the model."""
         return {"gpt": "GPT", "moe": "MoE"}[self.row["target"].split()[0]]
 
 
 def link_rates(data: dict[str, Any]) -> dict[tuple[int, str], Rates]:
-    """What collectives take on 2 and 4 H200; products and memory as on the one."""
+    """Rates of collectives on 2 and 4 H200; products and memory as on the one."""
     own = data["rates_per_ms"]["4"]
     dtypes = {name: rate for name, rate in own.items() if name != "memory"}
 

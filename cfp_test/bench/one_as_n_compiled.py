@@ -37,7 +37,7 @@ _LAST = ("small", "huge", "mid", "overlap4", "analytical", "sol_off", "notriton"
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
-    """What was compiled already."""
+    """Reads the programs that were compiled already."""
     return [json.loads(line) for line in file.open()] if file.exists() else []
 
 

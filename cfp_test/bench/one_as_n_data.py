@@ -32,7 +32,7 @@ Key = tuple[int, str, str, str]  # devices, target, links, name
 
 
 def recorded() -> dict[Key, list[tuple[float, int]]]:
-    """Of all races of a program the median in milliseconds, and the peak in bytes."""
+    """Takes over all races of a program the median in ms, and the peak in bytes."""
     found: dict[Key, list[tuple[float, int]]] = defaultdict(list)
     for key, samples, peak in _samples():
         if samples:
@@ -99,7 +99,7 @@ def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
 
 
 def schedule_from_json(data: dict[str, Any]) -> Schedule:
-    """What `schedule_to_json` wrote."""
+    """Reads a schedule that `schedule_to_json` wrote."""
     return Schedule(
         tuple(
             Computed(flops=flops * 1e6, moved_bytes=size * 1e3, kernels=kernels)

@@ -1,4 +1,4 @@
-"""What is chosen without any GPU for the recorded programs of 4 H200.
+"""Choices made without any GPU for the recorded programs of 4 H200.
 
     python -m cfp_test.bench.one_as_n_estimated
 

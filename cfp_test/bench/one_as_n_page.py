@@ -221,7 +221,7 @@ def _chosen(name: str, found: Sequence[Pair]) -> list[str]:
 
 
 def _estimated(data: dict[str, Any], name: str, found: Sequence[Pair]) -> list[str]:
-    """What the least estimate of a preset that was recorded comes to."""
+    """Sums up the least estimate of a preset that was recorded."""
     [times] = [
         row["estimated_ms"]
         for row in data["estimated"]

@@ -34,7 +34,7 @@ MODULES = {"gpt": "gpt", "bert": "bert", "llama": "llama2", "moe": "moe"}
 
 
 def found_devices(where: str) -> int:
-    """How many devices there are, asked for in a process that then lets go of them."""
+    """Counts the devices, in a process that then lets go of them."""
     if where == "cpu":
         return platform.DEFAULT_CPU_DEVICES
     code = "import jax; print(len(jax.devices()))"

@@ -270,7 +270,7 @@ def child(options: argparse.Namespace) -> None:
 
 
 def file_of(folder: Path) -> Path:
-    """Where rows go."""
+    """File that rows go to."""
     return folder / "planned_on_one.jsonl"
 
 
@@ -325,7 +325,7 @@ def main() -> None:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """What is done."""
+    """Lists the rows that are done."""
     file = file_of(folder)
     return [json.loads(line) for line in file.open()] if file.exists() else []
 

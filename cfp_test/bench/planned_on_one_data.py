@@ -1,4 +1,4 @@
-"""What was planned on one H200, beside what was recorded on four.
+"""Plans made on one H200, beside what was recorded on four.
 
     python -m cfp_test.bench.planned_on_one_data FILE.jsonl ...
 

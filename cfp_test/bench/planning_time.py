@@ -1,4 +1,4 @@
-"""How long a first plan takes on virtual CPU devices, and what GPUs would build for it.
+"""Times of a first plan on virtual CPU devices, and what GPUs would build for it.
 
     python cfp_test/bench/planning_time.py --json FILE [NAME ...]
 

@@ -23,7 +23,7 @@ RIVALS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """How one competitor did.
+    """Outcome of one competitor.
 
     Attributes:
       name, group, mesh: which it is.

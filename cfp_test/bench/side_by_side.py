@@ -150,7 +150,7 @@ class Piece:
 
 
 class Record:
-    """What is known of a piece, in a file that is rewritten whenever that grows."""
+    """Record of a piece, in a file that is rewritten whenever it grows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -209,7 +209,7 @@ class Found:
         return sorted(raced, key=lambda pair: pair[1])[:count]
 
     def about(self) -> dict[str, Any]:
-        """What a record keeps of it."""
+        """Returns the part that a record keeps."""
         counts = self.outcome.counts
         return {
             "planning_s": self.seconds,
@@ -271,7 +271,7 @@ def planned(
 
 
 def modelled(found: Found, off: bool) -> Iterator[tuple[str, Candidate]]:
-    """What Alpa's cost model chooses: for the step as written, and with kernels."""
+    """Returns the cost model's choices for the step as written, and with kernels."""
     # Its solver is not everywhere where plans are made.
     from alpa_test.cost_model import LINKS, AlphaBeta, choose, fit
 
@@ -366,7 +366,7 @@ class Maker:
 
 
 def _kinds_of(analysis: Analysis) -> dict[int, InputKind]:
-    """What the planner knows of arguments, by their positions."""
+    """Lists facts that the planner knows of arguments, by their positions."""
     program = analysis.frame.program
     part = whole(program)
     kinds = input_kinds(program, part, [()] * len(part.inputs))

@@ -89,7 +89,7 @@ def compare(
 def _field(
     config: Config, meshes: Sequence[Mesh], options: SuiteOptions
 ) -> tuple[Field, list[Row]]:
-    """What is compared; and rows for what could not be planned."""
+    """Lists competitors; and rows for what could not be planned."""
     competitors: list[Competitor] = []
     planning: dict[str, dict[str, float]] = {}
     comparison: list[dict[str, Any]] = []

@@ -53,7 +53,7 @@ def planned_ms(rows: Sequence[Row]) -> float:
 
 
 def summary_lines(data: Mapping[str, Any]) -> Iterator[str]:
-    """What follows from a configuration's rows."""
+    """Derives figures from a configuration's rows."""
     for name, ratio in data["ratios"].items():
         yield f"{name}: {ratio:.3f}"
     seconds = data["planning_seconds"]
@@ -118,7 +118,7 @@ def print_configuration(data: Mapping[str, Any]) -> None:
 
 
 def print_changes(found: Sequence[tuple[str, str, float, float]]) -> None:
-    """How results differ from earlier ones."""
+    """Compares results with earlier ones."""
     if not found:
         print("Nothing to compare: no configuration has a competitor in common.")
     for config, name, before, now in found:

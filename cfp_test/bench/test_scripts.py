@@ -1,4 +1,4 @@
-"""What the shell scripts print, at sizes for a CPU."""
+"""Output of the shell scripts, at sizes for a CPU."""
 
 import ast
 import json

@@ -200,7 +200,7 @@ UNKNOWN = {
 
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory):
-    """What `cfp bench` makes of each, one after another in one process."""
+    """Runs `cfp bench` for each, one after another in one process."""
     on_cpus = ("--devices", "4", "--platform", "cpu")
     lines = [("bench", *words.split(), *on_cpus) for words in UNKNOWN]
     folder = tmp_path_factory.mktemp("refusals")

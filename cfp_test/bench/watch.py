@@ -34,7 +34,7 @@ class Died(CfpError):
 
 
 def status_and_reason(error: Exception) -> tuple[str, str]:
-    """What a row says of a competitor that failed, or died."""
+    """Describes a competitor that failed, or died, for its row."""
     if isinstance(error, Died):
         return error.status, str(error)
     status = "out_of_memory" if is_out_of_memory(error) else "compile_error"
@@ -43,7 +43,7 @@ def status_and_reason(error: Exception) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """How things are marked.
+    """Marks of things.
 
     Attributes:
       store_path: the store that knows what processes died of.

@@ -179,7 +179,7 @@ def compiled(dtype, optimizer, fault=None):
 
 
 def shares(dtype, optimizer, fault):
-    """How far off each leaf is after a step, in terms of what it may be."""
+    """Measures how far off each leaf is after a step, in terms of what it may be."""
     check = Check(compiled(dtype, optimizer, fault), compiled(dtype, optimizer), {0: 0})
     check.start(make_args(optimizer))
     found = check.step()
@@ -267,7 +267,7 @@ def test_where_rounding_decides_the_size_is_compared():
 
 
 def test_a_step_in_float64_is_compared_in_float64():
-    """What is computed in float32 somewhere is off by 1e-8, and found."""
+    """A value computed in float32 somewhere is off by 1e-8, and found."""
 
     def make(fault):
         def step(w, x):
@@ -360,7 +360,7 @@ def test_rounding_is_looked_at_more_closely_before_a_check_fails(off, passes):
 
 @pytest.mark.parametrize(("off", "calls"), [(2e-5, 4), (0.5e-5, 1)])
 def test_what_passes_is_not_looked_at_more_closely(off, calls):
-    """What is within the tolerance passes whatever rounding does."""
+    """A leaf within the tolerance passes whatever rounding does."""
     alone = Alone([0.0] + [6.7e-6] * 3)
     check = Check(Planned(off), alone, {})
     check.start([jnp.ones(())])

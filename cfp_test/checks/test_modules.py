@@ -29,7 +29,7 @@ def trial_of(name, folder, *, donate=(), **how):
 
 
 def plain_losses(steps):
-    """What the step's library makes of the same arguments."""
+    """Runs the step's library on the same arguments."""
     step, (net, opt, *rest) = training()
     step = eqx.filter_jit(step)
     losses = []

@@ -1,4 +1,4 @@
-"""What a check allows where kernels compute in bfloat16."""
+"""Tolerances of a check where kernels compute in bfloat16."""
 
 from cfp.checking.check import (
     LOW_TOLERANCE,

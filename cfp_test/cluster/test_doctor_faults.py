@@ -30,7 +30,7 @@ HANG = "exec /bin/sleep 600"  # In place of the shell, so that ending it is enou
 
 
 def check(name: str, made: Machine) -> Result:
-    """What one check finds, whatever those that it needs would say."""
+    """Runs one check, whatever those that it needs would say."""
     (result,) = examine(made, [BY_NAME[name]])
     return result
 

@@ -1,4 +1,4 @@
-"""What attention in chunks is estimated to need, beside what compiled programs do."""
+"""Estimated memory of attention in chunks, beside that of compiled programs."""
 
 from dataclasses import replace
 from unittest.mock import patch

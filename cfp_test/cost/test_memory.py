@@ -1,4 +1,4 @@
-"""What a backward pass needs is read off the program."""
+"""A backward pass's residuals are read off the program."""
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,7 @@ def analysis_and_costs(name):
 
 
 def throughout_bytes(analysis, costs, choice):
-    """What a choice has in memory from the first op to the last."""
+    """Lists the memory of a choice from the first op to the last."""
     parts = (
         (segment.kind, segment_candidate(analysis, segment.index, choice))
         for segment in analysis.segments

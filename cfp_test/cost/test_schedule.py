@@ -1,4 +1,4 @@
-"""What the schedule of a compiled program says, on texts and on compiled programs."""
+"""Schedules of compiled programs, from texts and from compiled programs."""
 
 from __future__ import annotations
 

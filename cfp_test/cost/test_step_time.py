@@ -103,7 +103,7 @@ def _reduced(start: int, size: int) -> Sent:
 
 
 def test_programs_whose_collectives_are_joined_share_the_runs_of_a_computation(ask):
-    """What differs is what they send, and what they copy for it."""
+    """They differ in what they send, and in what they copy for it."""
     predicted, ran = ask
     apart = _alone(_reduced(1, 1000), _reduced(3, 1000))
     together = _alone(_reduced(3, 1500), copied_ms=1.0)

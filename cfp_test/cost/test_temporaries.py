@@ -1,4 +1,4 @@
-"""What segments are estimated to need, beside what compiled programs do."""
+"""Estimated memory of segments, beside that of compiled programs."""
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def step(remat, params, x):
 
 
 def kept_and_needed(remat, name):
-    """What a preset keeps and needs besides by estimate, and as compiled."""
+    """Returns a preset's memory by estimate, and as compiled."""
     mesh = make_mesh((("x", DEVICES),))
     params = {"up": normal(0, LAYERS, HIDDEN, WIDE)}
     params["down"] = normal(1, LAYERS, WIDE, HIDDEN)

@@ -1,4 +1,4 @@
-"""What moves when a sharding changes."""
+"""Collectives of a change of sharding."""
 
 import pytest
 

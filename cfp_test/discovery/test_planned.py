@@ -153,7 +153,7 @@ def call_of(op, *shapes, mesh=MESH):
 
 @pytest.mark.parametrize(("rows", "pieces"), [(32, 16), (6, 3), (7, 1)])
 def test_factors_have_as_many_pieces_as_the_kernel_has_blocks(rows, pieces):
-    """Of the rest of each dim a device has all: no part ends inside of a block."""
+    """Each device has all of the rest of each dim: no part ends inside of a block."""
     forward, _ = rules()
     call, rule = call_of(forward.wrap(kernels.rms_norm), (rows, WIDTH), (WIDTH,))
     assert call.asked.sizes == ((pieces,) if pieces > 1 else ())

@@ -54,7 +54,7 @@ def plans(target, mesh, tmp_path_factory):
 
 
 def tables(text):
-    """What a written module assigns."""
+    """Returns the names that a written module assigns."""
     return {
         node.targets[0].id: ast.literal_eval(node.value)
         for node in ast.parse(text).body

@@ -101,7 +101,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_a_module_splits_pytrees_as_cfp_does(case):
-    """What a plan was made with and what an exported module goes by are one rule."""
+    """A plan and its exported module go by one rule."""
     tree = CASES[case]
     kept = jax.tree.leaves(fixed(tree), is_leaf=lambda x: isinstance(x, Fixed))
     assert in_program(tree) == [isinstance(leaf, Fixed) for leaf in kept]

@@ -98,7 +98,7 @@ def attention(d: Draft, shape: Shape) -> Node:
 
 
 def _windows(d: Draft, sizes: Shape) -> dict:
-    """How a window moves over dims of these sizes."""
+    """Draws a window over dims of these sizes."""
     window = tuple(d.integer(1, min(3, n)) for n in sizes)
     return {
         "window": window,

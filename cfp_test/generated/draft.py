@@ -65,13 +65,13 @@ def taken_by(kind: str) -> Callable[[Shape], bool]:
 
 
 def rank(low: int = 1, high: int = MAX_RANK) -> Callable[[Shape], bool]:
-    """Whether an input has so many dims."""
+    """Returns True if an input has so many dims."""
     return lambda shape: low <= len(shape) <= high
 
 
 @dataclass
 class Draft:
-    """What has been drawn.
+    """Ops that have been drawn.
 
     Attributes:
         draw: Hypothesis's.

@@ -71,7 +71,7 @@ def segment_sum(d: Draft, shape: Shape) -> Node:
 
 @op(rank())
 def one_hot(d: Draft, shape: Shape) -> Node:
-    """Of the largest in each row; noise keeps rows from holding equal numbers."""
+    """Takes the largest in each row; noise keeps rows from holding equal numbers."""
     noise = d.weight(*shape)
 
     def run(e, x):

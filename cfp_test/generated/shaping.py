@@ -15,7 +15,7 @@ def _divisors(size: int) -> list[int]:
 
 
 def _room(shape: Shape, times: int = 2) -> bool:
-    """Whether there is a dim, and place for it to grow."""
+    """Returns True if there is a dim, and place for it to grow."""
     return bool(shape) and prod(shape) * times <= MAX_ELEMENTS
 
 

@@ -1,4 +1,4 @@
-"""What is built of the package, and that its parts agree."""
+"""Contents of the built package, whose parts agree."""
 
 import ast
 import re
@@ -104,7 +104,7 @@ def test_type_checkers_follow_an_editable_installation():
 
 
 def test_what_the_package_imports_is_declared():
-    """What happens to come with a dependency may not come with its next release."""
+    """A dependency's own dependency may not come with its next release."""
     declared = {
         re.split(r"[^\w-]", one)[0].lower()
         for one in PROJECT["project"]["dependencies"]

@@ -1,4 +1,4 @@
-"""What third_party/ says is what the lock and pyproject.toml have."""
+"""Pages of third_party/ say what the lock and pyproject.toml have."""
 
 import re
 import tomllib

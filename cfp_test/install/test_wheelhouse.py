@@ -1,4 +1,4 @@
-"""What a wheelhouse is made of; nothing here needs a network."""
+"""Contents of a wheelhouse; nothing here needs a network."""
 
 import ensurepip
 import hashlib

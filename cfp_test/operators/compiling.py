@@ -1,4 +1,4 @@
-"""How these tests compile."""
+"""Compiling in these tests."""
 
 import jax
 

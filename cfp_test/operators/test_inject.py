@@ -31,7 +31,7 @@ REPLACED = {"GPT2": 5, "Bert": 3}  # Two norms and one of attention, and more of
 
 
 def loss(logits):
-    """Of the tokens that are no padding, with weights that hide no error."""
+    """Takes the tokens that are no padding, with weights that hide no error."""
     weights = jnp.cos(jnp.arange(logits.size).reshape(logits.shape))
     return jnp.sum(logits * weights * MASK[..., None])
 

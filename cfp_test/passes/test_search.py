@@ -1,4 +1,4 @@
-"""Which presets race where choices are made by estimates."""
+"""Presets that race where choices are made by estimates."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What is measured for budgets of all sizes, and when that ends."""
+"""Measurements for budgets of all sizes, and their end."""
 
 import math
 from types import SimpleNamespace

@@ -114,7 +114,7 @@ def adapted(plan, *args, **more):
 @pytest.mark.parametrize("size", [(5, 16), (3, 32)], ids=["layers", "batch"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_strategy_stays_the_same_strategy(saved, how, name, size):
-    """What a preset is for the other program is known without the plan."""
+    """A preset's choice for the other program is known without the plan."""
     args = arguments(*size)
     found = adapted(saved[name], *args)
     wanted = cfp.plan(STEP_FN, *args, preset=name, **how)

@@ -1,4 +1,4 @@
-"""What the presets compile to: the collectives that a person expects of each."""
+"""Compiled presets: the collectives that a person expects of each."""
 
 import jax
 import jax.numpy as jnp

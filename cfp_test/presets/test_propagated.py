@@ -1,4 +1,4 @@
-"""What the compiler's propagation makes of sharded arguments, as choices."""
+"""Choices that the compiler's propagation makes of sharded arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,7 @@ def compiled(analysis, mesh, choice, level):
 
 
 def shardings_of(analysis, mesh, choice):
-    """Of arguments and results, in the step's order."""
+    """Lists shardings of arguments and results, in the step's order."""
     layout = lay_out(analysis.frame, choice)
     positions = range(len(analysis.frame.program.args))
     every = map(layout.arg_spec, positions), layout.output_specs()

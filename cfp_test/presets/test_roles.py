@@ -1,4 +1,4 @@
-"""Where a batch goes: what data parallelism shards in each contraction."""
+"""The dim that data parallelism shards in each contraction: the batch."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What an axis does in its role is found once for sizes for which it is the same."""
+"""An axis's choices in its role are found once for sizes that have the same."""
 
 from math import prod
 

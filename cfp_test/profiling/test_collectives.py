@@ -95,7 +95,7 @@ def test_chains_of_any_length_stay_whole(square, longest):
 
 
 def test_every_link_of_a_chain_needs_the_one_before(square):
-    """What the chains compute, against what as many collectives in a row do."""
+    """The chains compute what as many collectives in a row do."""
     mesh, by_key = collectives._probes_by_key(square)
     for key, probe in by_key.items():
         parts = dict(probe.parts)

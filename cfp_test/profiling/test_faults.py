@@ -39,7 +39,7 @@ def profile(folder: Path):
 
 
 def finish(command: AbstractContextManager[subprocess.Popen[str]]) -> tuple[str, str]:
-    """What a command prints; it must end well."""
+    """Returns the output of a command, which must end well."""
     with command as process:
         out, err = end_of(process)
     assert process.returncode == 0, err

@@ -191,7 +191,7 @@ def test_a_large_mask_is_made_up(mesh):
 
 
 def test_records_know_the_values_that_decide(mesh):
-    """Of a branch's predicate and of a counter that is tested, not of a rate."""
+    """A branch's predicate and a counter that is tested are found, a rate is not."""
     sizes = tuple(mesh.shape.items())
 
     def key(flag, count, rate):

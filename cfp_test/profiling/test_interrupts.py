@@ -37,7 +37,7 @@ ONE = ProfileRecord(key="a", parts=(), status="ok", samples_ms=(1.0,))
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where something was measured."""
+    """Folder in which something was measured."""
     with ProfileStore(store_path(tmp_path)) as store:
         store.put(ONE)
     return tmp_path
@@ -45,7 +45,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def dropped(monkeypatch):
-    """What Python itself had to drop."""
+    """Exceptions that Python itself had to drop."""
     gc.collect()
     found = []
     monkeypatch.setattr(sys, "unraisablehook", lambda args: found.append(args.exc_type))

@@ -198,7 +198,7 @@ def test_no_devices():
 
 
 def test_the_order_of_devices_is_a_part():
-    """Of two meshes over the same devices, neighbours may be linked in another way."""
+    """Neighbours in two meshes over the same devices may be linked in another way."""
 
     def order(*numbers: int) -> str:
         devices = [fake_gpu(0, number=n) for n in numbers]

@@ -1,4 +1,4 @@
-"""What the store answered, and what was measured."""
+"""Answers of the store, and measurements of the rest."""
 
 from types import SimpleNamespace
 

@@ -19,7 +19,7 @@ from cfp_test.profiling.conftest import QUICK
 
 
 class Elsewhere:
-    """What another process would do, with all that travels written down and read."""
+    """Acts as another process, with all that travels written down and read."""
 
     at_once = 2
 

@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says of links, as parts of a key.
+"""Links as NVIDIA's driver describes them, as parts of a key.
 
 The answers have the form in which nvidia-smi prints them.
 """

@@ -18,7 +18,7 @@ def renamed(parts, **changes):
 
 @pytest.fixture
 def where():
-    """What measurements depend on here."""
+    """Lists the facts that measurements depend on here."""
     return environment_parts(jax.devices()[:4])
 
 

@@ -1,4 +1,4 @@
-"""What a compiled step remembers of its calls, and what it looks at again."""
+"""Calls as a compiled step remembers them, and what it looks at again."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def arrays(mesh, count=2):
 
 
 def dispatch(mesh, donate=(0,)):
-    """Of a step ``(a, b), c -> (a', b')``, whose state is sharded, and c is whole."""
+    """Compiles a step ``(a, b), c -> (a', b')`` with a sharded state and c whole."""
     step = flatten_step(
         lambda state, c: state, ((*arrays(mesh),), jnp.ones(3)), donate_argnums=donate
     )
@@ -33,7 +33,7 @@ def dispatch(mesh, donate=(0,)):
 
 
 def called(one, leaves, results):
-    """What was new in a call, and what was passed on."""
+    """Lists what was new in a call, and what was passed on."""
     look = one.look(leaves)
     placed = one.place(look)
     one.remember(placed, results)

@@ -134,7 +134,7 @@ def test_what_is_on_the_device_is_put_where_the_step_takes_it(mesh, tmp_path):
 
 
 def test_parts_have_everything_on_the_devices(mesh):
-    """What GPUs are given; for CPUs JAX writes no such ops."""
+    """GPUs are given such ops; for CPUs JAX writes none."""
     step = flatten_step(to_spaces(mesh), (state_on(mesh), data()))
     program, _ = trace(step, jax.sharding.AbstractMesh((2,), ("x",)))
     moving = [op for op in program.ops if "annotate_device_placement" in op.structure]

@@ -252,7 +252,7 @@ def test_what_depends_on_no_argument_goes_through_no_barrier():
 
 
 def depends(value):
-    """Whether a value depends on an argument."""
+    """Returns True if a value depends on an argument."""
     if not isinstance(value.owner, ir.Operation | ir.OpView):
         return True
     return any(map(depends, value.owner.operands))
@@ -267,7 +267,7 @@ activation.defvjp(lambda x: (x * x, x), lambda x, grad: (jnp.maximum(x, 0.25) * 
 
 
 def test_clones_wait_though_the_first_that_reads_them_does_not():
-    """What it reads besides is a constant; the gradient comes with the next op."""
+    """Its other operand is a constant; the gradient comes with the next op."""
 
     def step():
         params = [{"a": normal(2 * i, 16, 16), "b": normal(i, 16, 16)} for i in (0, 1)]

@@ -106,7 +106,7 @@ def replacements(program, functions):
 
 
 def gradient(program, made):
-    """What reads the incoming gradient, and what comes out: ``dy * (1 - y) * (1 + y)``.
+    """The op reads the incoming gradient, and makes ``dy * (1 - y) * (1 + y)``.
 
     However JAX writes it, it ends in an op that reads nothing but what is elementwise.
     """

@@ -1,4 +1,4 @@
-"""What tells programs apart: their structure, or all that they compute with."""
+"""Identity of programs: by their structure, or by all that they compute with."""
 
 import gc
 
@@ -26,7 +26,7 @@ def read(fn, *args) -> Program:
 
 
 def structures(program: Program) -> tuple:
-    """What a plan and what a measurement of all of it depend on."""
+    """Facts that a plan and a measurement of all of it depend on."""
     part = cut_part(program, [op.id for op in program.ops if op.parent < 0])
     return program.fingerprint, numbered(program, part).digest
 

@@ -135,7 +135,7 @@ def test_the_step_is_traced_once():
 
 
 def test_every_lowering_is_new():
-    """What is put into one module must not show up in the next."""
+    """An op that is put into one module must not show up in the next."""
     step = flatten_step(lambda x: jnp.tanh(x @ x.T), (X,))
     program, _ = trace(step, MESH)
     first, second = replicated(step), replicated(step)

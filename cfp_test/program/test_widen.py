@@ -27,7 +27,7 @@ def lowered(fn, *args):
 
 
 def run(wide, *args):
-    """What a widened step gives."""
+    """Runs a widened step."""
     leaves = map(jnp.asarray, args)
     results = wide.lowering.lowered.compile()(
         *(with_dtype(x, wide_dtype(x.dtype)) for x in leaves)

@@ -1,4 +1,4 @@
-"""What the example programs share: arrays, losses and a training step."""
+"""Parts that the example programs share: arrays, losses and a training step."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What goes in and comes out: structures, dtypes, constants, sizes."""
+"""Arguments and results of steps: structures, dtypes, constants, sizes."""
 
 import dataclasses
 from typing import NamedTuple

@@ -15,7 +15,7 @@ RULE_OF_QUERIES = "b q n d, b1 k1 n1 d1, b2 k2 n2 d2 -> b q n d"
 
 
 def attend(q, k, v):
-    """What the kernels below compute."""
+    """Computes what the kernels below do."""
     scores = jnp.einsum("bqnd,bknd->bnqk", q, k) / DEPTH**0.5
     return jnp.einsum("bnqk,bknd->bqnd", jax.nn.softmax(scores), v)
 

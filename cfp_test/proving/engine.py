@@ -47,7 +47,7 @@ _FEW = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one sharding of an op came to.
+    """Outcome of one sharding of an op.
 
     Attributes:
         op: the kind of the op, and what it is applied to.

@@ -124,7 +124,7 @@ def test_integers_are_part_of_a_variant():
 
 
 def test_a_run_that_was_ended_goes_on(tmp_path):
-    """What is known stays, but a line that was not written to its end."""
+    """Known outcomes stay, but a line that was not written to its end."""
     arguments = ["--only", "others", "--keep", str(tmp_path)]
     assert main(arguments) == 0
     [file] = tmp_path.glob("*/others.jsonl")

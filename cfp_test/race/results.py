@@ -10,7 +10,7 @@ from cfp.solution import Candidate
 def result_of(
     candidate: Candidate, record: ProfileRecord, fits: bool = True
 ) -> RaceResult:
-    """How a candidate did, by a record of it."""
+    """Outcome of a candidate, by a record of it."""
     job: Any = None
     program = RaceProgram(candidate=candidate, job=job)
     return RaceResult(program=program, outcome=record, fits=fits)

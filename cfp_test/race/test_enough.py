@@ -74,7 +74,7 @@ def admit(
     most=99,
     **how,
 ):
-    """What becomes of programs that need some bytes and should take some time."""
+    """Admits programs that need some bytes and should take some time."""
     compiler = Compiler(sizes, stubborn, most)
     first, *others = (candidate(name, times[name]) for name in sizes)
     known = sizes if presets is True else presets or ()

@@ -1,4 +1,4 @@
-"""What memory limit the compiler gets, and for which programs."""
+"""Memory limits for the compiler, and the programs that get one."""
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,7 @@ SHARE = "xla_gpu_memory_limit_slop_factor"
 
 
 def compiled(fixed_gib, temp_gib):
-    """What holds its state in place, and needs temporaries."""
+    """Program that holds its state in place, and needs temporaries."""
     return CompiledBytes(
         argument_bytes=int(fixed_gib * GIB),
         output_bytes=int(fixed_gib * GIB),

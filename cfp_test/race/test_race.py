@@ -164,7 +164,7 @@ def test_whole_programs_race_if_asked_or_under_a_budget(plan, raced, asked):
 
 
 def test_memory_of_arguments_that_were_left_out_is_named_too(mesh, tmp_path):
-    """Where nothing is trained, weights are arguments like any other."""
+    """Weights are arguments like any other if nothing is trained."""
 
     def serve(params, x):
         for layer in params["layers"]:
@@ -305,7 +305,7 @@ def test_what_is_left_out_stands_between_two_repeats(repeats):
 
 @pytest.fixture
 def whole_fails(monkeypatch):
-    """Of programs that won truncated, so many that cannot be built whole."""
+    """Returns programs that won truncated, so many that cannot be built whole."""
     build = building.build
     failed, most, gone = [], [], set()
 
@@ -391,7 +391,7 @@ def test_whole_programs_race_if_none_of_the_winners_runs_whole(
 
 
 def test_memory_decides_what_races_among_truncated_programs(plan, monkeypatch):
-    """What surely does not fit is out; what may fit races."""
+    """A candidate that surely does not fit is out; one that may fit races."""
     needs = {}
 
     def predicted(analysis, problem, choice):

@@ -142,7 +142,7 @@ def test_what_won_a_race_is_not_compiled_again(step, more, preset, mesh, tmp_pat
 
 @pytest.fixture
 def compiled_again(monkeypatch):
-    """What is compiled to be run, in place of what raced."""
+    """Lists programs that are compiled to be run, in place of what raced."""
     found = []
 
     def compile_and_count(lowered, options):

@@ -164,7 +164,7 @@ def test_what_cannot_be_read_is_left_out(known, change):
 
 
 def test_more_memory_is_no_worse(mesh, tmp_path):
-    """What won with little memory races where there is more of it."""
+    """A winner under little memory races where there is more of it."""
 
     def plan(budget, **settings):
         return cfp.plan(

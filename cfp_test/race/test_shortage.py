@@ -177,7 +177,7 @@ def test_what_is_named_by_prediction_does(tmp_path):
 def test_what_could_not_be_compiled_is_told_however_small_the_budget(
     analysis, budget_bytes
 ):
-    """Of a budget the reserve may leave nothing, in which not even a failure fits."""
+    """The reserve may leave nothing of a budget, in which not even a failure fits."""
     choice = preset(analysis.frame, ("data",), Storage.USED)
     one = result(analysis, choice, reason="no such op")
     one = replace(one, fits=fits(one.size, budget_bytes))

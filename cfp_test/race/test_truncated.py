@@ -1,4 +1,4 @@
-"""What races of truncated programs say of whole ones, choice by choice."""
+"""Races of truncated programs predict those of whole ones, choice by choice."""
 
 from dataclasses import replace
 

@@ -176,7 +176,7 @@ def test_what_failed_before_it_was_tried_again_races(dated, case, store):
 
 
 def test_an_answer_that_was_imported_in_parts_is_none(dated, case, store, tmp_path):
-    """What is there stays, and what is not, or has failed, is taken from the file."""
+    """Samples that are there stay; missing or failed ones are taken from the file."""
     key = case.job("a").key
     store.put(ProfileRecord(key=key.digest, parts=key.parts, status="crashed"))
     dated("abc")
@@ -451,7 +451,7 @@ def test_on_gpus_every_program_executes_as_often_in_a_turn(step_ms):
 
 
 def test_lost_devices_end_a_race(case, store, monkeypatch):
-    """What crashed is known; of the others nothing was said."""
+    """A crashed program is known; of the others nothing was said."""
     ran = []
 
     def crash(built, job, *_, timing):

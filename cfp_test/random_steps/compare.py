@@ -59,7 +59,7 @@ def nudged(leaves: Sequence[Any], seed: int, narrow: bool) -> list[Any]:
 def rounding_of(
     expected: Sequence[np.ndarray], others: Sequence[Sequence[np.ndarray]]
 ) -> list[float]:
-    """How far each leaf is moved by what the last bits of arguments do to it."""
+    """Measures how far the last bits of arguments move each leaf."""
     found = []
     for i, leaf in enumerate(expected):
         found.append(max(_distance(other[i], leaf) for other in others))
@@ -96,7 +96,7 @@ def allowed_of(
 
 
 def is_steady(allowed: Sequence[float], expected: Sequence[np.ndarray]) -> bool:
-    """Whether something wrong could not hide in what rounding does to a step."""
+    """Returns True if no error could hide in what rounding does to a step."""
     finite = all(
         np.isfinite(leaf).all() for leaf in expected if leaf.dtype.kind in "fc"
     )

@@ -103,7 +103,7 @@ class Built:
 
     @property
     def narrow(self) -> bool:
-        """Whether it computes in less than float32 somewhere."""
+        """True if it computes in less than float32 somewhere."""
         return bool(NARROW.intersection(self.kinds))
 
 

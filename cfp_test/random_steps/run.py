@@ -40,7 +40,7 @@ def ways_of(seed: int, strategies: int) -> list[Way]:
 
 
 def has_twin(seed: int) -> bool:
-    """Whether a seed's program has another beside it, with the same types."""
+    """Returns True if a seed's program has another beside it, with the same types."""
     return random.Random(f"twin {seed}").random() < TWIN_SHARE
 
 
@@ -150,7 +150,7 @@ def _note_death(seeds: list[int], file: Path, how: str) -> None:
 
 
 def totals(rows: list[dict[str, Any]]) -> Counter[str]:
-    """How many ways had each outcome, and programs that are of no use."""
+    """Counts ways by their outcomes, and programs that are of no use."""
     found = Counter(way[2] for row in rows for way in row["ways"])
     found["of no use"] = sum(bool(row["note"]) for row in rows)
     found["programs"] = len(rows)

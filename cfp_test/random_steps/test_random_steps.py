@@ -55,7 +55,7 @@ def test_scatters_at_every_level(seed, level):
 
 
 def test_what_the_compiler_gets_wrong_is_constrained_at_every_level():
-    """Where XLA may choose, it aborts on a pad that cuts off and spreads."""
+    """XLA, free to choose, aborts on a pad that cuts off and spreads."""
     subject = Subject.of(Spec(XY, (12, 5), (Block("pad", 1),)))
     program = subject.analysis.frame.program
     [pad] = [op for op in program.ops if op.kind == "pad" and op.rule.held][:1]

@@ -1,4 +1,4 @@
-"""Why a plan, and time against memory: what people and scripts are shown."""
+"""Explanations of a search, and time against memory, as people and scripts see them."""
 
 import subprocess
 import sys

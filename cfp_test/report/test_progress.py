@@ -1,4 +1,4 @@
-"""What is shown while something is measured, on terminals and elsewhere."""
+"""Progress while something is measured, on terminals and elsewhere."""
 
 import io
 import math
@@ -140,7 +140,7 @@ def test_on_a_terminal_a_live_line_tells_what_is_being_done(monkeypatch):
 
 
 def planned_twice(quiet: bool) -> tuple[str, str]:
-    """What a parallelized step says on the error stream at its first and second call.
+    """Returns the error stream of a parallelized step's first and second call.
 
     Nothing is timed: where nothing can be sharded there is nothing to race.
     """

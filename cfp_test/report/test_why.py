@@ -1,4 +1,4 @@
-"""What would be measured, and why: with what only follows from other measurements."""
+"""Missing measurements, and their causes: with what only follows from others."""
 
 import jax
 import pytest

@@ -53,7 +53,7 @@ def matrix(data: Mapping[str, Any]) -> Figures:
 
 
 def gpu(data: Mapping[str, Any]) -> Figures:
-    """What `attention_gpu.py` measured, a row for each row."""
+    """Figures that `attention_gpu.py` measured, a row for each row."""
     kernels = [row for row in data["rows"] if row["what"] == "kernel"]
     rings = [row for row in data["rows"] if row["what"] in ("ring", "zigzag")]
     matmul = next(row for row in data["rows"] if row["what"] == "matmul")
@@ -106,7 +106,7 @@ def gpu(data: Mapping[str, Any]) -> Figures:
 
 
 def steps(data: Mapping[str, Any]) -> Figures:
-    """What `attention_plans_gpu.py` measured: whole steps, kernels put in or not."""
+    """Figures of `attention_plans_gpu.py`: whole steps, kernels put in or not."""
     ran = [row for row in data["rows"] if row.get("runs", True)]
     compiled = [row for row in data["rows"] if not row.get("runs", True)]
     written = {_step(row): row for row in data["rows"] if not row["kernel"]}
@@ -159,7 +159,7 @@ def _step(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def planned(data: Mapping[str, Any]) -> Figures:
-    """What `attention_planned.py` saved: plans with kernels and without."""
+    """Plans that `attention_planned.py` saved, with kernels and without."""
     raced = [row for row in data["rows"] if row["part"] == 4]
     long = [row for row in data["rows"] if row["part"] == 8]
     lines = [
@@ -248,7 +248,7 @@ def _estimated(row: Mapping[str, Any], memory_bytes: int) -> list[Any]:
 
 
 def pair(data: Mapping[str, Any]) -> Figures:
-    """What `attention_pair.py` timed: the same plans with a kernel and without."""
+    """Times of `attention_pair.py`: the same plans with a kernel and without."""
     written = {(r["name"], r["preset"]): r for r in data["rows"] if not r["kernel"]}
 
     checked = [row for row in data["rows"] if row["what"] == "checked"]

@@ -59,7 +59,7 @@ def rows_of(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def verdict_of(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """What the script itself said of a run."""
+    """Words of the script itself about a run."""
     return next(row for row in rows if row["what"] == "verdict")
 
 

@@ -1,4 +1,4 @@
-"""What operators take on one device: each implementation at each shape."""
+"""Times of operators on one device: each implementation at each shape."""
 
 from __future__ import annotations
 

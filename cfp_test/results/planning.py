@@ -1,4 +1,4 @@
-"""What planning took, how plans compare with presets, and how predictions did."""
+"""Planning time, plans beside presets, and errors of predictions."""
 
 from __future__ import annotations
 

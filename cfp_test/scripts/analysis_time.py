@@ -1,4 +1,4 @@
-"""How long analysis takes as a model gets deeper: a table, and JSON beside it.
+"""Times analysis as a model gets deeper: a table, and JSON beside it.
 
     python cfp_test/scripts/analysis_time.py [--layers 12 24 48 96] [--json FILE]
 

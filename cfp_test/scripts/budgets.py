@@ -95,7 +95,7 @@ def largest_rise(times: Sequence[tuple[int, float]]) -> float:
 
 
 def verdict(rows: Iterable[Mapping[str, Any]]) -> Row:
-    """Which parts of the claim hold, by the lines of a run; None where none is known.
+    """Judges the parts of the claim by the lines of a run; None where none is known.
 
     Every number is of the worst case.
     """
@@ -135,7 +135,7 @@ def verdict(rows: Iterable[Mapping[str, Any]]) -> Row:
 
 
 class _Lines:
-    """Where the lines go: to the working folder, to ``--json``, and to people."""
+    """Writes the lines to the working folder, to ``--json``, and to people."""
 
     def __init__(self, options: argparse.Namespace, target: Sequence[str]) -> None:
         self._files = [_lines_file(options.workdir)]

@@ -44,13 +44,13 @@ _NEEDS = re.compile(
 
 
 def needed_bytes(error: str) -> int | None:
-    """What an error says that a plan needs; None if it says nothing of the kind."""
+    """Reads from an error what a plan needs; None if it says nothing of the kind."""
     found = _NEEDS.search(error)
     return parse_bytes(found[1] or found[2]) if found else None
 
 
 def run(words: Sequence[str], budget_bytes: int) -> tuple[dict | None, str]:
-    """What ``cfp run`` within a budget says, and what it says on the error stream."""
+    """Runs ``cfp run`` within a budget; returns its output and its error stream."""
     within = ["--memory-budget", f"{budget_bytes}B", "--check", "--json", "--quiet"]
     made = subprocess.run(
         [sys.executable, "-m", "cfp", "run", *words, *within],

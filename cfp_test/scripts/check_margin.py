@@ -1,4 +1,4 @@
-"""How far a check's leaves are off, in units of what rounding does on one device.
+"""Measures a check's leaves in units of what rounding does on one device.
 
     python cfp_test/scripts/check_margin.py [--seeds 20] [--preset fully_sharded]
         [--out FILE.json] gpt --layers 2 --hidden 64 ...

@@ -1,4 +1,4 @@
-"""What presets need on GPUs, by the compiler alone: no GPU is asked.
+"""Memory of presets on GPUs, by the compiler alone: no GPU is asked.
 
     python cfp_test/scripts/compiled_memory.py TARGET [TARGET'S OPTIONS] --mesh x=4
         [--device FILE] [--presets NAME,...] [--option NAME=VALUE ...] [--json FILE]
@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def watch_overwritten() -> list[str | None]:
-    """What is found in the texts of programs from now on, first tries first."""
+    """Collects texts of programs from now on, first tries first."""
     found: list[str | None] = []
     look = compiled.miscompile_reason
 

@@ -31,7 +31,7 @@ def rates_of(data: Mapping[str, Any]) -> Rates:
 
 
 def section(name: str, rates: Rates, link: float | None) -> list[str]:
-    """What was measured over one kind of link, as Markdown.
+    """Writes the measurements over one kind of link as Markdown.
 
     Args:
         name: of the links.

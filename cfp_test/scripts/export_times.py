@@ -1,4 +1,4 @@
-"""Whether an exported module is the program that the plan is, and as fast.
+"""Compares an exported module with the plan: the same program, and as fast.
 
     python -m cfp_test.scripts.export_times OUT.json --play 4 --limit 110
     python -m cfp_test.scripts.export_times OUT.json --cpu 4 --hidden 64 --layers 2 \
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def sizes_of(given: argparse.Namespace) -> dict[str, int]:
-    """What all models have in common."""
+    """Options that all models have in common."""
     return {name: getattr(given, name) for name in ("layers", "hidden", "seq", "batch")}
 
 

@@ -53,7 +53,7 @@ def loops_counted_once(program: Program) -> int:
 def figures(
     trained: Mapping[str, Any], flops: int, flops_per_ms: float, devices: int
 ) -> dict[str, float | None]:
-    """What is derived from the samples of a training.
+    """Derives figures from the samples of a training.
 
     Args:
         trained: ``samples_ms`` of single steps, ``in_a_row_ms`` of one of many, and

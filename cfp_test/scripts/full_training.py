@@ -126,7 +126,7 @@ class Training:
         return results
 
     def tokens(self) -> int | None:
-        """How many tokens a step reads; None if nothing is called so."""
+        """Number of tokens that a step reads; None if nothing is called so."""
         names = self._step.arg_names
         found = [i for i in self.data if names[i].rpartition("/")[2] == "tokens"]
         return math.prod(self._step.avals[found[0]].shape) if found else None

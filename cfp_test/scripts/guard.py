@@ -1,4 +1,4 @@
-r"""Which compiled programs are not proved to be right, model by model, and why.
+r"""Lists compiled programs that are not proved to be right, model by model, and why.
 
     python cfp_test/scripts/guard.py [--devices 2] [--platform cuda | --mock] \
         [MODEL OPTION ...]

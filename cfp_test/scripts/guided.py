@@ -44,7 +44,7 @@ def enumerate_pool(
     rates: Rates,
     pool: int,
 ) -> list[MeasurementRequest]:
-    """What guided profiling measured, and all the rest of the pool."""
+    """Measurements of guided profiling, and of all the rest of the pool."""
     estimates = estimate_kinds(analysis, rates)
     maker = RequestBuilder(
         Costs(analysis, rates),

@@ -57,7 +57,7 @@ def try_all(folder: Path) -> list[dict[str, Any]]:
 
 
 def did_harm(row: dict[str, Any]) -> bool:
-    """Whether a file was written, a variable set, or a number changed."""
+    """Returns True if a file was written, a variable set, or a number changed."""
     ran = row["file"] == "plan" and not row["message"]
     wrong = ran and not hostile.same_numbers(row["relative_l2"])
     kept = bool(row["message"]) and row["records_kept"] > 0

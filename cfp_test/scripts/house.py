@@ -123,7 +123,7 @@ def room_of(file: str) -> str:
 
 
 def public_names(text: str) -> list[str]:
-    """What a module defines at its top, and others may use."""
+    """Lists names that a module defines at its top, and others may use."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     top = [node.name for node in ast.parse(text).body if isinstance(node, kinds)]
     return [name for name in top if not name.startswith("_")]

@@ -80,7 +80,7 @@ Row = dict[str, Any]
 
 
 class Rows:
-    """What was found, saved row by row. Two processes write one after the other."""
+    """Findings, saved row by row. Two processes write one after the other."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -107,7 +107,7 @@ class Rows:
 
 
 def looked_at(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> Row:
-    """How XLA compiles a program, and how cfp does; both under "programs"."""
+    """Compiles a program as XLA does, and as cfp does; both under "programs"."""
     as_is = lowered.compile(compiler_options=dict(options))
     right, right_text = compile_right(lowered, options)
     return {
@@ -118,7 +118,7 @@ def looked_at(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> Row:
 
 
 def seen_in(compiled: jax.stages.Compiled) -> Row:
-    """What the text of a program tells."""
+    """Reads the text of a program."""
     text = compiled.as_text() or ""
     memory = compiled.memory_analysis()
     return {
@@ -171,7 +171,7 @@ def lower_alone(target: Target, device: Any) -> jax.stages.Lowered:
 
 
 def outcome(compiled: jax.stages.Compiled, target: Target, device: Any) -> Any:
-    """What a step returns, always from the same arguments."""
+    """Returns a step's results, always from the same arguments."""
     place = SingleDeviceSharding(device)
     args = target.make_args([place] * len(target.args), 0)
     return jax.block_until_ready(compiled(*args))

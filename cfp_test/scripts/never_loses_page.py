@@ -17,12 +17,12 @@ _NEVER_LOSES, _FASTER = 1.01, 0.95
 
 
 def links_of(row: dict) -> str:
-    """What lies between the devices."""
+    """Names the links between the devices."""
     return "P2P off" if "P2P_DISABLE=1" in row["environment"].get("nccl", "") else "P2P"
 
 
 def type_of(row: dict) -> str:
-    """What the model computes in."""
+    """Names the types that the model computes in."""
     options = row["target"]
     return options[options.index("--dtype") + 1] if "--dtype" in options else "bfloat16"
 

@@ -323,7 +323,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 
 
 def run(program: Program, step: Callable[..., Any], init: Any) -> Any:
-    """What five steps return: the state and the losses."""
+    """Returns the results of five steps: the state and the losses."""
     state, results = init, []
     for number in range(STEPS):
         result = step(*state, *program.batch(number))

@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def page_of(out: Path) -> dict[str, Any]:
-    """What is known."""
+    """Reads the rows that are known."""
     return json.loads(out.read_text()) if out.exists() else {"rows": []}
 
 
@@ -226,7 +226,7 @@ def compiled(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]
 
 
 def planned(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
-    """What is planned, and what each program that was compiled computes."""
+    """Plans, and lists what each program that was compiled computes."""
     from cfp import described, platform
     from cfp.context import open_context
     from cfp.passes.pipeline import analyze_step, decide

@@ -53,7 +53,7 @@ MODELS = ("GPT2 linen", "Bert linen", "GPT2 nnx", "Bert nnx")
 
 
 def availability() -> list[dict]:
-    """What there is of each operator here, and why the rest is not."""
+    """Lists each operator's implementations here, and why the rest is not."""
     return [
         {
             "operator": operator.name,
@@ -180,7 +180,7 @@ def off(found, right) -> float:
 
 @dataclass
 class Run:
-    """What is known, and the file that has it.
+    """Rows that are known, and the file that has them.
 
     Attributes:
         out: the file.

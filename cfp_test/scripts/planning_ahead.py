@@ -1,4 +1,4 @@
-"""How long plans for clusters that are not here take, and what they choose.
+"""Times plans for clusters that are not here, and lists their choices.
 
     python cfp_test/scripts/planning_ahead.py --json docs/results/FILE.json
         [--models gpt,moe] [--layers 4,48] [--for 4xh200,...]

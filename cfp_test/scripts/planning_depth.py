@@ -1,4 +1,4 @@
-"""How planning time grows with a model's depth: cold, warm, and by pass.
+"""Times planning by a model's depth: cold, warm, and by pass.
 
     python cfp_test/scripts/planning_depth.py TARGET [TARGET'S OPTIONS]
         [--depths 4,16,48] [--mesh x=4] [--per-kind 16] [--quick] [--whole-race]

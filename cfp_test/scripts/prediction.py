@@ -1,4 +1,4 @@
-"""How well plans are predicted: profiles a model, then times whole plans.
+"""Compares predictions: profiles a model, then times whole plans.
 
     python cfp_test/scripts/prediction.py TARGET [TARGET'S OPTIONS] --json FILE
         [--mesh x=4] [--per-kind 6] [--plans 14] [--seed 0] [--workdir DIR]
@@ -71,7 +71,7 @@ def high_water() -> int:
 
 
 def command() -> str:
-    """How this was called, but for where files lie."""
+    """Returns the command line, but for where files lie."""
     words = iter(sys.argv[1:])
     kept = [w for w in words if w not in ("--workdir", "--json") or not next(words)]
     return " ".join(["cfp_test/scripts/prediction.py", *kept])

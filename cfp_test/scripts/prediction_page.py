@@ -23,7 +23,7 @@ def errors(plans: list[dict], predicted: str, measured: str) -> np.ndarray:
 
 
 def title(run: dict) -> str:
-    """What was measured where, on a line."""
+    """Names the measurements and their devices, on a line."""
     parts = run["environment"]
     links = "NCCL_P2P_DISABLE=1" if "P2P_DISABLE=1" in parts["nccl"] else "NVLink"
     devices = f"{parts['devices']} x {parts['device_kind']}"

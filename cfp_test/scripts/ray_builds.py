@@ -27,7 +27,7 @@ WORKERS = (1, 2, 4)
 
 
 def noting(log: str) -> Any:
-    """What a builder does; and what its process has used of processors by then."""
+    """Acts as a builder; returns what its process has used of processors by then."""
 
     def compile_noted(parcel: Any, options: Any) -> Any:
         from cfp.cluster.ray.actors import compile_there

@@ -146,7 +146,7 @@ def note(log: Path, what: str, key: str) -> None:
 
 
 def planning(log: Path, place: Any, folder: Path) -> str:
-    """What the runner does; returns the plan as JSON."""
+    """Acts as the runner; returns the plan as JSON."""
     import pytest
 
     import cfp

@@ -17,7 +17,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Rows:
-    """What a run found so far.
+    """Findings of a run so far.
 
     Args:
         file: where it is kept; None keeps it in memory alone.

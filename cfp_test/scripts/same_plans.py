@@ -142,7 +142,7 @@ def _rows(way: str, model: str, axes: tuple[tuple[str, int], ...]) -> list[dict]
 
 
 def _told(plan: Any) -> dict[str, Any]:
-    """What is compared of a plan."""
+    """Returns the parts of a plan that are compared."""
     decided = json.loads(plan.to_json())
     parts = ("arguments", "output_specs", "constraints", "recompute", "options")
     chosen = {part: decided[part] for part in parts}
@@ -216,7 +216,7 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _decided(row: dict[str, Any]) -> Any:
-    """What a plan decides, or what the smallest needs where nothing fits."""
+    """Returns a plan's decisions, or what the smallest needs where nothing fits."""
     return row.get("digest") or _needs(row)
 
 

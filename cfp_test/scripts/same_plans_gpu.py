@@ -112,7 +112,7 @@ def child(target: str, on_cpu: bool, store: Path, out: Path) -> None:
 
 
 def data_of(plan: Any) -> dict[str, Any]:
-    """What is compared of a plan."""
+    """Returns the parts of a plan that are compared."""
     decided = json.loads(plan.to_json())
     parts = ("arguments", "output_specs", "constraints", "recompute", "options")
     text = json.dumps({part: decided[part] for part in parts}, sort_keys=True)
@@ -164,7 +164,7 @@ def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _needs(row: dict[str, Any]) -> str:
-    """What the smallest needs, where nothing fits."""
+    """Returns the memory of the smallest, where nothing fits."""
     return row.get("failure", "").split(", needs ")[-1].split(" on")[0]
 
 

@@ -152,7 +152,7 @@ def _passes(sh: Any, options: argparse.Namespace, given: list[str]) -> Any:
 
 
 def _own(options: argparse.Namespace) -> Iterator[Command]:
-    """What is no seed's, and takes the same devices: plans in practice."""
+    """Lists commands of no seed on the same devices: plans in practice."""
     out, cpu = options.output, options.platform == "cpu"
     scripts = "cfp_test.scripts"
     several = [f"{scripts}.several_processes", out / "several.json"]

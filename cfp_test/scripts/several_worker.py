@@ -46,7 +46,7 @@ def plan_of(target: Target, mesh: jax.sharding.Mesh, folder: Path, **options) ->
 
 
 def digest(plan: Plan) -> str:
-    """What the step is compiled from, and the figures, in a few letters.
+    """Digest of the program that the step is compiled from, and of the figures.
 
     Each process has its own clock, and so its own seconds of planning.
     """
@@ -57,7 +57,7 @@ def digest(plan: Plan) -> str:
 
 
 def choice_digest(plan: Plan) -> str:
-    """What the step is compiled from alone, in a few letters."""
+    """Digest of the program that the step is compiled from alone."""
     parts = (plan.arg_specs, plan.output_specs, plan.constraints, plan.options)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 

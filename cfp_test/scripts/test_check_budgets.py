@@ -1,4 +1,4 @@
-"""What the check within budgets reads of errors, and how it goes on from them."""
+"""Errors as the check within budgets reads them, and how it goes on from them."""
 
 import pytest
 

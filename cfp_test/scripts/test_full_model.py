@@ -1,4 +1,4 @@
-"""What the full-model script makes of a race, of samples and of plans."""
+"""Figures that the full-model script makes of a race, of samples and of plans."""
 
 import jax
 import jax.numpy as jnp

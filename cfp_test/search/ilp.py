@@ -92,7 +92,7 @@ def _edges(
     x: list[list],
     cost: list,
 ) -> None:
-    """What passes between two places."""
+    """Prices the values that pass between two places."""
     i, j = places
     y = [
         [
@@ -110,7 +110,7 @@ def _edges(
 
 
 def _peaks(problem: Problem, x: list[list]) -> list[pulp.LpAffineExpression]:
-    """What is in memory while each segment runs, in MiB, without the fixed part."""
+    """Lists the memory while each segment runs, in MiB, without the fixed part."""
     options = [problem.options[kind] for kind in problem.kinds]
     state = [
         option.state_bytes / _MIB * pick

@@ -1,4 +1,4 @@
-"""What a choice costs at least, against all choices there are."""
+"""Lower bounds of a choice's cost, against all choices there are."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What passes further than to the next segment is priced, and searched for exactly."""
+"""Values that pass further than to the next segment: their costs, exactly searched."""
 
 import functools
 import itertools
@@ -60,7 +60,7 @@ class Program:
         self.problem = build_problem(self.costs, options, None)
 
     def far_ms(self, picks):
-        """What passes far, by the layout of the whole program, use by use."""
+        """Prices values that pass far, by the whole program's layout, use by use."""
         frame, segments = self.analysis.frame, self.analysis.segments
         program = frame.program
         choice = whole_choice(self.analysis, self.problem, self.problem.solution(picks))
@@ -103,7 +103,7 @@ class Program:
         return total
 
     def _read(self, layout, op, index):
-        """How an operand comes, how it is wanted, and its size.
+        """Returns an operand's sharding, the one that is wanted, and its size.
 
         A parameter that is stored sharded is transposed and cast before it is gathered.
         """
@@ -202,7 +202,7 @@ def test_far_prices_are_those_of_the_whole_layout(name, sizes):
 
 
 def test_without_these_prices_a_slower_plan_is_chosen():
-    """Of eight draws of times, for a net with skips and for tied weights."""
+    """Draws times eight times, for a net with skips and for tied weights."""
     worse = Counter()
     for name, seed in itertools.product(["tied_stack", "u_net"], range(8)):
         found = Program(name, SQUARE, most=17, seed=seed)

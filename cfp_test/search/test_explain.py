@@ -1,4 +1,4 @@
-"""What other choices would cost, against all choices there are."""
+"""Costs of other choices, against all choices there are."""
 
 from dataclasses import replace
 from itertools import product

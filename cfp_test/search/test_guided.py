@@ -382,7 +382,7 @@ def test_without_time_of_each_kind_one_is_measured(model, broken):
 
 
 def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model):
-    """What takes too much memory without, be it by itself or together with another."""
+    """A choice takes too much memory without, by itself or together with another."""
     analysis, estimates = model
 
     def is_too_large(candidate):

@@ -1,4 +1,4 @@
-"""What a candidate costs that computes its forward pass again."""
+"""Costs of a candidate that rematerializes its forward pass."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_no_compiled_program_needs_less_than_the_least(mesh, analysis):
 
 
 def test_a_segment_beside_a_neighbour_is_corrected_by_the_same_price(analysis, mesh):
-    """What the search adds for a handover is what was subtracted before."""
+    """The search adds for a reshard what was subtracted before."""
     estimates = estimate_kinds(analysis, Rates.default(mesh))
     costs = Costs(analysis, Rates.default(mesh))
     maker = RequestBuilder(costs, presets(analysis.frame), estimates, ())

@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def row_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What a run was asked for."""
+    """Options of a run."""
     names = ("mode", "seq", "sp", "dp", "layers", "hidden", "heads", "batch", "dtype")
     return {name: getattr(options, name) for name in names}
 

@@ -120,7 +120,7 @@ def _run(page: Path, width: int, *more: str) -> subprocess.CompletedProcess[str]
 
 
 def looked_at(html: str, folder: Path, width: int, *, dark: bool) -> dict[str, Any]:
-    """What is wrong with a page's layout, all of it unfolded.
+    """Lists faults in a page's layout, all of it unfolded.
 
     Returns:
         ``faults`` as text, the ``width`` in pixels, how many drawings are ``drawn``,
@@ -145,7 +145,7 @@ def looked_at(html: str, folder: Path, width: int, *, dark: bool) -> dict[str, A
 
 
 def console_and_requests(html: str, folder: Path) -> tuple[list[str], list[str]]:
-    """What a page, as it is, writes to the console, and which addresses it asks for."""
+    """Lists what a page writes to the console, and the addresses it asks for."""
     page, log = folder / "plain.html", folder / "net.json"
     page.write_text(html)
     done = _run(page, 1440, "--dump-dom", f"--log-net-log={log}")

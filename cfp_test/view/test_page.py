@@ -31,7 +31,7 @@ ALLOWED = (
 
 
 class Page(HTMLParser):
-    """What stands on a page: its tags, its attributes, and the text between them."""
+    """Contents of a page: its tags, its attributes, and the text between them."""
 
     def __init__(self, html: str) -> None:
         super().__init__(convert_charrefs=True)

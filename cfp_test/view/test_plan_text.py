@@ -1,4 +1,4 @@
-"""What plans and other records look like where a person prints them."""
+"""Plans and other records as they are printed for a person."""
 
 import re
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_times_of_a_truncated_race_are_not_set_beside_those_of_whole_steps():
 
 
 def wide_row(segment: int, place: int) -> Block:
-    """Of segments that are all different, with many blocks and ways to shard them."""
+    """A block of segments that are all different, with many ways to shard them."""
     first = axis_role(Role.ROWS, place, 8)
     second = axis_role(Role.CONTRACTED, -1, 64, axis="y", scattered_dim=place)
     name = f"Net/layer/part_{place}/up"

@@ -61,7 +61,7 @@ def one_ms(plan):
 
 
 def test_flops_are_the_models(planned):
-    """What the step computes again in its backward pass is none of the model's."""
+    """An op that the step computes again for its backward pass is not the model's."""
     plain, again = planned(), planned(again=True)
     assert plain.search["model_flops"] == again.search["model_flops"]
     products = 6 * 2 * BATCH * SEQ * WIDTH * WORDS

@@ -1,5 +1,6 @@
 """Races of deep programs: truncated ones run, and the winner whole."""
 
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -414,15 +415,18 @@ def test_the_first_programs_are_compiled_one_by_one_where_nothing_is_tuned(
     plan, monkeypatch, tmp_path
 ):
     """Programs that share kernels would all tune them, on one device."""
-    busy, begun, build = [], [], building.build
+    busy, begun, build = {}, [], building.build
+    lock = threading.Lock()
 
     def watched(program, mesh, job, environment):
-        busy.append(job)
-        begun.append([*busy])
+        with lock:
+            busy[id(job)] = job
+            begun.append([*busy.values()])
         try:
             return build(program, mesh, job, environment)
         finally:
-            busy.remove(job)
+            with lock:
+                del busy[id(job)]
 
     monkeypatch.setattr(building, "build", watched)
     monkeypatch.setattr(building, "default_threads", lambda platform: 4)

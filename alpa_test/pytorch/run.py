@@ -203,7 +203,8 @@ class Trainer:
         self.dtype = getattr(torch, args.dtype)
         torch.manual_seed(0)
         shape = shape_of(args.model, options)
-        model = Model(shape).to(device)
+        with device:  # A billion random numbers take a CPU half a minute.
+            model = Model(shape)
         problem = unsupported(name, model)
         if problem:
             raise Unsupported(problem)

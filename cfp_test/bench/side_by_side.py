@@ -18,8 +18,8 @@ PyTorch     FSDP2, kept gathered, compiled, flash attention; a process of its ow
 
 Each piece is a process, and a file ``FOLDER/PIECE.json`` that is written whenever
 something is known. Ways are compiled in four threads before anything is timed. After
-two rounds, those that are more than 5 % behind the best of their kind are out. Begun
-again with the same folder, it does what is missing.
+two rounds the two best of each kind go on, unless the second is more than 3 % behind.
+Begun again with the same folder, it does what is missing.
 """
 
 from __future__ import annotations
@@ -93,10 +93,11 @@ TABLES_OF: Mapping[str, Sequence[str]] = {
 }
 USUAL_TABLES = ("data_parallel", "fsdp", "megatron_tp")
 WARM_UP, STEPS = 3, 5  # Steps before, and in, a sample.
-LOOKS, STAYS = 2, 1.05  # Rounds before ways are left out, and how far behind.
+LOOKS, STAYS = 2, 1.03  # Rounds before ways are left out, and how far behind.
+MOST_OF_A_KIND = 2
 THREADS = 4
 SOLVER_SECONDS = 15.0
-TORCH_SECONDS = 55.0  # Kept for PyTorch at the end of a piece.
+TORCH_SECONDS = 45.0  # Kept for PyTorch at the end of a piece.
 # With less left no such piece begins.
 LEAST_SECONDS = {"": 120.0, "off": 120.0, "budgets": 60.0, "sharding": 90.0}
 
@@ -520,17 +521,20 @@ def time_in_turn(
 
 
 def _still_in(rows: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """The ways that are not far behind the best of their group."""
-    best: dict[str, float] = {}
-    times = {
-        name: min(row["samples_ms"])
-        for name, row in rows.items()
-        if row["samples_ms"] and row["status"] == "ok"
+    """The ways that are not far behind the best of their kind, two of each."""
+    kinds: dict[tuple[str, bool], list[tuple[float, str]]] = {}
+    for name, row in rows.items():
+        if row["samples_ms"] and row["status"] == "ok":
+            # The cost model is compared as written, and with the plan's kernels.
+            kind = row["group"], "kernels" in name
+            kinds.setdefault(kind, []).append((min(row["samples_ms"]), name))
+    best = {kind: min(found)[0] for kind, found in kinds.items()}
+    return {
+        name
+        for kind, found in kinds.items()
+        for ms, name in sorted(found)[:MOST_OF_A_KIND]
+        if ms <= STAYS * best[kind]
     }
-    for name, ms in times.items():
-        group = rows[name]["group"]
-        best[group] = min(ms, best.get(group, ms))
-    return {n for n, ms in times.items() if ms <= STAYS * best[rows[n]["group"]]}
 
 
 # ---------------------------------------------------------------------------- pieces
@@ -767,7 +771,8 @@ def main() -> None:
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.join:
-        given.join.write_text(json.dumps(joined(given.out), indent=1) + "\n")
+        data = {"name": given.join.stem, **joined(given.out)}
+        given.join.write_text(json.dumps(data, indent=1) + "\n")
     elif given.role:
         run_piece(Piece.of(given.role), given)
     else:

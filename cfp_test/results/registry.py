@@ -31,6 +31,7 @@ from cfp_test.results import (
     ranges,
     seeds,
     several,
+    side_by_side,
     soak,
 )
 from cfp_test.results.pages import RESULTS, Figures, Page
@@ -189,6 +190,12 @@ PAGES: tuple[Page, ...] = (
         "attention kernels is too large here.",
         sources=("worth_described_8xh100_202611.json",),
         figures=worth.page,
+        has_text=False,
+    ),
+    Page(
+        name="suite_h200x2_202611",
+        sources=("suite_h200x2_202611.json",),
+        figures=side_by_side.page,
         has_text=False,
     ),
     *_OPERATORS,

@@ -162,7 +162,6 @@ def _rows(piece: Mapping[str, Any]) -> list[list[Any]]:
     rows = []
     for one in ways:
         low, high = one.quartiles_ms
-        losses = one.about.get("losses")
         rows.append(
             [
                 piece["model"],
@@ -174,7 +173,6 @@ def _rows(piece: Mapping[str, Any]) -> list[list[Any]]:
                 fixed(ours.median_ms / one.median_ms, 3) if ours else None,
                 fixed(one.about.get("predicted_ms"), 1),
                 gib(one.about.get("peak_bytes") or None, 1),
-                _gap(losses, ours.about.get("losses") if ours else None),
                 "the plan" if one.about.get("is_the_plan") else one.about.get("note"),
             ]
         )
@@ -187,23 +185,13 @@ def _rows(piece: Mapping[str, Any]) -> list[list[Any]]:
             reason = row.get("reason") or "not timed: time was over"
             reason = reason.replace("|", "/").replace("\n", " ")
             kind = GROUPS[row.get("group", "pytorch")]
-            rows.append([piece["model"], kind, name, *[None] * 7, reason[:120]])
+            rows.append([piece["model"], kind, name, *[None] * 6, reason[:120]])
     return rows
-
-
-def _gap(
-    losses: Sequence[float] | None, expected: Sequence[float] | None
-) -> str | None:
-    """The largest relative difference of losses of the same steps."""
-    if not losses or not expected:
-        return None
-    pairs = zip(losses, expected, strict=True)
-    return f"{max(abs(one - other) / abs(other) for one, other in pairs):.0e}"
 
 
 HEAD = (
     "model | kind | way | ms | quartiles | samples | plan's ms over it | predicted ms "
-    "| GiB | losses off by | note"
+    "| GiB | note"
 )
 
 
@@ -358,17 +346,17 @@ def page(data: Mapping[str, Any]) -> Figures:
         f"{first['date']}; `python -m cfp_test.bench.side_by_side --out FOLDER`. The "
         "zoo's models, four layers at full width, AdamW in float32, compute in "
         "bfloat16. A sample is the mean of five steps in a row after three; ways of a "
-        "model take turns in one process, all from the same state: losses of ten "
-        "steps are compared with the plan's. Ways that are more than 5 % behind the "
-        "best of their kind after two rounds are out. By hand: rule tables, and "
-        "`largest`, each parameter on its "
-        "largest dim with the batch on activations between layers; attention by "
-        "cuDNN, but the MoE's, whose heads cuDNN does not take. The cost model is "
-        "Alpa's, for the step as written or with the plan's kernels; presets have the "
-        "plan's kernels. PyTorch's FSDP2, kept gathered, compiled, with flash "
-        "attention, is a process of its own. A tie: the middle halves of both "
-        "samples overlap.",
+        "model take turns in one process. After two rounds the best of each kind go "
+        "on; the others have two samples. Plans over NVLink start from an empty store. "
+        "By hand: rule tables, and `largest`, each parameter on its largest dim with "
+        "the batch on activations between layers; attention by cuDNN, but the MoE's, "
+        "whose heads cuDNN does not take. The cost model is Alpa's, for the step as "
+        "written or with the plan's kernels; presets have the plan's kernels. "
+        "PyTorch's FSDP2, kept gathered, compiled, with flash attention, is a process "
+        "of its own. A tie: the middle halves of both samples overlap. Raw, with every "
+        "sample and race: [JSON](" + data["name"] + ".json).",
         "",
+        *(line for note in data.get("notes", ()) for line in (note, "")),
         "## Aims",
         "",
         table("aim | of | figure | holds", _aims(data, budget_cells)),
@@ -389,5 +377,4 @@ def page(data: Mapping[str, Any]) -> Figures:
         lines += ['## With `choose="sharding"`', "", table(head, alone), ""]
     head = "model | links | planning s | profile s | race s | plan | predicted ms"
     lines += ["## Planning", "", table(head, _planning(data)), ""]
-    lines += [line for note in data.get("notes", ()) for line in (note, "")]
     return {"page": "\n".join(lines).rstrip("\n") + "\n"}

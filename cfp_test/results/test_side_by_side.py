@@ -46,7 +46,7 @@ TORCH = [{"name": "PyTorch FSDP2", "status": "ok", "samples_ms": [125.0, 125.0]}
 
 
 def lines_of(*pieces):
-    return page({"pieces": pieces})["page"].splitlines()
+    return page({"name": "suite", "pieces": pieces})["page"].splitlines()
 
 
 def row_of(lines, *parts):

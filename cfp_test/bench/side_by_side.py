@@ -43,15 +43,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from alpa_test.handwritten.step import ShardedStep, shard_largest, shard_step
 from alpa_test.handwritten.tables import TABLES
 from cfp import platform
-from cfp.analysis.analyze import Analysis
 from cfp.cli.session import Session
 from cfp.context import open_context
 from cfp.errors import MemoryBudgetError
+from cfp.models import initialise
 from cfp.models.layers import attending_by
 from cfp.models.options import Scalar
 from cfp.passes.profile import profile
@@ -59,12 +59,11 @@ from cfp.passes.search import search
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.presets import DATA_PARALLEL
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.inputs import InputKind, input_kinds, make_inputs
 from cfp.profiling.key import environment_parts
 from cfp.profiling.marks import write_whole
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress
-from cfp.program.part import whole
+from cfp.program.graft import partition_spec
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceOutcome
 from cfp.race.race import race
@@ -166,6 +165,19 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A way, compiled.
+
+    Attributes:
+        step: its step.
+        start: makes the model's first state and a batch, under its shardings.
+    """
+
+    step: Ready
+    start: Callable[[], list[jax.Array]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """One way to shard.
 
@@ -176,7 +188,7 @@ class Way:
     """
 
     group: str
-    make: Callable[[], Ready]
+    make: Callable[[], Made]
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -328,13 +340,20 @@ class Maker:
         environment = BuildEnvironment.beside(store_path(work))
         environment.prepare(where)
         self._options = environment.options(where)
-        self._kinds = _kinds_of(session.analysis)
+        untuned = {"xla_gpu_autotune_level": "0"}
+        self._start_options = {} if where == "cpu" else untuned
+        init_fn, make_batch = initialise(piece.zoo_model, **self._sizes)
 
-    def by_cfp(self, candidate: Candidate) -> Ready:
+        def start(state_key: jax.Array, batch_key: jax.Array) -> list[jax.Array]:
+            return jax.tree.leaves((init_fn(state_key), make_batch(batch_key)))
+
+        self._start = start
+
+    def by_cfp(self, candidate: Candidate) -> Made:
         """A choice, compiled as plans are."""
-        return self._with_kinds(make_choice(self._session, candidate, self._options))
+        return self._made(make_choice(self._session, candidate, self._options))
 
-    def by_hand(self, name: str, kernel: bool) -> Ready:
+    def by_hand(self, name: str, kernel: bool) -> Made:
         """A rule table, or "largest": each parameter on its largest dim."""
         model, mesh = self._piece.zoo_model, self._session.mesh
         if kernel:
@@ -349,7 +368,7 @@ class Maker:
 
         shardings = jax.tree.leaves(sharded.shardings)
         made = ready(name, compiled, sharded.args, shardings, self._options)
-        return self._with_kinds(made)
+        return self._made(made)
 
     def _sharded(self, model: str, name: str, mesh: Mesh) -> ShardedStep:
         if name == "largest":
@@ -357,22 +376,16 @@ class Maker:
         [table] = [one for one in TABLES[model] if one.name == name]
         return shard_step(model, self._sizes, table, mesh)
 
-    def _with_kinds(self, made: Ready) -> Ready:
-        """Inputs as the planner makes them: tokens anywhere in the vocabulary."""
-        kinds = tuple(
-            replace(self._kinds.get(i, mine), spec=mine.spec)
-            for i, mine in enumerate(made.kinds)
-        )
-        return replace(made, kinds=kinds)
-
-
-def _kinds_of(analysis: Analysis) -> dict[int, InputKind]:
-    """Lists facts that the planner knows of arguments, by their positions."""
-    program = analysis.frame.program
-    part = whole(program)
-    kinds = input_kinds(program, part, [()] * len(part.inputs))
-    position = {value: i for i, value in enumerate(program.args)}
-    return {position[v]: one for v, one in zip(part.inputs, kinds, strict=True)}
+    def _made(self, step: Ready) -> Made:
+        """Adds what makes a step's first state: the same numbers for all."""
+        mesh, keys = self._session.mesh, (jax.random.key(0), jax.random.key(1))
+        shardings = [
+            NamedSharding(mesh, partition_spec(kind.spec, len(kind.shape)))
+            for kind in step.kinds
+        ]
+        lowered = jax.jit(self._start, out_shardings=shardings).lower(*keys)
+        made = lowered.compile(dict(self._start_options))
+        return Made(step=step, start=partial(made, *keys))
 
 
 def cfp_way(maker: Maker, group: str, one: Candidate, **about: Any) -> Way:
@@ -418,12 +431,12 @@ def ways_of(
 
 def compiled(
     ways: Iterable[tuple[str, Way]], record: Record, prefix: str = ""
-) -> dict[str, Ready]:
+) -> dict[str, Made]:
     """Compiles ways in some threads; what fails is a row with its reason."""
     rows = record.data["ways"]
-    made: dict[str, Ready] = {}
+    made: dict[str, Made] = {}
 
-    def make(way: Way) -> Ready | Exception:
+    def make(way: Way) -> Made | Exception:
         try:
             return way.make()
         except Exception as error:  # Compilers' errors have no type in common.
@@ -435,12 +448,12 @@ def compiled(
         say(f"compiling {len(futures)} ways")
         for name, (way, future) in futures.items():
             one, row = future.result(), {}
-            if isinstance(one, Ready):
+            if isinstance(one, Made):
                 made[name] = one
                 row = {
                     "status": "ok",
-                    "peak_bytes": one.built.peak_bytes,
-                    "compile_s": one.built.build_seconds,
+                    "peak_bytes": one.step.built.peak_bytes,
+                    "compile_s": one.step.built.build_seconds,
                 }
             else:
                 reason = f"{type(one).__name__}: {one}"[:400]
@@ -455,16 +468,14 @@ def compiled(
 # ---------------------------------------------------------------------------- timing
 
 
-def sample(
-    one: Ready, mesh: Mesh, loss_at: int, warm_up: int
-) -> tuple[float, list[float]]:
+def sample(one: Made, loss_at: int, warm_up: int) -> tuple[float, list[float]]:
     """Milliseconds of a step, as the mean of some in a row; and the steps' losses."""
-    inputs = make_inputs(one.kinds, mesh, [put for put, _ in one.feedback])
+    inputs = one.start()
     losses = []
 
     def step() -> Sequence[jax.Array]:
-        results = one.built.compiled(*inputs)
-        for put, got in one.feedback:
+        results = one.step.built.compiled(*inputs)
+        for put, got in one.step.feedback:
             inputs[put] = results[got]
         losses.append(results[loss_at])
         return results
@@ -481,8 +492,7 @@ def sample(
 
 
 def time_in_turn(
-    made: Mapping[str, Ready],
-    mesh: Mesh,
+    made: Mapping[str, Made],
     loss_at: int,
     record: Record,
     *,
@@ -502,7 +512,7 @@ def time_in_turn(
             try:
                 # The first run of a program sets up its communication, too.
                 warm_up = WARM_UP + 2 if turn == 0 else WARM_UP
-                ms, losses = sample(made[name], mesh, loss_at, warm_up)
+                ms, losses = sample(made[name], loss_at, warm_up)
             except jax.errors.JaxRuntimeError as error:
                 rows[name] |= {"status": "failed", "reason": str(error)[:400]}
                 names.remove(name)
@@ -555,6 +565,7 @@ def run_piece(piece: Piece, given: argparse.Namespace) -> None:
         environment=dict(environment_parts(list(mesh.devices.flat))),
         date=time.strftime("%Y-%m-%d"),
         steps_in_a_sample=STEPS,
+        trained_from="the model's first state",
     )
     session = session_of(piece.zoo_model, sizes, mesh)
     say(f"{piece.name}: traced in {session.seconds:.1f} s; planning")
@@ -565,9 +576,7 @@ def run_piece(piece: Piece, given: argparse.Namespace) -> None:
     work = given.work / piece.model
     work.mkdir(parents=True, exist_ok=True)
     maker = Maker(piece, session, work, given.tiny)
-    turns = partial(
-        time_in_turn, mesh=mesh, loss_at=loss_at, record=record, rounds=given.rounds
-    )
+    turns = partial(time_in_turn, loss_at=loss_at, record=record, rounds=given.rounds)
     if piece.kind == "budgets":
         done = _under_budgets(session, work, maker, record, turns, given)
         record.write(done=done)
@@ -609,7 +618,7 @@ def _under_budgets(
             for name, one in free.profiles.presets.items()
             if name.startswith(DATA_PARALLEL)
         )
-        needs = [maker.by_cfp(Candidate(DATA_PARALLEL, choice)).built.peak_bytes]
+        needs = [maker.by_cfp(Candidate(DATA_PARALLEL, choice)).step.built.peak_bytes]
     whole_bytes = min(needs)
     record.data.setdefault("budgets", {})
     record.write(data_parallel_bytes=whole_bytes)

@@ -35,7 +35,7 @@ def timed(monkeypatch, tmp_path):
     def run(speeds, rounds=4, end=float("inf")):
         order = []
 
-        def sample(one, mesh, loss_at, warm_up):
+        def sample(one, loss_at, warm_up):
             order.append(one)
             return speeds[one], [1.0]
 
@@ -46,7 +46,7 @@ def timed(monkeypatch, tmp_path):
             for name in speeds
         }
         made = {name: name for name in speeds}
-        whole = side_by_side.time_in_turn(made, None, 0, record, rounds=rounds, end=end)
+        whole = side_by_side.time_in_turn(made, 0, record, rounds=rounds, end=end)
         return json.loads(record.path.read_text())["ways"], whole, order
 
     return run

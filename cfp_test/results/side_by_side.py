@@ -160,6 +160,7 @@ def _rows(piece: Mapping[str, Any]) -> list[list[Any]]:
     order = list(GROUPS)
     ways.sort(key=lambda one: (order.index(one.group), one.median_ms))
     rows = []
+    trained = ours is not None and "trained_from" in piece
     for one in ways:
         low, high = one.quartiles_ms
         rows.append(
@@ -173,6 +174,7 @@ def _rows(piece: Mapping[str, Any]) -> list[list[Any]]:
                 fixed(ours.median_ms / one.median_ms, 3) if ours else None,
                 fixed(one.about.get("predicted_ms"), 1),
                 gib(one.about.get("peak_bytes") or None, 1),
+                _gap(one, ours) if trained and ours else None,
                 "the plan" if one.about.get("is_the_plan") else one.about.get("note"),
             ]
         )
@@ -185,13 +187,21 @@ def _rows(piece: Mapping[str, Any]) -> list[list[Any]]:
             reason = row.get("reason") or "not timed: time was over"
             reason = reason.replace("|", "/").replace("\n", " ")
             kind = GROUPS[row.get("group", "pytorch")]
-            rows.append([piece["model"], kind, name, *[None] * 6, reason[:120]])
+            rows.append([piece["model"], kind, name, *[None] * 7, reason[:120]])
     return rows
+
+
+def _gap(one: Timed, ours: Timed) -> str | None:
+    """The largest relative difference from the plan's losses of the same steps."""
+    if "losses" not in one.about:
+        return None
+    pairs = zip(one.about["losses"], ours.about["losses"], strict=True)
+    return f"{max(abs(mine - its) / abs(its) for mine, its in pairs):.1e}"
 
 
 HEAD = (
     "model | kind | way | ms | quartiles | samples | plan's ms over it | predicted ms "
-    "| GiB | note"
+    "| GiB | losses off by | note"
 )
 
 

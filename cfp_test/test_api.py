@@ -14,6 +14,7 @@ from jax.experimental import io_callback
 
 import cfp
 from cfp.planner_settings import DetailedSettings, PlannerSettings
+from cfp_test.covering import cover_values
 
 QUICK = PlannerSettings(per_kind=2, race=False)
 
@@ -665,14 +666,19 @@ def test_types_of_less_than_a_byte(mesh, cache):
         assert_same(run(step, *args).apply(step)(*args), step(*args))
 
 
-@pytest.mark.parametrize("before", ["pass", "cfp.attention; cfp.plan"])
-@pytest.mark.parametrize("name", ["cfp.attention.order", "cfp.plan.adapt"])
+@cover_values(
+    name=["cfp.attention.order", "cfp.plan.adapt"],
+    before=["pass", "cfp.attention; cfp.plan"],
+)
 def test_modules_are_found_behind_a_function_of_their_packages_name(name, before):
     """Hidden packages: a function has the modules of the package that it hides."""
     code = f"import cfp; {before}; import {name}; import {name} as other\n"
     code += f"assert {name} is other, 'found twice'\n"
     code += "assert callable(cfp.attention) and callable(cfp.plan)\n"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_hidden_packages_are_pickled_by_name():
     code = "import cfp.plan.adapt, pickle, sys; hidden = sys.modules['cfp.plan']\n"
     code += "assert pickle.loads(pickle.dumps(hidden)) is hidden\n"
     subprocess.run([sys.executable, "-c", code], check=True)

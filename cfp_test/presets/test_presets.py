@@ -1,5 +1,7 @@
 """Compiled presets: the collectives that a person expects of each."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,6 +16,7 @@ from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
+from cfp_test.covering import cover_values
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -216,26 +219,33 @@ def test_megatron_by_pins(mesh, tmp_path):
     assert "all-gather" not in kinds and "all-to-all" not in kinds
 
 
-@pytest.fixture(scope="module", params=["gpt", "moe"])
-def trained(request):
+@pytest.fixture(scope="module")
+def trained():
     """A model, what starts it, some batches, and what one device makes of them."""
-    options = {**OPTIONS, "layers": 1}
-    if request.param == "moe":  # Every other layer is one of experts.
-        options.update(layers=2, experts=4, expert_group_size=64)
-    fn, args = build(request.param, **options)
-    init, make_batch = initialise(request.param, **options)
-    batches = [make_batch(jax.random.key(turn)) for turn in range(3)]
-    state, reference = init(jax.random.key(0)), jax.jit(fn)
-    for batch in batches:
-        state, metrics = reference(state, batch)
-    return (fn, args), init, batches, (state, metrics)
+
+    def train(model):
+        options = {**OPTIONS, "layers": 1}
+        if model == "moe":  # Every other layer is one of experts.
+            options.update(layers=2, experts=4, expert_group_size=64)
+        fn, args = build(model, **options)
+        init, make_batch = initialise(model, **options)
+        batches = [make_batch(jax.random.key(turn)) for turn in range(3)]
+        state, reference = init(jax.random.key(0)), jax.jit(fn)
+        for batch in batches:
+            state, metrics = reference(state, batch)
+        return (fn, args), init, batches, (state, metrics)
+
+    return functools.cache(train)
 
 
-@pytest.mark.parametrize(
-    "preset", ["data_parallel", "fully_sharded", "tensor_parallel", "zero1"]
+@cover_values(
+    preset=["data_parallel", "fully_sharded", "tensor_parallel", "zero1"],
+    model=["gpt", "moe"],
 )
-def test_presets_compute_what_one_device_computes(trained, preset, mesh, tmp_path):
-    (fn, args), init, batches, expected = trained
+def test_presets_compute_what_one_device_computes(
+    trained, model, preset, mesh, tmp_path
+):
+    (fn, args), init, batches, expected = trained(model)
     plan = cfp.plan(
         fn,
         *args,

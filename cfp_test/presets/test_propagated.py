@@ -179,11 +179,19 @@ def test_with_activations_constrained_it_is_what_is_sharded_by_hand(sizes):
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"),
-    [*((BY_HAND, sizes) for sizes in MESHES), (FROM_ARGUMENTS, MESHES[1])],
+    ("model", "name", "sizes"),
+    [
+        *((model, BY_HAND, MESHES[0]) for model in ZOO),
+        ("gpt", BY_HAND, MESHES[1]),
+        ("gpt", FROM_ARGUMENTS, MESHES[1]),
+        *(
+            pytest.param(model, name, MESHES[1], marks=pytest.mark.nightly)
+            for model in ("llama", "moe")
+            for name in (BY_HAND, FROM_ARGUMENTS)
+        ),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("model", ZOO)
 def test_with_arguments_constrained_it_is_jit_with_those_shardings(model, sizes, name):
     step, args = build(model, **ZOO[model])
     analysis, mesh, flat = analysed(step, args, sizes)

@@ -363,7 +363,7 @@ def test_an_interrupt_gives_the_best_plan_of_what_was_measured(
             raise KeyboardInterrupt
         return profile(*args, **options)
 
-    monkeypatch.setattr("cfp.profiling.looker.profile", interrupted)
+    monkeypatch.setattr("cfp.profiling.measurer.profile", interrupted)
     # Whatever a round gains is worth it, and what was not measured seems fast: there is
     # a second one.
     monkeypatch.setattr("cfp.search.guided.WORTH_HAVING", -1.0)
@@ -404,7 +404,7 @@ def test_an_interrupt_is_heard_where_memory_asks_for_more_presets(
         return profile(*args, **options)
 
     monkeypatch.setattr("cfp.passes.profile.measure_candidates", watched)
-    monkeypatch.setattr("cfp.profiling.looker.profile", interrupted)
+    monkeypatch.setattr("cfp.profiling.measurer.profile", interrupted)
     platform(monkeypatch, estimate_reach=1.0)
     monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**30)
     monkeypatch.setattr("cfp.search.guided.SAFE_MEMORY_SHARE", 0.0)

@@ -21,7 +21,7 @@ from cfp.presets.propagated import named_choices
 from cfp.profiling.builder import Job
 from cfp.profiling.collectives import Rates, measure_rates
 from cfp.profiling.key import Parts
-from cfp.profiling.looker import Looker
+from cfp.profiling.measurer import Measurer
 from cfp.profiling.outlook import Stage
 from cfp.race.candidates import named_candidates
 from cfp.search.choices import Kernels, estimate_among, leading_presets
@@ -53,23 +53,23 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
     if context.rules.estimates:
         return _estimated(context, analysis, started)
     rates = measured_rates(context)
-    named, found, looker = profile_segments(
+    named, found, measurer = profile_segments(
         context, analysis, rates, measure=context.settings.measure is not False
     )
     done = [found.records.get(item.own_job.key.digest) for item in found.requests]
-    cached = sum(item.own_job.key.digest in looker.known for item in found.requests)
+    cached = sum(item.own_job.key.digest in measurer.known for item in found.requests)
     counts = {
         "strategies_measured": sum(record is not None for record in done) - cached,
         "strategies_cached": cached,
         "strategies_failed": sum(r is not None and not r.ok for r in done),
         "profile_seconds": time.perf_counter() - started,
     }
-    return Profiles(named, found, rates, counts, looker.interrupted)
+    return Profiles(named, found, rates, counts, measurer.interrupted)
 
 
 def profile_segments(
     context: PlanContext, analysis: Analysis, rates: Rates, *, measure: bool
-) -> tuple[Mapping[str, Choice], SegmentMeasurements, Looker]:
+) -> tuple[Mapping[str, Choice], SegmentMeasurements, Measurer]:
     """The presets that are worth it, all that was asked for, and what answered.
 
     Args:
@@ -97,7 +97,7 @@ def profile_segments(
     first = near if memory is None and alone else every
     tight = _tight_by_estimate(context, every, estimates, costs)
     kernels = kernels_of(context, tight)
-    looker = Looker(
+    measurer = Measurer(
         analysis.frame.program,
         context.devices,
         context.store,
@@ -126,20 +126,20 @@ def profile_segments(
             # different runs know differently: they measure all at once.
             others=settings.others if alone else settings.per_kind,
             budget_bytes=context.budget_bytes,
-            look=looker,
+            measurer=measurer,
             left=context.min_temp_fraction(),
         )
 
     found = explored(first)
     failed = any(not record.ok for record in found.records.values())
     wider = (found.memory_bound or failed) and first != every
-    if wider and not looker.interrupted:
+    if wider and not measurer.interrupted:
         more = explored(every)
         # Where memory is not tight there is one round. If that was interrupted, less is
         # known of all presets than is of the first ones.
-        if more.memory_bound or not looker.interrupted:
-            return every, more, looker
-    return first, found, looker
+        if more.memory_bound or not measurer.interrupted:
+            return every, more, measurer
+    return first, found, measurer
 
 
 def expected_race(
@@ -321,16 +321,16 @@ def measure_all_budgets(
     """
     with open_context(mesh, cache_dir, _PLENTY_BYTES, settings) as context:
         rates = measured_rates(context)
-        _, found, looker = profile_segments(context, analysis, rates, measure=True)
+        _, found, measurer = profile_segments(context, analysis, rates, measure=True)
         wanted, records = [*found.requests], dict(found.records)
-        if not looker.interrupted:
+        if not measurer.interrupted:
             again = _again(context, analysis, found)
             wanted += again
             jobs = [job for item in again for job in item.jobs]
             for start in range(0, len(jobs), ROUND_SIZE):
-                if looker.is_over:
+                if measurer.is_over:
                     break  # Without the others there is a curve, too.
-                looker(jobs[start : start + ROUND_SIZE])
+                measurer(jobs[start : start + ROUND_SIZE])
             records |= context.store.get_many(job.key.digest for job in jobs)
     costs = Costs(analysis, rates)
     return build_problem(costs, measured_options(costs, wanted, records), None)

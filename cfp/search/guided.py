@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from cfp.cost.choice import SegmentChoice
 from cfp.profiling.builder import Job
-from cfp.profiling.looker import Looker
+from cfp.profiling.measurer import Measurer
 from cfp.profiling.record import ProfileRecord
 from cfp.search.choices import ranked_candidates
 from cfp.search.expected import build_problem, expect
@@ -46,7 +46,7 @@ def measure_candidates(
     per_kind: int,
     others: int = 1,
     budget_bytes: int | None,
-    look: Looker,
+    measurer: Measurer,
     left: float = 1.0,
 ) -> SegmentMeasurements:
     """Measures until nothing else is likely to be much better.
@@ -56,8 +56,8 @@ def measure_candidates(
         per_kind: how many candidates of each kind of segment to measure.
         others: how many of each kind, of the best by estimate, with the presets'.
         budget_bytes: memory of one device, or None.
-        look: measures jobs, or looks them up; jobs without a record stay unknown. With
-            a deadline, jobs that a plan cannot do without are measured all the same.
+        measurer: measures jobs, or looks them up; jobs without a record stay unknown.
+            With a deadline, jobs that a plan needs are measured all the same.
         left: the smallest share of predicted temporaries that the compiler can reach
             under a memory limit; 1 if it takes none.
 
@@ -66,14 +66,14 @@ def measure_candidates(
     """
     first = maker.first(per_kind, others)
     # Several processes measure all at once: what is needed depends on times.
-    pairs = _written_twice(maker, first) if look.alone else []
+    pairs = _written_twice(maker, first) if measurer.alone else []
     waiting = {id(one.written) for one in pairs if not one.is_reference}
     asked = [item for item in first if id(item) not in waiting]
-    records = _least(asked, look) if look.has_end else {}
-    records.update(look(_jobs(asked)))
+    records = _least(asked, measurer) if measurer.has_end else {}
+    records.update(measurer(_jobs(asked)))
     if all(item.measured(records) for item in asked):
         more = _needed_as_written(pairs, records)
-        records.update(look(_jobs(more)) if more and not look.is_over else {})
+        records.update(measurer(_jobs(more)) if more and not measurer.is_over else {})
         # What time was too short for is not asked for, and the rest is decided by.
         asked += [item for item in more if item.measured(records)]
     rounds, tight, before = [asked], False, None
@@ -97,10 +97,10 @@ def measure_candidates(
         before = bool(best), now
         asked = _Round(maker, per_kind, wanted, records, problem).ask(left)
         # Several processes know different times, and would ask for different things.
-        if not asked or look.is_over or not look.alone:
+        if not asked or measurer.is_over or not measurer.alone:
             break
         rounds.append(asked)
-        records.update(look(_jobs(asked)))
+        records.update(measurer(_jobs(asked)))
     return SegmentMeasurements(
         rounds=rounds, records=records, memory_bound=tight, kernels=maker.kernels
     )
@@ -180,7 +180,7 @@ def _needed_as_written(
 
 
 def _least(
-    wanted: Sequence[MeasurementRequest], look: Looker
+    wanted: Sequence[MeasurementRequest], measurer: Measurer
 ) -> dict[str, ProfileRecord]:
     """Measures what a plan cannot do without: one candidate of each kind."""
     records: dict[str, ProfileRecord] = {}
@@ -189,7 +189,7 @@ def _least(
         firsts: dict[int, MeasurementRequest] = {}
         for item in rest:
             firsts.setdefault(item.kind, item)
-        records.update(look(_jobs(firsts.values()), anyway=True))
+        records.update(measurer(_jobs(firsts.values()), ignore_end=True))
         done = {
             kind
             for kind, item in firsts.items()

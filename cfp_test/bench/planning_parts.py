@@ -41,7 +41,7 @@ from cfp.passes import profile as profile_pass
 from cfp.passes.pipeline import analyze_step
 from cfp.passes.search import search
 from cfp.planner_settings import PlannerSettings
-from cfp.profiling import looker, runner
+from cfp.profiling import measurer, runner
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.collectives import Rates
 from cfp.profiling.record import ProfileRecord
@@ -114,7 +114,7 @@ def counted(rates: Rates) -> Iterator[Counter[str]]:
     with ExitStack() as stack:
         for room, function, other in (
             (profile_pass, "measured_rates", lambda _: rates),
-            (looker, "tune_kernels", tuned),
+            (measurer, "tune_kernels", tuned),
             (runner, "_build", building("segments_built")),
             (runner, "run", running("segments_run", 0.01)),
             (race_compile, "build", building("whole_built")),

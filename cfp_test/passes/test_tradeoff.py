@@ -63,10 +63,12 @@ def measured(analysis, mesh, folder, monkeypatch):
 
         monkeypatch.setattr(profile_pass, "ROUND_SIZE", 2)
         monkeypatch.setattr(profile_pass, "_again", begin)
-        monkeypatch.setattr("cfp.profiling.looker.profile", asked)
+        monkeypatch.setattr("cfp.profiling.measurer.profile", asked)
         started = SimpleNamespace(monotonic=lambda: 0.0)
         monkeypatch.setattr("cfp.context.time", started)
-        monkeypatch.setattr("cfp.profiling.looker.time", SimpleNamespace(monotonic=now))
+        monkeypatch.setattr(
+            "cfp.profiling.measurer.time", SimpleNamespace(monotonic=now)
+        )
         settings = DetailedSettings(per_kind=3, in_context=False, seconds=seconds)
         problem = profile_pass.measure_all_budgets(analysis, mesh, folder, settings)
         again = {

@@ -5,10 +5,10 @@ import threading
 import jax
 import pytest
 
-from cfp.profiling import looker, runner
+from cfp.profiling import measurer, runner
 from cfp.profiling.builder import BuildEnvironment, build_failure
-from cfp.profiling.looker import Looker, tune_kernels
 from cfp.profiling.marks import MarksFolder, Suspicion
+from cfp.profiling.measurer import Measurer, tune_kernels
 from cfp.profiling.options import MeasureOptions
 from cfp_test.waiting import GUARD_SECONDS
 
@@ -20,7 +20,7 @@ def tunable(monkeypatch):
         BuildEnvironment, "options", lambda self, platform: {"kept": platform}
     )
     built = []
-    monkeypatch.setattr(looker, "build", lambda *job: built.append(job[2].label))
+    monkeypatch.setattr(measurer, "build", lambda *job: built.append(job[2].label))
     return built
 
 
@@ -49,8 +49,8 @@ def test_as_many_as_there_are_devices_are_built_at_once(
         assert {d.id for d in mesh.devices.flat} == devices
         assert mesh.shape == case.mesh.shape
 
-    monkeypatch.setattr(looker, "build", build)
-    monkeypatch.setattr(looker, "default_threads", lambda platform: 99)
+    monkeypatch.setattr(measurer, "build", build)
+    monkeypatch.setattr(measurer, "default_threads", lambda platform: 99)
     devices = {device.id for device in case.mesh.devices.flat}
     assert len(devices) > 1
     jobs = [case.job(str(number)) for number in range(2 * len(devices))]
@@ -66,7 +66,7 @@ def test_suspects_are_built_one_at_a_time(case, store, tunable, monkeypatch):
     def build(program, mesh, job, environment):
         seen.append(mesh.devices.flat[0].id)
 
-    monkeypatch.setattr(looker, "build", build)
+    monkeypatch.setattr(measurer, "build", build)
     jobs = [case.job(name) for name in "abc"]
     folder = MarksFolder(store.path)
     suspicion = Suspicion(deaths=1, since="2026-01-02T03:04:05+00:00")
@@ -80,7 +80,7 @@ def test_what_goes_wrong_in_a_thread_is_raised(case, store, tunable, monkeypatch
     def build(*_):
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(looker, "build", build)
+    monkeypatch.setattr(measurer, "build", build)
     jobs = [case.job(str(number)) for number in range(9)]
     with pytest.raises(AssertionError, match="a bug"):
         tune_kernels(case.program, case.mesh, jobs, store)
@@ -130,12 +130,14 @@ def test_what_was_tuned_for_the_mesh_itself_is_not_built_again(
         built.append(job.label)
         return build_whole(program, mesh, job)
 
-    build_whole = looker.build
-    monkeypatch.setattr(looker, "build", tuned)
-    monkeypatch.setattr(looker, "default_threads", lambda platform: 2)
+    build_whole = measurer.build
+    monkeypatch.setattr(measurer, "build", tuned)
+    monkeypatch.setattr(measurer, "default_threads", lambda platform: 2)
     monkeypatch.setattr(runner, "build", counted)
     jobs = [case.job(name) for name in ("a", "b")]
-    look = Looker(case.program, case.mesh, store, lambda: jobs, True, MeasureOptions())
+    look = Measurer(
+        case.program, case.mesh, store, lambda: jobs, True, MeasureOptions()
+    )
     records = look(jobs)
     assert sorted(seen.values()) == [False, True]
     assert built == [label for label, is_mine in seen.items() if not is_mine]

@@ -32,7 +32,7 @@ from cfp.cost.costs import Costs
 from cfp.passes.profile import profile_segments, tuning_jobs
 from cfp.profiling import compile_pool
 from cfp.profiling.collectives import measure_rates
-from cfp.profiling.looker import tune_kernels
+from cfp.profiling.measurer import tune_kernels
 from cfp.profiling.runner import profile
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.choices import estimate_kinds

@@ -114,7 +114,7 @@ class Devices:
 
     alone, has_end, is_over = True, False, False
 
-    def __call__(self, jobs, anyway=False):
+    def __call__(self, jobs, ignore_end=False):
         return self.look(jobs)
 
     def look(self, jobs):
@@ -143,7 +143,7 @@ class Devices:
             self.maker,
             per_kind=per_kind,
             budget_bytes=budget_bytes,
-            look=self,
+            measurer=self,
             **options,
         )
 
@@ -352,8 +352,8 @@ def test_without_time_of_each_kind_one_is_measured(model, broken):
     class Late(Devices):
         has_end, is_over = True, True
 
-        def __call__(self, jobs, anyway=False):
-            return self.look(jobs) if anyway else {}
+        def __call__(self, jobs, ignore_end=False):
+            return self.look(jobs) if ignore_end else {}
 
     def is_broken(candidate):
         return candidate.storage is broken

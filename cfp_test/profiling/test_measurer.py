@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cfp.profiling.looker import Looker
+from cfp.profiling.measurer import Measurer
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import ProfileRecord
 
@@ -23,11 +23,11 @@ def look(case, store, monkeypatch):
                 records[digest] = record_of(job, "ok")
         return SimpleNamespace(records=records)
 
-    monkeypatch.setattr("cfp.profiling.looker.profile", profile)
+    monkeypatch.setattr("cfp.profiling.measurer.profile", profile)
 
     def make(measure=True, **options):
         where = (case.program, case.mesh, store, list)
-        return Looker(*where, measure, MeasureOptions(**options))
+        return Measurer(*where, measure, MeasureOptions(**options))
 
     return make, measured
 
@@ -46,20 +46,20 @@ def test_a_failure_that_is_tried_again_is_not_known(case, store, look, retry):
     failed, known, new = jobs = [case.job(name) for name in "abc"]
     store.put(record_of(failed, "crashed"))
     store.put(record_of(known, "ok"))
-    looker = make(retry_failures=retry)
-    found = looker(jobs)
+    measurer = make(retry_failures=retry)
+    found = measurer(jobs)
     assert found[failed.key.digest].ok == retry
     assert measured == (["a", "c"] if retry else ["c"])
     answered = {known.key.digest} if retry else {known.key.digest, failed.key.digest}
-    assert looker.known == answered
+    assert measurer.known == answered
     store.put(found[new.key.digest])
-    looker(jobs)
-    assert looker.known == answered, "what was measured just now was not known"
+    measurer(jobs)
+    assert measurer.known == answered, "what was measured just now was not known"
 
 
 def test_where_nothing_is_measured_failures_are_known(case, store, look):
     make, measured = look
     store.put(record_of(case.job("a"), "crashed"))
-    looker = make(measure=False, retry_failures=True)
-    assert looker([case.job("a"), case.job("b")]).keys() == looker.known
-    assert len(looker.known) == 1 and measured == []
+    measurer = make(measure=False, retry_failures=True)
+    assert measurer([case.job("a"), case.job("b")]).keys() == measurer.known
+    assert len(measurer.known) == 1 and measured == []

@@ -1,4 +1,4 @@
-"""Answers what jobs take: from the store, or by measuring.
+"""Measures jobs, or looks them up in the store.
 
 Before many programs are built side by side, the compiler tunes their kernels. A
 compiler for GPUs times several kernels for each matrix product that it meets, and keeps
@@ -122,7 +122,7 @@ def _rolled(mesh: Mesh, count: int) -> Mesh:
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-class Looker:
+class Measurer:
     """Looks jobs up, and measures those that the store does not know.
 
     Args:
@@ -178,13 +178,13 @@ class Looker:
         return time.monotonic() > self._end
 
     def __call__(
-        self, jobs: Sequence[Job], anyway: bool = False
+        self, jobs: Sequence[Job], ignore_end: bool = False
     ) -> Mapping[str, ProfileRecord]:
         """Records by key; what may not be measured and is not known has none.
 
         Args:
             jobs: what to look up.
-            anyway: whether it is measured however late it is.
+            ignore_end: whether to measure after the end, too.
 
         Raises:
             KeyboardInterrupt: the user interrupts before anything can be chosen from.
@@ -222,7 +222,7 @@ class Looker:
                 progress=how.tell_of_segments,
                 limits=how.limits,
                 place=how.place,
-                is_late=None if anyway else self._is_late,
+                is_late=None if ignore_end else self._is_late,
                 built=built,
             ).records
         except KeyboardInterrupt:

@@ -245,10 +245,11 @@ def _run(given: argparse.Namespace) -> None:
     base = [sys.executable, "-m", "cfp_test.bench.chosen_on_one", *sys.argv[1:]]
     base += ["--until", str(given.until)]
     models, players = given.models.split(","), []
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     for number, name in enumerate(models):
         if (given.out / f"{name}_one.json").exists():
             continue
-        visible = {} if given.tiny else {"CUDA_VISIBLE_DEVICES": str(number)}
+        visible = {} if given.tiny else {"CUDA_VISIBLE_DEVICES": gpus[number]}
         words = [*base, "--role", "one", "--models", name]
         players.append(subprocess.Popen(words, env={**os.environ, **visible}))
     for one in players:

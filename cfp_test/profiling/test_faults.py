@@ -142,7 +142,7 @@ def check_like(undisturbed: Path, folder: Path) -> None:
 
 
 def test_killed_and_started_again(undisturbed, tmp_path):
-    kill_at_random_moments(with_rates(undisturbed, tmp_path), times=3)
+    kill_at_random_moments(with_rates(undisturbed, tmp_path), times=2)
     check_like(undisturbed, tmp_path)
 
 

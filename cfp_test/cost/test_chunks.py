@@ -80,7 +80,9 @@ def estimated_and_compiled(tokens, name, spread=""):
     return estimated, built.temp_bytes
 
 
-@pytest.mark.parametrize("tokens", [128, 320, 512])
+@pytest.mark.parametrize(
+    "tokens", [128, pytest.param(320, marks=pytest.mark.nightly), 512]
+)
 @pytest.mark.parametrize(
     "name, spread",
     [

@@ -10,7 +10,7 @@ from cfp.cli import app
 from cfp.errors import MeshError
 from cfp.platform import select
 from cfp.profiling.compiler_options import refused_option
-from cfp.race.enough import MEMORY_SHARE
+from cfp.race.admission import MEMORY_SHARE
 from cfp.settings import defaults_of
 from cfp_test import hostile
 

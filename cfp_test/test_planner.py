@@ -26,7 +26,7 @@ from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
-from cfp.race.enough import near_among, raced_anyway
+from cfp.race.admission import always_raced, within_reach
 from cfp.race.programs import TOO_LARGE
 from cfp.race.race import Run
 from cfp.race.shortage import no_winner
@@ -460,8 +460,8 @@ def test_a_plan_that_rematerializes_runs_and_is_kept(mesh, tmp_path):
 
 
 def near_and_far(plan, others, reach):
-    anyway = raced_anyway([plan, *(replace(one, is_preset=True) for one in others)])
-    near = near_among(others, anyway, reach, [plan])
+    anyway = always_raced([plan, *(replace(one, is_preset=True) for one in others)])
+    near = within_reach(others, anyway, reach, [plan])
     return [c.name for c in near], [c.name for c in others if c not in near]
 
 

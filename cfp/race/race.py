@@ -6,7 +6,7 @@ Candidates come from the passes before: presets from the profile pass
 
 candidates  named, at constraint levels             :mod:`cfp.race.candidates`
 remembered  compiled before and known to fit        :mod:`cfp.race.remembered`
-enough      compiled until enough fit               :mod:`cfp.race.enough`
+admission   compiled until enough fit               :mod:`cfp.race.admission`
 turns       timed in turn                           :mod:`cfp.race.turns`
 again       leaders with other compiler options and constraint levels
 ties        the simplest of the fastest wins
@@ -31,20 +31,20 @@ from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.outlook import Stage
 from cfp.profiling.record import CompiledBytes
+from cfp.race.admission import (
+    MEMORY_SHARE,
+    Admitted,
+    always_raced,
+    compile_until_enough_fit,
+    limit_options,
+    within_reach,
+)
 from cfp.race.candidates import (
     leanest_of,
     smaller_than,
     with_options,
 )
 from cfp.race.compile import Builder, compile_programs
-from cfp.race.enough import (
-    MEMORY_SHARE,
-    Admitted,
-    enough_that_fit,
-    limit_options,
-    near_among,
-    raced_anyway,
-)
 from cfp.race.programs import (
     TOO_FAR,
     TOO_LARGE,
@@ -223,7 +223,7 @@ class Run:
     ) -> Admitted:
         """Compiles candidates until enough fit."""
         problem, analysis = self.solution.problem, self.analysis
-        return enough_that_fit(
+        return compile_until_enough_fit(
             candidates,
             self.compile_all,
             memory=self.context.memory,
@@ -299,16 +299,16 @@ class Run:
             if record is not None and (record.ok or was_refused(record)):
                 self.sizes[one.candidate.key] = record
         answer = answer_to(asked, context.store)
-        near = self.near_among(candidates)
+        near = self.within_reach(candidates)
         known = known_to_fit(context, self.analysis, problem, near, answer)
         presets = {one.choice for one in candidates if one.is_preset}
         known = [replace(one, is_preset=one.choice in presets) for one in known]
         return known, asked
 
-    def near_among(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+    def within_reach(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Candidates that race if all fit."""
-        anyway = raced_anyway(candidates)
-        return near_among(candidates, anyway, self.reach)
+        anyway = always_raced(candidates)
+        return within_reach(candidates, anyway, self.reach)
 
     def nothing_fits(self, results: Sequence[RaceResult]) -> CfpError:
         """The error where none of what was compiled fits, or runs."""
@@ -456,7 +456,7 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
         return None
     large = [one for one in candidates if (needs.get(one.key) or 0) > most_bytes]
     left = [one for one in candidates if one not in large]
-    near = run.near_among(left)
+    near = run.within_reach(left)
     short = truncate(run.analysis, problem, [one.choice for one in near], kept)
     if short is None:
         return None
@@ -471,7 +471,7 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     won, refused = _first_whole(run, ranked, most_bytes)
     # Where the fastest by prediction do not run whole, others come within reach.
     rest = [one for one in left if (one.choice, one.level) not in refused]
-    now_near = near_among(rest, (), run.reach) if refused else []
+    now_near = within_reach(rest, (), run.reach) if refused else []
     if won is None or any(one not in near for one in now_near):
         return None
     rows = [_row(one, refused) for one in ranking.results]

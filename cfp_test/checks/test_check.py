@@ -27,7 +27,7 @@ from cfp.checking.check import (
 from cfp.checking.trial import Trial, run_trial
 from cfp.planner_settings import PlannerSettings
 from cfp.program.step import flatten_step
-from cfp.race.enough import MEMORY_SHARE
+from cfp.race.admission import MEMORY_SHARE
 from cfp.runtime import execute
 from cfp.targets import Target, model_target
 from cfp_test.checking import make_mesh

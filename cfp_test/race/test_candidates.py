@@ -17,8 +17,8 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.race.admission import MEMORY_SHARE
 from cfp.race.candidates import rematerialized, with_options
-from cfp.race.enough import MEMORY_SHARE
 from cfp.race.remembered import Answer, known_to_fit
 from cfp.search.jobs import whole_job
 from cfp.search.problem import Option, Problem, scale_memory

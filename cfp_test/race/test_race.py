@@ -24,8 +24,8 @@ from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building
 from cfp.race import race as steps
 from cfp.race import race as story
+from cfp.race.admission import limit_options
 from cfp.race.candidates import with_options
-from cfp.race.enough import limit_options
 from cfp.race.programs import TOO_FAR, TOO_LARGE, TOO_LATE, UNMEASURED
 from cfp.race.race import Run
 from cfp.race.truncated import truncate

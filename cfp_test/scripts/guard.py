@@ -21,7 +21,7 @@ from cfp.devices.mock import mocked_mesh, play_one_of
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.compiled import miscompile_reason
 from cfp.profiling.overwritten import has_rematerialized
-from cfp.race.enough import MEMORY_SHARE
+from cfp.race.admission import MEMORY_SHARE
 from cfp.runtime import execute
 from cfp.targets import resolve
 

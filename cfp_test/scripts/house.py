@@ -49,7 +49,7 @@ MECHANISMS = (
     *("told_of_budget", "known_to_fit", "one_by_one", "let_down", "first_that_fits"),
     *("squeezed", "shorten", "first_whole", "Answer"),
     *("enough_that_fit", "rematerialized", "last_resort", "truncate"),
-    *("smaller", "attempts", "sieve"),
+    *("compile_until_enough_fit", "smaller", "attempts", "sieve"),
 )
 _WHERE_THEY_STAND = ("contest", "entries", "whole", "planner", "race")
 _OF_THE_SEARCH = ("race", "squeeze", "shortened", "answers")  # Before they had a room.

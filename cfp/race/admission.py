@@ -1,6 +1,7 @@
 """Admits candidates to the race: compiles them until enough fit.
 
-:func:`enough_that_fit` takes candidates and a memory budget, sorted by predicted time:
+:func:`compile_until_enough_fit` takes candidates, sorted by predicted time, and a
+memory budget:
 
 - A candidate that cannot fit, whatever the compiler does, is skipped.
 - One whose predicted memory times `COMPILED_TO_PREDICTED` is more than the budget is
@@ -103,17 +104,17 @@ def expected_ms(candidate: Candidate) -> float:
     return candidate.predicted_ms * (LIMITED_TIME if limited else 1.0)
 
 
-def near_among(
+def within_reach(
     candidates: Sequence[Candidate],
     anyway: Collection[Any],
     reach: Mapping[ConstraintLevel, float],
     fitting: Sequence[Candidate] = (),
 ) -> list[Candidate]:
-    """Those that may be faster than the best, and those that race anyway.
+    """Finds candidates that may be faster than the best, or race anyway.
 
     Args:
         candidates: what there is; without a prediction each may be faster.
-        anyway: keys of what races however slow it is.
+        anyway: keys of those that race however slow they are.
         reach: how many times as long as the best a candidate may take.
         fitting: what is known to fit; the best is of these, or of the candidates.
     """
@@ -130,8 +131,8 @@ def near_among(
     ]
 
 
-def raced_anyway(candidates: Sequence[Candidate]) -> set[Any]:
-    """Keys of what races however slow it is: the plan, and the best preset."""
+def always_raced(candidates: Sequence[Candidate]) -> set[Any]:
+    """Keys of candidates that race however slow they are: the plan, the best preset."""
     known = [one for one in candidates if one.is_preset and one.predicted_ms]
     best = sorted(known, key=expected_ms)[:1]
     return {one.key for one in (*candidates[:1], *best)}
@@ -152,7 +153,7 @@ class Admitted:
     left: list[tuple[Candidate, str]] = field(default_factory=list)
 
 
-def enough_that_fit(
+def compile_until_enough_fit(
     candidates: Sequence[Candidate],
     compile_all: Compile,
     *,
@@ -197,7 +198,7 @@ def enough_that_fit(
                 ways = with_options([one], limits)
                 limited.add(one.choice)
         queue.append(ways)
-    anyway = raced_anyway([*candidates[:1], *(ways[0] for ways in queue)])
+    anyway = always_raced([*candidates[:1], *(ways[0] for ways in queue)])
     refused: set[Any] = set()
     is_late = False
     while queue:
@@ -233,7 +234,7 @@ def enough_that_fit(
                 limited.add(one.choice)
     rest = [one for one, *_ in queue]
     fitting = [made.candidate for made in found.fitting]
-    near = [] if reach is None else near_among(rest, (), reach, fitting)
+    near = [] if reach is None else within_reach(rest, (), reach, fitting)
     why = TOO_LATE if is_late else MANY_REFUSED
     found.left.extend((one, why if one in near else TOO_FAR) for one in rest)
     return found
@@ -257,12 +258,12 @@ def _next(
         anyway: keys of what is compiled however slow it is, as far as is allowed.
         allowed: how many may be compiled; what is always compiled counts, and is even
             if it is more.
-        reach: as for :func:`enough_that_fit`.
+        reach: as for :func:`compile_until_enough_fit`.
     """
     first = [one for one in rest if one.key in always]
     if reach is None:
         return [] if fitting else [*(rest if allowed else first)][:1]
-    near = near_among(rest, anyway, reach, fitting)
+    near = within_reach(rest, anyway, reach, fitting)
     others = [one for one in near if one not in first]
     others.sort(key=lambda one: one.key not in anyway)
     return [*first, *others][: max(allowed, len(first))]

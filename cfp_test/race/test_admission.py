@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
 from cfp.profiling.record import CompiledBytes
-from cfp.race.enough import MEMORY_SHARE, enough_that_fit
+from cfp.race.admission import MEMORY_SHARE, compile_until_enough_fit
 from cfp.race.programs import LIMITED_ONCE, MANY_REFUSED, TOO_FAR, TOO_LARGE, TOO_LATE
 from cfp.settings import MOST_REFUSED, ConstraintLevel, defaults_of
 from cfp.solution import Candidate
@@ -85,7 +85,7 @@ def admit(
     )
     expected = sizes if predicted is None else predicted
     how = {"reach": REACH, **how}
-    found = enough_that_fit(
+    found = compile_until_enough_fit(
         candidates,
         compiler,
         memory=memory,
@@ -174,7 +174,7 @@ def test_with_fewer_constraints_a_choice_needs_no_less():
     less = candidate("large", 8.0, ConstraintLevel.ARGUMENTS)
     both = [candidate("planned", 10.0), candidate("large", 8.0), less]
     compiler = Compiler({"planned": 90, "large": 122})
-    found = enough_that_fit(
+    found = compile_until_enough_fit(
         both,
         compiler,
         memory=MemoryBudget(budget_bytes=100, device_bytes=999),

@@ -265,3 +265,26 @@ def test_products_with_what_a_loop_makes_again():
     ]
     assert found[0] == found[1]
     assert len(found[0]) == 2
+
+
+@pytest.mark.parametrize("square", [jnp.vdot, lambda a, b: jnp.einsum("ij,ij->", a, b)])
+def test_norms_are_sums_and_no_blocks(square):
+    """A gradient's norm follows the gradient; it would be gathered for it."""
+
+    def step_with(square):
+        def step(params, x):
+            def loss(params):
+                return jnp.mean(jnp.tanh(x @ params["a"]) @ params["b"])
+
+            gradients = jax.grad(loss)(params)
+            norm = sum(square(g, g) for g in jax.tree.leaves(gradients))
+            return jax.tree.map(lambda p, g: p - g / norm, params, gradients)
+
+        params = {"a": jnp.ones((16, 64)), "b": jnp.ones((64, 16))}
+        return step, (params, jnp.ones((32, 16)))
+
+    found, summed = (
+        members(frame_of(step_with(one)))
+        for one in (square, lambda a, b: jnp.sum(a * b))
+    )
+    assert found == summed and len(found) == 2

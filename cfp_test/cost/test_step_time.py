@@ -205,11 +205,16 @@ def test_curves_carried_over_to_more_devices_grow_by_what_each_sends():
         )
 
 
-def test_small_sizes_without_launches_follow_the_bandwidth():
-    curve = ((1 << 16, 0.14), (1 << 22, 0.14), (1 << 25, 0.16), (1 << 28, 1.0))
+def test_without_launches_times_follow_the_bandwidth():
+    """Half a millisecond of each was the launch, and what is small said no more."""
+    curve = ((1 << 16, 0.5), (1 << 22, 0.52), (1 << 25, 1.52), (1 << 28, 8.52))
     found = dict(without_launches(curve, 0.02))
-    assert (found[1 << 25], found[1 << 28]) == (0.16, 1.0)
-    assert found[1 << 22] == pytest.approx(0.02 + 0.16 / 8)
+    assert found[1 << 25] == pytest.approx(0.02 + 1.0)
+    assert found[1 << 28] == pytest.approx(0.02 + 8.0)
+    assert found[1 << 22] == pytest.approx(0.02 + 1.02 / 8)
+    # Larger ones that are slower for each byte have none.
+    steep = ((1 << 16, 0.14), (1 << 25, 1.0), (1 << 28, 9.0))
+    assert dict(without_launches(steep, 0.02))[1 << 28] == 9.0
 
 
 @pytest.fixture(scope="module")

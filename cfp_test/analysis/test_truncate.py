@@ -360,6 +360,12 @@ STEPS = [
             for step in STEPS
             for way in WAYS[1:]
         ),
+        *(
+            pytest.param(plain, ADAM, preset, level, marks=pytest.mark.nightly)
+            for preset in ("data_parallel", "fully_sharded")
+            for level in ConstraintLevel
+            if (preset, level) not in WAYS
+        ),
     ],
 )
 def test_what_is_left_computes_what_a_shallow_model_does(

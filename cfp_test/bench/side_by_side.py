@@ -733,9 +733,11 @@ def _run(
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
             say("  cut off, since time is over")
             return
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
     lines = log.read_text().splitlines()
     say(f"  exit status {code}: {lines[-1][:400] if lines else ''}")
 

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -192,24 +193,32 @@ def _end_of(
     command: Sequence[str], seconds: float, variables: Mapping[str, str] | None = None
 ) -> tuple[int | None, str, str]:
     """Runs a command, with all that it starts; its code is None if it was ended."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         env={**child_environment(), **(variables or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
-    _running.add(process)
-    try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        return None, out, err
-    finally:
-        _running.discard(process)
+    ) as process:
+        _running.add(process)
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            out, err = process.communicate()
+            return None, out, err
+        finally:
+            _end(process)
+            _running.discard(process)
     return process.returncode, out, err
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a process, with all that it has started, if it has not ended."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):  # It has just ended.
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 _running: set[subprocess.Popen[str]] = set()
@@ -218,7 +227,7 @@ _running: set[subprocess.Popen[str]] = set()
 def end_all() -> None:
     """Ends all checks that run, with what they have started."""
     for process in [*_running]:
-        os.killpg(process.pid, signal.SIGKILL)
+        _end(process)
 
 
 def run_all(

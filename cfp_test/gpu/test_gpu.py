@@ -1,8 +1,11 @@
 """The checks of `make test-gpu` on virtual devices: each fails of what it is for."""
 
+import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -113,6 +116,30 @@ def test_all_that_runs_is_ended_where_one_is_interrupted(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             [*suite.run_all(names, run, names)]
     assert not suite._running
+
+
+def test_a_check_that_runs_alone_is_ended_where_it_is_interrupted(tmp_path):
+    code = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); "
+    waits = Scripted(tmp_path, code=f"{code}time.sleep(100_000)")
+    started = []
+
+    def popen(*args, **options):
+        started.append(subprocess.Popen(*args, **options))
+        return started[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            suite,
+            "subprocess",
+            SimpleNamespace(
+                Popen=popen,
+                PIPE=subprocess.PIPE,
+                TimeoutExpired=subprocess.TimeoutExpired,
+            ),
+        )
+        with pytest.raises(KeyboardInterrupt):
+            run_check(BEST_PRESET, waits, 2, 1200.0)
+    assert started[0].wait() == -signal.SIGKILL
 
 
 def test_a_check_for_which_no_time_is_left_has_failed(tmp_path):

@@ -17,6 +17,8 @@ SMALL = (
     "--vocab_size 64 --device_num 4 --platform cpu --mode analysis"
 ).split()
 
+EXPERTS = "--num_layer 4 --num_experts 4 --expert_group_size 32"
+
 
 def run(script: str, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(
@@ -30,23 +32,25 @@ def run(script: str, *words: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    ("script", "options"),
+    ("script", "options", "first"),
     [
-        ("bert/bert_test.sh", []),
-        ("gpt/gpt_test.sh", ["--ffn_size", "64"]),
-        ("llama2/llama_test.sh", ["--num_kv_heads", "2", "--remat"]),
+        # What comes before the layers, three that are equal, and what comes after.
+        ("bert/bert_test.sh", "", [0, 1, 1, 1, 4]),
+        ("gpt/gpt_test.sh", "--ffn_size 64", [0, 1, 1, 1, 4]),
+        ("llama2/llama_test.sh", "--num_kv_heads 2 --remat", [0, 1, 1, 1, 4]),
+        # Every other layer is one of experts.
+        ("moe/moe_test.sh", EXPERTS, [0, 1, 2, 1, 2, 5]),
     ],
 )
-def test_analysis_finds_the_layers(script, options, tmp_path):
-    done = run(script, *SMALL, *options, "--workdir", str(tmp_path))
+def test_analysis_finds_the_layers(script, options, first, tmp_path):
+    done = run(script, *SMALL, *options.split(), "--workdir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     pattern = r"^ParallelBlocks sequence: .* mapped to  (\(.*\))$"
     kinds = [
         ast.literal_eval(kind)
         for kind in re.findall(pattern, done.stdout, re.MULTILINE)
     ]
-    # What comes before the layers, three that are equal, and what comes after.
-    assert [kinds.index(kind) for kind in kinds] == [0, 1, 1, 1, 4]
+    assert [kinds.index(kind) for kind in kinds] == first
     assert (tmp_path / "debug_analysis_global" / "segments.json").exists()
 
 

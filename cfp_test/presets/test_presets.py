@@ -239,7 +239,7 @@ def trained():
 
 
 @cover_values(
-    preset=["data_parallel", "fully_sharded", "tensor_parallel", "zero1"],
+    preset=["data_parallel", "tensor_parallel", "fully_sharded", "zero1"],
     model=["gpt", "moe"],
 )
 def test_presets_compute_what_one_device_computes(

@@ -337,6 +337,7 @@ def _planning(data: Mapping[str, Any]) -> list[list[Any]]:
                 fixed(about["planning_s"], 1),
                 fixed(counts.get("profile_seconds"), 1),
                 fixed(counts.get("race_seconds"), 1),
+                fixed(counts.get("strategies_cached"), 0),
                 about["winner"],
                 fixed(about["predicted_ms"], 1),
             ]
@@ -357,9 +358,10 @@ def page(data: Mapping[str, Any]) -> Figures:
         "zoo's models, four layers at full width, AdamW in float32, compute in "
         "bfloat16. A sample is the mean of five steps in a row after three; ways of a "
         "model take turns in one process. After two rounds the best of each kind go "
-        "on; the others have two samples. Plans over NVLink start from an empty store. "
-        "By hand: rule tables, and `largest`, each parameter on its largest dim with "
-        "the batch on activations between layers; attention by cuDNN, but the MoE's, "
+        "on; the others have two samples. Plans of which nothing was known before "
+        "start from an empty store. By hand: rule tables, and `largest`, each parameter "
+        "on its largest dim with the batch on activations between layers; attention by "
+        "cuDNN, but the MoE's, "
         "whose heads cuDNN does not take. The cost model is Alpa's, for the step as "
         "written or with the plan's kernels; presets have the plan's kernels. "
         "PyTorch's FSDP2, kept gathered, compiled, with flash attention, is a process "
@@ -385,6 +387,9 @@ def page(data: Mapping[str, Any]) -> Figures:
     if alone := _alone(data):
         head = "model | plan ms | sharding alone ms | times | its plan"
         lines += ['## With `choose="sharding"`', "", table(head, alone), ""]
-    head = "model | links | planning s | profile s | race s | plan | predicted ms"
+    head = (
+        "model | links | planning s | profile s | race s | known before | plan "
+        "| predicted ms"
+    )
     lines += ["## Planning", "", table(head, _planning(data)), ""]
     return {"page": "\n".join(lines).rstrip("\n") + "\n"}

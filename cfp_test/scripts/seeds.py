@@ -262,7 +262,9 @@ def main() -> int:
         if options.list:
             print(f"{command.group} {command.name}: {command.line}")
             continue
-        if not options.again and rows.get(command.name, {}).get("code") == 0:
+        before = rows.get(command.name, {})
+        ended_well = before.get("code") == 0 and before["command"] == command.line
+        if ended_well and not options.again:
             continue
         left = options.total - (time.monotonic() - began)
         if left < _LEAST_SECONDS:

@@ -185,10 +185,6 @@ _OPERATORS = tuple(
 PAGES: tuple[Page, ...] = (
     Page(
         name="worth_described_8xh100_202611",
-        note="**Estimates have changed since.** Attention that is written out was too\n"
-        "dear beside a kernel; now its estimate is of the bytes that kernels move\n"
-        '("Estimates price what fused kernels move" in decisions.md). So the gain of\n'
-        "attention kernels is too large here.",
         sources=("worth_described_8xh100_202611.json",),
         figures=worth.page,
         has_text=False,

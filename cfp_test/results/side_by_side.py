@@ -361,8 +361,9 @@ def page(data: Mapping[str, Any]) -> Figures:
         "on; the others have two samples. Plans of which nothing was known before "
         "start from an empty store. By hand: rule tables, and `largest`, each "
         "parameter on its largest dim with the batch on activations between layers; "
-        "attention by cuDNN, but the MoE's, whose heads it does not take. The cost model is Alpa's, for the step as "
-        "written or with the plan's kernels; presets have the plan's kernels. "
+        "attention by cuDNN, but the MoE's, whose heads it does not take. The cost "
+        "model is Alpa's, for the step as written or with the plan's kernels; presets "
+        "have the plan's kernels. "
         "PyTorch's FSDP2, kept gathered, compiled, with flash attention, is a process "
         "of its own. A tie: the middle halves of both samples overlap. Raw, with every "
         "sample and race: [JSON](" + data["name"] + ".json).",

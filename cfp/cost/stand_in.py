@@ -10,8 +10,8 @@
    The time is stored under a digest of the compiled text without what differs between
    devices (:func:`computation_of`), so that no computation is timed twice: neither of
    two plans, nor of one plan for 64 and for 1,024 devices whose shards have equal
-   shapes, nor with compiler options that join or move collectives alone. Without a
-   device the computation is estimated from rates.
+   shapes, nor with compiler options that join or move collectives alone, without a
+   memory limit. Without a device the computation is estimated from rates.
 2. Copies that stand for gathers are taken off, by the rate of the memory.
 3. Collectives are added by their curves: hidden behind the computation that the
    program's schedule puts between their start and their end, each slowing down the
@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 
 from cfp.cost.schedule import Schedule, Sent, schedule_of
 from cfp.profiling.builder import Built, Job
-from cfp.profiling.compiler_options import moves_collectives
+from cfp.profiling.compiler_options import without_collectives
 from cfp.profiling.hlo_text import modules_in
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.meter import limits_of
@@ -398,8 +398,10 @@ class StepPredictor:
         key = built.key.digest
         turn = self.turns[key]
         self.turns[key] += 1
-        found = self._predicted(built, job, program, mesh, turn)
-        self.known[key] = found
+        found = self.known.get(key)
+        if found is None or self.place is not None:
+            found = self._predicted(built, job, program, mesh, turn)
+            self.known[key] = found
         samples_ms = found.record.samples_ms
         if not samples_ms:
             return found.record
@@ -409,7 +411,8 @@ class StepPredictor:
         self, built: Built, job: Job, program: Program, mesh: Mesh, turn: int
     ) -> Predicted:
         text = built.compiled.as_text() or ""
-        schedule = schedule_of(text).merged()
+        known = self.known.get(built.key.digest)
+        schedule = (known and known.schedule) or schedule_of(text).merged()
         if self.place is None:
             step = step_time(schedule, self.rates, constants=self.constants)
             record = built.record("ok", samples_ms=[step.total_ms])
@@ -486,17 +489,17 @@ class StepPredictor:
             del self.computations[other]
 
     def wants_local(self, job: Job, text: str) -> bool:
-        """Returns True if the computation of a program is not known."""
+        """Returns True if the computation of a program may have to run."""
         if _without_collectives(job) in self.computations:
             return False
         kept = self.store.get(self._key(job, text).digest)
-        return kept is None or not kept.ok
+        return kept is None or not kept.ok or len(kept.samples_ms) < RUNS_PLAYED
 
     def _key(self, job: Job, text: str) -> ProfileKey:
         assert self.place is not None
         return ProfileKey(
             (
-                ("what", "computation alone, on real numbers"),
+                ("what", "computation alone, one sample of each run"),
                 ("computation", computation_of(text)),
                 ("donated", repr(job.donated)),
                 *(part for part in self.place if part[0] not in _PLAYED),
@@ -506,6 +509,6 @@ class StepPredictor:
 
 def _without_collectives(job: Job) -> Parts:
     """Parts of a job's key that its computation depends on, and not its collectives."""
-    kept = [(name, value) for name, value in job.options if not moves_collectives(name)]
+    kept = without_collectives(job.options)
     parts = (part for part in job.key.parts if part[0] not in ("race", "options"))
     return (*parts, ("options", repr(kept)))

@@ -10,7 +10,7 @@ how much memory it takes, with a value of the kind that the option has.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 _SWITCH = re.compile("[Tt]rue|[Ff]alse")
@@ -35,15 +35,21 @@ _KNOWN = {
     "xla_disable_hlo_passes": re.compile("rematerialization"),
 }
 
-# What joins or moves collectives, and leaves what is computed as it is.
+# What joins or moves collectives.
 _OF_COLLECTIVES = re.compile(
     "xla_gpu_enable_latency_hiding_scheduler|xla_gpu_.*_combine_threshold_bytes"
 )
 
 
-def moves_collectives(name: str) -> bool:
-    """True if an option changes when collectives run and which run as one, only."""
-    return _OF_COLLECTIVES.fullmatch(name) is not None
+def without_collectives(options: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Returns the options that what is computed depends on.
+
+    Under a memory limit that is all of them: when and how collectives run decides what
+    is computed again.
+    """
+    if any("memory_limit" in name for name, _ in options):
+        return [*options]
+    return [one for one in options if not _OF_COLLECTIVES.fullmatch(one[0])]
 
 
 def refused_option(options: Any, allowed: Collection[str] = ()) -> str | None:

@@ -80,7 +80,8 @@ def race_programs(
         builder: what compiles them, and where they run.
         programs: what races.
         rounds: how many turns there are; up to twice as many where it takes them to
-            tell, and fewer where these have told (`_is_told`).
+            tell, and fewer where measured times have told (`_is_told`): of predictions
+            the least wins, and nothing is a tie.
 
     Returns:
         One result for each program, in their order.
@@ -88,6 +89,7 @@ def race_programs(
     jobs = {one.job.key.digest: one.job for one in programs}
     ratios = {one.job.key.digest: one.ratios.time for one in programs}
     store, budget_bytes = builder.store, builder.budget_bytes
+    is_played = builder.options.run is not None
     known = known_records(builder, jobs)
     # What is known to be too large need not be compiled to find that out again.
     out = {d: r for d, r in known.items() if not (r.ok and fits(r, budget_bytes))}
@@ -101,7 +103,8 @@ def race_programs(
         last = [record for record in ran if len(record.samples_ms) == turns]
         last = [[ratios[one.key] * ms for ms in one.samples_ms] for one in last]
         is_one = len({record.created for record in ran}) <= 1
-        enough = turns >= rounds or (rounds > 1 and _is_told(last))
+        is_told = rounds > 1 and not is_played and _is_told(last)
+        enough = turns >= rounds or is_told
         return len(found) == len(jobs) and is_one and enough
 
     records = next(filter(is_answer, (raced, known)), None)
@@ -148,10 +151,11 @@ def _run_in_turn(
         with marks.doing(one.job.key, one.job.label, "run", expected_ms):
             return run_one(ready[digest], one.job, *place, timing=timing)
 
-    # What predicts steps warms up the device by itself, for each program.
+    # What predicts steps warms up the device by itself, for each program; and of
+    # predictions the least wins, so that none is a tie before the last turn.
     is_played = builder.options.run is not None
-    warms_up = not (defaults.estimates or is_played)
-    if order and warms_up and not agreement.is_over(builder.end):
+    is_measured = not (defaults.estimates or is_played)
+    if order and is_measured and not agreement.is_over(builder.end):
         builder.options.tell("warming up the devices")
         warm = timed(order[0], _WARM_UP_ELSEWHERE)
         if not warm.ok:
@@ -161,9 +165,11 @@ def _run_in_turn(
     for turn in range(most):
         known = [records[d].time_ms for d in order if turn]
         timing = _timing(platform, min(known, default=None))
+        whole = dict(records)
         of = f"{rounds}" if turn < rounds else f"at most {most}"
         for place in range(len(order)):
             if is_played and turn and agreement.is_over(builder.end):
+                records = whole  # Medians of n and of n + 1 samples do not compare.
                 break
             digest = order[(place + turn) % len(order)]
             label = by_key[digest].job.label
@@ -182,10 +188,10 @@ def _run_in_turn(
         settled = steady == min(times.values(), default=0.0)
         able = sorted((d for d in order if records[d].ok), key=time_of)
         samples = [*map(samples_of, able)]
-        if turn and not defaults.estimates and settled and _is_told(samples):
+        if turn and is_measured and settled and _is_told(samples):
             break  # What is alike is a tie, and the simplest of it wins.
         close = (
-            not defaults.estimates
+            is_measured
             and len(able) > 1
             and is_tie(*samples[:2])
             and not _are_alike([*map(time_of, able[:2])])

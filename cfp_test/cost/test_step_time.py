@@ -57,7 +57,26 @@ def test_without_overlap_all_times_add_up():
 
 
 @pytest.fixture
-def ask(tmp_path, monkeypatch):
+def read(monkeypatch):
+    """The programs whose text was read, each of which is its schedule."""
+    found: list[Any] = []
+
+    def schedule_of(text):
+        found.append(text)
+        return text
+
+    monkeypatch.setattr(stand_in, "schedule_of", schedule_of)
+    return found
+
+
+@pytest.fixture
+def predictor(tmp_path):
+    with ProfileStore(tmp_path / "profiles.sqlite") as store:
+        yield StepPredictor(rates=_RATES, store=store, place=(), constants=_PLAIN)
+
+
+@pytest.fixture
+def ask(predictor, read, monkeypatch):
     """Predicts programs of one computation, whose runs take 10, 12, 11 ms; and runs."""
     ran: list[str] = []
 
@@ -68,26 +87,22 @@ def ask(tmp_path, monkeypatch):
 
     monkeypatch.setattr(stand_in, "run_local", run_local)
     monkeypatch.setattr(stand_in, "computation_of", lambda text: "any")
-    monkeypatch.setattr(stand_in, "schedule_of", lambda text: text)
     monkeypatch.setattr(stand_in, "limits_of", lambda device: (0.0, 0.0))
     mesh: Any = SimpleNamespace(local_devices=[None])
 
-    with ProfileStore(tmp_path / "profiles.sqlite") as store:
-        made = StepPredictor(rates=_RATES, store=store, place=(), constants=_PLAIN)
+    def predicted(schedule, *options):
+        chosen = [("options", repr(options))] if options else []
+        key = ProfileKey((("ops", "a"), *chosen))
+        words = {"key": key, "options": options, "donated": (), "label": "a step"}
+        job: Any = SimpleNamespace(**words)
+        text: Any = SimpleNamespace(as_text=lambda: schedule)
+        is_local = predictor.place is not None and predictor.wants_local(job, "")
+        inner = Built(key=key, compiled=text) if is_local else None
+        built = Built(key=key, compiled=text, local=inner)
+        program: Any = None
+        return predictor(built, job, program, mesh).samples_ms
 
-        def predicted(schedule, *options):
-            chosen = [("options", repr(options))] if options else []
-            key = ProfileKey((("ops", "a"), *chosen))
-            words = {"key": key, "options": options, "donated": (), "label": "a step"}
-            job: Any = SimpleNamespace(**words)
-            text: Any = SimpleNamespace(as_text=lambda: schedule)
-            local = None if made.wants_local(job, "") is False else "compiled"
-            inner = Built(key=key, compiled=text) if local else None
-            built = Built(key=key, compiled=text, local=inner)
-            program: Any = None
-            return made(built, job, program, mesh).samples_ms
-
-        yield predicted, ran
+    return predicted, ran
 
 
 _JOINED = ("xla_gpu_all_reduce_combine_threshold_bytes", "1")
@@ -118,6 +133,44 @@ def test_programs_whose_collectives_are_joined_share_the_runs_of_a_computation(a
     assert predicted(apart) == pytest.approx([11.0 + 2.0])
     assert predicted(apart) == pytest.approx([10.0 + 2.0])
     assert len(ran) == 3
+
+
+def test_a_computation_that_ran_once_before_runs_as_often_as_others(ask, predictor):
+    predicted, ran = ask
+    predicted(_alone())
+    for most in (3, 3):
+        predictor.keep_only([])
+        predictor.turns.clear()  # As in another process.
+        assert predicted(_alone()) == pytest.approx([10.0])
+        assert predicted(_alone()) == pytest.approx([12.0])
+        assert predicted(_alone()) == pytest.approx([11.0])
+        assert len(ran) == most
+
+
+def test_a_programs_text_is_read_once(ask, read):
+    predicted, _ = ask
+    assert [*predicted(_alone()), *predicted(_alone())] == [10.0, 12.0]
+    assert len(read) == 1
+
+
+def test_where_nothing_runs_a_step_is_predicted_once(ask, read, predictor):
+    predicted, ran = ask
+    object.__setattr__(predictor, "place", None)
+    before = predicted(_alone())
+    [known] = predictor.known.values()
+    assert predicted(_alone()) == before
+    assert next(iter(predictor.known.values())) is known
+    assert len(read) == 1 and not ran
+
+
+def test_under_a_memory_limit_no_computation_is_shared(ask):
+    """The schedule decides what is computed again."""
+    predicted, _ = ask
+    limited = ("xla_gpu_memory_limit_slop_factor", "50")
+    predicted(_alone(), limited)
+    again = _alone(copied_ms=1.0)
+    # Shared, the time of 10 ms would be that of another computation, and scaled.
+    assert predicted(again, limited, _JOINED) == pytest.approx([10.0])
 
 
 def test_with_options_that_change_a_computation_it_goes_by_its_own_text(ask):

@@ -179,7 +179,11 @@ def keep_computations(folder: Path) -> None:
 
     path = store_path(folder)
     with ProfileStore(path) as store:
-        kept = [r for r in store.records() if ("what", _COMPUTATION) in r.parts]
+        kept = [
+            record
+            for record in store.records()
+            if dict(record.parts).get("what", "").startswith(_COMPUTATION)
+        ]
     for file in filter(Path.is_file, path.parent.glob(f"{path.name}*")):
         file.unlink()
     with ProfileStore(path) as store:

@@ -3,8 +3,8 @@
 python -m cfp_test.scripts.plan_picture plan.json plan.svg
 """
 
+import argparse
 import io
-import sys
 from pathlib import Path
 
 import cfp
@@ -23,6 +23,14 @@ def picture(plan: cfp.Plan) -> str:
     return console.export_svg(title="cfp plan", unique_id="cfp-plan")
 
 
+def main() -> None:
+    """Draws the plan of one file to another."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("plan", type=Path, help="a saved plan")
+    parser.add_argument("picture", type=Path, help="the SVG file to write")
+    given = parser.parse_args()
+    given.picture.write_text(picture(cfp.Plan.load(given.plan)), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    saved, file = sys.argv[1:]
-    Path(file).write_text(picture(cfp.Plan.load(saved)), encoding="utf-8")
+    main()

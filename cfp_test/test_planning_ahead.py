@@ -19,8 +19,11 @@ from cfp.planner_settings import DetailedSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import TOO_LATE, Skipped
+from cfp.race.turns import race_programs
 from cfp.settings import ConstraintLevel
+from cfp.view.page import page_html
 from cfp.view.text import plan_text
+from cfp.view.words import basis_text
 
 _SHAPES = (
     {"up": (256, 512), "down": (512, 256)},
@@ -163,6 +166,37 @@ def test_what_a_race_is_said_to_have_measured(verified):
     assert "only the plan's own step was timed" in plan_text(alone, width=200)
     never = plan_text(replace(raced, race=(), measured_ms=None), width=200)
     assert "nothing was timed" in never and "only the" not in never
+
+
+@pytest.mark.parametrize("own_is_best", [True, False])
+@pytest.mark.parametrize("rung", ["estimated", "one device"])
+def test_predictions_for_described_devices_stay_so_when_it_is_verified(
+    verified, ahead, mesh, folder, monkeypatch, own_is_best, rung
+):
+    """The best, this plan or another, has predictions that are of no device here."""
+    _, analysis, flat = verified
+
+    def paced(*given):
+        own, *others = race_programs(*given)
+        record = own.record
+        samples = (1e-6 if own_is_best else 1e6,) * 2
+        return [replace(own, outcome=replace(record, samples_ms=samples)), *others]
+
+    monkeypatch.setattr("cfp.checking.verify.race_programs", paced)
+    where = {"mesh": mesh, "cache_dir": folder}
+    again = replace(ahead, rung=rung)
+    for _ in range(2):  # A plan that was verified may be so once more.
+        again = verify(again, analysis, flat, None, **where).best
+        assert again.rung == "measured" and "described" not in again.environment
+        is_played = own_is_best and rung == "one device"
+        own = ", that of the plan by one device" if is_played else ""
+        said = f"redictions are estimates of described devices{own}; only the race"
+        for text in (repr(again), plan_text(again, width=200), page_html(again)):
+            assert said in " ".join(text.split())
+            assert "virtual devices" not in text
+            assert "measured on these devices" not in text
+        how = "on one device" if is_played else "by estimates"
+        assert basis_text(again) == how
 
 
 @pytest.mark.parametrize("level", ConstraintLevel)

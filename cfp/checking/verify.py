@@ -46,7 +46,7 @@ from cfp.race.programs import (
 from cfp.race.turns import race_programs
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
-from cfp.view.words import basis_text
+from cfp.view.words import ONE_DEVICE, WAS_DESCRIBED, basis_text
 
 _ROUNDS = 2
 _RUNNERS_UP = 2
@@ -182,13 +182,18 @@ def verify(
     winner = replace(own.candidate, name=plan.winner)
     named = [replace(own, program=replace(own.program, candidate=winner)), *rest]
     rows = tuple(map(race_row, named))
+    # The environment of what was verified is that of these devices.
+    is_described = "described" in plan.environment or WAS_DESCRIBED in plan.search
+    source = {WAS_DESCRIBED: 1.0} if is_described else {}
     if best is own:
+        source |= {ONE_DEVICE: 1.0} if plan.rung == "one device" else {}
         made = replace(
             plan,
             measured_ms=own.time_ms,
             peak_bytes=own.peak_bytes,
             rung="measured",
             race=rows,
+            search={**plan.search, **source},
             environment=dict(environment),
             mesh=mesh,
         ).bound_to(step, out_tree)
@@ -199,7 +204,11 @@ def verify(
             peak_bytes=best.peak_bytes,
             built=built.get(best.program.identity),
             rows=rows,
-            counts={"verified": 1.0, "race_seconds": time.monotonic() - started},
+            counts={
+                "verified": 1.0,
+                "race_seconds": time.monotonic() - started,
+                **source,
+            },
         )
         made = compose_plan(analysis, mesh, dict(environment), outcome)
         made = made.bound_to(step, out_tree)

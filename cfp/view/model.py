@@ -53,14 +53,11 @@ class ChoiceView:
 
     Attributes:
         why: the reason, in words.
-        surprise: the reason why one was taken that is not predicted to be the best; ""
-            if it is.
         taken, runner_up: None where they were not measured.
         too_large: a remark on a runner-up that does not fit, or "".
     """
 
     why: str
-    surprise: str = ""
     taken: OptionFigures | None = None
     runner_up: OptionFigures | None = None
     too_large: str = ""
@@ -142,7 +139,8 @@ class RaceView:
         ran: whether any of them was run.
         candidates: each program once.
         shared_note: a note that all have in common, which stands at none of them.
-        slower: number of variants that were slower than another of their candidate.
+        slower: the number of variants that were slower than another of their
+            candidate, in words, or "".
         scale: the part of the step that was timed, in words, if not all of it.
         is_tie: whether the winner's figure is not the least: the simplest of a tie.
         has_rungs: whether figures of some are not measured.
@@ -152,7 +150,7 @@ class RaceView:
     ran: bool
     candidates: tuple[CandidateView, ...]
     shared_note: str
-    slower: int
+    slower: str
     scale: str
     is_tie: bool
     has_rungs: bool
@@ -166,6 +164,10 @@ class PlanView:
         plan: the plan.
         title, headline: names of it, without figures and with them.
         figures: its time and memory, with their sources.
+        predicted_how: the source of its predicted time.
+        size: bytes on each device and their source; see `cfp.view.words.memory_figure`.
+        rates: the source of its collectives' times; "" if they have none.
+        unsearched: the reason why its strategies are not known; "" if they are.
         throughput: in words; "" if it is not known.
         chosen: how it was chosen, briefly.
         why: the same in sentences; "" if it was not searched for.
@@ -181,6 +183,10 @@ class PlanView:
     title: str
     headline: str
     figures: str
+    predicted_how: str
+    size: tuple[int, str] | None
+    rates: str
+    unsearched: str
     throughput: str
     chosen: str
     why: str
@@ -212,6 +218,10 @@ def view_of(plan: Plan) -> PlanView:
         title=words.title(plan),
         headline=words.headline(plan),
         figures="; ".join(words.figure_texts(plan)),
+        predicted_how=words.predicted_how(plan),
+        size=words.memory_figure(plan),
+        rates=words.rates_text(plan),
+        unsearched=words.unsearched_text(plan),
         throughput=str(rates) if rates is not None else "",
         chosen=chosen,
         why=why,
@@ -349,28 +359,29 @@ def _segment(plan: Plan, indices: list[int], blocks: list[BlockView]) -> Segment
 
 def choice_of(plan: Plan, segment: int) -> ChoiceView:
     """Explains the choice for a segment, with the runner-up."""
-    figures = plan.figures
-    if "adapted" in plan.search:
-        return ChoiceView(why="carried over from the plan of another program")
-    if figures is None or not figures.kinds:
-        why = "nothing else was measured; the strategy was asked for by name"
+    figures, why = plan.figures, words.unsearched_text(plan)
+    if figures is None or why:
         return ChoiceView(why=why)
+    known = words.known_how(plan)
     taken, raced = figures.taken(segment), words.has_raced(plan)
     if taken is None:
         how = "it won the race" if raced else "it is part of the choice"
-        return ChoiceView(why=f"{how}; this strategy was not measured by itself")
+        return ChoiceView(why=f"{how}; this strategy was not {known} by itself")
     options = figures.kinds[figures.segment_kinds[segment]].options
     runner = words.runner_up(options, taken, figures.budget_bytes)
     if runner is None:
-        why = "it is the only strategy that was measured"
+        why = f"it is the only strategy that was {known}"
         return ChoiceView(why=why, taken=taken)
-    surprise = words.surprise_text(taken, runner, raced)
+    # A runner-up that does not fit is the best of those: no other fits.
+    too_large = words.too_large_text(runner, figures.budget_bytes)
+    surprise = "" if too_large else words.surprise_text(taken, runner, raced)
+    is_first = all(taken.step_ms <= one.step_ms + words.SAME_MS for one in options)
+    place = "the fastest" if is_first else "the fastest that fits"
     return ChoiceView(
-        why=surprise or f"the fastest of {len(options)} {words.known_how(plan)}",
-        surprise=surprise,
+        why=surprise or f"{place} of {len(options)} {known}",
         taken=taken,
         runner_up=runner,
-        too_large=words.too_large_text(runner, figures.budget_bytes),
+        too_large=too_large,
     )
 
 
@@ -424,12 +435,15 @@ def _race(plan: Plan) -> RaceView:
     times = {row.name: row.time_ms for row in able if row.time_ms is not None}
     figures = times or {row.name: row.predicted_ms for row in able}
     own = figures.get(plan.winner)
+    slower = len(plan.race) - len(best)
+    variants = "variants" if slower > 1 else "variant"
+    title = _UNMEASURED[plan.rung] if candidates else "Candidates"
     return RaceView(
-        title="Race" if ran else _UNMEASURED[plan.rung],
+        title="Race" if ran else title,
         ran=ran,
         candidates=tuple(candidates),
         shared_note=shared,
-        slower=len(plan.race) - len(best),
+        slower=f"and {slower} slower {variants} of these" if slower else "",
         scale=words.scale_text(plan.search, plan.measured_ms),
         is_tie=own is not None and any(ms < own for ms in figures.values() if ms),
         has_rungs=any(row.rung != "measured" for row in plan.race),
@@ -446,6 +460,8 @@ def _reasons(plan: Plan, race: RaceView) -> tuple[str, str]:
     also = f"; {twins} gave the same program" if twins else ""
     place = "as fast as the fastest" if race.is_tie else "the fastest"
     others = [one for one in ran if not one.won]
+    some_over = any(row.note and row.time_ms is not None for row in plan.race)
+    and_fit = " and fit" * some_over
     if others:
         name, time_ms = others[0].row.name, others[0].row.time_ms
         against = f", against {own.row.time_ms:.3f} ms" if own else ""
@@ -456,15 +472,16 @@ def _reasons(plan: Plan, race: RaceView) -> tuple[str, str]:
             there = f"{against} there" if own else ""
         names = " or ".join([name, *others[0].others])
         return (
-            f"{place} of {len(ran)} raced on {what}{same}; next, {name}: "
-            f"{time_ms:.3f} ms{there}",
-            f"Why: it is {place} of {len(ran)} programs that were timed{also}. "
-            f"Next: {names}, {time_ms:.3f} ms{against}.",
+            f"{place} of {len(ran)}{' that fit,' * some_over} raced on {what}{same}; "
+            f"next, {name}: {time_ms:.3f} ms{there}",
+            f"Why: it is {place} of {len(ran)} programs that were timed{and_fit}"
+            f"{also}. Next: {names}, {time_ms:.3f} ms{against}.",
         )
     if ran:
+        alone = "of those timed on the whole step the only one that fits"
         return (
-            f"timed on the whole step, by itself{same}",
-            f"Why: no other program was timed{also}.",
+            f"{alone if some_over else 'timed on the whole step, by itself'}{same}",
+            f"Why: no other program was timed{and_fit}{also}.",
         )
     why = ""
     if plan.predicted_ms is not None:
@@ -473,6 +490,7 @@ def _reasons(plan: Plan, race: RaceView) -> tuple[str, str]:
     compiled = {row.name for row in plan.race if row.peak_bytes and not row.note}
     if "adapted" in search:
         chosen = "from the plan of another program"
+        why = "Why: it was carried over from the plan of another program."
     elif "compiled" in search and compiled:
         played = ", and whose computation one device ran" * (rung == "one device")
         chosen = (

@@ -27,7 +27,7 @@ from cfp.view.drawings import (
     timeline_drawing,
 )
 from cfp.view.model import view_of
-from cfp.view.words import counts_text, elided, known_how, rates_text, tensor_text
+from cfp.view.words import counts_text, elided, known_how, pass_seconds, tensor_text
 
 _FOLDER = Path(__file__).parent
 _WORDS_WIDTH = 240
@@ -73,7 +73,6 @@ def _render(template: str, plan: Plan) -> str:
         style=style,
         colours=colours,
         how=known_how(plan),
-        rates=rates_text(plan),
         budget_bytes=figures and figures.budget_bytes,
         memory=_memory(plan),
         kinds=[
@@ -86,11 +85,7 @@ def _render(template: str, plan: Plan) -> str:
             for kind in (figures.kinds if figures else ())
             if figures and kind.options
         ],
-        seconds={
-            name.removesuffix("_seconds"): value
-            for name, value in search.items()
-            if name.endswith("_seconds")
-        },
+        seconds=[*pass_seconds(plan)],
         counts=counts_text(search)
         if estimated is None
         else f"{estimated:.0f} strategies estimated",

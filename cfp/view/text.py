@@ -110,7 +110,7 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
     if race.candidates:
         parts.append(_race_table(race, border))
         lines = [race.scale, f"Each: {race.shared_note}" if race.shared_note else ""]
-        lines.append(f"and {race.slower} slower variants of these" * bool(race.slower))
+        lines.append(race.slower)
         parts += [*(Text(line) for line in lines if line), Text()]
     lines = [view.throughput, view.summary, *view.notes]
     return Group(*parts, *(Text(line) for line in lines if line))

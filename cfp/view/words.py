@@ -27,6 +27,11 @@ SAME_MS = 0.0005  # Less does not show.
 _NAME_WIDTH = 72
 _MOST_NAMES = 4
 _ALL = "planning_seconds"
+IN_ALL = "in all"
+# Entries of `Plan.search` after `cfp verify`: the plan was made for described devices,
+# and its own prediction is by one device that ran its part. The environment is that
+# of the devices on which it was verified.
+WAS_DESCRIBED, ONE_DEVICE = "was_described", "one_device"
 # Of a GPU's memory what JAX takes by default, and what the driver leaves of that.
 _USUAL_SHARE = 0.70, 0.76
 
@@ -135,20 +140,36 @@ def figure_texts(plan: Plan) -> list[str]:
     if plan.measured_ms is not None:
         parts.append(f"{plan.measured_ms:.3f} ms per step, measured")
     if plan.predicted_ms is not None:
-        parts.append(f"{plan.predicted_ms:.3f} ms {_PREDICTED[plan.rung]}")
-    if plan.peak_bytes is not None:
-        parts.append(f"{format_bytes(plan.peak_bytes)} on each device")
-    elif plan.predicted_bytes is not None and plan.rung != "measured":
-        is_compiled = {"compiled", "memory_compiled"} & plan.search.keys()
-        how = "as compiled" if is_compiled else "estimated"
-        size = format_bytes(plan.predicted_bytes)
-        parts.append(f"{size} on each device, {how}")
+        parts.append(f"{plan.predicted_ms:.3f} ms {predicted_how(plan)}")
+    if (memory := memory_figure(plan)) is not None:
+        size, how = memory
+        parts.append(f"{format_bytes(size)} on each device" + (how and f", {how}"))
     return parts
+
+
+def predicted_how(plan: Plan) -> str:
+    """Returns the source of a plan's predicted time."""
+    return _PREDICTED[plan.rung]
+
+
+def memory_figure(plan: Plan) -> tuple[int, str] | None:
+    """Returns bytes on each device and their source: "" if the plan's program has them.
+
+    None if they are not known.
+    """
+    if plan.peak_bytes is not None:
+        return plan.peak_bytes, ""
+    if plan.predicted_bytes is None:
+        return None
+    if {"compiled", "memory_compiled"} & plan.search.keys():
+        return plan.predicted_bytes, "as compiled"
+    return plan.predicted_bytes, "predicted" if plan.rung == "measured" else "estimated"
 
 
 def known_how(plan: Plan) -> str:
     """Returns "estimated" or "measured": the source of strategies' times."""
-    return "estimated" if "strategies_estimated" in plan.search else "measured"
+    estimated = {"strategies_estimated", WAS_DESCRIBED} & plan.search.keys()
+    return "estimated" if estimated else "measured"
 
 
 def basis_text(plan: Plan) -> str:
@@ -158,13 +179,19 @@ def basis_text(plan: Plan) -> str:
     how = {"estimated": "by estimates", "measured": "by measured segments"}
     # A plan that raced on virtual devices is measured, its prediction is not.
     rung = known_how(plan) if plan.rung == "measured" else plan.rung
+    rung = "one device" if ONE_DEVICE in plan.search else rung
     return how.get(rung, f"on {rung}")
 
 
 def rates_text(plan: Plan) -> str:
-    """Returns the source of the rates by which a plan's collectives are timed."""
+    """Returns the source of the rates that time a plan's collectives; "" if none do."""
+    blocks = plan.figures.blocks if plan.figures else ()
+    if all(move.time_ms is None for block in blocks for move in block.moves):
+        return ""
     if described := plan.environment.get("described"):
         return f"of {described}, as it is described"
+    if WAS_DESCRIBED in plan.search:
+        return "of described devices"
     if known_how(plan) == "estimated":
         return "of virtual devices, which say nothing of GPUs"
     return "that were measured on these devices"
@@ -203,15 +230,23 @@ def summary_line(plan: Plan) -> str:
     """Summarizes measurements and the time of each pass; "" if nothing was measured."""
     search = plan.search
     seconds = ", ".join(
-        f"{name.removesuffix('_seconds')} {value:.1f} s"
-        for name, value in search.items()
-        if name.endswith("_seconds") and name != _ALL
+        f"{name} {value:.1f} s{note}"
+        for name, value, note in pass_seconds(plan)
+        if name != IN_ALL
     )
-    cached = ", from the cache" if seconds and search.get("race_cached") else ""
-    parts = [counts_text(search), seconds + cached]
+    parts = [counts_text(search), seconds]
     if _ALL in search:
-        parts.append(f"{search[_ALL]:.1f} s in all, with tracing and compiling")
+        parts.append(f"{search[_ALL]:.1f} s {IN_ALL}, with tracing and compiling")
     return "; ".join(filter(None, parts))
+
+
+def pass_seconds(plan: Plan) -> Iterator[tuple[str, float, str]]:
+    """Lists the seconds of each pass and in all, with a remark on them or ""."""
+    for key, value in plan.search.items():
+        if key.endswith("_seconds"):
+            is_cached = key == "race_seconds" and plan.search.get("race_cached")
+            name = IN_ALL if key == _ALL else key.removesuffix("_seconds")
+            yield name, value, ", from the cache" if is_cached else ""
 
 
 def has_raced(plan: Plan) -> bool:
@@ -229,6 +264,19 @@ def is_sharded(plan: Plan) -> bool:
 
 
 # --------------------------------------------------------------------------- strategies
+
+
+def unsearched_text(plan: Plan) -> str:
+    """Explains why no strategies of a plan are known; "" if some are."""
+    if not plan.rows:
+        return "the step has no contraction to shard"
+    if "adapted" in plan.search:
+        return "carried over from the plan of another program"
+    if plan.figures and any(kind.options for kind in plan.figures.kinds):
+        return ""
+    if "verified" in plan.search:
+        return "it is the fastest that cfp verify timed, which times whole steps alone"
+    return "the strategy was asked for by name, and none was measured"
 
 
 def runner_up(
@@ -363,14 +411,18 @@ def remarks(plan: Plan) -> Iterator[str]:
             how = "not measured" if known else "neither measured nor predicted"
             still = f", and {how}: cfp verify times it"
         yield f"carried over from the plan of another program{still}"
-    if "strategies_estimated" in search and plan.rung == "measured":
+    if known_how(plan) == "estimated" and plan.rung == "measured":
         raced = sum(bool(row.samples_ms) for row in plan.race)
         alone = "nothing" if plan.measured_ms is None else "only the plan's own step"
-        yield (
-            "predictions are estimates: on virtual devices plans are chosen by them; "
-            f"{'only the race' if raced > 1 else alone} was timed "
-            "(measure=True, --measure: more)"
-        )
+        timed = f"{'only the race' if raced > 1 else alone} was timed"
+        if WAS_DESCRIBED in search:
+            own = ", that of the plan by one device" if ONE_DEVICE in search else ""
+            yield f"predictions are estimates of described devices{own}; {timed}"
+        else:
+            yield (
+                "predictions are estimates: on virtual devices plans are chosen by "
+                f"them; {timed} (measure=True, --measure: more)"
+            )
     if ties := search.get("ties", 0):
         others = "others were" if ties > 1 else "other was"
         within = f"{search.get('tie_spread', 0.0):.1%}"

@@ -26,8 +26,8 @@ def test_a_plan_explains_itself():
         "    collectives: all-gather over x, 3.00 KiB in 2 calls, 0.125 ms; "
         "all-reduce over x,y, 1.00 KiB,",
         "      0.250 ms",
-        "  why: the fastest of 4 measured: predicted step 9.500 ms, memory 600.00 KiB, "
-        "zero1",
+        "  why: the fastest that fits of 4 measured: predicted step 9.500 ms, memory "
+        "600.00 KiB, zero1",
         "  runner-up: #2: predicted step 10.500 ms (+10.5%), memory 500.00 KiB "
         "(-16.7%); #2 in words",
     ]
@@ -43,6 +43,45 @@ def test_a_faster_option_that_does_not_fit_is_no_runner_up_and_one_that_fits_is(
     assert (
         "runner-up: fastest: predicted step 9.000 ms (-5.3%), memory 900.00 KiB" in said
     )
+
+
+def test_a_choice_that_alone_fits_is_no_surprise_and_no_fastest():
+    """Others that are faster and too large decide nothing."""
+    tight = figured(["a", "b"], budget_bytes=450 * KIB)
+    kind = tight.figures.kinds[0]
+    taken, *others = kind.options
+    small = replace(taken, memory_bytes=400 * KIB)
+    kinds = (replace(kind, options=(small, *others)),)
+    plan = replace(tight, figures=replace(tight.figures, kinds=kinds))
+    for said in (explain_text(plan), page_html(plan)):
+        assert "the fastest that fits of 4 measured" in " ".join(said.split())
+        assert "it won the race" not in said
+    alone = (replace(kind, options=(taken,)),)
+    plan = replace(tight, figures=replace(tight.figures, kinds=alone))
+    assert "it is the only strategy that was measured" in explain_text(plan)
+    plan = replace(plan, search={"strategies_estimated": 1.0})
+    assert "it is the only strategy that was estimated" in explain_text(plan)
+
+
+def test_a_plan_that_was_carried_over_is_not_called_the_best_by_prediction():
+    plan = replace(
+        make_plan(layers([0]), []), measured_ms=None, search={"adapted": 1.0}
+    )
+    for one in (plan, replace(plan, predicted_ms=None)):
+        why = "Why: it was carried over from the plan of another program."
+        assert why in explain_text(one) and why in page_html(one)
+        assert "best by prediction" not in explain_text(one)
+
+
+def test_programs_that_were_timed_and_do_not_fit_are_not_counted_as_slower():
+    [data, planned, *_] = RACE
+    over = replace(data, name="wide", time_ms=5.0, note="over the memory budget")
+    said = view_of(make_plan([], [data, planned, over]))
+    assert "the fastest of 2 programs that were timed and fit. Next: data" in said.why
+    assert said.chosen.startswith("the fastest of 2 that fit, raced on the whole step;")
+    alone = view_of(make_plan([], [planned, over]))
+    assert alone.why == "Why: no other program was timed and fit."
+    assert alone.chosen == "of those timed on the whole step the only one that fits"
 
 
 @pytest.mark.parametrize("plan", [DEEP, HOSTILE, make_plan(layers([0, 1, 0]), [])])
@@ -212,7 +251,8 @@ def test_the_winner_of_a_predicted_tie_is_not_called_the_best():
         assert why in view_of(plan).why
         place = "as fast as the fastest" if other_ms < 10.2 else "the fastest"
         page = page_html(plan)
-        assert f"One device ran its part of each: the plan is {place} by" in page
+        part = "One device ran its part of each that was compiled"
+        assert f"{part}: the plan is {place} by" in page
 
 
 def test_one_program_under_two_names_is_no_runner_up():

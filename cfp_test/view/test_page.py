@@ -19,7 +19,7 @@ from cfp.view.drawings import (
 )
 from cfp.view.model import view_of
 from cfp.view.page import page_html, small_html
-from cfp_test.report.plans import RACE, as_data, layers, make_plan
+from cfp_test.report.plans import RACE, as_data, layers, make_plan, row
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured, option, tensor
 
 VOID = {"meta", "link", "br", "img"}
@@ -63,8 +63,8 @@ class Page(HTMLParser):
             self.cells[-1][-1] += data
 
     def rows(self, first: str) -> list[list[str]]:
-        found = [[" ".join(cell.split()) for cell in row] for row in self.cells]
-        return [row for row in found if row and row[0].startswith(first)]
+        found = [[" ".join(cell.split()) for cell in cells] for cells in self.cells]
+        return [cells for cells in found if cells and cells[0].startswith(first)]
 
 
 @pytest.mark.parametrize("plan", [DEEP, HOSTILE, make_plan([], [])])
@@ -99,14 +99,14 @@ def test_repeats_stand_once():
 def test_numbers_are_those_of_the_plan():
     page = Page(page_html(DEEP))
     for one in (candidate.row for candidate in view_of(DEEP).race.candidates):
-        [cells] = [row for row in page.rows(one.name) if len(row) == 6]
+        [cells] = [r for r in page.rows(one.name) if len(r) == 6]
         wanted = [
             "-" if t is None else f"{t:.3f} ms" for t in (one.predicted_ms, one.time_ms)
         ]
         assert cells[1:3] == wanted
     assert DEEP.figures is not None
     for found in DEEP.figures.kinds[0].options:
-        [cells] = [row for row in page.rows(found.name) if len(row) == 5]
+        [cells] = [r for r in page.rows(found.name) if len(r) == 5]
         assert cells[1:] == [
             f"{found.step_ms:.3f} ms",
             f"{found.memory_bytes / KIB:.2f} KiB",
@@ -119,12 +119,102 @@ def test_numbers_are_those_of_the_plan():
     assert "-7.3% of the measured" in " ".join(page.text.split())
 
 
-def test_memory_that_nothing_compiled_says_is_predicted():
+@pytest.mark.parametrize(
+    ("rung", "search", "time", "memory"),
+    [
+        ("measured", {}, "predicted", "predicted"),
+        ("estimated", {}, "estimated", "estimated"),
+        ("estimated", {"memory_compiled": 1.0}, "estimated", "as compiled"),
+        ("one device", {"compiled": 1.0}, "predicted on one device", "as compiled"),
+    ],
+)
+def test_time_and_memory_have_the_same_sources_in_all_renderings(
+    rung, search, time, memory
+):
     known = " ".join(Page(page_html(DEEP)).text.split())
-    assert "Memory, each device3.00 MiB" in known
-    estimated = replace(DEEP, peak_bytes=None, predicted_bytes=2 * 2**20)
-    text = " ".join(Page(page_html(estimated)).text.split())
-    assert "Memory, each device2.00 MiB predicted" in text
+    assert "Memory, each device3.00 MiB of 650.00 KiB" in known
+    plan = replace(DEEP, peak_bytes=None, predicted_bytes=2 * 2**20, rung=rung)
+    plan = replace(plan, measured_ms=None, search=search)
+    text = " ".join(Page(page_html(plan)).text.split())
+    assert f"Step, {time}9.500 ms" in text
+    assert f"Memory, each device2.00 MiB {memory} of 650.00 KiB" in text
+    said = " ".join(repr(plan).split())
+    assert f"9.500 ms {time}; 2.00 MiB on each device, {memory} chosen:" in said
+
+
+def words(plan: Plan) -> str:
+    return " ".join(Page(page_html(plan)).text.split())
+
+
+def test_the_page_says_why_no_strategies_are_known():
+    """And does not say that nothing was measured beside times that were."""
+    timed = replace(DEEP, figures=None, search={})
+    whys = {
+        "the strategy was asked for by name, and none was measured": timed,
+        "carried over from the plan of another program": replace(
+            timed, search={"adapted": 1.0}
+        ),
+        "it is the fastest that cfp verify timed, which times whole steps alone": (
+            replace(timed, search={"verified": 1.0})
+        ),
+        "the step has no contraction to shard": make_plan([], RACE),
+    }
+    for why, plan in whys.items():
+        said = words(plan)
+        assert f"None: {why}." in said
+        assert ("Why: " + why in said) == bool(plan.rows)
+        assert "No prediction: no strategy was measured." in said
+        assert "othing was measured" not in said
+    assert "No pass was timed." in words(timed)
+    assert DEEP.figures is not None
+    unpicked = replace(DEEP, figures=replace(DEEP.figures, picks=()))
+    assert "Why: it won the race; this strategy was not measured by its" in words(
+        unpicked
+    )
+
+
+def test_rates_have_a_source_where_collectives_have_times():
+    rates = "one after another, by rates"
+    assert f"{rates} that were measured on these devices." in words(DEEP)
+    assert DEEP.figures is not None
+    blocks = [
+        replace(b, moves=tuple(replace(m, time_ms=None) for m in b.moves))
+        for b in DEEP.figures.blocks
+    ]
+    untimed = replace(DEEP, figures=replace(DEEP.figures, blocks=tuple(blocks)))
+    assert rates not in words(untimed) and "all-gather" in words(untimed)
+    described = replace(DEEP, search={**DEEP.search, "was_described": 1.0})
+    assert f"{rates} of described devices." in words(described)
+    virtual = replace(DEEP, search={"strategies_estimated": 1.0})
+    assert f"{rates} of virtual devices, which say nothing of GPUs." in words(virtual)
+
+
+def test_the_page_says_of_a_race_what_the_terminal_says():
+    [data, planned, zero1, _] = RACE
+    noisy = replace(data, samples_ms=(11.0, 12.0, 12.5, 13.0, 20.0), time_ms=12.5)
+    variant = replace(zero1, name="data_parallel, flag", time_ms=13.0)
+    unrun = replace(zero1, samples_ms=(), time_ms=None, rung="estimated")
+    race = [noisy, planned, variant, unrun]
+    plan = make_plan([row(0, 0, "Net/up", repeats=7)], race)
+    cached = {**plan.search, "race_cached": 3.0}
+    page = Page(page_html(replace(plan, search=cached)))
+    assert page.rows("plan")[0] == (
+        ["plan", "predicted", "measured", "±", "bars", "memory", "from"]
+    )
+    assert page.rows("data_parallel")[0][2:4] == ["12.500 ms", "0.5 ms"]
+    assert page.rows("planned")[0][2:4] == ["10.250 ms", "-"]
+    assert page.rows("planned")[0][6] == "measured"
+    assert "and 1 slower variant of these" in page.text
+    assert page.rows("race")[0][1] == "7.0 s, from the cache"
+    assert "7 times in one step" in page.text
+    assert page.rows("search")[0][1] == "0.5 s"
+
+
+def test_a_page_without_candidates_calls_them_no_estimates():
+    for rung in ("measured", "estimated", "one device"):
+        plan = replace(DEEP, race=(), measured_ms=None, rung=rung)
+        html = page_html(plan)
+        assert "<h2>Candidates</h2>" in html and '"#race">Candidates</a>' in html
 
 
 def test_a_race_of_truncated_programs_says_so_in_one_line():
@@ -136,8 +226,9 @@ def test_a_race_of_truncated_programs_says_so_in_one_line():
 def test_the_runner_up_and_what_it_would_cost():
     text = " ".join(Page(page_html(DEEP)).text.split())
     assert (
-        "Taken: zero1; predicted step 9.500 ms, 600.00 KiB. Runner-up: #2, with which "
-        "the step would take 10.500 ms in 500.00 KiB."
+        "Taken: zero1; predicted step 9.500 ms, 600.00 KiB: the fastest that fits of "
+        "4 measured. Runner-up: #2, with which the step would take 10.500 ms in "
+        "500.00 KiB."
     ) in text
 
 

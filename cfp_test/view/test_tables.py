@@ -1,4 +1,6 @@
 import io
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -108,6 +110,13 @@ def test_a_picture_is_drawn_of_a_plan():
     assert "layer_0-1/mlp" in picture(make_plan(layers([0, 0]), RACE))
 
 
+def test_drawing_a_plan_without_its_files_prints_the_usage():
+    command = [sys.executable, "-m", "cfp_test.scripts.plan_picture", "plan.json"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert "usage: " in ran.stderr and "Traceback" not in ran.stderr
+
+
 def test_times_of_a_race_have_their_noise_beside_them():
     [first, *rest] = RACE
     noisy = replace(first, samples_ms=(11.0, 12.0, 12.5, 13.0, 20.0), time_ms=12.5)
@@ -183,9 +192,9 @@ def test_all_renderings_name_and_count_a_race_alike():
     [data, *others] = RACE
     lost = replace(data, note="does not fit")
     plan = make_plan(layers([0]), [lost, *others])
-    assert "chosen: the fastest of 2 raced on the whole step" in repr(plan)
+    assert "chosen: the fastest of 2 that fit, raced on the whole step" in repr(plan)
     said = " ".join(explain_text(plan).split())
-    assert "the fastest of 2 programs that were timed. Next: zero1" in said
+    assert "the fastest of 2 programs that were timed and fit. Next: zero1" in said
     assert "<h2>Race</h2>" in page_html(plan)
     untimed = [replace(one, samples_ms=(), time_ms=None) for one in RACE]
     unraced = replace(plan, race=tuple(untimed), measured_ms=None)

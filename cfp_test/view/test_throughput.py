@@ -142,6 +142,6 @@ def test_a_page_of_estimates_has_no_race(planned):
     assert "<h2>Estimates</h2>" in html and "(the plan)" in html
     for words in ("Race", "(won)", ">measured<", "virtual devices", "Step, measured"):
         assert words not in html, words
-    assert "of 4xh100, as it is described" in html
+    assert "of NVIDIA H100 80GB HBM3, as 4xh100 is described" in html
     assert html.count("nothing was compiled or run") == 0, "said once, above the table"
     assert html.count("Nothing was run") == 1

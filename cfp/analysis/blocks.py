@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Set
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 from cfp.analysis.classes import DimClasses, UnionFind
@@ -92,6 +93,7 @@ class _Labels:
         self._fill(labels, (True, False, True))
         self._reattach(labels)
         self._widen(labels, backward)
+        self._reattach(labels)
         return labels
 
     def _takes_part(self, op: Op) -> bool:
@@ -365,6 +367,12 @@ class _Labels:
             for v in (*op.operands, *op.results):
                 for dim in range(len(self.program.values[v].shape)):
                     anchored.add(classes.of_dim(v, dim))
+        for op_id in ops:
+            if (rule := self.program.ops[op_id].rule) is not None:
+                # A dim that a reshape splits off comes with the rest of what it was.
+                for major, *minor in filter(None, chain(*rule.operands, *rule.results)):
+                    if classes.of_factor(op_id, major) in anchored:
+                        anchored.update(classes.of_factor(op_id, f) for f in minor)
         found = {}
         for op_id in asked:
             rule = self.program.ops[op_id].rule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _STAND_IN = "\N{REPLACEMENT CHARACTER}"
 _NUMBER = re.compile(r"\d+")
@@ -34,21 +34,48 @@ def printable(text: str, kept: str = "") -> str:
 
 
 def merged_name(names: Sequence[str]) -> str:
-    """One name for the same block of several segments: ``layer_0-3/mlp/up``."""
-    shapes = {_NUMBER.sub("#", name) for name in names}
-    if len(shapes) > 1:
-        return f"{names[0]} ... {names[-1]}"
-    columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
-    spans = iter([span_text(list(column)) for column in columns])
-    return _NUMBER.sub(lambda _: next(spans), names[0])
+    """One name for the same block of several segments: ``layer_0-3/mlp/up``.
+
+    The first and the last, if no ranges are exactly these names.
+    """
+    merged = merged_alike(names)
+    return merged[0] if len(merged) == 1 else f"{names[0]} ... {names[-1]}"
 
 
 def merged_alike(names: Sequence[str]) -> list[str]:
-    """Names, those that differ in numbers alone as one: ``layer_0-3/up``."""
-    alike: dict[str, list[str]] = {}
+    """Names, those that differ in numbers alone as one: ``layer_0-3/up``.
+
+    A merged name with several ranges stands for all their combinations, so that only
+    names of which all combinations are there are merged.
+    """
+    alike: dict[str, dict[tuple[str, ...], str]] = {}
     for name in names:
-        alike.setdefault(_NUMBER.sub("#", name), []).append(name)
-    return [merged_name(group) for group in alike.values()]
+        numbers = tuple(_NUMBER.findall(name))
+        alike.setdefault(_NUMBER.sub("#", name), {}).setdefault(numbers, name)
+    merged = []
+    for group in alike.values():
+        name = next(iter(group.values()))
+        for box in _boxes(group):
+            spans = (v[0] if len(v) == 1 else span_text([*map(int, v)]) for v in box)
+            merged.append(_NUMBER.sub(lambda _, spans=spans: next(spans), name))
+    return merged
+
+
+def _boxes(points: Iterable[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ...]]:
+    """Tuples as few products of values, which have exactly these tuples together."""
+    singles = [tuple((value,) for value in point) for point in points]
+    found = []
+    dims = range(len(singles[0]))
+    for order in (dims[::-1], dims):
+        boxes = singles
+        for dim in order:
+            lines: dict[tuple, list[str]] = {}
+            for box in boxes:
+                rest = box[:dim], box[dim + 1 :]
+                lines.setdefault(rest, []).extend(box[dim])
+            boxes = [(*a, tuple(values), *b) for (a, b), values in lines.items()]
+        found.append(boxes)
+    return min(found, key=len)
 
 
 def distinct_ends(names: Sequence[str]) -> list[str]:

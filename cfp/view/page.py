@@ -27,10 +27,9 @@ from cfp.view.drawings import (
     timeline_drawing,
 )
 from cfp.view.model import view_of
-from cfp.view.words import counts_text, elided, known_how, pass_seconds, tensor_text
+from cfp.view.words import counts_text, known_how, pass_seconds, tensor_text
 
 _FOLDER = Path(__file__).parent
-_WORDS_WIDTH = 240
 _COLOURS = 6  # as many as the style sheet has
 
 
@@ -59,7 +58,6 @@ def _render(template: str, plan: Plan) -> str:
     environment.filters.update(
         ms=_format_ms,
         bytes=format_bytes,
-        short=partial(elided, width=_WORDS_WIDTH),
         tensor=tensor_text,
         drawing=partial(tensor_drawing, sizes=sizes, colours=colours),
     )

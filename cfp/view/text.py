@@ -36,11 +36,13 @@ from cfp.view.model import (
     choice_of,
     view_of,
 )
+from cfp.view.unlike import unlike_text
 from cfp.view.words import (
     basis_text,
     elided,
     few,
     known_how,
+    memory_figure,
     mesh_text,
     move_text,
     storage_text,
@@ -50,7 +52,6 @@ from cfp.view.words import (
 _MOST_RUNS = 4  # as many as a short text has room for
 _NAMES_SHOWN = 12
 _LIKE = 0.6  # of 1: as much of two words is spelt alike
-_WORDS_WIDTH = 300
 
 # ------------------------------------------------------------------------- a few lines
 
@@ -335,7 +336,7 @@ def _choice_lines(choice: ChoiceView) -> Iterator[str]:
         f"({_change(runner.step_ms, taken.step_ms)}), memory "
         f"{format_bytes(runner.memory_bytes)} "
         f"({_change(runner.memory_bytes, taken.memory_bytes)}){choice.too_large}; "
-        f"{elided(runner.words, _WORDS_WIDTH)}"
+        f"unlike the choice: {unlike_text(runner.words, taken.words)}"
     )
 
 
@@ -474,7 +475,8 @@ def _unlike(
     return {
         name: (first.get(name), second.get(name))
         for name in {**first, **second}
-        if first.get(name) != second.get(name)
+        # An empty value reads as one that is not there.
+        if (first.get(name) or None) != (second.get(name) or None)
     }
 
 
@@ -491,8 +493,9 @@ def _facts(view: PlanView, timed: bool, listed: bool) -> dict[str, Mapping[str, 
     times = {"measured": plan.measured_ms}
     times[f"predicted {basis_text(plan)}"] = plan.predicted_ms
     figures |= {name: f"{ms:.3f} ms" for name, ms in times.items() if ms is not None}
-    if plan.peak_bytes:
-        figures["memory on each device"] = format_bytes(plan.peak_bytes)
+    if (memory := memory_figure(plan)) is not None:
+        size, how = memory
+        figures["memory on each device"] = format_bytes(size) + (how and f", {how}")
     return {
         "figures": figures,
         "program": {

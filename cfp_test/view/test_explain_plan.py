@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cfp.errors import CfpError
+from cfp.plan.plan import Plan
 from cfp.printable import USUAL_COLUMNS, distinct_ends
 from cfp.settings import ConstraintLevel
 from cfp.view.model import view_of
@@ -29,7 +30,8 @@ def test_a_plan_explains_itself():
         "  why: the fastest that fits of 4 measured: predicted step 9.500 ms, memory "
         "600.00 KiB, zero1",
         "  runner-up: #2: predicted step 10.500 ms (+10.5%), memory 500.00 KiB "
-        "(-16.7%); #2 in words",
+        "(-16.7%); unlike the choice:",
+        "    #2 in words",
     ]
     assert "Next: data_parallel or zero1, 12.250 ms, against 10.250 ms." in " ".join(
         " ".join(lines).split()
@@ -186,6 +188,93 @@ def test_what_another_batch_resizes_is_one_line():
     folded = "  dim 0: 8 -> 16: a, b, c, d and 2 more (--json lists all)"
     assert lines[title + 1 :] == [folded]
     assert len(diff_data(of(8), of(16))["sizes"]) == 6
+
+
+def with_words(plan: Plan, *words: str) -> Plan:
+    """A plan whose first strategies, the choice and its runner-up, have other texts."""
+    kind = plan.figures.kinds[0]
+    first = map(lambda o, w: replace(o, words=w), kind.options, words)
+    options = (*first, *kind.options[len(words) :])
+    kinds = (replace(kind, options=options),)
+    return replace(plan, figures=replace(plan.figures, kinds=kinds))
+
+
+@pytest.mark.parametrize(
+    ("taken", "runner", "unlike"),
+    [
+        # Axes of one group stand apart from the next group, though both have ";".
+        (
+            "a, b x: rows (dim 0 of 8); y: contracted (of 4), scattered to dim 1; "
+            "c replicated; parameters as used",
+            "a, c replicated; b x: rows (dim 0 of 8); y: contracted (of 4), scattered "
+            "to dim 1; parameters sharded",
+            "a replicated; parameters sharded",
+        ),
+        ("a replicated; rematerialized", "a replicated", "not rematerialized"),
+        ("a replicated; flash attention", "a replicated", "computed as it is written"),
+        ("a replicated", "a replicated; flash attention", "flash attention"),
+        ("a x: rows (dim 0 of 8)", "a x: rows (dim 0 of 8)", "nothing"),
+    ],
+)
+def test_of_a_runner_up_only_what_differs_is_listed(taken, runner, unlike):
+    said = " ".join(explain_text(with_words(DEEP, taken, runner)).split())
+    assert said.endswith(f"; unlike the choice: {unlike}")
+
+
+def test_blocks_that_are_left_out_of_a_text_keep_what_shards_them():
+    """A cut in the middle gave the first blocks what the last are sharded by."""
+    many = ", ".join(f"up_{i}/Residual_{i}/Conv_0" for i in range(24))
+    few = ", ".join(f"down_{i}/Residual_{i}/Conv_0" for i in range(12))
+    words = f"{many} replicated; {few} x: columns (dim 3 of 64); parameters as used"
+    before = f"{many} x: rows (dim 0 of 8); {few} x: batch (dim 0 of 8)"
+    said = " ".join(explain_text(with_words(DEEP, before, words)).split())
+    shown = [f"{s}_{i}/Residual_{i}/Conv_0" for s in ("up", "down") for i in range(4)]
+    assert said.endswith(
+        f"unlike the choice: {', '.join(shown[:4])} and 20 more replicated; "
+        f"{', '.join(shown[4:])} and 8 more x: columns (dim 3 of 64); "
+        "parameters as used"
+    )
+    other = words.replace("columns", "rows")
+    page = page_html(with_words(DEEP, words, other))
+    assert words in page and other in page
+
+
+def test_ranges_in_differences_are_exact():
+    def of(whole: set[tuple[int, int]]) -> Plan:
+        places = [(i, j) for i in range(3) for j in range(3)]
+        rows = [
+            row(
+                place,
+                0,
+                f"Net/down_{i}/Conv_{j}",
+                block=place,
+                strategy=() if (i, j) in whole else (ROWS,),
+            )
+            for place, (i, j) in enumerate(places)
+        ]
+        return make_plan(rows, [])
+
+    lines = diff_text(of(set()), of({(0, 0), (0, 1), (0, 2), (2, 0), (2, 2)}))
+    assert [line.split(":")[0] for line in lines.splitlines() if "Net/" in line] == [
+        "  Net/down_0/Conv_0-2",
+        "  Net/down_2/Conv_0,2",
+    ]
+    lines = diff_text(of(set()), of({(i, j) for i in (0, 1) for j in range(3)}))
+    assert "  Net/down_0-1/Conv_0-2: x: rows" in lines
+
+
+def test_what_reads_the_same_in_both_plans_is_no_difference():
+    empty = replace(DEEP, environment={**DEEP.environment, "xla_flags": ""})
+    assert diff_text(DEEP, empty).endswith("The plans do not differ.\n")
+    assert not diff_data(empty, DEEP)["environment"]
+    flags = replace(DEEP, environment={**DEEP.environment, "xla_flags": "--a"})
+    assert "  xla_flags: - -> --a\n" in diff_text(empty, flags)
+
+
+def test_memory_that_is_predicted_is_compared_with_its_source():
+    other = replace(DEEP, peak_bytes=None, predicted_bytes=2048 * KIB, rung="estimated")
+    found = diff_data(DEEP, other)["figures"]
+    assert found["memory on each device"] == ("3.00 MiB", "2.00 MiB, estimated")
 
 
 def test_times_are_compared_with_times_of_their_kind():

@@ -1,4 +1,5 @@
 import io
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -7,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from cfp.plan.plan import Plan
-from cfp.printable import merged_name
+from cfp.printable import merged_alike, merged_name
 from cfp.race.programs import RaceRow
 from cfp.view.model import view_of
 from cfp.view.page import page_html
@@ -85,10 +86,31 @@ def test_what_only_some_of_the_segments_send_is_said():
         (["a/b"], "a/b"),
         (["a/b", "a/b"], "a/b"),
         (["a/b", "c/d"], "a/b ... c/d"),
+        (["a_0/b_0", "a_0/b_1", "a_1/b_0", "a_1/b_1"], "a_0-1/b_0-1"),
+        (["a_0/b_0", "a_1/b_1"], "a_0/b_0 ... a_1/b_1"),
+        (["layer_07"], "layer_07"),
     ],
 )
 def test_names_merge(names, merged):
     assert merged_name(names) == merged
+
+
+@pytest.mark.parametrize("chosen", range(1, 2**6))
+def test_merged_names_stand_for_exactly_these(chosen):
+    every = [f"a_{i}/b_{j}" for i in (0, 1) for j in (0, 1, 2)]
+    names = [name for place, name in enumerate(every) if chosen >> place & 1]
+
+    def numbers(span: str) -> list[str]:
+        first, _, last = span.partition("-")
+        if not last:
+            return span.split(",")
+        return [str(i) for i in range(int(first), int(last) + 1)]
+
+    found = []
+    for merged in merged_alike(names):
+        outer, inner = re.fullmatch(r"a_([-,\d]+)/b_([-,\d]+)", merged).groups()
+        found += [f"a_{i}/b_{j}" for i in numbers(outer) for j in numbers(inner)]
+    assert sorted(found) == names
 
 
 def test_a_plan_without_measurements_prints_too():

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -118,28 +117,21 @@ def test_all_that_runs_is_ended_where_one_is_interrupted(tmp_path):
     assert not suite._running
 
 
-def test_a_check_that_runs_alone_is_ended_where_it_is_interrupted(tmp_path):
-    code = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); "
-    waits = Scripted(tmp_path, code=f"{code}time.sleep(100_000)")
+def test_a_check_that_runs_alone_is_ended_where_it_is_interrupted(
+    tmp_path, monkeypatch
+):
     started = []
 
-    def popen(*args, **options):
-        started.append(subprocess.Popen(*args, **options))
-        return started[-1]
+    class Interrupted(subprocess.Popen):
+        def communicate(self, *_, **__):
+            started.append(self)
+            raise KeyboardInterrupt
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            suite,
-            "subprocess",
-            SimpleNamespace(
-                Popen=popen,
-                PIPE=subprocess.PIPE,
-                TimeoutExpired=subprocess.TimeoutExpired,
-            ),
-        )
-        with pytest.raises(KeyboardInterrupt):
-            run_check(BEST_PRESET, waits, 2, 1200.0)
-    assert started[0].wait() == -signal.SIGKILL
+    monkeypatch.setattr(suite.subprocess, "Popen", Interrupted)
+    waits = Scripted(tmp_path, code="import time; time.sleep(100_000)")
+    with pytest.raises(KeyboardInterrupt):
+        run_check(BEST_PRESET, waits, 2, 1200.0)
+    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_a_check_for_which_no_time_is_left_has_failed(tmp_path):

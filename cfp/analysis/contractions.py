@@ -112,15 +112,16 @@ class _Finder:
                 candidates = self._candidates(op, moved=True)
             if candidates:
                 derived.append(candidates)
-            elif op.kind != "scatter" and not self._is_scalar(op):
+            elif op.kind != "scatter" and not self._is_inner_product(op):
                 self._anchor(op)
         for block, member in self._resolve(derived):
             self.blocks[block].append(member)
         return self.blocks
 
-    def _is_scalar(self, op: Op) -> bool:
+    def _is_inner_product(self, op: Op) -> bool:
         """True of a product of two whole tensors, as of a norm: no more than a sum."""
-        return is_contraction(op) and not self.program.values[op.results[0]].shape
+        is_number = not self.program.values[op.results[0]].shape
+        return op.kind == "dot_general" and is_number
 
     def _anchor(self, op: Op) -> None:
         assert op.rule is not None

@@ -31,8 +31,8 @@ from cfp.profiling.builder import Job
 from cfp.profiling.conversation import coordinated_planning
 from cfp.profiling.key import environment_parts
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.runner import Progress
 from cfp.profiling.store import open_store, store_path
+from cfp.profiling.tasks import Progress
 from cfp.program.meaning import check_settings, unchecked
 from cfp.program.step import FlatStep, flatten_step
 from cfp.race.compile import Builder

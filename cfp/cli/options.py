@@ -24,8 +24,8 @@ from cfp.planner_settings import (
 )
 from cfp.profiling.interrupts import interrupted_text
 from cfp.profiling.marks import Limits
-from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
+from cfp.profiling.tasks import Progress
 from cfp.settings import ConstraintLevel
 from cfp.targets import UnknownOption
 from cfp.view.console import wrapped

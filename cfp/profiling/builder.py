@@ -29,6 +29,7 @@ from cfp.profiling.hlo import collectives_in
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
 from cfp.profiling.place import Place, RefusedElsewhere
 from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Status
+from cfp.profiling.tasks import Task
 from cfp.program.graft import Constraints, Part, Spec, lower_part
 from cfp.program.graph import Program
 from cfp.program.local import dump_options, lower_local, partitioned_program
@@ -48,12 +49,10 @@ Compile = Callable[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(Task):
     """One part of a program to measure under one set of shardings.
 
     Attributes:
-      key: what it is kept under. Jobs with equal keys are taken for the same.
-      label: what progress shows, such as "segment 1: 3 of 24".
       part: the ops, from `cfp.program.graft.cut_part`.
       constraints: of the values inside.
       in_specs: shardings of the part's inputs.
@@ -61,26 +60,19 @@ class Job:
       feedback: (input position, output position) pairs: the input is donated, and
         the output takes its place in the next iteration.
       options: compiler options, by name.
-      expected_ms: how long one execution should take; 0 where it is not known.
       choice: of a whole program what its record is to keep beside the figures.
-      after: digests of jobs that share its kernels: if they are built at the same time,
-        it waits for them, and the compiler tries those kernels out once.
 
     Raises:
       ValueError: if specs or positions do not fit the part or each other.
     """
 
-    key: ProfileKey
-    label: str
     part: Part
     constraints: Constraints
     in_specs: tuple[Spec, ...]
     out_specs: tuple[Spec, ...]
     feedback: tuple[tuple[int, int], ...] = ()
     options: tuple[tuple[str, str], ...] = ()
-    expected_ms: float = 0.0
     choice: str = ""
-    after: frozenset[str] = frozenset()
 
     def __post_init__(self):
         found = (len(self.in_specs), len(self.out_specs))

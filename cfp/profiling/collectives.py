@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -129,16 +128,10 @@ def measure_rates(
     mesh, by_key = _probes_by_key(mesh)
     platform = mesh.devices.flat[0].platform
     summary = run_tasks(
-        [
-            Task(
-                key=key,
-                label=probe.label,
-                build=partial(build_probe, key, probe, mesh),
-                run=partial(_run, probe, mesh),
-            )
-            for key, probe in by_key.items()
-        ],
+        [Task(key=key, label=probe.label) for key, probe in by_key.items()],
         store,
+        build=lambda task: build_probe(task.key, by_key[task.key], mesh),
+        run=lambda task, built: _run(by_key[task.key], mesh, built),
         threads=default_threads(platform),
         overlap=overlaps(platform),
         retry_failures=retry_failures,

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
-from functools import partial
 from typing import Any
 
 import jax
@@ -44,13 +43,11 @@ from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.tasks import ProfileSummary, Progress, Task
+from cfp.profiling.tasks import ProfileSummary, Progress
 from cfp.profiling.timing import measure
 from cfp.program.graph import Program
 
 __all__ = [
-    "ProfileSummary",
-    "Progress",
     "TimingOptions",
     "UntilLost",
     "execute",
@@ -151,21 +148,12 @@ def profile(
     there = place_for(platform, place)
     environment = replace(environment, place=there)
     run_next = UntilLost(run)  # The scheduler keeps each record before the next run.
-    tasks = [
-        Task(
-            key=job.key,
-            label=job.label,
-            build=partial(_build, program, mesh, job, environment, built or {}),
-            run=partial(run_next, job=job, program=program, mesh=mesh, timing=timing),
-            expected_ms=job.expected_ms,
-            after=job.after,
-        )
-        for job in jobs
-    ]
     with environment.compilation_cache(platform):
         return run_tasks(
-            tasks,
+            jobs,
             store,
+            build=lambda job: _build(program, mesh, job, environment, built or {}),
+            run=lambda job, built: run_next(built, job, program, mesh, timing=timing),
             threads=threads or (there.at_once if there else default_threads(platform)),
             overlap=(bool(there) or overlaps(platform)) if overlap is None else overlap,
             retry_failures=retry_failures,

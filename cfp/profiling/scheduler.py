@@ -1,9 +1,8 @@
 """Answers from the store what it knows, and builds, runs and keeps the rest.
 
-Building, running and keeping are three things that know nothing of each other: a
-`Task` says how its own is built and run. Tasks are built in threads, a few ahead,
-and run one at a time in the order given, so that several processes that were given
-the same tasks run the same one at any time.
+Building, running and keeping are three things that know nothing of each other. Tasks
+are built in threads, a few ahead, and run one at a time in the order given, so that
+several processes that were given the same tasks run the same one at any time.
 
 What is about to be built or run is marked beside the store, so that a process that
 dies of it leaves a record (`cfp.profiling.deaths`), and so that two processes with one
@@ -15,11 +14,12 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
+from typing import Any, TypeVar
 
 from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import CompilePool
@@ -38,14 +38,17 @@ _BUILT_BY_EACH_THREAD = 4
 _LOOK_AGAIN_SECONDS = 0.2
 _TELL_SECONDS = 5.0  # While a batch is built.
 
+AnyTask = TypeVar("AnyTask", bound=Task)
 Outcome = Built | ProfileRecord
 Building = Future[Outcome]
 
 
 def run_tasks(
-    tasks: Iterable[Task],
+    tasks: Iterable[AnyTask],
     store: ProfileStore,
     *,
+    build: Callable[[AnyTask], Outcome],
+    run: Callable[[AnyTask, Built], ProfileRecord],
     threads: int = 1,
     overlap: bool = True,
     retry_failures: bool | datetime = False,
@@ -63,6 +66,8 @@ def run_tasks(
     Args:
       tasks: what to measure. Of tasks with one key the first is taken.
       store: where records are looked up and kept.
+      build: builds a task, in a thread; a record if it cannot be built.
+      run: runs what was built, in this thread.
       threads: how many builds at once.
       overlap: build while a task runs, which is faster, and disturbs what runs
         where building needs the devices. Otherwise tasks are built and then run in
@@ -78,7 +83,7 @@ def run_tasks(
         measured by then has no record. Several processes must run the same, and do
         not ask.
     """
-    by_key: dict[str, Task] = {}
+    by_key: dict[str, AnyTask] = {}
     for task in tasks:
         by_key.setdefault(task.key.digest, task)
     # By how processes died before, something may be in the store by now.
@@ -86,6 +91,8 @@ def run_tasks(
     with Marks(store.path, limits, program) as marks:
         state = _State(
             tasks=by_key,
+            build=build,
+            run=run,
             store=store,
             marks=marks,
             retry_failures=retry_failures,
@@ -147,7 +154,7 @@ def _build(state: _State, task: Task) -> Outcome:
     if state.ends:
         raise CancelledError  # Nothing waits for it any more.
     with state.marks.doing(task.key, task.label, "build", then_wait=True):
-        outcome = task.build()
+        outcome = state.build(task)
         state.built.add(task.key.digest)
         if isinstance(outcome, ProfileRecord):
             state.keep(outcome)
@@ -156,7 +163,9 @@ def _build(state: _State, task: Task) -> Outcome:
 
 @dataclass(slots=True)
 class _State:
-    tasks: dict[str, Task]
+    tasks: Mapping[str, Task]
+    build: Callable[[Any], Outcome]
+    run: Callable[[Any, Built], ProfileRecord]
     store: ProfileStore
     marks: Marks
     retry_failures: bool | datetime
@@ -239,7 +248,7 @@ class _State:
                 with self.marks.doing(
                     task.key, task.label, "run", task.expected_ms, then_wait=True
                 ):
-                    outcome = task.run(outcome)
+                    outcome = self.run(task, outcome)
             else:
                 reason = "another process could not build it"
                 outcome = outcome.record("compile_error", reason=reason)
@@ -286,5 +295,4 @@ class _State:
             failed=self.failed,
             build_seconds=self.build_seconds,
             run_seconds=self.run_seconds,
-            wall_seconds=time.perf_counter() - self.started,
         )

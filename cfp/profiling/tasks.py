@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from cfp.profiling.builder import Built
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 
@@ -21,19 +20,16 @@ class Task:
     """One thing to measure.
 
     Attributes:
-      key: what its record is kept under.
-      label: what progress shows.
-      build: called in a thread; a record if it cannot be built.
-      run: called in the thread that called `run_tasks`.
+      key: what its record is kept under. Tasks with equal keys are taken for the same.
+      label: what progress shows, such as "segment 1: 3 of 24".
       expected_ms: how long one execution should take; 0 where it is not known.
-      after: digests of tasks: those that are claimed together with it are built before
-        it. Of these none may wait itself.
+      after: digests of tasks that share its kernels: if they are built at the same
+        time, it waits for them, and the compiler tries those kernels out once. Of these
+        none may wait itself.
     """
 
     key: ProfileKey
     label: str
-    build: Callable[[], Built | ProfileRecord]
-    run: Callable[[Built], ProfileRecord]
     expected_ms: float = 0.0
     after: frozenset[str] = frozenset()
 
@@ -86,7 +82,6 @@ class ProfileSummary:
       failed: failed now. The three add up to the number of records.
       build_seconds: of all builds, side by side ones added up.
       run_seconds: of all runs.
-      wall_seconds: from beginning to end.
     """
 
     records: Mapping[str, ProfileRecord]
@@ -95,4 +90,3 @@ class ProfileSummary:
     failed: int
     build_seconds: float
     run_seconds: float
-    wall_seconds: float

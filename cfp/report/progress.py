@@ -23,7 +23,7 @@ from rich.text import Text
 from cfp import units
 from cfp.devices.joining import is_follower
 from cfp.planner_settings import PlannerSettings
-from cfp.profiling.runner import Progress
+from cfp.profiling.tasks import Progress
 from cfp.units import clock_text
 from cfp.view.console import literal_console
 

@@ -358,20 +358,18 @@ compiled = jax.jit(lambda x: x).lower(1.0).compile()
 
 def task(name):
     key = ProfileKey((("name", name), ("mesh", "x=4")))
-    return Task(
-        key=key,
-        label=f"task {name}",
-        build=lambda: Built(key=key, compiled=compiled),
-        run=lambda built: run(name, built),
-    )
+    return Task(key=key, label=f"task {name}")
 
-def run(name, built):
-    if name == sys.argv[2]:
+def build(task):
+    return Built(key=task.key, compiled=compiled)
+
+def run(task, built):
+    if task.label == f"task {sys.argv[2]}":
         os.abort()
     return built.record("ok", samples_ms=[1.0])
 
 with ProfileStore(sys.argv[1]) as store:
-    run_tasks([task(name) for name in "abc"], store)
+    run_tasks([task(name) for name in "abc"], store, build=build, run=run)
 """
 
 

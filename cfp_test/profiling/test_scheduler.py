@@ -3,22 +3,37 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from cfp.profiling import compile_pool
+from cfp.profiling import compile_pool, scheduler
 from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import default_threads, overlaps
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.marks import Marks, MarksFolder, Suspicion
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.tasks import Progress, Task
 from cfp_test.waiting import GUARD_SECONDS, until
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work(Task):
+    """A task that says itself how it is built and run."""
+
+    build: Callable[[], Built | ProfileRecord]
+    run: Callable[[Built], ProfileRecord]
+
+
+run_tasks = partial(
+    scheduler.run_tasks,
+    build=lambda work: work.build(),
+    run=lambda work, built: work.run(built),
+)
 
 
 def key_of(name: str) -> ProfileKey:
@@ -52,15 +67,15 @@ class Workshop:
     running: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def task(self, name: str) -> Task:
-        return Task(
+    def task(self, name: str) -> Work:
+        return Work(
             key=key_of(name),
             label=f"task {name}",
             build=lambda: self._build(name),
             run=lambda built: self._run(name, built),
         )
 
-    def tasks(self, names: str) -> list[Task]:
+    def tasks(self, names: str) -> list[Work]:
         return [self.task(name) for name in names]
 
     def _build(self, name: str) -> Built | ProfileRecord:
@@ -155,7 +170,6 @@ def test_records_come_in_the_order_of_the_tasks(shop, store):
     assert all(record.ok for record in summary.records.values())
     assert (summary.measured, summary.cached, summary.failed) == (3, 0, 0)
     assert (summary.build_seconds, summary.run_seconds) == (0.75, 6.0)
-    assert summary.wall_seconds > 0
     assert store.get_many(digests("abc")).keys() == summary.records.keys()
 
 
@@ -514,7 +528,7 @@ def test_threads_see_the_64_bit_setting_of_the_caller(shop, store):
         seen.append(bool(jax.config.jax_enable_x64))
         return Built(key=key_of("a"), compiled=shop.compiled)
 
-    task = Task(
+    task = Work(
         key=key_of("a"),
         label="a",
         build=build,

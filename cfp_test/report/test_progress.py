@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import cfp
-from cfp.profiling.runner import Progress
+from cfp.profiling.tasks import Progress
 from cfp.report import progress as room
 from cfp.report.progress import Display, PlainLines, progress_text, shown
 from cfp_test.waiting import until

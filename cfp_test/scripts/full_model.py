@@ -58,8 +58,8 @@ from cfp.plan.compose import compose_plan
 from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
-from cfp.profiling.runner import Progress
 from cfp.profiling.store import store_path
+from cfp.profiling.tasks import Progress
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import RaceOutcome
 from cfp.settings import ConstraintLevel

@@ -42,8 +42,8 @@ from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.presets.presets import PRESETS, presets
 from cfp.profiling.key import environment_parts
-from cfp.profiling.runner import Progress
 from cfp.profiling.store import ProfileStore, store_path
+from cfp.profiling.tasks import Progress
 from cfp.program.trace import planning_mesh
 from cfp.race.candidates import level_name
 from cfp.race.compile import Builder

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 from cfp_test.cli_runner import ROOT
 from cfp_test.quick_flags import QUICK_FLAGS
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.waiting import GUARD_SECONDS, end_group
 
 
 class Ended(NamedTuple):
@@ -135,8 +134,7 @@ def ends(started: Sequence[subprocess.Popen[str]]) -> list[Ended]:
             one.join()
     finally:
         for process in started:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            end_group(process)
     return [found[number] for number in range(len(started))]
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "cfp"
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "cfp"
 
 # The rooms, in the order of the passes. A module imports from its own room and from
 # those above it. A new room is one more line here, at its place.
@@ -476,7 +477,7 @@ QUESTION_WORDS = (
 )
 
 
-def opening_breaches(files: dict[str, str]) -> list[str]:
+def opening_breaches(files: dict[str, str], folder: str = "cfp") -> list[str]:
     """Finds docstrings that open with a question word."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     breaches = []
@@ -486,12 +487,17 @@ def opening_breaches(files: dict[str, str]) -> list[str]:
             first = re.match(r"\w*", words)
             if first is not None and first[0] in QUESTION_WORDS:
                 line = getattr(node, "lineno", 1)
-                breaches.append(f"cfp/{file}:{line}: {words.splitlines()[0]}")
+                breaches.append(f"{folder}/{file}:{line}: {words.splitlines()[0]}")
     return breaches
 
 
 def test_docstrings_open_with_a_verb_or_a_noun():
     assert opening_breaches(sources()) == []
+    tests = {
+        path.relative_to(TESTS).as_posix(): path.read_text()
+        for path in sorted(TESTS.rglob("*.py"))
+    }
+    assert opening_breaches(tests, "cfp_test") == []
 
 
 @pytest.mark.parametrize(
@@ -515,8 +521,8 @@ def test_opening_rule(text, breach):
 def test_a_test_imports_from_no_other_test():
     """Code that several need is a module without `test_`: CONTRIBUTING.md."""
     found = []
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in sorted(TESTS.rglob("*.py")):
+        for node in nodes(path.read_text()):
             if isinstance(node, ast.ImportFrom) and node.module:
                 names = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
             elif isinstance(node, ast.Import):

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 GUARD_SECONDS = 1200.0
 _LOOK_SECONDS = 0.02
@@ -65,6 +66,16 @@ def running(
             # Nothing but its children may be left, or not even those.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def end_group(process: subprocess.Popen[Any]) -> None:
+    """Ends a process that leads a group, with all that it has started.
+
+    Nothing happens where it has ended already: its number may be another's by now.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):  # It has just ended.
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def end_of(process: subprocess.Popen[str]) -> tuple[str, str]:

@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -71,6 +70,7 @@ from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate, Profiles, Solution
 from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of
 from cfp_test.bench.configs import SUITES, small
+from cfp_test.waiting import end_group
 
 AXES = (("x", 2),)
 # Batches are half of the suite's, which are for four devices.
@@ -736,8 +736,7 @@ def _run(
             say("  cut off, since time is over")
             return
         finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            end_group(process)
     lines = log.read_text().splitlines()
     say(f"  exit status {code}: {lines[-1][:400] if lines else ''}")
 

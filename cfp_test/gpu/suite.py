@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cfp_test.gpu.place import ON_GPUS, Place, child_environment, for_results, tail
 from cfp_test.gpu.planted import FAULTS
+from cfp_test.waiting import end_group
 
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 
@@ -205,20 +204,13 @@ def _end_of(
         try:
             out, err = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            _end(process)
+            end_group(process)
             out, err = process.communicate()
             return None, out, err
         finally:
-            _end(process)
+            end_group(process)
             _running.discard(process)
     return process.returncode, out, err
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a process, with all that it has started, if it has not ended."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError):  # It has just ended.
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 _running: set[subprocess.Popen[str]] = set()
@@ -227,7 +219,7 @@ _running: set[subprocess.Popen[str]] = set()
 def end_all() -> None:
     """Ends all checks that run, with what they have started."""
     for process in [*_running]:
-        _end(process)
+        end_group(process)
 
 
 def run_all(

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from typing import Any
 
 from cfp.platform import has_gpu
 from cfp_test.gpu.place import tail
+from cfp_test.waiting import end_group
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "cfp_test"
@@ -230,9 +230,8 @@ def run(command: Command, options: argparse.Namespace, seconds: float) -> Row:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            end_group(process)
+            process.wait()
     took, text = time.monotonic() - began, path.read_text()
     return Row(command.name, command.line, code, took, tail(text))
 

@@ -38,8 +38,8 @@ from cfp.settings import (
 )
 from cfp.solution import Candidate
 
-# What one program gets in a turn: a look at first, which tells what is far behind, then
-# more. Turns are short, so that a drift of the clocks meets all alike.
+# What one program gets in a turn. Turns are short, so that a drift of the clocks meets
+# all alike. Devices give each program a look before, which tells what is far behind.
 _ON_CPUS = TimingOptions(
     warmup_seconds=0.15, min_samples=2, max_samples=4, budget_seconds=0.6
 )
@@ -56,9 +56,10 @@ _LOOK_ELSEWHERE = TimingOptions(
     min_repeat=3,
 )
 _TURN_MS_ELSEWHERE = 500.0
-# Devices that rested while programs were compiled are fast at first, then slow for half
-# a second: of the first three of a turn, two were 3 to 5 % off.
-_WARM_UP_ELSEWHERE = replace(_LOOK_ELSEWHERE, min_sample_ms=400.0)
+# Devices that rested while programs were compiled run by other clocks for seconds: ten
+# turns of the same five programs ranked them otherwise than 3 s later, when all turns
+# agreed. decisions.md, "A race begins when clocks are steady".
+_WARM_UP_ELSEWHERE = replace(_LOOK_ELSEWHERE, min_sample_ms=3000.0, min_repeat=1)
 
 
 def race_programs(
@@ -161,14 +162,19 @@ def _run_in_turn(
         if not warm.ok:
             records[order[0]] = warm
             order = before = order[1:]
+    # Before turns a look, of which nothing counts for what is in a turn: it is shorter,
+    # and comes sooner after another program. Where one turn is all, that is a look.
+    first = -1 if is_measured and rounds > 1 else 0
     most, started, over = 2 * rounds, time.monotonic(), 0
-    for turn in range(most):
-        known = [records[d].time_ms for d in order if turn]
+    in_turns: dict[str, ProfileRecord] = {}
+    for turn in range(first, most):
+        known = [records[d].time_ms for d in order if turn > first]
         timing = _timing(platform, min(known, default=None))
         whole = dict(records)
-        of = f"{rounds}" if turn < rounds else f"at most {most}"
+        of = f"turn {turn + 1} of {rounds if turn < rounds else f'at most {most}'}"
+        doing = "a look" if turn < 0 else of
         for place in range(len(order)):
-            if is_played and turn and agreement.is_over(builder.end):
+            if is_played and turn > 0 and agreement.is_over(builder.end):
                 records = whole  # Medians of n and of n + 1 samples do not compare.
                 break
             digest = order[(place + turn) % len(order)]
@@ -177,9 +183,12 @@ def _run_in_turn(
             seconds = time.monotonic() - started
             _, stage = builder.stages
             about = builder.options.outlook.left_text(stage, over, over + rest, seconds)
-            builder.options.tell(f"timing {label}, turn {turn + 1} of {of}{about}")
+            builder.options.tell(f"timing {label}, {doing}{about}")
             over += 1
-            records[digest] = _join(records.get(digest), timed(digest, timing))
+            found = timed(digest, timing)
+            records[digest] = _join(in_turns.get(digest), found)
+            if turn >= 0:
+                in_turns[digest] = records[digest]
         times = {d: time_of(d) for d in ready}
         best = min((times[d] for d in order), default=0.0)
         steady = min((times[d] for d in order if d in before), default=0.0)
@@ -188,7 +197,7 @@ def _run_in_turn(
         settled = steady == min(times.values(), default=0.0)
         able = sorted((d for d in order if records[d].ok), key=time_of)
         samples = [*map(samples_of, able)]
-        if turn and is_measured and settled and _is_told(samples):
+        if turn > 0 and is_measured and settled and _is_told(samples):
             break  # What is alike is a tie, and the simplest of it wins.
         close = (
             is_measured
@@ -198,7 +207,7 @@ def _run_in_turn(
         )
         if turn + 1 >= rounds and settled and not close:
             break
-        stay = STAY_AFTER_TURN if turn else STAY_AFTER_LOOK
+        stay = STAY_AFTER_TURN if turn > first else STAY_AFTER_LOOK
         before = order
         order = [d for d in ready if records[d].ok and times[d] <= stay * best]
         if not order:

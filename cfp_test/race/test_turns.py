@@ -522,17 +522,29 @@ def test_lost_devices_end_a_race(case, store, monkeypatch):
 @pytest.mark.parametrize(
     ("times", "turns"),
     [
-        # Warm first. All alike: two turns, however many more there could be.
-        ({"a": [10.0], "b": [10.05], "c": [10.09]}, "a" + "abcabc"),
-        # The others are slower in each turn: two, too.
-        ({"a": [10.0], "b": [10.15], "c": [10.3]}, "a" + "abcabc"),
+        # Warm first, then a look. All alike: two turns, however many there could be.
+        ({"a": [10.0], "b": [10.05], "c": [10.09]}, "a" + "abc" + "abcabc"),
+        # The others are slower in each turn: two, too; but one for what is 2 % slower.
+        ({"a": [10.0], "b": [10.15], "c": [10.3]}, "a" + "abc" + "abcab"),
         # One is slower in one turn and faster in the next: it goes on.
-        ({"a": [10.0], "b": [10.3, 9.97, 10.3, 10.3], "c": [12.0]}, "a" + "abcababa"),
+        (
+            {
+                "a": [11.0, 11.0, 12.0, 10.0, 10.0],
+                "b": [11.0, 12.24, 9.99, 9.99],
+                "c": [13.0],
+            },
+            "a" + "abc" + "ababab",
+        ),
+        # A look counts for nothing beside turns: by it b would be slower in each.
+        (
+            {"a": [10.0, 9.0, 10.0], "b": [9.2, 9.9, 9.9], "c": [12.0]},
+            "a" + "abc" + "abab",
+        ),
         # What a look finds 4 % behind is left out, and later what is 2 % behind.
-        ({"a": [10.0], "b": [10.5], "c": [10.3]}, "a" + "abcac"),
-        ({"a": [10.0], "b": [10.5], "c": [10.6]}, "a" + "abca"),
+        ({"a": [10.0], "b": [10.5], "c": [10.3]}, "a" + "abc" + "aca"),
+        ({"a": [10.0], "b": [10.5], "c": [10.6]}, "a" + "abc" + "aa"),
         # It is the fastest, and wins, whichever was warm.
-        ({"a": [10.5], "b": [10.0], "c": [10.6]}, "a" + "abcb"),
+        ({"a": [10.5], "b": [10.0], "c": [10.6]}, "a" + "abc" + "bb"),
     ],
 )
 def test_a_race_on_gpus_ends_when_it_has_told(case, store, monkeypatch, times, turns):

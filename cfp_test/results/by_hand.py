@@ -95,7 +95,13 @@ def with_kernel(data: Mapping[str, Any]) -> Figures:
             ]
         )
     heads = data["tensor_parallel"]
+    turns = [
+        [when, *(", ".join(fixed(ms, 1) for ms in way) for way in ways.values())]
+        for when, ways in data.get("turns_ms", {}).items()
+    ]
+    ways = [*next(iter(data.get("turns_ms", {}).values()), {})]
     return {
+        "turns": table(" | ".join(["", *ways]), turns),
         "steps": table(
             "model | by hand ms | plan ms | by hand, samples | plan, samples "
             "| plan / by hand | kernels in the program",

@@ -95,13 +95,7 @@ def with_kernel(data: Mapping[str, Any]) -> Figures:
             ]
         )
     heads = data["tensor_parallel"]
-    turns = [
-        [when, *(", ".join(fixed(ms, 1) for ms in way) for way in ways.values())]
-        for when, ways in data.get("turns_ms", {}).items()
-    ]
-    ways = [*next(iter(data.get("turns_ms", {}).values()), {})]
     return {
-        "turns": table(" | ".join(["", *ways]), turns),
         "steps": table(
             "model | by hand ms | plan ms | by hand, samples | plan, samples "
             "| plan / by hand | kernels in the program",
@@ -114,3 +108,13 @@ def with_kernel(data: Mapping[str, Any]) -> Figures:
         ),
         "heads": f"{heads['on_half_of_the_heads']} of {heads['kernels']}",
     }
+
+
+def with_turns(data: Mapping[str, Any]) -> Figures:
+    """The same, and what turns of a race found after rests of the devices."""
+    ways = next(iter(data["turns_ms"].values()))
+    turns = [
+        [when, *(", ".join(fixed(ms, 1) for ms in one) for one in found.values())]
+        for when, found in data["turns_ms"].items()
+    ]
+    return {**with_kernel(data), "turns": table(" | ".join(["", *ways]), turns)}

@@ -370,7 +370,7 @@ PAGES: tuple[Page, ...] = (
     ),
     _page("overwritten_h200_202611", building.overwritten),
     _page("host_memory_h200_202611", memory.in_host),
-    _page("called_kernel_h100x2_202611", by_hand.with_kernel),
+    _page("called_kernel_h100x2_202611", by_hand.with_turns),
     _page("called_kernel_h200x2_202611", by_hand.with_kernel),
     _page("planned_on_one_h200_202611", _planned_on_one, note=_TOO_SHORT),
     _page("one_as_four_again_h200_202611", one_as_n.again_figures),

@@ -108,10 +108,8 @@ STAY_AFTER_TURN = 1.02
 # Programs of a race whose medians differ by no more than this share are a tie, of two
 # samples on: decisions.md, "What 1 % cannot tell apart is a tie at once".
 ALIKE = 0.01
-# With fewer samples nothing is known of their spread; and a difference of so many
-# standard errors is no accident. Guess, and the usual 95 %.
+# With fewer samples nothing is known of their spread. Guess.
 ENOUGH_SAMPLES = 4
-SURE_STANDARD_ERRORS = 2.0
 # Of a device's memory: what needs more, predicted or truncated, does not fit.
 # decisions.md, "Deep programs race truncated": scaled memory is within 4 %.
 SURELY_TOO_LARGE = 1.1

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
 from statistics import median
 
 from cfp.profiling.builder import Built
@@ -14,7 +13,6 @@ from cfp.profiling.marks import Marks
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, utc_now
 from cfp.profiling.runner import TimingOptions, UntilLost, run
-from cfp.profiling.timing import interquartile_range
 from cfp.race.candidates import at_levels, with_options
 from cfp.race.compile import (
     Builder,
@@ -28,11 +26,9 @@ from cfp.race.programs import RaceProgram, RaceResult, time_ms
 from cfp.race.remembered import keep_race, of_one_race
 from cfp.settings import (
     ALIKE,
-    ENOUGH_SAMPLES,
     LEADERS,
     STAY_AFTER_LOOK,
     STAY_AFTER_TURN,
-    SURE_STANDARD_ERRORS,
     ConstraintLevel,
     defaults_of,
 )
@@ -80,9 +76,9 @@ def race_programs(
     Args:
         builder: what compiles them, and where they run.
         programs: what races.
-        rounds: how many turns there are; up to twice as many where it takes them to
-            tell, and fewer where measured times have told (`_is_told`): of predictions
-            the least wins, and nothing is a tie.
+        rounds: number of turns; up to twice as many where devices become slower
+            meanwhile, and fewer where measured times have told (`_is_told`): of
+            predictions the least wins, and nothing is a tie.
 
     Returns:
         One result for each program, in their order.
@@ -195,17 +191,11 @@ def _run_in_turn(
         if agreement.is_over(builder.end):
             break
         settled = steady == min(times.values(), default=0.0)
-        able = sorted((d for d in order if records[d].ok), key=time_of)
-        samples = [*map(samples_of, able)]
-        if turn > 0 and is_measured and settled and _is_told(samples):
+        able = [d for d in order if records[d].ok]
+        told = turn > 0 and is_measured and _is_told([*map(samples_of, able)])
+        if settled and told:
             break  # What is alike is a tie, and the simplest of it wins.
-        close = (
-            is_measured
-            and len(able) > 1
-            and is_tie(*samples[:2])
-            and not _are_alike([*map(time_of, able[:2])])
-        )
-        if turn + 1 >= rounds and settled and not close:
+        if turn + 1 >= rounds and settled:
             break
         stay = STAY_AFTER_TURN if turn > first else STAY_AFTER_LOOK
         before = order
@@ -295,29 +285,6 @@ def second_race(
 
 # ------------------------------------------------------------------------------ ties
 
-# Of normally distributed samples: standard deviations in an interquartile range, and
-# standard errors of the mean in one of the median.
-_SIGMAS, _OF_MEDIAN = 1.349, 1.253
-
-
-def is_tie(some: Sequence[float], others: Sequence[float]) -> bool:
-    """True if the medians of two programs' samples differ by no more than noise.
-
-    The noise is that of the steadier of them: one whose samples lie far apart is not as
-    fast as another for that.
-
-    Args:
-        some, others: samples of one race, in milliseconds.
-
-    Returns:
-        False where either has too few samples to tell.
-    """
-    if min(len(some), len(others)) < ENOUGH_SAMPLES:
-        return False
-    error = sqrt(2.0) * min(_error(some), _error(others))
-    return abs(median(some) - median(others)) <= SURE_STANDARD_ERRORS * error
-
-
 def _is_told(samples: Sequence[Sequence[float]]) -> bool:
     """True if turns of several programs suffice to tell the fastest.
 
@@ -339,16 +306,6 @@ def _is_told(samples: Sequence[Sequence[float]]) -> bool:
         or all(other > best for other, best in zip(one, fastest, strict=True))
         for one, time_ms in zip(samples, times_ms, strict=True)
     )
-
-
-def _are_alike(times_ms: Sequence[float]) -> bool:
-    """True if times of several programs differ too little to tell them apart."""
-    return len(times_ms) > 1 and max(times_ms) <= (1.0 + ALIKE) * min(times_ms)
-
-
-def _error(samples: Sequence[float]) -> float:
-    """The standard error of the median."""
-    return _OF_MEDIAN * interquartile_range(samples) / _SIGMAS / sqrt(len(samples))
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,10 +334,9 @@ class Ranking:
     def ties(self) -> list[RaceResult]:
         """Returns the fastest result, and those as fast as it.
 
-        That is within 1 %, if each has two samples or more, or within the spread of
-        samples, if there are enough to tell. Predictions tie only if they are equal.
-        What was timed for a larger budget, and is too large for this one, ties with
-        nothing.
+        That is within 1 %, if each has two samples or more. Predictions tie only if
+        they are equal. What was timed for a larger budget, and is too large for this
+        one, ties with nothing.
         """
         ran = [one for one in self.leaders if one.ran] or [
             one for one in self.others if one.ran
@@ -392,10 +348,9 @@ class Ranking:
         def ties(one: RaceResult) -> bool:
             if self.is_predicted:
                 return one.time_ms == fastest.time_ms
-            both = one.samples_ms, fastest.samples_ms
-            few = min(map(len, both)) < 2
-            alike = not few and _are_alike([one.time_ms, fastest.time_ms])
-            return one is fastest or alike or is_tie(*both)
+            few = min(len(one.samples_ms), len(fastest.samples_ms)) < 2
+            alike = one.time_ms <= (1.0 + ALIKE) * fastest.time_ms
+            return one is fastest or (alike and not few)
 
         return [*filter(ties, ran)]
 

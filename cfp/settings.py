@@ -78,17 +78,6 @@ TUNING_AT_ONCE = 2
 # The second takes this share of the first one's time, most of whose kernels it shares:
 # of the same run, 4 s and 5 s of 10.
 TUNED_SHARE = 0.5
-# A link is slow that sends less than this share of what memory moves: four H200 send 7
-# % of it over NVLink, and 0.5 % with NCCL_P2P_DISABLE=1.
-SLOW_LINK_SHARE = 1 / 32
-# The leaders of a race, that are raced with other compiler options too. decisions.md,
-# "Planning in half the time".
-LEADERS = 1
-# Where links are slow, options move a program by more, and predictions are off by more,
-# so that two leaders race with options, and what is predicted to be so much farther
-# behind. decisions.md, "Slow links".
-LEADERS_ON_SLOW_LINKS = 2
-REACH_ON_SLOW_LINKS = 1.1
 # Where programs are predicted from what compiles, on one device or none, those race
 # that estimates have within this factor, and so many of the best plans. On 4 H200
 # estimates were off by 1.4 against each other at most.

@@ -14,8 +14,6 @@ from math import exp, log, prod
 
 from jax.sharding import Mesh
 
-from cfp.settings import SLOW_LINK_SHARE
-
 Curve = tuple[tuple[int, float], ...]  # (bytes, milliseconds), bytes rising
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
@@ -26,8 +24,6 @@ _PRICED_AS = {
     "ragged-all-to-all": "all-to-all",
     "collective-broadcast": "all-gather",
 }
-
-_LARGE_BYTES = 1 << 27
 
 # Of `Rates.default`: about what one host of GPUs with fast links between them does.
 _LATENCY_MS = 0.02
@@ -154,17 +150,6 @@ class Rates:
             if kind in ("all-gather", "reduce-scatter"):
                 held /= sizes[name]
         return total
-
-    @property
-    def has_slow_links(self) -> bool:
-        """True if sending takes long, compared with what a device does meanwhile."""
-        axes = tuple(name for name, size in self.mesh if size > 1)
-        if not axes:
-            return False
-        ways = prod(size for _, size in self.mesh)
-        sent = _LARGE_BYTES * sent_share("all-reduce", ways)
-        sending_ms = self.collective_ms("all-reduce", axes, _LARGE_BYTES)
-        return self.memory_ms(sent) < SLOW_LINK_SHARE * sending_ms
 
     def matmul_ms(self, flops: float, dtype: str) -> float:
         """The time of one device's matrix multiplications.

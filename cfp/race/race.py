@@ -65,11 +65,8 @@ from cfp.race.shortage import no_winner
 from cfp.race.truncated import Truncated, truncate
 from cfp.race.turns import Ranking, race_programs, second_race
 from cfp.settings import (
-    LEADERS,
-    LEADERS_ON_SLOW_LINKS,
     MOST_REFUSED,
     PLAYED_RUN_SECONDS,
-    REACH_ON_SLOW_LINKS,
     STAY_AFTER_LOOK,
     STAY_AFTER_TURN,
     SURELY_TOO_LARGE,
@@ -110,21 +107,6 @@ class Run:
             built=self.built,
         )
 
-    @property
-    def has_slow_links(self) -> bool:
-        """True if sending between the devices takes long; False if unknown."""
-        rates = self.solution.rates
-        return rates is not None and rates.has_slow_links
-
-    @property
-    def reach(self) -> Mapping[ConstraintLevel, float]:
-        """The most that a candidate may be predicted to take, in times of the best."""
-        context = self.context
-        usual, asked = context.rules.reach, context.settings.reach
-        if asked or context.stand_in is not None or not self.has_slow_links:
-            return usual
-        return {level: REACH_ON_SLOW_LINKS * one for level, one in usual.items()}
-
     def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
         """Compiles candidates; results say what they need and which cannot race."""
         environment = self.context.environment
@@ -161,11 +143,10 @@ class Run:
         few = rules.compiler_options or rules.later_levels or say_little
         rounds = 1 if few else rules.rounds
         raced = self.time(candidates, rounds, truncated=truncated)
-        leaders = LEADERS_ON_SLOW_LINKS if self.has_slow_links else LEADERS
         variants = rules.compiler_options, rules.later_levels
         is_predicted = context.stand_in is not None
         reach = STAY_AFTER_TURN if is_predicted else STAY_AFTER_LOOK
-        first, new = second_race(raced, *variants, leaders, reach)
+        first, new = second_race(raced, *variants, reach)
         stages, outlook = (Stage.VARIANTS, Stage.TURNS), context.measure.outlook
         if not new or context.agreement.is_over(context.end):
             outlook.expect(dict.fromkeys(stages, 0))
@@ -231,7 +212,7 @@ class Run:
                 self.sizes.get(one.key)
                 or prediction_of(analysis, problem, one.choice).size
             ),
-            reach=None if one_is_enough else self.reach,
+            reach=None if one_is_enough else self.context.rules.reach,
             known=known,
             is_over=lambda: self.context.agreement.is_over(self.context.end),
         )
@@ -308,7 +289,7 @@ class Run:
     def within_reach(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Candidates that race if all fit."""
         anyway = always_raced(candidates)
-        return within_reach(candidates, anyway, self.reach)
+        return within_reach(candidates, anyway, self.context.rules.reach)
 
     def nothing_fits(self, results: Sequence[RaceResult]) -> CfpError:
         """The error where none of what was compiled fits, or runs."""
@@ -471,7 +452,7 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     won, refused = _first_whole(run, ranked, most_bytes)
     # Where the fastest by prediction do not run whole, others come within reach.
     rest = [one for one in left if (one.choice, one.level) not in refused]
-    now_near = within_reach(rest, (), run.reach) if refused else []
+    now_near = within_reach(rest, (), run.context.rules.reach) if refused else []
     if won is None or any(one not in near for one in now_near):
         return None
     rows = [_row(one, refused) for one in ranking.results]

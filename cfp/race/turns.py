@@ -26,7 +26,6 @@ from cfp.race.programs import RaceProgram, RaceResult, time_ms
 from cfp.race.remembered import keep_race, of_one_race
 from cfp.settings import (
     ALIKE,
-    LEADERS,
     STAY_AFTER_LOOK,
     STAY_AFTER_TURN,
     ConstraintLevel,
@@ -193,10 +192,8 @@ def _run_in_turn(
         settled = steady == min(times.values(), default=0.0)
         able = [d for d in order if records[d].ok]
         told = turn > 0 and is_measured and _is_told([*map(samples_of, able)])
-        if settled and told:
+        if settled and (told or turn + 1 >= rounds):
             break  # What is alike is a tie, and the simplest of it wins.
-        if turn + 1 >= rounds and settled:
-            break
         stay = STAY_AFTER_TURN if turn > first else STAY_AFTER_LOOK
         before = order
         order = [d for d in ready if records[d].ok and times[d] <= stay * best]
@@ -238,32 +235,28 @@ def second_race(
     raced: Sequence[RaceResult],
     options: Mapping[str, Mapping[str, str]],
     levels: Sequence[ConstraintLevel] = (),
-    leaders: int = LEADERS,
     reach: float = STAY_AFTER_LOOK,
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Selects what races again: leaders, near ties, the best preset.
+    """Selects what races again: the leader, near ties, the best preset.
 
     Args:
         raced: the first race.
-        options: of the compiler, by name. The best preset gets them as leaders do, or
-            a ratio to it would mislead; unless it is as far behind as what is left out
-            after a look at all.
+        options: of the compiler, by name. The best preset gets them as the leader does,
+            or a ratio to it would mislead; unless it is as far behind as what is left
+            out after a look at all.
         levels: constraint levels at which presets race only if they lead.
-        leaders: how many lead.
         reach: what takes more times as long as the fastest does not race again.
 
     Returns:
-        Those, and variants of leaders with options, and at levels; nothing if there
+        Those, and variants of the leader with options, and at levels; nothing if there
         are no variants.
     """
     ranked = sorted(raced, key=time_ms)
     known = [one for one in ranked if one.candidate.is_preset][:1]
     ran = [one for one in ranked if one.ran]
-    # The plan may be a preset: one program, under two names.
-    distinct = {one.candidate.key: one for one in reversed(ran)}
-    able = [*distinct.values()][::-1][:leaders]
-    near_ms = reach * min(map(time_ms, able), default=0.0)
-    near = (one for one in (*able, *known) if one.ran and one.time_ms <= near_ms)
+    leader = ran[:1]
+    near_ms = reach * min(map(time_ms, leader), default=0.0)
+    near = (one for one in (*leader, *known) if one.ran and one.time_ms <= near_ms)
     varied = {one.candidate.key: one.candidate for one in near}
     keys = {one.candidate.key for one in raced}
     names = {one.name for one in raced}
@@ -279,11 +272,12 @@ def second_race(
     if not new:
         return [], []
     close = [one for one in ran if one.time_ms <= near_ms]
-    first = {one.name: one.candidate for one in (*able, *close, *known) if one.ran}
+    first = {one.name: one.candidate for one in (*close, *known) if one.ran}
     return [*first.values()], [*{one.name: one for one in new.values()}.values()]
 
 
 # ------------------------------------------------------------------------------ ties
+
 
 def _is_told(samples: Sequence[Sequence[float]]) -> bool:
     """True if turns of several programs suffice to tell the fastest.

@@ -1,5 +1,3 @@
-import json
-from pathlib import Path
 
 import jax
 import pytest
@@ -28,28 +26,6 @@ def test_curves_are_interpolated():
     assert interpolate(CURVE, 10**4.5) == pytest.approx(0.5 * 10**0.5)
     assert interpolate(CURVE, 100_000) == 5.0
     assert interpolate(CURVE, 300_000) == pytest.approx(15.0)
-
-
-@pytest.mark.parametrize(("links", "slow"), [("nvlink", False), ("p2p_off", True)])
-def test_links_are_slow_without_peer_to_peer_access(links, slow):
-    """As four H200 were measured."""
-    folder = Path(__file__).parents[2] / "docs" / "results"
-    found = json.loads((folder / f"curves_h200x4_202611_{links}.json").read_text())
-    points: dict = {}
-    for one in found["collectives"]:
-        curve = points.setdefault((one["kind"], tuple(one["axes"])), [])
-        curve.append((one["size_bytes"], one["time_ms"]))
-    rates = Rates(
-        mesh=tuple(found["mesh"].items()),
-        curves={kind: rising(curve) for kind, curve in points.items()},
-        matmul_flops_per_ms={"float32": 350e9, "bfloat16": 700e9},
-        memory_bytes_per_ms=1e6 * found["memory_gb_per_s"],
-    )
-    assert rates.has_slow_links == slow
-
-
-def test_one_device_has_no_links():
-    assert not rates_of({}, mesh=(("x", 1),)).has_slow_links
 
 
 def test_a_curve_of_one_point():

@@ -3,7 +3,6 @@
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +30,6 @@ from cfp.race.race import Run
 from cfp.race.truncated import truncate
 from cfp.race.turns import second_race
 from cfp.settings import (
-    LEADERS,
-    LEADERS_ON_SLOW_LINKS,
     TUNING_AT_ONCE,
     defaults_of,
 )
@@ -530,33 +527,6 @@ def test_the_leader_and_the_best_preset_near_it_race_with_other_options():
     first, varied = races_again(planned=9.0, zero1=9.5)
     # The best preset is timed again, to be compared with.
     assert varied == {"planned"} and first == ["planned", "zero1"]
-
-
-def test_where_links_are_slow_two_leaders_race_with_other_options():
-    """On 4 H200 options took 6 % off the second, and nothing off the first."""
-    options = defaults_of("gpu").compiler_options
-    field = [Candidate("planned", "a"), Candidate("planned 2", "b")]
-    raced = [timed(field[0], 9.0), timed(field[1], 9.3)]
-    for leaders, varied in ((LEADERS, "a"), (LEADERS_ON_SLOW_LINKS, "ab")):
-        _, new = second_race(raced, options, leaders=leaders)
-        assert {one.choice for one in new} == {*varied}
-
-
-@pytest.mark.parametrize("asked", [None, 1.3])
-@pytest.mark.parametrize("slow", [False, True])
-def test_where_links_are_slow_the_reach_is_longer_unless_it_is_given(slow, asked):
-    usual = defaults_of("gpu").reach
-    context: Any = SimpleNamespace(
-        rules=SimpleNamespace(reach=usual),
-        settings=SimpleNamespace(reach=asked),
-        stand_in=None,
-    )
-    solution: Any = SimpleNamespace(rates=SimpleNamespace(has_slow_links=slow))
-    nothing: Any = None
-    found = Run(context, nothing, solution).reach
-    longer = slow and not asked
-    assert found.keys() == usual.keys()
-    assert all((found[level] > usual[level]) == longer for level in usual)
 
 
 def test_no_two_programs_of_a_race_have_one_name():

@@ -1,7 +1,7 @@
 """Programs for N devices, compiled and run by one GPU that plays one of them.
 
     python -m cfp_test.bench.one_as_four --devices 4 --out FOLDER [--seconds 280]
-        [--threads 12] [--first N] [--times] [--platform cpu --tiny]
+        [--threads 12] [--first N] [--times | --texts] [--platform cpu --tiny]
 
 Builds the recorded programs (`cfp_test.bench.recorded`) for the mocked devices, and
 writes below FOLDER, for each: samples of one device's computation on real numbers, with
@@ -10,6 +10,8 @@ each kernel takes (``one_as_N.json``); and the text of the compiled program, fro
 its schedule follows (``one_as_N_hlo.tar.gz``). Programs that are not reached within the
 seconds are left out, and so is one that hangs, with all behind it. With ``--times``
 there are times alone; what FOLDER has of an earlier such run is kept and not run again.
+With ``--texts`` nothing runs and no kernel is tuned, and there are texts alone, also of
+the computations on real numbers.
 
 On a CPU nothing is mocked: virtual devices run everything, to try the script out.
 """
@@ -37,6 +39,7 @@ from jax.sharding import Mesh
 from cfp import platform
 from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
+from cfp.cost.stand_in import UNTUNED
 from cfp.devices import mock
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build, one_device
@@ -253,15 +256,18 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 
 def write_texts(file: Path, all_made: Sequence[Made]) -> None:
-    """Writes the texts of compiled programs."""
+    """Writes the texts of compiled programs, and of their computations' programs."""
     with tarfile.open(file, "w:gz", compresslevel=6) as tar:
         for made in all_made:
-            if isinstance(made.built, Built):
-                text = made.built.compiled.as_text() or ""
-                content = _METADATA.sub("", text).encode()
-                info = tarfile.TarInfo(f"{made.case.file}.txt")
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
+            built = made.built
+            local = built.local if isinstance(built, Built) else None
+            for one, suffix in ((built, ""), (local, "_local")):
+                if isinstance(one, Built):
+                    text = one.compiled.as_text() or ""
+                    content = _METADATA.sub("", text).encode()
+                    info = tarfile.TarInfo(f"{made.case.file}{suffix}.txt")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
 
 
 def say(text: str) -> None:
@@ -281,7 +287,9 @@ def main() -> None:
     parser.add_argument("--platform", choices=platform.PLATFORMS)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--first", type=int, help="only so many programs")
-    parser.add_argument("--times", action="store_true", help="no kernels, no texts")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--times", action="store_true", help="no kernels, no texts")
+    only.add_argument("--texts", action="store_true", help="nothing runs")
     parser.add_argument("--tuned", type=Path, default=Path("/tmp/one_as_n_tuned"))
     options = parser.parse_args()
     axes = (("x", options.devices),)
@@ -292,6 +300,8 @@ def main() -> None:
         mock.play_one_of(options.devices)
         mesh, common = mock.mocked_mesh(axes), dict(mock.OPTIONS)
     mesh = planning_mesh(mesh)
+    if options.texts and options.platform != "cpu":
+        common |= UNTUNED
     wanted = (tiny_cases if options.tiny else cases)(options.devices)[: options.first]
     options.out.mkdir(parents=True, exist_ok=True)
     base = options.out / f"one_as_{options.devices}"
@@ -305,6 +315,8 @@ def main() -> None:
     if not options.times:
         write_texts(Path(f"{base}_hlo.tar.gz"), all_made)
         say("texts written")
+    if options.texts:
+        return
     rows = [row_of(made) for made in all_made]
     page = {
         "hardware": str(mesh.devices.flat[0].device_kind),

@@ -83,6 +83,11 @@ class Schedule:
         """Sums the matrix products of one device."""
         return sum(one.flops for one in self.computed)
 
+    @property
+    def computation(self) -> Computed:
+        """Everything that one device computes, taken together."""
+        return _together(self.computed)
+
     def merged(self) -> Schedule:
         """The same with what no collective separates taken together."""
         cuts = {0, len(self.computed)}

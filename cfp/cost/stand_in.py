@@ -12,7 +12,10 @@
    two plans, nor of one plan for 64 and for 1,024 devices whose shards have equal
    shapes, nor with compiler options that join or move collectives alone, without a
    memory limit. Without a device the computation is estimated from rates.
-2. Copies that stand for gathers are taken off, by the rate of the memory.
+2. Kernels that this program has and the partitioned one has not, such as copies in
+   place of gathers, are taken off, and those that it lacks are added, such as copies
+   that bring a dim to the front, where a collective needs it: by what the two texts
+   move, at the rate of the memory (:func:`computed_alone_ms`).
 3. Collectives are added by their curves: hidden behind the computation that the
    program's schedule puts between their start and their end, each slowing down the
    other, and exposed where there is none (:func:`step_time`). A GPU that waits takes
@@ -31,7 +34,7 @@ from types import MappingProxyType
 
 from jax.sharding import Mesh
 
-from cfp.cost.schedule import Schedule, Sent, schedule_of
+from cfp.cost.schedule import Computed, Schedule, Sent, schedule_of
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.compiler_options import without_collectives
 from cfp.profiling.hlo_text import modules_in
@@ -60,15 +63,15 @@ class Constants:
     Attributes:
         sustained: the rate of products inside a long step, of that of a short probe.
         beside: the speed of a collective and of the computation beside it, of what
-            each has alone. So a collective that is wholly hidden costs 0.74 of its
+            each has alone. So a collective that is wholly hidden costs 0.75 of its
             time: its kernels take multiprocessors and power.
         waiting: the power of a GPU that waits for a collective, of what it may take:
             steps that wait for 65 % of their time took 418 to 440 W of 700
             (``docs/results/played_links_h200x2_202611.md``).
     """
 
-    sustained: float = 0.978
-    beside: float = 0.575
+    sustained: float = 0.981
+    beside: float = 0.57
     waiting: float = 0.3
 
 
@@ -215,19 +218,27 @@ def _estimated(schedule: Schedule, rates: Rates, constants: Constants) -> list[f
     return [a + b for a, b in zip(products, others, strict=True)]
 
 
-def computed_alone_ms(schedule: Schedule, rates: Rates, local_ms: float) -> float:
-    """Time of computation, without the copies that stand for gathers when it runs.
+def computed_alone_ms(
+    schedule: Schedule, ran: Computed, rates: Rates, local_ms: float
+) -> float:
+    """Time of a program's computation, from that of its computation by itself.
+
+    Both multiply the same matrices. Of the other kernels the one by itself has copies
+    in place of gathers and slices in place of scatters. It lacks those that a
+    collective makes necessary: GPUs' collectives need the dim that they gather,
+    scatter or exchange at the front of the memory, and what is on both sides of one
+    is not fused.
 
     Args:
         schedule: of the compiled program.
+        ran: all kernels of one device's computation by itself (`cfp.program.local`).
         rates: of its devices.
-        local_ms: what one device's computation took by itself (`cfp.program.local`);
-            each copy in it reads the device's part and writes the whole.
+        local_ms: what that took.
     """
-    gathers = [one for one in schedule.sent if one.kind == "all-gather"]
-    moved = sum(one.times * one.bytes * (1 + 1 / one.group_size) for one in gathers)
-    copies = rates.memory_ms(moved) + _KERNEL_MS * sum(one.times for one in gathers)
-    return max(0.0, local_ms - copies)
+    own = schedule.computation
+    more = rates.memory_ms(ran.moved_bytes - own.moved_bytes)
+    more += _KERNEL_MS * (ran.kernels - own.kernels)
+    return max(0.0, local_ms - more)
 
 
 def _price(one: Sent, rates: Rates) -> float:
@@ -438,11 +449,12 @@ class StepPredictor:
             sum(_estimated(each, self.rates, self.constants))
             for each in (schedule, one.schedule)
         )
+        ran = Computed(flops=0, moved_bytes=found.moved_bytes, kernels=found.kernels)
         samples_ms = [
             step_time(
                 schedule,
                 self.rates,
-                computation_ms=computed_alone_ms(one.schedule, self.rates, ms)
+                computation_ms=computed_alone_ms(one.schedule, ran, self.rates, ms)
                 * (own / its if its else 1.0),
                 highest_clock=_headroom(found, *limits_of(mesh.local_devices[0])),
                 constants=self.constants,
@@ -475,7 +487,7 @@ class StepPredictor:
         if found.ok:
             before = kept.samples_ms if kept else ()
             samples_ms = (*before, median(found.samples_ms))
-            found = replace(found, samples_ms=samples_ms)
+            found = replace(found, samples_ms=samples_ms, **_moved(kept, built))
         elif kept is not None:
             return kept
         if is_here:
@@ -499,12 +511,21 @@ class StepPredictor:
         assert self.place is not None
         return ProfileKey(
             (
-                ("what", "computation alone, one sample of each run"),
+                ("what", "computation alone, one sample of each run, what it moves"),
                 ("computation", computation_of(text)),
                 ("donated", repr(job.donated)),
                 *(part for part in self.place if part[0] not in _PLAYED),
             )
         )
+
+
+def _moved(kept: ProfileRecord | None, built: Built) -> dict[str, int]:
+    """What the kernels of a computation by itself move, and how many they are."""
+    if kept is not None:
+        return {"moved_bytes": kept.moved_bytes, "kernels": kept.kernels}
+    assert isinstance(built.local, Built), "it has just run"
+    ran = schedule_of(built.local.compiled.as_text() or "").computation
+    return {"moved_bytes": round(ran.moved_bytes), "kernels": ran.kernels}
 
 
 def _without_collectives(job: Job) -> Parts:

@@ -104,6 +104,8 @@ class ProfileRecord(CompiledBytes):
       run_seconds: all of running, warm-up included.
       clock_mhz, power_watts: medians of the first GPU while samples were taken; 0 where
         nothing says.
+      moved_bytes, kernels: of one device's computation that ran by itself, as in
+        `cfp.cost.schedule.Computed`; 0 of everything else.
       collectives: what the compiled program sends.
       choice: of a whole program what was chosen for it; see `cfp.race.remembered`.
       created: ISO 8601, UTC.
@@ -123,6 +125,8 @@ class ProfileRecord(CompiledBytes):
     run_seconds: Time = 0.0
     clock_mhz: Time = 0.0
     power_watts: Time = 0.0
+    moved_bytes: Count = 0
+    kernels: Count = 0
     collectives: tuple[Collective, ...] = ()
     choice: str = ""
     created: str = field(default_factory=utc_now)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from math import prod
+from statistics import fmean
 
 from cfp.profiling.rates import Curve, Rates, axis_groups, rising, sent_share
+
+_SAMPLE_MS = 2.0
+_LARGE_BYTES = 1 << 25
 
 
 def carried_over(
@@ -44,36 +49,58 @@ def carried_over(
     )
 
 
-def without_launches(
-    curve: Curve, latency_ms: float, below_bytes: int = 1 << 25
-) -> Curve:
-    """A curve without the launch and the wait of a program for each collective.
+def in_a_row(recorded_ms: float) -> int:
+    """Returns how many programs one sample of an old curve has, by what one took.
 
-    What is sent grows with its size, so that the rest is the launch and the wait: in
-    chains of two H200 without peer-to-peer access nothing is left at 32 to 128 MiB, and
-    one a program on four H200 left 0.4 to 1.5 ms of 1.5 to 3.4. Without them both send
-    as fast: 23 GB/s of gathers and scatters, 25 to 27 of sums.
+    Until chains were timed, a sample was of so many programs in a row, each with one
+    collective, that it lasted 2 ms; a tenth more, to reach them at the next look.
+    """
+    is_enough = recorded_ms >= _SAMPLE_MS
+    return 1 if is_enough else math.ceil(1.1 * _SAMPLE_MS / recorded_ms)
+
+
+def launch_ms_of(curves: Iterable[Curve]) -> float:
+    """The launch and the wait that each sample of old curves has once.
+
+    Without them what is sent takes a time that is proportional to its size, as in
+    chains. Of two sizes that two numbers of programs in a row were timed of, that says
+    how long a launch and a wait are.
+
+    Args:
+        curves: of collectives whose times in chains are proportional to their sizes.
+    """
+    found = []
+    for curve in curves:
+        (size, ms), *_, (last_size, last_ms) = _large(curve)
+        ratio = last_size / size
+        shares = ratio / in_a_row(ms) - 1 / in_a_row(last_ms)
+        found.append((ratio * ms - last_ms) / shares)
+    return fmean(found)
+
+
+def without_launches(curve: Curve, launch_ms: float, latency_ms: float) -> Curve:
+    """An old curve without its share of a sample's launch and wait.
 
     Args:
         curve: measured with one collective in a program.
-        latency_ms: that of a chain of collectives in one program.
-        below_bytes: smaller sizes say nothing but what the launch takes.
+        launch_ms: of a sample; see `launch_ms_of`.
+        latency_ms: that of a chain of collectives in one program. What is small says
+            nothing but how fast programs are launched, and takes the part of the
+            smallest large one that its size is.
     """
-    large = [point for point in curve if point[0] >= below_bytes]
-    size, ms = large[0]
-    last_size, last_ms = large[-1]
-    slope = (last_ms - ms) / (last_size - size) if last_size > size else ms / size
-    launch_ms = max(0.0, ms - slope * size - latency_ms)
-    first_ms = ms - launch_ms
-    return rising(
-        (
-            s,
-            t - launch_ms
-            if s >= below_bytes
-            else min(t, latency_ms + first_ms * s / size),
-        )
-        for s, t in curve
-    )
+    large = [(size, ms - launch_ms / in_a_row(ms)) for size, ms in _large(curve)]
+    first_size, first_ms = large[0]
+    sent_ms = max(0.0, first_ms - latency_ms)
+    small = [
+        (size, min(ms, latency_ms + sent_ms * size / first_size))
+        for size, ms in curve
+        if size < first_size
+    ]
+    return rising([*small, *large])
+
+
+def _large(curve: Curve) -> list[tuple[int, float]]:
+    return [point for point in curve if point[0] >= _LARGE_BYTES]
 
 
 def rates_from_page(page: Mapping) -> Rates:

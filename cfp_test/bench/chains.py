@@ -1,4 +1,4 @@
-"""Collectives one a program beside chains of them, with and without peer-to-peer access.
+"""Collectives one a program beside chains of them, over two kinds of links.
 
     python -m cfp_test.bench.chains --out FOLDER [--devices 4] [--steps] [--tiny]
 
@@ -84,9 +84,7 @@ def single(kind: str, dtype: str, size: int, mesh: Mesh) -> Callable[[int], floa
         "all-reduce": lax.psum,
         "all-gather": partial(lax.all_gather, tiled=True),
         "reduce-scatter": partial(lax.psum_scatter, tiled=True),
-        "all-to-all": partial(
-            lax.all_to_all, split_axis=0, concat_axis=0, tiled=True
-        ),
+        "all-to-all": partial(lax.all_to_all, split_axis=0, concat_axis=0, tiled=True),
     }[kind]
     sent = piece if kind in ("all-gather", "all-to-all") else whole
     got = piece if kind in ("reduce-scatter", "all-to-all") else whole
@@ -140,7 +138,9 @@ def singles(mesh: Mesh, tiny: bool) -> list[dict[str, Any]]:
         in_a_row = {n: [go(n) for _ in range(_SAMPLES)] for n in _IN_A_ROW}
         found.append({**row, "samples_ms": in_a_row})
         middle = {n: round(median(ms) / n, 4) for n, ms in in_a_row.items()}
-        say(f"{kind} {dtype} {size / 2**20:.2f} MiB, ms each by runs in a row: {middle}")
+        say(
+            f"{kind} {dtype} {size / 2**20:.2f} MiB, ms each by runs in a row: {middle}"
+        )
     return found
 
 

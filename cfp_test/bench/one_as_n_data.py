@@ -13,7 +13,8 @@ import statistics
 import sys
 import tarfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,19 @@ def recorded() -> dict[Key, list[tuple[float, int]]]:
     return found
 
 
-def _samples() -> Iterator[tuple[Key, list[float], int]]:
+def races_of(key: Key) -> list[list[float]]:
+    """Returns the samples of a program in each race, in ms, under all its names."""
+    devices, target, links, name = key
+    found = {(devices, target, links, one) for one in names_of(name)}
+    return [samples for other, samples, _ in _samples() if other in found and samples]
+
+
+@cache
+def _samples() -> list[tuple[Key, list[float], int]]:
+    return list(_read_samples())
+
+
+def _read_samples() -> Iterator[tuple[Key, list[float], int]]:
     four = json.loads((RESULTS / "planning_h200x4_202611.json").read_text())
     for cell in four["cells"]:
         links = "P2P off" if cell["NCCL_P2P_DISABLE"] else "NVLink"
@@ -87,10 +100,7 @@ def names_of(name: str) -> list[str]:
 def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
     """A merged schedule, in whole megaflops and kilobytes."""
     return {
-        "computed": [
-            [round(c.flops / 1e6), round(c.moved_bytes / 1e3), c.kernels]
-            for c in schedule.computed
-        ],
+        "computed": [computed_to_json(c) for c in schedule.computed],
         "sent": [
             [s.kind, s.bytes, s.group_size, s.start, s.done, s.times]
             for s in schedule.sent
@@ -98,13 +108,22 @@ def schedule_to_json(schedule: Schedule) -> dict[str, Any]:
     }
 
 
+def computed_to_json(computed: Computed) -> list[int]:
+    """Kernels, in whole megaflops and kilobytes, and their count."""
+    megaflops, kilobytes = computed.flops / 1e6, computed.moved_bytes / 1e3
+    return [round(megaflops), round(kilobytes), computed.kernels]
+
+
+def computed_from_json(data: Sequence[int]) -> Computed:
+    """Reads kernels that `computed_to_json` wrote."""
+    flops, size, kernels = data
+    return Computed(flops=flops * 1e6, moved_bytes=size * 1e3, kernels=kernels)
+
+
 def schedule_from_json(data: dict[str, Any]) -> Schedule:
     """Reads a schedule that `schedule_to_json` wrote."""
     return Schedule(
-        tuple(
-            Computed(flops=flops * 1e6, moved_bytes=size * 1e3, kernels=kernels)
-            for flops, size, kernels in data["computed"]
-        ),
+        tuple(map(computed_from_json, data["computed"])),
         tuple(
             Sent(
                 kind=kind,

@@ -51,7 +51,7 @@ from cfp.report.plots import curves_data
 from cfp.search.jobs import whole_job
 from cfp.targets import resolve
 from cfp_test.bench.decoder import MODELS, make_step
-from cfp_test.bench.one_as_n_data import schedule_to_json
+from cfp_test.bench.one_as_n_data import computed_to_json, schedule_to_json
 from cfp_test.bench.recorded import MOE_OF_TWO, TINY
 
 AXES = (("x", 2),)
@@ -259,6 +259,8 @@ class Worker:
         elif built.local is not None:
             found["local_peak_bytes"] = built.local.peak_bytes
             found["local_build_seconds"] = built.local.build_seconds
+            ran = schedule_of(built.local.compiled.as_text() or "").computation
+            found["local_computed"] = computed_to_json(ran)
         return found
 
     def curves(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from cfp.devices.described import described
 from cfp.profiling.rates import Rates
 from cfp_test.bench.carried import rates_from_page
 from cfp_test.bench.one_as_n import rank_correlation
-from cfp_test.bench.one_as_n_data import schedule_from_json
+from cfp_test.bench.one_as_n_data import computed_from_json, schedule_from_json
 from cfp_test.results.pages import table
 
 _RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -75,7 +75,9 @@ def steps(
         predicted = step_time(
             schedule,
             rates,
-            computation_ms=computed_alone_ms(schedule, rates, local_ms),
+            computation_ms=computed_alone_ms(
+                schedule, computed_from_json(row["local_computed"]), rates, local_ms
+            ),
             highest_clock=_HIGHEST_MHZ / local["clock_mhz"],
             constants=constants,
         )
@@ -142,6 +144,7 @@ def figures(data: dict[str, Any]) -> dict[str, str]:
         "count": str(len(data["programs"])),
         "samples": " or ".join(map(str, sorted(samples))),
         "waiting": f"{Constants().waiting:.1f}",
+        "beside": f"{Constants().beside:.2f}",
         "summary": table(
             "links | median error | worst | mean | rank correlation", sums
         ),
@@ -170,6 +173,7 @@ def main() -> None:
                 "peak_bytes": peaks,
                 "runs": runs,
                 **row["two"]["schedule"],
+                "local_computed": row["play"]["local_computed"],
             }
         )
     page = {

@@ -23,7 +23,12 @@ from cfp.profiling.key import ProfileKey
 from cfp.profiling.rates import Rates, sent_share
 from cfp.profiling.store import ProfileStore
 from cfp_test.bench import played_links_page, played_page
-from cfp_test.bench.carried import carried_over, without_launches
+from cfp_test.bench.carried import (
+    carried_over,
+    in_a_row,
+    launch_ms_of,
+    without_launches,
+)
 from cfp_test.bench.one_as_n import rank_correlation
 from cfp_test.bench.one_as_n_data import FILE
 
@@ -77,7 +82,10 @@ def predictor(tmp_path):
 
 @pytest.fixture
 def ask(predictor, read, monkeypatch):
-    """Predicts programs of one computation, whose runs take 10, 12, 11 ms; and runs."""
+    """Predicts programs of one computation, whose runs take 10, 12, 11 ms; and runs.
+
+    A program is its schedule. Another one may be what ran in place of it.
+    """
     ran: list[str] = []
 
     def run_local(built, job, program, mesh, *, timing):
@@ -90,14 +98,15 @@ def ask(predictor, read, monkeypatch):
     monkeypatch.setattr(stand_in, "limits_of", lambda device: (0.0, 0.0))
     mesh: Any = SimpleNamespace(local_devices=[None])
 
-    def predicted(schedule, *options):
+    def predicted(schedule, *options, local=None):
         chosen = [("options", repr(options))] if options else []
         key = ProfileKey((("ops", "a"), *chosen))
         words = {"key": key, "options": options, "donated": (), "label": "a step"}
         job: Any = SimpleNamespace(**words)
         text: Any = SimpleNamespace(as_text=lambda: schedule)
         is_local = predictor.place is not None and predictor.wants_local(job, "")
-        inner = Built(key=key, compiled=text) if is_local else None
+        alone: Any = SimpleNamespace(as_text=lambda: local or schedule)
+        inner = Built(key=key, compiled=alone) if is_local else None
         built = Built(key=key, compiled=text, local=inner)
         program: Any = None
         return predictor(built, job, program, mesh).samples_ms
@@ -108,9 +117,9 @@ def ask(predictor, read, monkeypatch):
 _JOINED = ("xla_gpu_all_reduce_combine_threshold_bytes", "1")
 
 
-def _alone(*sent: Sent, copied_ms: float = 0.0) -> Schedule:
+def _alone(*sent: Sent, first_ms: float = 5.0, copied_ms: float = 0.0) -> Schedule:
     copies = Computed(flops=0.0, moved_bytes=copied_ms * 1e9, kernels=0)
-    return Schedule((_product(5.0), copies, _product(5.0)), sent)
+    return Schedule((_product(first_ms), copies, _product(5.0)), sent)
 
 
 def _reduced(start: int, size: int) -> Sent:
@@ -147,10 +156,24 @@ def test_a_computation_that_ran_once_before_runs_as_often_as_others(ask, predict
         assert len(ran) == most
 
 
-def test_a_programs_text_is_read_once(ask, read):
+def test_texts_are_read_once(ask, read):
+    """That of the program, and that of its computation by itself."""
     predicted, _ = ask
     assert [*predicted(_alone()), *predicted(_alone())] == [10.0, 12.0]
-    assert len(read) == 1
+    assert len(read) == 2
+
+
+def test_what_a_computation_by_itself_does_without_is_added(ask, predictor):
+    """In each turn, and in another process, which finds the time in the store."""
+    predicted, ran = ask
+    for _ in range(2):
+        takes = [*predicted(_alone(copied_ms=3.0), local=_alone(copied_ms=1.0))]
+        takes += predicted(_alone(copied_ms=3.0), local=_alone(copied_ms=1.0))
+        takes += predicted(_alone(copied_ms=3.0), local=_alone(copied_ms=1.0))
+        assert takes == pytest.approx([12.0, 14.0, 13.0])
+        predictor.keep_only([])
+        predictor.turns.clear()
+    assert len(ran) == 3
 
 
 def test_where_nothing_runs_a_step_is_predicted_once(ask, read, predictor):
@@ -167,18 +190,18 @@ def test_under_a_memory_limit_no_computation_is_shared(ask):
     """The schedule decides what is computed again."""
     predicted, _ = ask
     limited = ("xla_gpu_memory_limit_slop_factor", "50")
-    predicted(_alone(), limited)
-    again = _alone(copied_ms=1.0)
-    # Shared, the time of 10 ms would be that of another computation, and scaled.
-    assert predicted(again, limited, _JOINED) == pytest.approx([10.0])
+    predicted(_alone(first_ms=15.0), limited)
+    again = _alone(first_ms=15.0, copied_ms=1.0)
+    # Shared, 10 ms would be those of another computation, and scaled to 10.5.
+    assert predicted(again, limited, _JOINED) == pytest.approx([11.0])
 
 
 def test_with_options_that_change_a_computation_it_goes_by_its_own_text(ask):
     predicted, ran = ask
     limited = ("xla_gpu_memory_limit_slop_factor", "50")
-    predicted(_alone())
-    copies = _alone(copied_ms=1.0)
-    assert predicted(copies, limited) == pytest.approx([10.0])
+    predicted(_alone(first_ms=15.0))
+    copies = _alone(first_ms=15.0, copied_ms=1.0)
+    assert predicted(copies, limited) == pytest.approx([11.0])
     assert len(ran) == 1  # The text is the same.
 
 
@@ -214,24 +237,30 @@ def test_a_measured_computation_is_kept(measured_ms):
         assert found.total_ms == pytest.approx(measured_ms)
 
 
-def test_copies_in_place_of_gathers_are_taken_off():
-    sent = (
-        _gather(0, 0, 4_000_000_000),
-        Sent(kind="all-reduce", bytes=9_000_000, group_size=2, start=0, done=0),
+@pytest.mark.parametrize(
+    ("moved_bytes", "kernels", "expected_ms"),
+    [
+        (4e9, 3, 50.0),
+        (10e9, 5, 50.0 - 6.0 - 2 * 0.002),  # Copies in place of gathers.
+        (1e9, 1, 50.0 + 3.0 + 2 * 0.002),  # No copies to bring a dim to the front.
+        (100e9, 3, 0.0),
+    ],
+)
+def test_kernels_of_one_of_two_programs_alone_count(moved_bytes, kernels, expected_ms):
+    own = (
+        Computed(flops=0.0, moved_bytes=1e9, kernels=1),
+        Computed(flops=1e9, moved_bytes=3e9, kernels=2),
     )
-    schedule = Schedule((_product(1.0),), sent)
-    # A gather of two parts reads a half and writes the whole.
-    expected = 50.0 - 1.5 * 4 - 0.002
-    assert computed_alone_ms(schedule, _RATES, 50.0) == pytest.approx(expected)
-    assert computed_alone_ms(schedule, _RATES, 1.0) == 0.0
+    schedule = Schedule(own, (_gather(0, 1), _gather(1, 2, 4_000_000_000)))
+    ran = Computed(flops=1e9, moved_bytes=moved_bytes, kernels=kernels)
+    found = computed_alone_ms(schedule, ran, _RATES, 50.0)
+    assert found == pytest.approx(expected_ms)
 
 
 def test_what_runs_several_times_counts_as_often():
     several = tuple(replace(one, times=3) for one in (_gather(0, 0), _gather(1, 1)))
     apart = tuple(one for s in several for one in 3 * (replace(s, times=1),))
     both = [Schedule((_product(40.0),), sent) for sent in (several, apart)]
-    alone = [computed_alone_ms(one, _RATES, 50.0) for one in both]
-    assert alone[0] == pytest.approx(alone[1]) and alone[0] < 50.0
     steps = [step_time(one, _RATES, constants=_PLAIN).total_ms for one in both]
     assert steps[0] == pytest.approx(steps[1])
 
@@ -258,16 +287,23 @@ def test_curves_carried_over_to_more_devices_grow_by_what_each_sends():
         )
 
 
-def test_without_launches_times_follow_the_bandwidth():
-    """Half a millisecond of each was the launch, and what is small said no more."""
-    curve = ((1 << 16, 0.5), (1 << 22, 0.52), (1 << 25, 1.52), (1 << 28, 8.52))
-    found = dict(without_launches(curve, 0.02))
-    assert found[1 << 25] == pytest.approx(0.02 + 1.0)
-    assert found[1 << 28] == pytest.approx(0.02 + 8.0)
-    assert found[1 << 22] == pytest.approx(0.02 + 1.02 / 8)
-    # Larger ones that are slower for each byte have none.
-    steep = ((1 << 16, 0.14), (1 << 25, 1.0), (1 << 28, 9.0))
-    assert dict(without_launches(steep, 0.02))[1 << 28] == 9.0
+@pytest.mark.parametrize("bytes_per_ms", [2.2e7, 3.5e7])
+def test_without_launches_times_follow_the_bandwidth(bytes_per_ms):
+    """A sample of 2 ms or more had one launch, of however many programs in a row."""
+    sizes, launch_ms = (1 << 16, 1 << 22, 1 << 25, 1 << 28), 1.0
+    curve = []
+    for size in sizes:
+        count = 1
+        while launch_ms + count * size / bytes_per_ms < 2.0:
+            count += 1
+        curve.append((size, size / bytes_per_ms + launch_ms / count))
+    assert [in_a_row(ms) for _, ms in curve][3] == 1 < in_a_row(curve[0][1])
+    assert launch_ms_of([tuple(curve)]) == pytest.approx(launch_ms)
+    found = dict(without_launches(tuple(curve), launch_ms, 0.0))
+    for size in sizes[2:]:
+        assert found[size] == pytest.approx(size / bytes_per_ms)
+    assert found[1 << 22] == pytest.approx(found[1 << 25] / 8)
+    assert found[1 << 16] == pytest.approx(found[1 << 25] / 512)
 
 
 @pytest.fixture(scope="module")

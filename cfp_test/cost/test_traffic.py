@@ -23,7 +23,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.bench import played_links_page
 from cfp_test.bench.decoder import MODELS, make_step
-from cfp_test.bench.one_as_n_data import schedule_from_json
+from cfp_test.bench.one_as_n_data import computed_from_json, schedule_from_json
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 256, 4, 8
 SCORES_BYTES = 2 * BATCH * HEADS * TOKENS * TOKENS  # In bfloat16.
@@ -146,5 +146,6 @@ def test_computations_are_estimated_without_compiling(model, attention):
         and row["kernel"] == (attention == "cudnn")
     ]
     ran = statistics.median(row["runs"]["local"]["samples_ms"])
-    ran = computed_alone_ms(schedule_from_json(row), rates, ran)
+    local = computed_from_json(row["local_computed"])
+    ran = computed_alone_ms(schedule_from_json(row), local, rates, ran)
     assert _estimated_ms(model, attention) == pytest.approx(ran, rel=0.1)

@@ -173,7 +173,7 @@ def test_what_runs_is_one_devices_computation(folder, monkeypatch):
     assert "all-reduce" not in text and "dot" in text
     # Samples of one run, or of collectives that did nothing, are under other keys.
     what = dict(built.key.parts)["what"]
-    assert what == "computation alone, one sample of each run"
+    assert what == "computation alone, one sample of each run, what it moves"
 
 
 def test_other_links_change_predictions_and_run_nothing(ran, folder):

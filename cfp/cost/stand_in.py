@@ -520,7 +520,7 @@ class StepPredictor:
 
 
 def _moved(kept: ProfileRecord | None, built: Built) -> dict[str, int]:
-    """What the kernels of a computation by itself move, and how many they are."""
+    """Reads what the kernels of a computation by itself move, and counts them."""
     if kept is not None:
         return {"moved_bytes": kept.moved_bytes, "kernels": kept.kernels}
     assert isinstance(built.local, Built), "it has just run"

@@ -154,7 +154,7 @@ def predict(data: dict[str, Any]) -> None:
 
 
 def _ran(schedule: Schedule, row: dict[str, Any]) -> Computed:
-    """Finds what ran of a program on one GPU, by its texts, or else with copies alone."""
+    """Finds what ran of a program on one GPU: by its texts, or with copies alone."""
     own = schedule.computation
     gathers = [one for one in schedule.sent if one.kind == "all-gather"]
     copied = sum(one.times * one.bytes * (1 + 1 / one.group_size) for one in gathers)

@@ -422,7 +422,7 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
 
     None under a budget: only whole programs say what they need. Whether one fits into
     a device is found out where it wins. None, too, where the program cannot be
-    truncated, or what is fastest does not run whole: then whole programs race.
+    truncated, or none of the fastest runs whole: then whole programs race.
     """
     context, problem = run.context, run.solution.problem
     kept = context.settings.repeats
@@ -450,10 +450,7 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     timed = time.perf_counter()
     ranked = [ranking.best, *sorted(ranking.results, key=time_ms)]
     won, refused = _first_whole(run, ranked, most_bytes)
-    # Where the fastest by prediction do not run whole, others come within reach.
-    rest = [one for one in left if (one.choice, one.level) not in refused]
-    now_near = within_reach(rest, (), run.context.rules.reach) if refused else []
-    if won is None or any(one not in near for one in now_near):
+    if won is None:
         return None
     rows = [_row(one, refused) for one in ranking.results]
     far = [one for one in left if one not in near]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp import find
 from cfp.context import MemoryBudget
 from cfp.cost.costs import Costs
 from cfp.passes.search import search
@@ -25,7 +24,7 @@ from cfp.race import race as steps
 from cfp.race import race as story
 from cfp.race.admission import limit_options
 from cfp.race.candidates import with_options
-from cfp.race.programs import TOO_FAR, TOO_LARGE, TOO_LATE, UNMEASURED
+from cfp.race.programs import TOO_LARGE, TOO_LATE, UNMEASURED
 from cfp.race.race import Run
 from cfp.race.truncated import truncate
 from cfp.race.turns import second_race
@@ -340,42 +339,6 @@ def test_what_does_not_run_whole_gives_way_to_the_next(plan, whole_fails, tmp_pa
     again = plan(per_kind=2, cache_dir=tmp_path)
     assert again.search["race_cached"] == 1.0
     assert (again.winner, again.race) == (made.winner, made.race)
-
-
-def test_what_was_out_of_reach_of_one_that_does_not_run_whole_races(
-    plan, whole_fails, change_ratios, monkeypatch, tmp_path
-):
-    """A rival that is much faster by prediction, and truncated, keeps others out."""
-    search = find.search
-    rivals = []
-
-    def with_rival(context, analysis, profiles):
-        found = search(context, analysis, profiles)
-        presets = {one.name: one for one in found.candidates if one.is_preset}
-        own, rival = presets.pop("data_parallel"), presets.pop("tensor_parallel")
-        rivals[:] = [rival.choice]
-        own_ms = own.predicted_ms
-        others = [
-            replace(one, predicted_ms=own_ms * (1.02 + 0.02 * place))
-            for place, one in enumerate(presets.values())
-        ]
-        fast = Candidate("rival", rival.choice, 0.3 * own_ms)
-        best = replace(own, name="planned", is_preset=False)
-        return replace(found, candidates=[best, *others, fast])
-
-    def scaled(choice, ratios):
-        share = 0.01 if choice in rivals else 1.0
-        return replace(ratios, time=share * ratios.time)
-
-    monkeypatch.setattr(find, "search", with_rival)
-    change_ratios(scaled)
-
-    failed = whole_fails(1)
-    made = plan(cache_dir=tmp_path, reach=1.1)
-    assert failed and made.winner != "rival"
-    rows = {row.name: row for row in made.race}
-    assert rows["rival"].time_ms is None and "xla_no_such" in rows["rival"].note
-    assert TOO_FAR not in [row.note for row in made.race]
 
 
 def test_whole_programs_race_if_none_of_the_winners_runs_whole(

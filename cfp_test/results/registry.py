@@ -24,6 +24,7 @@ from cfp_test.results import (
     by_hand,
     checked,
     doctor,
+    mechanisms,
     memory,
     on_ray,
     operator_plans,
@@ -322,6 +323,11 @@ PAGES: tuple[Page, ...] = (
         sources=("house_202611.json",),
         figures=_house,
         has_text=False,
+    ),
+    Page(
+        name="mechanisms_cpu_202611",
+        sources=("mechanisms_cpu_202611.json",),
+        figures=mechanisms.figures,
     ),
     Page(
         name="soak_cpu_202611",

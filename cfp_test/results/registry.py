@@ -7,6 +7,7 @@ from typing import Any
 
 from cfp_test.bench import (
     call_overhead,
+    chosen_page,
     one_as_n,
     one_as_n_page,
     planned_on_one_page,
@@ -36,7 +37,7 @@ from cfp_test.results import (
     side_by_side,
     soak,
 )
-from cfp_test.results.pages import RESULTS, Figures, Page
+from cfp_test.results.pages import RESULTS, Figures, Page, noted
 from cfp_test.results.plans import Saved, section
 from cfp_test.scripts import (
     curves_page,
@@ -378,6 +379,8 @@ PAGES: tuple[Page, ...] = (
     _page("host_memory_h200_202611", memory.in_host),
     _page("called_kernel_h100x2_202611", by_hand.with_turns),
     _page("called_kernel_h200x2_202611", by_hand.with_kernel),
+    _page("chosen_on_one_gpux2_202611", chosen_page.figures),
+    _page("gpu_checks_h100x2_202611", lambda data: {"checks": noted(data, "checks")}),
     _page("planned_on_one_h200_202611", _planned_on_one, note=_TOO_SHORT),
     _page("one_as_four_again_h200_202611", one_as_n.again_figures),
     _page("played_h200x2_202611", played_page.figures),

@@ -57,15 +57,6 @@ def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
                 f"--devices {devices} and --mesh {mesh} contradict each other. Give "
                 "only one of them."
             )
-    if axes is not None and prod(size for _, size in axes) < 2:
-        raise MeshError(
-            compose(
-                "There is nothing to shard over.",
-                expected="a mesh of two devices or more",
-                got=mesh if mesh is not None else f"--devices {devices}",
-                attempt="--devices 4, with --platform cpu on a machine without GPUs",
-            )
-        )
     return axes
 
 
@@ -86,7 +77,7 @@ def mesh_shapes(count: int) -> list[Axes]:
         for second in range(first, count // first + 1)
         if count % (first * second) == 0 and first * second**2 <= count
     ]
-    shapes = [tuple(size for size in shape if size > 1) for shape in sizes]
+    shapes = [tuple(size for size in shape if size > 1) or (1,) for shape in sizes]
     shapes.sort(key=len)
     return [tuple(zip(_AXIS_NAMES, shape, strict=False)) for shape in shapes]
 

@@ -362,9 +362,6 @@ def test_a_budget_is_kept_or_refused_with_the_smallest(mesh, cache):
 
 def test_bad_input_is_refused_with_advice(mesh, cache, tmp_path):
     run = functools.partial(cfp.plan, cache_dir=cache, settings=QUICK)
-    one = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
-    with pytest.raises(cfp.MeshError, match="no axis of size 2"):
-        run(train_step, *shapes(), mesh=one)
     with pytest.raises(cfp.StepNotTraceable, match="static_argnums"):
         run(lambda x, flag: x, jnp.ones(8), "text", mesh=mesh)
     with pytest.raises(cfp.StepNotTraceable, match="TracerBoolConversionError"):

@@ -256,20 +256,18 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
         TargetError: several hosts, and nothing is known of the network between them.
     """
     if axes is None:
-        sizes = [size for size in (cluster.hosts, cluster.per_host) if size > 1]
+        sizes = [size for size in (cluster.hosts, cluster.per_host) if size > 1] or [1]
         axes = tuple(zip("xy", sizes, strict=False))
     count = prod(size for _, size in axes)
-    if count != cluster.count or count < 2 or any(size < 1 for _, size in axes):
+    if count != cluster.count or any(size < 1 for _, size in axes):
         raise MeshError(
             compose(
                 "The mesh is not of the cluster's devices.",
-                expected=f"two devices or more, all {cluster.count} of {cluster.text}"
+                expected=f"all {cluster.count} devices of {cluster.text}"
                 f" (hosts = {cluster.hosts}, devices_per_host = {cluster.per_host})",
                 got=" x ".join(f"{name}={size}" for name, size in axes) or "one device",
                 attempt=f"one axis of all devices, x={cluster.count} (--mesh "
-                f"x={cluster.count})"
-                if cluster.count > 1
-                else 'cfp.described("4xh200") (--for 4xh200)',
+                f"x={cluster.count})",
             )
         )
     kind_name = cluster.kind.name

@@ -130,18 +130,19 @@ def _host_pairs(plan: Plan, analysis: Analysis) -> list[tuple[int, int]]:
 
 
 def check_axes(plan: Plan, mesh: Mesh) -> None:
-    """Refuses a mesh with other axes than a plan's; their sizes may be others.
+    """Refuses a mesh with other axes than a plan's; their sizes may be others, or one.
 
     Raises:
         PlanMismatch: an axis has another name, or there are more, or fewer.
     """
     names = [name for name, size in mesh.shape.items() if size > 1]
     planned = [name for name, _ in plan.mesh_axes]
-    if names != planned:
+    if names != [name for name in planned if mesh.shape.get(name) != 1]:
+        axes = f"a mesh with the axes {', '.join(planned)}" if planned else "one device"
         raise PlanMismatch(
             compose(
                 "A plan is carried over along axes of the same names.",
-                expected=f"a mesh with the axes {', '.join(planned)}",
+                expected=axes,
                 got=f"a mesh {dict(mesh.shape)}",
                 attempt="such a mesh with as many devices as there are, or plan again",
             )
@@ -166,6 +167,7 @@ def carry_over(
     mesh = planning_mesh(mesh)
     if not plan.rows:
         _refuse("The plan does not say what it does to each block.", "rows", "none")
+    plan = _along(plan, analysis.frame.mesh)
     pairs = _paired(plan, analysis)
     if any(pair.scaled for pair in pairs):
         _check_state(plan, analysis)
@@ -182,6 +184,21 @@ def carry_over(
     made = compose_plan(analysis, mesh, environment, outcome)
     drawn = Figures(blocks=block_figures(analysis, choice, None))
     return replace(made.bound_to(step, out_tree), rung="estimated", figures=drawn)
+
+
+def _along(plan: Plan, mesh: Sequence[tuple[str, int]]) -> Plan:
+    """The plan without what it does along axes that a mesh has not, or of size one."""
+    axes = dict(mesh)
+    rows = tuple(
+        replace(row, strategy=tuple(one for one in row.strategy if one.axis in axes))
+        for row in plan.rows
+    )
+    specs = tuple(
+        tuple(tuple(axis for axis in dim if axis in axes) for dim in spec)
+        for spec in plan.arg_specs
+    )
+    kept = tuple((name, size) for name, size in plan.mesh_axes if name in axes)
+    return replace(plan, rows=rows, arg_specs=specs, mesh_axes=kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,7 +118,7 @@ def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
     for position, rank in data_arguments(layout.frame).items():
         shape = program.values[program.args[position]].shape
         name = program.arg_names[position]
-        divided = any(shape[0] % size == 0 for _, size in sizes)
+        divided = not sizes or any(shape[0] % size == 0 for _, size in sizes)
         if rank or divided or name in named or any(layout.arg_spec(position)):
             continue
         yield f"{name} ({shape[0]} over {over})"

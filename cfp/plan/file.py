@@ -214,7 +214,7 @@ class PlanFile(_Part):
 
     format: Literal[6]
     fingerprint: Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")]
-    mesh_axes: Annotated[tuple[_Axis, ...], Field(min_length=1, max_length=_MOST_AXES)]
+    mesh_axes: Annotated[tuple[_Axis, ...], Field(max_length=_MOST_AXES)]
     arguments: tuple[_Argument, ...]
     output_specs: tuple[_Spec, ...]
     constraints: tuple[_Constrained, ...]

@@ -54,8 +54,10 @@ def presets(frame: Frame) -> dict[str, Choice]:
 
     Presets that come out equal to an earlier one (experts in a program without
     any) are left out. Where data parallelism finds no batch to shard, it is called
-    what it is then: replicated.
+    what it is then: replicated; on one device that is all there is.
     """
+    if not frame.mesh:
+        return {REPLICATED: preset(frame, (), Storage.USED)}
     found: dict[str, Choice] = {}
     for name, (role, storage) in PRESETS.items():
         roles = (role,) * len(frame.mesh)

@@ -43,19 +43,13 @@ def planning_mesh(mesh: Mesh) -> Mesh:
     """The mesh with axes whose shardings the compiler may choose.
 
     Raises:
-        MeshError: it has no axis of size above one.
+        MeshError: it is no mesh.
     """
     check_settings()
     if not isinstance(mesh, Mesh):
         raise MeshError(
             f"Expected a jax.sharding.Mesh, got {type(mesh).__name__}. "
             "Make one with jax.make_mesh((4,), ('x',))."
-        )
-    if all(size == 1 for size in mesh.shape.values()):
-        raise MeshError(
-            f"The mesh {dict(mesh.shape)} has no axis of size 2 or more, so there is "
-            "nothing to shard over. Use more devices (on a CPU: "
-            "--xla_force_host_platform_device_count=4, or cfp's --platform cpu)."
         )
     axis_types = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)

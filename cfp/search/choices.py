@@ -198,7 +198,7 @@ def estimate_among(
     """
     estimates = estimate_kinds(analysis, rates)
     modes, fixed = {*Storage}, None
-    if Dimension.STORAGE not in dimensions:
+    if Dimension.STORAGE not in dimensions or not analysis.frame.mesh:
         modes = {Storage.USED}
     if Dimension.SHARDING not in dimensions:
         fixed = plainest(named).blocks

@@ -123,8 +123,8 @@ def headline(plan: Plan) -> str:
 def title(plan: Plan) -> str:
     """Names a plan, its mesh and its devices."""
     kind = plan.environment.get("device_kind", "")
-    text = f"Plan {plan.winner!r} for a mesh {mesh_text(plan)}"
-    text += f" of {kind}" if kind else ""
+    on = f"a mesh {mesh_text(plan)} of" if plan.mesh_axes else "one"
+    text = f"Plan {plan.winner!r} for {on} {kind or 'device'}"
     described = plan.environment.get("described")
     return f"{text}, as {described} is described" if described else text
 

@@ -467,3 +467,28 @@ def test_the_command_line(saved, how, tmp_path):
     assert {key: printed[key] for key in kept} == kept
     wanted = adapted(saved["zero1"], *arguments(5))
     assert cfp.Plan.load(tmp_path / "deep.json").arg_specs == wanted.arg_specs
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_plan_goes_on_along_fewer_axes_and_on_one_device(saved, name):
+    """An axis of size one is none: what was sharded along it is whole."""
+    one = adapted(saved[name], *arguments(3), mesh=make_mesh((("x", 1),)))
+    assert one.mesh_axes == ()
+    assert not any(axes for spec in one.arg_specs for axes in spec)
+    assert not any(axes for spec in one.output_specs for axes in spec)
+
+
+def test_a_plan_goes_on_along_one_of_two_axes(how):
+    two = cfp.plan(
+        STEP_FN,
+        *arguments(3),
+        preset="x=data,y=tensor",
+        **how | {"mesh": make_mesh((("x", 2), ("y", 2)))},
+    )
+    one = adapted(two, *arguments(3), mesh=make_mesh((("x", 2), ("y", 1))))
+    (alone,) = (
+        cfp.plan(STEP_FN, *arguments(3), preset="data_parallel", **how | {"mesh": mesh})
+        for mesh in [make_mesh((("x", 2),))]
+    )
+    assert one.mesh_axes == (("x", 2),)
+    assert one.arg_specs == alone.arg_specs

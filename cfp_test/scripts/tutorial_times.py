@@ -191,9 +191,10 @@ def main() -> int:
                 print(f"{part} ended with {done.returncode}: {tail(done.stderr, 2000)}")
                 return 1
             rows[part] = json.loads(noted.read_text())
-            noted.unlink()
             rows[part]["process_seconds"] = time.perf_counter() - began
     file.write_text(json.dumps(rows, indent=1) + "\n")
+    for part in ("train", "restart"):  # Of a part that fails the other stays.
+        file.with_suffix(f".{part}.json").unlink()
     train, again = rows["train"], rows["restart"]
     print(
         f"plan {train['plan_seconds']:.1f} s, step {median(train['one_ms']):.2f} ms on "

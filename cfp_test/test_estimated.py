@@ -153,7 +153,7 @@ def test_a_budget_holds_for_a_plan_by_estimates(tmp_path, planned):
 
 
 def test_measuring_is_there_for_the_asking(tmp_path):
-    settings = settings_of(per_kind=1, quick=True, race=False, measure=True)
+    settings = settings_of(per_kind=1, quick=True, no_race=True, measure=True)
     assert settings.measure is True
     assert settings_of(per_kind=1, quick=True, measure=False).measure is None
 

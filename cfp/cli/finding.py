@@ -193,14 +193,7 @@ def find(given: Given, place: Place | None = None) -> Fastest:
     options = given.params
     with Display(options["quiet"]) as display:
         wanted = variants_of(given.context)
-        settings = o.settings(
-            given.context,
-            per_kind=options["per_kind"],
-            quick=options["quick"],
-            race=not options["no_race"],
-            measure=options["measure"],
-            progress=display.tell,
-        )
+        settings = o.settings(given.context, progress=display.tell)
         return plan_fastest(
             wanted.variants,
             static_argnums=wanted.target.static,
@@ -333,12 +326,7 @@ def show_trade_off(ctx: typer.Context) -> None:
         session = analyse(*target_of(ctx), pins)
         budget = budget or device_memory(session.mesh)
         with Display(given["quiet"]) as display:
-            settings = o.settings(
-                ctx,
-                per_kind=given["per_kind"],
-                quick=given["quick"],
-                progress=display.tell,
-            )
+            settings = o.settings(ctx, measure=True, progress=display.tell)
             problem = measure_all_budgets(
                 session.analysis, session.mesh, given["workdir"], settings
             )

@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -358,52 +357,43 @@ def supervise(
 def settings(
     ctx: typer.Context | None = None,
     *,
-    per_kind: int,
-    quick: bool,
-    race: bool = True,
-    measure: bool = True,
     progress: Callable[[Progress | str], None] | None = None,
+    **other: Any,
 ) -> PlannerSettings:
     """Makes planner settings from a command's options.
 
     Args:
         ctx: of the command.
-        per_kind, race, progress: see :class:`PlannerSettings`.
-        quick: measure less.
-        measure: measure strategies on every platform.
+        progress: see :class:`PlannerSettings`.
+        other: options that it does not have, or has otherwise.
     """
-    given = ctx.params if ctx is not None else {}
-    made = DetailedSettings(
-        per_kind=per_kind, race=race, measure=measure or None, progress=progress
-    )
-    if given.get("time_budget") is not None:
-        made = replace(made, seconds=given["time_budget"])
-    if given.get("others") is not None:
-        made = replace(made, others=given["others"])
+    given = {**(ctx.params if ctx is not None else {}), **other}
+    found: dict[str, Any] = {
+        "race": not given.get("no_race"),
+        "measure": given.get("measure", True) or None,
+        "seconds": given.get("time_budget"),
+    }
+    found |= {name: given.get(name) for name in ("per_kind", "others", "cross_entropy")}
     if given.get("retry_failures"):
         supervision = ctx.obj if ctx is not None else None
-        since = supervision.started if isinstance(supervision, Supervision) else True
-        made = replace(made, retry_failures=since)
+        is_supervised = isinstance(supervision, Supervision)
+        found["retry_failures"] = supervision.started if is_supervised else True
     if given.get("choose") is not None:
-        names = dimensions_of(given["choose"].split(","))
-        made = replace(made, choose=tuple(sorted(names)))
+        found["choose"] = tuple(sorted(dimensions_of(given["choose"].split(","))))
     if given.get("attention") is not None:
-        names = [name for name in given["attention"].split(",") if name != "none"]
-        made = replace(made, attention=tuple(names))
-    if given.get("cross_entropy") is not None:
-        made = replace(made, cross_entropy=given["cross_entropy"])
-    if given.get("whole_race"):
-        made = replace(made, repeats=None)
+        names = given["attention"].split(",")
+        found["attention"] = tuple(name for name in names if name != "none")
     if "run_timeout" in given:
-        limits = Limits(
+        found["limits"] = Limits(
             run_seconds=given["run_timeout"], build_seconds=given["build_timeout"]
         )
-        made = replace(made, limits=limits)
-    if not quick:
-        return made
-    return replace(
-        made, in_context=False, plans=1, constraint_levels=(ConstraintLevel.EVERYTHING,)
-    )
+    found = {name: value for name, value in found.items() if value is not None}
+    if given.get("whole_race"):
+        found["repeats"] = None
+    if given.get("quick"):
+        found |= {"in_context": False, "plans": 1}
+        found["constraint_levels"] = (ConstraintLevel.EVERYTHING,)
+    return DetailedSettings(progress=progress, **found)
 
 
 # ------------------------------------------- headings, and options that exclude others

@@ -309,9 +309,7 @@ def profile(
     with only_json(as_json) as print_json:
         with Display(quiet) as display:
             session = analyse(*target_of(ctx), pins)
-            settings = o.settings(
-                ctx, per_kind=per_kind, quick=quick, progress=display.tell
-            )
+            settings = o.settings(ctx, progress=display.tell)
             with open_context(session.mesh, workdir, budget, settings) as context:
                 misses = find_misses(context, session.analysis) if why else None
                 found = None if why else profile_segments(context, session.analysis)
@@ -374,13 +372,7 @@ def search(
     with only_json(as_json) as print_json:
         with Display(quiet) as display:
             session = analyse(*target_of(ctx), pins)
-            settings = o.settings(
-                ctx,
-                per_kind=per_kind,
-                quick=quick,
-                race=not no_race,
-                progress=display.tell,
-            )
+            settings = o.settings(ctx, progress=display.tell)
             found = search_stored(session, workdir, budget, settings)
             if explain_why:
                 display.tell("Computing the cost of other choices")

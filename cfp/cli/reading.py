@@ -259,7 +259,7 @@ def inspect(
                     static_argnums=found.static,
                     donate_argnums=found.donate,
                     preset=preset,
-                    settings=o.settings(per_kind=1, quick=True, race=False),
+                    settings=o.settings(per_kind=1, quick=True, no_race=True),
                 )
             if saved is not None:
                 used = saved.on(devices_mesh)

@@ -114,10 +114,8 @@ def run(
                 used = saved.on(devices_mesh)
             else:
                 settings = o.settings(
-                    per_kind=per_kind,
-                    quick=quick,
-                    race=preset is None and not no_race,
-                    measure=measure,
+                    ctx,
+                    no_race=preset is not None or no_race,
                     progress=display.tell,
                 )
                 used = _new_plan(found, devices_mesh, preset, budget, workdir, settings)

@@ -21,7 +21,7 @@ from cfp.cluster.ray.planning import plan_step
 from cfp.context import settings_or_defaults
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, OptionError, PlanMismatch, nearest
-from cfp.find import find_plan_that_fits
+from cfp.find import PlanOptions, find_plan_that_fits
 from cfp.passes.pipeline import Pins
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings, dimensions_of
@@ -160,15 +160,14 @@ def plan(
     doing = f"planning how to shard {getattr(fn, '__name__', 'a step')!r}"
     silence = "cfp.plan(..., quiet=True) says nothing"
     with shown(settings, doing, silence, quiet) as how:
-        found = find_plan_that_fits(
-            step,
-            mesh=mesh,
+        options = PlanOptions(
             memory_budget=memory_budget,
             pins=pins,
             preset=preset,
             cache_dir=cache_dir,
             settings=how,
         )
+        found = find_plan_that_fits(step, mesh, options)
     if found.interrupted:
         _warn_of_interrupt()
     return found.plan

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.host_state import enough_state
 from cfp.analysis.layout import lay_out
-from cfp.context import agreement_of, device_memory, open_context
+from cfp.context import PlanContext, agreement_of, device_memory, open_context
 from cfp.cost.memory import host_bytes
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MemoryBudgetError
@@ -52,99 +54,92 @@ class FoundPlan:
     interrupted: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """Options of :func:`cfp.plan` that say how to plan; the same for all variants.
+
+    Attributes:
+        memory_budget, pins, preset, cache_dir, settings: as of :func:`cfp.plan`.
+    """
+
+    memory_budget: int | str | None = None
+    pins: Pins | None = None
+    preset: str | None = None
+    cache_dir: str | Path | None = None
+    settings: PlannerSettings | None = None
+
+    @contextmanager
+    def planning(self, mesh: Mesh | DescribedMesh) -> Iterator[None]:
+        """Surroundings of planning: interrupts, other processes, JAX's checks."""
+        alone = agreement_of(mesh).alone
+        with (
+            handle_keyboard_interrupt(self.cache_dir),
+            coordinated_planning(alone),
+            unchecked(),
+        ):
+            yield
+
+    def context(
+        self, mesh: Mesh | DescribedMesh
+    ) -> AbstractContextManager[PlanContext]:
+        """Opens the context of all passes on a mesh."""
+        budget = parse_bytes(self.memory_budget)
+        return open_context(mesh, self.cache_dir, budget, self.settings)
+
+
 def find_plan(
     step: FlatStep,
-    *,
     mesh: Mesh | DescribedMesh,
-    memory_budget: int | str | None = None,
-    pins: Pins | None = None,
-    preset: str | None = None,
-    cache_dir: str | Path | None = None,
-    settings: PlannerSettings | None = None,
+    options: PlanOptions,
     analyzed: Analyzed | None = None,
 ) -> FoundPlan:
     """Runs all passes for a step over flat arguments; see :func:`cfp.plan`.
 
     Args:
         step: the step.
-        mesh, memory_budget, pins, preset, cache_dir, settings: as of `cfp.plan`.
+        mesh: the devices.
+        options: how to plan.
         analyzed: the step on the mesh, if that is known.
 
     Raises:
         MemoryBudgetError: nothing fits; see :func:`find_with_state_in_host`.
     """
     check_settings()
-    alone = agreement_of(mesh).alone
-    with handle_keyboard_interrupt(cache_dir), coordinated_planning(alone), unchecked():
+    with options.planning(mesh):
         return _find_plan(
-            step,
-            analyzed=analyzed or analyze_step(step, mesh, pins),
-            budget=parse_bytes(memory_budget),
-            preset=preset,
-            cache_dir=cache_dir,
-            settings=settings,
+            step, analyzed or analyze_step(step, mesh, options.pins), options
         )
 
 
 def find_plan_that_fits(
-    step: FlatStep,
-    *,
-    mesh: Mesh | DescribedMesh,
-    memory_budget: int | str | None = None,
-    pins: Pins | None = None,
-    preset: str | None = None,
-    cache_dir: str | Path | None = None,
-    settings: PlannerSettings | None = None,
+    step: FlatStep, mesh: Mesh | DescribedMesh, options: PlanOptions
 ) -> FoundPlan:
     """Runs all passes for a step; where nothing fits, with state in host memory.
 
     Args:
         step: the step.
-        mesh, memory_budget, pins, preset, cache_dir, settings: as of `cfp.plan`.
+        mesh: the devices.
+        options: how to plan.
 
     Raises:
         MemoryBudgetError: nothing fits.
     """
     check_settings()
-    with (
-        handle_keyboard_interrupt(cache_dir),
-        coordinated_planning(agreement_of(mesh).alone),
-        unchecked(),
-    ):
-        analyzed = analyze_step(step, mesh, pins)
+    with options.planning(mesh):
+        analyzed = analyze_step(step, mesh, options.pins)
     try:
-        return find_plan(
-            step,
-            mesh=mesh,
-            memory_budget=memory_budget,
-            preset=preset,
-            cache_dir=cache_dir,
-            settings=settings,
-            analyzed=analyzed,
-        )
+        return find_plan(step, mesh, options, analyzed)
     except MemoryBudgetError as error:
-        if preset is not None:
+        if options.preset is not None:
             raise
-        return find_with_state_in_host(
-            step,
-            error,
-            analyzed=analyzed,
-            memory_budget=memory_budget,
-            pins=pins,
-            cache_dir=cache_dir,
-            settings=settings,
-        )
+        return find_with_state_in_host(step, error, analyzed, options)
 
 
 def find_with_state_in_host(
     step: FlatStep,
     shortage: MemoryBudgetError,
-    *,
     analyzed: Analyzed,
-    memory_budget: int | str | None = None,
-    pins: Pins | None = None,
-    cache_dir: str | Path | None = None,
-    settings: PlannerSettings | None = None,
+    options: PlanOptions,
 ) -> FoundPlan:
     """Plans a step that does not fit with a part of its state in host memory.
 
@@ -156,36 +151,32 @@ def find_with_state_in_host(
         step: the step.
         shortage: the error of planning it as it is.
         analyzed: the step on the mesh.
-        memory_budget, pins, cache_dir, settings: as of `cfp.plan`.
+        options: how to plan.
 
     Raises:
         MemoryBudgetError: nothing fits then, or devices cannot use the host's memory.
     """
     mesh, frame = analyzed.mesh, analyzed.analysis.frame
-    budget = parse_bytes(memory_budget)
+    budget = parse_bytes(options.memory_budget)
     most = device_memory(mesh) if budget is None else budget
-    settings = settings or PlannerSettings()
+    settings = options.settings or PlannerSettings()
     may_move = Dimension.HOST_MEMORY in settings.dimensions and _uses_host_memory(mesh)
     if most is None or not may_move:
         raise shortage
     end = time.monotonic() + settings.seconds
-    alone, error = agreement_of(mesh).alone, shortage
-    with handle_keyboard_interrupt(cache_dir), coordinated_planning(alone), unchecked():
+    error = shortage
+    with options.planning(mesh):
         for some in enough_state(frame, shortage.smallest_feasible_bytes - most):
             size = format_bytes(sum(one.size_bytes for one in some))
             if settings.progress is not None:
                 settings.progress(f"planning again with {size} of state in host memory")
             moved = step.with_state_in_host([(s.argument, s.result) for s in some])
+            rest = replace(settings, seconds=max(0.0, end - time.monotonic()))
             try:
                 found = _find_plan(
                     moved,
-                    analyzed=analyze_step(moved, mesh, pins),
-                    budget=budget,
-                    preset=None,
-                    cache_dir=cache_dir,
-                    settings=replace(
-                        settings, seconds=max(0.0, end - time.monotonic())
-                    ),
+                    analyze_step(moved, mesh, options.pins),
+                    replace(options, preset=None, settings=rest),
                 )
             except MemoryBudgetError as again:
                 error = MemoryBudgetError(
@@ -218,16 +209,8 @@ def _with_host_figures(found: FoundPlan, shortage: MemoryBudgetError) -> FoundPl
     return replace(found, plan=plan)
 
 
-def _find_plan(
-    step: FlatStep,
-    *,
-    analyzed: Analyzed,
-    budget: int | None,
-    preset: str | None,
-    cache_dir: str | Path | None,
-    settings: PlannerSettings | None,
-) -> FoundPlan:
-    started = time.perf_counter()
+def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
+    started, preset = time.perf_counter(), options.preset
     if step.inner_jit_donates:
         warnings.warn(
             "The jax.jit around the step donates arguments, which cfp ignores: give "
@@ -235,7 +218,7 @@ def _find_plan(
             stacklevel=3,
         )
     analysis, interrupted = analyzed.analysis, False
-    with open_context(analyzed.mesh, cache_dir, budget, settings) as context:
+    with options.context(analyzed.mesh) as context:
         try:
             program = analysis.frame.program.fingerprint[:12]
             context.agreement.same({"program": program, "preset": str(preset)})
@@ -277,25 +260,13 @@ def _find_plan(
     )
 
 
-def estimate_plan(
-    analyzed: Analyzed,
-    *,
-    memory_budget: int | str | None = None,
-    cache_dir: str | Path | None = None,
-    settings: PlannerSettings | None = None,
-) -> Estimate:
+def estimate_plan(analyzed: Analyzed, options: PlanOptions) -> Estimate:
     """Estimates what the best plan for a step on a mesh takes, and runs nothing of it.
 
     Args:
         analyzed: the step on the mesh.
-        memory_budget, cache_dir, settings: as of :func:`cfp.plan`.
+        options: how to plan.
     """
-    budget = parse_bytes(memory_budget)
-    alone = agreement_of(analyzed.mesh).alone
-    with (
-        handle_keyboard_interrupt(cache_dir),
-        coordinated_planning(alone),
-        unchecked(),
-        open_context(analyzed.mesh, cache_dir, budget, settings) as context,
-    ):
+    mesh = analyzed.mesh
+    with options.planning(mesh), options.context(mesh) as context:
         return estimate(context, analyzed.analysis)

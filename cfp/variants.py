@@ -22,7 +22,13 @@ from jax.sharding import Mesh
 from cfp import platform
 from cfp.context import agreement_of, device_memory, settings_or_defaults
 from cfp.errors import CfpError, MemoryBudgetError, StepNotTraceable
-from cfp.find import FoundPlan, estimate_plan, find_plan, find_with_state_in_host
+from cfp.find import (
+    FoundPlan,
+    PlanOptions,
+    estimate_plan,
+    find_plan,
+    find_with_state_in_host,
+)
 from cfp.outcomes import Basis, Outcome, Variant, with_variants, with_worth
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step
 from cfp.plan.plan import Plan
@@ -128,12 +134,18 @@ def plan_fastest(
         "donate_argnums": donate_argnums,
         "donate_argnames": donate_argnames,
     }
-    asked = {"memory_budget": memory_budget, "cache_dir": cache_dir}
     steps = _Steps(calls, pins)
     doing = f"planning variants of a step: {', '.join(names)}"
     silence = "cfp.plan_fastest(..., quiet=True) says nothing"
     with shown(settings, doing, silence, quiet) as how:
         settings_or_defaults(how)
+        options = PlanOptions(
+            memory_budget=memory_budget,
+            pins=pins,
+            preset=preset,
+            cache_dir=cache_dir,
+            settings=how,
+        )
         end = now() + how.seconds
 
         def plan_one(variant: Variant, seconds: float) -> FoundPlan:
@@ -141,21 +153,14 @@ def plan_fastest(
             which = f"{variant.name} ({place} of {len(first)})"
             told = _telling(how, which) if several else how
             step, analyzed = steps.analyzed(variant)
-            return find_plan(
-                step,
-                mesh=variant.mesh,
-                analyzed=analyzed,
-                pins=pins,
-                preset=preset,
-                settings=replace(told, seconds=seconds),
-                **asked,
-            )
+            own = replace(options, settings=replace(told, seconds=seconds))
+            return find_plan(step, variant.mesh, own, analyzed)
 
         first, spares = [*variants], list[Variant]()
         estimates: dict[str, Estimate] = {}
         ruled_out: list[_Try] = []
         if len(first) > 1 and preset is None and (rule_out or isfinite(how.seconds)):
-            near, far, estimates = _near_by_estimate(first, steps, how, asked, end)
+            near, far, estimates = _near_by_estimate(first, steps, options, end)
             if rule_out:
                 first, ruled_out = near, far
             else:  # In the time that there is, the most promising come first.
@@ -187,10 +192,8 @@ def plan_fastest(
                 step, analyzed = steps.analyzed(variant)
                 error = failed[variant.name]
                 assert isinstance(error, MemoryBudgetError), "nothing fits"
-                own = {"pins": pins, "settings": replace(told, seconds=seconds)}
-                return find_with_state_in_host(
-                    step, error, analyzed=analyzed, **own, **asked
-                )
+                own = replace(options, settings=replace(told, seconds=seconds))
+                return find_with_state_in_host(step, error, analyzed, own)
 
             for one in short:
                 [again] = _plan_all([one], in_host, end)
@@ -201,7 +204,7 @@ def plan_fastest(
         if nothing_fits:
             for one in leaner():
                 spares.append(one)
-                if not _may_fit(one, steps, how, asked):
+                if not _may_fit(one, steps, options):
                     continue
                 names.append(one.name)
                 first = [*first, one]
@@ -216,10 +219,9 @@ def plan_fastest(
         basis, times = _own_times(found)
         is_over = any(one.interrupted for one in tries) or now() > end
         if basis is Basis.MEASURED and len(times) > 1 and not is_over:
-            budget = parse_bytes(memory_budget)
             with contextlib.suppress(KeyboardInterrupt):
                 entrants = [(name, found[name]) for name in times]
-                results = _race_winners(entrants, budget, cache_dir, how, end)
+                results = _race_winners(entrants, options, how, end)
                 ran = {n: r for n, r in results.items() if isfinite(r.time_ms)}
                 raced = {name: result.time_ms for name, result in ran.items()}
                 if raced:
@@ -340,8 +342,7 @@ class _Steps:
 def _near_by_estimate(
     variants: Sequence[Variant],
     steps: _Steps,
-    settings: PlannerSettings,
-    asked: Mapping[str, Any],
+    options: PlanOptions,
     end: float,
 ) -> tuple[list[Variant], list[_Try], dict[str, Estimate]]:
     """Variants that may be the fastest by estimates, the best first, and the others.
@@ -353,13 +354,11 @@ def _near_by_estimate(
     for variant in variants:
         if estimates and now() > end:
             break
-        if settings.progress is not None:
-            settings.progress(f"estimating {variant.name}")
+        if options.settings and options.settings.progress is not None:
+            options.settings.progress(f"estimating {variant.name}")
         with contextlib.suppress(CfpError):
             _, analyzed = steps.analyzed(variant)
-            estimates[variant.name] = estimate_plan(
-                analyzed, settings=settings, **asked
-            )
+            estimates[variant.name] = estimate_plan(analyzed, options)
     if not estimates:
         return [*variants], [], {}
 
@@ -410,16 +409,11 @@ def _rank_of(estimate: Estimate | None, late: bool) -> tuple[bool, float]:
     return _rank(estimate)
 
 
-def _may_fit(
-    variant: Variant,
-    steps: _Steps,
-    settings: PlannerSettings,
-    asked: Mapping[str, Any],
-) -> bool:
+def _may_fit(variant: Variant, steps: _Steps, options: PlanOptions) -> bool:
     """True if a variant can be estimated, and some plan of it fits in memory then."""
     try:
         _, analyzed = steps.analyzed(variant)
-        return estimate_plan(analyzed, settings=settings, **asked).fits
+        return estimate_plan(analyzed, options).fits
     except CfpError:
         return False
 
@@ -484,8 +478,7 @@ def _own_times(found: Mapping[str, FoundPlan]) -> tuple[Basis, dict[str, float]]
 
 def _race_winners(
     found: Sequence[tuple[str, FoundPlan]],
-    budget_bytes: int | None,
-    cache_dir: str | Path | None,
+    options: PlanOptions,
     settings: PlannerSettings,
     end: float,
 ) -> dict[str, RaceResult]:
@@ -506,13 +499,13 @@ def _race_winners(
     agreement = agreement_of(mesh)
     with (
         coordinated_planning(agreement.alone),
-        open_store(store_path(cache_dir), agreement) as store,
+        open_store(store_path(options.cache_dir), agreement) as store,
     ):
         builder = Builder(
             program=found[0][1].analysis.frame.program,
             mesh=mesh,
             store=store,
-            budget_bytes=budget_bytes or device_memory(mesh),
+            budget_bytes=parse_bytes(options.memory_budget) or device_memory(mesh),
             options=MeasureOptions(
                 retry_failures=settings.retry_failures,
                 progress=settings.progress,

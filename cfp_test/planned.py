@@ -19,7 +19,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import NONE
 from cfp.checking.check import ROUNDING_MARGIN, nudge
-from cfp.find import find_plan
+from cfp.find import PlanOptions, find_plan
 from cfp.plan.parts import Detail, roles_text
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
@@ -124,11 +124,9 @@ def check_program(
     kwargs = options.pop("kwargs", {})
     static = options.get("static_argnums", ())
     step, mesh = flatten_step(fn, args, kwargs, **options), make_mesh(sizes)
-    how = {"mesh": mesh, "cache_dir": cache, "settings": settings}
-    if sharding:
-        plan = find_plan(step, preset=_sharding_most(step, mesh), **how).plan
-    else:
-        plan = find_plan(step, **how).plan
+    preset = _sharding_most(step, mesh) if sharding else None
+    how = PlanOptions(preset=preset, cache_dir=cache, settings=settings)
+    plan = find_plan(step, mesh, how).plan
     planned, alone = plan.apply(fn), jax.jit(fn, static_argnums=static)
     state = _copy(args, static)
     expected_state = _copy(args, static)

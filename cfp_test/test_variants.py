@@ -86,8 +86,9 @@ def altered(monkeypatch):
     planned = []
 
     def start(change, **more):
-        def find(step, **options):
-            planned.append(change(whole(step, **{**options, **more}), len(planned)))
+        def find(step, mesh, options, analyzed):
+            found = whole(step, mesh, replace(options, **more), analyzed)
+            planned.append(change(found, len(planned)))
             return planned[-1]
 
         monkeypatch.setattr(room, "find_plan", find)
@@ -187,7 +188,7 @@ def test_without_a_race_predictions_decide(altered, tmp_path):
 def estimating(monkeypatch, table, is_final=False):
     """Has variants be estimated as a test says: (milliseconds, whether it fits)."""
 
-    def say(analyzed, **asked):
+    def say(analyzed, options):
         time_ms, fits = table[BY_AXES[len(analyzed.mesh.axis_names)]]
         return Estimate(time_ms=time_ms, memory_bytes=1, fits=fits, is_final=is_final)
 
@@ -233,11 +234,11 @@ def test_what_was_left_out_is_planned_where_nothing_else_fits(monkeypatch, tmp_p
     estimating(monkeypatch, table)
     asked, whole = [], room.find_plan
 
-    def find(step, *, mesh, **options):
+    def find(step, mesh, options, analyzed):
         asked.append(BY_AXES[len(mesh.axis_names)])
         if asked[-1] != "line":
             raise MemoryBudgetError("It is too large.", smallest_feasible_bytes=1)
-        return whole(step, mesh=mesh, **options)
+        return whole(step, mesh, options, analyzed)
 
     monkeypatch.setattr(room, "find_plan", find)
     found = cfp.plan_fastest(SHAPES, rule_out=True, **small(tmp_path))
@@ -249,10 +250,10 @@ def test_all_variants_share_one_budget_of_time(monkeypatch, tmp_path):
     """One that takes all of it leaves none for the next; what there is is the plan."""
     asked, now, whole = [], [100.0], room.find_plan
 
-    def find(step, **options):
-        asked.append(options["settings"].seconds)
+    def find(step, mesh, options, analyzed):
+        asked.append(options.settings.seconds)
         now[0] += 15.0 if len(asked) == 1 else 100.0
-        return whole(step, **options)
+        return whole(step, mesh, options, analyzed)
 
     monkeypatch.setattr(room, "find_plan", find)
     monkeypatch.setattr(room, "now", lambda: now[0])
@@ -268,10 +269,10 @@ def test_all_variants_share_one_budget_of_time(monkeypatch, tmp_path):
 def test_what_would_take_longer_than_is_left_is_not_begun(monkeypatch, tmp_path):
     asked, now, whole = [], [100.0], room.find_plan
 
-    def find(step, **options):
-        asked.append(options["settings"].seconds)
+    def find(step, mesh, options, analyzed):
+        asked.append(options.settings.seconds)
         now[0] += 41.0
-        return whole(step, **options)
+        return whole(step, mesh, options, analyzed)
 
     monkeypatch.setattr(room, "find_plan", find)
     monkeypatch.setattr(room, "now", lambda: now[0])
@@ -293,12 +294,12 @@ def test_of_nine_variants_the_most_promising_are_planned_in_the_time_there_is(
         replace(shape, name=f"{shape.name} {n}") for n in range(3) for shape in SHAPES
     ]
 
-    def find(step, **options):
-        asked.append(options["settings"].seconds)
+    def find(step, mesh, options, analyzed):
+        asked.append(options.settings.seconds)
         now[0] += 20.0
-        return whole(step, **options)
+        return whole(step, mesh, options, analyzed)
 
-    def estimate(analyzed, **_):
+    def estimate(analyzed, options):
         [name] = [n for n, made in known.items() if made is analyzed]
         time_ms = promise[name] + 0.1 * [s.name for s in SHAPES].index(name.split()[0])
         return Estimate(time_ms=time_ms, memory_bytes=1, fits=True, is_final=False)

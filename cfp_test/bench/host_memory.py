@@ -29,7 +29,7 @@ from cfp import platform
 from cfp.analysis.host_state import movable_state
 from cfp.devices.described import DescribedMesh, described
 from cfp.errors import MemoryBudgetError
-from cfp.find import FoundPlan, find_plan, find_plan_that_fits
+from cfp.find import FoundPlan, PlanOptions, find_plan, find_plan_that_fits
 from cfp.models import build as build_model
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
@@ -65,12 +65,12 @@ def plans_of(mesh: Any, model: Mapping[str, Any], seconds: float) -> dict[str, A
     step = flatten_step(fn, args, donate_argnums=0)
     settings = PlannerSettings(seconds=seconds)
     with tempfile.TemporaryDirectory() as folder:
-        how: dict[str, Any] = {"mesh": mesh, "cache_dir": folder, "settings": settings}
-        found = {"plenty": (None, find_plan(step, **how))}
+        how = PlanOptions(cache_dir=folder, settings=settings)
+        found = {"plenty": (None, find_plan(step, mesh, how))}
         state = movable_state(found["plenty"][1].analysis.frame)
         movable = sum(one.size_bytes for one in state) // DEVICES
         try:
-            find_plan(step, memory_budget=_TOO_LITTLE_BYTES, **how)
+            find_plan(step, mesh, replace(how, memory_budget=_TOO_LITTLE_BYTES))
         except MemoryBudgetError as error:
             smallest = error.smallest_feasible_bytes
         else:
@@ -78,7 +78,7 @@ def plans_of(mesh: Any, model: Mapping[str, Any], seconds: float) -> dict[str, A
         budget = smallest - movable // 2
         found["in host"] = (
             budget,
-            find_plan_that_fits(step, memory_budget=budget, **how),
+            find_plan_that_fits(step, mesh, replace(how, memory_budget=budget)),
         )
     return {"plans": found, "smallest_bytes": smallest, "movable_bytes": movable}
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp.find import find_plan
+from cfp.find import PlanOptions, find_plan
 from cfp.planner_settings import DetailedSettings
 from cfp.profiling.compiled import compile_right
 from cfp.program.graft import Constraints
@@ -201,8 +201,8 @@ def test_of_programs_only_those_that_call_the_host_are_compiled_again(
     options.pop("tolerance", None)
     step = flatten_step(fn, args, options.pop("kwargs", {}), **options)
     mesh = make_mesh((("x", 4),))
-    how = {"mesh": mesh, "cache_dir": tmp_path, "settings": RACED}
-    run = find_plan(step, **how).plan.compile_bound()
+    how = PlanOptions(cache_dir=tmp_path, settings=RACED)
+    run = find_plan(step, mesh, how).plan.compile_bound()
     calls_host = "callback" in name
     assert (run.raced, len(compiled_again)) == (not calls_host, calls_host)
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import lay_out
 from cfp.errors import CfpError, MemoryBudgetError
-from cfp.find import find_plan
+from cfp.find import PlanOptions, find_plan
 from cfp.passes.pipeline import Analyzed, analyze_step
 from cfp.planner_settings import DetailedSettings
 from cfp.profiling.builder import BuildEnvironment
@@ -225,12 +225,13 @@ class Subject:
         return ins, layout.output_specs(), constraints
 
     def _planned(self, way: Way) -> tuple[Any, ...]:
-        how: dict[str, Any] = {"mesh": self.mesh, "analyzed": self.analyzed}
+        budget = None
         if way.source == BUDGET:
             held = sum(leaf.nbytes for leaf in self.expected)
             held += sum(to_host(leaf).nbytes for leaf in self.leaves)
-            how["memory_budget"] = max(4096, held * (way.seed % 8 + 1) // 8)
-        plan = find_plan(self.step, settings=QUICK, **how).plan
+            budget = max(4096, held * (way.seed % 8 + 1) // 8)
+        options = PlanOptions(memory_budget=budget, settings=QUICK)
+        plan = find_plan(self.step, self.mesh, options, self.analyzed).plan
         return plan.arg_specs, plan.output_specs, plan.constraints
 
 

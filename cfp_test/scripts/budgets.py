@@ -46,7 +46,7 @@ from cfp import platform
 from cfp.checking.trial import run_trial
 from cfp.cli.session import open_target
 from cfp.errors import MemoryBudgetError
-from cfp.find import FoundPlan, find_plan
+from cfp.find import FoundPlan, PlanOptions, find_plan
 from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings
 from cfp.profiling.builder import BuildEnvironment
@@ -171,13 +171,10 @@ def plan_all(options: argparse.Namespace, rest: Sequence[str]) -> None:
         begun = time.perf_counter()
         row: Row = {"what": what, "budget_bytes": budget}
         try:
-            made = find_plan(
-                step,
-                mesh=mesh,
-                memory_budget=budget,
-                cache_dir=options.workdir,
-                settings=settings,
+            how = PlanOptions(
+                memory_budget=budget, cache_dir=options.workdir, settings=settings
             )
+            made = find_plan(step, mesh, how)
         except MemoryBudgetError as error:
             row |= {"feasible": False, "least_bytes": error.smallest_feasible_bytes}
             row["message"] = str(error)

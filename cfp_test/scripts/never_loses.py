@@ -37,7 +37,7 @@ from cfp import platform
 from cfp.cli.session import open_target
 from cfp.context import device_memory
 from cfp.errors import MemoryBudgetError
-from cfp.find import FoundPlan, find_plan
+from cfp.find import FoundPlan, PlanOptions, find_plan
 from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.presets.presets import PRESETS, presets
@@ -231,9 +231,7 @@ def main() -> None:
             budget: int | None, preset: str | None = None
         ) -> tuple[FoundPlan, float]:
             begun = time.perf_counter()
-            found = find_plan(
-                step,
-                mesh=mesh,
+            how = PlanOptions(
                 memory_budget=budget,
                 preset=preset,
                 cache_dir=workdir,
@@ -244,6 +242,7 @@ def main() -> None:
                     progress=log if options.log else None,
                 ),
             )
+            found = find_plan(step, mesh, how)
             return found, time.perf_counter() - begun
 
         def tell(row: dict[str, Any]) -> None:

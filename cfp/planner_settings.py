@@ -9,7 +9,7 @@ from typing import Any
 
 from cfp.attention.kernels import KERNELS
 from cfp.errors import CfpError, OptionError, nearest
-from cfp.profiling.marks import Limits
+from cfp.profiling.in_flight import Limits
 from cfp.profiling.place import Place
 from cfp.profiling.tasks import Progress
 from cfp.settings import ALL_DIMENSIONS, ConstraintLevel, Dimension

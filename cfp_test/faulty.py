@@ -23,8 +23,8 @@ import pytest
 from cfp.cli import main
 from cfp.profiling import collectives, runner
 from cfp.profiling.builder import Built, Job
+from cfp.profiling.in_flight import InFlight, InFlightLog
 from cfp.profiling.inputs import InputKind
-from cfp.profiling.marks import Mark, Marks
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.race import turns
@@ -91,15 +91,15 @@ def install() -> None:
                 log("put", record.key)
         return written
 
-    make_mark = Marks._mark
+    begin = InFlightLog._begin
 
-    def faulty_mark(marks, key, label, doing, expected_ms) -> Mark:
-        made = make_mark(marks, key, label, doing, expected_ms)
+    def faulty_begin(log, key, label, doing, expected_ms) -> InFlight:
+        made = begin(log, key, label, doing, expected_ms)
         if FAULTS.get(label) == "overdue" and doing == "run":
             made = replace(made, deadline=time.monotonic())
         return made
 
-    Marks._mark = faulty_mark
+    InFlightLog._begin = faulty_begin
     doing = Watch.doing
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cfp.profiling.marks import MarksFolder
+from cfp.profiling.in_flight import InFlightFolder
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli_runner import environment
 from cfp_test.waiting import end_of, running, until
@@ -23,7 +23,7 @@ import json, sys
 import jax
 import cfp
 from cfp.planner_settings import DetailedSettings
-from cfp.profiling.marks import Limits
+from cfp.profiling.in_flight import Limits
 from cfp_test.toy_targets import toy
 
 # Leaders race again with other options, as they do on GPUs.
@@ -75,10 +75,13 @@ def finish(process: Process) -> list[list[dict[str, Any]]]:
 
 def is_at(folder: Path, process: Process, doing: str = "", what: str = "") -> bool:
     """Returns True if a process has marked something of this kind as what it is at."""
-    marks = MarksFolder(folder / "profiles.sqlite")
+    marks = InFlightFolder(folder / "profiles.sqlite")
     with marks.locked():
         mine = [
-            m for one in marks.living() if one.pid == process.pid for m in one.marks
+            m
+            for one in marks.living()
+            if one.pid == process.pid
+            for m in one.operations
         ]
     return any(
         doing in ("", mark.doing) and (not what or ("what", what) in mark.parts)
@@ -120,5 +123,5 @@ def test_plans_made_at_once_are_those_that_the_store_answers_with(tmp_path):
     assert {budget for _, budget in races} == {str(LARGE), str(SMALL)}
     # What ended at one moment is of one race, which ended.
     assert {len(moments) for moments in races.values()} == {1}
-    left = (tmp_path / "profiles.sqlite.marks").iterdir()
+    left = (tmp_path / "profiles.sqlite.in_flight").iterdir()
     assert [path.name for path in left] == ["lock"]

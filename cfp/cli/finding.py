@@ -39,7 +39,7 @@ from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.platform import parse_mesh
 from cfp.presets.propagated import named_choices
-from cfp.profiling.marks import Limits
+from cfp.profiling.in_flight import Limits
 from cfp.profiling.place import Place
 from cfp.profiling.store import store_path
 from cfp.report import passes

@@ -21,8 +21,8 @@ from cfp.planner_settings import (
     PlannerSettings,
     dimensions_of,
 )
+from cfp.profiling.in_flight import Limits
 from cfp.profiling.interrupts import interrupted_text
-from cfp.profiling.marks import Limits
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress
 from cfp.settings import ConstraintLevel

@@ -40,8 +40,8 @@ from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.printable import columns
 from cfp.profiling.collectives import measure_rates
+from cfp.profiling.in_flight import Limits
 from cfp.profiling.key import environment_parts, other_kind
-from cfp.profiling.marks import Limits
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.store_file import read_export

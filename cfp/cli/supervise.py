@@ -1,7 +1,8 @@
 """Runs a command that measures in a child process, and goes on when that dies.
 
-The child owns the devices, so that there is never a second process on them. It marks
-each build and run (`cfp.profiling.marks`), with a deadline. The parent holds no device:
+The child owns the devices, so that there is never a second process on them. It logs
+each build and run (`cfp.profiling.in_flight`), with a deadline. The parent holds no
+device:
 it ends a child that is past a deadline, records why a child died, and starts the next,
 which finds the records in the store.
 
@@ -24,9 +25,9 @@ from pathlib import Path
 
 from cfp.devices.joining import is_asked
 from cfp.errors import DeviceError, compose
-from cfp.profiling import marks
-from cfp.profiling.deaths import Ended, record_deaths
-from cfp.profiling.marks import MarksFolder
+from cfp.profiling import in_flight
+from cfp.profiling.crashes import ProcessEnd, record_crashes
+from cfp.profiling.in_flight import InFlightFolder
 from cfp.profiling.store import ProfileStore
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
@@ -102,7 +103,7 @@ class _Parent:
         self._child = child
         self._pipe = pipe
         self._store_path = store_path
-        self._folder = MarksFolder(store_path)
+        self._folder = InFlightFolder(store_path)
         self._status = 0
         self._overdue = False
         self._stop: int | None = None
@@ -118,7 +119,7 @@ class _Parent:
         os.close(theirs)
         threading.Thread(target=_die_with, args=(ours,), daemon=True).start()
         # What is overdue the parent sees, too, and does something about it.
-        logging.getLogger(marks.__name__).setLevel(logging.ERROR)
+        logging.getLogger(in_flight.__name__).setLevel(logging.ERROR)
         return None
 
     @property
@@ -167,9 +168,9 @@ class _Parent:
 
     def _is_late(self, now: float) -> bool:
         return any(
-            mark.overdue or (mark.deadline or now) < now - _GRACE_SECONDS
+            one.overdue or (one.deadline or now) < now - _GRACE_SECONDS
             for name in self._names()
-            for mark in self._folder.read(name).marks
+            for one in self._folder.read(name).operations
         )
 
     def may_go_on(self) -> bool:
@@ -177,12 +178,12 @@ class _Parent:
         if not self._names():
             return False  # It has tidied up: an end like any other.
         stopped = self._stop is not None
-        how = Ended(status=self._status, overdue=self._overdue)
+        how = ProcessEnd(status=self._status, overdue=self._overdue)
         _clear_line()
         with ProfileStore(self._store_path) as store:
-            deaths = record_deaths(store, {} if stopped else {self._child: how})
+            crashes = record_crashes(store, {} if stopped else {self._child: how})
         return not stopped and any(
-            death.pid == self._child and death.suspects for death in deaths
+            one.pid == self._child and one.suspects for one in crashes
         )
 
     def among_several(self) -> int:
@@ -192,7 +193,7 @@ class _Parent:
         _clear_line()
         with ProfileStore(self._store_path) as store:
             # Whether it died of what it ran, or another process did, is not known.
-            record_deaths(store, {})
+            record_crashes(store, {})
         code = os.waitstatus_to_exitcode(self._status)
         if self._overdue or (code < 0 and self._stop is None):
             how = "took too long" if self._overdue else signal.Signals(-code).name

@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.errors import DeviceError, compose
 from cfp.profiling.builder import Built, build_failure, compile_lowered
 from cfp.profiling.compile_pool import default_threads, overlaps
+from cfp.profiling.in_flight import Limits
 from cfp.profiling.inputs import generator
 from cfp.profiling.key import GPU_PLATFORMS, Parts, ProfileKey, environment_parts
-from cfp.profiling.marks import Limits
 from cfp.profiling.probes import LARGE, SMALL, Probe, probes
 from cfp.profiling.processes import Agreement
 from cfp.profiling.rates import Rates, rising

@@ -23,9 +23,9 @@ from jax.sharding import Mesh
 
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.compile_pool import CompilePool, default_threads
-from cfp.profiling.deaths import record_deaths
+from cfp.profiling.crashes import record_crashes
 from cfp.profiling.files import make_private_folder
-from cfp.profiling.marks import Limits, Marks
+from cfp.profiling.in_flight import InFlightLog, Limits
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.outlook import Outlook, Stage
 from cfp.profiling.processes import Agreement
@@ -70,7 +70,7 @@ def tune_kernels(
     platform = mesh.devices.flat[0].platform
     if not environment.options(platform):
         return {}
-    record_deaths(store, about={job.key.digest for job in jobs})
+    record_crashes(store, about={job.key.digest for job in jobs})
     known = store.get_many({job.key.digest for job in jobs})
     fatal = {
         k for k, record in known.items() if not is_to_retry(record, retry_failures)
@@ -81,19 +81,19 @@ def tune_kernels(
     done = {file.name for file in learnt.iterdir()}
     wanted = {job.key.digest: job for job in jobs}
     todo = [job for key, job in wanted.items() if key not in fatal | done]
-    marks = Marks(store.path, limits, program.name)
-    with environment.compilation_cache(platform), marks:
+    in_flight = InFlightLog(store.path, limits, program.name)
+    with environment.compilation_cache(platform), in_flight:
         orders = SimpleQueue[Mesh]()
         built: dict[str, Built] = {}
         most = min(mesh.devices.size, default_threads(platform))
-        most = marks.at_once(wanted, most) if Agreement.of(mesh).alone else 1
+        most = in_flight.at_once(wanted, most) if Agreement.of(mesh).alone else 1
         for count in range(most):
             orders.put(_rolled(mesh, count))
 
         def learn(job: Job) -> None:
             order = orders.get()
             try:
-                with marks.doing(job.key, job.label, "build"):
+                with in_flight.doing(job.key, job.label, "build"):
                     # What cannot be built is found out, and recorded, where it is
                     # needed.
                     outcome = build(program, order, job, environment)

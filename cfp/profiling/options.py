@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from cfp.profiling.builder import Job
-from cfp.profiling.marks import Limits
+from cfp.profiling.in_flight import Limits
 from cfp.profiling.outlook import Outlook, Stage
 from cfp.profiling.place import Place
 from cfp.profiling.record import ProfileRecord

@@ -29,6 +29,7 @@ from cfp.profiling.builder import (
     reason_of,
 )
 from cfp.profiling.compile_pool import default_threads, overlaps
+from cfp.profiling.in_flight import Limits
 from cfp.profiling.inputs import (
     InputKind,
     generator,
@@ -36,7 +37,6 @@ from cfp.profiling.inputs import (
     local_kinds,
     make_inputs,
 )
-from cfp.profiling.marks import Limits
 from cfp.profiling.meter import metered
 from cfp.profiling.place import Place, place_for
 from cfp.profiling.processes import Agreement

@@ -4,8 +4,8 @@ Building, running and keeping are three things that know nothing of each other. 
 are built in threads, a few ahead, and run one at a time in the order given, so that
 several processes that were given the same tasks run the same one at any time.
 
-What is about to be built or run is marked beside the store, so that a process that
-dies of it leaves a record (`cfp.profiling.deaths`), and so that two processes with one
+What is about to be built or run is logged beside the store, so that a process that
+dies of it leaves a record (`cfp.profiling.crashes`), and so that two processes with one
 store share the work instead of doing it twice.
 """
 
@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 
 from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import CompilePool
-from cfp.profiling.deaths import record_deaths
-from cfp.profiling.marks import Limits, Marks
+from cfp.profiling.crashes import record_crashes
+from cfp.profiling.in_flight import InFlightLog, Limits
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.store import ProfileStore
@@ -87,14 +87,14 @@ def run_tasks(
     for task in tasks:
         by_key.setdefault(task.key.digest, task)
     # By how processes died before, something may be in the store by now.
-    record_deaths(store, about=by_key)
-    with Marks(store.path, limits, program) as marks:
+    record_crashes(store, about=by_key)
+    with InFlightLog(store.path, limits, program) as in_flight:
         state = _State(
             tasks=by_key,
             build=build,
             run=run,
             store=store,
-            marks=marks,
+            in_flight=in_flight,
             retry_failures=retry_failures,
             progress=progress,
             agreement=agreement or Agreement(alone=True),
@@ -110,7 +110,7 @@ def _measure(state: _State, threads: int, overlap: bool) -> None:
     ahead: deque[tuple[Task, Building]] = deque()
     batch = _BUILT_BY_EACH_THREAD * threads if threads > 1 else 1
     room = threads + _WAITING_BESIDE_THREADS if overlap else batch
-    room = state.marks.at_once(state.tasks, room)
+    room = state.in_flight.at_once(state.tasks, room)
     with CompilePool(threads) as pool:
         try:
             while (waiting or ahead) and not state.ends:
@@ -153,7 +153,7 @@ def _build(state: _State, task: Task) -> Outcome:
     """Builds a task, in a thread."""
     if state.ends:
         raise CancelledError  # Nothing waits for it any more.
-    with state.marks.doing(task.key, task.label, "build", then_wait=True):
+    with state.in_flight.doing(task.key, task.label, "build", then_wait=True):
         outcome = state.build(task)
         state.built.add(task.key.digest)
         if isinstance(outcome, ProfileRecord):
@@ -167,7 +167,7 @@ class _State:
     build: Callable[[Any], Outcome]
     run: Callable[[Any, Built], ProfileRecord]
     store: ProfileStore
-    marks: Marks
+    in_flight: InFlightLog
     retry_failures: bool | datetime
     progress: ProgressCallback | None
     agreement: Agreement
@@ -218,7 +218,7 @@ class _State:
         while waiting and room > used:
             keys = [task.key for task in waiting]
             if self.agreement.alone:
-                keys = self.marks.claim(keys, room - used)
+                keys = self.in_flight.claim(keys, room - used)
             # What was claimed is no other process's, so that this is final.
             ours = {key.digest for key in keys[: room - used]}
             known = {
@@ -231,7 +231,7 @@ class _State:
                 waiting.remove(task)
                 if task.key.digest in known:
                     self._answer(known[task.key.digest])
-                    self.marks.release(task.key)
+                    self.in_flight.release(task.key)
                     self.tell(task.label, "done")
             if len(known) < len(taken) or not taken:
                 return [task for task in taken if task.key.digest not in known]
@@ -245,7 +245,7 @@ class _State:
         if isinstance(outcome, Built):
             if ready:
                 self.tell(task.label, "run")
-                with self.marks.doing(
+                with self.in_flight.doing(
                     task.key, task.label, "run", task.expected_ms, then_wait=True
                 ):
                     outcome = self.run(task, outcome)
@@ -253,7 +253,7 @@ class _State:
                 reason = "another process could not build it"
                 outcome = outcome.record("compile_error", reason=reason)
             self.keep(outcome)
-        self.marks.release(task.key)
+        self.in_flight.release(task.key)
         self.records[task.key.digest] = outcome
         if outcome.ok:
             self.measured += 1

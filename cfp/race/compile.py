@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.compile_pool import CompilePool, default_threads
-from cfp.profiling.deaths import record_deaths
-from cfp.profiling.marks import Marks
+from cfp.profiling.crashes import record_crashes
+from cfp.profiling.in_flight import InFlightLog
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.outlook import Stage
 from cfp.profiling.place import place_for
@@ -62,9 +62,9 @@ class Builder:
     stages: tuple[Stage, Stage] = (Stage.WHOLE, Stage.LOOKS)
 
     @property
-    def marks(self) -> Marks:
+    def in_flight(self) -> InFlightLog:
         """To be entered while something is built or run."""
-        return Marks(self.store.path, self.options.limits, self.program.name)
+        return InFlightLog(self.store.path, self.options.limits, self.program.name)
 
 
 def compile_programs(
@@ -80,15 +80,15 @@ def compile_programs(
     """
     known = known_records(builder, [one.job.key.digest for one in programs])
     new = [one for one in programs if one.job.key.digest not in known]
-    with builder.marks as marks:
-        fresh = build_each(builder, new, marks)
+    with builder.in_flight as in_flight:
+        fresh = build_each(builder, new, in_flight)
     failed = [one for one in fresh.values() if isinstance(one, ProfileRecord)]
     keep(failed, builder.store)
     return results_of(programs, {**fresh, **known}, builder.budget_bytes, known)
 
 
 def build_each(
-    builder: Builder, programs: Sequence[RaceProgram], marks: Marks
+    builder: Builder, programs: Sequence[RaceProgram], in_flight: InFlightLog
 ) -> dict[str, Built | ProfileRecord]:
     """Programs that fit, and records of why others do not, by key.
 
@@ -134,7 +134,7 @@ def build_each(
             begun.append(digest)
             where = one.place or (builder.program, mesh)
             started = time.monotonic()
-            with marks.doing(one.job.key, one.job.label, "build"):
+            with in_flight.doing(one.job.key, one.job.label, "build"):
                 outcome = build(*where, one.job, environment)
             took.append(time.monotonic() - started)
         if isinstance(outcome, Built):
@@ -150,7 +150,7 @@ def build_each(
     first = 0
     if is_untuned:
         first, most = TUNED_FIRST, min(TUNING_AT_ONCE, most)
-    with cache, CompilePool(marks.at_once(wanted, most)) as pool:
+    with cache, CompilePool(in_flight.at_once(wanted, most)) as pool:
         builds: dict[str, Future[Built | ProfileRecord | None]] = {}
         for digest, one in wanted.items():
             builds[digest] = pool.start(
@@ -219,7 +219,7 @@ def known_records(
     builder: Builder, digests: Collection[str]
 ) -> dict[str, ProfileRecord]:
     """Records of programs, by key, that need not be made again."""
-    record_deaths(builder.store, about=digests)
+    record_crashes(builder.store, about=digests)
     return {
         digest: record
         for digest, record in builder.store.common(digests).items()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from cfp.profiling.builder import Built
-from cfp.profiling.marks import Marks
+from cfp.profiling.in_flight import InFlightLog
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, utc_now
 from cfp.profiling.runner import TimingOptions, UntilLost, run
@@ -107,9 +107,9 @@ def race_programs(
     cached = records is not None
     if records is None:
         again = [one for one in programs if one.job.key.digest not in out]
-        with builder.marks as marks:
-            outcomes = build_each(builder, again, marks)
-            ran = _run_in_turn(builder, again, outcomes, marks, rounds)
+        with builder.in_flight as in_flight:
+            outcomes = build_each(builder, again, in_flight)
+            ran = _run_in_turn(builder, again, outcomes, in_flight, rounds)
         keep(list(ran.values()), store)
         records = {**out, **ran}
     if records is not raced:
@@ -122,7 +122,7 @@ def _run_in_turn(
     builder: Builder,
     programs: Sequence[RaceProgram],
     outcomes: Mapping[str, Built | ProfileRecord],
-    marks: Marks,
+    in_flight: InFlightLog,
     rounds: int,
 ) -> dict[str, ProfileRecord]:
     """Runs what was built of some programs in turn; records of all, by key."""
@@ -144,7 +144,7 @@ def _run_in_turn(
         one, run_one = by_key[digest], builder.options.run or run_next
         place = one.place or (builder.program, builder.mesh)
         expected_ms = one.candidate.predicted_ms or 0.0
-        with marks.doing(one.job.key, one.job.label, "run", expected_ms):
+        with in_flight.doing(one.job.key, one.job.label, "run", expected_ms):
             return run_one(ready[digest], one.job, *place, timing=timing)
 
     # What predicts steps warms up the device by itself, for each program; and of

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.in_flight import Doing
 from cfp.profiling.key import Parts, ProfileKey, environment_parts
-from cfp.profiling.marks import Doing
 from cfp.profiling.runner import TimingOptions, execute
 from cfp.profiling.store import store_path
 from cfp_test.bench import clock, gate

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cfp.profiling.marks import write_whole
+from cfp.profiling.in_flight import write_whole
 from cfp_test.bench.rows import Row
 
 

@@ -58,8 +58,8 @@ from cfp.passes.search import search
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.presets import DATA_PARALLEL
 from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.in_flight import write_whole
 from cfp.profiling.key import environment_parts
-from cfp.profiling.marks import write_whole
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress
 from cfp.program.graft import partition_spec

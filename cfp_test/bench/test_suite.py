@@ -10,7 +10,7 @@ import pytest
 
 from cfp.models import find
 from cfp.planner_settings import PlannerSettings
-from cfp.profiling.marks import MarksFolder
+from cfp.profiling.in_flight import InFlightFolder
 from cfp_test.bench import clock, gate
 from cfp_test.bench.compete import SuiteOptions, compete
 from cfp_test.bench.competitors import handwritten
@@ -101,11 +101,11 @@ def test_bench_survives_what_ends_its_process(tmp_path):
     words += " --json out.json --workdir ."
     log = str(tmp_path / "log")
     variables = {"FAULTS": json.dumps(faults), "FAULT_LOG": log}
-    folder = MarksFolder(tmp_path / "profiles.sqlite")
+    folder = InFlightFolder(tmp_path / "profiles.sqlite")
 
     def at_llama() -> bool:
         with folder.locked():
-            labels = [m.label for one in folder.living() for m in one.marks]
+            labels = [m.label for one in folder.living() for m in one.operations]
         return "llama: planned, analysed" in labels
 
     command = [sys.executable, "-m", "cfp_test.faulty", *words.split()]

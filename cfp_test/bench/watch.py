@@ -14,9 +14,9 @@ from pathlib import Path
 
 from cfp.errors import CfpError
 from cfp.profiling.builder import is_out_of_memory, reason_of
-from cfp.profiling.deaths import record_deaths
+from cfp.profiling.crashes import record_crashes
+from cfp.profiling.in_flight import Doing, InFlightLog, Limits
 from cfp.profiling.key import Parts, ProfileKey
-from cfp.profiling.marks import Doing, Limits, Marks
 from cfp.profiling.record import ProfileRecord, Status, is_to_retry
 from cfp.profiling.store import ProfileStore
 
@@ -75,12 +75,12 @@ class Watch:
         """
         key = ProfileKey((*what, ("stage", stage)))
         with ProfileStore(self.store_path) as store:
-            record_deaths(store)
+            record_crashes(store)
             record = store.get(key.digest)
         if record is not None and not is_to_retry(record, self.retry_failures):
             raise Died(record)
         with (
-            Marks(self.store_path, self.limits) as marks,
+            InFlightLog(self.store_path, self.limits) as marks,
             marks.doing(key, label, doing, expected_ms),
         ):
             yield

@@ -14,8 +14,8 @@ import jax
 
 from cfp.profiling import runner
 from cfp.profiling.builder import Built
+from cfp.profiling.in_flight import InFlightFolder, Limits
 from cfp.profiling.inputs import InputKind
-from cfp.profiling.marks import Limits, MarksFolder
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.race import turns
@@ -122,12 +122,12 @@ def _meet(fault: str, place: Place) -> None:
 
 def _await_overdue(child: subprocess.Popen[str], place: Place) -> None:
     """Waits until a process has noted that what it is at takes too long."""
-    folder = MarksFolder(store_path(place.folder / "hang"))
+    folder = InFlightFolder(store_path(place.folder / "hang"))
     until = time.monotonic() + _GUARD_SECONDS
     while child.poll() is None and time.monotonic() < until:
         if (place.folder / _HANGS).exists():
             with folder.locked():
-                marks = [m for marked in folder.living() for m in marked.marks]
+                marks = [m for marked in folder.living() for m in marked.operations]
             if any(mark.overdue for mark in marks):
                 return
         time.sleep(0.1)

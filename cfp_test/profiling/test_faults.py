@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cfp.profiling.marks import Marked, MarksFolder
+from cfp.profiling.in_flight import InFlightFolder, ProcessInFlight
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli_runner import ROOT, environment
@@ -72,8 +72,8 @@ def measured_again(folder: Path) -> list[str]:
     return again
 
 
-def marks_left(folder: Path) -> list[str]:
-    left = (folder / "profiles.sqlite.marks").iterdir()
+def logs_left(folder: Path) -> list[str]:
+    left = (folder / "profiles.sqlite.in_flight").iterdir()
     return sorted(path.name for path in left if path.name != "lock")
 
 
@@ -88,7 +88,7 @@ def undisturbed(tmp_path_factory) -> Path:
         "run": len(found),
         "put": len(found),
     }
-    assert marks_left(folder) == []
+    assert logs_left(folder) == []
     return folder
 
 
@@ -106,11 +106,11 @@ def kill_at_random_moments(folder: Path, times: int) -> None:
     start-up.
     """
     moments = random.Random(SEED)
-    marks = MarksFolder(folder / "profiles.sqlite")
+    logs = InFlightFolder(folder / "profiles.sqlite")
 
     def at_work() -> bool:
-        with marks.locked():
-            return bool(marks.living())
+        with logs.locked():
+            return bool(logs.living())
 
     (folder / "log").touch()
     killed = 0
@@ -138,7 +138,7 @@ def kill_at_random_moments(folder: Path, times: int) -> None:
 def check_like(undisturbed: Path, folder: Path) -> None:
     assert statuses(folder) == statuses(undisturbed)
     assert measured_again(folder) == []
-    assert marks_left(folder) == []
+    assert logs_left(folder) == []
 
 
 def test_killed_and_started_again(undisturbed, tmp_path):
@@ -189,7 +189,7 @@ def test_each_failure_is_recorded_and_the_search_completes(undisturbed, tmp_path
         assert re.search(
             f"{label} of jit_train_step is left out: (crashed|timeout): ", err
         ), err
-    assert marks_left(folder) == []
+    assert logs_left(folder) == []
 
     # Nothing that failed is tried again unless asked; then it is, and mended.
     before = len(events(folder))
@@ -245,11 +245,11 @@ def test_a_flipped_bit_costs_one_record(undisturbed, tmp_path):
 
 def test_a_child_dies_with_its_parent_and_is_not_blamed(undisturbed, tmp_path):
     faults = {"segment 0: 1": "sleep"}
-    folder = MarksFolder(with_rates(undisturbed, tmp_path) / "profiles.sqlite")
+    folder = InFlightFolder(with_rates(undisturbed, tmp_path) / "profiles.sqlite")
 
-    def marked(processes: Callable[[], list[Marked]]) -> bool:
+    def marked(processes: Callable[[], list[ProcessInFlight]]) -> bool:
         with folder.locked():
-            found = [mark for marked in processes() for mark in marked.marks]
+            found = [mark for marked in processes() for mark in marked.operations]
         return [mark.doing for mark in found] == ["run"]
 
     with begin(tmp_path, "profile", TOY, *ON_CPU, *FEW, faults=faults) as parent:
@@ -266,12 +266,12 @@ def test_a_child_dies_with_its_parent_and_is_not_blamed(undisturbed, tmp_path):
 def test_interrupting_the_parent(undisturbed, tmp_path, twice):
     # Nothing in the process that hangs can be interrupted.
     faults = {"segment 0: 3": "hang" if twice else "sleep"}
-    folder = MarksFolder(with_rates(undisturbed, tmp_path) / "profiles.sqlite")
+    folder = InFlightFolder(with_rates(undisturbed, tmp_path) / "profiles.sqlite")
 
     def at_it() -> bool:
         with folder.locked():
-            marks = [mark for marked in folder.living() for mark in marked.marks]
-        return any(m.doing == "run" and m.label in faults for m in marks)
+            found = [one for alive in folder.living() for one in alive.operations]
+        return any(m.doing == "run" and m.label in faults for m in found)
 
     with begin(tmp_path, "profile", TOY, *ON_CPU, *FEW, faults=faults) as parent:
         until(at_it, parent)

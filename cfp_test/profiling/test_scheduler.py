@@ -13,8 +13,8 @@ import pytest
 from cfp.profiling import compile_pool, scheduler
 from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import default_threads, overlaps
+from cfp.profiling.in_flight import CrashCandidate, InFlightFolder, InFlightLog
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.marks import Marks, MarksFolder, Suspicion
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.tasks import Progress, Task
@@ -174,8 +174,8 @@ def test_records_come_in_the_order_of_the_tasks(shop, store):
 
 
 def test_suspects_are_built_one_at_a_time(shop, store):
-    folder = MarksFolder(store.path)
-    suspicion = Suspicion(deaths=1, since="2026-01-02T03:04:05+00:00")
+    folder = InFlightFolder(store.path)
+    suspicion = CrashCandidate(crashes=1, since="2026-01-02T03:04:05+00:00")
     with folder.locked():
         folder.write_suspects({key_of("c").digest: suspicion})
     run_tasks(shop.tasks("abcde"), store, threads=4)
@@ -187,7 +187,7 @@ def test_suspects_are_built_one_at_a_time(shop, store):
 
 def test_what_another_process_is_at_is_waited_for(shop, store):
     # It has one task, and gives up another.
-    with Marks(store.path) as other:
+    with InFlightLog(store.path) as other:
         other.claim([key_of("a"), key_of("b")], 2)
         events = []
 

@@ -7,7 +7,7 @@ import pytest
 
 from cfp.profiling import measurer, runner
 from cfp.profiling.builder import BuildEnvironment, build_failure
-from cfp.profiling.marks import MarksFolder, Suspicion
+from cfp.profiling.in_flight import CrashCandidate, InFlightFolder
 from cfp.profiling.measurer import Measurer, tune_kernels
 from cfp.profiling.options import MeasureOptions
 from cfp_test.waiting import GUARD_SECONDS
@@ -68,8 +68,8 @@ def test_suspects_are_built_one_at_a_time(case, store, tunable, monkeypatch):
 
     monkeypatch.setattr(measurer, "build", build)
     jobs = [case.job(name) for name in "abc"]
-    folder = MarksFolder(store.path)
-    suspicion = Suspicion(deaths=1, since="2026-01-02T03:04:05+00:00")
+    folder = InFlightFolder(store.path)
+    suspicion = CrashCandidate(crashes=1, since="2026-01-02T03:04:05+00:00")
     with folder.locked():
         folder.write_suspects({jobs[2].key.digest: suspicion})
     tune_kernels(case.program, case.mesh, jobs, store)

@@ -11,7 +11,7 @@ from cfp.analysis.layout import Choice
 from cfp.errors import DeviceError
 from cfp.profiling import runner
 from cfp.profiling.builder import Built
-from cfp.profiling.marks import MarksFolder
+from cfp.profiling.in_flight import InFlightFolder
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
@@ -37,8 +37,8 @@ def timed(case, store, monkeypatch):
     turns = []
 
     def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
-        [alive] = MarksFolder(store.path).living()
-        [mark] = [mark for mark in alive.marks if mark.doing == "run"]
+        [alive] = InFlightFolder(store.path).living()
+        [mark] = [mark for mark in alive.operations if mark.doing == "run"]
         assert (mark.key, mark.label) == (job.key, job.label)
         turns.append(job.label)
         return built.record("ok", samples_ms=[1.0], run_seconds=0.1)
@@ -376,8 +376,8 @@ def compiled(case, store, monkeypatch):
     built = []
 
     def fake(program, mesh, job, environment) -> Built:
-        [alive] = MarksFolder(store.path).living()
-        assert [(m.key, m.doing) for m in alive.marks] == [(job.key, "build")]
+        [alive] = InFlightFolder(store.path).living()
+        assert [(m.key, m.doing) for m in alive.operations] == [(job.key, "build")]
         built.append(job.label)
         return Built(key=job.key, compiled=None, temp_bytes=NEEDS[job.label])
 
@@ -443,7 +443,7 @@ def test_what_failed_does_not_fit_in_nothing(compiled, case, store):
 
 def test_nothing_is_marked_after_a_race(timed, store):
     timed("ab")
-    left = [path.name for path in MarksFolder(store.path).path.iterdir()]
+    left = [path.name for path in InFlightFolder(store.path).path.iterdir()]
     assert left == ["lock"]
 
 

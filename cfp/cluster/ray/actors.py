@@ -23,7 +23,7 @@ from ray.exceptions import RayError, WorkerCrashedError
 
 from cfp.errors import CfpError
 from cfp.profiling.builder import is_out_of_memory
-from cfp.profiling.marks import MarksFolder
+from cfp.profiling.in_flight import InFlightFolder
 from cfp.profiling.place import Executable, RefusedElsewhere, compile_parcel
 from cfp.profiling.record import ProfileRecord, Status
 from cfp.profiling.store import ProfileStore, default_cache_dir, store_path
@@ -141,7 +141,7 @@ class RayPlace:
 
 
 _LOOK_SECONDS = 1.0
-# What is overdue is noted by the marks' own thread first.
+# What is overdue is noted by the log's own thread first.
 _GRACE_SECONDS = 2.0
 
 # Gets the place to compile in, and the folder of the runner's store.
@@ -215,10 +215,10 @@ class Runner:
 
 def _end_if_late(path: Path, ends: threading.Event) -> None:
     """Ends this process if something hangs: then it is known what, and what is next."""
-    folder = MarksFolder(path)
+    folder = InFlightFolder(path)
     while not ends.wait(_LOOK_SECONDS):
         now = time.monotonic()
         for file in folder.path.glob(f"{os.getpid()}-*.alive"):
-            marks = folder.read(file.stem).marks
-            if any((mark.deadline or now) < now - _GRACE_SECONDS for mark in marks):
+            operations = folder.read(file.stem).operations
+            if any((one.deadline or now) < now - _GRACE_SECONDS for one in operations):
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,8 @@
 """Write-ahead log of device operations, for crash attribution.
 
-A process that dies while it builds or runs something leaves its marks behind, and so
-tells those that come after what it died of (`cfp.profiling.deaths`). While it lives,
-its marks keep others from measuring the same.
+A process that dies while it builds or runs something leaves its log behind, from which
+those that come after find out why (`cfp.profiling.crashes`). While it lives, its log
+keeps others from measuring the same.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Doing = Literal["build", "wait", "run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """One thing that a process is at.
+class InFlight:
+    """An operation of a process that has not ended.
 
     Attributes:
       parts: of the key that its record will have.
@@ -61,7 +61,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Marked:
+class ProcessInFlight:
     """The log of one process.
 
     Attributes:
@@ -69,36 +69,36 @@ class Marked:
       pid: its process id.
       witnessed: its crash record would stand in its `.alive` file.
       oom_kills: how many processes the kernel had ended for want of memory then.
-      marks: what it is at.
+      operations: what it is at.
     """
 
     name: str
     pid: int
     witnessed: bool = False
     oom_kills: int = 0
-    marks: tuple[Mark, ...] = ()
+    operations: tuple[InFlight, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suspicion:
-    """Evidence against an operation beside which processes died.
+class CrashCandidate:
+    """Evidence against an operation during which processes died.
 
     Attributes:
-      deaths: how many.
+      crashes: how many.
       since: when the last of them had begun with it: ISO 8601, UTC.
       what: what it is, and what was done to it, in words.
     """
 
-    deaths: int
+    crashes: int
     since: str
     what: str = ""
 
 
-class MarksFolder:
-    """The folder of marks beside a store, for reading them."""
+class InFlightFolder:
+    """The logs of all processes beside a store, for reading them."""
 
     def __init__(self, store_path: Path):
-        self.path = store_path.with_name(f"{store_path.name}.marks")
+        self.path = store_path.with_name(f"{store_path.name}.in_flight")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -108,28 +108,28 @@ class MarksFolder:
             lock_file(file)
             yield
 
-    def living(self) -> list[Marked]:
+    def living(self) -> list[ProcessInFlight]:
         """Lists processes that live; call it with the lock held."""
         return [self.read(name) for name in self._names() if self._held(name) is True]
 
-    def dead(self) -> list[Marked]:
+    def dead(self) -> list[ProcessInFlight]:
         """Lists processes that have died; call it with the lock held.
 
         Without file locks it is not known which processes are alive.
         """
         return [self.read(name) for name in self._names() if self._held(name) is False]
 
-    def read(self, name: str) -> Marked:
+    def read(self, name: str) -> ProcessInFlight:
         """Reads the log of a process, living or not; empty if that cannot be read."""
         try:
             data = json.loads((self.path / f"{name}.json").read_text())
-            marks = [
-                Mark(**{**mark, "parts": tuple((a, b) for a, b in mark["parts"])})
-                for mark in data.pop("marks")
+            operations = [
+                InFlight(**{**one, "parts": tuple((a, b) for a, b in one["parts"])})
+                for one in data.pop("operations")
             ]
-            return Marked(**data, marks=tuple(marks))
+            return ProcessInFlight(**data, operations=tuple(operations))
         except (OSError, ValueError, TypeError, KeyError):
-            return Marked(name=name, pid=0)
+            return ProcessInFlight(name=name, pid=0)
 
     def crash_record(self, name: str) -> str:
         """Reads Python's line about a fatal signal; "" if there is none."""
@@ -142,15 +142,17 @@ class MarksFolder:
             with contextlib.suppress(FileNotFoundError):
                 (self.path / f"{name}.{suffix}").unlink()
 
-    def suspects(self) -> dict[str, Suspicion]:
-        """Lists suspects of deaths without a known cause, by key."""
+    def suspects(self) -> dict[str, CrashCandidate]:
+        """Lists candidates for crashes without a known cause, by key."""
         try:
             found = json.loads((self.path / "suspects.json").read_text())
-            return {key: Suspicion(**suspicion) for key, suspicion in found.items()}
+            return {
+                key: CrashCandidate(**suspicion) for key, suspicion in found.items()
+            }
         except (OSError, ValueError, TypeError, AttributeError):
             return {}
 
-    def write_suspects(self, suspects: dict[str, Suspicion]) -> None:
+    def write_suspects(self, suspects: dict[str, CrashCandidate]) -> None:
         """To be called locked."""
         path = self.path / "suspects.json"
         if suspects:
@@ -232,8 +234,8 @@ class Limits:
         return None
 
 
-class Marks:
-    """The marks of this process, from `with` to its end.
+class InFlightLog:
+    """The log of this process, from `with` to its end.
 
     May be used by several threads.
     """
@@ -246,20 +248,20 @@ class Marks:
         Args:
           store_path: the store's file.
           limits: what counts as hung; see `Limits` for the default.
-          program: what all that is marked belongs to, for messages.
+          program: what all operations belong to, for messages.
         """
         self._program = program
-        self.folder = MarksFolder(store_path)
+        self.folder = InFlightFolder(store_path)
         self.limits = limits or Limits()
-        self._mine = Marked(
+        self._mine = ProcessInFlight(
             name=f"{os.getpid()}-{uuid.uuid4().hex[:8]}", pid=os.getpid()
         )
-        self._marks: dict[str, Mark] = {}
+        self._operations: dict[str, InFlight] = {}
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._files = contextlib.ExitStack()
 
-    def __enter__(self) -> Marks:
+    def __enter__(self) -> InFlightLog:
         with self.folder.locked():
             file = open_private(self.folder.path / f"{self._mine.name}.alive", "ab")
             self._files.enter_context(file)
@@ -289,19 +291,19 @@ class Marks:
     def claim(self, keys: Sequence[ProfileKey], count: int) -> list[ProfileKey]:
         """Takes the first few of some keys that no other living process is at.
 
-        They are marked as waiting. A process that hangs has no claims.
+        They are logged as waiting. A process that hangs has no claims.
         """
         with self.folder.locked(), self._lock:
             taken = {
-                mark.key.digest
+                one.key.digest
                 for other in self.folder.living()
                 if other.name != self._mine.name
-                and not any(mark.overdue for mark in other.marks)
-                for mark in other.marks
+                and not any(one.overdue for one in other.operations)
+                for one in other.operations
             }
             ours = [key for key in keys if key.digest not in taken][:count]
             for key in ours:
-                self._marks[key.digest] = self._mark(key, "", "wait", 0.0)
+                self._operations[key.digest] = self._begin(key, "", "wait", 0.0)
             self._write()
         return ours
 
@@ -315,40 +317,40 @@ class Marks:
         *,
         then_wait: bool = False,
     ) -> Iterator[None]:
-        """Marks something for as long as the body takes.
+        """Logs something for as long as the body takes.
 
         Args:
           key: what it is.
           label: what progress calls it.
           doing: what is done to it.
           expected_ms: how long a run should take.
-          then_wait: keep it marked as waiting afterwards.
+          then_wait: log it as waiting afterwards.
         """
-        self._set(key, self._mark(key, label, doing, expected_ms))
+        self._set(key, self._begin(key, label, doing, expected_ms))
         try:
             yield
         finally:
-            self._set(key, self._mark(key, label, "wait", 0.0) if then_wait else None)
+            self._set(key, self._begin(key, label, "wait", 0.0) if then_wait else None)
 
     def release(self, key: ProfileKey) -> None:
-        """Takes the mark of a key away."""
+        """Ends the operation with a key."""
         self._set(key, None)
 
-    def _set(self, key: ProfileKey, mark: Mark | None) -> None:
+    def _set(self, key: ProfileKey, one: InFlight | None) -> None:
         with self._lock:
             if self._closed.is_set():
                 return  # A build that an interrupt did not wait for.
-            if mark is None:
-                self._marks.pop(key.digest, None)
+            if one is None:
+                self._operations.pop(key.digest, None)
             else:
-                self._marks[key.digest] = mark
+                self._operations[key.digest] = one
             self._write()
 
-    def _mark(
+    def _begin(
         self, key: ProfileKey, label: str, doing: Doing, expected_ms: float
-    ) -> Mark:
+    ) -> InFlight:
         limit = self.limits.seconds(doing, expected_ms)
-        return Mark(
+        return InFlight(
             parts=key.parts,
             label=label,
             doing=doing,
@@ -359,7 +361,7 @@ class Marks:
         )
 
     def _write(self) -> None:
-        found = replace(self._mine, marks=tuple(self._marks.values()))
+        found = replace(self._mine, operations=tuple(self._operations.values()))
         write_whole(self.folder.path / f"{self._mine.name}.json", asdict(found))
 
     def _watch(self) -> None:
@@ -370,37 +372,37 @@ class Marks:
             lost = now - looked if now - looked > _STOPPED_SECONDS else 0.0
             looked = now
             with self._lock:
-                late = self._change(lambda mark, by=lost: _later(mark, by))
-                late = self._change(lambda mark, now=now: _judged(mark, now))
-            for mark in late:
+                late = self._change(lambda one, by=lost: _later(one, by))
+                late = self._change(lambda one, now=now: _judged(one, now))
+            for one in late:
                 _log.warning(
                     "%s: %s for more than %.0f s; it may hang. If this process is "
                     "ended now, that is noted, and it is not tried again",
-                    mark.label,
-                    "running" if mark.doing == "run" else "compiling",
-                    mark.limit_seconds,
+                    one.label,
+                    "running" if one.doing == "run" else "compiling",
+                    one.limit_seconds,
                 )
 
-    def _change(self, change: Callable[[Mark], Mark]) -> list[Mark]:
-        """Changes marks, and returns those that are new."""
-        changed = {key: change(mark) for key, mark in self._marks.items()}
-        new = [mark for key, mark in changed.items() if mark != self._marks[key]]
+    def _change(self, change: Callable[[InFlight], InFlight]) -> list[InFlight]:
+        """Changes operations, and returns those that are new."""
+        changed = {key: change(one) for key, one in self._operations.items()}
+        new = [one for key, one in changed.items() if one != self._operations[key]]
         if new and not self._closed.is_set():
-            self._marks = changed
+            self._operations = changed
             self._write()
         return new
 
 
-def _later(mark: Mark, seconds: float) -> Mark:
-    if mark.deadline is None or not seconds:
-        return mark
-    return replace(mark, deadline=mark.deadline + seconds)
+def _later(one: InFlight, seconds: float) -> InFlight:
+    if one.deadline is None or not seconds:
+        return one
+    return replace(one, deadline=one.deadline + seconds)
 
 
-def _judged(mark: Mark, now: float) -> Mark:
-    if mark.deadline is None or now <= mark.deadline:
-        return mark
-    return replace(mark, overdue=True)
+def _judged(one: InFlight, now: float) -> InFlight:
+    if one.deadline is None or now <= one.deadline:
+        return one
+    return replace(one, overdue=True)
 
 
 def oom_kills() -> int:

@@ -1,4 +1,4 @@
-"""Marks, and what those of the dead tell."""
+"""Logs of operations, and what those of dead processes tell."""
 
 import json
 import os
@@ -10,11 +10,18 @@ from typing import IO
 
 import pytest
 
-from cfp.profiling import deaths, marks
-from cfp.profiling.deaths import Ended, record_deaths
+from cfp.profiling import crashes, in_flight
+from cfp.profiling.crashes import ProcessEnd, record_crashes
 from cfp.profiling.files import lock_file
+from cfp.profiling.in_flight import (
+    InFlight,
+    InFlightFolder,
+    InFlightLog,
+    Limits,
+    ProcessInFlight,
+    write_whole,
+)
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.marks import Limits, Mark, Marked, Marks, MarksFolder, write_whole
 from cfp.profiling.record import ProfileRecord, utc_now
 from cfp.profiling.store import ProfileStore
 from cfp_test.waiting import GUARD_SECONDS, until
@@ -28,7 +35,7 @@ def key_of(name: str) -> ProfileKey:
     return ProfileKey((("name", name), ("mesh", "x=4")))
 
 
-def mark(name: str, doing="run", **changes) -> Mark:
+def mark(name: str, doing="run", **changes) -> InFlight:
     fields = {
         "parts": key_of(name).parts,
         "label": f"task {name}",
@@ -37,18 +44,22 @@ def mark(name: str, doing="run", **changes) -> Mark:
         "limit_seconds": 60.0,
         "deadline": 1e9,
     }
-    return Mark(**{**fields, **changes})
+    return InFlight(**{**fields, **changes})
 
 
-def leave(store: ProfileStore, *marks: Mark, words: str = "", **changes) -> None:
-    """Leaves what a process that died with these marks leaves."""
-    folder = MarksFolder(store.path)
+def leave(
+    store: ProfileStore, *operations: InFlight, words: str = "", **changes
+) -> None:
+    """Leaves what a process that died in these operations leaves."""
+    folder = InFlightFolder(store.path)
     folder.path.mkdir(exist_ok=True)
-    marked = Marked(name=f"{PID}-0", pid=PID, witnessed=True, marks=marks)
+    process = ProcessInFlight(
+        name=f"{PID}-0", pid=PID, witnessed=True, operations=operations
+    )
     # More than ever: the test may run where the kernel has ended something before.
-    marked = replace(marked, **{"oom_kills": 1 << 40, **changes})
-    write_whole(folder.path / f"{marked.name}.json", asdict(marked))
-    (folder.path / f"{marked.name}.alive").write_text(words)
+    process = replace(process, **{"oom_kills": 1 << 40, **changes})
+    write_whole(folder.path / f"{process.name}.json", asdict(process))
+    (folder.path / f"{process.name}.alive").write_text(words)
 
 
 def failures(store: ProfileStore) -> list[tuple[str, str, str]]:
@@ -57,16 +68,16 @@ def failures(store: ProfileStore) -> list[tuple[str, str, str]]:
 
 def suspected(store: ProfileStore) -> dict[str, int]:
     names = {key_of(name).digest: name for name in "abc"}
-    found = MarksFolder(store.path).suspects()
-    return {names[key]: suspicion.deaths for key, suspicion in found.items()}
+    found = InFlightFolder(store.path).suspects()
+    return {names[key]: suspicion.crashes for key, suspicion in found.items()}
 
 
-def killed_by(number: int, *, overdue: bool = False) -> dict[int, Ended]:
-    return {PID: Ended(status=number, overdue=overdue)}
+def killed_by(number: int, *, overdue: bool = False) -> dict[int, ProcessEnd]:
+    return {PID: ProcessEnd(status=number, overdue=overdue)}
 
 
-def exited(code: int) -> dict[int, Ended]:
-    return {PID: Ended(status=code << 8)}
+def exited(code: int) -> dict[int, ProcessEnd]:
+    return {PID: ProcessEnd(status=code << 8)}
 
 
 ABORTED = "Fatal Python error: Aborted\n\nCurrent thread 0x1"
@@ -143,19 +154,19 @@ def test_what_a_process_died_of(
     store, caplog, left, words, changes, ended, status, reason
 ):
     leave(store, *left, words=words, **changes)
-    [death] = record_deaths(store, ended)
+    [crash] = record_crashes(store, ended)
     assert failures(store) == [("a", status, reason)]
-    assert death.pid == PID
-    assert death.record == store.records()[0]
+    assert crash.pid == PID
+    assert crash.record == store.records()[0]
     assert "task a is left out" in caplog.text
-    assert record_deaths(store) == []
+    assert record_crashes(store) == []
 
 
 def test_what_was_ended_from_outside_is_not_blamed(store, caplog):
     for _ in range(5):
         leave(store, mark("a"))
-        [death] = record_deaths(store)
-        assert [m.label for m in death.suspects] == ["task a"]
+        [crash] = record_crashes(store)
+        assert [m.label for m in crash.suspects] == ["task a"]
     assert store.records() == []
     assert caplog.text == ""
 
@@ -183,11 +194,11 @@ def test_the_second_unexplained_death_is_one_too_many(store, changes, ended, kep
             )
         )
     leave(store, mark("a"), **changes)
-    record_deaths(store, ended)
+    record_crashes(store, ended)
     assert [r.reason for r in store.records()] == (["long ago"] if kept else [])
     assert suspected(store) == {"a": 1}
     leave(store, mark("a"), **changes)
-    record_deaths(store, ended)
+    record_crashes(store, ended)
     reason = "the process died 2 times while running it"
     assert failures(store) == [("a", "crashed", reason)]
     assert suspected(store) == {}
@@ -197,8 +208,8 @@ def test_the_second_unexplained_death_is_one_too_many(store, changes, ended, kep
 def test_several_builds_are_suspects(store, caplog):
     builds = [mark("a", "build"), mark("b", "build")]
     leave(store, *builds, words=ABORTED)
-    [death] = record_deaths(store)
-    assert death.record is None
+    [crash] = record_crashes(store)
+    assert crash.record is None
     assert store.records() == []
     assert suspected(store) == {"a": 1, "b": 1}
     assert "was compiling task a; compiling task b. Trying again" in caplog.text
@@ -211,7 +222,7 @@ def test_several_builds_are_suspects(store, caplog):
             samples_ms=(1.0,),
         )
     )
-    record_deaths(store)
+    record_crashes(store)
     assert suspected(store) == {"a": 1}
 
 
@@ -243,51 +254,54 @@ def test_a_record_made_since_tells_that_it_did_not_die_of_it(
     )
     store.put(record)
     leave(store, mark("a", since=since), words=ABORTED)
-    record_deaths(store)
+    record_crashes(store)
     assert [r.status for r in store.records()] == [kept]
 
 
 def test_what_was_measured_right_before_is_no_alibi(store):
-    """Moments of records and of marks are distinguished within a second."""
+    """Moments of records and of operations are distinguished within a second."""
     key = key_of("a")
     record = ProfileRecord(
         key=key.digest, parts=key.parts, status="ok", samples_ms=(1.0,)
     )
     store.put(record)
     until(lambda: utc_now() > record.created)
-    with Marks(store.path) as marks, marks.doing(key, "task a", "run"):
-        [alive] = marks.folder.living()
-    leave(store, *alive.marks, words=ABORTED)
-    record_deaths(store)
+    with InFlightLog(store.path) as log, log.doing(key, "task a", "run"):
+        [alive] = log.folder.living()
+    leave(store, *alive.operations, words=ABORTED)
+    record_crashes(store)
     assert [r.status for r in store.records()] == ["crashed"]
 
 
-@pytest.mark.parametrize("damage", ["", "[]", '{"marks": [{"parts": 3}]}', "{"])
-def test_marks_that_cannot_be_read_blame_nothing(store, damage):
+@pytest.mark.parametrize("damage", ["", "[]", '{"operations": [{"parts": 3}]}', "{"])
+def test_logs_that_cannot_be_read_blame_nothing(store, damage):
     leave(store, mark("a"), words=ABORTED)
-    (MarksFolder(store.path).path / f"{PID}-0.json").write_text(damage)
-    [death] = record_deaths(store)
-    assert death.suspects == ()
+    (InFlightFolder(store.path).path / f"{PID}-0.json").write_text(damage)
+    [crash] = record_crashes(store)
+    assert crash.suspects == ()
     assert store.records() == []
-    assert record_deaths(store) == []
+    assert record_crashes(store) == []
 
 
 def test_living_processes_get_no_record(store):
-    with Marks(store.path) as marks, marks.doing(key_of("a"), "task a", "run", 100.0):
-        [alive] = marks.folder.living()
+    with (
+        InFlightLog(store.path) as log,
+        log.doing(key_of("a"), "task a", "run", 100.0),
+    ):
+        [alive] = log.folder.living()
         assert alive.pid == os.getpid()
-        [made] = alive.marks
+        [made] = alive.operations
         assert (made.label, made.doing, made.limit_seconds) == ("task a", "run", 62.0)
-        assert record_deaths(store) == []
-        json_file = marks.folder.path / f"{alive.name}.json"
+        assert record_crashes(store) == []
+        json_file = log.folder.path / f"{alive.name}.json"
         assert json.loads(json_file.read_text())["pid"] == os.getpid()
-    left = [path.name for path in marks.folder.path.iterdir()]
+    left = [path.name for path in log.folder.path.iterdir()]
     assert left == ["lock"]
 
 
 @pytest.mark.parametrize("moment", ["before its file is opened", "before the lock"])
 def test_what_ends_meanwhile_is_neither_dead_nor_alive(store, monkeypatch, moment):
-    owner = Marks(store.path)
+    owner = InFlightLog(store.path)
     owner.__enter__()
     claims = [key_of("a")]
     assert owner.claim(claims, 1) == claims
@@ -303,20 +317,20 @@ def test_what_ends_meanwhile_is_neither_dead_nor_alive(store, monkeypatch, momen
             return lock_file(file, wait=wait)
 
         with owner.folder.locked():
-            monkeypatch.setattr(marks, "lock_file", lock)
+            monkeypatch.setattr(in_flight, "lock_file", lock)
             assert owner.folder.dead() == []
     else:
         names = owner.folder._names()
         leaves()
         monkeypatch.setattr(owner.folder, "_names", lambda: names)
         assert owner.folder.living() == owner.folder.dead() == []
-    assert record_deaths(store) == []
+    assert record_crashes(store) == []
 
 
 def test_two_processes_never_claim_the_same(store):
     keys = [key_of(name) for name in "abcd"]
     short = Limits(run_seconds=0.05)
-    with Marks(store.path, short) as one, Marks(store.path) as other:
+    with InFlightLog(store.path, short) as one, InFlightLog(store.path) as other:
         assert one.claim(keys, 3) == keys[:3]
         assert other.claim(keys, 3) == keys[3:]
         one.release(keys[0])
@@ -329,13 +343,13 @@ def test_two_processes_never_claim_the_same(store):
 
 def test_what_takes_too_long_is_noted(store, caplog):
     limits = Limits(run_seconds=0.05)
-    with Marks(store.path, limits) as marks:
-        with marks.doing(key_of("a"), "task a", "run"):
-            until(lambda: marks.folder.living()[0].marks[0].overdue)
+    with InFlightLog(store.path, limits) as log:
+        with log.doing(key_of("a"), "task a", "run"):
+            until(lambda: log.folder.living()[0].operations[0].overdue)
         # It came to an end after all.
-        assert marks.folder.living()[0].marks == ()
+        assert log.folder.living()[0].operations == ()
     until(lambda: "task a: running for more than 0 s" in caplog.text)
-    assert record_deaths(store) == []
+    assert record_crashes(store) == []
 
 
 def test_limits():
@@ -396,18 +410,18 @@ def test_a_library_process_that_crashes_is_found_by_the_next(store):
 
 
 def test_the_kernels_count_can_be_read():
-    assert deaths.oom_kills() >= 0
+    assert crashes.oom_kills() >= 0
 
 
 def test_warnings_name_the_program_and_come_up_only_for_it(store, caplog):
     """All programs of a user share a store."""
     of_a = [mark("a", "build", program="train"), mark("b", "build", program="train")]
     leave(store, *of_a, words=ABORTED)
-    record_deaths(store, about={key_of("c").digest})
+    record_crashes(store, about={key_of("c").digest})
     assert caplog.text == ""
-    record_deaths(store, about={key_of("c").digest})
+    record_crashes(store, about={key_of("c").digest})
     assert caplog.text == ""
-    record_deaths(store, about={key_of("a").digest, key_of("c").digest})
+    record_crashes(store, about={key_of("a").digest, key_of("c").digest})
     assert "was compiling task a of train. Trying again" in caplog.text
     assert "task b" not in caplog.text
 
@@ -415,16 +429,16 @@ def test_warnings_name_the_program_and_come_up_only_for_it(store, caplog):
 @pytest.mark.explained("A strategy is left out")
 def test_what_is_left_out_is_named_where_it_would_have_been_measured(store, caplog):
     leave(store, mark("a", program="train"), words=ABORTED)
-    record_deaths(store, about={key_of("c").digest})
+    record_crashes(store, about={key_of("c").digest})
     assert caplog.text == ""
     assert failures(store) == [("a", "crashed", WORDS)]
     leave(store, mark("b", program="train"), words=ABORTED)
-    record_deaths(store, about={key_of("b").digest})
+    record_crashes(store, about={key_of("b").digest})
     assert "task b of train is left out: crashed" in caplog.text
 
 
-def test_marks_know_their_program(store):
-    with Marks(store.path, program="train") as marks:
-        with marks.doing(key_of("a"), "task a", "run"), marks.folder.locked():
-            [living] = marks.folder.living()
-    assert [(m.label, m.program) for m in living.marks] == [("task a", "train")]
+def test_operations_have_their_program(store):
+    with InFlightLog(store.path, program="train") as log:
+        with log.doing(key_of("a"), "task a", "run"), log.folder.locked():
+            [living] = log.folder.living()
+    assert [(m.label, m.program) for m in living.operations] == [("task a", "train")]

@@ -21,7 +21,13 @@ import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from cfp.profiling.marks import Mark, Marked, MarksFolder, Suspicion, oom_kills
+from cfp.profiling.in_flight import (
+    CrashCandidate,
+    InFlight,
+    InFlightFolder,
+    ProcessInFlight,
+    oom_kills,
+)
 from cfp.profiling.record import ProfileRecord, Status
 from cfp.profiling.store import ProfileStore
 
@@ -33,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class ProcessEnd:
     """The end of a process, as its parent saw it.
 
     Attributes:
@@ -46,8 +52,8 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Death:
-    """A process that died with marks.
+class Crash:
+    """A process that died during operations.
 
     Attributes:
       pid: its process id.
@@ -56,7 +62,7 @@ class Death:
     """
 
     pid: int
-    suspects: tuple[Mark, ...]
+    suspects: tuple[InFlight, ...]
     record: ProfileRecord | None = None
 
 
@@ -66,29 +72,29 @@ class _Cause:
     reason: str
 
 
-def record_deaths(
+def record_crashes(
     store: ProfileStore,
-    ended: Mapping[int, Ended] | None = None,
+    ended: Mapping[int, ProcessEnd] | None = None,
     about: Collection[str] | None = None,
-) -> list[Death]:
-    """Takes the marks of dead processes away, and records what they died of.
+) -> list[Crash]:
+    """Removes the logs of dead processes, and records why they crashed.
 
     Args:
-      store: whose marks, and where the records go.
+      store: whose logs, and where the records go.
       ended: by process id how those ended whose parent asks.
       about: keys of what is about to be measured: only of these warnings speak. All
         programs of a user share a store; None for all of them.
     """
-    folder = MarksFolder(store.path)
+    folder = InFlightFolder(store.path)
     found = []
     with folder.locked():
         suspects = folder.suspects()
         before = dict(suspects)
-        for marked in folder.dead():
-            how = (ended or {}).get(marked.pid)
-            words = folder.crash_record(marked.name)
-            found.append(_judge(store, marked, words, how, suspects, about))
-            folder.remove(marked.name)
+        for process in folder.dead():
+            how = (ended or {}).get(process.pid)
+            words = folder.crash_record(process.name)
+            found.append(_judge(store, process, words, how, suspects, about))
+            folder.remove(process.name)
         known = store.get_many(suspects)
         suspects = {
             key: suspicion
@@ -113,36 +119,36 @@ def record_deaths(
 
 def _judge(
     store: ProfileStore,
-    marked: Marked,
+    process: ProcessInFlight,
     words: str,
-    ended: Ended | None,
-    noted: dict[str, Suspicion],
+    ended: ProcessEnd | None,
+    noted: dict[str, CrashCandidate],
     about: Collection[str] | None,
-) -> Death:
+) -> Crash:
     """Records the guilty one, or notes the suspects."""
-    suspects = [mark for mark in _suspects(marked, ended) if not _done(store, mark)]
-    cause = _cause(marked, suspects, words, ended)
-    seen = cause or ended or not marked.witnessed
+    suspects = [one for one in _suspects(process, ended) if not _done(store, one)]
+    cause = _cause(process, suspects, words, ended)
+    seen = cause or ended or not process.witnessed
     if not suspects or not seen:
-        return Death(pid=marked.pid, suspects=tuple(suspects))
-    for mark in suspects:
-        before = noted.get(mark.key.digest)
-        noted[mark.key.digest] = Suspicion(
-            deaths=1 + (before.deaths if before else 0),
-            since=mark.since,
-            what=f"{_doing(mark)} {_name(mark)}",
+        return Crash(pid=process.pid, suspects=tuple(suspects))
+    for one in suspects:
+        before = noted.get(one.key.digest)
+        noted[one.key.digest] = CrashCandidate(
+            crashes=1 + (before.crashes if before else 0),
+            since=one.since,
+            what=f"{_doing(one)} {_name(one)}",
         )
-    mark = suspects[0]
-    tries = noted[mark.key.digest].deaths
+    one = suspects[0]
+    tries = noted[one.key.digest].crashes
     if cause is None and tries >= _TRIES:
         cause = _Cause("crashed", f"the process died {tries} times")
     if cause is None or len(suspects) > 1:
-        return Death(pid=marked.pid, suspects=tuple(suspects))
+        return Crash(pid=process.pid, suspects=tuple(suspects))
     record = ProfileRecord(
-        key=mark.key.digest,
-        parts=mark.parts,
+        key=one.key.digest,
+        parts=one.parts,
         status=cause.status,
-        reason=f"{cause.reason} while {_doing(mark)} it",
+        reason=f"{cause.reason} while {_doing(one)} it",
     )
     store.put(record, replace=True)
     del noted[record.key]
@@ -150,25 +156,25 @@ def _judge(
         _log.warning(
             "%s is left out: %s: %s "
             "(PlannerSettings(retry_failures=True), --retry-failures: try again)",
-            _name(mark),
+            _name(one),
             record.status.replace("_", " "),
             record.reason,
         )
-    return Death(pid=marked.pid, suspects=tuple(suspects), record=record)
+    return Crash(pid=process.pid, suspects=tuple(suspects), record=record)
 
 
-def _suspects(marked: Marked, ended: Ended | None) -> list[Mark]:
-    """Lists suspects of a death: runs, or else builds, the overdue first."""
-    at_work = [mark for mark in marked.marks if mark.doing != "wait"]
-    late = [mark for mark in at_work if mark.overdue]
+def _suspects(process: ProcessInFlight, ended: ProcessEnd | None) -> list[InFlight]:
+    """Lists suspects of a crash: runs, or else builds, the overdue first."""
+    at_work = [one for one in process.operations if one.doing != "wait"]
+    late = [one for one in at_work if one.overdue]
     if late and (ended is None or ended.overdue):
         return late
-    return [mark for mark in at_work if mark.doing == "run"] or at_work
+    return [one for one in at_work if one.doing == "run"] or at_work
 
 
-def _done(store: ProfileStore, mark: Mark) -> bool:
-    record = store.get(mark.key.digest)
-    return record is not None and _made_since(record, mark.since)
+def _done(store: ProfileStore, one: InFlight) -> bool:
+    record = store.get(one.key.digest)
+    return record is not None and _made_since(record, one.since)
 
 
 def _made_since(record: ProfileRecord, moment: str) -> bool:
@@ -177,12 +183,15 @@ def _made_since(record: ProfileRecord, moment: str) -> bool:
 
 
 def _cause(
-    marked: Marked, suspects: list[Mark], words: str, ended: Ended | None
+    process: ProcessInFlight,
+    suspects: list[InFlight],
+    words: str,
+    ended: ProcessEnd | None,
 ) -> _Cause | None:
-    """Returns the reason of a death that the process caused itself."""
+    """Returns the reason of a crash that the process caused itself."""
     if words:
         return _Cause("crashed", words)
-    late = ended.overdue if ended else all(mark.overdue for mark in suspects)
+    late = ended.overdue if ended else all(one.overdue for one in suspects)
     if suspects and late:
         limit = suspects[0].limit_seconds or 0.0
         return _Cause("timeout", f"no end after {limit:.0f} s")
@@ -193,15 +202,15 @@ def _cause(
         if -code not in _SENT_BY_OTHERS:
             name = signal.Signals(-code).name
             return _Cause("crashed", f"the process ended by {name}")
-    if oom_kills() > marked.oom_kills:
+    if oom_kills() > process.oom_kills:
         reason = "the machine's memory was used up, and the kernel ended the process"
         return _Cause("out_of_memory", reason)
     return None
 
 
-def _name(mark: Mark) -> str:
-    return f"{mark.label} of {mark.program}" if mark.program else mark.label
+def _name(one: InFlight) -> str:
+    return f"{one.label} of {one.program}" if one.program else one.label
 
 
-def _doing(mark: Mark) -> str:
-    return "running" if mark.doing == "run" else "compiling"
+def _doing(one: InFlight) -> str:
+    return "running" if one.doing == "run" else "compiling"

@@ -36,7 +36,7 @@ from cfp.planner_settings import PlannerSettings
 from cfp.profiling.store import store_path
 from cfp.report.passes import search_space, strategy_numbers
 from cfp.report.progress import Display
-from cfp.search.requests import Measured, MeasurementRequest
+from cfp.search.requests import MeasurementRequest
 from cfp.targets import model_target
 from cfp.units import parse_bytes
 from cfp.view.text import plan_text
@@ -199,14 +199,13 @@ def _profile_data(
     analysis = session.analysis
     segment = analysis.segments[analysis.representatives[kind]]
     record = records[item.own_job.key.digest]
-    measured = item.measured(records)
     numbers = strategy_numbers(analysis, segment, item.candidate.strategies)
     return {
         "segment": kind,
         "strategies": numbers,
         "storage": str(item.candidate.storage),
         "status": record.status,
-        "time_ms": measured.time_ms if isinstance(measured, Measured) else None,
+        "time_ms": item.time_ms(records) if item.is_measured(records) else None,
         "samples_ms": record.samples_ms,
         "peak_bytes": record.peak_bytes,
     }

@@ -30,7 +30,6 @@ from cfp.search.guided import measure_candidates
 from cfp.search.jobs import part_job
 from cfp.search.problem import Problem
 from cfp.search.requests import (
-    Measured,
     MeasurementRequest,
     RequestBuilder,
     SegmentMeasurements,
@@ -349,11 +348,11 @@ def _again(
         if not can_rematerialize(analysis.frame, analysis.segments[index]):
             continue
         good = [
-            (measured.time_ms, item)
+            (item.time_ms(records), item)
             for item in explored.requests
             if item.kind == kind
             and not item.candidate.remat
-            and isinstance(measured := item.measured(records), Measured)
+            and item.is_measured(records)
         ]
         good.sort(key=lambda pair: pair[0])
         for number, (_, item) in enumerate(good[: context.settings.per_kind], 1):

@@ -29,7 +29,6 @@ from cfp.plan.describe import block_collectives, op_text
 from cfp.plan.figures import short_source
 from cfp.printable import merged_alike, printable
 from cfp.profiling.hlo import CollectiveSite
-from cfp.search.requests import Measured
 from cfp.solution import Profiles
 from cfp.units import format_bytes
 from cfp.view.console import Fitted, new_table, plain_text
@@ -167,8 +166,8 @@ def profiles_view(
     for kind in range(len(analysis.representatives)):
         members = [s.index for s in analysis.segments if s.kind == kind]
         mine = (w for w in profiles.found.requests if w.kind == kind)
-        known = [m for w in mine if (m := w.measured(records)) is not None]
-        times = [m.alone_ms for m in known if isinstance(m, Measured)]
+        known = [w for w in mine if w.outcome(records) is not None]
+        times = [w.alone_ms(records) for w in known if w.is_measured(records)]
         table.add_row(
             str(kind),
             ", ".join(map(str, members)),
@@ -192,8 +191,7 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
     for wanted in profiles.found.requests:
         segment = analysis.segments[analysis.representatives[wanted.kind]]
         record = records.get(wanted.own_job.key.digest)
-        measured = wanted.measured(records)
-        ran = isinstance(measured, Measured)
+        ran = wanted.is_measured(records)
         numbers = strategy_numbers(analysis, segment, wanted.candidate.strategies)
         found.append(
             {
@@ -205,7 +203,7 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
                 "estimate_ms": wanted.candidate.estimate_ms,
                 "status": record.status if record else "missing",
                 "reason": record.reason if record else "",
-                "time_ms": measured.alone_ms if ran else None,
+                "time_ms": wanted.alone_ms(records) if ran else None,
                 "temp_bytes": record.temp_bytes if record else None,
             }
         )

@@ -25,7 +25,6 @@ from cfp.search.choices import ranked_candidates
 from cfp.search.expected import build_problem, expect
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.search.requests import (
-    Measured,
     MeasurementRequest,
     RequestBuilder,
     SegmentMeasurements,
@@ -71,14 +70,14 @@ def measure_candidates(
     asked = [item for item in first if id(item) not in waiting]
     records = _least(asked, measurer) if measurer.has_end else {}
     records.update(measurer(_jobs(asked)))
-    if all(item.measured(records) for item in asked):
+    if all(item.outcome(records) for item in asked):
         more = _needed_as_written(pairs, records)
         records.update(measurer(_jobs(more)) if more and not measurer.is_over else {})
         # What time was too short for is not asked for, and the rest is decided by.
-        asked += [item for item in more if item.measured(records)]
+        asked += [item for item in more if item.outcome(records)]
     rounds, tight, before = [asked], False, None
     # What would be asked for next depends on what all of it takes.
-    while all(item.measured(records) for item in asked):
+    while all(item.outcome(records) for item in asked):
         wanted = [item for items in rounds for item in items]
         options = measured_options(maker.costs, wanted, records)
         problem = build_problem(maker.costs, options, budget_bytes)
@@ -162,9 +161,8 @@ def _needed_as_written(
 
     def fastest_ms(ways: Iterable[MeasurementRequest]) -> float:
         """The fastest alone, which varies less than the difference of two."""
-        known = (way.measured(records) for way in ways)
-        times_ms = (one.alone_ms for one in known if isinstance(one, Measured))
-        return min(times_ms, default=math.inf)
+        known = (way for way in ways if way.is_measured(records))
+        return min((way.alone_ms(records) for way in known), default=math.inf)
 
     gains = {
         one.written.kind: fastest_ms(one.replaced) < fastest_ms([one.written])
@@ -190,11 +188,7 @@ def _least(
         for item in rest:
             firsts.setdefault(item.kind, item)
         records.update(measurer(_jobs(firsts.values()), ignore_end=True))
-        done = {
-            kind
-            for kind, item in firsts.items()
-            if isinstance(item.measured(records), Measured)
-        }
+        done = {kind for kind, item in firsts.items() if item.is_measured(records)}
         rest = [i for i in rest if i.kind not in done and i is not firsts[i.kind]]
     return records
 

@@ -2,7 +2,7 @@
 
 A segment is measured alone, and together with a neighbour (:class:`NeighborContext`),
 unless it takes so little of a step that the noise of the two would be as large. Its
-cost in a step (:meth:`MeasurementRequest.measured`) is
+cost in a step (:meth:`MeasurementRequest.time_ms`) is
 
     pair - neighbour alone - resharding between them, at least 0.4 of the segment alone.
 
@@ -59,36 +59,6 @@ class NeighborContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """Measured costs of a candidate, from the records of its jobs.
-
-    Attributes:
-        time_ms: what the segment adds to a step.
-        alone_ms: what it takes by itself.
-        alone_bytes: what it needs by itself while it runs, besides its arguments.
-        pair_ms: what it takes together with its neighbour, or None if that is unknown.
-        added_bytes: what the two need more than the neighbour by itself, or None.
-    """
-
-    time_ms: float
-    alone_ms: float
-    alone_bytes: int
-    pair_ms: float | None = None
-    added_bytes: int | None = None
-
-    def residual_bytes(self, least: int) -> int:
-        """Returns the bytes kept from the forward to the backward pass.
-
-        Args:
-            least: what it must keep by its program.
-        """
-        if self.added_bytes is None:
-            return min(least, self.alone_bytes)
-        # More than it needs alone would be the neighbour's.
-        return max(least, min(self.alone_bytes, self.added_bytes))
-
-
-@dataclass(frozen=True, slots=True)
 class MeasurementRequest:
     """A request to measure a candidate of a segment: the jobs that tell its cost.
 
@@ -127,42 +97,82 @@ class MeasurementRequest:
         known = (records.get(job.key.digest) for job in self.jobs)
         return any(record is not None and not record.ok for record in known)
 
-    def measured(
-        self, records: Mapping[str, ProfileRecord]
-    ) -> Measured | ProfileRecord | None:
-        """Returns the measured costs.
+    def outcome(self, records: Mapping[str, ProfileRecord]) -> ProfileRecord | None:
+        """Returns the record of the segment alone, from which its cost is derived.
 
         Returns:
             A failed record if the cost cannot be derived; None while a record is
             missing.
         """
-        keys = [job.key.digest for job in self.jobs]
-        base = self.base and self.base.measured(records)
-        if not all(key in records for key in keys) or (self.base and base is None):
+        found = [records.get(job.key.digest) for job in self.jobs]
+        known = [record for record in found if record is not None]
+        if len(known) < len(found):
             return None
-        alone, *beside = (records[key] for key in keys)
-        failed = [record for record in (alone, *beside) if not record.ok]
-        if failed and (self.base or not alone.ok):
-            return failed[0]
-        time_ms = alone_ms = alone.time_ms
-        pair_ms = added_bytes = None
-        if self.context and not failed:
-            neighbour, pair = beside
-            pair_ms = pair.time_ms
-            added_bytes = pair.temp_bytes - neighbour.temp_bytes
-            added_ms = pair_ms - neighbour.time_ms - self.context.reshard_ms
-            # The noise of two large numbers can make a small segment look free.
-            time_ms = max(added_ms, LEAST_ADDED_SHARE * alone_ms)
-            if isinstance(base, Measured):
-                without_ms = base.pair_ms
-                if without_ms is None:
-                    beside_ms = neighbour.time_ms + base.alone_ms
-                    without_ms = beside_ms + self.context.reshard_ms
-                more_ms = max(0.0, pair_ms - without_ms)
-                time_ms, alone_ms = base.time_ms + more_ms, alone_ms + more_ms
-        elif isinstance(base, Measured):  # If not, it runs only rematerialized.
-            time_ms = base.time_ms + max(0.0, alone_ms - base.alone_ms)
-        return Measured(time_ms, alone_ms, alone.temp_bytes, pair_ms, added_bytes)
+        if self.base is not None and self.base.outcome(records) is None:
+            return None
+        failed = [record for record in known if not record.ok]
+        return failed[0] if failed and (self.base or not known[0].ok) else known[0]
+
+    def is_measured(self, records: Mapping[str, ProfileRecord]) -> bool:
+        """True if its cost can be derived."""
+        found = self.outcome(records)
+        return found is not None and found.ok
+
+    def time_ms(self, records: Mapping[str, ProfileRecord]) -> float:
+        """What the segment adds to a step in which it is once."""
+        if self.base is not None and self.base.is_measured(records):
+            return self.base.time_ms(records) + self._more_ms(records)
+        alone_ms, pair = records[self.job.key.digest].time_ms, self._pair(records)
+        if self.context is None or pair is None:
+            return alone_ms
+        neighbour, both = pair
+        added_ms = both.time_ms - neighbour.time_ms - self.context.reshard_ms
+        # The noise of two large numbers can make a small segment look free.
+        return max(added_ms, LEAST_ADDED_SHARE * alone_ms)
+
+    def alone_ms(self, records: Mapping[str, ProfileRecord]) -> float:
+        """What it takes by itself."""
+        alone_ms = records[self.job.key.digest].time_ms
+        return alone_ms + self._more_ms(records) if self._pair(records) else alone_ms
+
+    def residual_bytes(self, records: Mapping[str, ProfileRecord], least: int) -> int:
+        """Returns the bytes kept from the forward to the backward pass.
+
+        Args:
+            records: of its jobs.
+            least: what it must keep by its program.
+        """
+        alone_bytes = records[self.job.key.digest].temp_bytes
+        if (pair := self._pair(records)) is None:
+            return min(least, alone_bytes)
+        neighbour, both = pair
+        # More than it needs alone would be the neighbour's.
+        return max(least, min(alone_bytes, both.temp_bytes - neighbour.temp_bytes))
+
+    def _pair(
+        self, records: Mapping[str, ProfileRecord]
+    ) -> tuple[ProfileRecord, ProfileRecord] | None:
+        """Records of the neighbour alone, and of both; None if there are none good."""
+        if self.context is None:
+            return None
+        neighbour = records[self.context.job.key.digest]
+        both = records[self.context.pair_job.key.digest]
+        return (neighbour, both) if neighbour.ok and both.ok else None
+
+    def _more_ms(self, records: Mapping[str, ProfileRecord]) -> float:
+        """What rematerializing adds; nothing where the base is not measured."""
+        base = self.base
+        if base is None or not base.is_measured(records):
+            return 0.0
+        pair = self._pair(records)
+        if self.context is None or pair is None:
+            alone_ms = records[self.job.key.digest].time_ms
+            return max(0.0, alone_ms - base.alone_ms(records))
+        neighbour, both = pair
+        if (without := base._pair(records)) is not None:
+            return max(0.0, both.time_ms - without[1].time_ms)
+        beside_ms = neighbour.time_ms + base.alone_ms(records)
+        return max(0.0, both.time_ms - (beside_ms + self.context.reshard_ms))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,13 +372,13 @@ def measured_options(
     options: list[list[Option]] = [[] for _ in costs.analysis.representatives]
     reasons: dict[int, str] = {}
     for item in wanted:
-        found = item.measured(records)
-        if isinstance(found, ProfileRecord):
+        found = item.outcome(records)
+        if found is not None and not found.ok:
             reasons[item.kind] = f"{found.status}: {found.reason}"
         elif found is not None:
             least = costs.least_bytes(item.kind, item.candidate)
-            residual = found.residual_bytes(least.residual_bytes)
-            once_ms = found.alone_ms if alone else found.time_ms
+            residual = item.residual_bytes(records, least.residual_bytes)
+            once_ms = (item.alone_ms if alone else item.time_ms)(records)
             options[item.kind].append(
                 Option(
                     candidate=item.candidate,
@@ -377,7 +387,7 @@ def measured_options(
                     + costs.host_ms(item.kind, item.candidate),
                     state_bytes=least.state_bytes,
                     residual_bytes=residual,
-                    temp_bytes=max(0, found.alone_bytes - residual),
+                    temp_bytes=max(0, found.temp_bytes - residual),
                 )
             )
     for kind, found in enumerate(options):

@@ -20,7 +20,6 @@ from cfp.search.expected import build_problem
 from cfp.search.guided import _Round, measure_candidates
 from cfp.search.problem import Option
 from cfp.search.requests import (
-    Measured,
     RequestBuilder,
     measured_options,
     rematerialize,
@@ -265,7 +264,7 @@ def test_what_runs_only_if_computed_again_is_found(small):
     found = devices.measure_candidates(budget_bytes=budget)
     again = [w for w in found.requests if w.candidate.remat]
     assert again
-    assert all(np.isfinite(w.measured(found.records).time_ms) for w in again)
+    assert all(np.isfinite(w.time_ms(found.records)) for w in again)
     best = devices.best(found, budget)
     assert best is None or np.isfinite(best.cost_ms)
 
@@ -360,9 +359,7 @@ def test_without_time_of_each_kind_one_is_measured(model, broken):
 
     devices = Late(analysis, estimates, broken=is_broken)
     hurried = devices.measure_candidates()
-    good = [
-        w for w in hurried.requests if isinstance(w.measured(hurried.records), Measured)
-    ]
+    good = [w for w in hurried.requests if w.is_measured(hurried.records)]
     assert [w.kind for w in good] == [*range(len(estimates))]
     for one in good:
         before = [w for w in hurried.requests if w.kind == one.kind]
@@ -407,8 +404,7 @@ def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model
             continue  # A small one, that is measured by itself in any case.
         failed = item.base.has_failed(found.records)
         # What was asked for before that was known has failed, too.
-        takes = item.measured(found.records)
-        assert bool(item.context) != failed or not isinstance(takes, Measured)
+        assert bool(item.context) != failed or not item.is_measured(found.records)
     asked = [(w.kind, w.candidate, w.context is None) for w in found.requests]
     assert len(set(asked)) == len(asked)
     assert devices.best(found, budget) is not None

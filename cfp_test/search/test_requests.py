@@ -18,7 +18,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.choices import estimate_kinds
 from cfp.search.jobs import whole_job
-from cfp.search.requests import Measured, RequestBuilder, rematerialize
+from cfp.search.requests import RequestBuilder, rematerialize
 from cfp_test.program.stacks import stack_step
 
 MS = {"alone": 10.0, "neighbour": 9.0, "pair": 17.0}
@@ -97,18 +97,18 @@ def test_it_keeps_what_it_adds_to_its_neighbour(made, size, kept):
     if base.context.job.key == base.job.key:
         pytest.fail("a neighbour of another kind is needed for these figures")
     records = records_of(base, again, (20.0, size))
-    assert again.measured(records).residual_bytes(least=20) == kept
+    assert again.residual_bytes(records, least=20) == kept
 
 
 def test_it_takes_longer_by_what_the_pair_does(made):
     base, again = made
     records = records_of(base, again, (20.0, 0))
-    plain_ms = base.measured(records).time_ms
-    assert again.measured(records).time_ms == plain_ms + 3.0
-    assert again.measured(records).alone_ms == MS["alone"] + 3.0
+    plain_ms = base.time_ms(records)
+    assert again.time_ms(records) == plain_ms + 3.0
+    assert again.alone_ms(records) == MS["alone"] + 3.0
     # Never less: that is noise.
     records = records_of(base, again, (16.0, 0))
-    assert again.measured(records).time_ms == plain_ms
+    assert again.time_ms(records) == plain_ms
 
 
 def without(records, job):
@@ -121,21 +121,21 @@ def without(records, job):
 def test_without_the_pair_nothing_is_known_of_it(made):
     base, again = made
     records = records_of(base, again, (20.0, 0))
-    assert isinstance(again.measured(records), Measured)
+    assert again.is_measured(records)
     for job in (again.context.pair_job, again.context.job, base.job):
         failed = without(records, job)
-        assert again.measured(failed) == failed[job.key.digest]
+        assert again.outcome(failed) == failed[job.key.digest]
         del failed[job.key.digest]
-        assert again.measured(failed) is None
+        assert again.outcome(failed) is None
     failed = without(records, again.context.pair_job)
-    assert isinstance(base.measured(failed), Measured)
+    assert base.is_measured(failed)
 
 
 def test_a_pair_that_runs_only_with_it_tells_its_time(made):
     base, again = made
     records = without(records_of(base, again, (25.0, 0)), base.context.pair_job)
     moved_ms = again.context.reshard_ms
-    time_ms = again.measured(records).time_ms
+    time_ms = again.time_ms(records)
     assert time_ms == pytest.approx(25.0 - MS["neighbour"] - moved_ms)
 
 
@@ -186,7 +186,7 @@ def test_a_segment_beside_a_neighbour_is_corrected_by_the_same_price(analysis, m
             for key, ms in ((neighbour, 100.0), (pair, 250.0), (alone, 100.0))
         }
         wanted = max(150.0 - item.context.reshard_ms, 40.0)
-        assert item.measured(records).time_ms == pytest.approx(wanted)
+        assert item.time_ms(records) == pytest.approx(wanted)
         near, other = item.context.index, item.context.neighbour
         index = analysis.representatives[item.kind]
         both = {index: item.candidate, near: other}

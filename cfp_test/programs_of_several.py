@@ -19,7 +19,7 @@ import numpy as np
 
 import cfp
 from cfp.profiling import builder, collectives
-from cfp.profiling.probes import Sizes
+from cfp.profiling.collectives import Sizes
 from cfp.profiling.processes import Agreement
 from cfp.race import compile as race_compile
 

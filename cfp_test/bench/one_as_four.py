@@ -43,11 +43,10 @@ from cfp.cost.stand_in import UNTUNED
 from cfp.devices import mock
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build, one_device
-from cfp.profiling.collectives import build_probe
+from cfp.profiling.collectives import LARGE, SMALL, build_probe, probes
 from cfp.profiling.inputs import generator, input_kinds, local_kinds, make_inputs
 from cfp.profiling.key import ProfileKey, environment_parts
 from cfp.profiling.meter import limits_of
-from cfp.profiling.probes import LARGE, SMALL, probes
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import TimingOptions, execute, run_local
 from cfp.program.graft import Constraints

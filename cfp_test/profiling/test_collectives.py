@@ -8,9 +8,8 @@ from jax.sharding import AxisType
 from cfp.errors import DeviceError
 from cfp.profiling import collectives
 from cfp.profiling.builder import Built
-from cfp.profiling.collectives import build_probe, measure_rates
+from cfp.profiling.collectives import Sizes, build_probe, measure_rates, probes
 from cfp.profiling.inputs import make_inputs
-from cfp.profiling.probes import Sizes, probes
 from cfp.profiling.rates import KINDS, Rates
 from cfp.profiling.store import ProfileStore
 

@@ -22,7 +22,7 @@ PROGRAM = textwrap.dedent("""\
 
     from cfp.profiling import collectives
     from cfp.profiling.collectives import measure_rates
-    from cfp.profiling.probes import Sizes
+    from cfp.profiling.collectives import Sizes
     from cfp.profiling.store import ProfileStore
 
     collectives.SMALL = Sizes(

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from cfp.patterns.attributes import is_argmax, numbers
 from cfp.patterns.dims import NO_DIMS, OTHER, Dims, Split
 from cfp.patterns.expression import (
     COMPARE,
@@ -26,8 +25,10 @@ from cfp.patterns.expression import (
     TOKEN,
     Expr,
     at_label,
+    is_argmax,
     is_constant,
     is_exponential,
+    numbers,
     stripped,
 )
 from cfp.patterns.reading import Read, Reader, Unread

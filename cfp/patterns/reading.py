@@ -9,7 +9,6 @@ from math import prod
 
 import numpy as np
 
-from cfp.patterns.attributes import direction, numbers
 from cfp.patterns.dims import OTHER, Cut, Dims, Mixed
 from cfp.patterns.expression import (
     COMPARE,
@@ -25,7 +24,9 @@ from cfp.patterns.expression import (
     VOCABULARY,
     Expr,
     constant,
+    direction,
     is_constant,
+    numbers,
 )
 from cfp.program.evaluate import Evaluator, NotEvaluated
 from cfp.program.graph import Op, Program

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from cfp.analysis.layout import Layout
-from cfp.patterns.attributes import numbers
 from cfp.patterns.build import build, spread_of
 from cfp.patterns.chunked import ChunkedCrossEntropy
 from cfp.patterns.cross_entropy import find_cross_entropies
 from cfp.patterns.dims import from_rows, to_rows
+from cfp.patterns.expression import numbers
 from cfp.patterns.records import ARGMAX, CrossEntropy, LeftAlone
 from cfp.patterns.steps import StageParameters, Step, resized
 from cfp.program.evaluate import Coordinates, Evaluator, NotEvaluated

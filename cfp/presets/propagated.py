@@ -19,7 +19,7 @@ from cfp.analysis.specs import stored_spec
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import NONE, AxisChoice, Spec, Strategy, axis_choices
 from cfp.presets.presets import compatible, preset, presets
-from cfp.program.propagate import propagate
+from cfp.program.constrain import propagate
 from cfp.program.rules import Dims, Rule
 
 # The batch is constrained on activations, or on arguments alone.

@@ -14,8 +14,8 @@ from cfp.analysis.flops import program_flops
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.numbering import number_values
 from cfp.analysis.strategies import AxisChoice, block_strategies
+from cfp.program.constrain import propagate
 from cfp.program.flops import op_flops
-from cfp.program.propagate import propagate
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import compile_choice, differences, make_mesh, prepare

@@ -27,7 +27,7 @@ from cfp.errors import CfpError, compose, nearest, place_of
 from cfp.models import registry
 from cfp.models.options import Option, Scalar
 from cfp.program.fixed import fixed, released
-from cfp.program.put import put
+from cfp.program.memory import put
 from cfp.program.step import FlatStep, flatten_step
 
 _EXAMPLE = (

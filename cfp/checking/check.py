@@ -23,8 +23,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_stru
 from cfp.plan.plan import Plan
 from cfp.program.fixed import fixed, released
 from cfp.program.graft import Constraints, Spec
-from cfp.program.memory import on_device
-from cfp.program.put import fetch
+from cfp.program.memory import fetch, on_device
 from cfp.program.step import FlatStep
 from cfp.program.widen import wide_dtype, with_dtype
 from cfp.runtime.execute import CompiledStep, compile_step

@@ -17,8 +17,7 @@ from cfp.errors import PlanMismatch, compose
 from cfp.plan.parts import path_text, places_like
 from cfp.program.fixed import giving_arrays, released
 from cfp.program.graft import partition_spec
-from cfp.program.memory import in_memory
-from cfp.program.put import put
+from cfp.program.memory import in_memory, put
 from cfp.program.trace import planning_mesh
 
 

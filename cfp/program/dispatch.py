@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.tree_util import tree_structure, treedef_is_leaf
 
 from cfp.errors import PlanMismatch
-from cfp.program.put import put
+from cfp.program.memory import put
 from cfp.program.step import FlatStep, abstract
 
 

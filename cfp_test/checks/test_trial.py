@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.checking.check import Comparison, Difference, brought_together, compare
 from cfp.checking.trial import StepResult, Trial
-from cfp.program import put
+from cfp.program import memory
 
 
 def trial(*steps: tuple[float, ...], tolerance: float = 1e-5) -> Trial:
@@ -145,12 +145,12 @@ def test_arrays_of_one_shape_are_fetched_by_one_program(monkeypatch):
         traced.append(leaf)
         return leaf
 
-    monkeypatch.setattr(put, "_same", same)
+    monkeypatch.setattr(memory, "_same", same)
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     rows = NamedSharding(mesh, PartitionSpec("x"))
     for i in range(3):
         leaf = jax.device_put(jnp.arange(10.0) + i, rows)
-        whole = put.fetch(leaf, jax.devices()[1])
+        whole = memory.fetch(leaf, jax.devices()[1])
         assert whole.devices() == {jax.devices()[1]}
         np.testing.assert_array_equal(whole, np.arange(10.0) + i)
     assert len(traced) == 1

@@ -42,6 +42,7 @@ from cfp.printable import columns
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.in_flight import Limits
 from cfp.profiling.key import environment_parts, other_kind
+from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.store_file import read_export
@@ -179,7 +180,9 @@ def measure_curves(ctx: typer.Context) -> None:
             Display(given["quiet"]) as display,
         ):
             devices_mesh = platforms.make_mesh(axes)
-            rates = measure_rates(devices_mesh, store, progress=display.tell)
+            rates = measure_rates(
+                devices_mesh, store, MeasureOptions(progress=display.tell)
+            )
         if describe is not None:
             describe.write_text(description_of(devices_mesh, rates))
         if plot is not None:

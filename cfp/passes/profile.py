@@ -233,14 +233,7 @@ def _tight_by_estimate(
 
 def measured_rates(context: PlanContext) -> Rates:
     """The devices' rates, measured or from the store."""
-    options = context.measure
-    return measure_rates(
-        context.devices,
-        context.store,
-        retry_failures=options.retry_failures,
-        progress=options.tell_of_rates,
-        limits=options.limits,
-    )
+    return measure_rates(context.devices, context.store, context.measure)
 
 
 def estimate(context: PlanContext, analysis: Analysis) -> Estimate:

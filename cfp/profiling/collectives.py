@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import partial
 from math import prod
 
@@ -32,16 +31,16 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.errors import DeviceError, compose
 from cfp.profiling.builder import Built, build_failure, compile_lowered
 from cfp.profiling.compile_pool import default_threads, overlaps
-from cfp.profiling.in_flight import Limits
 from cfp.profiling.inputs import InputKind, generator
 from cfp.profiling.key import GPU_PLATFORMS, Parts, ProfileKey, environment_parts
+from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import Agreement
 from cfp.profiling.rates import KINDS, Rates, axis_groups, rising
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import TimingOptions, execute
 from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.tasks import ProgressCallback, Task
+from cfp.profiling.tasks import Task
 from cfp.program.graft import partition_spec
 from cfp.program.trace import planning_mesh
 
@@ -329,10 +328,7 @@ _CPU_TIMING = replace(
 def measure_rates(
     mesh: Mesh,
     store: ProfileStore,
-    *,
-    retry_failures: bool | datetime = False,
-    progress: ProgressCallback | None = None,
-    limits: Limits | None = None,
+    options: MeasureOptions | None = None,
 ) -> Rates:
     """Times collectives on each axis of a mesh, and on all together, and compute.
 
@@ -341,13 +337,12 @@ def measure_rates(
     Args:
       mesh: the devices.
       store: answers what it can, and keeps every new record.
-      retry_failures: measure again what failed before, or before a moment.
-      progress: called with every event.
-      limits: what counts as hung.
+      options: how to measure.
 
     Raises:
       DeviceError: if the devices do not even run these small programs.
     """
+    options = options or MeasureOptions()
     mesh, by_key = _probes_by_key(mesh)
     platform = mesh.devices.flat[0].platform
     summary = run_tasks(
@@ -357,10 +352,10 @@ def measure_rates(
         run=lambda task, built: _run(by_key[task.key], mesh, built),
         threads=default_threads(platform),
         overlap=overlaps(platform),
-        retry_failures=retry_failures,
-        progress=progress,
+        retry_failures=options.retry_failures,
+        progress=options.tell_of_rates,
         agreement=Agreement.of(mesh),
-        limits=limits,
+        limits=options.limits,
     )
     return _rates(
         mesh, [(probe, summary.records[key.digest]) for key, probe in by_key.items()]
@@ -423,7 +418,7 @@ def _rates(mesh: Mesh, measured: list[tuple[Probe, ProfileRecord]]) -> Rates:
                 expected="devices that can be used, with free memory",
                 got=f"{first.status}: {first.reason}",
                 attempt="stop other programs that use them; then "
-                "measure_rates(..., retry_failures=True)",
+                "PlannerSettings(retry_failures=True), or --retry-failures",
             )
         )
     fallback = Rates.default(mesh)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from functools import partial
 from queue import SimpleQueue
 
@@ -25,9 +24,9 @@ from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.crashes import record_crashes
 from cfp.profiling.files import make_private_folder
-from cfp.profiling.in_flight import InFlightLog, Limits
+from cfp.profiling.in_flight import InFlightLog
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.outlook import Outlook, Stage
+from cfp.profiling.outlook import Stage
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.runner import profile
@@ -40,11 +39,7 @@ def tune_kernels(
     mesh: Mesh,
     jobs: Sequence[Job],
     store: ProfileStore,
-    *,
-    retry_failures: bool | datetime = False,
-    progress: Callable[[str], None] | None = None,
-    outlook: Outlook | None = None,
-    limits: Limits | None = None,
+    options: MeasureOptions | None = None,
 ) -> dict[str, Built]:
     """Builds jobs, one on each device, for what the compiler learns from them.
 
@@ -58,14 +53,12 @@ def tune_kernels(
       mesh: the devices.
       jobs: what to build.
       store: beside it lies what the compiler has learnt.
-      retry_failures: build again what a process died of, or died of before a moment.
-      progress: called with what is being built.
-      outlook: expects how long planning takes.
-      limits: what counts as hung.
+      options: how to build; what a process died of is a failure.
 
     Returns:
       What was built for the mesh itself, by key: it need not be built again.
     """
+    options = options or MeasureOptions()
     environment = BuildEnvironment.beside(store.build_path)
     platform = mesh.devices.flat[0].platform
     if not environment.options(platform):
@@ -73,7 +66,9 @@ def tune_kernels(
     record_crashes(store, about={job.key.digest for job in jobs})
     known = store.get_many({job.key.digest for job in jobs})
     fatal = {
-        k for k, record in known.items() if not is_to_retry(record, retry_failures)
+        k
+        for k, record in known.items()
+        if not is_to_retry(record, options.retry_failures)
     }
     learnt = environment.learnt_dir
     make_private_folder(learnt.parent)
@@ -81,7 +76,7 @@ def tune_kernels(
     done = {file.name for file in learnt.iterdir()}
     wanted = {job.key.digest: job for job in jobs}
     todo = [job for key, job in wanted.items() if key not in fatal | done]
-    in_flight = InFlightLog(store.path, limits, program.name)
+    in_flight = InFlightLog(store.path, options.limits, program.name)
     with environment.compilation_cache(platform), in_flight:
         orders = SimpleQueue[Mesh]()
         built: dict[str, Built] = {}
@@ -103,15 +98,14 @@ def tune_kernels(
                 built[job.key.digest] = outcome
             (learnt / job.key.digest).touch()
 
-        started, count, outlook = time.monotonic(), len(todo), outlook or Outlook()
+        started, count = time.monotonic(), len(todo)
         with CompilePool(most) as pool:
             builds = [pool.start(job.label, partial(learn, job)) for job in todo]
             for done, (job, one) in enumerate(zip(todo, builds, strict=True)):
-                if progress is not None:
-                    seconds = time.monotonic() - started
-                    left = outlook.left_text(Stage.TUNING, done, count, seconds)
-                    place = f"{done + 1} of {count}{left}"
-                    progress(f"tuning kernels for {job.label}, {place}")
+                seconds = time.monotonic() - started
+                left = options.outlook.left_text(Stage.TUNING, done, count, seconds)
+                place = f"{done + 1} of {count}{left}"
+                options.tell(f"tuning kernels for {job.label}, {place}")
                 one.result()
     return built
 
@@ -204,24 +198,13 @@ class Measurer:
             how.outlook.expect(dict.fromkeys((Stage.BUILDS, Stage.RUNS), new))
             built: dict[str, Built] = {}
             if self._tuning is not None and not answered >= digests:
-                built = tune_kernels(
-                    *where,
-                    self._tuning(),
-                    self._store,
-                    retry_failures=how.retry_failures,
-                    progress=how.progress,
-                    outlook=how.outlook,
-                    limits=how.limits,
-                )
+                built = tune_kernels(*where, self._tuning(), self._store, how)
                 self._tuning = None
             return profile(
                 *where,
                 jobs,
                 self._store,
-                retry_failures=how.retry_failures,
-                progress=how.tell_of_segments,
-                limits=how.limits,
-                place=how.place,
+                options=how,
                 is_late=None if ignore_end else self._is_late,
                 built=built,
             ).records

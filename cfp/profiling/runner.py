@@ -11,7 +11,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
 from typing import Any
 
 import jax
@@ -29,7 +28,6 @@ from cfp.profiling.builder import (
     reason_of,
 )
 from cfp.profiling.compile_pool import default_threads, overlaps
-from cfp.profiling.in_flight import Limits
 from cfp.profiling.inputs import (
     InputKind,
     generator,
@@ -38,12 +36,13 @@ from cfp.profiling.inputs import (
     make_inputs,
 )
 from cfp.profiling.meter import metered
-from cfp.profiling.place import Place, place_for
+from cfp.profiling.options import MeasureOptions
+from cfp.profiling.place import place_for
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.tasks import ProfileSummary, Progress
+from cfp.profiling.tasks import ProfileSummary
 from cfp.profiling.timing import measure
 from cfp.program.graph import Program
 
@@ -104,15 +103,12 @@ def profile(
     mesh: Mesh,
     jobs: Iterable[Job],
     store: ProfileStore,
+    options: MeasureOptions | None = None,
     *,
     threads: int | None = None,
     overlap: bool | None = None,
-    retry_failures: bool | datetime = False,
-    progress: Callable[[Progress], object] | None = None,
     timing: TimingOptions | None = None,
     environment: BuildEnvironment | None = None,
-    limits: Limits | None = None,
-    place: Place | None = None,
     is_late: Callable[[], bool] | None = None,
     built: dict[str, Built] | None = None,
 ) -> ProfileSummary:
@@ -123,16 +119,13 @@ def profile(
       mesh: the devices.
       jobs: what to measure; jobs with equal keys are measured once.
       store: answers what it can, failures too, and keeps every new record.
+      options: how to measure; a place to compile in disturbs no run.
       threads: how many builds at once; by default as `default_threads` has it.
       overlap: build while something is timed. By default not on CPUs, which build
         and run with the same cores, nor on GPUs, where compilers try out kernels.
-      retry_failures: measure again what failed before, or before a moment.
-      progress: called with every event, in this thread.
       timing: how long to measure each.
       environment: the compiler's directories; by default one for autotuning next
         to the store.
-      limits: what counts as hung.
-      place: where jobs are compiled, if not here; then that disturbs no run.
       is_late: whether time is over, so that nothing else is begun.
       built: what was built for this mesh before, by key; it is taken out.
 
@@ -142,10 +135,10 @@ def profile(
     Raises:
       DeviceError: if the devices answer no more after something crashed on them.
     """
-    timing = timing or TimingOptions()
+    timing, options = timing or TimingOptions(), options or MeasureOptions()
     environment = environment or BuildEnvironment.beside(store.build_path)
     platform = mesh.devices.flat[0].platform
-    there = place_for(platform, place)
+    there = place_for(platform, options.place)
     environment = replace(environment, place=there)
     run_next = UntilLost(run)  # The scheduler keeps each record before the next run.
     with environment.compilation_cache(platform):
@@ -156,10 +149,10 @@ def profile(
             run=lambda job, built: run_next(built, job, program, mesh, timing=timing),
             threads=threads or (there.at_once if there else default_threads(platform)),
             overlap=(bool(there) or overlaps(platform)) if overlap is None else overlap,
-            retry_failures=retry_failures,
-            progress=progress,
+            retry_failures=options.retry_failures,
+            progress=options.tell_of_segments,
             agreement=Agreement.of(mesh),
-            limits=limits,
+            limits=options.limits,
             program=program.name,
             is_late=is_late,
         )

@@ -10,6 +10,7 @@ from cfp.profiling import collectives
 from cfp.profiling.builder import Built
 from cfp.profiling.collectives import Sizes, build_probe, measure_rates, probes
 from cfp.profiling.inputs import make_inputs
+from cfp.profiling.options import MeasureOptions
 from cfp.profiling.rates import KINDS, Rates
 from cfp.profiling.store import ProfileStore
 
@@ -41,7 +42,7 @@ def measured(square, tmp_path_factory):
     events = []
     with pytest.MonkeyPatch.context() as patch, ProfileStore(path) as store:
         patch.setattr(collectives, "SMALL", SIZES)
-        rates = measure_rates(square, store, progress=events.append)
+        rates = measure_rates(square, store, MeasureOptions(progress=events.append))
         yield rates, events, store
 
 
@@ -170,7 +171,7 @@ def test_the_second_time_nothing_runs(measured, square):
     rates, events, store = measured
     assert events[-1].total == len(store) == 4 * 3 * 2 + 4
     again = []
-    assert measure_rates(square, store, progress=again.append) == rates
+    assert measure_rates(square, store, MeasureOptions(progress=again.append)) == rates
     assert [event.cached for event in again] == [28]
 
 
@@ -223,7 +224,7 @@ def test_what_fails_is_filled_with_defaults(monkeypatch, store):
     # Failures are answered from the store, until they are to be tried again.
     monkeypatch.setattr(collectives, "execute", run)
     assert measure_rates(mesh, store).curves[curve] == default.curves[curve]
-    mended = measure_rates(mesh, store, retry_failures=True)
+    mended = measure_rates(mesh, store, MeasureOptions(retry_failures=True))
     assert mended.curves[curve] != default.curves[curve]
 
 

@@ -14,7 +14,8 @@ def look(case, store, monkeypatch):
     """Makes what looks jobs up, and a list of what was measured."""
     measured = []
 
-    def profile(program, mesh, jobs, store, *, retry_failures, **_):
+    def profile(program, mesh, jobs, store, *, options, **_):
+        retry_failures = options.retry_failures
         records = store.common({job.key.digest for job in jobs})
         for job in jobs:
             digest = job.key.digest

@@ -10,6 +10,7 @@ import pytest
 from cfp.profiling import builder
 from cfp.profiling.builder import BuildEnvironment, Built, build, compile_right
 from cfp.profiling.inputs import input_kinds, make_inputs
+from cfp.profiling.options import MeasureOptions
 from cfp.profiling.place import RefusedElsewhere, compile_parcel
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
@@ -117,7 +118,7 @@ def test_jobs_are_compiled_in_the_place_and_run_here(case, tmp_path):
     place = Elsewhere()
     jobs = [case.job("a"), case.job("b", shard_batch=False)]
     with ProfileStore(tmp_path / "s.sqlite", copy=place.keep) as store:
-        how = {"timing": QUICK, "place": place}
+        how = {"timing": QUICK, "options": MeasureOptions(place=place)}
         found = profile(case.program, case.mesh, jobs, store, **how)
         assert found.measured == 2 and len(place.compiled) == 2
         # All that is kept is kept there, too, and nothing more.

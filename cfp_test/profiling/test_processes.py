@@ -22,6 +22,7 @@ PROGRAM = textwrap.dedent("""\
 
     from cfp.profiling import collectives
     from cfp.profiling.collectives import measure_rates
+    from cfp.profiling.options import MeasureOptions
     from cfp.profiling.collectives import Sizes
     from cfp.profiling.store import ProfileStore
 
@@ -42,7 +43,7 @@ PROGRAM = textwrap.dedent("""\
             if number != place:
                 again.put(record)
         events = []
-        measure_rates(mesh, again, progress=events.append)
+        measure_rates(mesh, again, MeasureOptions(progress=events.append))
         again.close()
     ran = sum(event.phase == "run" for event in events)
     print("RESULT", ran, sorted(rates.curves.items()), rates.memory_bytes_per_ms)

@@ -13,6 +13,7 @@ from cfp.profiling import runner
 from cfp.profiling.builder import BuildEnvironment, Built, build, one_device
 from cfp.profiling.inputs import InputKind, input_kinds, make_inputs
 from cfp.profiling.meter import Meter
+from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import is_to_retry
 from cfp.profiling.runner import UntilLost, execute, profile, run
 from cfp.profiling.timing import measure as timing_measure
@@ -227,7 +228,12 @@ def test_failures_are_retried_if_asked(case, store, quick, monkeypatch):
     again = profile(case.program, case.mesh, [job], store, timing=quick)
     assert (again.cached, again.measured) == (1, 0)
     retried = profile(
-        case.program, case.mesh, [job], store, timing=quick, retry_failures=True
+        case.program,
+        case.mesh,
+        [job],
+        store,
+        MeasureOptions(retry_failures=True),
+        timing=quick,
     )
     assert retried.measured == 1
     assert store.get(job.key.digest).ok
@@ -255,7 +261,12 @@ def test_progress_is_reported(case, store, quick):
     events = []
     jobs = jobs_of(case)
     summary = profile(
-        case.program, case.mesh, jobs, store, timing=quick, progress=events.append
+        case.program,
+        case.mesh,
+        jobs,
+        store,
+        MeasureOptions(progress=events.append),
+        timing=quick,
     )
     assert [event.label for event in events if event.phase == "run"] == [
         "sharded",

@@ -31,7 +31,9 @@ def test_nothing_is_built_where_nothing_is_tuned(case, store):
 def test_each_is_built_once(case, store, tunable):
     jobs = [case.job(name) for name in ("a", "b", "c")]
     said = []
-    tune_kernels(case.program, case.mesh, jobs, store, progress=said.append)
+    tune_kernels(
+        case.program, case.mesh, jobs, store, MeasureOptions(progress=said.append)
+    )
     assert sorted(tunable) == ["a", "b", "c"]
     assert said[1] == "tuning kernels for b, 2 of 3"
 
@@ -105,7 +107,9 @@ def test_what_a_process_died_of_is_left_out(case, store, tunable):
     store.put(build_failure(jobs[0].key, RuntimeError("died"), build_seconds=1.0))
     tune_kernels(case.program, case.mesh, jobs, store)
     assert tunable == ["b"]
-    tune_kernels(case.program, case.mesh, jobs, store, retry_failures=True)
+    tune_kernels(
+        case.program, case.mesh, jobs, store, MeasureOptions(retry_failures=True)
+    )
     assert tunable == ["b", "a"]
 
 

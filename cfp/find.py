@@ -32,8 +32,10 @@ from cfp.program.memory import has_host_memory
 from cfp.program.step import FlatStep
 from cfp.report.figures import with_figures
 from cfp.search.choices import Kernels
+from cfp.search.problem import Problem
+from cfp.search.requests import SegmentMeasurements
 from cfp.settings import HOST_BYTES_PER_MS, Dimension, defaults_of
-from cfp.solution import Candidate, Estimate
+from cfp.solution import Candidate, Estimate, Solution
 from cfp.units import format_bytes, parse_bytes
 
 
@@ -45,12 +47,14 @@ class FoundPlan:
         plan: the plan.
         analysis: of the step that was planned.
         winner: what the plan decides.
+        problem: what was searched, if anything was.
         interrupted: whether the user ended the measuring, so that there was no race.
     """
 
     plan: Plan
     analysis: Analysis = field(repr=False)
     winner: Candidate = field(repr=False)
+    problem: Problem | None = field(repr=False)
     interrupted: bool
 
 
@@ -222,41 +226,63 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
         try:
             program = analysis.frame.program.fingerprint[:12]
             context.agreement.same({"program": program, "preset": str(preset)})
+            measured = None
             if preset is not None:
                 solution = preset_solution(analysis, preset)
-                rates, kernels, failed = None, Kernels(), {}
                 if isinstance(analyzed.mesh, Mesh):
                     rates = known_rates(analyzed.mesh, context.store)
                     solution = replace(solution, rates=rates)
             else:
                 profiles = profile(context, analysis)
-                interrupted, rates = profiles.interrupted, profiles.rates
-                kernels = profiles.found.kernels
-                failed = profiles.found.failed_kernels
+                interrupted, measured = profiles.interrupted, profiles.found
                 solution = search(context, analysis, profiles)
-            made, outcome = decide(context, analysis, solution)
+            found = complete_plan(context, step, analyzed, solution, measured)
         except CfpError as error:
             error.interrupted = interrupted
             raise
+    seconds = analyzed.seconds + time.perf_counter() - started
+    figures = {**found.plan.search, "planning_seconds": seconds}
+    return replace(found, plan=replace(found.plan, search=figures))
+
+
+def complete_plan(
+    context: PlanContext,
+    step: FlatStep,
+    analyzed: Analyzed,
+    solution: Solution,
+    measured: SegmentMeasurements | None = None,
+) -> FoundPlan:
+    """Has a solution's candidates raced, and completes the plan of what won.
+
+    Args:
+        context: what all passes share.
+        step: the step.
+        analyzed: the step on the mesh.
+        solution: of the search.
+        measured: what was measured of segments, if anything was.
+    """
+    analysis, rules = analyzed.analysis, context.rules
+    made, outcome = decide(context, analysis, solution)
     made = made.bound_to(step, analyzed.lowering.out_tree)
     made = replace(made, host_callbacks_skipped=host_calls(analysis.frame.program))
-    choice = outcome.winner.choice
-    seconds = analyzed.seconds + time.perf_counter() - started
-    made = replace(made, search={**made.search, "planning_seconds": seconds})
-    how = (solution.problem, rates, kernels, failed, outcome.raced)
     made = with_figures(
         made,
         analysis,
-        choice,
-        *how,
-        dimensions=context.rules.dimensions,
-        parts_asked=context.rules.replacing.cross_entropy,
+        outcome.winner.choice,
+        solution.problem,
+        solution.rates,
+        measured.kernels if measured else Kernels(),
+        measured.failed_kernels if measured else {},
+        outcome.raced,
+        dimensions=rules.dimensions,
+        parts_asked=rules.replacing.cross_entropy,
     )
     return FoundPlan(
         plan=made,
         analysis=analysis,
         winner=outcome.winner,
-        interrupted=interrupted,
+        problem=solution.problem,
+        interrupted=solution.interrupted,
     )
 
 

@@ -232,7 +232,9 @@ def _search(session: Session, args: argparse.Namespace) -> None:
         number
         for segment in analysis.segments
         for number in strategy_numbers(
-            analysis, segment, tuple(found.choice.blocks[b] for b in segment.blocks)
+            analysis,
+            segment,
+            tuple(found.winner.choice.blocks[b] for b in segment.blocks),
         )
     ]
     winner = next(row for row in plan.race if row.name == plan.winner)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,6 @@ import jax
 import typer
 
 from cfp import platform as platforms
-from cfp.analysis.layout import Choice
 from cfp.cli import options as o
 from cfp.cli.finding import Output
 from cfp.cli.options import is_given, refuse_others
@@ -33,10 +32,9 @@ from cfp.cli.session import (
 from cfp.context import PlanContext, open_context
 from cfp.devices.schema import description_of
 from cfp.errors import CfpError
-from cfp.passes.pipeline import decide
+from cfp.find import FoundPlan, complete_plan
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
-from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.printable import columns
 from cfp.profiling.collectives import measure_rates
@@ -55,12 +53,10 @@ from cfp.report.explained import (
     why_data,
     why_lines,
 )
-from cfp.report.figures import with_figures
 from cfp.report.plots import curves_data, curves_table, plot_curves
 from cfp.report.progress import Display
 from cfp.search.choices import picks_of
-from cfp.search.explain import Explanation, explain
-from cfp.search.problem import Problem
+from cfp.search.explain import explain
 from cfp.solution import Profiles
 from cfp.units import parse_bytes
 from cfp.view.console import Fitted, literal_console, wrapped
@@ -379,37 +375,25 @@ def search(
             found = search_stored(session, workdir, budget, settings)
             if explain_why:
                 display.tell("Computing the cost of other choices")
-            why = explain_choice(session, found) if explain_why else None
+            problem, choice = found.problem, found.winner.choice
+            assert problem is not None, "a search has a problem"
+            picks = picks_of(session.analysis, problem, choice)
+            why = explain(problem, picks) if explain_why else None
         made = found.plan
         save(made, output, say=not as_json)
         if as_json:
             more = {}
             if why is not None:
-                data = explanation_data(session.analysis, found.problem, why)
+                data = explanation_data(session.analysis, problem, why)
                 more["explanation"] = data
             print_json(plan_json(made, more))
             return
         print_plan(made, literal_console())
         if why is not None:
             print()
-            how = (session.analysis, found.problem, why)
+            how = (session.analysis, problem, why)
             show(lambda b: explanation_view(*how, b))
         suggest(made, output)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Searched:
-    """A plan that was found from stored profiles.
-
-    Attributes:
-        plan: the plan.
-        choice: its choice for every block and parameter.
-        problem: the problem of the search.
-    """
-
-    plan: Plan
-    choice: Choice
-    problem: Problem
 
 
 def search_stored(
@@ -417,7 +401,7 @@ def search_stored(
     workdir: Path | None,
     budget_bytes: int | None,
     settings: PlannerSettings,
-) -> Searched:
+) -> FoundPlan:
     """Searches stored measurements; only the race uses the devices.
 
     Raises:
@@ -433,29 +417,7 @@ def search_stored(
         _check_complete(context, profiles)
     with open_context(mesh, workdir, budget_bytes, settings) as context:
         solution = search_choices(context, analysis, profiles)
-        problem = solution.problem
-        assert problem is not None, "a search has a problem"
-        made, outcome = decide(context, analysis, solution)
-    made = made.bound_to(session.step, session.lowering.out_tree)
-    choice = outcome.winner.choice
-    kernels = profiles.found.kernels
-    made = with_figures(
-        made,
-        analysis,
-        choice,
-        problem,
-        profiles.rates,
-        kernels,
-        raced=outcome.raced,
-        dimensions=settings.dimensions,
-    )
-    return Searched(plan=made, choice=choice, problem=problem)
-
-
-def explain_choice(session: Session, found: Searched) -> Explanation:
-    """Explains a plan by the other choices of its search."""
-    picks = picks_of(session.analysis, found.problem, found.choice)
-    return explain(found.problem, picks)
+        return complete_plan(context, session.step, session, solution, profiles.found)
 
 
 def _check_complete(context: PlanContext, profiles: Profiles) -> None:

@@ -11,38 +11,29 @@ import typer
 from jax.sharding import Mesh, PartitionSpec
 
 from cfp import platform
-from cfp.analysis.analyze import Analysis
 from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
 from cfp.cli.output import leave_printing_to_process_0
 from cfp.devices.joining import is_follower
 from cfp.errors import CfpError, PinError
-from cfp.passes.pipeline import Pins, analyze_step
+from cfp.passes.pipeline import Analyzed, Pins, analyze_step
 from cfp.plan.plan import Plan
 from cfp.program.step import FlatStep
-from cfp.program.trace import Lowering
 from cfp.report.plots import check_can_draw
 from cfp.targets import Target, resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Session:
-    """A target, analysed.
+class Session(Analyzed):
+    """A target, analysed on devices that are there.
 
     Attributes:
         target: what was asked for.
-        mesh: the devices.
         step: the target's step over flat arguments.
-        lowering: its module.
-        analysis: its blocks and segments.
-        seconds: how long tracing and analysing took.
     """
 
     target: Target
-    mesh: Mesh
     step: FlatStep
-    lowering: Lowering
-    analysis: Analysis
-    seconds: float
+    mesh: Mesh
 
 
 def target_of(ctx: typer.Context) -> tuple[Target, Mesh]:

@@ -18,7 +18,6 @@ from cfp.cli.session import (
     analyse,
     check_drawable,
     check_writable,
-    open_target,
     parse_pins,
     target_of,
 )
@@ -37,7 +36,6 @@ from cfp.passes.profile import measure_all_budgets
 from cfp.plan.adapt import adapt_step, check_axes
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
-from cfp.platform import parse_mesh
 from cfp.presets.propagated import named_choices
 from cfp.profiling.in_flight import Limits
 from cfp.profiling.place import Place
@@ -353,15 +351,7 @@ def adapt_plan(ctx: typer.Context) -> None:
     check_writable(given["output"])
     with only_json(given["as_json"]) as print_json:
         plan = Plan.load(given["adapt"])
-        found, mesh = open_target(
-            given["target"],
-            ctx.args,
-            axes=parse_mesh(given["devices"], given["mesh"]),
-            platform_name=given["platform"],
-            donate=given["donate"] or (),
-            static=given["static"] or (),
-            plan=plan,
-        )
+        found, mesh = target_of(ctx, plan)
         check_axes(plan, mesh)
         made = adapt_step(plan, found.flatten(), mesh)
         save(made, given["output"], say=not given["as_json"])

@@ -16,12 +16,11 @@ from cfp import api
 from cfp.cli import options as o
 from cfp.cli.options import is_given, refuse_others
 from cfp.cli.output import only_json
-from cfp.cli.session import check_writable, open_target
+from cfp.cli.session import check_writable, target_of
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.export.logical import Names, Rules, logical_rules, names_by_path
 from cfp.models import MODELS, logical_names
 from cfp.plan.plan import Plan
-from cfp.platform import parse_mesh
 from cfp.printable import printable
 from cfp.profiling.hlo import collective_sites
 from cfp.report.passes import sites_data, sites_text
@@ -177,15 +176,8 @@ def export(
     if python is not None:
         exported = plan
         if target is not None and exported.changes_ops:
-            found, mesh = open_target(
-                target,
-                ctx.args,
-                axes=None,
-                platform_name=None,
-                static=static or (),
-                plan=plan,
-                attempt="this command on a machine with the plan's devices",
-            )
+            attempt = "this command on a machine with the plan's devices"
+            found, mesh = target_of(ctx, plan, attempt)
             exported = plan.bind(found.step, *found.args, mesh=mesh)
         exported.export_python(python)
     if flax is not None or maxtext is not None:
@@ -241,15 +233,7 @@ def inspect(
             text = _read(Path(target))
         else:
             saved = Plan.load(plan) if plan is not None else None
-            found, devices_mesh = open_target(
-                target,
-                ctx.args,
-                axes=parse_mesh(devices, mesh),
-                platform_name=platform,
-                donate=donate or (),
-                static=static or (),
-                plan=saved,
-            )
+            found, devices_mesh = target_of(ctx, saved)
             if saved is None and preset is not None:
                 saved = api.plan(
                     found.step,

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from jax.sharding import Mesh
 from rich.console import Console
 
-from cfp import api, platform
+from cfp import api
 from cfp.checking.trial import Trial, run_trial
 from cfp.checking.verify import (
     ELSEWHERE,
@@ -23,12 +22,11 @@ from cfp.checking.verify import verify as verify_plan
 from cfp.cli import options as o
 from cfp.cli.finding import Output
 from cfp.cli.output import only_json, save
-from cfp.cli.session import analyse, check_writable, open_target
+from cfp.cli.session import analyse, check_writable, target_of
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.report.progress import Display
-from cfp.targets import Target
 from cfp.units import parse_bytes
 from cfp.view.console import (
     Fitted,
@@ -71,7 +69,7 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed of random arguments.")] = 0,
     devices: o.Devices = None,
     mesh: o.MeshText = None,
-    platform_name: o.PlansPlatform = None,
+    platform: o.PlansPlatform = None,
     memory_budget: o.Budget = None,
     workdir: o.Workdir = None,
     as_json: o.Json = False,
@@ -97,19 +95,10 @@ def run(
             "out one of them; cfp show plan.json prints a plan's memory."
         )
     budget = parse_bytes(memory_budget)
-    axes = platform.parse_mesh(devices, mesh)
     with only_json(as_json) as print_json:
         saved = Plan.load(plan) if plan is not None else None
         with Display(quiet) as display:
-            found, devices_mesh = open_target(
-                target,
-                ctx.args,
-                axes=axes,
-                platform_name=platform_name,
-                donate=donate or (),
-                static=static or (),
-                plan=saved,
-            )
+            found, devices_mesh = target_of(ctx, saved)
             if saved is not None:
                 used = saved.on(devices_mesh)
             else:
@@ -118,7 +107,17 @@ def run(
                     no_race=preset is not None or no_race,
                     progress=display.tell,
                 )
-                used = _new_plan(found, devices_mesh, preset, budget, workdir, settings)
+                used = api.plan(
+                    found.step,
+                    *found.args,
+                    mesh=devices_mesh,
+                    static_argnums=found.static,
+                    donate_argnums=found.donate,
+                    memory_budget=budget,
+                    preset=preset,
+                    cache_dir=workdir,
+                    settings=settings,
+                )
             trial = run_trial(
                 used,
                 found,
@@ -136,27 +135,6 @@ def run(
                 print(rates)
     if trial.failures:
         raise typer.Exit(1)
-
-
-def _new_plan(
-    target: Target,
-    mesh: Mesh,
-    preset: str | None,
-    budget_bytes: int | None,
-    workdir: Path | None,
-    settings: PlannerSettings,
-) -> Plan:
-    return api.plan(
-        target.step,
-        *target.args,
-        mesh=mesh,
-        static_argnums=target.static,
-        donate_argnums=target.donate,
-        memory_budget=budget_bytes,
-        preset=preset,
-        cache_dir=workdir,
-        settings=settings,
-    )
 
 
 def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
@@ -280,16 +258,7 @@ def verify(
     with only_json(as_json) as print_json:
         plan = Plan.load(path)
         with Display(quiet) as display:
-            found, mesh = open_target(
-                target,
-                ctx.args,
-                axes=None,
-                platform_name=platform,
-                donate=donate or (),
-                static=static or (),
-                plan=plan,
-                attempt=ELSEWHERE,
-            )
+            found, mesh = target_of(ctx, plan, ELSEWHERE)
             if not other_devices:
                 check_devices(plan, mesh)
             session = analyse(found, mesh, plan=plan)

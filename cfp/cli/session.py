@@ -36,8 +36,20 @@ class Session(Analyzed):
     mesh: Mesh
 
 
-def target_of(ctx: typer.Context) -> tuple[Target, Mesh]:
+ELSEWHERE = (
+    "this command on a machine with the plan's devices; or --platform cpu, which makes "
+    "virtual ones"
+)
+
+
+def target_of(
+    ctx: typer.Context, plan: Plan | None = None, attempt: str = ELSEWHERE
+) -> tuple[Target, Mesh]:
     """The target and the devices that a command was given.
+
+    Args:
+        ctx: of the command.
+        plan, attempt: see :func:`open_target`.
 
     Raises:
         CfpError: there is no such target, mesh, platform or number of devices.
@@ -46,10 +58,12 @@ def target_of(ctx: typer.Context) -> tuple[Target, Mesh]:
     return open_target(
         given["target"],
         ctx.args,
-        axes=platform.parse_mesh(given["devices"], given["mesh"]),
-        platform_name=given["platform"],
-        donate=given["donate"] or (),
+        axes=platform.parse_mesh(given.get("devices"), given.get("mesh")),
+        platform_name=given.get("platform"),
+        donate=given.get("donate") or (),
         static=given["static"] or (),
+        plan=plan,
+        attempt=attempt,
     )
 
 
@@ -62,8 +76,7 @@ def open_target(
     donate: Sequence[int] = (),
     static: Sequence[int] = (),
     plan: Plan | None = None,
-    attempt: str = "this command on a machine with the plan's devices; or --platform "
-    "cpu, which makes virtual ones",
+    attempt: str = ELSEWHERE,
 ) -> tuple[Target, Mesh]:
     """Finds a target and its devices.
 

@@ -25,7 +25,6 @@ from cfp.errors import CfpError, DeviceError, compose
 from cfp.plan.plan import Plan
 from cfp.profiling.conversation import coordinated_planning
 from cfp.profiling.overwritten import count_rematerialized
-from cfp.profiling.processes import Agreement
 from cfp.program.fixed import fixed
 from cfp.program.step import FlatStep
 from cfp.runtime.execute import CompiledStep
@@ -144,61 +143,38 @@ def run_trial(
         CfpError: it cannot run more than once.
     """
     agreement = agreement_of(plan.mesh)
-    with coordinated_planning(agreement.alone):
-        return _run_trial(
-            plan,
-            target,
-            agreement=agreement,
-            steps=steps,
-            check=check,
-            tolerance=tolerance,
-            seed=seed,
-            progress=progress,
-        )
-
-
-def _run_trial(
-    plan: Plan,
-    target: Target,
-    *,
-    agreement: Agreement,
-    steps: int,
-    check: bool,
-    tolerance: float | None,
-    seed: int,
-    progress: Callable[[str], None] | None,
-) -> Trial:
     tell = progress or (lambda _: None)
-    step = target.flatten()
-    # With the step a plan that was loaded knows the static arguments.
-    bound = replace(plan, step=step).bind(target.step, *target.args)
-    feedback = _feedback(target, step, plan, steps)
-    try:
-        tell("compiling")
-        compiled = bound.compile_bound()
-        checking = None
-        if check:
-            tell("compiling in float32, under the plan and for one device")
-            checking = Check(*both_sides(bound), feedback)
-        tell("making the arguments")
-        args = list(target.make_args(bound.in_shardings, seed))
-        if checking is not None:
-            checking.start(args)
-        results = []
-        for number in range(steps):
-            tell(f"step {number + 1} of {steps}")
-            results.append(_one_step(compiled, args, feedback, checking))
-    except jax.errors.JaxRuntimeError as error:
-        agreement.end_of_run(str(error).strip())
-        raise DeviceError(
-            compose(
-                "The step failed on the devices.",
-                expected="a step that runs under its plan",
-                got=str(error).strip().splitlines()[0],
-                attempt="a plan with a memory budget (--memory-budget, "
-                "memory_budget=), a smaller batch, or more devices",
-            )
-        ) from error
+    with coordinated_planning(agreement.alone):
+        step = target.flatten()
+        # With the step a plan that was loaded knows the static arguments.
+        bound = replace(plan, step=step).bind(target.step, *target.args)
+        feedback = _feedback(target, step, plan, steps)
+        try:
+            tell("compiling")
+            compiled = bound.compile_bound()
+            checking = None
+            if check:
+                tell("compiling in float32, under the plan and for one device")
+                checking = Check(*both_sides(bound), feedback)
+            tell("making the arguments")
+            args = list(target.make_args(bound.in_shardings, seed))
+            if checking is not None:
+                checking.start(args)
+            results = []
+            for number in range(steps):
+                tell(f"step {number + 1} of {steps}")
+                results.append(_one_step(compiled, args, feedback, checking))
+        except jax.errors.JaxRuntimeError as error:
+            agreement.end_of_run(str(error).strip())
+            raise DeviceError(
+                compose(
+                    "The step failed on the devices.",
+                    expected="a step that runs under its plan",
+                    got=str(error).strip().splitlines()[0],
+                    attempt="a plan with a memory budget (--memory-budget, "
+                    "memory_budget=), a smaller batch, or more devices",
+                )
+            ) from error
     if tolerance is None:
         tolerance = checking.tolerance if checking is not None else FULL_TOLERANCE
     programs = [compiled] if checking is None else [compiled, checking.planned]

@@ -20,7 +20,7 @@ from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, compose
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.builder import Job
-from cfp.profiling.conversation import coordinated_planning
+from cfp.profiling.coordination import coordinated_planning
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.outlook import Outlook

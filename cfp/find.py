@@ -24,7 +24,7 @@ from cfp.passes.search import preset_solution, search
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.collectives import known_rates
-from cfp.profiling.conversation import coordinated_planning
+from cfp.profiling.coordination import coordinated_planning
 from cfp.profiling.interrupts import handle_keyboard_interrupt
 from cfp.program.callbacks import host_calls
 from cfp.program.meaning import check_settings, unchecked

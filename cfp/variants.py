@@ -34,7 +34,7 @@ from cfp.passes.pipeline import Analyzed, Pins, analyze_step
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import Job
-from cfp.profiling.conversation import coordinated_planning
+from cfp.profiling.coordination import coordinated_planning
 from cfp.profiling.key import environment_parts
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.store import open_store, store_path

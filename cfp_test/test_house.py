@@ -98,7 +98,7 @@ NON_PUBLIC: set[tuple[str, str]] = {
     # The partitioned program, which XLA writes as HLO, as StableHLO again.
     ("program/local.py", "jax._src.lib._jax"),
     # Public, whatever its name: the end of a process whose devices wait for ever.
-    ("profiling/conversation.py", "._exit"),
+    ("profiling/coordination.py", "._exit"),
 }
 
 MAX_LINES = 600

@@ -23,7 +23,7 @@ from cfp.checking.check import (
 from cfp.context import agreement_of
 from cfp.errors import CfpError, DeviceError, compose
 from cfp.plan.plan import Plan
-from cfp.profiling.conversation import coordinated_planning
+from cfp.profiling.coordination import coordinated_planning
 from cfp.profiling.overwritten import count_rematerialized
 from cfp.program.fixed import fixed
 from cfp.program.step import FlatStep

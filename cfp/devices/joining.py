@@ -17,7 +17,7 @@ from importlib import metadata
 import jax
 
 from cfp.errors import ProcessError, compose
-from cfp.profiling.conversation import conversation
+from cfp.profiling.coordination import coordination
 from cfp.profiling.processes import differing
 
 COORDINATOR, PROCESSES, PROCESS_ID = (
@@ -133,7 +133,7 @@ def join(
         )
 
     _in_time(initialize, max(end - time.monotonic(), 1.0), member, join_seconds)
-    if (talk := conversation()) is not None:
+    if (talk := coordination()) is not None:
         # Before the heartbeats are missed: there is more to say here.
         talk.after_failure = min(talk.after_failure, 0.6 * lost_seconds)
     _compare_versions()
@@ -220,7 +220,7 @@ def _in_time(
 
 
 def _compare_versions() -> None:
-    talk = conversation()
+    talk = coordination()
     if talk is None:
         return
     versions = {
@@ -266,6 +266,6 @@ def is_follower() -> bool:
 
     Asks for no devices.
     """
-    if (talk := conversation()) is not None:
+    if (talk := coordination()) is not None:
         return talk.channel.process != 0
     return os.environ.get(PROCESS_ID, "0") != "0"

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh
 
 from cfp.errors import ProcessError, compose
-from cfp.profiling.conversation import AFTER_A_RUN, Conversation, conversation
+from cfp.profiling.coordination import AFTER_A_RUN, Coordination, coordination
 
 TOPOLOGY_SETTING = "jax_mock_gpu_topology"
 
@@ -183,8 +183,8 @@ def _numbered(processes: Sequence[int]) -> str:
     return f"process {names}" if len(processes) == 1 else f"processes {names}"
 
 
-def _talk() -> Conversation:
-    found = conversation()
+def _talk() -> Coordination:
+    found = coordination()
     if found is None:
         raise ProcessError(
             compose(

@@ -47,8 +47,8 @@ from cfp.profiling.timing import measure
 from cfp.program.graph import Program
 
 __all__ = [
+    "StopOnDeviceLoss",
     "TimingOptions",
-    "UntilLost",
     "execute",
     "profile",
     "run",
@@ -140,7 +140,9 @@ def profile(
     platform = mesh.devices.flat[0].platform
     there = place_for(platform, options.place)
     environment = replace(environment, place=there)
-    run_next = UntilLost(run)  # The scheduler keeps each record before the next run.
+    run_next = StopOnDeviceLoss(
+        run
+    )  # The scheduler keeps each record before the next run.
     with environment.compilation_cache(platform):
         return run_tasks(
             jobs,
@@ -290,7 +292,7 @@ def _build(
 
 
 @dataclass(slots=True)
-class UntilLost:
+class StopOnDeviceLoss:
     """Times programs one after another until the devices are lost.
 
     On some devices nothing runs any more after a crash. Every further record would be

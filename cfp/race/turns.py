@@ -12,7 +12,7 @@ from cfp.profiling.builder import Built
 from cfp.profiling.in_flight import InFlightLog
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, utc_now
-from cfp.profiling.runner import TimingOptions, UntilLost, run
+from cfp.profiling.runner import StopOnDeviceLoss, TimingOptions, run
 from cfp.race.candidates import at_levels, with_options
 from cfp.race.compile import (
     Builder,
@@ -132,7 +132,7 @@ def _run_in_turn(
     order = before = list(ready)
     platform = builder.mesh.devices.flat[0].platform
     agreement, defaults = Agreement.of(builder.mesh), defaults_of(platform)
-    run_next = UntilLost(run, lambda crash: keep([crash], builder.store))
+    run_next = StopOnDeviceLoss(run, lambda crash: keep([crash], builder.store))
 
     def time_of(digest: str) -> float:
         return by_key[digest].ratios.time * records[digest].time_ms

@@ -15,7 +15,7 @@ from cfp.profiling.inputs import InputKind, input_kinds, make_inputs
 from cfp.profiling.meter import Meter
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import is_to_retry
-from cfp.profiling.runner import UntilLost, execute, profile, run
+from cfp.profiling.runner import StopOnDeviceLoss, execute, profile, run
 from cfp.profiling.timing import measure as timing_measure
 
 
@@ -365,7 +365,7 @@ def test_after_a_crash_the_devices_are_asked_whether_they_answer(
 
     monkeypatch.setattr(runner, "measure", measure)
     monkeypatch.setattr(runner, "make_inputs", make)
-    run_next = UntilLost(run, kept.append)
+    run_next = StopOnDeviceLoss(run, kept.append)
     what = (built, case.job(), case.program, case.mesh)
     first = run_next(*what, timing=quick)
     assert first.status == "crashed" and kept == []

@@ -26,7 +26,7 @@ from cfp.program.channel import Channel, open_channel
 
 # How long others may take for what this process has finished: a build may take half an
 # hour. A process that died is found out by jax.distributed, by its heartbeats.
-PATIENCE_SECONDS = 2400.0
+TIMEOUT_SECONDS = 2400.0
 # Or once something failed here: it fails there, too, or the other is gone.
 AFTER_A_FAILURE_SECONDS = 15.0
 AFTER_A_RUN = "the outcome of a run"
@@ -43,22 +43,22 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Conversation:
+class Coordination:
     """The messages of all processes in turn; one for each client of `jax.distributed`.
 
     Attributes:
         channel: what carries it.
-        patience: seconds to wait for another process.
+        timeout_seconds: seconds to wait for another process.
         after_failure: the same, once something failed here.
-        chapter: how many times planning began.
-        number: how many things were said in this chapter.
+        epoch: how many times planning began.
+        number: how many things were said in this epoch.
         depth: how many plans are being made, one within another.
     """
 
     channel: Channel
-    patience: float = PATIENCE_SECONDS
+    timeout_seconds: float = TIMEOUT_SECONDS
     after_failure: float = AFTER_A_FAILURE_SECONDS
-    chapter: int = 0
+    epoch: int = 0
     number: int = 0
     depth: int = 0
 
@@ -90,7 +90,7 @@ class Conversation:
         Raises:
             ProcessError: another is gone, which is why it failed here.
         """
-        patience, self.patience = self.patience, self.after_failure
+        timeout_seconds, self.timeout_seconds = self.timeout_seconds, self.after_failure
         try:
             return self.gathered(AFTER_A_RUN, failure)
         except ProcessError as error:
@@ -106,10 +106,10 @@ class Conversation:
                 )
             ) from error
         finally:
-            self.patience = patience
+            self.timeout_seconds = timeout_seconds
 
     def failures(self) -> dict[int, str]:
-        """Reads the failures of other processes in this chapter, by number."""
+        """Reads the failures of other processes in this epoch, by number."""
         found = self.channel.below(f"{self._folder}/{_FAILED}")
         return {int(n): t for n, t in found.items() if int(n) != self.channel.process}
 
@@ -125,7 +125,7 @@ class Conversation:
 
     @property
     def _folder(self) -> str:
-        return f"{_ROOT}/{self.chapter}"
+        return f"{_ROOT}/{self.epoch}"
 
     def _next(self) -> str:
         self.number += 1
@@ -156,7 +156,7 @@ class Conversation:
                 self._put(f"{key}/{self.channel.process}", what, None)
             for which, meant in self.channel.below(key).items():
                 self._compare(which, json.loads(meant)["what"], what)
-            if waited > self.patience:
+            if waited > self.timeout_seconds:
                 raise self._silent(other, what, waited)
             if waited > _SAY_SECONDS and not said:
                 said = True
@@ -218,16 +218,16 @@ def lost(failed: dict[int, str]) -> ProcessError:
     )
 
 
-def conversation() -> Conversation | None:
+def coordination() -> Coordination | None:
     """This program's; None where it has one process."""
     channel = open_channel()
     return None if channel is None else _of_channel(channel)
 
 
 @lru_cache(maxsize=1)
-def _of_channel(channel: Channel) -> Conversation:
+def _of_channel(channel: Channel) -> Coordination:
     # It counts what was said, and there is one client in a process.
-    return Conversation(channel)
+    return Coordination(channel)
 
 
 @contextlib.contextmanager
@@ -240,12 +240,12 @@ def coordinated_planning(alone: bool) -> Iterator[None]:
     Args:
         alone: whether there is only one process.
     """
-    talk = None if alone else conversation()
+    talk = None if alone else coordination()
     if talk is None:
         yield
         return
     if talk.depth == 0:
-        talk.chapter += 1
+        talk.epoch += 1
         talk.number = 0
     talk.depth += 1
     done = threading.Event()
@@ -264,14 +264,14 @@ def coordinated_planning(alone: bool) -> Iterator[None]:
         talk.depth -= 1
 
 
-def _tidy_up(talk: Conversation) -> None:
-    """Removes what was said in the chapter before, which all have read by now."""
+def _tidy_up(talk: Coordination) -> None:
+    """Removes what was said in the epoch before, which all have read by now."""
     talk.gathered("the end of planning", None)
     if talk.channel.process == 0:
-        talk.channel.forget(f"{_ROOT}/{talk.chapter - 1}")
+        talk.channel.forget(f"{_ROOT}/{talk.epoch - 1}")
 
 
-def _watch(talk: Conversation, is_done: Callable[[float], bool]) -> None:
+def _watch(talk: Coordination, is_done: Callable[[float], bool]) -> None:
     while not is_done(_LOOK_SECONDS):
         try:
             failed = talk.failures()

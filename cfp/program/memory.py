@@ -1,4 +1,4 @@
-"""Where arrays are, beside their types, and moving them there.
+"""Memories and shardings of arrays, beside their types, and moving arrays there.
 
 That is the memory of the host that they may be in, their shardings on meshes with
 explicit axes, which are a part of types there, and the devices of several processes.

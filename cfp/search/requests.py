@@ -119,7 +119,7 @@ class MeasurementRequest:
         return found is not None and found.ok
 
     def time_ms(self, records: Mapping[str, ProfileRecord]) -> float:
-        """What the segment adds to a step in which it is once."""
+        """Computes the time that the segment adds to a step, where it is once."""
         if self.base is not None and self.base.is_measured(records):
             return self.base.time_ms(records) + self._more_ms(records)
         alone_ms, pair = records[self.job.key.digest].time_ms, self._pair(records)
@@ -131,7 +131,7 @@ class MeasurementRequest:
         return max(added_ms, LEAST_ADDED_SHARE * alone_ms)
 
     def alone_ms(self, records: Mapping[str, ProfileRecord]) -> float:
-        """What it takes by itself."""
+        """Computes its time by itself."""
         alone_ms = records[self.job.key.digest].time_ms
         return alone_ms + self._more_ms(records) if self._pair(records) else alone_ms
 
@@ -160,7 +160,7 @@ class MeasurementRequest:
         return (neighbour, both) if neighbour.ok and both.ok else None
 
     def _more_ms(self, records: Mapping[str, ProfileRecord]) -> float:
-        """What rematerializing adds; nothing where the base is not measured."""
+        """Computes the time of rematerializing; 0 where the base is not measured."""
         base = self.base
         if base is None or not base.is_measured(records):
             return 0.0

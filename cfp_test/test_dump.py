@@ -11,10 +11,8 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.dump import (
     block_lines,
     dump_analysis,
-    layout_lines,
     opaque_lines,
     plan_numbers,
-    sequence_lines,
     strategy_map,
 )
 from cfp.analysis.flops import program_flops, rematerialized_flops
@@ -23,6 +21,7 @@ from cfp.errors import CfpError
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp_test.three_passes import layout_lines, sequence_lines
 
 
 def traced(fn, *args, sizes=(4,), names=("x",)):

@@ -9,21 +9,21 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cfp import platform
+from cfp.analysis.analyze import Analysis
 from cfp.analysis.dump import (
     block_lines,
-    layout_lines,
-    sequence_lines,
+    op_line,
     strategy_map,
     write_files,
 )
 from cfp.analysis.flops import program_flops
-from cfp.analysis.layout import lay_out
+from cfp.analysis.layout import Layout, lay_out
 from cfp.cli import options
 from cfp.cli.planning import search_stored
 from cfp.cli.session import Session, analyse, dump_session
@@ -135,6 +135,29 @@ def _found_platform() -> str:
 
 def _talkative() -> bool:
     return os.environ.get("DUMP_PROFILE_PARALLEL_BLOCK", "1") != "0"
+
+
+def sequence_lines(analysis: Analysis) -> Iterator[str]:
+    """The segments, each mapped to the first of its kind."""
+    first: dict[int, tuple[int, int]] = {}
+    for segment in analysis.segments:
+        span = (segment.start, segment.end)
+        known = first.setdefault(segment.kind, span)
+        yield f"ParallelBlocks sequence: {span} mapped to  {known}"
+
+
+def layout_lines(layout: Layout) -> Iterator[str]:
+    """Every op with the sharding of what it makes, as a plan has it."""
+    program = layout.frame.program
+    for op in program.ops:
+        specs = [layout.spec(v) for v in op.results]
+        text = " ".join("any" if spec is None else _spec_text(spec) for spec in specs)
+        yield f"{op_line(program, op)}, sharding={text}"
+
+
+def _spec_text(spec: tuple[tuple[str, ...], ...]) -> str:
+    """A sharding on one line: ``[x, -, y+z]``."""
+    return "[" + ", ".join("+".join(names) or "-" for names in spec) + "]"
 
 
 def _print_lines(lines) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.blocks import Block
 from cfp.analysis.contractions import Member, is_contraction
-from cfp.analysis.layout import Frame, Layout
+from cfp.analysis.layout import Frame
 from cfp.analysis.naming import scope_path
 from cfp.analysis.specs import extend_spec, spec_ways
 from cfp.analysis.strategies import (
@@ -106,15 +106,6 @@ def block_lines(frame: Frame, block: Block) -> Iterator[str]:
     for op_id in block.ops:
         if op_id not in contractions:
             yield f"    {op_line(program, program.ops[op_id])}"
-
-
-def sequence_lines(analysis: Analysis) -> Iterator[str]:
-    """The segments, each mapped to the first of its kind."""
-    first: dict[int, tuple[int, int]] = {}
-    for segment in analysis.segments:
-        span = (segment.start, segment.end)
-        known = first.setdefault(segment.kind, span)
-        yield f"ParallelBlocks sequence: {span} mapped to  {known}"
 
 
 def segment_records(analysis: Analysis) -> list[dict]:
@@ -254,20 +245,6 @@ def value_name(program: Program, value: int) -> str:
     if record.origin >= 0:
         return f"carried.{value}"
     return program.arg_names[program.args.index(value)]
-
-
-def layout_lines(layout: Layout) -> Iterator[str]:
-    """Every op with the sharding of what it makes, as a plan has it."""
-    program = layout.frame.program
-    for op in program.ops:
-        specs = [layout.spec(v) for v in op.results]
-        text = " ".join("any" if spec is None else spec_text(spec) for spec in specs)
-        yield f"{op_line(program, op)}, sharding={text}"
-
-
-def spec_text(spec: tuple[tuple[str, ...], ...]) -> str:
-    """A sharding on one line: ``[x, -, y+z]``."""
-    return "[" + ", ".join("+".join(names) or "-" for names in spec) + "]"
 
 
 def _lines(lines: Iterator[str]) -> str:

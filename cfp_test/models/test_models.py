@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cfp.models import MODELS, build, find, initialise
-from cfp.models.moe import BALANCE_WEIGHT, SEED_CONFIGS
+from cfp.models.moe import BALANCE_WEIGHT
 from cfp.models.train import cross_entropy
 from cfp_test.models.tiny import (
     GPT_TINY,
@@ -20,6 +20,7 @@ from cfp_test.models.tiny import (
     start,
     train,
 )
+from cfp_test.moe.configs import SEED_CONFIGS
 
 # ------------------------------------------------------------------ abstract builds
 

@@ -12,11 +12,9 @@ from cfp.models import build
 from cfp.models.layers import MLP
 from cfp.models.moe import (
     BALANCE_WEIGHT,
-    SEED_CONFIGS,
     ExpertLayer,
     MoE,
     MoEConfig,
-    MoEModelConfig,
     expert_capacity,
     route_top2,
 )
@@ -27,6 +25,7 @@ from cfp_test.models.tiny import (
     mlp_params,
     quick_jit,
 )
+from cfp_test.moe.configs import SEED_CONFIGS, MoEModelConfig
 
 
 def test_moe_parameter_count():

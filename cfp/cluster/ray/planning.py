@@ -217,26 +217,6 @@ def _no_node(needs: RunnerNeeds, nodes: list[dict[str, Any]]) -> DeviceError:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """The arguments of :func:`cfp.plan`, as data.
-
-    Attributes:
-        fn: the step.
-        args, kwargs: its arguments: shapes in place of arrays.
-        axes: of the mesh.
-        options: all other options.
-        settings: how much to measure.
-    """
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    axes: tuple[tuple[str, int], ...]
-    options: Mapping[str, Any]
-    settings: PlannerSettings
-
-
 def plan_step(
     plan: Callable[..., Plan],
     fn: Callable[..., Any],
@@ -265,20 +245,15 @@ def plan_step(
     address = settings.ray
     assert address is not None, "planning is for a Ray cluster"
     given_args, given_kwargs = jax.tree.map(_shape_of, (args, dict(kwargs)))
-    asked = PlanRequest(
-        fn=fn,
-        args=given_args,
-        kwargs=given_kwargs,
-        axes=tuple(mesh.shape.items()),
-        options=options,
-        settings=replace(settings, ray=None, progress=None),
-    )
+    call = partial(plan, fn, *given_args, quiet=True, **options, **given_kwargs)
+    axes = tuple(mesh.shape.items())
+    detailed = DetailedSettings.of(replace(settings, ray=None, progress=None))
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
     made = plan_on_ray(
-        partial(_plan_there, plan, asked),
+        partial(_plan_there, call, axes, detailed),
         address=address,
         store=store_path(cache_dir),
-        needs=RunnerNeeds.of(platform, asked.axes),
+        needs=RunnerNeeds.of(platform, axes),
     )
     made = made.on(mesh) if isinstance(mesh, Mesh) else made
     return made.bind(fn, *args, **kwargs)
@@ -298,10 +273,14 @@ def alone(plan: Plan) -> Plan:
 
 
 def _plan_there(
-    plan: Callable[..., Plan], asked: PlanRequest, place: Place, folder: Path
+    call: Callable[..., Plan],
+    axes: tuple[tuple[str, int], ...],
+    settings: DetailedSettings,
+    place: Place,
+    folder: Path,
 ) -> Plan:
-    names = tuple(name for name, _ in asked.axes)
-    sizes = tuple(size for _, size in asked.axes)
+    names = tuple(name for name, _ in axes)
+    sizes = tuple(size for _, size in axes)
     devices = jax.devices()
     count = AbstractMesh(sizes, names).size
     if len(devices) < count:
@@ -314,15 +293,10 @@ def _plan_there(
                 f"--xla_force_host_platform_device_count={count} where this runs",
             )
         )
-    made = plan(
-        asked.fn,
-        *asked.args,
+    made = call(
         mesh=jax.make_mesh(sizes, names, devices=devices[:count]),
-        quiet=True,
         cache_dir=folder,
-        settings=replace(DetailedSettings.of(asked.settings), place=place),
-        **asked.options,
-        **asked.kwargs,
+        settings=replace(settings, place=place),
     )
     return alone(made)
 

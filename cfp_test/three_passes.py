@@ -290,7 +290,7 @@ def _search(session: Session, args: argparse.Namespace) -> None:
             "search": dict(plan.search),
         },
     )
-    layout = lay_out(analysis.frame, found.choice)
+    layout = lay_out(analysis.frame, found.winner.choice)
     write_files(
         args.workdir / "debug_search",
         {

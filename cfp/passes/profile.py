@@ -126,7 +126,6 @@ def profile_segments(
             others=settings.others if alone else settings.per_kind,
             budget_bytes=context.budget_bytes,
             measurer=measurer,
-            left=context.min_temp_fraction(),
         )
 
     found = explored(first)

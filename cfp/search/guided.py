@@ -23,7 +23,7 @@ from cfp.profiling.measurer import Measurer
 from cfp.profiling.record import ProfileRecord
 from cfp.search.choices import ranked_candidates
 from cfp.search.expected import build_problem, expect
-from cfp.search.problem import Option, Problem, scale_memory
+from cfp.search.problem import Option, Problem
 from cfp.search.requests import (
     MeasurementRequest,
     RequestBuilder,
@@ -46,7 +46,6 @@ def measure_candidates(
     others: int = 1,
     budget_bytes: int | None,
     measurer: Measurer,
-    left: float = 1.0,
 ) -> SegmentMeasurements:
     """Measures until nothing else is likely to be much better.
 
@@ -57,8 +56,6 @@ def measure_candidates(
         budget_bytes: memory of one device, or None.
         measurer: measures jobs, or looks them up; jobs without a record stay unknown.
             With a deadline, jobs that a plan needs are measured all the same.
-        left: the smallest share of predicted temporaries that the compiler can reach
-            under a memory limit; 1 if it takes none.
 
     Raises:
         DeviceError: no candidate of some segment could be measured.
@@ -94,7 +91,7 @@ def measure_candidates(
             if 1.0 - now / before[1] <= WORTH_HAVING:
                 break
         before = bool(best), now
-        asked = _Round(maker, per_kind, wanted, records, problem).ask(left)
+        asked = _Round(maker, per_kind, wanted, records, problem).ask()
         # Several processes know different times, and would ask for different things.
         if not asked or measurer.is_over or not measurer.alone:
             break
@@ -229,19 +226,17 @@ class _Round:
             if not (item.base and item.context and item.base.has_failed(records)):
                 self._asked[item.kind][item.candidate] = item
 
-    def ask(self, left: float) -> list[MeasurementRequest]:
+    def ask(self) -> list[MeasurementRequest]:
         """Selects candidates that will probably make the best plan faster.
 
-        If nothing will probably fit, it is what would if the compiler saves memory; and
-        if nothing would then, the leanest, rematerialized.
+        If nothing will probably fit, it is the leanest, rematerialized.
         """
         likely = [*map(self._likely, range(len(self._asked)))]
-        for share in dict.fromkeys((1.0, left)):
-            best = solve(scale_memory(self._problem, share))
-            best_ms = best.cost_ms if best else float("inf")
-            self._propose(likely, (1.0 - WORTH_HAVING) * best_ms, share)
-            if self._found or best:
-                return self._found
+        best = solve(self._problem)
+        best_ms = best.cost_ms if best else float("inf")
+        self._propose(likely, (1.0 - WORTH_HAVING) * best_ms)
+        if self._found or best:
+            return self._found
         # An error is to name how little would do.
         costs, lean = self._maker.costs, leanest(self._problem)
         options = self._problem.picked(lean.picks)
@@ -268,9 +263,7 @@ class _Round:
             found += [candidate for candidate in again if candidate not in asked]
         return expect(costs, kind, estimate, measured, found)
 
-    def _propose(
-        self, likely: Sequence[Sequence[Option]], goal_ms: float, share: float
-    ) -> None:
+    def _propose(self, likely: Sequence[Sequence[Option]], goal_ms: float) -> None:
         """Adds what the search picks of what is likely, until none beats a time."""
         measured = self._problem.options
         while len(self._found) < ROUND_SIZE:
@@ -280,7 +273,7 @@ class _Round:
             ]
             budget_bytes = self._problem.budget_bytes
             problem = build_problem(self._maker.costs, options, budget_bytes)
-            lowest = solve(scale_memory(problem, share))
+            lowest = solve(problem)
             if lowest is None or lowest.cost_ms >= goal_ms:
                 break
             picks = set(zip(problem.kinds, lowest.picks, strict=True))

@@ -22,8 +22,8 @@ class PlannerSettings:
     Attributes:
         per_kind: how many strategies to measure for each kind of segment, at most.
         others: how many of them beside the presets' parts, the best by estimate. Where
-            memory keeps out faster ones, more are measured in rounds, until one made
-            the plan faster by less than 2 %.
+            memory keeps out faster ones, more are measured in rounds, while some will
+            probably make the plan faster by 2 %.
         seconds: planning ends after about this long: once every kind of segment has a
             measurement nothing else is measured then, and no program joins the race or
             is timed again.

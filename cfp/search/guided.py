@@ -7,8 +7,8 @@ fastest choice of these fits in memory, that is all: more rounds made no plan fa
 round that made no plan faster is the last"). Where memory keeps it out, rounds follow:
 what is not measured enters the search with what it will probably cost
 (:mod:`cfp.search.expected`), and what the search picks of it is measured. That ends
-when nothing will probably make the best plan faster by enough, when a round has not, or
-when enough was measured.
+when nothing will probably make the best plan faster by enough, or when enough was
+measured.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def measure_candidates(
         records.update(measurer(_jobs(more)) if more and not measurer.is_over else {})
         # What time was too short for is not asked for, and the rest is decided by.
         asked += [item for item in more if item.outcome(records)]
-    rounds, tight, before = [asked], False, None
+    rounds, tight = [asked], False
     # What would be asked for next depends on what all of it takes.
     while all(item.outcome(records) for item in asked):
         wanted = [item for items in rounds for item in items]
@@ -85,12 +85,6 @@ def measure_candidates(
             tight |= fastest.memory_bytes > SAFE_MEMORY_SHARE * budget_bytes
         if best and best.cost_ms <= (1.0 + WORTH_HAVING) * fastest.cost_ms:
             break  # Memory keeps out nothing that is faster.
-        # While nothing fits a round is worth it that makes the leanest choice leaner.
-        now = best.cost_ms if best else float(leanest(problem).memory_bytes)
-        if before and before[0] == bool(best):
-            if 1.0 - now / before[1] <= WORTH_HAVING:
-                break
-        before = bool(best), now
         asked = _Round(maker, per_kind, wanted, records, problem).ask()
         # Several processes know different times, and would ask for different things.
         if not asked or measurer.is_over or not measurer.alone:

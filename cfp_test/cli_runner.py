@@ -20,12 +20,15 @@ COLUMNS = "200"  # how wide the commands print
 
 _MEASURING = ("bench", "plan", "profile", "run", "search", "verify")
 _BATCH = """
-import json, sys
+import gc, json, sys
+gc.disable()  # While modules are loaded, as the command does.
 from typer.testing import CliRunner
 from cfp.cli import app
 from cfp_test.injected import hold_times
 from pytest import MonkeyPatch
 hold_times(MonkeyPatch())
+gc.freeze()
+gc.enable()
 found = []
 for argv in json.load(sys.stdin):
     result = CliRunner().invoke(app, argv)

@@ -1,5 +1,6 @@
 """The command line from the outside: what it prints, and how it fails."""
 
+import gc
 import json
 import os
 import re
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cfp import Plan, __version__
+from cfp import Plan, __main__, __version__, cli
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli_runner import Outcome, environment, run_batch, run_one
 from cfp_test.waiting import end_of, running, until
@@ -428,3 +429,12 @@ def test_an_error_in_a_step_points_home_and_a_traceback_is_had_for_the_asking(tm
         assert one.err.startswith(plain.err)
         assert "Traceback (most recent call last)" in one.err
         assert "TypeError: dot_general" in one.err
+
+
+def test_garbage_is_collected_while_a_command_runs(monkeypatch):
+    """Only while modules are loaded it is not."""
+    found = []
+    monkeypatch.setattr(cli, "main", lambda: found.append(gc.isenabled()))
+    monkeypatch.setattr(sys, "argv", ["cfp", "plan"])
+    __main__.main()
+    assert found == [True]

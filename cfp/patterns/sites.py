@@ -8,7 +8,8 @@ first and the last vocabulary entries are tried, since an op may treat some diff
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from cfp.program.replace import Replacement
 # Relative difference of norms, of float32 and sums of a few products.
 TOLERANCE = 1e-4
 _WORDS, _HIDDEN, _TOKENS = 7, 5, 3
+_Stages = Callable[[jax.Array, Any], list[list[jax.Array]]]
 _WIDE = {"bf16": "f32", "f16": "f32"}
 
 
@@ -47,11 +49,15 @@ def objection(
     functions = replacement.functions
     assert isinstance(functions, ChunkedCrossEntropy), "a cross-entropy's functions"
     evaluator = Evaluator(program)
+    # Compiled once for the first words and the last ones.
+    stages_of = functools.cache(_stages)
     words = functions.sheet.words
     for seed, last in enumerate((False, True)):
         first_word = max(words - _WORDS, 0) if last else 0
         try:
-            reason = _differs(program, found, replacement, evaluator, first_word, seed)
+            reason = _differs(
+                program, found, replacement, evaluator, stages_of, first_word, seed
+            )
         except NotEvaluated as error:
             if sum(map(len, found.cuts)) > 1:
                 return "its logits are cut along tokens in several ways"
@@ -66,6 +72,7 @@ def _differs(
     found: CrossEntropy,
     replacement: Replacement,
     evaluator: Evaluator,
+    stages_of: Callable[[tuple[Step, ...], StageParameters], _Stages],
     first_word: int,
     seed: int,
 ) -> str | None:
@@ -92,7 +99,9 @@ def _differs(
         for stage, step in zip(replacement.stages, steps, strict=True)
     ]
     sheet = replace(functions.sheet.resized(sizes, _WIDE), chunks=2)
-    every = _computed(steps, sheet, first_word, reads)
+    with jax.default_matmul_precision("highest"):
+        compute = stages_of(steps, replace(sheet, first_word=0))
+        every = compute(jnp.int32(first_word), reads)
     for stage, step, made in zip(replacement.stages, steps, every, strict=True):
         for v, got in zip(stage.makes, made, strict=True):
             if not _close(np.asarray(got, np.float64), right[v]):
@@ -100,10 +109,8 @@ def _differs(
     return None
 
 
-def _computed(
-    steps: tuple[Step, ...], sheet: StageParameters, first_word: int, reads: Any
-) -> list[list[jax.Array]]:
-    """Computes all stages, compiled as one program for all first words."""
+def _stages(steps: tuple[Step, ...], sheet: StageParameters) -> _Stages:
+    """Makes one program of all stages; the first word is an argument."""
 
     @jax.jit
     def run(first_word: jax.Array, reads: Any) -> list[list[jax.Array]]:
@@ -117,8 +124,7 @@ def _computed(
             kept = found[len(step.makes) :]
         return made
 
-    with jax.default_matmul_precision("highest"):
-        return run(jnp.int32(first_word), reads)
+    return run
 
 
 def _value(program: Program, use: tuple[int, int]) -> int:

@@ -9,6 +9,7 @@ import pytest
 
 from cfp.analysis.layout import constraints, lay_out
 from cfp.patterns.build import build, is_chunked, name_of, read_how, spread_of
+from cfp.patterns.chunked import ChunkedCrossEntropy
 from cfp.patterns.sites import cross_entropies
 from cfp.presets.presets import presets
 from cfp.program.graft import constrain
@@ -97,6 +98,16 @@ def test_all_forms_are_found_and_proved(loss):
     program = case_of(loss).frame.program
     found = cross_entropies(program)
     assert len(found.found) == 1 and found.left_alone == ()
+
+
+def test_a_proof_compiles_the_stages_once(monkeypatch):
+    """The first words and the last ones are tried with one program."""
+    program, traced = case_of(picked).frame.program, []
+    plain = ChunkedCrossEntropy.plain
+    monkeypatch.setattr(
+        ChunkedCrossEntropy, "plain", lambda one: traced.append(one) or plain(one)
+    )
+    assert len(cross_entropies(program).found) == len(traced) == 1
 
 
 @pytest.mark.parametrize("loss", OTHERS, ids=lambda one: one.__name__)

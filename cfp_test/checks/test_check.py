@@ -92,8 +92,9 @@ def make_step(dtype, optimizer, fault=None):
     return step
 
 
-def make_args(optimizer):
-    """A state and a batch."""
+@functools.cache
+def initialiser(optimizer):
+    """The program that makes a state and a batch, compiled once for all tests."""
 
     def init(key):
         keys = iter(jax.random.split(key, 7))
@@ -114,7 +115,12 @@ def make_args(optimizer):
         }
         return (params, OPTIMIZERS[optimizer].init(params)), batch
 
-    return jax.jit(init)(jax.random.key(0))
+    return jax.jit(init)
+
+
+def make_args(optimizer):
+    """A state and a batch."""
+    return initialiser(optimizer)(jax.random.key(0))
 
 
 # ------------------------------------------------------------------- right plans pass

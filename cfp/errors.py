@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 _OWN = Path(__file__).resolve().parent
-_INSTALLED = tuple(
-    Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib")
-)
+_STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
+# Wherever they are: a user's own, and others on PYTHONPATH.
+_INSTALLED = {"site-packages", "dist-packages"}
 
 # What stands before what to try, in every message of `compose`.
 ATTEMPT = "\n  try: "
@@ -66,7 +66,8 @@ def place_of(error: BaseException) -> str:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename).resolve()
         own = _OWN in path.parents or frame.filename.startswith("<")
-        if own or any(folder in path.parents for folder in _INSTALLED):
+        installed = _STDLIB in path.parents or not _INSTALLED.isdisjoint(path.parts)
+        if own or installed:
             continue
         code = f": {frame.line}" if frame.line else ""
         return f"\n  at {frame.filename}:{frame.lineno}, in {frame.name}{code}"

@@ -65,3 +65,13 @@ def test_an_error_is_placed_in_the_users_own_code():
 def test_an_error_of_installed_code_alone_has_no_place():
     error = ValueError("raised nowhere")
     assert errors.place_of(error) == ""
+
+
+def test_code_is_installed_wherever_its_packages_are(tmp_path):
+    path = tmp_path / "site-packages" / "library.py"
+    space = {}
+    exec(compile("def fail():\n    raise ValueError", str(path), "exec"), space)
+    with pytest.raises(ValueError) as caught:
+        space["fail"]()  # mine
+    line = caught.tb.tb_lineno
+    assert f"at {__file__}:{line}, in test_code_is" in errors.place_of(caught.value)

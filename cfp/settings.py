@@ -66,7 +66,7 @@ COMPILED_TO_PREDICTED = 0.85
 # docs/results/budgets_h200x2.
 LIMITED_TIME = 1.1
 # Candidates that are compiled and do not fit, until no others are, but for those known
-# to fit; then as many smaller ones at most, or none where time is over. Guess.
+# to fit; then as many smaller ones at most, or one where time is over. Guess.
 MOST_REFUSED = 8
 # Where no kernel is tuned yet, so many candidates are compiled before all others, and
 # so many side by side. One H200 that played two had the first of 18 after 86 s and all
@@ -187,6 +187,8 @@ class PlatformDefaults:
         limits_memory: whether the compiler takes a memory limit.
         host_memory: whether what is in the memory of the host is none of a device's.
         reserve_bytes: what the allocator may add to what a program needs.
+        combined_bytes: up to so many bytes the compiler makes one collective of several
+            that do not depend on each other.
         compiler_options: what leaders are raced with, too, by name.
         replacing: what may compute attentions and cross-entropies.
         replacing_for_memory: the same where memory decides.
@@ -203,6 +205,7 @@ class PlatformDefaults:
     limits_memory: bool = False
     host_memory: bool = False
     reserve_bytes: int = 0
+    combined_bytes: int = 0
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     replacing: Replacing = Replacing()
     replacing_for_memory: Replacing = _CHUNKED
@@ -236,6 +239,9 @@ _GPU = PlatformDefaults(
     # XLA's allocator does not split a free block of which less than this would stay,
     # and counts all of it as used: decisions.md, "A budget leaves 128 MiB".
     reserve_bytes=128 * 2**20,
+    # The default of XLA's passes for GPUs that combine all-reduces, all-gathers and
+    # reduce-scatters: xla/debug_options_flags.cc, xla_gpu_*_combine_threshold_bytes.
+    combined_bytes=30 * 2**20,
     compiler_options={
         "no latency hiding": NO_LATENCY_HIDING,
         "large collectives": {

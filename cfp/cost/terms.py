@@ -8,9 +8,10 @@ like anything else.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 
 from cfp.analysis.contractions import is_contraction
@@ -219,6 +220,36 @@ class Terms:
         steps = transition(size, have, unreduced, want, self.frame.mesh)
         return sum(self.rates.collective_ms(*step) for step in steps)
 
+    def _state_move_ms(
+        self,
+        index: int,
+        size: float,
+        have: Spec,
+        unreduced: tuple[str, ...],
+        want: Spec,
+    ) -> float:
+        """The same for a parameter or its gradient, of which the program has several.
+
+        They do not depend on each other, and those of one computation are combined.
+        """
+        if have == want and not unreduced:
+            return 0.0
+        if not self.rates.combined_bytes:
+            return self.transition_ms(size, have, unreduced, want)
+        count = self._alike_state[self._state_key(index)]
+        steps = transition(size, have, unreduced, want, self.frame.mesh)
+        return sum(self.rates.combined_ms(*step, count) for step in steps)
+
+    @cached_property
+    def _alike_state(self) -> Counter[tuple[int, str]]:
+        """Counts the storage groups of one type that one computation reads."""
+        return Counter(map(self._state_key, range(len(self.frame.groups))))
+
+    def _state_key(self, index: int) -> tuple[int, str]:
+        program = self.frame.program
+        main = program.args[self.frame.groups[index].args[0]]
+        return self.turns(main), program.values[main].dtype
+
     def move_ms(self, value: int, made: Made, wants: tuple[Spec, ...]) -> float:
         """Estimates the time for readers to get a value in their shardings."""
         if not wants:
@@ -260,15 +291,15 @@ class Terms:
             if mode in (Storage.SHARDED, Storage.LARGEST):
                 read = size * self._narrowed(group.reads, main)
                 for want in wants or (used,):
-                    once = self.transition_ms(read, wide, (), want)
+                    once = self._state_move_ms(index, read, wide, (), want)
                     moves += self.turns(main) * once
             elif mode is Storage.OPTIMIZER:
-                moves += self.transition_ms(size, wide, (), used)
+                moves += self._state_move_ms(index, size, wide, (), used)
             for v in group.gradients:
                 made = terms.makes.get(self.same(v))
                 if made is not None and len(made[0]) == len(wide):
                     grad_bytes = program.values[v].size_bytes
-                    once = self.transition_ms(grad_bytes, *made, wide)
+                    once = self._state_move_ms(index, grad_bytes, *made, wide)
                     moves += self.turns(v) * once
             state = sum(program.values[program.args[a]].size_bytes for a in group.args)
             updates = group.ops or group.inner_ops[:1]

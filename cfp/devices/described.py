@@ -31,6 +31,7 @@ from cfp.devices.device_kind import (
 from cfp.devices.schema import Number, read
 from cfp.errors import DeviceError, MeshError, TargetError, compose
 from cfp.profiling.rates import Curve, Rates, axis_groups, sent_share
+from cfp.settings import defaults_of
 
 Axes = tuple[tuple[str, int], ...]
 
@@ -180,6 +181,7 @@ class DescribedMesh:
                 for dtype in ("float32", "bfloat16")
             },
             memory_bytes_per_ms=known.expected("memory_gb_per_s").value * 1e6,
+            combined_bytes=defaults_of(self.environment["platform"]).combined_bytes,
         )
 
     def _within(self, group: Iterable[str]) -> int:

@@ -18,6 +18,9 @@ Curve = tuple[tuple[int, float], ...]  # (bytes, milliseconds), bytes rising
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
+# XLA has a pass for each that combines several into one.
+COMBINED_KINDS = ("all-reduce", "all-gather", "reduce-scatter")
+
 # Every device of a group sends one piece, once, as a shift or a swap of shards.
 _PRICED_AS = {
     "collective-permute": "all-to-all",
@@ -48,12 +51,15 @@ class Rates:
       matmul_flops_per_ms: of one device while all compute, for "float32" (as JAX
         computes it by default on the devices) and "bfloat16".
       memory_bytes_per_ms: read plus written, of one device while all are busy.
+      combined_bytes: up to so many bytes the compiler makes one collective of several
+        that do not depend on each other; 0 if it is not counted on.
     """
 
     mesh: tuple[tuple[str, int], ...]
     curves: Mapping[tuple[str, tuple[str, ...]], Curve]
     matmul_flops_per_ms: Mapping[str, float]
     memory_bytes_per_ms: float
+    combined_bytes: int = 0
 
     @classmethod
     def default(cls, mesh: Mesh | Iterable[tuple[str, int]]) -> Rates:
@@ -150,6 +156,23 @@ class Rates:
             if kind in ("all-gather", "reduce-scatter"):
                 held /= sizes[name]
         return total
+
+    def combined_ms(
+        self, kind: str, axes: tuple[str, ...], size: float, count: int
+    ) -> float:
+        """The time of one of several collectives that do not depend on each other.
+
+        Each has its share of the latency of those that the compiler makes of them.
+
+        Args:
+          kind, axes, size: as of `collective_ms`.
+          count: how many there are, of about this size.
+        """
+        whole = self.collective_ms(kind, axes, size)
+        if kind not in COMBINED_KINDS or size >= self.combined_bytes:
+            return whole
+        share = max(size / self.combined_bytes, 1.0 / count)
+        return whole - (1.0 - share) * self.collective_ms(kind, axes, 1.0)
 
     def matmul_ms(self, flops: float, dtype: str) -> float:
         """The time of one device's matrix multiplications.

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import jax
 import pytest
 from hypothesis import given
@@ -150,3 +152,24 @@ def test_types_of_a_matmul(dtype, expected):
 
 def test_memory():
     assert rates_of({}).memory_ms(50) == 0.5
+
+
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 10**6),
+    st.integers(1, 300),
+    st.integers(0, 10**6),
+)
+def test_combined_collectives_share_their_launches(kind, size, count, most):
+    axes = ("x",)
+    rates = replace(Rates.default((("x", 4),)), combined_bytes=most)
+    whole_ms = rates.collective_ms(kind, axes, size)
+    launch_ms = rates.collective_ms(kind, axes, 1)
+    total_ms = count * rates.combined_ms(kind, axes, size, count)
+    bytes_ms = count * (whole_ms - launch_ms)
+    if kind == "all-to-all" or size >= most:
+        assert total_ms == count * whole_ms
+        return
+    launches = (total_ms - bytes_ms) / launch_ms
+    least = max(1.0, count * size / most)
+    assert launches == pytest.approx(least, rel=1e-6, abs=1e-6)

@@ -344,15 +344,24 @@ class _Walk:
         return {f: rank for f, rank in found.items() if f not in rule.fixed}
 
     def _summed(self, op: Op, rule: Rule) -> Ranks:
-        """The factors of the batch that a contraction sums over: both sides have it.
+        """The factors of the batch that a contraction sums over: all sides have it.
 
-        What only one side has is a feature, as of single rows that a loop goes over.
+        What only one of two sides has is a feature, as of single rows that a loop goes
+        over.
         """
         if not is_contraction(op):
             return _NOTHING
-        left, right = (self._arriving(op, rule, i) for i in (0, 1))
-        shared = left.keys() & right.keys() & set(rule.reduction)
-        return {f: min(left[f], right[f]) for f in shared}
+        arriving = [self._arriving(op, rule, i) for i in range(len(rule.operands))]
+        found: dict[int, int] = {}
+        for factor in rule.reduction:
+            holders = [
+                ranks
+                for ranks, dims in zip(arriving, rule.operands, strict=True)
+                if any(factor in dim for dim in dims)
+            ]
+            if holders and all(factor in ranks for ranks in holders):
+                found[factor] = min(ranks[factor] for ranks in holders)
+        return found
 
     def _arriving(self, op: Op, rule: Rule, index: int) -> dict[int, int]:
         """Factors of an operand's dims that carry the axis, with their ranks."""

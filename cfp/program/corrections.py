@@ -203,11 +203,13 @@ def _unpadded(rule: Rule) -> Rule:
 def _call_rule(rule: Rule) -> Rule | None:
     """The rule of a call to foreign code; None if nothing about it can be sharded.
 
-    A factor of one tensor alone says nothing: the code needs all of that dim.
+    A factor of one tensor alone says nothing: the code needs all of that dim, unless it
+    sums over it.
     """
     tensors = (*rule.operands, *rule.results)
     seen = [{f for dim in dims for f in dim} for dims in tensors]
     alone = {f for f in range(len(rule.sizes)) if sum(f in s for s in seen) < 2}
+    alone -= rule.reduction
     if len(alone) == len(rule.sizes):
         return None
     return replace(rule, fixed=rule.fixed | alone)

@@ -14,6 +14,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import cfp
+from cfp.analysis.analyze import analyze
 from cfp.analysis.flops import program_flops
 from cfp.errors import StepNotTraceable
 from cfp.plan.parts import NOT_CHOSEN
@@ -250,6 +251,81 @@ def test_sharded_heads_are_those_of_the_kernel(name):
     assert f"f32[{ROWS},{HEADS // 2},{TOKENS},{TOKENS}]" in text
     assert f"f32[{ROWS},{HEADS},{TOKENS},{TOKENS}]" not in text
     assert not re.findall(r" (?:all-gather|all-to-all|collective-permute)\(", text)
+
+
+def loss_kernel():
+    """An op that computes a loss by a product, of rows and columns that it may split.
+
+    Its backward pass is plain JAX.
+    """
+
+    def whole(x, w):
+        return ((x @ w) ** 2).sum()
+
+    @custom_partitioning
+    def own_loss(x, w):
+        return whole(x, w)
+
+    def partition(mesh, args, result):
+        rows, columns = args[0].sharding.spec[0], args[1].sharding.spec[1]
+        axes = tuple(one for one in (rows, columns) if one is not None)
+
+        def local(x, w):
+            return jax.lax.psum(whole(x, w), axes) if axes else whole(x, w)
+
+        specs = PartitionSpec(rows, None), PartitionSpec(None, columns)
+        ins = tuple(NamedSharding(mesh, spec) for spec in specs)
+        return mesh, local, NamedSharding(mesh, PartitionSpec()), ins
+
+    own_loss.def_partition(
+        partition=partition,
+        sharding_rule="i k, k j -> ",
+        reduction_factors=("i", "j"),
+        need_replication_factors=("k",),
+    )
+    loss = jax.custom_vjp(own_loss)
+    loss.defvjp(
+        lambda x, w: (own_loss(x, w), (x, w)),
+        lambda args, one: jax.tree.map(
+            lambda d: one * d, jax.grad(whole, (0, 1))(*args)
+        ),
+    )
+    return loss
+
+
+def test_a_kernel_that_returns_a_number_is_a_block_and_is_sharded():
+    """A product of two whole tensors that is none is a sum, and no block."""
+    loss = loss_kernel()
+
+    def step(weights, x):
+        def total(weights):
+            return loss(jnp.tanh(x @ weights["up"]), weights["head"])
+
+        value, gradients = jax.value_and_grad(total)(weights)
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, gradients), value
+
+    shapes = {"up": (32, 64), "head": (64, 48)}
+    keys = jax.random.split(jax.random.key(0), 3)
+    weights = {
+        name: 0.1 * jax.random.normal(key, shape)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=False)
+    }
+    args = weights, jax.random.normal(keys[2], (16, 32))
+    mesh = make_mesh((("x", 2),))
+    program, _ = calls_of(step, args, mesh)
+    assert program_flops(program) >= 2 * 16 * 48 * 64
+    (op,) = (one for one in program.ops if one.kind == "custom_call")
+    assert program.values[op.results[0]].shape == ()
+    analysis = analyze(program, (("x", 2),))
+    assert op.id in {block.anchor for block in analysis.frame.blocks}
+    plan = cfp.plan(step, *args, mesh=mesh, preset="data_parallel", quiet=True)
+    run = plan.compile(step, *args)
+    assert distance(step, args, run(*args)) < 1e-4
+    # Each device has a half of the rows, and nothing is gathered for it.
+    assert "f32[8,48]" in run.as_text() and "f32[16,48]" not in run.as_text()
+    assert not re.findall(r" (?:all-gather|all-to-all)\(", run.as_text())
+    planned = cfp.parallelize(step, mesh=mesh, quiet=True)
+    assert distance(step, args, planned(*args)) < 1e-4
 
 
 def test_a_refusing_op_is_named():

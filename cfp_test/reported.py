@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 
+from cfp.analysis.layout import AS_WRITTEN, Storage
 from cfp.plan.figures import (
+    AlikeBlocks,
     BlockFigures,
     Figures,
     KindFigures,
     MoveFigure,
     OptionFigures,
+    StrategyFigures,
     TensorFigure,
 )
 from cfp.plan.plan import Plan
@@ -56,7 +59,12 @@ def block(index: int) -> BlockFigures:
 def option(name: str, step_ms: float, memory_kib: int, taken: int) -> OptionFigures:
     return OptionFigures(
         name=name,
-        words=f"{name} in words",
+        strategy=StrategyFigures(
+            blocks=(AlikeBlocks(names=(f"block of {name}",), strategy=(ROWS,)),),
+            storage=Storage.USED,
+            kernels=AS_WRITTEN,
+            rematerialized=False,
+        ),
         segment_ms=step_ms / 10,
         state_bytes=4 * KIB,
         residual_bytes=2 * KIB,

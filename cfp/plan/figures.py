@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Layout, lay_out
+from cfp.analysis.layout import Choice, Layout, SegmentKernels, Storage, lay_out
 from cfp.fields import Count, Flag, Spec, Time, Words
 from cfp.plan.describe import block_moves
+from cfp.plan.parts import AxisRole
 from cfp.profiling.collectives import Rates
 
 
@@ -66,12 +67,42 @@ class BlockFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AlikeBlocks:
+    """Blocks of a segment that have one strategy.
+
+    Attributes:
+        names: of the blocks, shortened to what tells them apart.
+        strategy: what mesh axes shard in each.
+    """
+
+    names: tuple[Words, ...]
+    strategy: tuple[AxisRole, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyFigures:
+    """A strategy of a kind of segment.
+
+    Attributes:
+        blocks: those of one strategy together, in the order of the first of each.
+        storage: of its parameters; None if it has none.
+        kernels: kernels that compute parts of it.
+        rematerialized: whether its forward pass is rematerialized.
+    """
+
+    blocks: tuple[AlikeBlocks, ...]
+    storage: Storage | None
+    kernels: SegmentKernels
+    rematerialized: Flag
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptionFigures:
     """A strategy of a kind of segment, as it was measured.
 
     Attributes:
         name: of the preset whose part it is, or a number: ``#7``.
-        words: what it shards.
+        strategy: what it shards, and what else it chooses.
         segment_ms: measured time of one segment.
         state_bytes: parameters and optimizer state of one segment, on each device;
             twice what is not donated.
@@ -84,7 +115,7 @@ class OptionFigures:
     """
 
     name: Words
-    words: Words
+    strategy: StrategyFigures
     segment_ms: Time
     state_bytes: Count
     residual_bytes: Count

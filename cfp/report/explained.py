@@ -14,17 +14,18 @@ from rich.text import Text
 
 from cfp.analysis.analyze import Analysis
 from cfp.context import PlanContext
+from cfp.cost.choice import SegmentChoice
 from cfp.passes.profile import profile_segments
 from cfp.profiling.collectives import Rates, measure_rates, rate_keys
 from cfp.profiling.key import ProfileKey
-from cfp.report.figures import candidate_words, kind_title, option_names
+from cfp.report.figures import kind_title, option_names, strategy_figures
 from cfp.report.plots import figure
 from cfp.search.explain import Alternative, Explanation, KindExplanation
 from cfp.search.problem import Assignment, Problem
 from cfp.search.tradeoff import TradeOff
 from cfp.units import format_bytes
 from cfp.view.console import Fitted, new_table
-from cfp.view.words import SAME_MS
+from cfp.view.words import SAME_MS, strategy_text
 
 _HOW_TO_READ = (
     "Each line: what the whole step would take if all segments of the kind did so, and "
@@ -78,6 +79,17 @@ def _headlines(problem: Problem, found: Explanation) -> Iterator[str]:
         )
 
 
+def _words(
+    analysis: Analysis,
+    kind: int,
+    candidate: SegmentChoice,
+    base: SegmentChoice | None = None,
+) -> str:
+    """A choice for a kind of segment in words; or in what it differs from another."""
+    before = None if base is None else strategy_figures(analysis, kind, base)
+    return strategy_text(strategy_figures(analysis, kind, candidate), before)
+
+
 def _kind_table(
     analysis: Analysis,
     problem: Problem,
@@ -96,16 +108,14 @@ def _kind_table(
     for alternative in (*item.chosen, *item.runners_up, *item.too_large):
         option = options[alternative.option]
         first = alternative is item.chosen[0]
-        words = candidate_words(
-            analysis, item.kind, option.candidate, None if first else base
-        )
+        words = _words(analysis, item.kind, option.candidate, None if first else base)
         table.add_row(
             "*" if _in_best(problem, found, item.kind, alternative.option) else "",
             names[item.kind][alternative.option],
             f"{alternative.taken} of {count}" if alternative.taken else "-",
             f"{option.time_ms:.3f}",
             *_outcome(alternative, found.best.cost_ms),
-            words if first or words == "the same" else f"but: {words}",
+            words if first else f"but: {words}" if words else "the same",
             style="bold" if alternative.taken else None,
         )
     return Fitted(table)
@@ -187,7 +197,7 @@ def explanation_data(
         option = problem.options[kind][alternative.option]
         return {
             "choice": names[kind][alternative.option],
-            "in_words": candidate_words(analysis, kind, option.candidate),
+            "in_words": _words(analysis, kind, option.candidate),
             "taken": alternative.taken,
             "segment_ms": option.time_ms,
             "step_ms": alternative.cost_ms,
@@ -336,7 +346,7 @@ def _meanings(
         name = names[kind][option]
         if name.startswith("#"):
             candidate = problem.options[kind][option].candidate
-            words = candidate_words(analysis, kind, candidate)
+            words = _words(analysis, kind, candidate)
             yield f"  {name} of kind {kind}: {words}"
 
 
@@ -359,7 +369,7 @@ def trade_off_data(
                     {
                         "kind": kind,
                         "choice": names[kind][pick],
-                        "in_words": candidate_words(
+                        "in_words": _words(
                             analysis, kind, problem.options[kind][pick].candidate
                         ),
                     }

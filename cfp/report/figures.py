@@ -24,16 +24,18 @@ from cfp.patterns.sites import among as losses_among
 from cfp.patterns.sites import cross_entropies, in_parts
 from cfp.plan.describe import axis_roles, communicating_loops, sharded_kernels
 from cfp.plan.figures import (
+    AlikeBlocks,
     Figures,
     KindFigures,
     LeftFigures,
     OptionFigures,
     RefusedFigures,
+    StrategyFigures,
     WorthFigures,
     block_figures,
     short_source,
 )
-from cfp.plan.parts import roles_text
+from cfp.plan.parts import AxisRole, roles_text
 from cfp.plan.plan import Plan
 from cfp.presets.presets import plainest, presets
 from cfp.presets.propagated import named_choices
@@ -44,7 +46,7 @@ from cfp.search.problem import Option, Problem
 from cfp.search.solver import solve
 from cfp.settings import ALL_DIMENSIONS, Dimension
 from cfp.solution import Candidate
-from cfp.view.words import REMATERIALIZED, STORAGE_WORDS, kernels_text
+from cfp.view.words import REMATERIALIZED, kernels_text
 
 _NONE_CAN = "no kernel that may be used can compute it"
 
@@ -291,7 +293,7 @@ def _option(
     )
     return OptionFigures(
         name=name,
-        words=candidate_words(analysis, kind, option.candidate),
+        strategy=strategy_figures(analysis, kind, option.candidate),
         segment_ms=option.time_ms,
         state_bytes=option.state_bytes,
         residual_bytes=option.residual_bytes,
@@ -467,39 +469,25 @@ def kind_title(analysis: Analysis, kind: int) -> str:
     return f"{text}: {names}" if names else text
 
 
-def candidate_words(
-    analysis: Analysis,
-    kind: int,
-    candidate: SegmentChoice,
-    base: SegmentChoice | None = None,
-) -> str:
-    """A choice in words: what it shards, and how parameters are kept.
-
-    Args:
-        analysis: the program's analysis.
-        kind: the kind of segment.
-        candidate: the choice.
-        base: say only in what it differs from this one.
-    """
+def strategy_figures(
+    analysis: Analysis, kind: int, candidate: SegmentChoice
+) -> StrategyFigures:
+    """Returns a choice for a kind of segment as a plan keeps it."""
     frame = analysis.frame
     segment = analysis.segments[analysis.representatives[kind]]
-    blocks: dict[str, list[str]] = {}
+    alike: dict[str, tuple[list[str], tuple[AxisRole, ...]]] = {}
     names = distinct_ends([frame.blocks[b].name for b in segment.blocks])
-    for place, b in enumerate(segment.blocks):
-        strategy = candidate.strategies[place]
-        if base is None or base.strategies[place] != strategy:
-            op = frame.program.ops[frame.blocks[b].anchor]
-            text = roles_text(axis_roles(frame, op, strategy))
-            blocks.setdefault(text, []).append(names[place])
-    parts = [f"{', '.join(alike)} {text}" for text, alike in blocks.items()]
-    if segment.groups and (base is None or base.storage != candidate.storage):
-        parts.append(f"parameters {STORAGE_WORDS[candidate.storage]}")
-    if candidate.kernels and (base is None or base.kernels != candidate.kernels):
-        parts.append(kernels_text(candidate.kernels))
-    elif base is not None and base.kernels and not candidate.kernels:
-        parts.append("computed as it is written")
-    if candidate.remat:
-        parts.append(REMATERIALIZED)
-    elif base is not None and base.remat:
-        parts.append("not rematerialized")
-    return "; ".join(parts) or "the same"
+    for name, b, own in zip(names, segment.blocks, candidate.strategies, strict=True):
+        op = frame.program.ops[frame.blocks[b].anchor]
+        strategy = axis_roles(frame, op, own)
+        members, _ = alike.setdefault(roles_text(strategy), ([], strategy))
+        members.append(name)
+    return StrategyFigures(
+        blocks=tuple(
+            AlikeBlocks(names=tuple(members), strategy=strategy)
+            for members, strategy in alike.values()
+        ),
+        storage=candidate.storage if segment.groups else None,
+        kernels=candidate.kernels,
+        rematerialized=candidate.remat,
+    )

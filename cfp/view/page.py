@@ -27,7 +27,13 @@ from cfp.view.drawings import (
     timeline_drawing,
 )
 from cfp.view.model import view_of
-from cfp.view.words import counts_text, known_how, pass_seconds, tensor_text
+from cfp.view.words import (
+    counts_text,
+    known_how,
+    pass_seconds,
+    strategy_text,
+    tensor_text,
+)
 
 _FOLDER = Path(__file__).parent
 _COLOURS = 6  # as many as the style sheet has
@@ -59,6 +65,7 @@ def _render(template: str, plan: Plan) -> str:
         ms=_format_ms,
         bytes=format_bytes,
         tensor=tensor_text,
+        strategy=strategy_text,
         drawing=partial(tensor_drawing, sizes=sizes, colours=colours),
     )
     style = Markup((_FOLDER / "page.css").read_text(encoding="utf-8"))

@@ -36,7 +36,6 @@ from cfp.view.model import (
     choice_of,
     view_of,
 )
-from cfp.view.unlike import unlike_text
 from cfp.view.words import (
     basis_text,
     elided,
@@ -46,6 +45,7 @@ from cfp.view.words import (
     mesh_text,
     move_text,
     storage_text,
+    strategy_text,
     tensor_text,
 )
 
@@ -336,7 +336,8 @@ def _choice_lines(choice: ChoiceView) -> Iterator[str]:
         f"({_change(runner.step_ms, taken.step_ms)}), memory "
         f"{format_bytes(runner.memory_bytes)} "
         f"({_change(runner.memory_bytes, taken.memory_bytes)}){choice.too_large}; "
-        f"unlike the choice: {unlike_text(runner.words, taken.words)}"
+        f"unlike the choice: "
+        f"{strategy_text(runner.strategy, taken.strategy) or 'nothing'}"
     )
 
 
@@ -381,7 +382,7 @@ def _option_data(option: OptionFigures | None) -> dict[str, Any] | None:
         return None
     return {
         "name": option.name,
-        "in_words": option.words,
+        "in_words": strategy_text(option.strategy),
         "segment_ms": option.segment_ms,
         "step_ms": option.step_ms,
         "memory_bytes": option.memory_bytes,

@@ -24,10 +24,11 @@ from cfp.report.explained import (
     trade_off_data,
     trade_off_view,
 )
-from cfp.report.figures import candidate_words, option_names
+from cfp.report.figures import option_names, strategy_figures
 from cfp.search.explain import explain
 from cfp.search.problem import Option, Problem
 from cfp.search.tradeoff import trade_off
+from cfp.view.words import strategy_text
 from cfp_test.checking import make_mesh
 
 LAYERS, ROWS, WIDTH = 4, 16, 32
@@ -122,15 +123,18 @@ def test_choices_have_names_and_words(analysis, problem):
         "#4",
     ]
     data, again, full, odd = (o.candidate for o in problem.options[1])
-    assert candidate_words(analysis, 1, data).endswith(
-        "x: rows (dim 0 of 16); parameters as used"
-    )
-    assert candidate_words(analysis, 1, again, data) == "rematerialized"
-    assert candidate_words(analysis, 1, data, again) == "not rematerialized"
-    assert candidate_words(analysis, 1, full, data) == "parameters sharded"
-    assert "x: columns (dim 1 of 32)" in candidate_words(analysis, 1, odd, full)
-    assert "parameters" not in candidate_words(analysis, 1, odd, full)
-    assert candidate_words(analysis, 1, odd, odd) == "the same"
+
+    def words(one, base=None):
+        before = base and strategy_figures(analysis, 1, base)
+        return strategy_text(strategy_figures(analysis, 1, one), before)
+
+    assert words(data).endswith("x: rows (dim 0 of 16); parameters as used")
+    assert words(again, data) == "rematerialized"
+    assert words(data, again) == "not rematerialized"
+    assert words(full, data) == "parameters sharded"
+    assert "x: columns (dim 1 of 32)" in words(odd, full)
+    assert "parameters" not in words(odd, full)
+    assert words(odd, odd) == ""
 
 
 def test_the_explanation_of_a_plan_that_memory_binds(analysis, problem):

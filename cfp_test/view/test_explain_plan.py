@@ -1,16 +1,21 @@
 """Plans in words: why, and in what two of them differ."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.errors import CfpError
+from cfp.plan.figures import AlikeBlocks, StrategyFigures
+from cfp.plan.parts import Role
 from cfp.plan.plan import Plan
 from cfp.printable import USUAL_COLUMNS, distinct_ends
 from cfp.settings import ConstraintLevel
 from cfp.view.model import view_of
 from cfp.view.page import page_html
 from cfp.view.text import diff_data, diff_text, explain_data, explain_text, plan_text
+from cfp.view.words import strategy_text
 from cfp_test.report.plans import RACE, ROWS, layers, make_plan, row
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured
 
@@ -31,7 +36,7 @@ def test_a_plan_explains_itself():
         "600.00 KiB, zero1",
         "  runner-up: #2: predicted step 10.500 ms (+10.5%), memory 500.00 KiB "
         "(-16.7%); unlike the choice:",
-        "    #2 in words",
+        "    block of #2 x: rows (dim 0 of 8); parameters as used",
     ]
     assert "Next: data_parallel or zero1, 12.250 ms, against 10.250 ms." in " ".join(
         " ".join(lines).split()
@@ -190,53 +195,74 @@ def test_what_another_batch_resizes_is_one_line():
     assert len(diff_data(of(8), of(16))["sizes"]) == 6
 
 
-def with_words(plan: Plan, *words: str) -> Plan:
-    """A plan whose first strategies, the choice and its runner-up, have other texts."""
+COLUMNS = replace(ROWS, role=Role.COLUMNS, dim=1)
+SCATTERED = replace(ROWS, axis="y", role=Role.CONTRACTED, dim=-1, scattered_dim=1)
+
+
+def strategy(*blocks, storage=None, kernel="", remat=False) -> StrategyFigures:
+    """A strategy of groups of blocks: their names, and what axes shard there."""
+    return StrategyFigures(
+        blocks=tuple(
+            AlikeBlocks(names=tuple(names.split(", ")), strategy=roles)
+            for names, *roles in blocks
+        ),
+        storage=storage,
+        kernels=SegmentKernels(attention=kernel),
+        rematerialized=remat,
+    )
+
+
+def with_strategies(plan: Plan, *strategies: StrategyFigures) -> Plan:
+    """A plan whose first strategies, the choice and its runner-up, are others."""
     kind = plan.figures.kinds[0]
-    first = map(lambda o, w: replace(o, words=w), kind.options, words)
-    options = (*first, *kind.options[len(words) :])
+    first = map(lambda o, s: replace(o, strategy=s), kind.options, strategies)
+    options = (*first, *kind.options[len(strategies) :])
     kinds = (replace(kind, options=options),)
     return replace(plan, figures=replace(plan.figures, kinds=kinds))
+
+
+WHOLE = strategy(("a",))
 
 
 @pytest.mark.parametrize(
     ("taken", "runner", "unlike"),
     [
-        # Axes of one group stand apart from the next group, though both have ";".
         (
-            "a, b x: rows (dim 0 of 8); y: contracted (of 4), scattered to dim 1; "
-            "c replicated; parameters as used",
-            "a, c replicated; b x: rows (dim 0 of 8); y: contracted (of 4), scattered "
-            "to dim 1; parameters sharded",
+            strategy(("a, b", ROWS, SCATTERED), ("c",), storage=Storage.USED),
+            strategy(("a, c",), ("b", ROWS, SCATTERED), storage=Storage.SHARDED),
             "a replicated; parameters sharded",
         ),
-        ("a replicated; rematerialized", "a replicated", "not rematerialized"),
-        ("a replicated; flash attention", "a replicated", "computed as it is written"),
-        ("a replicated", "a replicated; flash attention", "flash attention"),
-        ("a x: rows (dim 0 of 8)", "a x: rows (dim 0 of 8)", "nothing"),
+        (replace(WHOLE, rematerialized=True), WHOLE, "not rematerialized"),
+        (WHOLE, replace(WHOLE, rematerialized=True), "rematerialized"),
+        (strategy(("a",), kernel="flash"), WHOLE, "computed as it is written"),
+        (WHOLE, strategy(("a",), kernel="flash"), "flash attention"),
+        (strategy(("a", ROWS)), strategy(("a", ROWS)), "nothing"),
     ],
 )
 def test_of_a_runner_up_only_what_differs_is_listed(taken, runner, unlike):
-    said = " ".join(explain_text(with_words(DEEP, taken, runner)).split())
-    assert said.endswith(f"; unlike the choice: {unlike}")
+    plan = with_strategies(DEEP, taken, runner)
+    again = Plan.from_json(json.loads(plan.to_json()))
+    for one in (plan, again):
+        said = " ".join(explain_text(one).split())
+        assert said.endswith(f"; unlike the choice: {unlike}")
 
 
 def test_blocks_that_are_left_out_of_a_text_keep_what_shards_them():
     """A cut in the middle gave the first blocks what the last are sharded by."""
     many = ", ".join(f"up_{i}/Residual_{i}/Conv_0" for i in range(24))
     few = ", ".join(f"down_{i}/Residual_{i}/Conv_0" for i in range(12))
-    words = f"{many} replicated; {few} x: columns (dim 3 of 64); parameters as used"
-    before = f"{many} x: rows (dim 0 of 8); {few} x: batch (dim 0 of 8)"
-    said = " ".join(explain_text(with_words(DEEP, before, words)).split())
+    runner = strategy((many,), (few, COLUMNS), storage=Storage.USED)
+    before = strategy((many, ROWS), (few, ROWS), storage=None)
+    said = " ".join(explain_text(with_strategies(DEEP, before, runner)).split())
     shown = [f"{s}_{i}/Residual_{i}/Conv_0" for s in ("up", "down") for i in range(4)]
     assert said.endswith(
         f"unlike the choice: {', '.join(shown[:4])} and 20 more replicated; "
-        f"{', '.join(shown[4:])} and 8 more x: columns (dim 3 of 64); "
+        f"{', '.join(shown[4:])} and 8 more x: columns (dim 1 of {COLUMNS.size}); "
         "parameters as used"
     )
-    other = words.replace("columns", "rows")
-    page = page_html(with_words(DEEP, words, other))
-    assert words in page and other in page
+    page = page_html(with_strategies(DEEP, runner, before))
+    for one in (runner, before):
+        assert strategy_text(one) in page
 
 
 def test_ranges_in_differences_are_exact():

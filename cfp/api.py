@@ -185,6 +185,7 @@ _OPTIONS = tuple(signature(plan).parameters)[4:-1]  # not fn, args, mesh, quiet,
 
 # What decides a plan; a saved one has decided.
 _DECIDES = {"memory_budget", "pins", "preset", "choose"}
+_SILENCE = "cfp.parallelize(..., quiet=True) says nothing"
 _OF_CALLS = {"static_argnums", "static_argnames", "donate_argnums", "donate_argnames"}
 # Names a plan's file for the steps of `parallelize` that are given none.
 PLAN_VARIABLE = "CFP_PLAN"
@@ -238,6 +239,10 @@ def parallelize(
     if fn is None:
         return lambda function: ParallelStep(function, mesh, quiet, options, plan)
     return ParallelStep(fn, mesh, quiet, options, plan)
+
+
+def _say_nothing(_: str) -> None:
+    pass
 
 
 class _Planned(NamedTuple):
@@ -352,7 +357,11 @@ class ParallelStep:
         bound = saved.bind(self._fn, *args, mesh=self._mesh, **bind, **kwargs)
         kept = BuildEnvironment.beside(store_path(self._options.get("cache_dir")))
         bound = replace(bound, tuned=kept)
-        return _Planned(now, bound, bound.compile_bound())
+        doing = f"loading or compiling {self.__name__!r} under its saved plan"
+        settings = self._options.get("settings")
+        with shown(settings, doing, _SILENCE, self._quiet) as how:
+            tell = how.progress or _say_nothing
+            return _Planned(now, bound, bound.compile_bound(tell))
 
     def _planned(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: Hashable
@@ -362,16 +371,16 @@ class ParallelStep:
             if (saved := self._as_saved(args, kwargs, now)) is not None:
                 return saved
         doing = f"planning how to shard {self.__name__!r}, once for its first call"
-        silence = "cfp.parallelize(..., quiet=True) says nothing"
         options = dict(self._options)
         if taken := sorted(kwargs.keys() & {*_OPTIONS, "fn", "mesh", "quiet"}):
             raise CfpError(
                 f"The step's keyword argument {taken[0]!r} has the name of an option "
                 "of cfp.plan. Pass it by position, or give it another name."
             )
-        shows = shown(options.pop("settings", None), doing, silence, self._quiet)
+        shows = shown(options.pop("settings", None), doing, _SILENCE, self._quiet)
         # Compiling, too: what was measured for the plan is kept.
         with handle_keyboard_interrupt(options.get("cache_dir")), shows as how:
             options |= {"settings": how, "quiet": True}
             found = plan(self._fn, *args, mesh=self._mesh, **options, **kwargs)
-            return _Planned(now, found, found.compile_bound())
+            tell = how.progress or _say_nothing
+            return _Planned(now, found, found.compile_bound(tell))

@@ -5,6 +5,8 @@
 value (a `ProfileRecord` with a status); it becomes one of these at the edge.
 """
 
+from __future__ import annotations
+
 import sysconfig
 import traceback
 from collections.abc import Iterable, Mapping
@@ -159,6 +161,16 @@ class MemoryBudgetError(CfpError):
         self.contributors = sorted(
             contributors, key=lambda contributor: contributor[1], reverse=True
         )
+
+    def with_line(self, line: str) -> MemoryBudgetError:
+        """Returns the same error with a line more at the end of its message."""
+        found = MemoryBudgetError(
+            f"{self}\n  {line}",
+            smallest_feasible_bytes=self.smallest_feasible_bytes,
+            contributors=self.contributors,
+        )
+        found.fastest_ms, found.interrupted = self.fastest_ms, self.interrupted
+        return found
 
     def __reduce__(self):
         # The default rebuilds an exception from `args` alone, which fails for

@@ -129,6 +129,7 @@ def find_plan_that_fits(
         MemoryBudgetError: nothing fits.
     """
     check_settings()
+    end = time.monotonic() + (options.settings or PlannerSettings()).seconds
     with options.planning(mesh):
         analyzed = analyze_step(step, mesh, options.pins)
     try:
@@ -136,12 +137,13 @@ def find_plan_that_fits(
     except MemoryBudgetError as error:
         if options.preset is not None:
             raise
-        return find_with_state_in_host(step, error, analyzed, options)
+        return find_with_state_in_host(step, error, end, analyzed, options)
 
 
 def find_with_state_in_host(
     step: FlatStep,
     shortage: MemoryBudgetError,
+    end: float,
     analyzed: Analyzed,
     options: PlanOptions,
 ) -> FoundPlan:
@@ -154,11 +156,13 @@ def find_with_state_in_host(
     Args:
         step: the step.
         shortage: the error of planning it as it is.
+        end: when planning is to end, as `time.monotonic` counts.
         analyzed: the step on the mesh.
         options: how to plan.
 
     Raises:
-        MemoryBudgetError: nothing fits then, or devices cannot use the host's memory.
+        MemoryBudgetError: nothing fits then, time is over, or devices cannot use the
+            host's memory.
     """
     mesh, frame = analyzed.mesh, analyzed.analysis.frame
     budget = parse_bytes(options.memory_budget)
@@ -167,10 +171,14 @@ def find_with_state_in_host(
     may_move = Dimension.HOST_MEMORY in settings.dimensions and _uses_host_memory(mesh)
     if most is None or not may_move:
         raise shortage
-    end = time.monotonic() + settings.seconds
-    error = shortage
+    agreement, error = agreement_of(mesh), shortage
     with options.planning(mesh):
         for some in enough_state(frame, shortage.smallest_feasible_bytes - most):
+            if agreement.is_over(end):
+                raise error.with_line(
+                    "With a longer --time-budget there is time to plan with more state "
+                    "in the memory of the host, too."
+                )
             size = format_bytes(sum(one.size_bytes for one in some))
             if settings.progress is not None:
                 settings.progress(f"planning again with {size} of state in host memory")
@@ -183,11 +191,9 @@ def find_with_state_in_host(
                     replace(options, preset=None, settings=rest),
                 )
             except MemoryBudgetError as again:
-                error = MemoryBudgetError(
-                    f"{again}\n  That is with {size} of state in the memory of the "
-                    "host, all that only its own update reads.",
-                    smallest_feasible_bytes=again.smallest_feasible_bytes,
-                    contributors=again.contributors,
+                error = again.with_line(
+                    f"That is with {size} of state in the memory of the host, all that "
+                    "only its own update reads."
                 )
                 continue
             return _with_host_figures(found, shortage)

@@ -26,7 +26,8 @@ class PlannerSettings:
             probably make the plan faster by 2 %.
         seconds: planning ends after about this long: once every kind of segment has a
             measurement nothing else is measured then, and no program joins the race or
-            is timed again.
+            is timed again. Where none fits in memory by then one more is compiled, the
+            most likely to fit.
         compiler_options: options of the compiler by the name that the race is to give
             them; the leaders are raced with each, too. By default a short list for
             the platform.

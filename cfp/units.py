@@ -47,6 +47,11 @@ def format_bytes(count: float, *, up: bool = False) -> str:
     raise AssertionError
 
 
+def waiting_text(label: str, seconds: float) -> str:
+    """Words for the wait for one program to be compiled, and for nothing else."""
+    return f"waiting for 1 program to compile, {clock_text(seconds)} so far: {label}"
+
+
 def clock_text(seconds: float) -> str:
     """Seconds for people: ``2:05``."""
     minutes, rest = divmod(round(seconds), 60)

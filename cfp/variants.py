@@ -48,7 +48,7 @@ from cfp.report.progress import shown
 from cfp.search.jobs import whole_job
 from cfp.settings import LEAST_VARIANT_SHARE, REACH_BY_ESTIMATE
 from cfp.solution import Estimate
-from cfp.units import parse_bytes
+from cfp.units import format_bytes, parse_bytes
 
 now = time.monotonic  # Of the time that all variants share.
 
@@ -168,13 +168,17 @@ def plan_fastest(
                 ranks = {v.name: _rank_of(estimates.get(v.name), late) for v in first}
                 first.sort(key=lambda one: ranks[one.name])
         tries = _plan_all(first, plan_one, end)
+        late = list[str]()  # There was no time to plan it.
         if ruled_out and _none_fits(tries):
             # Estimates may be wrong of memory: what they left out is planned, too.
             spare = {one.name for one in ruled_out}
             spared = [one for one in variants if one.name in spare]
             spared.sort(key=lambda one: _rank(estimates[one.name]))
             first = [*first, *spared]
-            for one in spared:
+            for place, one in enumerate(spared):
+                if now() > end:
+                    late += [each.name for each in spared[place:]]
+                    break
                 tries += _plan_all([one], plan_one, end)
                 if tries[-1].found is not None or tries[-1].interrupted:
                     break
@@ -193,9 +197,12 @@ def plan_fastest(
                 error = failed[variant.name]
                 assert isinstance(error, MemoryBudgetError), "nothing fits"
                 own = replace(options, settings=replace(told, seconds=seconds))
-                return find_with_state_in_host(step, error, analyzed, own)
+                rest = now() + seconds
+                return find_with_state_in_host(step, error, rest, analyzed, own)
 
             for one in short:
+                if now() > end:
+                    break
                 [again] = _plan_all([one], in_host, end)
                 tries = [again if t.name == one.name else t for t in tries]
                 if again.found is not None or again.interrupted:
@@ -203,6 +210,9 @@ def plan_fastest(
             errors = [(one.name, one.error) for one in tries if one.error]
         if nothing_fits:
             for one in leaner():
+                if now() > end:
+                    late.append(one.name)
+                    break
                 spares.append(one)
                 if not _may_fit(one, steps, options):
                     continue
@@ -213,7 +223,8 @@ def plan_fastest(
                     break
         found = {one.name: one.found for one in tries if one.found is not None}
         if not found:
-            raise _no_plan(errors)
+            late += [one.name for one in tries if one.why_not == _OVER]
+            raise _no_plan(errors, late)
         tries += ruled_out
         notes = {one.name: one.note for one in tries}
         basis, times = _own_times(found)
@@ -432,7 +443,7 @@ def _plan_all(
     plan_one: Callable[[Variant, float], FoundPlan],
     end: float,
 ) -> list[_Try]:
-    """Plans one after another, until the user ends it, or time does.
+    """Plans one after another, at least one, until the user ends it, or time does.
 
     Args:
         variants: in their order.
@@ -444,7 +455,8 @@ def _plan_all(
         left = end - now()
         # A variant takes some time, however little it is given.
         took = min((one.seconds for one in tries if one.found), default=0.0)
-        if left <= LEAST_VARIANT_SHARE * took and any(one.found for one in tries):
+        enough = any(one.found for one in tries)
+        if tries and (left <= 0 or (enough and left <= LEAST_VARIANT_SHARE * took)):
             tries.append(_Try(name=variant.name, why_not=_OVER))
             continue
         found = error = None
@@ -551,8 +563,33 @@ def _telling(settings: PlannerSettings, name: str) -> PlannerSettings:
     return replace(settings, progress=tell)
 
 
-def _no_plan(errors: Sequence[tuple[str, CfpError]]) -> CfpError:
-    """The error where every variant failed: each that there is, once."""
+def _no_plan(
+    errors: Sequence[tuple[str, CfpError]], late: Sequence[str] = ()
+) -> CfpError:
+    """The error where every variant failed: each that there is, once.
+
+    Where none fits in memory that is the error of the one that needs least.
+
+    Args:
+        errors: by the variants' names.
+        late: variants that there was no time for.
+    """
+    short = [(n, one) for n, one in errors if isinstance(one, MemoryBudgetError)]
+    if errors and len(short) == len(errors):
+        name, least = min(short, key=lambda pair: _needed_bytes(pair[1]))
+        others = ", ".join(
+            f"{n} {format_bytes(_needed_bytes(one), up=True)}"
+            for n, one in short
+            if n != name
+        )
+        if others:
+            least = least.with_line(f"That is {name}. Others need more: {others}.")
+        if late:
+            least = least.with_line(
+                f"There was no time to plan {', '.join(late)}: with a longer "
+                "--time-budget one of them may fit."
+            )
+        return least
     by_text: dict[str, list[str]] = {}
     for name, error in errors:
         by_text.setdefault(str(error), []).append(name)

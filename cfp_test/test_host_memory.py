@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,8 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import cfp
+from cfp import context as contexts
+from cfp import find as room
 from cfp.analysis.analyze import analyze
 from cfp.analysis.host_state import enough_state, movable_state
 from cfp.analysis.layout import lay_out
@@ -18,6 +23,7 @@ from cfp.checking.check import Check, both_sides
 from cfp.cost.memory import host_bytes
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
+from cfp.profiling import processes
 from cfp.program.shardy import (
     main_function,
     memory_of_move,
@@ -130,6 +136,24 @@ def test_what_fits_otherwise_is_on_the_devices(mesh, tmp_path):
 def test_all_of_it_is_kept_there_where_less_does_not_do(mesh, tmp_path):
     with pytest.raises(cfp.MemoryBudgetError, match="state in the memory of the host"):
         planned(mesh, tmp_path, MIB)
+
+
+def test_where_time_is_over_it_is_not_planned_again(mesh, tmp_path, monkeypatch):
+    now, whole = [0.0], room.find_plan
+    own = {"monotonic": lambda: now[0], "perf_counter": time.perf_counter}
+    for module in (room, contexts, processes):
+        monkeypatch.setattr(module, "time", SimpleNamespace(**own))
+
+    def find(step, **how):
+        now[0] += 61.0
+        return whole(step, **how)
+
+    monkeypatch.setattr(room, "find_plan", find)
+    with pytest.raises(cfp.MemoryBudgetError) as error:
+        planned(mesh, tmp_path, 5 * MIB, settings=replace(SETTINGS, seconds=60.0))
+    assert "With a longer --time-budget" in str(error.value)
+    settings = replace(SETTINGS, seconds=120.0)
+    assert planned(mesh, tmp_path, 5 * MIB, settings=settings).in_host
 
 
 def test_a_preset_is_what_its_name_says(mesh, tmp_path):

@@ -370,6 +370,34 @@ def test_where_nothing_fits_leaner_variants_are_planned(tmp_path):
     assert len(made) == 1
 
 
+def test_where_time_is_over_and_nothing_fits_no_other_is_planned(monkeypatch, tmp_path):
+    now, asked = [100.0], []
+
+    def find(step, *, mesh, **options):
+        asked.append(BY_AXES[len(mesh.axis_names)])
+        now[0] += 40.0
+        needed = {"line": 9, "flat": 7, "cube": 8}[asked[-1]]
+        raise MemoryBudgetError(f"{needed} B.", smallest_feasible_bytes=needed)
+
+    monkeypatch.setattr(room, "find_plan", find)
+    monkeypatch.setattr(room, "now", lambda: now[0])
+    leaner = variant("parts", parts=8)
+    how = {"leaner": lambda: [leaner], **small(tmp_path, seconds=60.0)}
+    with pytest.raises(MemoryBudgetError) as caught:
+        cfp.plan_fastest(SHAPES, **how)
+    assert len(asked) == 2
+    [late] = {"line", "flat", "cube"} - {*asked}
+    assert f"There was no time to plan {late}" in str(caught.value)
+    asked.clear()
+    how = {"leaner": lambda: [leaner], **small(tmp_path, seconds=100.0)}
+    with pytest.raises(MemoryBudgetError) as caught:
+        cfp.plan_fastest(SHAPES, **how)
+    assert {*asked} == {"line", "flat", "cube"}
+    assert caught.value.smallest_feasible_bytes == 7
+    assert "That is flat. Others need more: " in str(caught.value)
+    assert "There was no time to plan parts" in str(caught.value)
+
+
 def test_without_a_mesh_all_devices_are_planned_for(monkeypatch, tmp_path):
     estimating(monkeypatch, {"line": (2.0, True), "flat": (1.0, True)}, True)
     how = small(tmp_path)

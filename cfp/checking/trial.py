@@ -151,7 +151,7 @@ def run_trial(
         feedback = _feedback(target, step, plan, steps)
         try:
             tell("compiling")
-            compiled = bound.compile_bound()
+            compiled = bound.compile_bound(tell)
             checking = None
             if check:
                 tell("compiling in float32, under the plan and for one device")

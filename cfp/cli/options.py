@@ -220,8 +220,9 @@ TimeBudget = Annotated[
     float | None,
     typer.Option(
         metavar="SECONDS",
-        help="Stop planning after about this long, race included. After the first "
-        "round of measuring, Ctrl-C stops it and returns the best plan so far.",
+        help="Stop planning after about this long, race included, also where nothing "
+        "fits in memory yet. After the first round of measuring, Ctrl-C stops it and "
+        "returns the best plan so far.",
         min=0,
     ),
 ]

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceRow
 from cfp.runtime.executables import ReusableExecutable
 from cfp.runtime.execute import CompiledStep, compile_step, lower_planned
+from cfp.runtime.waiting import compiling_text, told_while
 from cfp.settings import ConstraintLevel
 
 
@@ -296,14 +297,24 @@ class Plan:
         """
         return self.bind(fn, *args, **kw).compile_bound()
 
-    def compile_bound(self) -> CompiledStep:
+    def compile_bound(
+        self, progress: Callable[[str], None] | None = None
+    ) -> CompiledStep:
         """Compiles the step that the plan was made for, or bound to, as it was traced.
+
+        Args:
+            progress: called with what is compiled, and how long it took before, where
+                no executable is kept. By default lines on standard error say so, if it
+                takes more than some seconds.
 
         Raises:
             PlanMismatch: the plan was loaded, and is not bound to a step.
         """
+        step = self._bound()
+        name = getattr(step.fn, "__name__", "the step")
+        seconds = self.search.get("compile_seconds")
         return compile_step(
-            self._bound(),
+            step,
             self._on_mesh(),
             self.fingerprint,
             self.arg_specs,
@@ -313,6 +324,7 @@ class Plan:
             raced=self.raced,
             planned=(self.outline, self.environment),
             environment=self.tuned or BuildEnvironment.beside(store_path(None)),
+            compiling=partial(told_while, compiling_text(name, seconds), progress),
         )
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -15,14 +15,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
 from cfp.profiling.builder import Built
-from cfp.profiling.compile_pool import CompilePool
+from cfp.profiling.compile_pool import CompilePool, awaited
 from cfp.profiling.crashes import record_crashes
 from cfp.profiling.in_flight import InFlightLog, Limits
 from cfp.profiling.processes import Agreement
@@ -36,7 +36,6 @@ _WAITING_BESIDE_THREADS = 2
 # H200, with 12 of them, the last two of 26 programs took 5 s after a batch of 24.
 _BUILT_BY_EACH_THREAD = 4
 _LOOK_AGAIN_SECONDS = 0.2
-_TELL_SECONDS = 5.0  # While a batch is built.
 
 AnyTask = TypeVar("AnyTask", bound=Task)
 Outcome = Built | ProfileRecord
@@ -126,11 +125,8 @@ def _measure(state: _State, threads: int, overlap: bool) -> None:
                         continue
                     if not overlap:
                         state.tell(ahead[0][0].label, "build")
-                        pending = {built for _, built in ahead}
-                        while pending:
-                            _, pending = wait(pending, timeout=_TELL_SECONDS)
-                            if pending:
-                                state.tell(ahead[0][0].label, "build")
+                        for task, building in ahead:
+                            state.await_build(task, building, ahead)
                 # No name here: what was built goes when its turn is over.
                 if not state.ends:
                     state.take_turn(*ahead.popleft())
@@ -237,10 +233,27 @@ class _State:
                 return [task for task in taken if task.key.digest not in known]
         return []
 
+    def await_build(
+        self, task: Task, built: Building, among: Iterable[tuple[Task, Building]]
+    ) -> Outcome:
+        """Waits for a build, and tells how many are awaited, and how long that takes.
+
+        Args:
+            task: what is built.
+            built: its build.
+            among: builds that are awaited one after another.
+        """
+
+        def say(seconds: float) -> None:
+            left = sum(not building.done() for _, building in among)
+            self.tell(task.label, "build", left, seconds)
+
+        return awaited(built, say)
+
     def take_turn(self, task: Task, built: Building) -> None:
         if not built.done():
             self.tell(task.label, "build")
-        outcome = built.result()
+        outcome = self.await_build(task, built, [(task, built)])
         [ready] = self.agreement.everywhere([isinstance(outcome, Built)])
         if isinstance(outcome, Built):
             if ready:
@@ -269,7 +282,9 @@ class _State:
         kept = self.store.get(record.key) if self.retry_failures else None
         self.store.put(record, replace=kept is not None and not kept.ok)
 
-    def tell(self, label: str, phase: Phase) -> None:
+    def tell(
+        self, label: str, phase: Phase, awaited: int = 0, awaited_seconds: float = 0.0
+    ) -> None:
         if self.progress is None:
             return
         self.progress(
@@ -284,6 +299,8 @@ class _State:
                 elapsed_seconds=time.perf_counter() - self.started,
                 built=len(self.built | self.records.keys()),
                 run_seconds=self.run_seconds,
+                awaited=awaited,
+                awaited_seconds=awaited_seconds,
             )
         )
 

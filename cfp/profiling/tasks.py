@@ -51,6 +51,8 @@ class Progress:
       elapsed_seconds: since the beginning.
       built: tasks that are built or have a record.
       run_seconds: of the elapsed, those in which something was timed.
+      awaited: programs whose compiles are awaited; 0 if that is not known.
+      awaited_seconds: how long they have been.
       left_seconds: expected until planning ends; None if none was given, and infinite
         if it is not known yet.
     """
@@ -65,6 +67,8 @@ class Progress:
     elapsed_seconds: float
     built: int = 0
     run_seconds: float = 0.0
+    awaited: int = 0
+    awaited_seconds: float = 0.0
     left_seconds: float | None = None
 
 

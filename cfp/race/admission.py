@@ -11,8 +11,9 @@ memory budget:
 
 It ends when the best preset and every candidate within `reach` of the fastest that fits
 are compiled; or after `MOST_REFUSED` that do not fit. The plan, and programs that are
-known to fit, are compiled in any case. Candidates are made in
-:mod:`cfp.race.candidates`; without a budget all are compiled as they are.
+known to fit, are compiled in any case, unless time is over: then nothing else is
+compiled after the first. Candidates are made in :mod:`cfp.race.candidates`; without a
+budget all are compiled as they are.
 
 *Memory limit* here is an option of XLA, not the budget: XLA schedules to hide latency,
 and keeps what that needs, as far as the device's memory allows. With a limit it
@@ -173,7 +174,7 @@ def compile_until_enough_fit(
         reach: how many times as long as the fastest that fits one may take; None if
             one that fits is enough, without a race.
         known: keys of what was compiled before and fits.
-        is_over: whether what fits by now must do.
+        is_over: whether what was compiled by now must do, even if nothing fits.
     """
     found = Admitted()
     # Ways to compile a candidate: the next, and tighter limits, should that not fit.
@@ -209,7 +210,7 @@ def compile_until_enough_fit(
         allowed = len(queue) if memory is None else max(0, MOST_REFUSED - len(failed))
         first = [ways[0] for ways in queue]
         near = _next(first, fitting, always, anyway, allowed, reach)
-        is_late = bool(near and fitting) and is_over()
+        is_late = bool(near and (fitting or refused)) and is_over()
         if not near or is_late:
             break
         # The best preset comes second: there may be no time for all of them.
@@ -234,7 +235,10 @@ def compile_until_enough_fit(
                 limited.add(one.choice)
     rest = [one for one, *_ in queue]
     fitting = [made.candidate for made in found.fitting]
-    near = [] if reach is None else within_reach(rest, (), reach, fitting)
+    if is_late and not fitting:
+        near = rest
+    else:
+        near = [] if reach is None else within_reach(rest, (), reach, fitting)
     why = TOO_LATE if is_late else MANY_REFUSED
     found.left.extend((one, why if one in near else TOO_FAR) for one in rest)
     return found

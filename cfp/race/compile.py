@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +12,7 @@ from functools import partial
 from jax.sharding import Mesh
 
 from cfp.profiling.builder import BuildEnvironment, Built, build
-from cfp.profiling.compile_pool import CompilePool, default_threads
+from cfp.profiling.compile_pool import CompilePool, awaited, default_threads
 from cfp.profiling.crashes import record_crashes
 from cfp.profiling.in_flight import InFlightLog
 from cfp.profiling.options import MeasureOptions
@@ -30,7 +30,8 @@ from cfp.race.programs import (
     Skipped,
     was_refused,
 )
-from cfp.settings import MOST_REFUSED, TUNED_FIRST, TUNED_SHARE, TUNING_AT_ONCE
+from cfp.settings import TUNED_FIRST, TUNED_SHARE, TUNING_AT_ONCE
+from cfp.units import waiting_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,7 @@ class Builder:
         store: where records are kept.
         budget_bytes: what a program may need on each device, or None.
         end: by this moment (`time.monotonic`) what is compiled and timed is expected to
-            be: nothing else is begun, once one program fits, and none is timed again.
+            be: nothing else is begun, once one program is, and none is timed again.
         run_seconds: time to leave for each program's first run, where one device plays
             several, and for building the leader's variants and a run of it; else 0.
         options: how to build and to time.
@@ -92,8 +93,8 @@ def build_each(
 ) -> dict[str, Built | ProfileRecord]:
     """Programs that fit, and records of why others do not, by key.
 
-    They are built side by side, each once. Where time is over what fits is enough, of
-    truncated programs by the scaled memory; the others are left out.
+    They are built side by side, each once. Where time is over, none is begun after one
+    that fits, or after so many as a whole program is worth: one, or several truncated.
     """
     wanted = {one.job.key.digest: one for one in programs}
     if not wanted:
@@ -124,7 +125,7 @@ def build_each(
 
     def build_in_time(digest: str) -> Built | ProfileRecord | None:
         one = wanted[digest]
-        enough = done or len(too_large) >= MOST_REFUSED
+        enough = done or len(too_large) >= worth_one_whole(builder.program, programs)
         if (ready := built.get(one.identity)) is not None:
             outcome = replace(ready, key=one.job.key)
         # Several processes have clocks of their own.
@@ -137,11 +138,12 @@ def build_each(
             with in_flight.doing(one.job.key, one.job.label, "build"):
                 outcome = build(*where, one.job, environment)
             took.append(time.monotonic() - started)
+        is_large = True  # Or not to be built at all.
         if isinstance(outcome, Built):
             built[one.identity] = outcome
             needed = one.ratios.memory * outcome.peak_bytes
-            large = most_bytes is not None and needed > most_bytes
-            (too_large if large else done).append(digest)
+            is_large = most_bytes is not None and needed > most_bytes
+        (too_large if is_large else done).append(digest)
         return outcome
 
     there = {digest for digest, one in wanted.items() if one.identity in built}
@@ -159,6 +161,12 @@ def build_each(
                 after=[*builds.values()][:first],
             )
         started, over = time.monotonic(), 0
+
+        def say_last(label: str, seconds: float) -> None:
+            """Says that one program is awaited, if it is one."""
+            if sum(not built.done() for built in builds.values()) == 1:
+                options.tell(waiting_text(label, seconds))
+
         for digest, one in wanted.items():
             if digest not in there:
                 seconds = time.monotonic() - started
@@ -168,7 +176,8 @@ def build_each(
                 rest = options.outlook.left_text(stage, over, total, seconds)
                 options.tell(f"compiling {one.job.label}{which}{rest}")
                 over += 1
-            if (outcome := builds[digest].result()) is None:
+            say = partial(say_last, one.job.label)
+            if (outcome := awaited(builds[digest], say)) is None:
                 continue
             is_built = [isinstance(outcome, Built)]
             [ready] = agreement.everywhere(is_built, "whether it is built")
@@ -182,6 +191,17 @@ def build_each(
                 outcome = replace(outcome, choice=one.job.choice)
             found[digest] = outcome
     return found
+
+
+def worth_one_whole(program: Program, programs: Iterable[RaceProgram]) -> int:
+    """Returns how many programs take about as long to compile as a whole one.
+
+    Args:
+        program: the whole program.
+        programs: of it, or truncated ones.
+    """
+    longest = max((len(one.job.part.ops) for one in programs), default=0)
+    return max(1, round(len(program.ops) / max(1, longest)))
 
 
 def results_of(

@@ -26,7 +26,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.context import DecidedBy, PlanContext
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError
+from cfp.errors import CfpError, MemoryBudgetError
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.outlook import Stage
@@ -44,7 +44,7 @@ from cfp.race.candidates import (
     smaller_than,
     with_options,
 )
-from cfp.race.compile import Builder, compile_programs
+from cfp.race.compile import Builder, compile_programs, worth_one_whole
 from cfp.race.programs import (
     TOO_FAR,
     TOO_LARGE,
@@ -62,7 +62,7 @@ from cfp.race.programs import (
 )
 from cfp.race.remembered import answer_to, keep_answer, known_to_fit, question
 from cfp.race.shortage import no_winner
-from cfp.race.truncated import Truncated, truncate
+from cfp.race.truncated import WHOLE, Truncated, truncate
 from cfp.race.turns import Ranking, race_programs, second_race
 from cfp.settings import (
     MOST_REFUSED,
@@ -148,7 +148,7 @@ class Run:
         reach = STAY_AFTER_TURN if is_predicted else STAY_AFTER_LOOK
         first, new = second_race(raced, *variants, reach)
         stages, outlook = (Stage.VARIANTS, Stage.TURNS), context.measure.outlook
-        if not new or context.agreement.is_over(context.end):
+        if not new or self.is_over():
             outlook.expect(dict.fromkeys(stages, 0))
             return Ranking((), raced, is_predicted)
         names = {one.name for one in first}
@@ -173,7 +173,8 @@ class Run:
         """Compiles candidates in batches: near ones first, more as long as asked for.
 
         If none of the near ones fits, slower ones follow, and then the smallest. An
-        error names the memory that the smallest needs.
+        error names the memory that the smallest needs. Where time is over one more is
+        compiled, and no other.
 
         Args:
             candidates: the best by prediction first.
@@ -185,15 +186,19 @@ class Run:
         found = self._admit([*new, *known], keys, one_is_enough)
         yield found
         refused = found.refused
-        if self.context.memory is None and found.left and not one_is_enough:
+        is_plain = self.context.memory is None and not one_is_enough
+        if is_plain and found.left and not self.is_over():
             found = self._admit([one for one, _ in found.left])
             yield found
             refused = [*refused, *found.refused]
         for find in (self.smaller, self._limited):
             for one in find(refused):
+                is_last = self.is_over()
                 [made] = self.compile_all([one])
                 fitting, large = ([made], []) if made.may_race else ([], [made])
                 yield Admitted(fitting, large, found.left)
+                if is_last:
+                    return
                 refused = [*refused, *large]
 
     def _admit(
@@ -214,8 +219,12 @@ class Run:
             ),
             reach=None if one_is_enough else self.context.rules.reach,
             known=known,
-            is_over=lambda: self.context.agreement.is_over(self.context.end),
+            is_over=self.is_over,
         )
+
+    def is_over(self) -> bool:
+        """Returns True if the time for planning is over."""
+        return self.context.agreement.is_over(self.context.end)
 
     def smaller(
         self, refused: Sequence[RaceResult], others: Sequence[Candidate] = ()
@@ -295,7 +304,15 @@ class Run:
         """The error where none of what was compiled fits, or runs."""
         memory = self.context.memory
         reserve = memory.reserve_bytes if memory else 0
-        return no_winner(self.analysis, results, self.context.budget_bytes, reserve)
+        budget = self.context.budget_bytes
+        error = no_winner(self.analysis, results, budget, reserve)
+        if isinstance(error, MemoryBudgetError) and self.is_over():
+            return error.with_line(
+                "Time for planning was over before all that may need less was compiled:"
+                " with more of it (--time-budget, cfp.PlannerSettings(seconds=...)) a "
+                "plan may fit."
+            )
+        return error
 
     def outcome(
         self,
@@ -308,6 +325,11 @@ class Run:
     ) -> RaceOutcome:
         """Returns the outcome of a race that has a winner."""
         absent = self.solution.unraced.items()
+        counts = {**self.solution.counts, **(counts or {})}
+        if built is not None:
+            counts["compile_seconds"] = built.build_seconds
+        elif won.record is not None and won.program.ratios == WHOLE:
+            counts["compile_seconds"] = won.record.build_seconds
         return RaceOutcome(
             winner=won.candidate,
             result=won,
@@ -318,10 +340,9 @@ class Run:
                 *(RaceRow(name=n, predicted_ms=None, note=why) for n, why in absent),
             ),
             counts={
-                **self.solution.counts,
+                **counts,
                 "race_seconds": time.perf_counter() - self.started,
                 "race_cached": float(not self.fresh),
-                **(counts or {}),
             },
             raced=tuple((one.candidate, one.time_ms) for one in results if one.ran),
         )
@@ -442,11 +463,16 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     if short is None:
         return None
     ranking = run.rank(near, short)
+    seconds = _whole_seconds(run, ranking.best) if ranking.best else 0.0
+    is_late = time.monotonic() + seconds > context.end
+    if (
+        context.stand_in is not None
+        and is_late
+        and any(one.peak_bytes for one in ranking.results)
+    ):
+        return _late_answer(run, ranking.sieved(context.budget_bytes), left)
     if ranking.best is None:
         return None
-    ready = time.monotonic() + _whole_seconds(run, ranking.best)
-    if context.stand_in is not None and ready > context.end:
-        return _late_answer(run, ranking.sieved(context.budget_bytes), left)
     timed = time.perf_counter()
     ranked = [ranking.best, *sorted(ranking.results, key=time_ms)]
     won, refused = _first_whole(run, ranked, most_bytes)
@@ -478,7 +504,8 @@ def _late_answer(
     """The best of truncated programs whose whole one fits, by its scaled memory.
 
     There is no time to compile that one, and its time is a prediction anyway. Where
-    none fits, smaller ones are compiled until one does.
+    none fits, smaller ones are compiled until one does; where time is over so many as
+    take as long as a whole one.
 
     Raises:
         MemoryBudgetError: these do not fit either.
@@ -489,12 +516,16 @@ def _late_answer(
     ways = [] if best else run.smaller(ranking.results, candidates)
     shorts = [truncate(run.analysis, problem, [one.choice], kept) for one in ways]
     pairs = zip(ways, shorts, strict=True)
+    jobs = [one.program for one in ranking.results]
+    most = worth_one_whole(run.analysis.frame.program, jobs)
+    tries = 0
     for one, short in sorted(pairs, key=lambda pair: pair[1] is None):
+        tries += run.is_over()
         tried = Ranking((), run.time([one], 1, truncated=short), is_predicted=True)
         tried = tried.sieved(run.context.budget_bytes)
         results[one.name], best = tried.others[0], tried.best
-        if best or short is None:  # Whole, one takes as long as all of the others.
-            break
+        if best or tries >= most or short is None:
+            break  # Whole, one takes as long as all of the others.
     if best is None:
         raise run.nothing_fits([*results.values()])
     every = [*results.values()]

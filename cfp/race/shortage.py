@@ -85,10 +85,11 @@ def no_winner(
     needed = best.peak_bytes + reserve_bytes
     programs = len({r.record.key for r in compiled if r.record is not None})
     which = f"Of {programs} compiled plans the smallest, {best.name},"
+    most = (budget_bytes or 0) + reserve_bytes
     first = (
         f"{which if programs > 1 else 'The plan, compiled,'} needs "
         f"{format_bytes(needed, up=True)} on each device; the budget is "
-        f"{format_bytes((budget_bytes or 0) + reserve_bytes)}."
+        f"{format_bytes(most)}, {format_bytes(needed - most, up=True)} less."
     )
     # A truncated program does not say what the whole one's memory is for.
     use = {}

@@ -24,7 +24,7 @@ from cfp import units
 from cfp.devices.joining import is_follower
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.tasks import Progress
-from cfp.units import clock_text
+from cfp.units import clock_text, waiting_text
 from cfp.view.console import literal_console
 
 # How often to see whether a plain line is due.
@@ -185,7 +185,9 @@ def progress_text(event: Progress, clock: bool = True) -> str:
         parts.append(f"{event.cached} cached")
     if event.failed:
         parts.append(f"{event.failed} failed")
-    if event.label:
+    if event.awaited == 1:
+        parts.append(waiting_text(event.label, event.awaited_seconds))
+    elif event.label:
         doing = {
             "build": "compiling",
             "run": "running",

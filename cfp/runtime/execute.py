@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -185,6 +185,7 @@ def compile_step(
     raced: ReusableExecutable | None = None,
     planned: tuple[Outline | None, Mapping[str, str]] = (None, {}),
     environment: BuildEnvironment | None = None,
+    compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> CompiledStep:
     """Lowers a step under shardings, inserts the constraints, and compiles it.
 
@@ -204,6 +205,7 @@ def compile_step(
             made with, to say in what the step differs.
         environment: has what the race's compiles tuned, so that the same kernels run,
             and the executables that earlier processes compiled.
+        compiling: entered while the compiler is at work, if it has to be.
 
     Raises:
         PlanMismatch: the step's program is not the one that was planned.
@@ -238,7 +240,8 @@ def compile_step(
     if kept is not None and compiled is None:
         compiled = kept.get(key, mesh)
     if compiled is None:
-        compiled, _ = compile_right(lowering.lowered, how)
+        with compiling():
+            compiled, _ = compile_right(lowering.lowered, how)
     if kept is not None:
         kept.put(key, compiled)
     where = (ins, outs, lowering.out_tree)

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import jax
 import jax.extend.random
@@ -12,8 +13,9 @@ import pytest
 
 import cfp
 from cfp.plan.parts import _may_be_renamed
+from cfp.runtime.waiting import told_while
 from cfp_test.cli_runner import ROOT, environment
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.waiting import GUARD_SECONDS, until
 
 PAGE = (ROOT / "docs" / "keep-a-plan.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -268,3 +270,44 @@ def test_a_loaded_plan_takes_the_first_devices(loaded):
 def test_a_plan_decides_alone(loaded):
     with pytest.raises(TypeError, match="preset would decide"):
         cfp.parallelize(step_fn, plan=loaded[0], preset="zero1")
+
+
+def test_what_is_compiled_for_a_loaded_plan_is_said(tmp_path, monkeypatch):
+    """With the seconds it took, where they are known; what is kept is no compile."""
+    monkeypatch.setenv("CFP_CACHE_DIR", str(tmp_path / "first"))
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    args = jnp.ones((8, 4)), jnp.ones((4,))
+    settings = cfp.PlannerSettings(repeats=None)
+    plan = cfp.plan(step_fn, *args, mesh=mesh, settings=settings, quiet=True)
+    assert plan.search["compile_seconds"] > 0
+    known = replace(plan, search={**plan.search, "compile_seconds": 41.0})
+    known.save(tmp_path / "plan.json")
+    monkeypatch.setenv("CFP_CACHE_DIR", str(tmp_path / "second"))
+    loaded = cfp.Plan.load(tmp_path / "plan.json")
+    said = "compiling 'step_fn' under its plan, which took 0:41 when it was planned"
+    bound, told = loaded.bind(step_fn, *args), []
+    bound.compile_bound(told.append)
+    assert told == [said]
+    told.clear()
+    bound.compile_bound(told.append)
+    assert told == []
+    settings = cfp.PlannerSettings(progress=told.append)
+    how = {"plan": loaded, "cache_dir": tmp_path / "third", "settings": settings}
+    cfp.parallelize(step_fn, **how)(*args)
+    assert told == [said]
+
+
+def test_where_nothing_shows_progress_what_takes_long_is_said(capsys):
+    waits = []
+
+    def wait(over, seconds):
+        waits.append(seconds)
+        return len(waits) == 3 and over.wait(GUARD_SECONDS)
+
+    with told_while("compiling 'step' under its plan", None, wait):
+        until(lambda: len(waits) == 3)
+    assert waits == [5.0, 30.0, 30.0]
+    assert capsys.readouterr().err.splitlines() == [
+        "cfp: compiling 'step' under its plan; 0:05 so far",
+        "cfp: compiling 'step' under its plan; 0:35 so far",
+    ]

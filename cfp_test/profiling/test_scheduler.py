@@ -18,6 +18,7 @@ from cfp.profiling.key import ProfileKey
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.tasks import Progress, Task
+from cfp.report.progress import progress_text
 from cfp_test.waiting import GUARD_SECONDS, until
 
 
@@ -566,3 +567,24 @@ def test_only_what_leaves_devices_in_peace_overlaps():
         False,
         True,
     ]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_last_compile_says_that_it_alone_is_awaited(
+    compiled, store, overlap, monkeypatch
+):
+    monkeypatch.setattr(compile_pool, "_TELL_SECONDS", 0.0)
+    shop, told, is_told = Workshop(compiled), [], threading.Event()
+    shop.on_build["c"] = lambda: is_told.wait(GUARD_SECONDS)
+
+    def progress(event):
+        told.append(event)
+        if (event.label, event.awaited) == (shop.task("c").label, 1):
+            is_told.set()
+
+    found = run_tasks(
+        shop.tasks("abc"), store, overlap=overlap, threads=2, progress=progress
+    )
+    assert found.measured == 3 and is_told.is_set()
+    text = progress_text(next(e for e in told if e.awaited == 1 and "c" in e.label))
+    assert "waiting for 1 program to compile, 0:0" in text

@@ -293,6 +293,19 @@ def test_where_time_is_over_nothing_else_is_asked_for(most):
     assert len(left(found, TOO_LATE)) == len(sizes) - MOST_REFUSED
 
 
+@pytest.mark.parametrize("reach", [REACH, None])
+@pytest.mark.parametrize("most", [1, 2])
+def test_where_time_is_over_and_nothing_fits_nothing_else_is_asked_for(reach, most):
+    sizes = {"planned": 120, **{f"p{n}": 120 for n in range(MOST_REFUSED)}, "last": 70}
+    times = {name: 10.0 + n for n, name in enumerate(sizes)}
+    predicted = dict.fromkeys(sizes, 90)
+    how = {"limits": False, "presets": False, "reach": reach}
+    found, asked = admit(sizes, times, predicted=predicted, most=most, **how)
+    # Without a race they are compiled one by one; in one, the best preset beside it.
+    assert len(asked) <= 2 and not found.fitting
+    assert len(left(found, TOO_LATE)) == len(sizes) - len(asked)
+
+
 @pytest.mark.parametrize("reach", [0.5, float("inf")])
 def test_where_nothing_fits_yet_the_next_is_compiled(reach):
     sizes = {"planned": 120, "planned 2": 90}

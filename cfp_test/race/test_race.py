@@ -1,5 +1,6 @@
 """Races of deep programs: truncated ones run, and the winner whole."""
 
+import re
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 
 import cfp
+from cfp import context as contexts
 from cfp.context import MemoryBudget
 from cfp.cost.costs import Costs
 from cfp.passes.search import search
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import PRESETS
 from cfp.presets.propagated import PROPAGATED, named_choices
-from cfp.profiling import runner
+from cfp.profiling import compile_pool, processes, runner
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building
@@ -36,6 +38,7 @@ from cfp.solution import Candidate, Prediction
 from cfp.view.text import plan_text
 from cfp_test.race.deep import LAYERS, arguments, step
 from cfp_test.race.results import result_of
+from cfp_test.waiting import GUARD_SECONDS
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -52,7 +55,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def plan(mesh, folder):
-    def make(memory_budget=None, cache_dir=folder, **settings):
+    def make(memory_budget=None, cache_dir=folder, preset=None, **settings):
         # Noise is not to decide what races.
         asked = {"per_kind": 3, "in_context": False, "compiler_options": {}}
         asked |= {"reach": float("inf"), **settings}
@@ -61,6 +64,7 @@ def plan(mesh, folder):
             *arguments(),
             mesh=mesh,
             memory_budget=memory_budget,
+            preset=preset,
             cache_dir=cache_dir,
             settings=DetailedSettings(**{"measure": True, **asked}),
         )
@@ -421,6 +425,68 @@ def test_what_would_be_ready_and_run_after_the_end_is_not_begun(
     # last is the winner, whole.
     assert built == [0.0, 10.0, 20.0]
     assert sum(row.note == TOO_LATE for row in made.race) > 2
+
+
+@pytest.mark.explained("No plan fits in the memory budget")
+@pytest.mark.parametrize(
+    ("seconds", "begun"),
+    # Nothing is begun that would be ready later, but for one smaller program.
+    [(0.0, [0.0, 10.0]), (15.0, [0.0, 10.0, 20.0]), (float("inf"), None)],
+)
+def test_where_nothing_fits_planning_ends_with_its_time(
+    plan, monkeypatch, tmp_path, seconds, begun
+):
+    """Each program takes 10 s to compile, and none fits."""
+    now, built, build = [0.0], [], building.build
+
+    def slow(program, mesh, job, environment):
+        built.append(now[0])
+        now[0] += 10.0
+        return build(program, mesh, job, environment)
+
+    monkeypatch.setattr(building, "build", slow)
+    monkeypatch.setattr(building, "fits", lambda size, budget_bytes: False)
+    monkeypatch.setattr(building, "default_threads", lambda platform: 1)
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0])
+
+    def smaller(run, refused):
+        tried = {one.candidate.choice for one in refused}
+        every = {one.choice: one for one in run.solution.candidates}
+        return [one for choice, one in every.items() if choice not in tried]
+
+    monkeypatch.setattr(story.Run, "smaller", smaller)
+    monkeypatch.setattr(story.Run, "_limited", lambda run, refused: [])
+    for room in (building, processes, contexts):
+        monkeypatch.setattr(room, "time", clock)
+    with pytest.raises(
+        cfp.MemoryBudgetError, match=r"the budget is .*, .* less\."
+    ) as e:
+        plan("300KB", cache_dir=tmp_path, measure=None, plans=8, seconds=seconds)
+    if begun is None:
+        assert len(built) > 3 and "Time for planning" not in str(e.value)
+    else:
+        assert built == begun
+        assert "Time for planning was over" in str(e.value)
+        assert "--time-budget" in str(e.value)
+
+
+def test_the_last_program_says_that_it_is_awaited(plan, monkeypatch, tmp_path):
+    told, is_told, build = [], threading.Event(), building.build
+
+    def slow(*how):
+        assert is_told.wait(GUARD_SECONDS)
+        return build(*how)
+
+    def progress(event):
+        told.append(str(event))
+        if told[-1].startswith("waiting for 1 program to compile, "):
+            is_told.set()
+
+    monkeypatch.setattr(building, "build", slow)
+    monkeypatch.setattr(compile_pool, "_TELL_SECONDS", 0.0)
+    plan(cache_dir=tmp_path, preset="data_parallel", progress=progress)
+    assert is_told.is_set()
+    assert any(re.search(r" so far: .*data_parallel", text) for text in told)
 
 
 def test_presets_that_cannot_fit_whatever_the_compiler_does_are_not_compiled(

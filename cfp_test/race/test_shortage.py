@@ -140,7 +140,7 @@ def test_what_a_record_does_not_tell_is_left_out(analysis):
     assert error.contributors == [("temporaries", 9), (RESERVE, 2)]
     first, second, *rest = str(error).splitlines()
     assert first == (
-        "The plan, compiled, needs 11 B on each device; the budget is 7 B."
+        "The plan, compiled, needs 11 B on each device; the budget is 7 B, 4 B less."
     )
     assert second == (f"  It is for: temporaries 9 B (82%), {RESERVE} 2 B (18%).")
     assert len(rest) == 1

@@ -338,7 +338,7 @@ def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, A
             {name: data[name] for name in data if name not in _BESIDE}, context={}
         )
     except ValidationError as error:
-        raise _damaged(*first_error(error)) from error
+        raise _damaged(*first_error(error)) from None  # It lists each field.
     fields = dict(file)
     for name in ("format", "arguments", "recompute", "replaced"):
         del fields[name]

@@ -114,15 +114,18 @@ class Inserter:
         return found
 
     def insert(self, constraints: Constraints) -> None:
-        """Constrains values where they are made, and uses that differ from that."""
+        """Constrains values where they are made, and uses that differ from that.
+
+        In their order in the program: the same constraints are the same module.
+        """
         # Reading the uses first keeps them on the values as they were.
         slots = {use: self._slot(*use) for use in constraints.uses}
-        for value_id, spec in constraints.values.items():
+        for value_id, spec in sorted(constraints.values.items()):
             value = self._values[value_id]
             made = self._constraint(value, spec, _location(value))
             value.replace_all_uses_except(made.result, made.operation)
             self._values[value_id] = made.result
-        for use, spec in constraints.uses.items():
+        for use, spec in sorted(constraints.uses.items()):
             owner, index, value_id = slots[use]
             key = (value_id, spec)
             if key not in self._resharded:

@@ -15,6 +15,7 @@ import cfp
 from cfp.plan.parts import _may_be_renamed
 from cfp.runtime.waiting import told_while
 from cfp_test.cli_runner import ROOT, environment
+from cfp_test.race import deep
 from cfp_test.waiting import GUARD_SECONDS, until
 
 PAGE = (ROOT / "docs" / "keep-a-plan.md").read_text()
@@ -311,3 +312,24 @@ def test_where_nothing_shows_progress_what_takes_long_is_said(capsys):
         "cfp: compiling 'step' under its plan; 0:05 so far",
         "cfp: compiling 'step' under its plan; 0:35 so far",
     ]
+
+
+def test_a_saved_plan_finds_the_executable_that_its_planning_kept(
+    tmp_path, monkeypatch
+):
+    """Its file has constraints in another order, of which programs depend on none."""
+    monkeypatch.setenv("CFP_CACHE_DIR", str(tmp_path))
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    settings = cfp.PlannerSettings(race=False)
+    how = {"mesh": mesh, "settings": settings, "quiet": True, "donate_argnums": 0}
+    plan = cfp.plan(deep.step, *deep.arguments(), preset="zero1", **how)
+    values, uses = (
+        dict(reversed(one.items()))
+        for one in (plan.constraints.values, plan.constraints.uses)
+    )
+    other = replace(plan.constraints, values=values, uses=uses)
+    replace(plan, constraints=other).compile_bound()
+    plan.save(tmp_path / "plan.json")
+    loaded, told = cfp.Plan.load(tmp_path / "plan.json"), []
+    loaded.bind(deep.step, *deep.arguments()).compile_bound(told.append)
+    assert told == []

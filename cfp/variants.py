@@ -43,12 +43,13 @@ from cfp.program.meaning import check_settings, unchecked
 from cfp.program.step import FlatStep, flatten_step
 from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram, RaceResult, race_row
+from cfp.race.shortage import least_short
 from cfp.race.turns import race_programs
 from cfp.report.progress import shown
 from cfp.search.jobs import whole_job
 from cfp.settings import LEAST_VARIANT_SHARE, REACH_BY_ESTIMATE
 from cfp.solution import Estimate
-from cfp.units import format_bytes, parse_bytes
+from cfp.units import parse_bytes
 
 now = time.monotonic  # Of the time that all variants share.
 
@@ -574,22 +575,9 @@ def _no_plan(
         errors: by the variants' names.
         late: variants that there was no time for.
     """
-    short = [(n, one) for n, one in errors if isinstance(one, MemoryBudgetError)]
+    short = {n: one for n, one in errors if isinstance(one, MemoryBudgetError)}
     if errors and len(short) == len(errors):
-        name, least = min(short, key=lambda pair: _needed_bytes(pair[1]))
-        others = ", ".join(
-            f"{n} {format_bytes(_needed_bytes(one), up=True)}"
-            for n, one in short
-            if n != name
-        )
-        if others:
-            least = least.with_line(f"That is {name}. Others need more: {others}.")
-        if late:
-            least = least.with_line(
-                f"There was no time to plan {', '.join(late)}: with a longer "
-                "--time-budget one of them may fit."
-            )
-        return least
+        return least_short(short, late)
     by_text: dict[str, list[str]] = {}
     for name, error in errors:
         by_text.setdefault(str(error), []).append(name)

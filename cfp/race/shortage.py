@@ -102,6 +102,33 @@ def no_winner(
     return error
 
 
+def least_short(
+    errors: Mapping[str, MemoryBudgetError], late: Sequence[str] = ()
+) -> MemoryBudgetError:
+    """The error of several variants of which none fits: that of the smallest need.
+
+    Args:
+        errors: by the variants' names.
+        late: variants that there was no time for.
+    """
+    needs = {name: one.smallest_feasible_bytes for name, one in errors.items()}
+    best = min(needs, key=needs.__getitem__)
+    least = errors[best]
+    others = ", ".join(
+        f"{name} {format_bytes(size, up=True)}"
+        for name, size in needs.items()
+        if name != best
+    )
+    if others:
+        least = least.with_line(f"That is {best}. Others need more: {others}.")
+    if late:
+        least = least.with_line(
+            f"There was no time to plan {', '.join(late)}: with a longer --time-budget "
+            "one of them may fit."
+        )
+    return least
+
+
 def compiled_use(size: CompiledBytes) -> dict[str, int]:
     """Splits a compiled program's memory by use, in bytes on each device."""
     return {

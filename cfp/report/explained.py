@@ -25,7 +25,8 @@ from cfp.search.problem import Assignment, Problem
 from cfp.search.tradeoff import TradeOff
 from cfp.units import format_bytes
 from cfp.view.console import Fitted, new_table
-from cfp.view.words import SAME_MS, strategy_text
+from cfp.view.strategy import strategy_text
+from cfp.view.words import SAME_MS
 
 _HOW_TO_READ = (
     "Each line: what the whole step would take if all segments of the kind did so, and "

@@ -27,11 +27,11 @@ from cfp.view.drawings import (
     timeline_drawing,
 )
 from cfp.view.model import view_of
+from cfp.view.strategy import strategy_text
 from cfp.view.words import (
     counts_text,
     known_how,
     pass_seconds,
-    strategy_text,
     tensor_text,
 )
 

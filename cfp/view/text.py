@@ -36,6 +36,7 @@ from cfp.view.model import (
     choice_of,
     view_of,
 )
+from cfp.view.strategy import strategy_text
 from cfp.view.words import (
     basis_text,
     elided,
@@ -45,7 +46,6 @@ from cfp.view.words import (
     mesh_text,
     move_text,
     storage_text,
-    strategy_text,
     tensor_text,
 )
 

@@ -9,14 +9,8 @@ from math import prod
 
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.devices.device_kind import kind_of, memory_of
-from cfp.plan.figures import (
-    MoveFigure,
-    OptionFigures,
-    StrategyFigures,
-    TensorFigure,
-    VariantFigures,
-)
-from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN, PlanSegment, roles_text
+from cfp.plan.figures import MoveFigure, OptionFigures, TensorFigure, VariantFigures
+from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN, PlanSegment
 from cfp.plan.plan import Plan
 from cfp.printable import merged_alike
 from cfp.settings import Dimension
@@ -53,42 +47,6 @@ def storage_text(segment: PlanSegment, *, short: bool = False) -> str:
     words = STORAGE_WORDS[stored] if stored and not short else str(stored or "-")
     kernels = [kernels_text(segment.kernels)] if segment.kernels else []
     return ", ".join([words, *kernels, *[REMATERIALIZED] * segment.rematerialized])
-
-
-def strategy_text(
-    strategy: StrategyFigures, base: StrategyFigures | None = None
-) -> str:
-    """Describes a strategy: what it shards, and how parameters are kept.
-
-    Args:
-        strategy: of a kind of segment.
-        base: say only in what it differs from this one of the same kind; "" where it
-            differs in nothing.
-    """
-    before = {
-        name: roles_text(alike.strategy)
-        for alike in (base.blocks if base else ())
-        for name in alike.names
-    }
-    parts = []
-    for alike in strategy.blocks:
-        text = roles_text(alike.strategy)
-        names = [name for name in alike.names if before.get(name) != text]
-        if names:
-            shown = few([*map(elided, names)]) if base else ", ".join(names)
-            parts.append(f"{shown} {text}")
-    stored = strategy.storage
-    if stored is not None and (base is None or base.storage != stored):
-        parts.append(f"parameters {STORAGE_WORDS[stored]}")
-    if strategy.kernels and (base is None or base.kernels != strategy.kernels):
-        parts.append(kernels_text(strategy.kernels))
-    elif base is not None and base.kernels and not strategy.kernels:
-        parts.append("computed as it is written")
-    if strategy.rematerialized and not (base and base.rematerialized):
-        parts.append(REMATERIALIZED)
-    elif base is not None and base.rematerialized and not strategy.rematerialized:
-        parts.append(f"not {REMATERIALIZED}")
-    return "; ".join(parts)
 
 
 def kernels_text(kernels: SegmentKernels) -> str:

@@ -14,8 +14,8 @@ from cfp.printable import USUAL_COLUMNS, distinct_ends
 from cfp.settings import ConstraintLevel
 from cfp.view.model import view_of
 from cfp.view.page import page_html
+from cfp.view.strategy import strategy_text
 from cfp.view.text import diff_data, diff_text, explain_data, explain_text, plan_text
-from cfp.view.words import strategy_text
 from cfp_test.report.plans import RACE, ROWS, layers, make_plan, row
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured
 
@@ -36,7 +36,7 @@ def test_a_plan_explains_itself():
         "600.00 KiB, zero1",
         "  runner-up: #2: predicted step 10.500 ms (+10.5%), memory 500.00 KiB "
         "(-16.7%); unlike the choice:",
-        "    block of #2 x: rows (dim 0 of 8); parameters as used",
+        "    block of #2 x: rows (dim 0 of 8)",
     ]
     assert "Next: data_parallel or zero1, 12.250 ms, against 10.250 ms." in " ".join(
         " ".join(lines).split()

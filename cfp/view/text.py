@@ -86,10 +86,10 @@ def _run_text(run: RunView) -> str:
     alike = Counter((b.path, roles_text(b.row.strategy, Detail.ROLES)) for b in blocks)
     ends = distinct_ends([path for path, _ in alike])
     for ((path, way), count), end in zip(alike.items(), ends, strict=True):
-        module, _, inside = path.partition("/")
-        number, _, deeper = inside.partition("/")
-        module += f"/{number}" if deeper and number[:1].isdigit() else ""  # blocks/0
-        modules += [module] if inside else []
+        *outer, _ = path.split("/")
+        numbers = (i for i, part in enumerate(outer) if part[-1:].isdigit())
+        module = "/".join(outer[: next(numbers, 0) + 1])  # params/blocks/0
+        modules += [module] if module else []
         ways.setdefault(way, []).append(end + f" ({count} blocks)" * (count > 1))
     where = f" ({few(modules)})" if modules else ""
     sharded = few([f"{few(names)} {way}" for way, names in ways.items()], "; ")

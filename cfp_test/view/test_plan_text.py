@@ -45,6 +45,20 @@ def test_a_plan_prints_in_a_few_lines():
     ]
 
 
+@pytest.mark.parametrize(
+    ("path", "where"),
+    [
+        ("params/blocks/{}/mlp/up", "params/blocks/0-3"),
+        ("blocks/{}/up", "blocks/0-3"),
+        ("params/layer_{}/up", "params/layer_0-3"),
+    ],
+)
+def test_segments_are_named_by_the_number_of_their_layers(path, where):
+    blocks = [row(i, 0, path.format(i)) for i in range(4)]
+    blocks += [row(4, 9, "head")]
+    assert f"  segment 0-3 ({where}): " in repr(make_plan(blocks, RACE))
+
+
 def test_times_of_a_truncated_race_are_not_set_beside_those_of_whole_steps():
     counts = {"segments": 6.0, "segments_raced": 4.0}
     plan = replace(make_plan(layers([0, 0, 0, 0]), RACE), search=counts)

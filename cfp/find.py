@@ -282,6 +282,7 @@ def complete_plan(
         outcome.raced,
         dimensions=rules.dimensions,
         parts_asked=rules.replacing.cross_entropy,
+        unasked=_unasked(context),
     )
     return FoundPlan(
         plan=made,
@@ -290,6 +291,14 @@ def complete_plan(
         problem=solution.problem,
         interrupted=solution.interrupted,
     )
+
+
+def _unasked(context: PlanContext) -> Kernels:
+    """Kernels of the platform for attentions, where none was to be used."""
+    platform = dict(context.environment)["platform"]
+    usual = defaults_of(platform).replacing.attention
+    asked = context.rules.replacing.attention
+    return Kernels(names=() if asked else usual, platform=platform)
 
 
 def estimate_plan(analyzed: Analyzed, options: PlanOptions) -> Estimate:

@@ -196,6 +196,20 @@ def test_what_bfloat16_would_allow_is_said(tmp_path, dtype, width, said):
     assert bool(remark(plan, "it would with q, k and v in bfloat16")) == said
 
 
+@pytest.mark.parametrize("more", [{"attention": ()}, {"choose": ("sharding",)}])
+def test_what_a_kernel_that_was_not_allowed_would_bring_is_said(tmp_path, more):
+    w = {name: jax.ShapeDtypeStruct((64, 4, 64), jnp.bfloat16) for name in "qkv"}
+    args = w, jax.ShapeDtypeStruct((8, 1024, 64), jnp.bfloat16)
+    settings = cfp.PlannerSettings(**more)
+    plan = planned(tmp_path, fn=attend, args=args, settings=settings)
+    [text] = remark(plan, "with cudnn's a step is estimated to take")
+    less_ms = float(text.split("to take ")[1].split(" ms less")[0])
+    assert 0.0 < less_ms < plan.predicted_ms and "--attention cudnn" in text
+    usual = planned(tmp_path, fn=attend, args=args)
+    assert not remark(usual, "that was asked for")
+    assert usual.predicted_ms == pytest.approx(plan.predicted_ms - less_ms, rel=0.05)
+
+
 # ------------------------------------------------------------------- a step's own error
 
 

@@ -20,6 +20,7 @@ from cfp.attention.matching.matches import (
     way_of,
 )
 from cfp.cost.choice import SegmentChoice, segment_candidate
+from cfp.cost.costs import Costs
 from cfp.patterns.sites import among as losses_among
 from cfp.patterns.sites import cross_entropies, in_parts
 from cfp.plan.describe import axis_roles, communicating_loops, sharded_kernels
@@ -62,6 +63,7 @@ def with_figures(
     raced: Sequence[tuple[Candidate, float]] = (),
     dimensions: Set[Dimension] = ALL_DIMENSIONS,
     parts_asked: int = 0,
+    unasked: Kernels | None = None,
 ) -> Plan:
     """The plan with its figures.
 
@@ -77,6 +79,8 @@ def with_figures(
         dimensions: what was chosen among.
         parts_asked: over so many parts of the vocabulary a cross-entropy was asked to
             be computed; 0 if that was not asked for.
+        unasked: what computes attentions on the platform unless that is unwanted, as
+            here.
     """
     layout = lay_out(analysis.frame, choice)
     blocks = block_figures(analysis, choice, rates)
@@ -93,6 +97,8 @@ def with_figures(
     trials = _Trials(found, problem)
     left, refused = _kernels(analysis, layout, choice, kernels, failed, trials)
     left += _losses(analysis, layout, choice, kernels, trials)
+    if unasked is not None and unasked.names and rates is not None:
+        left += _forgone(analysis, choice, rates, unasked)
     if parts_asked and not cross_entropies(analysis.frame.program).found:
         reason = "cfp recognizes none in this step"
         none = LeftFigures(source="", reason=reason, count=1, name="cross-entropy")
@@ -189,6 +195,35 @@ def _kernels(
             RefusedFigures(kernel=kernel, source=source, reason=reason, count=count)
             for (kernel, source, reason), count in refused.items()
         ),
+    )
+
+
+def _forgone(
+    analysis: Analysis, choice: Choice, rates: Rates, unasked: Kernels
+) -> tuple[LeftFigures, ...]:
+    """Attentions that stay as written since that was asked for, with what it costs."""
+    costs, saved_ms = Costs(analysis, rates), 0.0
+    found: Counter[tuple[str, str]] = Counter()
+    for segment in analysis.segments:
+        own = segment_candidate(analysis, segment.index, choice)
+        times = {
+            one.kernels.attention: costs.saved_by_kernel_ms(segment.kind, one)
+            for one in unasked.variants(analysis, segment.kind, own)
+        }
+        best = max(times, key=times.__getitem__, default="")
+        if not best or times[best] <= 0.0:
+            continue
+        saved_ms += segment.repeat * times[best]
+        for match in among(analysis.frame.program, segment.ops):
+            found[short_source(match.found.source), best] += 1
+    return tuple(
+        LeftFigures(
+            source=source,
+            reason=f"that was asked for; with {name}'s a step is estimated to take "
+            f"{saved_ms:.3f} ms less (--attention {name})",
+            count=count,
+        )
+        for (source, name), count in found.items()
     )
 
 

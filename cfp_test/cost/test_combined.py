@@ -41,7 +41,7 @@ def arguments(rows=ROWS):
 
 
 def state_ms(name, rates):
-    """What a preset's state moves in all of the step, by estimate."""
+    """Estimates the time that a preset's state takes to move in a step."""
     program, _ = trace(flatten_step(step, arguments()), make_mesh(SIZES))
     analysis = analyze(program, SIZES)
     terms, choice = Terms(analysis.frame, rates), presets(analysis.frame)[name]

@@ -52,6 +52,7 @@ from cfp.race.programs import (
     RaceOutcome,
     RaceResult,
     RaceRow,
+    Skipped,
     as_predicted,
     left_out,
     not_run,
@@ -251,7 +252,9 @@ class Run:
             fitting = [pair for pair in known if pair[0] <= most]
             fitting.sort(key=lambda pair: pair[0])
             ways = [*([best] if best else []), *ways, *(one for _, one in fitting)]
-        tried = {(one.candidate.choice, one.candidate.level) for one in refused}
+        # What there was no time for yet is not refused.
+        done = [one for one in refused if not isinstance(one.outcome, Skipped)]
+        tried = {(one.candidate.choice, one.candidate.level) for one in done}
         found = dict[Choice, Candidate]()
         for one in ways:
             if (one.choice, one.level) not in tried:

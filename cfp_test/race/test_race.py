@@ -450,7 +450,7 @@ def test_where_nothing_fits_planning_ends_with_its_time(
     clock = SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0])
 
     def smaller(run, refused):
-        tried = {one.candidate.choice for one in refused}
+        tried = {one.candidate.choice for one in refused if one.peak_bytes}
         every = {one.choice: one for one in run.solution.candidates}
         return [one for choice, one in every.items() if choice not in tried]
 

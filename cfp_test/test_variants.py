@@ -373,7 +373,7 @@ def test_where_nothing_fits_leaner_variants_are_planned(tmp_path):
 def test_where_time_is_over_and_nothing_fits_no_other_is_planned(monkeypatch, tmp_path):
     now, asked = [100.0], []
 
-    def find(step, *, mesh, **options):
+    def find(step, mesh, options, analyzed):
         asked.append(BY_AXES[len(mesh.axis_names)])
         now[0] += 40.0
         needed = {"line": 9, "flat": 7, "cube": 8}[asked[-1]]

@@ -427,7 +427,6 @@ def test_what_would_be_ready_and_run_after_the_end_is_not_begun(
     assert sum(row.note == TOO_LATE for row in made.race) > 2
 
 
-@pytest.mark.explained("No plan fits in the memory budget")
 @pytest.mark.parametrize(
     ("seconds", "begun"),
     # Nothing is begun that would be ready later, but for one smaller program.

@@ -261,24 +261,6 @@ _MEASURING = (
         tests="rounds|measure_candidates",
     ),
     Mechanism(
-        "a round that saved less than 2 % is the last",
-        _GUIDED,
-        7,
-        [
-            Edit(
-                "cfp.search.guided:measure_candidates",
-                {"if 1.0 - now / before[1] <= WORTH_HAVING:": "if False:"},
-            )
-        ],
-        tests="rounds",
-    ),
-    Mechanism(
-        "a round asks for what fits if the compiler saves memory",
-        _GUIDED,
-        8,
-        [Edit(_ASK, {"dict.fromkeys((1.0, left))": "(1.0,)"})],
-    ),
-    Mechanism(
         "a round ends with the leanest, rematerialized",
         _GUIDED,
         6,

@@ -40,7 +40,7 @@ from cfp.cost.memory import (
 )
 from cfp.cost.terms import Terms, masked_share
 from cfp.patterns.build import passes
-from cfp.profiling.collectives import Rates
+from cfp.profiling.rates import Rates
 from cfp.program.graph import Op, Program, dtype_bytes
 from cfp.settings import HOST_BYTES_PER_MS, LIMITED_MEMORY_AT_LEAST
 

@@ -37,7 +37,7 @@ from cfp.attention.matching.called import (
 )
 from cfp.attention.matching.graft import Way
 from cfp.cost.traffic import moved_bytes
-from cfp.profiling.collectives import Rates
+from cfp.profiling.rates import Rates
 from cfp.program.flops import call_flops
 from cfp.program.graph import Op, dtype_bytes
 from cfp.program.rules import Rule, padded_size

@@ -19,10 +19,11 @@ from cfp.devices.described import DescribedMesh
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.propagated import named_choices
 from cfp.profiling.builder import Job
-from cfp.profiling.collectives import Rates, measure_rates
+from cfp.profiling.collectives import measure_rates
 from cfp.profiling.key import Parts
 from cfp.profiling.measurer import Measurer
 from cfp.profiling.outlook import Stage
+from cfp.profiling.rates import Rates
 from cfp.race.candidates import named_candidates
 from cfp.search.choices import Kernels, estimate_among, leading_presets
 from cfp.search.expected import build_problem, estimate_options

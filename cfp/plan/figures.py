@@ -12,7 +12,7 @@ from cfp.analysis.layout import Choice, Layout, SegmentKernels, Storage, lay_out
 from cfp.fields import Count, Flag, Spec, Time, Words
 from cfp.plan.describe import block_moves
 from cfp.plan.parts import AxisRole
-from cfp.profiling.collectives import Rates
+from cfp.profiling.rates import Rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

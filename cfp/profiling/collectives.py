@@ -305,9 +305,6 @@ def build_probe(key: ProfileKey, probe: Probe, mesh: Mesh) -> Built | ProfileRec
     return built
 
 
-__all__ = ["Rates", "known_rates", "measure_rates", "rate_keys"]
-
-
 _TIMING = TimingOptions(
     warmup_seconds=0.02,
     min_samples=3,

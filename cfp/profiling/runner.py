@@ -46,15 +46,6 @@ from cfp.profiling.tasks import ProfileSummary
 from cfp.profiling.timing import measure
 from cfp.program.graph import Program
 
-__all__ = [
-    "StopOnDeviceLoss",
-    "TimingOptions",
-    "execute",
-    "profile",
-    "run",
-    "run_local",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingOptions:

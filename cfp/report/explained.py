@@ -16,8 +16,9 @@ from cfp.analysis.analyze import Analysis
 from cfp.context import PlanContext
 from cfp.cost.choice import SegmentChoice
 from cfp.passes.profile import profile_segments
-from cfp.profiling.collectives import Rates, measure_rates, rate_keys
+from cfp.profiling.collectives import measure_rates, rate_keys
 from cfp.profiling.key import ProfileKey
+from cfp.profiling.rates import Rates
 from cfp.report.figures import kind_title, option_names, strategy_figures
 from cfp.report.plots import figure
 from cfp.search.explain import Alternative, Explanation, KindExplanation

@@ -41,7 +41,7 @@ from cfp.plan.plan import Plan
 from cfp.presets.presets import plainest, presets
 from cfp.presets.propagated import named_choices
 from cfp.printable import distinct_ends, merged_name
-from cfp.profiling.collectives import Rates
+from cfp.profiling.rates import Rates
 from cfp.search.choices import Kernels, picks_of
 from cfp.search.problem import Option, Problem
 from cfp.search.solver import solve

@@ -29,7 +29,7 @@ from cfp.patterns.sites import among as patterns_among
 from cfp.patterns.sites import in_parts
 from cfp.presets.presets import PRESETS, REPLICATED, plainest
 from cfp.presets.propagated import FROM_ARGUMENTS, PROPAGATED
-from cfp.profiling.collectives import Rates
+from cfp.profiling.rates import Rates
 from cfp.search.problem import Assignment, Problem
 from cfp.settings import FROM_ARGUMENTS_REACH, MIXED_PRESETS, Dimension
 

@@ -59,7 +59,7 @@ from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling import measurer, runner
 from cfp.profiling.builder import Built, Job
-from cfp.profiling.collectives import Rates
+from cfp.profiling.rates import Rates
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.race import compile as race_compile

@@ -43,7 +43,7 @@ from cfp.passes.search import search
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling import measurer, runner
 from cfp.profiling.builder import Built, Job
-from cfp.profiling.collectives import Rates
+from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
 from cfp.program.flops import op_flops
 from cfp.program.step import flatten_step

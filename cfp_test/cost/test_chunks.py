@@ -15,7 +15,7 @@ from cfp.cost.choice import segment_candidate
 from cfp.cost.costs import Costs, working_bytes
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
-from cfp.profiling.collectives import Rates
+from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.choices import Kernels

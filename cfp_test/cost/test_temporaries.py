@@ -10,7 +10,7 @@ from cfp.cost.costs import Costs, peak_bytes, steps_of
 from cfp.cost.fusion import summed_in_two_orders
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
-from cfp.profiling.collectives import Rates
+from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.choices import Kernels, estimate_kinds

@@ -24,7 +24,7 @@ from cfp.cost.costs import Costs
 from cfp.passes.profile import profile as profile_segments
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
-from cfp.profiling.collectives import Rates
+from cfp.profiling.rates import Rates
 from cfp.profiling.runner import profile
 from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram

@@ -14,7 +14,13 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.host_state import enough_state
 from cfp.analysis.layout import lay_out
-from cfp.context import PlanContext, agreement_of, device_memory, open_context
+from cfp.context import (
+    PlanContext,
+    agreement_of,
+    device_memory,
+    open_context,
+    settings_or_defaults,
+)
 from cfp.cost.memory import host_bytes
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MemoryBudgetError
@@ -129,7 +135,7 @@ def find_plan_that_fits(
         MemoryBudgetError: nothing fits.
     """
     check_settings()
-    end = time.monotonic() + (options.settings or PlannerSettings()).seconds
+    end = time.monotonic() + settings_or_defaults(options.settings).seconds
     with options.planning(mesh):
         analyzed = analyze_step(step, mesh, options.pins)
     try:

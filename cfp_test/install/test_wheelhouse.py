@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -233,7 +234,10 @@ exec '{python}' "$@"
 def test_installing_needs_no_pip_of_the_other_machine(carried, tmp_path):
     for other in (carried / "wheels").iterdir():
         other.unlink()
-    (bundled,) = (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")
+    # Debian keeps them in a folder of the system.
+    beside = Path(ensurepip.__file__).parent / "_bundled"
+    folder = sysconfig.get_config_var("WHEEL_PKG_DIR") or beside
+    (bundled,) = Path(folder).glob("pip-*.whl")
     shutil.copy(bundled, carried / "wheels")
     (carried / "lock.txt").write_text(fetch.exact_lock([bundled]))
     fetch.write_sums(carried)

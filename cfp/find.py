@@ -300,11 +300,15 @@ def complete_plan(
 
 
 def _unasked(context: PlanContext) -> Kernels:
-    """Kernels of the platform for attentions, where none was to be used."""
-    platform = dict(context.environment)["platform"]
+    """Returns the platform's kernels for attentions, where the user wanted none.
+
+    None either where the user left the choice out: that is a remark of its own.
+    """
+    platform, rules = dict(context.environment)["platform"], context.rules
+    is_chosen = Dimension.KERNELS in rules.dimensions
     usual = defaults_of(platform).replacing.attention
-    asked = context.rules.replacing.attention
-    return Kernels(names=() if asked else usual, platform=platform)
+    is_unwanted = is_chosen and not rules.replacing.attention
+    return Kernels(names=usual if is_unwanted else (), platform=platform)
 
 
 def estimate_plan(analyzed: Analyzed, options: PlanOptions) -> Estimate:

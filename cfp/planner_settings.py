@@ -118,7 +118,7 @@ class PlannerSettings:
             if getattr(self, name) and dimension not in dimensions:
                 raise CfpError(
                     f"{name}={getattr(self, name)!r} asks for what choose leaves out. "
-                    f"Add {dimension!r} to choose, or leave out {name}."
+                    f"Add {dimension} to choose, or leave out {name}."
                 )
         if unknown := [name for name in self.attention or () if name not in KERNELS]:
             raise CfpError(

@@ -196,11 +196,10 @@ def test_what_bfloat16_would_allow_is_said(tmp_path, dtype, width, said):
     assert bool(remark(plan, "it would with q, k and v in bfloat16")) == said
 
 
-@pytest.mark.parametrize("more", [{"attention": ()}, {"choose": ("sharding",)}])
-def test_what_a_kernel_that_was_not_allowed_would_bring_is_said(tmp_path, more):
+def test_what_a_kernel_that_was_not_allowed_would_bring_is_said(tmp_path):
     w = {name: jax.ShapeDtypeStruct((64, 4, 64), jnp.bfloat16) for name in "qkv"}
     args = w, jax.ShapeDtypeStruct((8, 1024, 64), jnp.bfloat16)
-    settings = cfp.PlannerSettings(**more)
+    settings = cfp.PlannerSettings(attention=())
     plan = planned(tmp_path, fn=attend, args=args, settings=settings)
     [text] = remark(plan, "with cudnn's a step is estimated to take")
     less_ms = float(text.split("to take ")[1].split(" ms less")[0])
@@ -208,6 +207,11 @@ def test_what_a_kernel_that_was_not_allowed_would_bring_is_said(tmp_path, more):
     usual = planned(tmp_path, fn=attend, args=args)
     assert not remark(usual, "that was asked for")
     assert usual.predicted_ms == pytest.approx(plan.predicted_ms - less_ms, rel=0.05)
+    # To leave the choice out is not to ask for none, and an option would be refused.
+    settings = cfp.PlannerSettings(choose=("sharding",))
+    narrow = planned(tmp_path, fn=attend, args=args, settings=settings)
+    assert remark(narrow, "chosen among sharding alone")
+    assert not remark(narrow, "that was asked for") + remark(narrow, "--attention")
 
 
 # ------------------------------------------------------------------- a step's own error

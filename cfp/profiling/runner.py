@@ -131,9 +131,8 @@ def profile(
     platform = mesh.devices.flat[0].platform
     there = place_for(platform, options.place)
     environment = replace(environment, place=there)
-    run_next = StopOnDeviceLoss(
-        run
-    )  # The scheduler keeps each record before the next run.
+    # The scheduler keeps each record before the next run.
+    run_next = StopOnDeviceLoss(run)
     with environment.compilation_cache(platform):
         return run_tasks(
             jobs,

@@ -28,14 +28,14 @@ class BlockView:
     """A block of a run of segments that are alike.
 
     Attributes:
-        row: the block in the middle of the run, which stands for all: the first and
-            the last have other neighbours.
+        row: a block in the middle of those with the same collectives as most, which
+            stands for all: the first and the last have other neighbours.
         members: the block in each segment of the run, by its index.
         name: of all, as one: ``Net/layer_0-3/up``.
         path: the same without the module that all blocks of the plan stand in.
         sharded: what each axis shards, in words.
-        collectives: of most, and where it differs of others, in words.
-        figures: tensors and collectives; None where there are none.
+        exceptions: the collectives of segments that have others, in words.
+        figures: tensors and collectives of `row`; None where there are none.
     """
 
     row: PlanRow
@@ -43,8 +43,13 @@ class BlockView:
     name: str
     path: str
     sharded: str
-    collectives: str
+    exceptions: tuple[str, ...]
     figures: BlockFigures | None
+
+    @property
+    def collectives(self) -> str:
+        """The collectives of most, and those of others where they differ."""
+        return "; ".join([self.row.collectives, *self.exceptions])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,22 +317,23 @@ def _longest_repeat(marks: Sequence[tuple], at: int) -> tuple[int, int]:
 def _block(
     twins: Sequence[PlanRow], prefix: str, drawn: Mapping[int, BlockFigures]
 ) -> BlockView:
-    row = twins[len(twins) // 2]
+    row, exceptions = _usual_row(twins)
     return BlockView(
         row=row,
         members=tuple(twin.block for twin in twins),
         name=merged_name([twin.name for twin in twins]),
         path=merged_name([twin.name.removeprefix(prefix) for twin in twins]),
         sharded=roles_text(row.strategy),
-        collectives=_collectives(twins),
+        exceptions=exceptions,
         figures=drawn.get(row.block),
     )
 
 
-def _collectives(twins: Sequence[PlanRow]) -> str:
-    """Finds the call of most twins, and the exceptions: the first of a stack, say.
+def _usual_row(twins: Sequence[PlanRow]) -> tuple[PlanRow, tuple[str, ...]]:
+    """Finds a block with the collectives of most, and the others' in words.
 
-    Small differences in size are those of tensors that belong to no block for sure.
+    Others are the first of a stack, say. Small differences in size are those of
+    tensors that belong to no block for sure.
     """
     kinds: dict[str, list[PlanRow]] = {}
     for twin in twins:
@@ -335,11 +341,12 @@ def _collectives(twins: Sequence[PlanRow]) -> str:
     common, *others = sorted(
         kinds.values(), key=lambda group: (-len(group), -group[-1].segment)
     )
-    texts = [common[len(common) // 2].collectives]
-    for group in others:
-        where = span_text([row.segment for row in group])
-        texts.append(f"segment {where}: {group[0].collectives}")
-    return "; ".join(texts)
+    spans = [span_text([row.segment for row in group]) for group in others]
+    return common[len(common) // 2], tuple(
+        f"but in segment {span}: "
+        + ("none" if group[0].collectives == "-" else group[0].collectives)
+        for span, group in zip(spans, others, strict=True)
+    )
 
 
 def _segment(plan: Plan, indices: list[int], blocks: list[BlockView]) -> SegmentView:

@@ -313,12 +313,12 @@ def _block_lines(block: BlockView) -> Iterator[str]:
     yield f"  {elided(block.name)}{where}"
     yield f"    sharded: {block.sharded}"
     if figures is None:
-        yield f"    then: {row.collectives}"
+        yield f"    collectives: {block.collectives}"
         return
     operands = " x ".join(map(tensor_text, figures.operands))
     yield f"    tensors: {operands} -> {tensor_text(figures.result)}"
     moves = "; ".join(map(move_text, figures.moves))
-    yield f"    collectives: {moves or 'none'}"
+    yield f"    collectives: {'; '.join([moves or 'none', *block.exceptions])}"
 
 
 def _choice_lines(choice: ChoiceView) -> Iterator[str]:

@@ -43,6 +43,28 @@ def test_a_plan_explains_itself():
     )
 
 
+@pytest.mark.parametrize("place", [0, 48], ids=["first", "middle"])
+def test_collectives_of_a_few_segments_are_in_all_renderings(place):
+    """The figures are those of most, and what others send stands below."""
+    rows = [*DEEP.rows]
+    rows[place] = replace(rows[place], collectives="all-to-all over x, 8.00 KiB")
+    usual = DEEP.figures.blocks[48].moves
+    blocks = [replace(one, moves=usual) for one in DEEP.figures.blocks]
+    move = replace(usual[0], kind="all-to-all", total_bytes=8 * KIB)
+    blocks[place] = replace(blocks[place], moves=(move,))
+    plan = replace(
+        DEEP, rows=tuple(rows), figures=replace(DEEP.figures, blocks=tuple(blocks))
+    )
+    other = f"ut in segment {place}: all-to-all over x, 8.00 KiB"
+    explained = " ".join(explain_text(plan).split())
+    assert f"1.00 KiB, 0.250 ms; b{other} why:" in explained
+    html, _, _ = page_html(plan).partition('<section id="collectives">')
+    assert f"B{other}." in html and html.count("all-gather") == 1
+    assert f"b{other}" in plan_text(plan, width=200)
+    unknown = replace(plan, figures=None)
+    assert f"b{other} why:" in " ".join(explain_text(unknown).split())
+
+
 def test_a_faster_option_that_does_not_fit_is_no_runner_up_and_one_that_fits_is():
     wide = figured(["a", "b"], budget_bytes=None)
     said = " ".join(explain_text(wide).split())

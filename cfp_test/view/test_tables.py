@@ -73,7 +73,7 @@ def test_what_only_some_of_the_segments_send_is_said():
     rows = layers([0, 0, 0])
     rows[1] = row(1, 0, "Net/layer_0/mlp", collectives="all-to-all over x, 8.00 KiB")
     text = plan_text(make_plan(rows, []), width=160)
-    said = "all-reduce over x, 19.25 KiB; segment 1: all-to-all over x, 8.00 KiB"
+    said = "all-reduce over x, 19.25 KiB; but in segment 1: all-to-all over x, 8.00 KiB"
     assert f"| {said} |" in text
 
 

@@ -516,7 +516,7 @@ _VARIANT = re.compile(", (no latency hiding|large collectives)$")
 
 def replayed() -> dict[str, Any]:
     """Recorded races decided otherwise: the least wins, and one leader has options."""
-    ties, leaders = [], []
+    ties, leaders, varied = [], [], 0
     for _, rows in races():
         ran = [_result(name, ms) for name, ms in rows.items() if len(ms) > 1]
         if len(ran) > 1:
@@ -525,6 +525,7 @@ def replayed() -> dict[str, Any]:
             ties.append(best.time_ms / min(one.time_ms for one in ran))
         times = {name: median(ms) for name, ms in rows.items()}
         bases = {_VARIANT.sub("", name) for name in times if _VARIANT.search(name)}
+        varied += bool(bases)
         if len(bases & times.keys()) > 1:
             leader = min(bases & times.keys(), key=lambda name: times[name])
             kept = [
@@ -540,6 +541,7 @@ def replayed() -> dict[str, Any]:
             "worst": max(ties),
         },
         "leader": {
+            "varied": varied,
             "races": len(leaders),
             "mean": mean(leaders),
             "worst": max(leaders),

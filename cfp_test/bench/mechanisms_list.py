@@ -335,7 +335,7 @@ _MEASURING = (
     ),
     Mechanism(
         "collectives are timed in chains",
-        "profiling/probes.py",
+        "profiling/collectives.py",
         90,
         experiment="",
         cited="one a program, each up to 32 MiB took what a launch takes",
@@ -418,7 +418,7 @@ _CANDIDATES = (
         tests="later_levels|at_levels",
     ),
     Mechanism(
-        "leaders race with other compiler options",
+        "the leader races with other compiler options",
         _TURNS,
         70,
         asked={"compiler_options": {}},
@@ -600,7 +600,7 @@ _TIMING = (
         _TURNS,
         14,
         experiment="",
-        cited="a look was off by 5 %",
+        cited="a look was off by 4 %",
         tests="warm",
     ),
     Mechanism(

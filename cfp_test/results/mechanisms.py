@@ -8,6 +8,7 @@ from typing import Any
 from cfp_test.results.pages import table
 
 WITH_ALL = "with all of them"
+_OPTIONS = "the leader races with other compiler options"
 _COUNTED = ("tuned", "segments built", "segments run", "wholes built", "race runs")
 # Where the line is: of steps, of planning, and of the time that solving takes.
 _SLOWER, _LONGER, _MUCH = 1.02, 1.10, 2.0
@@ -40,6 +41,8 @@ def figures(data: Mapping[str, Any]) -> dict[str, str]:
         "ties": f"{ties['changed']} of {ties['races']}",
         "ties_worst": f"{ties['worst'] - 1:.2%}",
         "leaders": f"{leader['races']}",
+        "varied": f"{leader['varied']}",
+        "free": f"{every[_OPTIONS]['recorded']['races']}",
         "leader_mean": f"{leader['mean'] - 1:.2%}",
         "leader_worst": f"{leader['worst'] - 1:.2%}",
     }

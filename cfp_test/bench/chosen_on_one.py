@@ -46,6 +46,7 @@ from cfp_test.bench.by_hand import make_state
 from cfp_test.bench.decoder import MODELS, make_step
 from cfp_test.bench.planned_on_one import stand_in
 from cfp_test.bench.recorded import MOE_OF_TWO, TINY
+from cfp_test.scripts.rows import commit
 
 AXES = (("x", 2),)
 _WARM_UP = 5  # Steps, in which the clock sinks to what the power allows.
@@ -211,6 +212,7 @@ def compare(name: str, mesh: Mesh, given: argparse.Namespace) -> dict[str, Any]:
         "model": name,
         "device_kind": mesh.devices.flat[0].device_kind,
         "jax": jax.__version__,
+        "commit": commit(),
         "p2p_disabled": os.environ.get("NCCL_P2P_DISABLE") == "1",
         "same_program": programs["one"] == programs["two"],
         "plans": {

@@ -51,6 +51,7 @@ def figures(data: dict[str, Any]) -> dict[str, str]:
         "hardware": f"2 {first['device_kind']}",
         "jax": first["jax"],
         "date": data["date"],
+        "commits": ", ".join(dict.fromkeys(row["commit"] for row in data["rows"])),
         "samples": " or ".join(map(str, sorted(counts))),
         "steps": table(
             "model | chosen on | plan | planning s | predicted ms | step ms | samples "

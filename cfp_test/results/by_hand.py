@@ -72,6 +72,7 @@ def by_hand(data: Mapping[str, Any]) -> Figures:
 def with_kernel(data: Mapping[str, Any]) -> Figures:
     """Steps by hand and as planned, both with the kernel that the model calls."""
     steps, planning = [], []
+    has_commits = all("commit" in row for row in data["models"].values())
     for model, row in data["models"].items():
         hand, planned = row["samples_ms"]["hand"], row["samples_ms"]["planned"]
         ms, by_hand_ms = statistics.median(planned), statistics.median(hand)
@@ -82,6 +83,7 @@ def with_kernel(data: Mapping[str, Any]) -> Figures:
                 *(f"{min(one):.1f} to {max(one):.1f}" for one in (hand, planned)),
                 fixed(ms / by_hand_ms, 3),
                 row["kernels"],
+                *([row["commit"]] if "commit" in row else []),
             ]
         )
         took, check = row["planning"], row["check"]
@@ -98,7 +100,7 @@ def with_kernel(data: Mapping[str, Any]) -> Figures:
     return {
         "steps": table(
             "model | by hand ms | plan ms | by hand, samples | plan, samples "
-            "| plan / by hand | kernels in the program",
+            "| plan / by hand | kernels in the program" + " | commit" * has_commits,
             steps,
         ),
         "planning": table(

@@ -89,9 +89,9 @@ PLANS_BY_ESTIMATE = 3
 # many seconds, with its inputs: 24 took 56 s.
 RUNS_PLAYED = 3
 PLAYED_RUN_SECONDS = 2.0
-# What is slower than this many times the fastest of a turn is left out: after the first
-# turn, which is a look, and between two races; and after each later one. decisions.md,
-# "Planning in half the time".
+# What is slower than this many times the fastest is left out: after the look before the
+# turns, or the first turn where there is no look, and between two races; and after each
+# other turn. decisions.md, "Planning in half the time".
 STAY_AFTER_LOOK = 1.04
 STAY_AFTER_TURN = 1.02
 # Programs of a race whose medians differ by no more than this share are a tie, of two
@@ -189,7 +189,8 @@ class PlatformDefaults:
         reserve_bytes: what the allocator may add to what a program needs.
         combined_bytes: up to so many bytes the compiler makes one collective of several
             that do not depend on each other.
-        compiler_options: what leaders are raced with, too, by name.
+        compiler_options: what the leader and a near best preset are raced with, too,
+            by name.
         replacing: what may compute attentions and cross-entropies.
         replacing_for_memory: the same where memory decides.
         dimensions: what is chosen among; of all else the plan has what is usual.

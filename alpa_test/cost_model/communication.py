@@ -53,11 +53,13 @@ class AlphaBeta:
       links: what connects devices along each axis.
       flops_per_ms: of matrix products on one device; None to ignore compute, as Alpa
         does.
+      combined_bytes: none, since Alpa's model prices each collective by itself.
     """
 
     mesh: tuple[tuple[str, int], ...]
     links: Mapping[str, Link]
     flops_per_ms: float | None = None
+    combined_bytes: int = 0
 
     @classmethod
     def uniform(

@@ -28,14 +28,14 @@ Axes = tuple[tuple[str, int], ...]
 
 _AXIS_NAMES = ("x", "y", "z")
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
-_AXIS = re.compile(r"([A-Za-z_]\w*)=(\d+)")
+_AXIS = re.compile(r"([A-Za-z_]\w*)=0*([1-9]\d*)")
 
 
 def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
     """The mesh's axes from ``--devices 4`` or ``--mesh x=2,y=2``; None if neither.
 
     Raises:
-        MeshError: the text is no mesh, or the mesh has one device.
+        MeshError: the text is no mesh.
     """
     if mesh is None:
         axes = None if devices is None else (("x", devices),)
@@ -150,6 +150,28 @@ def _share(count: int) -> int:
     return each + (member.process_id < more)
 
 
+def make_asked_mesh(axes: Axes | None) -> Mesh:
+    """The mesh that a command was asked for; over all devices, if axes is None.
+
+    Raises:
+        DeviceError: there are too few devices, or none that work.
+        MeshError: nothing was asked for, and there is one CPU: GPUs were meant, or
+            virtual devices.
+    """
+    mesh = make_mesh(axes)
+    if axes is None and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu":
+        raise MeshError(
+            compose(
+                "This machine has one device, a CPU.",
+                expected="GPUs, or a number of devices that is asked for",
+                got="neither --devices nor --mesh",
+                attempt="--devices 4 --platform cpu, which makes virtual devices; "
+                "--for 4xh200, which plans for GPUs that are not here; --devices 1",
+            )
+        )
+    return mesh
+
+
 def make_mesh(
     axes: Axes | None, *, device_kind: str = "", attempt: str | None = None
 ) -> Mesh:
@@ -163,7 +185,6 @@ def make_mesh(
 
     Raises:
         DeviceError: there are too few devices, or none that work.
-        MeshError: there is one device, and no axes were given.
     """
     try:
         devices = jax.devices()

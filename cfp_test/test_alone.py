@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 
 import cfp
+from cfp.models import build
+from cfp.presets.presets import PRESETS
+from cfp.presets.propagated import PROPAGATED
 from cfp_test import toy_targets
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import run_batch
@@ -58,3 +61,38 @@ def test_one_device_on_the_command_line(tmp_path):
     assert "for one cpu" in done[0].out
     assert "Check passed" in done[1].out
     assert '"device_kind": "NVIDIA H100' in done[2].out
+
+
+@pytest.mark.parametrize("name", [*PRESETS, *PROPAGATED, "x=data,y=tensor+sharded"])
+def test_on_one_device_each_preset_is_the_step_itself(name):
+    """A script that names one runs on one device, too."""
+    mesh = make_mesh((("x", 1),))
+    quick = cfp.PlannerSettings(race=False)
+    plan = cfp.plan(STEP_FN, *SHAPES, mesh=mesh, preset=name, settings=quick)
+    assert plan.winner == "replicated"
+    with pytest.raises(cfp.OptionError, match="There is no preset 'x=rows'"):
+        cfp.plan(STEP_FN, *SHAPES, mesh=mesh, preset="x=rows", settings=quick)
+
+
+def test_on_one_device_kernels_and_host_memory_are_chosen():
+    fn, args = build("gpt", layers=2)
+    one = cfp.described("1xh100")
+    plan = cfp.plan(fn, *args, mesh=one, donate_argnums=0)
+    attentions = [one.kernels.attention for one in plan.segments]
+    assert attentions == ["", "cudnn", "cudnn", ""]
+    assert not plan.in_host
+    least = cfp.plan(fn, *args, mesh=one, donate_argnums=0, memory_budget="1.9GiB")
+    assert least.in_host
+
+
+def test_one_cpu_is_planned_for_where_it_is_asked_for(tmp_path):
+    """Without GPUs four virtual devices were meant, or a cluster that is described."""
+    alone, curves = run_batch(
+        [["plan", TOY], ["profile", "--curves", "--devices", "1"]],
+        tmp_path,
+        XLA_FLAGS="--xla_force_host_platform_device_count=1",
+        JAX_PLATFORMS="cpu",
+    )
+    assert alone.code == curves.code == 2
+    assert "one device, a CPU" in alone.err and "--devices 4" in alone.err
+    assert "One device sends nothing" in curves.err

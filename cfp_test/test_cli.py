@@ -32,6 +32,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["plan", "gpt", "--layrs", "2"], "did you mean '--layers'? cfp plan --help"),
     (["plan", TOY, "--deivces", "4"], "toy has no option --deivces"),
     (["plan", TOY, "--mesh", "x:4"], "The mesh cannot be read"),
+    (["plan", TOY, "--mesh", "x=2,y=0"], "The mesh cannot be read"),
     (["plan", TOY, "--mesh", "x=2,x=2"], "each axis once"),
     (["plan", TOY, "--mesh", "x=2", "--devices", "4"], "contradict each other"),
     (["plan", TOY, "--platform", "tpu"], "There is no such platform"),

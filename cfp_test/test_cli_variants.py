@@ -24,6 +24,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ([TOY, *CPU, *SHAPES, "--mesh-shapes", "x=8"], "x=4 of 4; x=2,y=2 of 4; x=8 of 8"),
     ([TOY, *CPU, "--devices", "8", *SHAPES], "contradict each other"),
     ([TOY, *CPU, "--mesh-shapes", "x:4"], "The mesh cannot be read"),
+    ([TOY, *CPU, "--mesh-shapes", "x=0"], "The mesh cannot be read"),
     ([TOY, *FEW, "--microbatches", "1,2"], "give the function an argument microbatch"),
     ([PARTS, *FEW, "--microbatches", "1,3"], "16 rows in 3 parts"),
     ([PARTS, *FEW, "--microbatches", "0,2"], "--microbatches 1,2,4"),

@@ -31,7 +31,7 @@ from cfp.cli.session import (
 )
 from cfp.context import PlanContext, open_context
 from cfp.devices.schema import description_of
-from cfp.errors import CfpError
+from cfp.errors import CfpError, MeshError, compose
 from cfp.find import FoundPlan, complete_plan
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
@@ -176,6 +176,15 @@ def measure_curves(ctx: typer.Context) -> None:
             Display(given["quiet"]) as display,
         ):
             devices_mesh = platforms.make_mesh(axes)
+            if devices_mesh.size == 1:
+                raise MeshError(
+                    compose(
+                        "One device sends nothing.",
+                        expected="a mesh of two devices or more",
+                        got="one device",
+                        attempt="--devices 4 --platform cpu, to see how it works",
+                    )
+                )
             rates = measure_rates(
                 devices_mesh, store, MeasureOptions(progress=display.tell)
             )

@@ -102,7 +102,7 @@ def open_target(
     # The target first: to say that it does not exist takes no device.
     target = resolve(text, options, donate=donate, static=static)
     if not of_plan:
-        return target, platform.make_mesh(axes)
+        return target, platform.make_asked_mesh(axes)
     return target, platform.make_mesh(axes, device_kind=kind, attempt=attempt)
 
 

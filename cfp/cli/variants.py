@@ -112,7 +112,7 @@ def variants_of(ctx: typer.Context) -> VariantRequest:
 
     def make(axes: platform.Axes | None) -> Mesh | DescribedMesh:
         if cluster is None:
-            return platform.make_mesh(axes)
+            return platform.make_asked_mesh(axes)
         described = mesh_of(cluster, axes)
         if given.get("compiled"):
             return described.by_compiler()

@@ -265,7 +265,7 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
         raise MeshError(
             compose(
                 "The mesh is not of the cluster's devices.",
-                expected=f"all {cluster.count} devices of {cluster.text}"
+                expected=f"a mesh of all devices of {cluster.text}, {cluster.count}"
                 f" (hosts = {cluster.hosts}, devices_per_host = {cluster.per_host})",
                 got=" x ".join(f"{name}={size}" for name, size in axes) or "one device",
                 attempt=f"one axis of all devices, x={cluster.count} (--mesh "

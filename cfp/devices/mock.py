@@ -65,7 +65,7 @@ def play_one_of(count: int) -> None:
                 "One GPU can only play one of several.",
                 expected="two devices or more",
                 got=str(count),
-                attempt="play_one_of(4)",
+                attempt="the GPU itself: --devices 1, or a mesh of one device",
             )
         )
     # One of several would do; JAX takes all that it may see.

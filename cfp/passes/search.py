@@ -12,7 +12,7 @@ from cfp.context import DecidedBy, PlanContext
 from cfp.cost.costs import Costs
 from cfp.errors import OptionError, nearest
 from cfp.presets.presets import ALIASES, DATA_PARALLEL, PRESETS, REPLICATED, presets
-from cfp.presets.propagated import PROPAGATED, named_choices
+from cfp.presets.propagated import PROPAGATED, is_known, named_choices
 from cfp.race.candidates import (
     leanest_of,
     named_candidates,
@@ -135,7 +135,8 @@ def preset_solution(analysis: Analysis, name: str) -> Solution:
         OptionError: there is no such preset for the program.
     """
     known = named_choices(analysis.frame)
-    if name == DATA_PARALLEL and name not in known:
+    is_alone = not analysis.frame.mesh and is_known(name)
+    if is_alone or (name == DATA_PARALLEL and name not in known):
         name = REPLICATED  # It shards nothing, and is called so.
     if name not in known:
         raise OptionError(

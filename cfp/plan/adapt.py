@@ -135,6 +135,8 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
     Raises:
         PlanMismatch: an axis has another name, or there are more, or fewer.
     """
+    if mesh.size == 1:
+        return
     names = [name for name, size in mesh.shape.items() if size > 1]
     planned = [name for name, _ in plan.mesh_axes]
     if names != [name for name in planned if mesh.shape.get(name) != 1]:
@@ -144,7 +146,9 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
                 "A plan is carried over along axes of the same names.",
                 expected=axes,
                 got=f"a mesh {dict(mesh.shape)}",
-                attempt="such a mesh with as many devices as there are, or plan again",
+                attempt="such a mesh with as many devices as there are, or plan again"
+                if planned
+                else "plan again",
             )
         )
 
@@ -364,6 +368,8 @@ def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:
             own = [pair.old.storage or common] * len(groups)
         for group, mode in zip(groups, own, strict=True):
             storage[group] = mode
+    if not frame.mesh:  # One device keeps all of each parameter.
+        storage = [Storage.USED] * len(storage)
     choice = Choice(
         tuple(strategies[b] for b in range(len(frame.blocks))),
         tuple(storage),

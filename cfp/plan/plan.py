@@ -517,8 +517,13 @@ class Plan:
         axes = tuple((name, size) for name, size in mesh.shape.items() if size > 1)
         if axes != self.mesh_axes:
             raise PlanMismatch(
-                f"The plan is for a mesh {dict(self.mesh_axes)}, got {dict(axes)}. "
+                f"The plan is for {_mesh_text(self.mesh_axes)}, got "
+                f"{_mesh_text(axes)}. "
                 "Make that mesh, carry the plan over with cfp.adapt(plan, step, *args, "
                 "mesh=mesh), or plan again."
             )
         return replace(self, mesh=mesh, raced=None)
+
+
+def _mesh_text(axes: Sequence[tuple[str, int]]) -> str:
+    return f"a mesh {dict(axes)}" if axes else "one device"

@@ -18,7 +18,8 @@ from cfp.analysis.layout import Choice, Frame, Storage, lay_out
 from cfp.analysis.specs import stored_spec
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import NONE, AxisChoice, Spec, Strategy, axis_choices
-from cfp.presets.presets import compatible, preset, presets
+from cfp.presets.presets import PRESETS, compatible, preset, presets
+from cfp.presets.roles import ROLES
 from cfp.program.constrain import propagate
 from cfp.program.rules import Dims, Rule
 
@@ -46,6 +47,14 @@ def named_choices(frame: Frame) -> dict[str, Choice]:
     known = presets(frame)
     others = propagated(frame).items()
     return known | {n: c for n, c in others if c not in known.values()}
+
+
+def is_known(name: str) -> bool:
+    """True if a preset has this name on some mesh, such as ``x=data,y=tensor``."""
+    roles = [
+        part.partition("=")[2] for part in name.removesuffix("+sharded").split(",")
+    ]
+    return name in PRESETS or name in PROPAGATED or {*roles} <= {*ROLES}
 
 
 def activations(frame: Frame) -> Mapping[int, Spec]:

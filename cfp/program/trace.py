@@ -51,6 +51,11 @@ def planning_mesh(mesh: Mesh) -> Mesh:
             f"Expected a jax.sharding.Mesh, got {type(mesh).__name__}. "
             "Make one with jax.make_mesh((4,), ('x',))."
         )
+    if mesh.empty:
+        raise MeshError(
+            "The mesh has no devices. Make one with jax.make_mesh((4,), ('x',)), or "
+            "leave it out: cfp takes all devices then."
+        )
     axis_types = (AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
 

@@ -474,6 +474,8 @@ def test_a_plan_goes_on_along_fewer_axes_and_on_one_device(saved, name):
     """An axis of size one is none: what was sharded along it is whole."""
     one = adapted(saved[name], *arguments(3), mesh=make_mesh((("x", 1),)))
     assert one.mesh_axes == ()
+    stored = {p.storage for segment in one.segments for p in segment.parameters}
+    assert stored <= {Storage.USED}
     assert not any(axes for spec in one.arg_specs for axes in spec)
     assert not any(axes for spec in one.output_specs for axes in spec)
 

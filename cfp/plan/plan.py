@@ -518,9 +518,9 @@ class Plan:
         if axes != self.mesh_axes:
             raise PlanMismatch(
                 f"The plan is for {_mesh_text(self.mesh_axes)}, got "
-                f"{_mesh_text(axes)}. "
-                "Make that mesh, carry the plan over with cfp.adapt(plan, step, *args, "
-                "mesh=mesh), or plan again."
+                f"{_mesh_text(axes)}. Plan again, or make that mesh"
+                + "; cfp.adapt(plan, step, *args, mesh=mesh) carries it over."
+                * bool(self.mesh_axes)
             )
         return replace(self, mesh=mesh, raced=None)
 

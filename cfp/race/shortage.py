@@ -120,7 +120,9 @@ def least_short(
         if name != best
     )
     if others:
-        least = least.with_line(f"That is {best}. Others need more: {others}.")
+        least = least.with_line(
+            f"That is {best}. Others need as much or more: {others}."
+        )
     if late:
         least = least.with_line(
             f"There was no time to plan {', '.join(late)}: with a longer --time-budget "

@@ -162,6 +162,7 @@ def _run_in_turn(
     first = -1 if is_measured and rounds > 1 else 0
     most, started, over = 2 * rounds, time.monotonic(), 0
     in_turns: dict[str, ProfileRecord] = {}
+    looks_ms: dict[str, float] = {}
     for turn in range(first, most):
         known = [records[d].time_ms for d in order if turn > first]
         timing = _timing(platform, min(known, default=None))
@@ -184,6 +185,8 @@ def _run_in_turn(
             records[digest] = _join(in_turns.get(digest), found)
             if turn >= 0:
                 in_turns[digest] = records[digest]
+            elif found.ok:
+                looks_ms[digest] = found.time_ms
         times = {d: time_of(d) for d in ready}
         best = min((times[d] for d in order), default=0.0)
         steady = min((times[d] for d in order if d in before), default=0.0)
@@ -199,6 +202,11 @@ def _run_in_turn(
         order = [d for d in ready if records[d].ok and times[d] <= stay * best]
         if not order:
             break
+    # What had no turn before time was over is as fast as others in looks, not in turns.
+    drifts = [records[d].time_ms / looks_ms[d] for d in in_turns.keys() & looks_ms]
+    for digest in looks_ms.keys() - in_turns.keys() if drifts else ():
+        samples_ms = tuple(median(drifts) * ms for ms in records[digest].samples_ms)
+        records[digest] = replace(records[digest], samples_ms=samples_ms)
     ended = utc_now()
     return {
         d: replace(record, choice=by_key[d].job.choice, created=ended)

@@ -105,10 +105,11 @@ def summary_lines(summary: Summary) -> Iterator[str]:
     """Counts the parts of a program that can be sharded, and the others."""
     flops = summary.split_share(summary.contractions)
     state = summary.split_share(summary.state)
-    yield (
-        f"All {summary.devices} devices can share {flops:.1%} of the FLOPs and "
-        f"{state:.1%} of the bytes of parameters and optimizer state."
-    )
+    if summary.devices > 1:
+        yield (
+            f"All {summary.devices} devices can share {flops:.1%} of the FLOPs and "
+            f"{state:.1%} of the bytes of parameters and optimizer state."
+        )
     for title, shares in (
         ("Contractions", summary.contractions),
         ("State", summary.state),

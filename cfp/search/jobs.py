@@ -199,7 +199,11 @@ def whole_job(
     # A choice needs as much in two programs only if both give up the same memory.
     given = repr((frame.program.alias, sorted(frame.pins.items())))
     digest = hashlib.sha256(given.encode()).hexdigest()
-    environment = (*environment, ("what", f"{what}, raced"), ("arguments", digest))
+    environment = (
+        *environment,
+        ("what", f"{what}, raced when warm"),
+        ("arguments", digest),
+    )
     if tuned:
         environment = (*environment, ("options", repr([*tuned])))
     again, kernels, chosen = choice.remat, choice.kernels, ""

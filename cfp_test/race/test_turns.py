@@ -552,6 +552,8 @@ def test_a_race_on_gpus_ends_when_it_has_told(case, store, monkeypatch, times, t
     ran = []
 
     def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
+        if not ran:
+            assert timing.min_sample_ms == 3000.0
         mine = times[job.label]
         sample_ms = mine[ran.count(job.label) % len(mine)]
         ran.append(job.label)
@@ -564,6 +566,29 @@ def test_a_race_on_gpus_ends_when_it_has_told(case, store, monkeypatch, times, t
     results = race_programs(builder, programs, rounds=4)
     assert len(ran) == len(turns)
     assert Counter(ran) == Counter(turns)
+    for one in results:  # The look is none of the samples, if there were turns.
+        looks = 1 + (one.name == "a")
+        assert len(one.samples_ms) == max(1, turns.count(one.name) - looks)
     again = race_programs(builder, programs, rounds=4)
     assert len(ran) == len(turns)
     assert [one.record for one in again] == [one.record for one in results]
+
+
+def test_where_time_is_over_after_a_turn_no_look_wins(case, store, monkeypatch):
+    """The devices are slower in turns; what was left out before has a look alone."""
+    ran = []
+
+    def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
+        ran.append(job.label)
+        slow = 1.1 if len(ran) > 3 else 1.0  # Warm, and two looks.
+        sample_ms = slow * {"a": 10.0, "b": 10.5}[job.label]
+        return built.record("ok", samples_ms=[sample_ms], run_seconds=0.1)
+
+    monkeypatch.setattr(room, "run", turn)
+    monkeypatch.setattr(room, "defaults_of", lambda _: defaults_of("gpu"))
+    monkeypatch.setattr(Agreement, "is_over", lambda *_: len(ran) > 3)
+    programs = [entrant(case, name) for name in "ab"]
+    builder = Builder(program=case.program, mesh=case.mesh, store=store)
+    a, b = race_programs(builder, programs, rounds=4)
+    assert ran == ["a", "b", "a", "a"]
+    assert a.time_ms == pytest.approx(11.0) and b.time_ms == pytest.approx(11.55)

@@ -43,6 +43,7 @@ from cfp.search.requests import SegmentMeasurements
 from cfp.settings import HOST_BYTES_PER_MS, Dimension, defaults_of
 from cfp.solution import Candidate, Estimate, Solution
 from cfp.units import format_bytes, parse_bytes
+from cfp.view.words import RESERVE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +277,9 @@ def complete_plan(
     analysis, rules = analyzed.analysis, context.rules
     made, outcome = decide(context, analysis, solution)
     made = made.bound_to(step, analyzed.lowering.out_tree)
+    if context.memory is not None and context.memory.reserve_bytes:
+        reserve = {RESERVE_BYTES: float(context.memory.reserve_bytes)}
+        made = replace(made, search={**made.search, **reserve})
     made = replace(made, host_callbacks_skipped=host_calls(analysis.frame.program))
     made = with_figures(
         made,

@@ -20,6 +20,11 @@ def columns() -> int:
     return max(shutil.get_terminal_size((USUAL_COLUMNS, 24)).columns, LEAST_COLUMNS)
 
 
+def counted(count: float, one: str, many: str) -> str:
+    """Returns a number with its noun: ``1 strategy``, ``2 strategies``."""
+    return f"{count:.0f} {one if count == 1 else many}"
+
+
 def printable(text: str, kept: str = "") -> str:
     """Text without what a terminal would take for commands, or cannot show.
 

@@ -50,6 +50,7 @@ from cfp.search.jobs import whole_job
 from cfp.settings import LEAST_VARIANT_SHARE, REACH_BY_ESTIMATE
 from cfp.solution import Estimate
 from cfp.units import parse_bytes
+from cfp.view.words import SAME_MS
 
 now = time.monotonic  # Of the time that all variants share.
 
@@ -247,7 +248,7 @@ def plan_fastest(
             name=name,
             plan=found[name].plan if name in found else None,
             step_ms=times.get(name),
-            seconds=seconds.get(name, 0.0),
+            seconds=_seconds(found.get(name), seconds.get(name, 0.0)),
             note=_note(notes.get(name, _INTERRUPTED), estimates.get(name)),
             estimated_ms=estimates[name].time_ms if name in estimates else None,
             is_too_large=name in too_large,
@@ -389,6 +390,8 @@ def _near_by_estimate(
         if is_final or late > misfit or time_ms > REACH_BY_ESTIMATE * best_ms:
             memory = "" if estimates[name].fits else ", does not fit in memory"
             why = f"estimated at {time_ms:.3f} ms{memory}; {best} at {best_ms:.3f}"
+            if not memory and abs(time_ms - best_ms) <= SAME_MS:
+                why = f"estimated at {time_ms:.3f} ms, a tie with {best}"
             far.append(_Try(name=name, why_not=why))
         else:
             near.append(variant)
@@ -399,6 +402,11 @@ def _near_by_estimate(
 def _rank(estimate: Estimate) -> tuple[bool, float]:
     """Sort key: choices that fit come first, then fast ones."""
     return not estimate.fits, estimate.time_ms
+
+
+def _seconds(found: FoundPlan | None, tried: float) -> float:
+    """Returns what planning a variant took: in all, as its plan has it, if it has."""
+    return tried if found is None else found.plan.search.get("planning_seconds", tried)
 
 
 def _note(note: str, estimate: Estimate | None) -> str:

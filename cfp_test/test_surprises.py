@@ -8,6 +8,7 @@ import pytest
 
 import cfp
 from cfp.errors import nearest
+from cfp.view.text import explain_text
 from cfp.view.words import remarks
 from cfp_test.cli_runner import run_batch
 
@@ -47,8 +48,11 @@ def test_the_share_of_memory_is_said(tmp_path):
     assert "60.00 GiB of the 80.00 GiB of each device" in text
     assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in text
     [text] = remark(planned(tmp_path, memory_budget="20GiB"), "a plan may use")
-    # Of what was asked for 128 MiB are the allocator's.
     assert "19.88 GiB of the 80.00 GiB" in text and "JAX" not in text
+    why = ": the budget of 20.00 GiB less 128.00 MiB that the allocator may add"
+    assert text.endswith(why)
+    said = " ".join(explain_text(planned(tmp_path, memory_budget="20GiB")).split())
+    assert f"at most 19.88 GiB on each device{why}." in said
 
 
 @pytest.mark.parametrize(

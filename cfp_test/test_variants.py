@@ -229,6 +229,21 @@ def test_what_estimates_have_far_behind_is_not_planned(
     assert f"variant {found.name}: " in " ".join(repr(again).split())
 
 
+def test_a_variant_that_is_estimated_like_the_best_is_called_a_tie(
+    monkeypatch, altered, tmp_path
+):
+    table = {"line": (9.0, True), "flat": (5.0, True), "cube": (5.0004, True)}
+    estimating(monkeypatch, table, is_final=True)
+    altered(lambda found, number: found)
+    found = cfp.plan_fastest(SHAPES, rule_out=True, **small(tmp_path))
+    notes = {one.name: one.note for one in found.outcomes}
+    assert notes["cube"] == "estimated at 5.000 ms, a tie with flat"
+    assert notes["line"] == "estimated at 9.000 ms; flat at 5.000"
+    # What it took is what the plan says that it took.
+    [taken] = [one for one in found.outcomes if one.plan is not None]
+    assert taken.seconds == found.plan.search["planning_seconds"] > 0.0
+
+
 def test_what_was_left_out_is_planned_where_nothing_else_fits(monkeypatch, tmp_path):
     table = {"line": (9.0, True), "flat": (5.0, True), "cube": (8.0, True)}
     estimating(monkeypatch, table)

@@ -27,12 +27,12 @@ from cfp.analysis.specs import spec_ways
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.plan.describe import block_collectives, op_text
 from cfp.plan.figures import short_source
-from cfp.printable import merged_alike, printable
+from cfp.printable import counted, merged_alike, printable
 from cfp.profiling.hlo import CollectiveSite
 from cfp.solution import Profiles
 from cfp.units import format_bytes
 from cfp.view.console import Fitted, new_table, plain_text
-from cfp.view.words import elided
+from cfp.view.words import STRATEGIES, elided
 
 _MOST_OPAQUE = 5
 _WORTH_NAMING = 0.001  # of all FLOPs, or of all bytes
@@ -179,7 +179,7 @@ def profiles_view(
         )
     counts = profiles.counts
     line = (
-        f"{counts['strategies_measured']} strategies measured, "
+        f"{counted(counts['strategies_measured'], *STRATEGIES)} measured, "
         f"{counts['strategies_cached']} from the cache, "
         f"{counts['strategies_failed']} failed; {counts['profile_seconds']:.1f} s"
     )

@@ -12,8 +12,9 @@ from math import prod
 from markupsafe import Markup, escape
 
 from cfp.plan.figures import Figures, OptionFigures, TensorFigure
+from cfp.printable import counted
 from cfp.units import format_bytes
-from cfp.view.words import tensor_text
+from cfp.view.words import STRATEGIES, tensor_text
 
 Point = tuple[float, float]
 
@@ -311,7 +312,7 @@ def scatter_drawing(
             dot = {"cx": x, "cy": y, "r": 4.5, "class_": f"option {kind}"}
             parts.append(element("circle", title, **dot))
     return _chart(
-        f"{len(options)} strategies, time of the step against memory; "
+        f"{counted(len(options), *STRATEGIES)}, time of the step against memory; "
         f"{len(front)} on the Pareto front.",
         parts,
     )

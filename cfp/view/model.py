@@ -13,7 +13,7 @@ from itertools import groupby
 from cfp.plan.figures import BlockFigures, MoveFigure, OptionFigures
 from cfp.plan.parts import PlanRow, PlanSegment, roles_text
 from cfp.plan.plan import Plan
-from cfp.printable import merged_name, span_text
+from cfp.printable import counted, merged_name, span_text
 from cfp.profiling.timing import interquartile_range
 from cfp.race.programs import RaceRow
 from cfp.settings import ENOUGH_SAMPLES
@@ -245,7 +245,7 @@ def _memory_text(plan: Plan) -> str:
     budget, peak = plan.figures.budget_bytes, plan.peak_bytes
     limit = "no limit" if budget is None else f"at most {format_bytes(budget)}"
     needs = f"{format_bytes(peak)} as compiled, " if peak else ""
-    return f"Memory: {needs}{limit} on each device."
+    return f"Memory: {needs}{limit} on each device{words.reserve_text(plan)}."
 
 
 def _moves(plan: Plan) -> tuple[MoveFigure, ...]:
@@ -384,8 +384,9 @@ def choice_of(plan: Plan, segment: int) -> ChoiceView:
     surprise = "" if too_large else words.surprise_text(taken, runner, raced)
     is_first = all(taken.step_ms <= one.step_ms + words.SAME_MS for one in options)
     place = "the fastest" if is_first else "the fastest that fits"
+    tie = ", in a tie with the runner-up" * words.is_tie(taken, runner)
     return ChoiceView(
-        why=surprise or f"{place} of {len(options)} {known}",
+        why=surprise or f"{place} of {len(options)} {known}{tie}",
         taken=taken,
         runner_up=runner,
         too_large=too_large,
@@ -499,11 +500,9 @@ def _reasons(plan: Plan, race: RaceView) -> tuple[str, str]:
         chosen = "from the plan of another program"
         why = "Why: it was carried over from the plan of another program."
     elif "compiled" in search and compiled:
+        programs = counted(len(compiled), "program that was", "programs that were")
         played = ", and whose computation one device ran" * (rung == "one device")
-        chosen = (
-            f"{place} by prediction of {len(compiled)} programs that were compiled for "
-            f"all devices{played}"
-        )
+        chosen = f"{place} by prediction of {programs} compiled for all devices{played}"
     elif "memory_compiled" in search:
         chosen = "by estimates, the first that fits when compiled; nothing was run"
     elif plan.predicted_ms is not None and rung == "estimated":

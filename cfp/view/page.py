@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from cfp.plan.figures import TensorFigure
 from cfp.plan.plan import Plan
-from cfp.printable import printable
+from cfp.printable import counted, printable
 from cfp.units import format_bytes
 from cfp.view.drawings import (
     KINDS,
@@ -29,6 +29,7 @@ from cfp.view.drawings import (
 from cfp.view.model import view_of
 from cfp.view.strategy import strategy_text
 from cfp.view.words import (
+    STRATEGIES,
     counts_text,
     known_how,
     pass_seconds,
@@ -64,6 +65,7 @@ def _render(template: str, plan: Plan) -> str:
     environment.filters.update(
         ms=_format_ms,
         bytes=format_bytes,
+        counted=counted,
         tensor=tensor_text,
         strategy=strategy_text,
         drawing=partial(tensor_drawing, sizes=sizes, colours=colours),
@@ -93,7 +95,7 @@ def _render(template: str, plan: Plan) -> str:
         seconds=[*pass_seconds(plan)],
         counts=counts_text(search)
         if estimated is None
-        else f"{estimated:.0f} strategies estimated",
+        else f"{counted(estimated, *STRATEGIES)} estimated",
         arguments=[
             {
                 "path": name,

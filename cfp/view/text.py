@@ -211,7 +211,12 @@ def explain_text(plan: Plan, block: str | None = None) -> str:
     wanted = _wanted(view, block)
     lines = [view.headline]
     if block is None:
-        lines += [line for line in (view.why, view.memory) if line]
+        times = (
+            f"Times of collectives: each launched by itself, by rates {view.rates}; "
+        )
+        times += "in a segment's time those that are combined may share a launch."
+        said = (view.why, view.memory, times if view.rates else "")
+        lines += filter(None, said)
         lines += _kernel_lines(plan)
     for run in view.runs:
         parts = (_segment_lines(one, wanted, known_how(plan)) for one in run.segments)

@@ -12,7 +12,7 @@ from cfp.devices.device_kind import kind_of, memory_of
 from cfp.plan.figures import MoveFigure, OptionFigures, TensorFigure, VariantFigures
 from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN, PlanSegment
 from cfp.plan.plan import Plan
-from cfp.printable import merged_alike
+from cfp.printable import counted, merged_alike
 from cfp.settings import Dimension
 from cfp.units import format_bytes
 
@@ -23,6 +23,7 @@ STORAGE_WORDS = {
     Storage.SHARDED: "sharded",
     Storage.LARGEST: "sharded along their largest dims",
 }
+STRATEGIES = "strategy", "strategies"  # for `cfp.printable.counted`
 SAME_MS = 0.0005  # Less does not show.
 _NAME_WIDTH = 72
 _MOST_NAMES = 4
@@ -32,6 +33,8 @@ IN_ALL = "in all"
 # and its own prediction is by one device that ran its part. The environment is that
 # of the devices on which it was verified.
 WAS_DESCRIBED, ONE_DEVICE = "was_described", "one_device"
+# Of a budget that was asked for, what is held back for the allocator.
+RESERVE_BYTES = "reserve_bytes"
 # Of a GPU's memory what JAX takes by default, and what the driver leaves of that.
 _USUAL_SHARE = 0.70, 0.76
 
@@ -220,7 +223,7 @@ def counts_text(search: Mapping[str, float]) -> str:
         return ""
     failed = search.get("strategies_failed")
     return (
-        f"{search['strategies_measured']:.0f} strategies measured, "
+        f"{counted(search['strategies_measured'], *STRATEGIES)} measured, "
         f"{search.get('strategies_cached', 0):.0f} from the cache"
         + (f", {failed:.0f} failed" if failed else "")
     )
@@ -236,8 +239,15 @@ def summary_line(plan: Plan) -> str:
     )
     parts = [counts_text(search), seconds]
     if _ALL in search:
-        parts.append(f"{search[_ALL]:.1f} s {IN_ALL}, with tracing and compiling")
+        what = "tracing and compiling" if _has_compiled(plan) else "tracing"
+        parts.append(f"{search[_ALL]:.1f} s {IN_ALL}, with {what}")
     return "; ".join(filter(None, parts))
+
+
+def _has_compiled(plan: Plan) -> bool:
+    """True if a program was compiled for a plan, whole or in part."""
+    known = {"strategies_measured", "compiled", "memory_compiled"} & plan.search.keys()
+    return bool(known) or plan.peak_bytes is not None or has_raced(plan)
 
 
 def pass_seconds(plan: Plan) -> Iterator[tuple[str, float, str]]:
@@ -298,6 +308,12 @@ def too_large_text(option: OptionFigures, budget_bytes: int | None) -> str:
     """Returns the remark on an option that needs more memory than the budget."""
     over = budget_bytes is not None and option.memory_bytes > budget_bytes
     return ", which does not fit" if over else ""
+
+
+def is_tie(taken: OptionFigures, runner: OptionFigures) -> bool:
+    """True if two options have the same figures, as far as these are shown."""
+    sizes = {format_bytes(one.memory_bytes) for one in (taken, runner)}
+    return abs(taken.step_ms - runner.step_ms) <= SAME_MS and len(sizes) == 1
 
 
 def surprise_text(taken: OptionFigures, runner: OptionFigures, raced: bool) -> str:
@@ -476,13 +492,24 @@ def _budget_remarks(plan: Plan) -> Iterator[str]:
     if budget is None:
         return
     whole = memory_of(plan.environment.get("device_kind", ""))
-    text = f"a plan may use {format_bytes(budget)} of "
+    text, kept = f"a plan may use {format_bytes(budget)} of ", reserve_text(plan)
     if whole is None or budget > whole:
-        yield f"{text}each device"
+        yield f"{text}each device{kept}"
         return
     by_default = _USUAL_SHARE[0] <= budget / whole <= _USUAL_SHARE[1]
     why = ", what JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise"
-    yield f"{text}the {format_bytes(whole)} of each device{why * by_default}"
+    why = kept or why * by_default
+    yield f"{text}the {format_bytes(whole)} of each device{why}"
+
+
+def reserve_text(plan: Plan) -> str:
+    """Describes what of a budget is not for the plan; "" if nothing is held back."""
+    budget = plan.figures.budget_bytes if plan.figures else None
+    reserve = round(plan.search.get(RESERVE_BYTES, 0.0))
+    if budget is None or not reserve:
+        return ""
+    asked, kept = map(format_bytes, (budget + reserve, reserve))
+    return f": the budget of {asked} less {kept} that the allocator may add"
 
 
 def _in_host_text(plan: Plan) -> str:

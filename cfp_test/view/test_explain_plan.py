@@ -24,6 +24,9 @@ def test_a_plan_explains_itself():
     lines = explain_text(DEEP).splitlines()
     assert lines[4:] == [
         "Memory: 3.00 MiB as compiled, at most 650.00 KiB on each device.",
+        "Times of collectives: each launched by itself, by rates that were measured on "
+        "these devices; in a",
+        "  segment's time those that are combined may share a launch.",
         "",
         "Segments 0-95 (96 alike): parameters sharded; 1.500 ms each, measured",
         "  Net/layer_0-95/up  at net/layers.py:7",
@@ -72,6 +75,38 @@ def test_a_faster_option_that_does_not_fit_is_no_runner_up_and_one_that_fits_is(
     assert (
         "runner-up: fastest: predicted step 9.000 ms (-5.3%), memory 900.00 KiB" in said
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_tie"),
+    [
+        ({}, True),
+        ({"step_ms": 9.501}, False),
+        ({"memory_bytes": 500 * KIB}, False),
+    ],
+)
+def test_a_runner_up_with_the_figures_of_the_choice_is_a_tie(changes, is_tie):
+    plan = figured(["a", "b"])
+    kind = plan.figures.kinds[0]
+    taken, other, *_ = kind.options
+    same = {"step_ms": taken.step_ms, "memory_bytes": taken.memory_bytes}
+    other = replace(other, **{**same, **changes})
+    kinds = (replace(kind, options=(taken, other)),)
+    plan = replace(plan, figures=replace(plan.figures, kinds=kinds))
+    for said in (explain_text(plan), page_html(plan)):
+        said = " ".join(said.split())
+        assert ("of 2 measured, in a tie with the runner-up" in said) == is_tie
+
+
+def test_one_of_something_is_no_plural():
+    plan = figured(["a"])
+    kind = plan.figures.kinds[0]
+    kinds = (replace(kind, options=kind.options[:1]),)
+    plan = replace(plan, figures=replace(plan.figures, kinds=kinds))
+    for search in ({"strategies_estimated": 1.0}, {"strategies_measured": 1.0}):
+        html = page_html(replace(plan, search={**search, "search_seconds": 1.0}))
+        assert "1 strategies" not in html and html.count("1 strategy") == 3
+        assert "<dt>Model</dt>" not in html
 
 
 def test_a_choice_that_alone_fits_is_no_surprise_and_no_fastest():

@@ -175,7 +175,7 @@ def test_the_page_says_why_no_strategies_are_known():
 
 def test_rates_have_a_source_where_collectives_have_times():
     rates = "one after another, by rates"
-    assert f"{rates} that were measured on these devices." in words(DEEP)
+    assert f"{rates} that were measured on these devices;" in words(DEEP)
     assert DEEP.figures is not None
     blocks = [
         replace(b, moves=tuple(replace(m, time_ms=None) for m in b.moves))
@@ -184,9 +184,9 @@ def test_rates_have_a_source_where_collectives_have_times():
     untimed = replace(DEEP, figures=replace(DEEP.figures, blocks=tuple(blocks)))
     assert rates not in words(untimed) and "all-gather" in words(untimed)
     described = replace(DEEP, search={**DEEP.search, "was_described": 1.0})
-    assert f"{rates} of described devices." in words(described)
+    assert f"{rates} of described devices;" in words(described)
     virtual = replace(DEEP, search={"strategies_estimated": 1.0})
-    assert f"{rates} of virtual devices, which say nothing of GPUs." in words(virtual)
+    assert f"{rates} of virtual devices, which say nothing of GPUs;" in words(virtual)
 
 
 def test_the_page_says_of_a_race_what_the_terminal_says():

@@ -161,6 +161,15 @@ def test_what_planning_took_ends_with_all_of_it():
     assert summary_line(replace(plan, search=search)) == (
         "search 1.0 s, race 2.0 s; 9.5 s in all, with tracing and compiling"
     )
+    # Where nothing was compiled it is not said that something was.
+    only = [replace(r, samples_ms=(), time_ms=None, peak_bytes=2**20) for r in RACE]
+    plan = replace(plan, race=tuple(only), peak_bytes=None, measured_ms=None)
+    said = summary_line(replace(plan, search=search))
+    assert said.endswith("9.5 s in all, with tracing")
+    for key in ("strategies_measured", "memory_compiled"):
+        said = summary_line(replace(plan, search={**search, key: 1.0}))
+        assert "1 strategies" not in said
+        assert said.endswith("9.5 s in all, with tracing and compiling")
 
 
 ESTIMATES = [

@@ -384,13 +384,19 @@ def choice_of(plan: Plan, segment: int) -> ChoiceView:
     surprise = "" if too_large else words.surprise_text(taken, runner, raced)
     is_first = all(taken.step_ms <= one.step_ms + words.SAME_MS for one in options)
     place = "the fastest" if is_first else "the fastest that fits"
-    tie = ", in a tie with the runner-up" * words.is_tie(taken, runner)
+    tie = ", in a tie with the runner-up" * _is_tie(taken, runner)
     return ChoiceView(
         why=surprise or f"{place} of {len(options)} {known}{tie}",
         taken=taken,
         runner_up=runner,
         too_large=too_large,
     )
+
+
+def _is_tie(taken: OptionFigures, runner: OptionFigures) -> bool:
+    """True if two options have the same figures, as far as these are shown."""
+    sizes = {format_bytes(one.memory_bytes) for one in (taken, runner)}
+    return abs(taken.step_ms - runner.step_ms) <= words.SAME_MS and len(sizes) == 1
 
 
 # --------------------------------------------------------------------------------- race

@@ -310,12 +310,6 @@ def too_large_text(option: OptionFigures, budget_bytes: int | None) -> str:
     return ", which does not fit" if over else ""
 
 
-def is_tie(taken: OptionFigures, runner: OptionFigures) -> bool:
-    """True if two options have the same figures, as far as these are shown."""
-    sizes = {format_bytes(one.memory_bytes) for one in (taken, runner)}
-    return abs(taken.step_ms - runner.step_ms) <= SAME_MS and len(sizes) == 1
-
-
 def surprise_text(taken: OptionFigures, runner: OptionFigures, raced: bool) -> str:
     """Explains why an option was taken though another is predicted to be faster."""
     if taken.step_ms - runner.step_ms <= SAME_MS:

@@ -409,7 +409,7 @@ def test_where_time_is_over_and_nothing_fits_no_other_is_planned(monkeypatch, tm
         cfp.plan_fastest(SHAPES, **how)
     assert {*asked} == {"line", "flat", "cube"}
     assert caught.value.smallest_feasible_bytes == 7
-    assert "That is flat. Others need more: " in str(caught.value)
+    assert "That is flat. Others need as much or more: " in str(caught.value)
     assert "There was no time to plan parts" in str(caught.value)
 
 

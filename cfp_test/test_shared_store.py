@@ -91,7 +91,9 @@ def is_at(folder: Path, process: Process, doing: str = "", what: str = "") -> bo
 
 def test_plans_made_at_once_are_those_that_the_store_answers_with(tmp_path):
     with begin(tmp_path, LARGE, code=HANGS_IN_ITS_RACE) as killed:
-        races = partial(is_at, tmp_path, killed, "run", "whole program, raced")
+        races = partial(
+            is_at, tmp_path, killed, "run", "whole program, raced when warm"
+        )
         until(races, killed)
         with begin(tmp_path, LARGE) as first:
             until(partial(is_at, tmp_path, first), first)

@@ -173,7 +173,7 @@ def test_planning_ends_though_the_collector_is_interrupted(tmp_path, dropped):
 
 
 def test_compiling_what_was_planned_is_interrupted_as_calmly(folder, monkeypatch):
-    def interrupted(plan):
+    def interrupted(plan, tell):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cfp.Plan, "compile_bound", interrupted)

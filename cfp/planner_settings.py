@@ -46,8 +46,8 @@ class PlannerSettings:
             By default 8 where memory decides.
         race: whether the best plan and the presets are timed on the whole program;
             otherwise the prediction decides; and under a budget, or for described
-            devices simulated on one GPU, the best that fits is found by compiling,
-            which runs nothing.
+            devices that programs are compiled for, with one GPU here or none, the best
+            that fits is found by compiling, which runs nothing.
         repeats: number of repeats of a repeated segment that race (two at least, the
             first and the last), unless a budget was asked for; times are scaled to the
             whole program, and only the winner is compiled and timed whole. None races
@@ -184,15 +184,18 @@ class DetailedSettings(PlannerSettings):
         in_context: whether segments are measured with a neighbour, which predicts
             better and builds twice as many programs.
         plans: number of best plans that race by each prediction (from segments with a
-            neighbour, and alone); by default 1. Where memory decides, one more is for
+            neighbour, and alone); by default 1, or 3 for described devices that
+            programs are compiled for. Where memory decides, one more is for
             programs that turn out smaller than predicted, or one of them if there are
             several.
         constraint_levels: how much the compiler is constrained in presets; each level
-            races. By default all, and one on virtual CPU devices, where a build takes
-            longer than the difference is worth.
+            races. By default all; on GPUs without a budget all values are constrained
+            only in presets that lead the race. One on virtual CPU devices, where a
+            build takes longer than the difference is worth.
         reach: candidates that are predicted to take this many times as long as the
-            fastest that fits are not raced; by default 1.1, or 1.2 where only arguments
-            are constrained, and 2 on virtual CPU devices.
+            fastest that fits are not raced; by default 1.1, 1.25 where activations are
+            constrained and 1.2 where only arguments are; 1.4 for described devices that
+            programs are compiled for, and 2 on virtual CPU devices.
         place: where programs are compiled, and records kept besides, if not only here.
     """
 

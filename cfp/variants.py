@@ -1,9 +1,10 @@
 """The fastest of several variants of one step: other meshes, other microbatches.
 
-Variants that estimates rule out are not planned. Each of the others is planned as if it
-were the only one, with one store for all, and a share of the time there is. What won
-is then timed once more, all of them in turn in one race, because times of different
-races do not compare: clocks drift, and neighbours come and go.
+Variants that estimates rule out are planned only if none of the others fits in memory.
+Each is planned as if it were the only one, with one store for all, and a share of the
+time there is. What won is then timed once more, all of them in turn in one race,
+because times of different races do not compare: clocks drift, and neighbours come and
+go.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def plan_fastest(
             ``settings.seconds`` holds for all variants together.
         quiet: whether no progress is shown, as for :func:`cfp.plan`.
         rule_out: whether variants are left out that estimates have far behind the best
-            of them; where choices are made by estimates anyway, all but that one.
+            of them; where choices are made by estimates anyway, all but that one. They
+            are planned, the best first, if none of the others fits in memory.
         leaner: makes further variants, of which the first that can be planned is taken
             where none of the others fits in memory, unless one with a part of its
             state in host memory is faster.
@@ -275,7 +277,6 @@ def all_meshes(most_axes: int = 2) -> dict[str, Mesh]:
 
     Raises:
         DeviceError: there are none that work.
-        MeshError: there is only one.
     """
     first = platform.make_mesh(None)
     shapes = platform.mesh_shapes(first.size)

@@ -38,10 +38,14 @@ QuerySpread = Literal["", "ring", "zigzag"]
 class SegmentKernels:
     """Kernels that compute parts of a segment; false where there are none.
 
+    Three types have such a name: `Kernel` (`cfp.attention.kernels`) is one
+    implementation of attention, `Kernels` (`cfp.search.choices`) what may be proposed
+    for a program, and this what is chosen for one segment.
+
     Attributes:
         attention: name of the kernel of its attentions; "" as the program has them.
-        spread: role of the axes that shard queries, "ring" or "zigzag"; "" if keys and
-            values are gathered.
+        spread: role of the axes that shard queries, "ring" or "zigzag", which no search
+            proposes; "" if keys and values are gathered.
         vocabulary_parts: number of parts of the vocabulary over which its
             cross-entropies are computed; 0 as the program has them.
     """

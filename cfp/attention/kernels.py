@@ -2,7 +2,9 @@
 
 To add a kernel, write its module and its record in `KERNELS`: plans, estimates,
 `cfp.attention`, `--attention` and `cfp doctor` follow from these; `cfp.settings` names
-the kernels that plans use by default. `cfp doctor` tries kernels on NVIDIA GPUs only. A
+the kernels that plans use by default. Estimates of memory know the chunks of
+`cfp.attention.chunked`, and of no other kernel with `ScoreMemory.CHUNKS`
+(`working_bytes` in `cfp.cost.costs`). `cfp doctor` tries kernels on NVIDIA GPUs only. A
 module has
 
 - ``whole(q, k, v, scores, mask, bias)``: the output in the dtype of q, differentiable;
@@ -62,7 +64,7 @@ class Kernel:
       matmul_share: the share of a large matrix product's rate that it reaches, forward
         and backward, at 4k to 64k tokens; docs/results/attention_h200_202611.
       is_preferred: true if calls that name no implementation try it, in the order of
-        `KERNELS`.
+        `KERNELS`; on CPUs such calls take "xla".
       any_positions: whether blocks may be masked by positions and segments; otherwise
         they are causal with queries and keys at the same positions, or see all.
       package: that it needs besides JAX, or "".

@@ -1,4 +1,4 @@
-"""Estimated costs of segments: memory, and moves between them."""
+"""Estimated costs of segments: memory, what kernels save, moves between them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from cfp.settings import HOST_BYTES_PER_MS, LIMITED_MEMORY_AT_LEAST
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentBytes:
-    """Computes the memory that a segment keeps on each device, without temporaries.
+    """Memory that a segment keeps on each device, without temporaries.
 
     Attributes:
         state_bytes: of its state, new values that take no donated argument's place
@@ -62,7 +62,7 @@ class SegmentBytes:
 
 
 class Costs:
-    """Cached costs of segments: their memory, and moves between them.
+    """Cached costs of segments: memory, what kernels save, moves between them.
 
     Args:
         analysis: the program's analysis.

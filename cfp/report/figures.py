@@ -73,7 +73,7 @@ def with_figures(
         choice: what it chose.
         problem: what was searched, if anything was.
         rates: of the devices, if they are known.
-        kernels: what might have computed its attentions.
+        kernels: what might have computed its attentions and cross-entropies.
         failed: kernels that did not run, with the reason.
         raced: whole programs, with their measured step times.
         dimensions: what was chosen among.

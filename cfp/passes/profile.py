@@ -38,7 +38,7 @@ from cfp.search.requests import (
     rematerialize,
 )
 from cfp.search.solver import leanest, solve
-from cfp.settings import ROUND_SIZE, Dimension
+from cfp.settings import ROUND_SIZE, Dimension, defaults_of
 from cfp.solution import Estimate, Profiles
 
 _AS_WRITTEN = Kernels()
@@ -63,6 +63,7 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
         "strategies_cached": cached,
         "strategies_failed": sum(r is not None and not r.ok for r in done),
         "profile_seconds": time.perf_counter() - started,
+        **context.measure.outlook.counts,
     }
     return Profiles(named, found, rates, counts, measurer.interrupted)
 
@@ -155,10 +156,14 @@ def expected_race(
     count = len(named_candidates(presets, rules.levels)) + 2 * rules.plans
     again = options + options // 2 + len(rules.later_levels)
     turns = 0 if not again else count // 2 + again + (count // 2 + again) // 2
+    platform = dict(context.environment)["platform"]
+    warm = not (defaults_of(platform).estimates or context.plays)
     return {
         Stage.WHOLE: count,
+        Stage.WARM_UP: int(warm),
         Stage.LOOKS: count,
         Stage.VARIANTS: again,
+        Stage.WARM_UP_AGAIN: int(warm and again > 0),
         Stage.TURNS: turns,
     }
 

@@ -34,6 +34,7 @@ from cfp.profiling.compile_pool import default_threads, overlaps
 from cfp.profiling.inputs import InputKind, generator
 from cfp.profiling.key import GPU_PLATFORMS, Parts, ProfileKey, environment_parts
 from cfp.profiling.options import MeasureOptions
+from cfp.profiling.outlook import Stage
 from cfp.profiling.processes import Agreement
 from cfp.profiling.rates import KINDS, Rates, axis_groups, rising
 from cfp.profiling.record import ProfileRecord
@@ -342,18 +343,19 @@ def measure_rates(
     options = options or MeasureOptions()
     mesh, by_key = _probes_by_key(mesh)
     platform = mesh.devices.flat[0].platform
-    summary = run_tasks(
-        [Task(key=key, label=probe.label) for key, probe in by_key.items()],
-        store,
-        build=lambda task: build_probe(task.key, by_key[task.key], mesh),
-        run=lambda task, built: _run(by_key[task.key], mesh, built),
-        threads=default_threads(platform),
-        overlap=overlaps(platform),
-        retry_failures=options.retry_failures,
-        progress=options.tell_of_rates,
-        agreement=Agreement.of(mesh),
-        limits=options.limits,
-    )
+    with options.outlook.at(Stage.RATES):
+        summary = run_tasks(
+            [Task(key=key, label=probe.label) for key, probe in by_key.items()],
+            store,
+            build=lambda task: build_probe(task.key, by_key[task.key], mesh),
+            run=lambda task, built: _run(by_key[task.key], mesh, built),
+            threads=default_threads(platform),
+            overlap=overlaps(platform),
+            retry_failures=options.retry_failures,
+            progress=options.tell_of_rates,
+            agreement=Agreement.of(mesh),
+            limits=options.limits,
+        )
     return _rates(
         mesh, [(probe, summary.records[key.digest]) for key, probe in by_key.items()]
     )

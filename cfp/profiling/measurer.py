@@ -99,7 +99,8 @@ def tune_kernels(
             (learnt / job.key.digest).touch()
 
         started, count = time.monotonic(), len(todo)
-        with CompilePool(most) as pool:
+        options.outlook.expect({Stage.TUNING: count})
+        with options.outlook.at(Stage.TUNING), CompilePool(most) as pool:
             builds = [pool.start(job.label, partial(learn, job)) for job in todo]
             for done, (job, one) in enumerate(zip(todo, builds, strict=True)):
                 seconds = time.monotonic() - started

@@ -1,17 +1,19 @@
 """Estimates of how long the rest of planning takes, by what it took so far.
 
-Planning on GPUs has seven stages, and lines of progress say how long all of the rest
+Planning on GPUs has ten stages, and lines of progress say how long all of the rest
 takes, not the stage that is at work. What is at work goes on as it went; of what
 follows the number of programs is known or guessed, and each takes what it took in
 recorded runs on 2 H100: kernels were tuned for 0.2 to 1.3 s a program, segments took
 0.25 to 0.6 s, whole programs 0.4 to 1.2 s (docs/results/by_hand_h100x2_202611.json).
+What each stage took is kept, too, for the plan's record.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -21,12 +23,15 @@ from cfp.units import clock_text
 class Stage(StrEnum):
     """The stages of planning that take long, in their order."""
 
+    RATES = "rates of devices"
     TUNING = "tuning"
     BUILDS = "segments built"
     RUNS = "segments run"
     WHOLE = "whole programs"
+    WARM_UP = "warm-up"
     LOOKS = "looks"
     VARIANTS = "whole programs with other options"
+    WARM_UP_AGAIN = "second warm-up"
     TURNS = "turns"
 
 
@@ -34,15 +39,20 @@ class Stage(StrEnum):
 # otherwise so many, and a multiple of what each takes there.
 _SECONDS: Mapping[Stage, tuple[float, float, Stage | None, float]] = MappingProxyType(
     {
+        Stage.RATES: (0.2, 0.0, None, 0.0),
         Stage.TUNING: (0.8, 0.0, None, 0.0),
         Stage.BUILDS: (0.25, 0.0, Stage.TUNING, 0.3),
         Stage.RUNS: (0.2, 0.0, None, 0.0),
         Stage.WHOLE: (0.7, 0.3, Stage.BUILDS, 1.8),
+        Stage.WARM_UP: (3.5, 0.0, None, 0.0),
         Stage.LOOKS: (0.5, 0.0, None, 0.0),
         Stage.VARIANTS: (0.5, 0.0, None, 0.0),
+        Stage.WARM_UP_AGAIN: (3.5, 0.0, None, 0.0),
         Stage.TURNS: (0.7, 0.0, Stage.LOOKS, 1.35),
     }
 )
+# How the counts of a plan begin that say what a stage took.
+PART = "seconds_in_"
 # So many programs of a stage count as much as what is usual: the first few say little.
 _TRUSTED = 6
 
@@ -59,6 +69,29 @@ class Outlook:
         self._expected: set[Stage] = set()
         self._rest: dict[Stage, int] = {}
         self._each: dict[Stage, float] = {}
+        self._took: dict[Stage, float] = {}
+
+    @property
+    def counts(self) -> Mapping[str, float]:
+        """Seconds that each stage took, as plans keep them."""
+        return {
+            f"{PART}{stage.name.lower()}": self._took[stage]
+            for stage in Stage
+            if stage in self._took
+        }
+
+    def took(self, stage: Stage, seconds: float) -> None:
+        """Adds seconds to what a stage took."""
+        self._took[stage] = self._took.get(stage, 0.0) + seconds
+
+    @contextmanager
+    def at(self, stage: Stage) -> Iterator[None]:
+        """Adds what is done meanwhile to what a stage took."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.took(stage, time.monotonic() - started)
 
     def expect(self, counts: Mapping[Stage, int]) -> None:
         """Takes note of how many programs stages are to have."""

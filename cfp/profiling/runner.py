@@ -37,6 +37,7 @@ from cfp.profiling.inputs import (
 )
 from cfp.profiling.meter import metered
 from cfp.profiling.options import MeasureOptions
+from cfp.profiling.outlook import Stage
 from cfp.profiling.place import place_for
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
@@ -134,7 +135,7 @@ def profile(
     # The scheduler keeps each record before the next run.
     run_next = StopOnDeviceLoss(run)
     with environment.compilation_cache(platform):
-        return run_tasks(
+        summary = run_tasks(
             jobs,
             store,
             build=lambda job: _build(program, mesh, job, environment, built or {}),
@@ -148,6 +149,9 @@ def profile(
             program=program.name,
             is_late=is_late,
         )
+    options.outlook.took(Stage.BUILDS, summary.wait_seconds)
+    options.outlook.took(Stage.RUNS, summary.run_seconds)
+    return summary
 
 
 def run(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -33,7 +33,8 @@ from cfp.profiling.tasks import Phase, ProfileSummary, Progress, ProgressCallbac
 # Built programs hold code in the devices' memory while they wait.
 _WAITING_BESIDE_THREADS = 2
 # At the end of each batch of builds fewer and fewer threads have something to do: on 2
-# H200, with 12 of them, the last two of 26 programs took 5 s after a batch of 24.
+# H200, with 12 of them, the last two of 26 programs took 5 s after a batch of 24. So
+# batches are of one size, about this.
 _BUILT_BY_EACH_THREAD = 4
 _LOOK_AGAIN_SECONDS = 0.2
 
@@ -70,7 +71,7 @@ def run_tasks(
       threads: how many builds at once.
       overlap: build while a task runs, which is faster, and disturbs what runs
         where building needs the devices. Otherwise tasks are built and then run in
-        batches of four times the number of threads.
+        batches of one size, of about four times the number of threads.
       retry_failures: measure again what failed before, or before a moment: a
         process that was started again keeps to the moment of the first start.
       progress: called with every event, in this thread.
@@ -107,8 +108,7 @@ def run_tasks(
 def _measure(state: _State, threads: int, overlap: bool) -> None:
     waiting = deque(task for task in state.tasks.values() if not state.has(task))
     ahead: deque[tuple[Task, Building]] = deque()
-    batch = _BUILT_BY_EACH_THREAD * threads if threads > 1 else 1
-    room = threads + _WAITING_BESIDE_THREADS if overlap else batch
+    room = threads + _WAITING_BESIDE_THREADS if overlap else _batch(threads, waiting)
     room = state.in_flight.at_once(state.tasks, room)
     with CompilePool(threads) as pool:
         try:
@@ -132,6 +132,14 @@ def _measure(state: _State, threads: int, overlap: bool) -> None:
                     state.take_turn(*ahead.popleft())
         except CancelledError:
             assert state.ends, "only what is late is not built"
+
+
+def _batch(threads: int, waiting: Sized) -> int:
+    """Returns the number of programs that are built before they run."""
+    if threads == 1:
+        return 1
+    batches = max(1, round(len(waiting) / (_BUILT_BY_EACH_THREAD * threads)))
+    return math.ceil(len(waiting) / batches)
 
 
 def _started(pool: CompilePool, state: _State, tasks: Sequence[Task]) -> list[Building]:
@@ -177,6 +185,7 @@ class _State:
     best_ms: float = math.inf
     build_seconds: float = 0.0
     run_seconds: float = 0.0
+    wait_seconds: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -248,7 +257,10 @@ class _State:
             left = sum(not building.done() for _, building in among)
             self.tell(task.label, "build", left, seconds)
 
-        return awaited(built, say)
+        started = time.perf_counter()
+        outcome = awaited(built, say)
+        self.wait_seconds += time.perf_counter() - started
+        return outcome
 
     def take_turn(self, task: Task, built: Building) -> None:
         if not built.done():
@@ -312,4 +324,5 @@ class _State:
             failed=self.failed,
             build_seconds=self.build_seconds,
             run_seconds=self.run_seconds,
+            wait_seconds=self.wait_seconds,
         )

@@ -86,6 +86,7 @@ class ProfileSummary:
       failed: failed now. The three add up to the number of records.
       build_seconds: of all builds, side by side ones added up.
       run_seconds: of all runs.
+      wait_seconds: in which builds were awaited, and nothing ran.
     """
 
     records: Mapping[str, ProfileRecord]
@@ -94,3 +95,4 @@ class ProfileSummary:
     failed: int
     build_seconds: float
     run_seconds: float
+    wait_seconds: float = 0.0

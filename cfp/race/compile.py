@@ -49,7 +49,8 @@ class Builder:
             several, and for building the leader's variants and a run of it; else 0.
         options: how to build and to time.
         built: compiled programs by identity: used, and added to.
-        stages: of planning: what compiling and timing these is.
+        stages: of planning: what compiling these is, warming up for them and timing
+            them.
     """
 
     program: Program
@@ -60,7 +61,7 @@ class Builder:
     run_seconds: float = 0.0
     options: MeasureOptions = field(default_factory=MeasureOptions)
     built: dict[str, Built] = field(default_factory=dict, repr=False)
-    stages: tuple[Stage, Stage] = (Stage.WHOLE, Stage.LOOKS)
+    stages: tuple[Stage, Stage, Stage] = (Stage.WHOLE, Stage.WARM_UP, Stage.LOOKS)
 
     @property
     def in_flight(self) -> InFlightLog:
@@ -81,7 +82,7 @@ def compile_programs(
     """
     known = known_records(builder, [one.job.key.digest for one in programs])
     new = [one for one in programs if one.job.key.digest not in known]
-    with builder.in_flight as in_flight:
+    with builder.in_flight as in_flight, builder.options.outlook.at(builder.stages[0]):
         fresh = build_each(builder, new, in_flight)
     failed = [one for one in fresh.values() if isinstance(one, ProfileRecord)]
     keep(failed, builder.store)
@@ -172,7 +173,7 @@ def build_each(
                 seconds = time.monotonic() - started
                 total = len(wanted) - len(there)
                 which = f", {over + 1} of {total}" if total > 1 else ""
-                stage, _ = builder.stages
+                stage = builder.stages[0]
                 rest = options.outlook.left_text(stage, over, total, seconds)
                 options.tell(f"compiling {one.job.label}{which}{rest}")
                 over += 1

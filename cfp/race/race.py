@@ -120,7 +120,7 @@ class Run:
         rounds: int,
         race: Parts = (),
         truncated: Truncated | None = None,
-        stages: tuple[Stage, Stage] = (Stage.WHOLE, Stage.LOOKS),
+        stages: tuple[Stage, Stage, Stage] = (Stage.WHOLE, Stage.WARM_UP, Stage.LOOKS),
     ) -> list[RaceResult]:
         """Times candidates in turn."""
         where = (*self.context.environment, *race)
@@ -148,7 +148,8 @@ class Run:
         is_predicted = context.stand_in is not None
         reach = STAY_AFTER_TURN if is_predicted else STAY_AFTER_LOOK
         first, new = second_race(raced, *variants, reach)
-        stages, outlook = (Stage.VARIANTS, Stage.TURNS), context.measure.outlook
+        stages = Stage.VARIANTS, Stage.WARM_UP_AGAIN, Stage.TURNS
+        outlook = context.measure.outlook
         if not new or self.is_over():
             outlook.expect(dict.fromkeys(stages, 0))
             return Ranking((), raced, is_predicted)
@@ -344,6 +345,7 @@ class Run:
             ),
             counts={
                 **counts,
+                **self.context.measure.outlook.counts,
                 "race_seconds": time.perf_counter() - self.started,
                 "race_cached": float(not self.fresh),
             },

@@ -54,7 +54,17 @@ _TURN_MS_ELSEWHERE = 500.0
 # Devices that rested while programs were compiled run by other clocks for seconds: two
 # first turns of five programs had those without latency hiding first, and none of six
 # turns after 3 s of work. decisions.md, "A race begins when clocks are steady".
-_WARM_UP_ELSEWHERE = replace(_LOOK_ELSEWHERE, min_sample_ms=3000.0, min_repeat=1)
+_WARM_UP_ELSEWHERE = TimingOptions(
+    warmup_seconds=3.0,
+    warmup_window=1,
+    min_samples=1,
+    max_samples=1,
+    budget_seconds=6.0,  # Half of it is the longest warm-up.
+    min_sample_ms=150.0,
+    min_repeat=1,
+)
+# Most races are told after so many turns.
+_USUAL_TURNS = 2
 
 
 def race_programs(
@@ -108,7 +118,8 @@ def race_programs(
     if records is None:
         again = [one for one in programs if one.job.key.digest not in out]
         with builder.in_flight as in_flight:
-            outcomes = build_each(builder, again, in_flight)
+            with builder.options.outlook.at(builder.stages[0]):
+                outcomes = build_each(builder, again, in_flight)
             ran = _run_in_turn(builder, again, outcomes, in_flight, rounds)
         keep(list(ran.values()), store)
         records = {**out, **ran}
@@ -132,6 +143,7 @@ def _run_in_turn(
     order = before = list(ready)
     platform = builder.mesh.devices.flat[0].platform
     agreement, defaults = Agreement.of(builder.mesh), defaults_of(platform)
+    outlook = builder.options.outlook
     run_next = StopOnDeviceLoss(run, lambda crash: keep([crash], builder.store))
 
     def time_of(digest: str) -> float:
@@ -152,8 +164,12 @@ def _run_in_turn(
     is_played = builder.options.run is not None
     is_measured = not (defaults.estimates or is_played)
     if order and is_measured and not agreement.is_over(builder.end):
-        builder.options.tell("warming up the devices")
-        warm = timed(order[0], _WARM_UP_ELSEWHERE)
+        stage = builder.stages[1]
+        about = outlook.left_text(stage, 0, 1, 0.0)
+        builder.options.tell(f"warming up the devices{about}")
+        with outlook.at(stage):
+            warm = timed(order[0], _WARM_UP_ELSEWHERE)
+        outlook.expect({stage: 0})
         if not warm.ok:
             records[order[0]] = warm
             order = before = order[1:]
@@ -175,13 +191,14 @@ def _run_in_turn(
                 break
             digest = order[(place + turn) % len(order)]
             label = by_key[digest].job.label
-            rest = max(1, rounds - turn) * len(order) - place
+            rest = max(1, min(rounds, _USUAL_TURNS) - turn) * len(order) - place
             seconds = time.monotonic() - started
-            _, stage = builder.stages
-            about = builder.options.outlook.left_text(stage, over, over + rest, seconds)
+            stage = builder.stages[2]
+            about = outlook.left_text(stage, over, over + rest, seconds)
             builder.options.tell(f"timing {label}, {doing}{about}")
             over += 1
-            found = timed(digest, timing)
+            with outlook.at(stage):
+                found = timed(digest, timing)
             records[digest] = _join(in_turns.get(digest), found)
             if turn >= 0:
                 in_turns[digest] = records[digest]

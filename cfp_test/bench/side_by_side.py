@@ -60,12 +60,15 @@ from cfp.presets.presets import DATA_PARALLEL
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.in_flight import write_whole
 from cfp.profiling.key import environment_parts
+from cfp.profiling.outlook import PART
+from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress
 from cfp.program.graft import partition_spec
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceOutcome
 from cfp.race.race import race
+from cfp.report.progress import progress_text
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate, Profiles, Solution
 from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of
@@ -221,6 +224,25 @@ class Found:
         ]
         return sorted(raced, key=lambda pair: pair[1])[:count]
 
+    def measured(self) -> dict[str, ProfileRecord]:
+        """Records of programs of segments, by label."""
+        found = self.profiles.found
+        jobs = {job.key.digest: job for one in found.requests for job in one.jobs}
+        return {
+            f"{number}: {jobs[digest].label}": record
+            for number, (digest, record) in enumerate(found.records.items())
+            if digest in jobs
+        }
+
+    def parts(self) -> str:
+        """Seconds of planning by part, as a line."""
+        counts = self.outcome.counts
+        return ", ".join(
+            f"{name.removeprefix(PART).replace('_', ' ')} {seconds:.1f}"
+            for name, seconds in counts.items()
+            if name.startswith(PART)
+        )
+
     def about(self) -> dict[str, Any]:
         """Returns the part that a record keeps."""
         counts = self.outcome.counts
@@ -230,6 +252,15 @@ class Found:
             "predicted_ms": self.outcome.winner.predicted_ms,
             "kernels": sorted({str(k) for _, k in self.outcome.winner.choice.kernels}),
             "counts": {name: float(count) for name, count in counts.items()},
+            "programs": [
+                {
+                    "name": name,
+                    "build_s": record.build_seconds,
+                    "run_s": record.run_seconds,
+                    "samples_ms": list(record.samples_ms),
+                }
+                for name, record in self.measured().items()
+            ],
             "race": [
                 {
                     "name": row.name,
@@ -253,6 +284,25 @@ def say(text: str) -> None:
 
 # ------------------------------------------------------------------------- planning
 
+_EVERY_SECONDS = 2.0
+
+
+class _Lines:
+    """Prints progress; of programs that are measured one line now and then."""
+
+    def __init__(self) -> None:
+        self._phase, self._next = "", 0.0
+
+    def __call__(self, event: Progress | str) -> None:
+        if isinstance(event, str):
+            self._phase = ""
+            say(f"  {event}")
+            return
+        now, phase = time.monotonic(), event.phase.replace("done", "run")
+        if phase != self._phase or now > self._next or event.done == event.total:
+            self._phase, self._next = phase, now + _EVERY_SECONDS
+            say(f"  measuring {progress_text(event, clock=False)}")
+
 
 def planned(
     session: Session, work: Path, settings: PlannerSettings, budget: int | None = None
@@ -264,11 +314,7 @@ def planned(
     """
     started = time.perf_counter()
 
-    def tell(event: Progress | str) -> None:
-        if isinstance(event, str):
-            say(f"  {event}")
-
-    settings = replace(settings, progress=tell)
+    settings = replace(settings, progress=_Lines())
     with open_context(session.mesh, work, budget, settings) as context:
         profiles = profile(context, session.analysis)
         solution = search(context, session.analysis, profiles)
@@ -583,6 +629,7 @@ def run_piece(piece: Piece, given: argparse.Namespace) -> None:
         return
     found = planned(session, work, PlannerSettings())
     say(f"{piece.name}: planned in {found.seconds:.1f} s, {found.outcome.winner.name}")
+    say(f"{piece.name}: seconds in {found.parts()}")
     record.write(planning=found.about())
     if piece.kind == "sharding":
         alone = planned(session, work, PlannerSettings(choose=("sharding",)))

@@ -117,6 +117,17 @@ def test_what_will_not_be_takes_no_time():
     assert before > 10 * after > 0
 
 
+def test_what_each_stage_took_is_kept(monkeypatch):
+    seconds = iter([1.0, 3.5, 10.0, 10.5])
+    monkeypatch.setattr("time.monotonic", lambda: next(seconds))
+    outlook = Outlook()
+    for _ in range(2):
+        with outlook.at(Stage.TUNING):
+            pass
+    outlook.took(Stage.RATES, 4.0)
+    assert outlook.counts == {"seconds_in_rates": 4.0, "seconds_in_tuning": 3.0}
+
+
 def test_planning_lasts_no_longer_than_it_may():
     outlook = Outlook(end=0.0)  # Long ago.
     outlook.expect({Stage.TURNS: 100})

@@ -292,15 +292,15 @@ def test_builds_and_runs_overlap(shop, store):
     assert shop.overlapped
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
-def test_builds_and_runs_keep_apart_if_asked(shop, store, threads):
+@pytest.mark.parametrize(("threads", "batch"), [(1, 1), (2, 10), (4, 20)])
+def test_builds_and_runs_keep_apart_if_asked(shop, store, threads, batch):
     shop.pause_seconds = 0.005
     names = "abcdefghijklmnopqrst"
     summary = run_tasks(shop.tasks(names), store, threads=threads, overlap=False)
     assert not shop.overlapped
     assert shop.ran == list(names)
     assert summary.measured == len(names)
-    assert shop.most_waiting == (4 * threads if threads > 1 else 1)
+    assert shop.most_waiting == batch
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -326,7 +326,14 @@ def test_what_waits_for_a_build_that_failed_is_built(shop, store):
     assert (summary.measured, summary.failed) == (1, 1)
 
 
-def test_batches_are_of_one_size(shop, store):
+@pytest.mark.parametrize(
+    ("names", "sizes"),
+    [
+        ("abcdefghijklmnop", [16]),  # No batch of four after one of twelve.
+        ("abcdefghijklmnopqrstu", [11, 10]),
+    ],
+)
+def test_batches_are_of_one_size(shop, store, names, sizes):
     waiting = []
 
     def note(event):
@@ -334,13 +341,13 @@ def test_batches_are_of_one_size(shop, store):
             waiting.append(len(shop.built) - len(shop.ran))
 
     run_tasks(
-        shop.tasks("abcdefghijklmnop"),
+        shop.tasks(names),
         store,
         threads=3,
         overlap=False,
         progress=note,
     )
-    assert waiting == [*range(12, 0, -1), 4, 3, 2, 1]
+    assert waiting == [left for size in sizes for left in range(size, 0, -1)]
 
 
 # ----------------------------------------------------------------------------- progress

@@ -67,6 +67,12 @@ def may_change_any(tree: Any) -> bool:
     return any(map(_may_change, tree_leaves(tree, is_leaf=_may_change)))
 
 
+def not_among(changed: Mapping[str, Any], results: Any) -> list[str]:
+    """Paths of changed arrays that are not themselves leaves of a step's results."""
+    returned = {id(leaf) for leaf in tree_leaves(results)}
+    return [path for path, array in changed.items() if id(array) not in returned]
+
+
 def lost_changes(
     run: Callable[..., tuple[Any, Mapping[str, Any]]], avals: Sequence[Any]
 ) -> list[str]:

@@ -218,7 +218,7 @@ class FlatStep:
         def flat(*leaves: Any) -> Any:
             leaves_here = leaves_on_device(leaves, {a for a, _ in self.in_host})
             result, changed = self._run(self.fn, leaves_here)
-            self._changed.extend(changed)
+            self._changed.extend(in_place.not_among(changed, result))
             return results_in_host(result, {r for _, r in self.in_host})
 
         flat.__name__ = flat.__qualname__ = getattr(self.fn, "__name__", "step")
@@ -242,7 +242,7 @@ class FlatStep:
 
     @cached_property
     def _changed(self) -> list[str]:
-        """Paths that the function was seen to change in place."""
+        """Paths that the function was seen to change in place, and not to return."""
         return []
 
     def _lost(self) -> list[str]:
@@ -279,7 +279,8 @@ class FlatStep:
     def traced(self) -> jax.stages.Traced:
         """``flat_fn`` as JAX traced it: the user's Python code runs this one time.
 
-        Once more, where it changes modules in place, to see whether that is lost.
+        Once more, where it changes modules in place and does not return just what it
+        put there, to see whether that is lost.
 
         Raises:
             StepNotTraceable: JAX cannot trace the function, or what it changes in

@@ -142,6 +142,24 @@ def test_what_is_changed_on_the_way_is_not_lost():
     assert accepted(with_dict, {"x": X, "y": X})
 
 
+def test_what_is_returned_just_as_it_was_put_there_is_traced_once():
+    runs = []
+
+    def step(net, optimizer, x):
+        runs.append(None)
+        loss = update(net, optimizer, x)
+        return nnx.state((net, optimizer)), loss
+
+    assert accepted(step, *made(), X)
+    assert len(runs) == 1
+
+    def half(net, optimizer, x):
+        return step(net, optimizer, x)[0][0]
+
+    assert "'half' changes optimizer/" in refused(half, *made(), X)
+    assert len(runs) == 3
+
+
 class Trainer:
     def __init__(self):
         self.params = {"w": X}

@@ -215,7 +215,7 @@ def _inside(names: Sequence[str]) -> list[tuple[int, str]]:
 
 
 # Options of `Plan.bind`; and what decides a plan, and nothing of one that is there.
-_BINDS = (
+BINDS = (
     "mesh",
     "static_argnums",
     "static_argnames",
@@ -245,14 +245,14 @@ def check_binding(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         if name in parameters:
             continue
         decides = name in _DECIDES
-        meant = nearest(name, [*_BINDS, *parameters])
+        meant = nearest(name, [*BINDS, *parameters])
         raise OptionError(
             compose(
                 f"{name} decides how a step is planned, and this plan is made."
                 if decides
                 else f"Neither the step nor plan.bind has an argument {name}"
                 + (f"; {meant.strip()}" if meant else "."),
-                expected=f"arguments of the step, {', '.join(_BINDS)}",
+                expected=f"arguments of the step, {', '.join(BINDS)}",
                 got=f"{name}=...",
                 attempt=f"leave {name} out, or cfp.plan(...), which plans again"
                 if decides

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -22,6 +22,7 @@ from cfp.export.runtime import program_digest
 from cfp.plan.figures import Figures
 from cfp.plan.file import FORMAT, plan_fields, read_json
 from cfp.plan.parts import (
+    BINDS,
     PlanRow,
     PlanSegment,
     Sites,
@@ -48,8 +49,13 @@ from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceRow
 from cfp.runtime.executables import ReusableExecutable
-from cfp.runtime.execute import CompiledStep, compile_step, lower_planned
-from cfp.runtime.waiting import compiling_text, told_while
+from cfp.runtime.execute import (
+    CompiledStep,
+    LoweredStep,
+    load_or_lower,
+    lower_planned,
+)
+from cfp.runtime.waiting import compiling_text, load_early, told_while
 from cfp.settings import ConstraintLevel
 
 
@@ -92,6 +98,8 @@ class Plan:
             none.
         outline: the operations of the planned program, to say where another differs.
         sites: where in the step the constraints stand, of a plan that was loaded.
+        traced_under: the configuration of JAX in which `bind` traced the step; None of
+            a plan that came by its step otherwise.
         raced: the program that won, as the race compiled it; files have none.
         tuned: where the race kept what it tuned; files have none, and use what is kept
             in the user's cache directory.
@@ -129,6 +137,7 @@ class Plan:
     mesh: Mesh | None = field(default=None, compare=False, repr=False)
     step: FlatStep | None = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
+    traced_under: Hashable = field(default=None, compare=False, repr=False)
     raced: ReusableExecutable | None = field(default=None, compare=False, repr=False)
     tuned: BuildEnvironment | None = field(default=None, compare=False, repr=False)
 
@@ -139,7 +148,7 @@ class Plan:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         """A copy with the same step, devices and executables."""
-        shared = ("mesh", "step", "out_tree", "raced", "tuned")
+        shared = ("mesh", "step", "out_tree", "traced_under", "raced", "tuned")
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         copied = {k: v if k in shared else deepcopy(v, memo) for k, v in values.items()}
         return replace(self, **copied)
@@ -195,7 +204,8 @@ class Plan:
         """The plan with the pytrees of a step's arguments, as a loaded plan needs them.
 
         Takes what :func:`cfp.plan` takes, so that either may stand in a program. Which
-        arguments are static, and which are donated, the plan knows.
+        arguments are static, and which are donated, the plan knows. The step is traced,
+        and :meth:`apply` of the same function does not trace it again.
 
         Args:
             fn: the step that was planned.
@@ -211,7 +221,27 @@ class Plan:
         """
         check_binding(fn, kwargs)
         plan = self if mesh is None else self.on(mesh)
-        known = static_arguments(plan.static, plan.step, args)
+        given = static_argnums, static_argnames, donate_argnums, donate_argnames
+        step = plan._flat(fn, args, kwargs, *given)
+        out_tree, now = tree_structure(step.traced.out_info), trace_context_key()
+        return replace(plan, step=step, out_tree=out_tree, traced_under=now)
+
+    def _flat(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        static_argnums: int | Sequence[int] = (),
+        static_argnames: str | Sequence[str] = (),
+        donate_argnums: int | Sequence[int] = (),
+        donate_argnames: str | Sequence[str] = (),
+    ) -> FlatStep:
+        """A call of the step, not traced; see `bind`.
+
+        Raises:
+            PlanMismatch: the arguments are not those of the plan.
+        """
+        known = static_arguments(self.static, self.step, args)
         given = bool(sequence(static_argnums, int) or sequence(static_argnames, str))
         step = flatten_step(
             fn,
@@ -226,10 +256,9 @@ class Plan:
             donate_argnums=donate_argnums,
             donate_argnames=donate_argnames,
         )
-        check_arguments(plan.arg_names, plan.arg_types, step)
-        check_donated(plan.donated, step)
-        step = step.with_state_in_host(plan.in_host).with_donated(plan.donated)
-        return replace(plan, step=step, out_tree=tree_structure(step.traced.out_info))
+        check_arguments(self.arg_names, self.arg_types, step)
+        check_donated(self.donated, step)
+        return step.with_state_in_host(self.in_host).with_donated(self.donated)
 
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
         """The plan with the step that it was made for.
@@ -267,7 +296,9 @@ class Plan:
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """The step under this plan: compiled at the first call.
 
-        A plan that was loaded without a mesh takes the first of the devices.
+        A plan that was loaded without a mesh takes the first of the devices. One that
+        is bound to the same function begins at once, in a thread, to load what an
+        earlier process compiled; what goes wrong there the call raises.
 
         Under a configuration of JAX that changes what the step means it is traced
         again, and refused if another program comes of it.
@@ -279,16 +310,33 @@ class Plan:
             A function with the step's arguments and results.
         """
         compiled: dict[Any, CompiledStep] = {}
+        is_bound = self.step is not None and self.step.fn is fn
+        key = self.traced_under if is_bound else None
+        early = None if key is None else load_early(self._load_or_lower, key)
 
         def step(*args: Any, **kwargs: Any) -> Any:
+            nonlocal early
             now = trace_context_key()
             if now not in compiled:
-                compiled[now] = self.compile(fn, *args, **kwargs)
+                loading, early = early, None
+                if now == key and self._takes(args, kwargs):
+                    lowered = loading.result() if loading is not None else None
+                    compiled[now] = self._compiled(lowered or self._load_or_lower())
+                else:
+                    compiled[now] = self.compile(fn, *args, **kwargs)
             return compiled[now](*args, **kwargs)
 
         step.__name__ = getattr(fn, "__name__", "step")
         step.__doc__ = fn.__doc__
         return step
+
+    def _takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """True if a call is one of the step as `bind` traced it."""
+        step = self._bound()
+        if not kwargs.keys().isdisjoint(BINDS):
+            return False  # Names of arguments of `bind`, which reads them.
+        check_binding(step.fn, kwargs)
+        return self._flat(step.fn, args, kwargs) == step
 
     def compile(self, fn: Callable[..., Any], *args: Any, **kw: Any) -> CompiledStep:
         """Compiles the step for these arguments (arrays or shapes).
@@ -311,11 +359,11 @@ class Plan:
         Raises:
             PlanMismatch: the plan was loaded, and is not bound to a step.
         """
-        step = self._bound()
-        name = getattr(step.fn, "__name__", "the step")
-        seconds = self.search.get("compile_seconds")
-        return compile_step(
-            step,
+        return self._compiled(self._load_or_lower(), progress)
+
+    def _load_or_lower(self) -> LoweredStep:
+        return load_or_lower(
+            self._bound(),
             self._on_mesh(),
             self.fingerprint,
             self.arg_specs,
@@ -325,8 +373,15 @@ class Plan:
             raced=self.raced,
             planned=(self.outline, self.environment),
             environment=self.tuned or BuildEnvironment.beside(store_path(None)),
-            compiling=partial(told_while, compiling_text(name, seconds), progress),
         )
+
+    def _compiled(
+        self, lowered: LoweredStep, progress: Callable[[str], None] | None = None
+    ) -> CompiledStep:
+        name = getattr(self._bound().fn, "__name__", "the step")
+        seconds = self.search.get("compile_seconds")
+        text = compiling_text(name, seconds)
+        return lowered.compile(partial(told_while, text, progress))
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs an initialisation so that its result is made in the plan's shardings.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -171,8 +171,78 @@ def lower_planned(
 _BY_CALLBACK = "CustomSPMDPartitioning"
 
 
-@unchecked()
+@dataclass(frozen=True)
+class LoweredStep:
+    """A step, lowered under a plan: with its executable, or to be compiled.
+
+    Attributes:
+        step, narrow, double, in_shardings, out_shardings: as of `CompiledStep`.
+        lowering: with the plan's constraints in it.
+        options: of the compiler.
+        compiled: what a race compiled, or an earlier process kept; None if there is
+            neither.
+        raced: whether a race compiled it.
+        keep: keeps what is compiled for later processes.
+    """
+
+    step: FlatStep
+    lowering: Lowering = field(repr=False)
+    in_shardings: tuple[NamedSharding, ...]
+    out_shardings: tuple[NamedSharding, ...]
+    options: Mapping[str, str]
+    compiled: jax.stages.Compiled | None
+    raced: bool
+    keep: Callable[[jax.stages.Compiled], None]
+    narrow: tuple[str, ...] = ()
+    double: bool = False
+
+    @unchecked()
+    def compile(
+        self, compiling: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> CompiledStep:
+        """Compiles it, if it has to be; see `compile_step`.
+
+        Raises:
+            CompilerError: the compiler made another program of it.
+        """
+        compiled, lowering = self.compiled, self.lowering
+        if compiled is None:
+            with compiling():
+                compiled, _ = compile_right(lowering.lowered, self.options)
+        self.keep(compiled)
+        return CompiledStep(
+            self.step,
+            compiled,
+            self.in_shardings,
+            self.out_shardings,
+            lowering.out_tree,
+            self.narrow,
+            self.double,
+            lowering.alarm if lowering.calls_host else None,
+            raced=self.raced,
+        )
+
+
 def compile_step(
+    *args: Any,
+    compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
+    **kwargs: Any,
+) -> CompiledStep:
+    """Lowers a step under shardings, inserts the constraints, and compiles it.
+
+    Args:
+        args, kwargs: as of `load_or_lower`.
+        compiling: entered while the compiler is at work, if it has to be.
+
+    Raises:
+        PlanMismatch: the step's program is not the one that was planned.
+        CompilerError: the compiler made another program of it.
+    """
+    return load_or_lower(*args, **kwargs).compile(compiling)
+
+
+@unchecked()
+def load_or_lower(
     step: FlatStep,
     mesh: Mesh,
     fingerprint: str | None,
@@ -185,9 +255,8 @@ def compile_step(
     raced: ReusableExecutable | None = None,
     planned: tuple[Outline | None, Mapping[str, str]] = (None, {}),
     environment: BuildEnvironment | None = None,
-    compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> CompiledStep:
-    """Lowers a step under shardings, inserts the constraints, and compiles it.
+) -> LoweredStep:
+    """Lowers a step under shardings with constraints; loads its executable, if kept.
 
     Args:
         step: the step and its arguments.
@@ -205,11 +274,9 @@ def compile_step(
             made with, to say in what the step differs.
         environment: has what the race's compiles tuned, so that the same kernels run,
             and the executables that earlier processes compiled.
-        compiling: entered while the compiler is at work, if it has to be.
 
     Raises:
         PlanMismatch: the step's program is not the one that was planned.
-        CompilerError: the compiler made another program of it.
     """
     ins, outs = _shardings(step, mesh, arg_specs, output_specs)
     lowering, program = _lowered(step, mesh, ins, outs, fingerprint, planned)
@@ -239,16 +306,22 @@ def compile_step(
     compiled = raced.compiled if raced else None
     if kept is not None and compiled is None:
         compiled = kept.get(key, mesh)
-    if compiled is None:
-        with compiling():
-            compiled, _ = compile_right(lowering.lowered, how)
-    if kept is not None:
-        kept.put(key, compiled)
-    where = (ins, outs, lowering.out_tree)
-    alarm = lowering.alarm if lowering.calls_host else None
-    return CompiledStep(
-        step, compiled, *where, narrow, double, alarm, raced=raced is not None
+    return LoweredStep(
+        step,
+        lowering,
+        ins,
+        outs,
+        how,
+        compiled,
+        raced is not None,
+        partial(kept.put, key) if kept is not None else _not_kept,
+        narrow,
+        double,
     )
+
+
+def _not_kept(compiled: jax.stages.Compiled) -> None:
+    """Keeps nothing: several processes have the program, or it computes otherwise."""
 
 
 # Of a program that checks another, and runs a few times: decisions.md, "A check tunes

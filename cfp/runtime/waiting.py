@@ -1,14 +1,19 @@
-"""Says that a step is compiled, where nothing else shows progress."""
+"""Waits for steps: says that one is compiled, and loads one before it is called."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeVar
 
 from cfp.devices.joining import is_follower
+from cfp.program.meaning import trace_context_key
 from cfp.units import clock_text
+
+_T = TypeVar("_T")
 
 # What takes less says nothing; what takes longer says so again and again.
 _SILENT_SECONDS, _EVERY_SECONDS = 5.0, 30.0
@@ -65,3 +70,25 @@ def told_while(
     finally:
         over.set()
         writer.join()
+
+
+def load_early(load: Callable[[], _T], key: Hashable) -> Future[_T | None]:
+    """Begins to load something in a thread of its own.
+
+    None comes of it where that thread has another configuration of JAX.
+
+    Args:
+        load: what loads it.
+        key: of the configuration that it is for; see `trace_context_key`.
+    """
+
+    def run() -> _T | None:
+        if trace_context_key() != key:
+            return None
+        loaded = load()
+        return loaded if trace_context_key() == key else None
+
+    threads = ThreadPoolExecutor(1, "cfp-loading")
+    future = threads.submit(run)
+    threads.shutdown(wait=False)
+    return future

@@ -13,7 +13,8 @@ import pytest
 
 import cfp
 from cfp.plan.parts import _may_be_renamed
-from cfp.runtime.waiting import told_while
+from cfp.program.meaning import trace_context_key
+from cfp.runtime.waiting import load_early, told_while
 from cfp_test.cli_runner import ROOT, environment
 from cfp_test.race import deep
 from cfp_test.waiting import GUARD_SECONDS, until
@@ -266,6 +267,98 @@ def test_a_loaded_plan_takes_the_first_devices(loaded):
     np.testing.assert_array_equal(scaled, x * state.sum())
     run = cfp.parallelize(step_fn, plan=plan, donate_argnums=0)
     np.testing.assert_array_equal(run(jnp.array(state), x)[1], scaled)
+
+
+def counted():
+    """A step like `step_fn`, and how often its Python code ran."""
+    runs = []
+
+    def step(state, x):
+        runs.append(None)
+        return step_fn(state, x)
+
+    return step, runs
+
+
+def test_a_step_that_was_bound_is_not_traced_again(loaded):
+    plan, (state, x) = loaded
+    step, runs = counted()
+    bound = plan.bind(step, state, x)
+    apply = bound.apply(step)
+    made, _ = apply(jnp.array(state), x)
+    made, _ = apply(made, x=x)
+    np.testing.assert_array_equal(made, state + x.sum() * 4)
+    assert len(runs) == 1
+    # What was not bound is traced, and so is what is bound anew.
+    plan.apply(step)(jnp.array(state), x)
+    assert len(runs) == 2
+    other, others = counted()
+    bound.apply(other)(jnp.array(state), x)
+    assert len(runs) == 2 and len(others) == 1
+    bound.bind(step, state, x)
+    assert len(runs) == 3
+
+
+def test_a_bound_step_is_traced_again_under_another_configuration(loaded):
+    plan, (state, x) = loaded
+    step, runs = counted()
+    apply = plan.bind(step, state, x).apply(step)
+    with jax.default_matmul_precision("highest"):
+        apply(jnp.array(state), x)
+        assert len(runs) == 2
+        inside = plan.bind(step, state, x).apply(step)
+        made, _ = inside(jnp.array(state), x)
+        np.testing.assert_array_equal(made, state + x.sum() * 2)
+        assert len(runs) == 3
+    apply(jnp.array(state), x)
+    assert len(runs) == 3
+
+
+def test_a_call_with_other_arguments_is_refused_as_before(loaded):
+    plan, (state, x) = loaded
+    step, _ = counted()
+    apply = plan.bind(step, state, x).apply(step)
+    with pytest.raises(cfp.PlanMismatch):
+        apply(jnp.ones((4, 8)), x)
+    with pytest.raises(cfp.OptionError, match="Neither the step nor"):
+        apply(jnp.array(state), x=x, y=x)
+    made, _ = apply(jnp.array(state), x)
+    np.testing.assert_array_equal(made, state + x.sum() * 2)
+
+
+def test_what_goes_wrong_in_a_thread_is_raised_by_the_call(loaded):
+    plan, (state, x) = loaded
+
+    def other(state, x):
+        return state * x.sum(), x * state.sum()
+
+    apply = plan.bind(other, state, x).apply(other)
+    for _ in range(2):
+        with pytest.raises(cfp.PlanMismatch):
+            apply(jnp.array(state), x)
+
+
+def test_what_is_kept_is_loaded_before_the_call(loaded, tmp_path, monkeypatch):
+    monkeypatch.setenv("CFP_CACHE_DIR", str(tmp_path))
+    plan, (state, x) = loaded
+    plan.apply(step_fn)(jnp.array(state), x)  # Compiles, and keeps that.
+    futures = []
+
+    def load(lower, key):
+        futures.append(load_early(lower, key))
+        return futures[-1]
+
+    monkeypatch.setattr("cfp.plan.plan.load_early", load)
+    apply = plan.bind(step_fn, state, x).apply(step_fn)
+    (future,) = futures
+    compiled = future.result(GUARD_SECONDS).compiled
+    assert compiled is not None
+    made, _ = apply(jnp.array(state), x)
+    np.testing.assert_array_equal(made, state + x.sum() * 2)
+    with jax.default_matmul_precision("highest"):
+        inside = load(lambda: 1, trace_context_key())
+    assert inside.result(GUARD_SECONDS) is None
+    assert load(lambda: 1, trace_context_key()).result(GUARD_SECONDS) == 1
 
 
 def test_a_plan_decides_alone(loaded):

@@ -366,6 +366,11 @@ def _tutorial(data: Mapping[str, Any]) -> list[str]:
                 ["chosen", f"{train['winner']} of {len(train['race'])}"],
                 ["restart: definitions, s", fixed(again["definitions_seconds"], 1)],
                 ["restart: plan loaded and bound, s", fixed(again["load_seconds"], 2)],
+                *(
+                    [["and first array there, s", fixed(again["devices_seconds"], 2)]]
+                    if "devices_seconds" in again
+                    else []
+                ),
                 ["and checkpoint restored, s", fixed(again["restored_seconds"], 2)],
                 ["and first step done, s", fixed(again["restart_seconds"], 2)],
                 ["adapted to half of the devices, s", fixed(again["adapt_seconds"], 2)],

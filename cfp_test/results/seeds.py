@@ -362,6 +362,11 @@ def _tutorial(data: Mapping[str, Any]) -> list[str]:
             [
                 ["step on one device, ms", _middle(train["one_ms"])],
                 [f"step on {count} devices, ms", _middle(train["ms"])],
+                *(
+                    [["the plan's shardings, by jax.jit, ms", _middle(train["jit_ms"])]]
+                    if "jit_ms" in train
+                    else []
+                ),
                 ["planned in s", fixed(train["plan_seconds"], 1)],
                 ["chosen", f"{train['winner']} of {len(train['race'])}"],
                 ["restart: definitions, s", fixed(again["definitions_seconds"], 1)],

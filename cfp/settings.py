@@ -177,7 +177,7 @@ class PlatformDefaults:
             times vary there, too, and no race goes on until it is clear what is faster.
         plans: how many of the best plans race, by each way to predict.
         estimate_reach: presets that are estimated to take this many times as long as
-            the best of them are not measured. decisions.md, "a preset of 1.6 times the
+            the best of them are not measured. decisions.md, "A preset of 1.25 times the
             best one's estimate": see `REACH_BY_ESTIMATE` for how far off these were.
         reach: candidates that are predicted to take this many times as long as the best
             that fits are not raced, by constraint level.
@@ -198,7 +198,7 @@ class PlatformDefaults:
 
     estimates: bool = False
     plans: int = 1
-    estimate_reach: float = 1.6
+    estimate_reach: float = 1.25
     reach: Mapping[ConstraintLevel, float]
     levels: tuple[ConstraintLevel, ...] = tuple(ConstraintLevel)
     later_levels: tuple[ConstraintLevel, ...] = ()

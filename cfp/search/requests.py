@@ -135,6 +135,11 @@ class MeasurementRequest:
         alone_ms = records[self.job.key.digest].time_ms
         return alone_ms + self._more_ms(records) if self._pair(records) else alone_ms
 
+    def sum_ms(self, records: Mapping[str, ProfileRecord]) -> float:
+        """Computes its time by itself, and that of both if there is a neighbour."""
+        pair = self._pair(records)
+        return self.alone_ms(records) + (pair[1].time_ms if pair else 0.0)
+
     def residual_bytes(self, records: Mapping[str, ProfileRecord], least: int) -> int:
         """Returns the bytes kept from the forward to the backward pass.
 

@@ -1,10 +1,14 @@
-"""The passes in a row, assembled once for the library, the command line and scripts.
+"""The passes in a row: the first two and the last two are here, as functions.
 
-trace      step + abstract arguments  -> Program
-analyze    Program + mesh             -> Analysis
-profile    Analysis                   -> Profiles   :mod:`cfp.passes.profile`
-search     Analysis + Profiles        -> Solution   :mod:`cfp.passes.search`
-race       Solution                   -> Plan       :mod:`cfp.race.race`
+trace      step + arguments        -> Program
+analyze    Program + mesh          -> Analysis
+profile    Analysis                -> Profiles     :mod:`cfp.passes.profile`
+search     Analysis + Profiles     -> Solution     :mod:`cfp.passes.search`
+race       Analysis + Solution     -> RaceOutcome  :mod:`cfp.race.race`
+compose    Analysis + RaceOutcome  -> Plan         :mod:`cfp.plan.compose`
+
+Of arguments types count, and the values of scalars and small masks
+(:mod:`cfp.program.given`). :mod:`cfp.find` runs the passes one after another.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def utc_now() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledBytes:
-    """Memory that a compiled program needs on one device, as the compiler states it.
+    """Memory that a program needs on one device: compiled, or by prediction.
 
     Attributes:
       argument_bytes: of the arguments.
@@ -95,8 +95,9 @@ class ProfileRecord(CompiledBytes):
       key: digest of `parts`, see `cfp.profiling.key.ProfileKey`.
       parts: the named parts of the key, in order.
       status: "ok" means built, run and timed; or, of devices that are described,
-        built and predicted (`cfp.cost.stand_in`). "refused" ran, and its times are no
-        measurement: its numbers were not finite, or the GPU was not at work.
+        built and predicted (`cfp.cost.stand_in`). "refused" says nothing about the
+        program: its numbers were not finite, the GPU was not at work, or one device's
+        computation, as a program of its own, was not built or was too large.
       reason: for a failure, what the compiler or the runtime said.
       samples_ms: milliseconds per execution, every sample in the order taken. None is
         altered later; docs/how-cfp-chooses.md lists all places that correct them.
@@ -190,7 +191,7 @@ def is_to_retry(record: ProfileRecord, retry_failures: bool | datetime) -> bool:
     """Returns True if a stored record is to be measured again.
 
     Args:
-      record: what is in the store. What ran and was no measurement always is.
+      record: what is in the store. What was refused always is.
       retry_failures: whether what failed is, or what failed before a moment.
     """
     if record.status == "refused":

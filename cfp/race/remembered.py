@@ -175,7 +175,7 @@ def known_to_fit(
         answer: how the race ended the last time. The same choices race again, which
             needs no device then, unless something else has been faster since.
     """
-    assert context.memory is not None, "without a budget everything known is raced"
+    assert context.memory is not None, "without a budget nothing remembered is raced"
     budget_bytes = context.memory.budget_bytes
     [first] = programs_of(analysis, candidates[:1], context.environment)
     known = [

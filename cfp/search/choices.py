@@ -145,7 +145,7 @@ def first_candidates(
         analysis: of the program.
         estimates: of every kind.
         parts: of the presets, for each kind.
-        kernels: what may compute attentions.
+        kernels: what may compute attentions and cross-entropies.
         others: how many to look at besides the presets' parts, at most.
         per_kind: how many in all, unless the presets have more parts; None for all.
     """

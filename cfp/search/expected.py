@@ -121,7 +121,7 @@ def estimate_options(
         costs: of the program's segments.
         per_kind: how many others of each kind, at most.
         budget_bytes: memory of one device, or None.
-        kernels: what may compute attentions.
+        kernels: what may compute attentions and cross-entropies.
     """
     parts = preset_parts(costs.analysis, presets.values())
     candidates = first_candidates(

@@ -64,15 +64,27 @@ class MeasurementRequest:
 
     A segment alone is not what it costs inside a model: its first and last
     collectives have nothing to hide behind. So it is also measured together with a
-    neighbour, and what that takes alone is subtracted.
+    neighbour, and what that takes alone is subtracted. There are four cases:
+
+    ======================  ========================  =============================
+    candidate               jobs, `own_job` with a *  time
+    ======================  ========================  =============================
+    as it is                alone*                    alone
+    beside a neighbour      alone*, neighbour, pair   pair - neighbour - resharding
+    rematerialized          alone*                    base + (alone - base alone)
+    rematerialized, beside  base alone, neighbour,    base + (pair - base's pair)
+    a neighbour             pair*
+    ======================  ========================  =============================
+
+    The second is at least 0.4 of alone, and is alone if the neighbour or the pair
+    failed; what is added to a base is at least 0. All jobs but the base's and the
+    neighbour's are of the rematerialized segment in the last two.
 
     Attributes:
         kind, candidate: the choice.
-        job: the segment alone.
+        job: the segment alone; in the last case the base alone.
         context: what it is measured together with, or None.
         base: for a candidate that is rematerialized, the same without that; or None.
-            Its time is the base's, plus what rematerializing adds. If it is measured
-            in context it is not measured alone, too: ``job`` is the base's.
     """
 
     kind: int
@@ -83,13 +95,13 @@ class MeasurementRequest:
 
     @property
     def jobs(self) -> list[Job]:
-        """All its jobs: alone, the neighbour alone, and both."""
+        """All its jobs: `job`, and if it has a neighbour, that alone, and the pair."""
         there = self.context
         return [self.job, there.job, there.pair_job] if there else [self.job]
 
     @property
     def own_job(self) -> Job:
-        """The job that is its own: together with a neighbour, if alone is shared."""
+        """The job that no other request has: the pair where `job` is the base's."""
         return self.context.pair_job if self.context and self.base else self.job
 
     def has_failed(self, records: Mapping[str, ProfileRecord]) -> bool:
@@ -98,11 +110,11 @@ class MeasurementRequest:
         return any(record is not None and not record.ok for record in known)
 
     def outcome(self, records: Mapping[str, ProfileRecord]) -> ProfileRecord | None:
-        """Returns the record of the segment alone, from which its cost is derived.
+        """Returns the record of `job`, which holds the memory that it takes alone.
 
         Returns:
-            A failed record if the cost cannot be derived; None while a record is
-            missing.
+            A failed record if the cost cannot be derived: that of `job`, or of any job
+            if it is rematerialized; None while a record is missing.
         """
         found = [records.get(job.key.digest) for job in self.jobs]
         known = [record for record in found if record is not None]
@@ -231,7 +243,7 @@ class RequestBuilder:
         estimates: of every kind of segment.
         environment: what else a profile depends on.
         in_context: whether segments are measured with a neighbour, too.
-        kernels: what may compute attentions.
+        kernels: what may compute attentions and cross-entropies.
     """
 
     costs: Costs

@@ -7,7 +7,7 @@ import pprint
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
@@ -76,6 +76,8 @@ def python_module(
             "saved by an older version of cfp, or without its step. Plan again, or "
             "plan.bind(step, *args) and save it."
         )
+    if not plan.mesh_axes:  # On one device constraints do nothing.
+        sites = replace(sites, sites=())
     if plan.changes_ops and program is None:
         raise PlanMismatch(
             "The plan rematerializes parts of the step or computes them by other "

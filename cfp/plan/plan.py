@@ -454,7 +454,6 @@ class Plan:
 
     def _exported_program(self) -> ExportedProgram | None:
         """The step's program, where constraints are not all that the plan changes."""
-        inside = self.constraints
         if self.step is None or not self.changes_ops:
             return None
         mesh = self._on_mesh()
@@ -465,12 +464,18 @@ class Plan:
                 mesh,
                 self.fingerprint,
                 *specs,
-                inside,
+                self._exported_constraints(),
                 (self.outline, self.environment),
             ),
             digest=program_digest(self.step.traced.jaxpr),
             platform=mesh.devices.flat[0].platform,
         )
+
+    def _exported_constraints(self) -> Constraints:
+        """The constraints; without shardings on one device, where these do nothing."""
+        if self.mesh_axes:
+            return self.constraints
+        return replace(self.constraints, values={}, uses={})
 
     @property
     def changes_ops(self) -> bool:
@@ -485,7 +490,8 @@ class Plan:
         """
         if self.sites is not None or self.step is None or self.mesh is None:
             return self.sites
-        return sites_of(self.step, self.mesh, self.fingerprint, self.constraints)
+        inside = self._exported_constraints()
+        return sites_of(self.step, self.mesh, self.fingerprint, inside)
 
     def to_json(self) -> str:
         """The plan as JSON text."""

@@ -1,8 +1,10 @@
 """Plans as Python modules: the same program, and numbers, without cfp."""
 
 import ast
+import base64
 import json
 import sys
+import zlib
 from dataclasses import replace
 
 import jax
@@ -19,6 +21,7 @@ from cfp.plan.parts import Site, Sites
 from cfp.plan.plan import Plan
 from cfp.profiling.hlo import collectives_in
 from cfp.program.rematerialize import Rematerialization
+from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import ROOT, run_exported
 from cfp_test.reported import HOSTILE
@@ -60,6 +63,15 @@ def arguments(make):
     params = {{"layers": [layer] * 2, "stack": make(3, WIDTH, WIDTH)}}
     return params, make(32, WIDTH), 2
 """
+
+SITE = Site(
+    primitive="dot'); import os; os._exit(3) #",
+    type="f32",
+    value="out 0",
+    which="0",
+    spec=((),),
+    source='a.py:1\nimport os; os._exit(3)\n"""',
+)
 
 RUN = """
 import sys
@@ -125,6 +137,49 @@ def test_a_module_runs_where_cfp_cannot_be_imported(plan, my_step, mesh, tmp_pat
     compiled = loaded.compile(my_step["step"], *shapes)
     assert collectives_in(hlo) == collectives_in(compiled.as_text())
     assert collectives_in(hlo)
+
+
+def test_a_module_for_one_device_has_no_constraints(my_step, tmp_path):
+    """Also with a program of its own, and from a file that has them."""
+    rng = np.random.default_rng(0)
+    args = my_step["arguments"](lambda *s: rng.standard_normal(s).astype("float32"))
+    made = cfp.plan(
+        my_step["step"],
+        *args,
+        mesh=make_mesh((("x", 1),)),
+        static_argnums=2,
+        cache_dir=tmp_path,
+        settings=SETTINGS,
+    )
+    assert made.constraints.values
+    again = Plan.from_json(json.loads(made.to_json()))
+    assert again.sites is not None and not again.sites.sites
+    older = replace(again, sites=replace(again.sites, sites=(SITE,)))
+    for plan in (made, older, with_a_product_rematerialized(made)):
+        plan.export_python(tmp_path / "exported.py")
+        text = (tmp_path / "exported.py").read_text()
+        exported = load(text)
+        assert "MESH = {}" in text and exported["SITES"] == []
+        if program := exported["PROGRAM"]:
+            bytecode = zlib.decompress(base64.b85decode(program["bytecode"]))
+            assert b"optimization_barrier" in bytecode
+            assert b"sharding_constraint" not in bytecode
+        found = exported["shard"](my_step["step"], *args)(*args)
+        expected = jax.jit(my_step["step"], static_argnums=2)(*args)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
+            found,
+            expected,
+        )
+    assert exported["PROGRAM"]
+
+
+def with_a_product_rematerialized(plan):
+    program, _ = trace(plan.step, plan.mesh)
+    product = next(op for op in program.ops if op.kind == "dot_general")
+    reads = [op.id for op in program.ops if product.results[0] in op.operands]
+    again = (Rematerialization((product.id,), (max(reads),)),)
+    return replace(plan, constraints=replace(plan.constraints, rematerialized=again))
 
 
 def test_a_model_of_the_zoo_has_the_same_collectives_exported(mesh, tmp_path):
@@ -210,19 +265,11 @@ def test_what_a_module_cannot_say_is_refused(plan):
 
 
 def test_names_that_mean_harm_stay_names():
-    site = Site(
-        primitive="dot'); import os; os._exit(3) #",
-        type="f32",
-        value="out 0",
-        which="0",
-        spec=((),),
-        source='a.py:1\nimport os; os._exit(3)\n"""',
-    )
-    sites = Sites(sites=(site,), equations=1, digest="'", inner=0)
+    sites = Sites(sites=(SITE,), equations=1, digest="'", inner=0)
     harmful = replace(HOSTILE, winner='"""\nimport os; os._exit(3)\n"""\\')
     found = load(python_module(harmful, sites))
     assert [row[0] for row in found["ARGUMENTS"]] == list(HOSTILE.arg_names)
-    assert found["SITES"][0][0] == site.primitive
+    assert found["SITES"][0][0] == SITE.primitive
 
 
 @pytest.mark.parametrize(

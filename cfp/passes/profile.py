@@ -148,14 +148,14 @@ def expected_race(
     """Guesses how many programs are compiled and timed for a race.
 
     Each named choice at its levels, and the best by two predictions. The leader and the
-    best preset race with other options; half of the others beside them, and half of all
-    these twice.
+    best preset race with other options; half of the others beside them. Each of these
+    has a look, and half of them two turns.
     """
     rules = context.rules
     options = len(rules.compiler_options)
     count = len(named_candidates(presets, rules.levels)) + 2 * rules.plans
     again = options + options // 2 + len(rules.later_levels)
-    turns = 0 if not again else count // 2 + again + (count // 2 + again) // 2
+    looks = count // 2 + again if again else 0
     platform = dict(context.environment)["platform"]
     warm = not (defaults_of(platform).estimates or context.plays)
     return {
@@ -164,7 +164,7 @@ def expected_race(
         Stage.LOOKS: count,
         Stage.VARIANTS: again,
         Stage.WARM_UP_AGAIN: int(warm and again > 0),
-        Stage.TURNS: turns,
+        Stage.TURNS: looks + 2 * (looks // 2),
     }
 
 

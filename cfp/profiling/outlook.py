@@ -3,8 +3,9 @@
 Planning on GPUs has ten stages, and lines of progress say how long all of the rest
 takes, not the stage that is at work. What is at work goes on as it went; of what
 follows the number of programs is known or guessed, and each takes what it took in
-recorded runs on 2 H100: kernels were tuned for 0.2 to 1.3 s a program, segments took
-0.25 to 0.6 s, whole programs 0.4 to 1.2 s (docs/results/by_hand_h100x2_202611.json).
+recorded runs on two GPUs: kernels were tuned for 0.2 to 2.2 s a program, segments took
+0.25 to 0.7 s, whole programs 0.4 to 3.1 s (docs/results/by_hand_h100x2_202611.json;
+decisions.md, "What planning takes by stage").
 What each stage took is kept, too, for the plan's record.
 """
 
@@ -40,8 +41,8 @@ class Stage(StrEnum):
 _SECONDS: Mapping[Stage, tuple[float, float, Stage | None, float]] = MappingProxyType(
     {
         Stage.RATES: (0.2, 0.0, None, 0.0),
-        Stage.TUNING: (0.8, 0.0, None, 0.0),
-        Stage.BUILDS: (0.25, 0.0, Stage.TUNING, 0.3),
+        Stage.TUNING: (1.2, 0.0, None, 0.0),
+        Stage.BUILDS: (0.25, 0.0, Stage.TUNING, 0.4),
         Stage.RUNS: (0.2, 0.0, None, 0.0),
         Stage.WHOLE: (0.7, 0.3, Stage.BUILDS, 1.8),
         Stage.WARM_UP: (3.5, 0.0, None, 0.0),

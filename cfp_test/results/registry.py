@@ -191,11 +191,14 @@ PAGES: tuple[Page, ...] = (
         figures=worth.page,
         has_text=False,
     ),
-    Page(
-        name="suite_h200x2_202611",
-        sources=("suite_h200x2_202611.json",),
-        figures=side_by_side.page,
-        has_text=False,
+    *(
+        Page(
+            name=f"{name}_202611",
+            sources=(f"{name}_202611.json",),
+            figures=side_by_side.page,
+            has_text=False,
+        )
+        for name in ("suite_h200x2", "suite_again_h200x2", "suite_h100x2")
     ),
     *_OPERATORS,
     Page(

@@ -11,6 +11,7 @@ from cfp.plan.parts import roles_text
 from cfp.view.words import storage_text
 from cfp_test.cli_runner import ROOT
 from cfp_test.reported import DEEP
+from cfp_test.results import side_by_side
 from cfp_test.results.pages import RESULTS, TEXTS, Page, plain, table
 from cfp_test.results.plans import Saved, section
 from cfp_test.results.registry import PAGES
@@ -110,6 +111,29 @@ def test_the_readme_has_the_figures_of_plans_beside_hand():
         row = f"{plan_ms:.1f} ms | {hand_ms:.1f} ms by hand"
         (line,) = (line for line in text.splitlines() if row in line)
         assert line.endswith(f" {seconds:.0f} s |"), line
+
+
+@pytest.mark.parametrize(
+    ("suite", "name", "rivals"),
+    [
+        ("suite_h100x2", "moe", ("hand", "preset", "pytorch")),
+        ("suite_h100x2", "gpt:off", ("hand", "preset", "pytorch")),
+        ("suite_again_h200x2", "moe:off", ("hand", "cost_model", "pytorch")),
+    ],
+)
+def test_the_readme_has_the_figures_of_plans_beside_all_others(suite, name, rivals):
+    said = {"hand": "by hand", "cost_model": "cost model", "pytorch": "PyTorch FSDP2"}
+    data = json.loads((RESULTS / f"{suite}_202611.json").read_text())
+    (piece,) = (one for one in data["pieces"] if one["piece"] == name)
+    ways = side_by_side.timed_of(piece)
+    times = {g: side_by_side.best(ways, g).median_ms for g in ("planned", *rivals)}
+    others = [f"{times[g]:.1f} ms {said.get(g, 'best preset')}" for g in rivals]
+    row = f" | {times['planned']:.1f} ms | {', '.join(others)} | "
+    seconds = piece["planning"]["planning_s"]
+    row += f"{times['planned'] / times['hand']:.2f} | {seconds:.0f} s |"
+    text = (ROOT / "README.md").read_text().replace("ms, best preset", "ms best preset")
+    (line,) = (line for line in text.splitlines() if row in line)
+    assert ("without P2P" in line) == piece["p2p_disabled"]
 
 
 def test_a_guide_says_the_range_of_all_results():

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from cfp_test.forking import quick_python
 from cfp_test.quick_flags import QUICK_FLAGS
 from cfp_test.waiting import GUARD_SECONDS
 
@@ -70,7 +71,7 @@ def run_batch(
 ) -> list[Outcome]:
     """Runs commands one after another in one process, with a working folder."""
     done = subprocess.run(
-        [sys.executable, "-c", _BATCH],
+        [quick_python(), "-c", _BATCH],
         input=json.dumps([list(line) for line in lines]),
         capture_output=True,
         text=True,
@@ -85,19 +86,25 @@ def run_batch(
 def steady_python(folder: Path) -> str:
     """An interpreter for shell scripts, in which times follow from what is compiled."""
     path = folder / "steady_python"
-    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m cfp_test.injected "$@"\n')
+    path.write_text(f'#!/bin/sh\nexec "{quick_python()}" -m cfp_test.injected "$@"\n')
     path.chmod(0o700)
     return str(path)
 
 
-def run_one(*words: str, folder: Path, **variables: str) -> Outcome:
+def run_one(*words: str, folder: Path, python: str = "", **variables: str) -> Outcome:
     """Runs one command in its own process.
 
     Where it measures, times follow from what is compiled.
+
+    Args:
+        words: the command.
+        folder: where it runs.
+        python: an interpreter, if not one that has loaded cfp already.
+        variables: of its environment.
     """
     steady = ["-m", "cfp_test.injected"] if words[0] in _MEASURING else []
     done = subprocess.run(
-        [sys.executable, *steady, "-m", "cfp", *words],
+        [python or quick_python(), *steady, "-m", "cfp", *words],
         capture_output=True,
         text=True,
         cwd=folder,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cfp_test.cli_runner import ROOT
+from cfp_test.forking import quick_python
 from cfp_test.quick_flags import QUICK_FLAGS
 from cfp_test.waiting import GUARD_SECONDS, end_group
 
@@ -85,10 +86,10 @@ def start(
     gpus: Sequence[str] | None = None,
     **more: str,
 ) -> list[subprocess.Popen[str]]:
-    """Starts the processes of a program.
+    """Starts the processes of a program; their seeds of hashes differ.
 
     Args:
-        command: what each runs with this Python.
+        command: what each runs with Python.
         folder: where.
         devices: how many devices each has; virtual ones without `gpus`.
         only: the numbers of those that are started; all by default.
@@ -104,9 +105,12 @@ def start(
         own = gpus[first : first + devices[number]]
         return variables_on_gpus(number, count, port, own)
 
+    def python(number: int) -> str:
+        return quick_python() if gpus is None and number % 2 == 0 else sys.executable
+
     return [
         subprocess.Popen(
-            [sys.executable, *command],
+            [python(number), *command],
             env={**environment(number), **more},
             cwd=folder,
             stdout=subprocess.PIPE,

@@ -13,6 +13,7 @@ import pytest
 from cfp import Plan, __main__, __version__, cli
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli_runner import Outcome, environment, run_batch, run_one
+from cfp_test.forking import quick_python
 from cfp_test.waiting import end_of, running, until
 
 TOYS = str(Path(__file__).with_name("toy_targets.py"))
@@ -136,7 +137,12 @@ def test_there_are_twelve_commands_and_ten_options_come_first(folder):
 
 @pytest.mark.explained("There are too few devices")
 def test_too_few_devices_names_the_remedy(folder):
-    outcome = run_one("plan", TOY, "--devices", "4", folder=folder, JAX_PLATFORMS="cpu")
+    outcome = run_one(
+        *("plan", TOY, "--devices", "4"),
+        folder=folder,
+        python=sys.executable,
+        JAX_PLATFORMS="cpu",
+    )
     assert outcome.code == 2
     assert "4 devices for the mesh x=4" in outcome.err
     assert "--platform cpu" in outcome.err
@@ -169,7 +175,10 @@ def test_looking_at_a_program_takes_no_measurements(folder):
 
 @pytest.fixture(scope="module")
 def planned(folder) -> tuple[Outcome, Path]:
-    """A plan in JSON, saved too, made in a process of its own."""
+    """A plan in JSON, saved too.
+
+    Its process has another seed of hashes than those that read what it stored.
+    """
     path = folder / "plan.json"
     outcome = run_one(
         *(
@@ -185,6 +194,7 @@ def planned(folder) -> tuple[Outcome, Path]:
         ),
         *("--pin", "weights/up=None,x", "-o", str(path), "--json", "--quiet"),
         folder=folder,
+        python=sys.executable,
     )
     return outcome, path
 
@@ -398,7 +408,7 @@ def test_interrupting_keeps_what_was_measured(folder):
         with ProfileStore(store) as found:
             return found.records() != []
 
-    with running([sys.executable, *words], folder, environment(**faults)) as process:
+    with running([quick_python(), *words], folder, environment(**faults)) as process:
         until(has_measured, process)
         process.send_signal(signal.SIGINT)
         out, err = end_of(process)

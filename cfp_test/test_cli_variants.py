@@ -2,13 +2,13 @@
 
 import json
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from cfp import Plan
 from cfp_test.cli_runner import Outcome, environment, run_batch
+from cfp_test.forking import quick_python
 from cfp_test.waiting import end_of, running, until
 
 TOYS = str(Path(__file__).with_name("toy_targets.py"))
@@ -148,7 +148,7 @@ def slow():
 def test_interrupted_among_variants_it_keeps_and_prints_the_best_so_far(tmp_path):
     (tmp_path / "mine.py").write_text(_SLOW)
     line = ["-m", "cfp", "plan", "mine.py:slow", *FEW, *SHAPES, "-o", "plan.json"]
-    command = [sys.executable, *line]
+    command = [quick_python(), *line]
     with running(command, tmp_path, environment()) as process:
         until((tmp_path / "second").exists, process)
         process.send_signal(signal.SIGINT)

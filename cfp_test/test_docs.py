@@ -3,7 +3,6 @@
 import re
 import shlex
 import subprocess
-import sys
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from cfp.models.registry import find
 from cfp_test.cli_runner import ROOT, environment, run_batch
+from cfp_test.forking import quick_python
 from cfp_test.waiting import GUARD_SECONDS
 
 PAGES = [
@@ -197,7 +197,7 @@ def test_python_blocks_run(program, tmp_path):
         "CFP_CACHE_DIR": str(tmp_path / "cache"),
     }
     subprocess.run(
-        [sys.executable, "-c", program],
+        [quick_python(), "-c", program],
         cwd=tmp_path,
         env=environment(**flags),
         timeout=GUARD_SECONDS,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cfp_test.cli_runner import environment
+from cfp_test.forking import quick_python
 from cfp_test.scripts.tutorial import (
     NOTEBOOK,
     PAGE,
@@ -39,11 +40,11 @@ def find_cell(words: str) -> int:
     return found
 
 
-def run(cells, folder):
+def run(cells, folder, python):
     program = folder / "program.py"
     program.write_text("\n".join(cell.text for cell in cells if not cell.prose))
     done = subprocess.run(
-        [sys.executable, program],
+        [python, program],
         cwd=folder,
         env=environment(
             JAX_PLATFORMS="cpu", XLA_FLAGS="", CFP_CACHE_DIR=str(folder / "cache")
@@ -103,7 +104,9 @@ def printed(folder, request):
     """
     cells = shorten(CELLS) if request.param == "fewer" else CELLS
     first, stopped = find_cell("one_step"), find_cell("Plan.load")
-    return run(cells[:stopped], folder) + run(cells[:first] + cells[stopped:], folder)
+    return run(cells[:stopped], folder, quick_python()) + run(
+        cells[:first] + cells[stopped:], folder, sys.executable
+    )
 
 
 def test_notebook_and_page_are_made_from_the_source():

@@ -3,7 +3,6 @@
 import json
 import struct
 import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from cfp.models.llama import init_params
 from cfp_test.cli_runner import ROOT, environment
+from cfp_test.forking import quick_python
 from cfp_test.results import attention
 from cfp_test.ring import checkpoint, lengths
 from cfp_test.ring.__main__ import parse
@@ -30,7 +30,7 @@ def run(folder, *words, code=0, **variables):
         capture_output=True,
         text=True,
         cwd=folder,
-        env={**environment(XLA_FLAGS=FAST), "PYTHON": sys.executable, **variables},
+        env={**environment(XLA_FLAGS=FAST), "PYTHON": quick_python(), **variables},
         timeout=GUARD_SECONDS,
         check=False,
     )
@@ -211,7 +211,7 @@ def _write(path, arrays):
 def test_the_gpu_script_on_a_cpu(tmp_path):
     """No time to measure: one row, written, and taken up by the next run."""
     script = str(ROOT / "cfp_test/scripts/attention_gpu.py")
-    words = (sys.executable, script, "out.json", "--tiny", "--seconds")
+    words = (quick_python(), script, "out.json", "--tiny", "--seconds")
     run(tmp_path, *words, "1", JAX_PLATFORMS="cpu")
     data = json.loads((tmp_path / "out.json").read_text())
     assert data["rows"][0]["what"] == "matmul"

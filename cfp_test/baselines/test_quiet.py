@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 from cfp_test.cli_runner import environment
+from cfp_test.forking import quick_python
 from cfp_test.waiting import GUARD_SECONDS
 
 # A solver that prints while it is at work, then solves as it would.
@@ -44,8 +45,9 @@ libc.puts(b"C after it")
 
 def printed(program: str, closed: str = "") -> tuple[str, str]:
     """Returns a program's standard output and standard error."""
+    python = sys.executable if closed else quick_python()
     done = subprocess.run(
-        ["sh", "-c", f'"$@" {closed}', "sh", sys.executable, "-c", program],
+        ["sh", "-c", f'"$@" {closed}', "sh", python, "-c", program],
         env=environment(),
         capture_output=True,
         text=True,

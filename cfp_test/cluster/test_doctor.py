@@ -88,6 +88,7 @@ def test_on_this_machine_a_graft_compiles_and_runs(tmp_path):
         *words,
         *("--timeout", str(GUARD_SECONDS)),
         folder=tmp_path,
+        python=sys.executable,
         XLA_FLAGS=flags,
         JAX_PLATFORMS="cpu",
     )
@@ -101,7 +102,7 @@ def test_on_this_machine_a_graft_compiles_and_runs(tmp_path):
 
 
 def test_the_list_names_every_check(tmp_path):
-    done = run_one("doctor", "--list", folder=tmp_path)
+    done = run_one("doctor", "--list", folder=tmp_path, python=sys.executable)
     assert done.code == 0
     assert [line[:16].strip() for line in done.out.splitlines()] == [
         check.name for check in CHECKS
@@ -109,7 +110,9 @@ def test_the_list_names_every_check(tmp_path):
 
 
 def test_an_unknown_check_is_refused(tmp_path):
-    done = run_one("doctor", "--only", "appetite", folder=tmp_path)
+    done = run_one(
+        *("doctor", "--only", "appetite"), folder=tmp_path, python=sys.executable
+    )
     assert done.code == 2
     assert "invalid choice: 'appetite'" in done.err
 

@@ -3,12 +3,12 @@
 import ast
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from cfp_test.cli_runner import environment
+from cfp_test.forking import quick_python
 from cfp_test.waiting import GUARD_SECONDS
 
 TESTS = Path(__file__).parent.parent
@@ -25,7 +25,7 @@ def run(script: str, *words: str) -> subprocess.CompletedProcess:
         ["sh", str(TESTS / script), *words],
         capture_output=True,
         text=True,
-        env={**environment(), "PYTHON": sys.executable},
+        env={**environment(), "PYTHON": quick_python()},
         timeout=GUARD_SECONDS,
         check=False,
     )

@@ -16,6 +16,7 @@ from cfp.plan.parts import _may_be_renamed
 from cfp.program.meaning import trace_context_key
 from cfp.runtime.waiting import load_early, told_while
 from cfp_test.cli_runner import ROOT, environment
+from cfp_test.forking import quick_python
 from cfp_test.race import deep
 from cfp_test.waiting import GUARD_SECONDS, until
 
@@ -46,7 +47,7 @@ print(float(loss), float(state["up"].sum()), step.plan.search["race_cached"])
 """
 
 
-def run(program, folder, **more):
+def run(program, folder, python="", **more):
     flags = {
         "XLA_FLAGS": FLAGS,
         "JAX_PLATFORMS": "cpu",
@@ -54,7 +55,7 @@ def run(program, folder, **more):
         "PYTHONPATH": f"{ROOT}:{folder}",
     }
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [python or quick_python(), "-c", program],
         cwd=folder,
         env=environment(**flags, **more),
         timeout=GUARD_SECONDS,
@@ -146,7 +147,8 @@ def test_arguments_that_changed_places_are_not_renamed():
 
 def test_a_second_process_finds_plan_and_executable(folder, first):
     """It compiles nothing, and its results are equal in every bit."""
-    second = run(NO_COMPILE + STEP + PARALLELIZED, folder).split()
+    program = NO_COMPILE + STEP + PARALLELIZED
+    second = run(program, folder, python=sys.executable).split()
     assert first[:2] == second[:2] and second[2] == "1.0"
 
 

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +11,7 @@ from jax.sharding import PartitionSpec
 import cfp
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import ROOT
+from cfp_test.forking import quick_python
 from cfp_test.several import free_port
 from cfp_test.waiting import GUARD_SECONDS
 
@@ -105,7 +105,7 @@ def test_each_process_passes_its_part():
     address = f"127.0.0.1:{port}"
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, str(me), address],
+            [quick_python(), "-c", PROCESS, str(me), address],
             env=where,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

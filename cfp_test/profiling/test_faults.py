@@ -18,6 +18,7 @@ from cfp.profiling.in_flight import InFlightFolder, ProcessInFlight
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli_runner import ROOT, environment
+from cfp_test.forking import quick_python
 from cfp_test.waiting import end_of, has_taken, running, until
 
 TOY = f"{ROOT / 'cfp_test' / 'toy_targets.py'}:toy"
@@ -26,16 +27,29 @@ FEW = ("--per-kind", "6")
 SEED = 1
 
 
-def begin(folder: Path, *words: str, faults: dict[str, str] | None = None):
+def begin(
+    folder: Path,
+    *words: str,
+    faults: dict[str, str] | None = None,
+    python: str = sys.executable,
+):
     """Runs a command that logs what it runs and keeps, for as long as the body."""
     folder.mkdir(exist_ok=True)
     variables = {"FAULT_LOG": str(folder / "log"), "FAULTS": json.dumps(faults or {})}
-    command = [sys.executable, "-m", "cfp_test.faulty", *words]
+    command = [python, "-m", "cfp_test.faulty", *words]
     return running(command, folder, environment(**variables))
 
 
+def begin_quick(folder: Path, *words: str, faults: dict[str, str] | None = None):
+    """Runs a command that is not killed, and whose start is quick."""
+    return begin(folder, *words, faults=faults, python=quick_python())
+
+
+PROFILE = ("profile", TOY, *ON_CPU, *FEW, "--quiet")
+
+
 def profile(folder: Path):
-    return begin(folder, "profile", TOY, *ON_CPU, *FEW, "--quiet")
+    return begin_quick(folder, *PROFILE)
 
 
 def finish(command: AbstractContextManager[subprocess.Popen[str]]) -> tuple[str, str]:
@@ -116,7 +130,7 @@ def kill_at_random_moments(folder: Path, times: int) -> None:
     killed = 0
     for _ in range(times):
         last = len(events(folder)) + moments.randint(0, 3)
-        with profile(folder) as process:
+        with begin(folder, *PROFILE) as process:
             ended = partial(process.poll)
             until(lambda ended=ended: at_work() or ended() is not None)
             until(
@@ -173,7 +187,7 @@ def test_each_failure_is_recorded_and_the_search_completes(undisturbed, tmp_path
     }
     folder = with_rates(undisturbed, tmp_path)
     command = ("plan", TOY, *ON_CPU, *FEW, "--measure", "--run-timeout", "600")
-    out, err = finish(begin(folder, *command, faults=faults))
+    out, err = finish(begin_quick(folder, *command, faults=faults))
     failed = [r for r in records(folder).values() if not r.ok]
     reasons = sorted((r.status, r.reason) for r in failed)
     assert reasons == [
@@ -193,14 +207,14 @@ def test_each_failure_is_recorded_and_the_search_completes(undisturbed, tmp_path
 
     # Nothing that failed is tried again unless asked; then it is, and mended.
     before = len(events(folder))
-    finish(begin(folder, *command, faults=faults))
+    finish(begin_quick(folder, *command, faults=faults))
     assert len(events(folder)) == before
     two = {label: faults[label] for label in list(faults)[:2]}
-    finish(begin(folder, *command, "--retry-failures", "--no-race", faults=two))
+    finish(begin_quick(folder, *command, "--retry-failures", "--no-race", faults=two))
     assert Counter(statuses(folder).values())["crashed"] == 2
     before = len(events(folder))
     failed = [r for r in records(folder).values() if not r.ok]
-    finish(begin(folder, *command, "--retry-failures", "--no-race"))
+    finish(begin_quick(folder, *command, "--retry-failures", "--no-race"))
     assert set(statuses(folder).values()) == {"ok"}
     ran = {key for event, key in events(folder)[before:] if event == "run"}
     assert ran >= {record.key for record in failed}
@@ -208,7 +222,8 @@ def test_each_failure_is_recorded_and_the_search_completes(undisturbed, tmp_path
 
 def test_two_processes_share_the_work(undisturbed, tmp_path):
     folder = with_rates(undisturbed, tmp_path)
-    with profile(folder) as one, profile(folder) as other:
+    # The other one has another seed of hashes.
+    with profile(folder) as one, begin(folder, *PROFILE) as other:
         for process in (one, other):
             out, err = finish(nullcontext(process))
             assert "6 strategies measured" in out or "from the cache" in out
@@ -273,7 +288,8 @@ def test_interrupting_the_parent(undisturbed, tmp_path, twice):
             found = [one for alive in folder.living() for one in alive.operations]
         return any(m.doing == "run" and m.label in faults for m in found)
 
-    with begin(tmp_path, "profile", TOY, *ON_CPU, *FEW, faults=faults) as parent:
+    start = begin if twice else begin_quick
+    with start(tmp_path, "profile", TOY, *ON_CPU, *FEW, faults=faults) as parent:
         until(at_it, parent)
         parent.send_signal(signal.SIGINT)
         if twice:  # Of two that it has not taken note of yet one would be lost.

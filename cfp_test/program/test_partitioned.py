@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, trace
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import environment
+from cfp_test.forking import quick_python
 from cfp_test.programs.kernels import (
     DEPTH,
     HEADS,
@@ -413,7 +413,7 @@ def test_a_plan_is_saved_and_runs_in_another_process(tmp_path):
     plan = cfp.plan(step, *args, mesh=make_mesh(MESHES["x2y2"]), quiet=True)
     plan.save(tmp_path / "plan.json")
     done = subprocess.run(
-        [sys.executable, "-c", _LOADED, str(tmp_path / "plan.json")],
+        [quick_python(), "-c", _LOADED, str(tmp_path / "plan.json")],
         capture_output=True,
         text=True,
         check=True,

@@ -1,7 +1,6 @@
 import io
 import re
 import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,6 +13,7 @@ from cfp.view.model import view_of
 from cfp.view.page import page_html
 from cfp.view.text import explain_text, plan_text, print_plan
 from cfp.view.words import summary_line
+from cfp_test.forking import quick_python
 from cfp_test.report.plans import RACE, as_data, layers, make_plan, row
 from cfp_test.scripts.plan_picture import picture
 
@@ -133,7 +133,7 @@ def test_a_picture_is_drawn_of_a_plan():
 
 
 def test_drawing_a_plan_without_its_files_prints_the_usage():
-    command = [sys.executable, "-m", "cfp_test.scripts.plan_picture", "plan.json"]
+    command = [quick_python(), "-m", "cfp_test.scripts.plan_picture", "plan.json"]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 2
     assert "usage: " in ran.stderr and "Traceback" not in ran.stderr

@@ -410,7 +410,8 @@ def remarks(plan: Plan) -> Iterator[str]:
     if devices > 1 and plan.arg_specs and not is_sharded(plan):
         yield (
             f"nothing is sharded: {devices} devices are no faster than one for this "
-            "step, and every device runs in full what one would"
+            "step, and every device runs in full what one would: use one, or a larger "
+            "batch"
         )
     if crossing := plan.environment.get("crosses_hosts"):
         yield f"goes from host to host: {crossing}"

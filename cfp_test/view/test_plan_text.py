@@ -143,6 +143,7 @@ def test_where_nothing_is_sharded_every_text_says_so():
     for show in (repr, plan_text, page_html):
         said = " ".join(show(whole).split())
         assert "othing is sharded: 4 devices are no faster than one for this" in said
+        assert "what one would: use one, or a larger batch" in said
         assert "orth by prediction" not in said
         said = " ".join(show(sharded).split())
         assert "othing is sharded" not in said

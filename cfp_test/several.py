@@ -83,16 +83,18 @@ def start(
     devices: Sequence[int],
     *,
     only: Sequence[int] | None = None,
+    anew: Sequence[int] = (),
     gpus: Sequence[str] | None = None,
     **more: str,
 ) -> list[subprocess.Popen[str]]:
-    """Starts the processes of a program; their seeds of hashes differ.
+    """Starts the processes of a program.
 
     Args:
         command: what each runs with Python.
         folder: where.
         devices: how many devices each has; virtual ones without `gpus`.
         only: the numbers of those that are started; all by default.
+        anew: the numbers of those that have a seed of hashes of their own.
         gpus: the host's GPUs, as CUDA names them, that they have in this order.
         more: variables of all.
     """
@@ -106,7 +108,8 @@ def start(
         return variables_on_gpus(number, count, port, own)
 
     def python(number: int) -> str:
-        return quick_python() if gpus is None and number % 2 == 0 else sys.executable
+        starts_anew = gpus is not None or number in anew
+        return sys.executable if starts_anew else quick_python()
 
     return [
         subprocess.Popen(
@@ -150,8 +153,11 @@ def run_all(
     gpus: Sequence[str] | None = None,
     **more: str,
 ) -> list[Ended]:
-    """Starts the processes of a program, and waits for their ends."""
-    return ends(start(command, folder, devices, gpus=gpus, **more))
+    """Starts the processes of a program, and waits for their ends.
+
+    The second has a seed of hashes of its own: what all decide does not depend on it.
+    """
+    return ends(start(command, folder, devices, anew=(1,), gpus=gpus, **more))
 
 
 def described(found: Sequence[Ended]) -> str:

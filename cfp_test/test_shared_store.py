@@ -12,6 +12,7 @@ from typing import Any
 from cfp.profiling.in_flight import InFlightFolder
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli_runner import environment
+from cfp_test.forking import quick_python
 from cfp_test.waiting import end_of, running, until
 
 Process = subprocess.Popen[str]
@@ -54,7 +55,7 @@ turns.run = lambda *args, **options: time.sleep(100_000)
 
 
 def begin(
-    folder: Path, *budgets: int, code: str = PLAN
+    folder: Path, *budgets: int, code: str = PLAN, python: str = sys.executable
 ) -> AbstractContextManager[Process]:
     """Plans for budgets, one after another, for as long as the body.
 
@@ -63,7 +64,7 @@ def begin(
     """
     flags = "--xla_force_host_platform_device_count=2"
     steady = ("-m", "cfp_test.injected")
-    command = [sys.executable, *steady, "-c", code, *map(str, budgets)]
+    command = [python, *steady, "-c", code, *map(str, budgets)]
     return running(command, folder, environment(XLA_FLAGS=flags, JAX_PLATFORMS="cpu"))
 
 
@@ -90,6 +91,8 @@ def is_at(folder: Path, process: Process, doing: str = "", what: str = "") -> bo
 
 
 def test_plans_made_at_once_are_those_that_the_store_answers_with(tmp_path):
+    # That which is killed, and the one that is asked for by its number, start anew.
+    begin_quick = partial(begin, tmp_path, python=quick_python())
     with begin(tmp_path, LARGE, code=HANGS_IN_ITS_RACE) as killed:
         races = partial(
             is_at, tmp_path, killed, "run", "whole program, raced when warm"
@@ -99,13 +102,13 @@ def test_plans_made_at_once_are_those_that_the_store_answers_with(tmp_path):
             until(partial(is_at, tmp_path, first), first)
             killed.kill()
             killed.wait()
-            with begin(tmp_path, LARGE) as again, begin(tmp_path, SMALL) as other:
+            with begin_quick(LARGE) as again, begin_quick(SMALL) as other:
                 [[one, _]], [[two, _]], [[small, _]] = map(
                     finish, (first, again, other)
                 )
     assert small["bytes"] <= SMALL
 
-    with begin(tmp_path, LARGE, SMALL) as last:
+    with begin_quick(LARGE, SMALL) as last:
         [[large_now, searched], [small_now, also]] = finish(last)
     for search in (searched, also):
         assert search["race_cached"] == 1.0

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import asdict, replace
 from typing import IO
 
@@ -24,6 +23,7 @@ from cfp.profiling.in_flight import (
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord, utc_now
 from cfp.profiling.store import ProfileStore
+from cfp_test.forking import quick_python
 from cfp_test.waiting import GUARD_SECONDS, until
 
 PID = 12345
@@ -390,7 +390,7 @@ with ProfileStore(sys.argv[1]) as store:
 def test_a_library_process_that_crashes_is_found_by_the_next(store):
     def go(fault: str) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(store.path), fault],
+            [quick_python(), "-c", PROGRAM, str(store.path), fault],
             env={k: v for k, v in os.environ.items() if k != "PYTHONFAULTHANDLER"},
             capture_output=True,
             text=True,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cfp.cluster.doctor.machine import Machine, requirements
+from cfp.cluster.machine import Machine, requirements
 from cfp.errors import TargetError, compose
 
 _DISK_BYTES = 40 << 30

@@ -118,7 +118,7 @@ class _Hidden(ModuleType):
     """A package that a function of the same name hides in `cfp`.
 
     The function gets the package's modules as attributes, so that
-    ``import cfp.attention.order`` is followed by ``cfp.attention.order`` as usual.
+    ``import cfp.attention.ring`` is followed by ``cfp.attention.ring`` as usual.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ def main() -> None:
             "  try: python3.11 -m venv, and install cfp there"
         )
     if sys.argv[1:2] == ["doctor"]:
-        from cfp.cluster.doctor.command import main as doctor
+        from cfp.cluster.doctor import main as doctor
 
         sys.exit(doctor(sys.argv[2:]))
     # While modules are loaded nothing is garbage, and what they hold stays: looking at

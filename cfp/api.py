@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 
-from cfp.cluster.ray.planning import plan_step
+from cfp.cluster.on_ray import plan_step
 from cfp.context import settings_or_defaults
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, OptionError, PlanMismatch, nearest

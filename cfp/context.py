@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from cfp.cost.stand_in import UNTUNED, StepPredictor
-from cfp.devices import mock
+from cfp.devices import described
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, compose
 from cfp.planner_settings import DetailedSettings, PlannerSettings
@@ -318,7 +318,7 @@ def _stand_in(
         rates=rates,
         store=store,
         place=here if mesh.runs else None,
-        compiler_options=mock.OPTIONS if mesh.runs else UNTUNED,
+        compiler_options=described.OPTIONS if mesh.runs else UNTUNED,
     )
     rated = hashlib.sha256(repr((rates, found.constants)).encode()).hexdigest()
     names = {name for name, _ in environment}

@@ -6,8 +6,7 @@ import pytest
 
 import cfp
 from cfp.models import build
-from cfp.presets.presets import PRESETS
-from cfp.presets.propagated import PROPAGATED
+from cfp.presets.presets import PRESETS, PROPAGATED
 from cfp_test import toy_targets
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import run_batch

@@ -664,7 +664,7 @@ def test_types_of_less_than_a_byte(mesh, cache):
 
 
 @cover_values(
-    name=["cfp.attention.order", "cfp.plan.adapt"],
+    name=["cfp.attention.ring", "cfp.plan.adapt"],
     before=["pass", "cfp.attention; cfp.plan"],
 )
 def test_modules_are_found_behind_a_function_of_their_packages_name(name, before):

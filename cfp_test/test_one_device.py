@@ -17,7 +17,7 @@ from cfp.analysis.analyze import analyze
 from cfp.checking.verify import verified_text, verify
 from cfp.cost import stand_in
 from cfp.cost.stand_in import computation_of, parts_of
-from cfp.devices import mock
+from cfp.devices import described
 from cfp.errors import DeviceError, TargetError
 from cfp.profiling import runner
 from cfp.profiling.compile_pool import default_threads
@@ -302,14 +302,14 @@ def test_with_its_devices_started_a_process_cannot_play(unplayed):
 
 def test_a_gpu_of_another_kind_does_not_play(unplayed, monkeypatch):
     here = planning_mesh(Mesh(np.array(jax.devices()[:4]), ("x",)))
-    monkeypatch.setattr(mock, "mocked_mesh", lambda axes: here)
+    monkeypatch.setattr(described, "mocked_mesh", lambda axes: here)
     with pytest.raises(DeviceError, match="another kind") as caught:
         cfp.described("4xh200").on_one_device()
     assert "one NVIDIA H200" in str(caught.value)
 
 
 def test_without_a_compiler_for_gpus_there_is_one_message(monkeypatch):
-    monkeypatch.setattr(mock, "cuda_plugin", lambda: None)
+    monkeypatch.setattr(described, "cuda_plugin", lambda: None)
     with pytest.raises(DeviceError, match="Nothing here compiles for GPUs"):
         cfp.described("4xh200").by_compiler()
     with pytest.raises(TargetError, match="no description of that kind"):
@@ -326,6 +326,6 @@ def test_without_a_compiler_for_gpus_there_is_one_message(monkeypatch):
     ],
 )
 def test_what_can_play(monkeypatch, names, plugin, can):
-    monkeypatch.setattr(mock, "ask_driver", lambda *words: names)
-    monkeypatch.setattr(mock, "cuda_plugin", lambda: plugin)
-    assert mock.can_play("NVIDIA H200") is can
+    monkeypatch.setattr(described, "ask_driver", lambda *words: names)
+    monkeypatch.setattr(described, "cuda_plugin", lambda: plugin)
+    assert described.can_play("NVIDIA H200") is can

@@ -12,7 +12,7 @@ import numpy as np
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.segments import Segment
-from cfp.analysis.specs import spec_ways
+from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import NONE, Strategy
 from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.memory import turning_point

@@ -1,7 +1,7 @@
 """Rule tables: which logical dim goes to which axis of the mesh, by strategy.
 
 A person who knows the models and the usual strategies wrote these; nothing is
-searched or measured. Names of dims are those of `cfp.models.logical`.
+searched or measured. Names of dims are those of `cfp.models.layers`.
 
 ==========================  =======================================================
 data_parallel               the batch is split, all else whole on each device
@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from cfp.models.logical import Axes, Rules
+from cfp.models.layers import Axes, Rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from itertools import chain
 from math import prod
 
-from cfp.analysis.classes import DimClasses, UnionFind
-from cfp.analysis.contractions import Member, find_members
-from cfp.analysis.flow import Flow, first_downstream, passes
-from cfp.analysis.naming import block_names, weight_place
+from cfp.analysis.contractions import DimClasses, Member, UnionFind, find_members
+from cfp.analysis.flow import Flow, block_names, first_downstream, passes, weight_place
 from cfp.analysis.numbering import Numbers
 from cfp.program.graph import Op, Program
 
@@ -397,7 +395,7 @@ class Block:
         index: its place in the sequence of blocks.
         members: its contractions, the anchor first.
         ops: ids of all its ops, contractions included, in program order.
-        name: its place in the user's model; see :mod:`cfp.analysis.naming`.
+        name: its place in the user's model; see :mod:`cfp.analysis.flow`.
         weight: place of the anchor's operand that is a parameter; -1 if none is, or
             several are.
     """

@@ -17,9 +17,9 @@ from pathlib import Path
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.blocks import Block
 from cfp.analysis.contractions import Member, is_contraction
+from cfp.analysis.flow import scope_path
 from cfp.analysis.layout import Frame
-from cfp.analysis.naming import scope_path
-from cfp.analysis.specs import extend_spec, spec_ways
+from cfp.analysis.storage import extend_spec, spec_ways
 from cfp.analysis.strategies import (
     NONE,
     AxisChoice,
@@ -29,8 +29,7 @@ from cfp.analysis.strategies import (
     describe,
 )
 from cfp.errors import CfpError
-from cfp.program.flops import op_flops
-from cfp.program.graph import Op, Program
+from cfp.program.graph import Op, Program, op_flops
 
 GLOBAL_FOLDER = "debug_analysis_global"
 _LONGEST_ATTRIBUTES = 160

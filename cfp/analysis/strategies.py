@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from cfp.analysis.blocks import Block
-from cfp.analysis.classes import DimClasses, major_factors
+from cfp.analysis.contractions import DimClasses, major_factors
 from cfp.program.graph import Op, Program, Spec
 from cfp.program.rules import Dims, Rule
 

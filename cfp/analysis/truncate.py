@@ -27,7 +27,7 @@ from cfp.analysis.layout import Choice
 from cfp.analysis.numbering import integers
 from cfp.analysis.strategies import Spec
 from cfp.program.graph import Op, Program
-from cfp.program.part import Part
+from cfp.program.signature import Part
 
 # What a chain of these adds up does without any one of what it adds.
 _ACCUMULATIONS = frozenset({"add", "and", "or", "maximum", "minimum"})

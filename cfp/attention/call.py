@@ -15,11 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from cfp.attention.kernels import KERNELS, Kernel
-from cfp.attention.mask import Mask
-from cfp.attention.order import from_zigzag, to_zigzag
-from cfp.attention.pieces import Ring
-from cfp.attention.problem import Problem, Window, problem_of, segments_of
-from cfp.attention.ring import spread_attention
+from cfp.attention.problem import Mask, Problem, Window, problem_of, segments_of
+from cfp.attention.ring import Ring, from_zigzag, spread_attention, to_zigzag
 from cfp.attention.strategy import (
     ALL_GATHER,
     HEADS,
@@ -145,7 +142,7 @@ def attention(
         alone if the mesh has one axis; `cfp.attention_options` lists them.
       implementation: "xla", "chunked", "cudnn", "pallas" or "tokamax"; by default
         cuDNN's where it can, else "chunked", on CPUs "xla".
-      zigzag_tokens: whether tokens come in zigzag order (`cfp.attention.order`), as a
+      zigzag_tokens: whether tokens come in zigzag order (`cfp.attention.ring`), as a
         model has it that converts them once. Otherwise a strategy with zigzag converts
         them here, at a price, and back.
 

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from cfp.attention import plain
-from cfp.attention.mask import BEYOND, Mask, Scores, may_meet, positions_of
-from cfp.attention.problem import Problem
+from cfp.attention.problem import BEYOND, Mask, Problem, Scores, may_meet, positions_of
 
 CHUNK = 1024  # Tokens.
 

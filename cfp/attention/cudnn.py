@@ -17,8 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cfp.attention.mask import Mask, Scores
-from cfp.attention.problem import Problem
+from cfp.attention.problem import Mask, Problem, Scores
 from cfp.errors import AttentionError, compose
 
 FORWARD = "dot_product_attention_fwd_wrapper"

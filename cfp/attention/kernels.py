@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import jax
 
-    from cfp.attention.mask import Mask, Scores
-    from cfp.attention.problem import Problem
+    from cfp.attention.problem import Mask, Problem, Scores
 
     Attend = Callable[
         [jax.Array, jax.Array, jax.Array, Scores, Mask], tuple[jax.Array, jax.Array]

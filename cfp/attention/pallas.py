@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cfp.attention.mask import Mask, Scores
-from cfp.attention.problem import Problem
+from cfp.attention.problem import Mask, Problem, Scores
 
 KERNELS = "jax.experimental.pallas.ops.gpu"
 BLOCK = 128  # Tokens; the kernels' own, forward.

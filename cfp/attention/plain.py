@@ -9,8 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from cfp.attention.mask import Mask, Scores, visible
-from cfp.attention.problem import Problem
+from cfp.attention.problem import Mask, Problem, Scores, visible
 
 
 def attend(

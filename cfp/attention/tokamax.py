@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 
-from cfp.attention.mask import Mask, Scores
-from cfp.attention.problem import Problem
+from cfp.attention.problem import Mask, Problem, Scores
 
 
 @cache

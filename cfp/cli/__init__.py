@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from cfp.cli import bench, finding, planning, reading, running
+from cfp.cli import finding, planning, reading, running
 from cfp.cli.options import INTERRUPTED, PASS_ON, TRACEBACK, Command
 from cfp.cli.supervise import Supervision
-from cfp.cluster.doctor.command import main as doctor
+from cfp.cluster.doctor import main as doctor
 from cfp.devices.joining import COORDINATOR, JOIN, PROCESS_ID, PROCESSES
 
 # What may be looked for as a command of its own, and is part of another one.
@@ -64,7 +64,7 @@ _COMMANDS = {
     "analyze": planning.analyze,
     "profile": planning.profile,
     "search": planning.search,
-    "bench": bench.bench,
+    "bench": running.bench,
 }
 for _name, _function in _COMMANDS.items():
     _settings = None if _name == "show" else PASS_ON

@@ -1,21 +1,28 @@
-"""The options that commands share, and the wrappers of all commands."""
+"""Options that commands share, wrappers of all commands, and their output."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
+import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
+from rich.console import RenderableType
 from typer.core import TyperCommand
 
-from cfp.cli.output import print_error
 from cfp.cli.supervise import Supervision
+from cfp.devices.joining import is_follower
 from cfp.errors import ATTEMPT, CfpError, nearest
+from cfp.plan.plan import Plan
 from cfp.planner_settings import (
     DetailedSettings,
     PlannerSettings,
@@ -27,7 +34,78 @@ from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress
 from cfp.settings import ConstraintLevel
 from cfp.targets import UnknownOption
-from cfp.view.console import wrapped
+from cfp.view.console import console_and_border, literal_console, wrapped
+from cfp.view.words import throughput
+
+
+def show(view: Callable[[box.Box], RenderableType]) -> None:
+    """Prints a view with the lines that the console can draw."""
+    console, border = console_and_border(literal_console())
+    console.print(view(border))
+
+
+def print_error(message: str) -> None:
+    """Prints to the error stream, in red where there are colours."""
+    console = literal_console(stderr=True)
+    if console.is_terminal:
+        console.print("error:", style="bold red", end=" ")
+        console.print(message, markup=False, highlight=False)
+    else:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+
+
+def save(made: Plan, output: Path | None, *, say: bool) -> None:
+    """Saves a plan, if a file was named.
+
+    Raises:
+        CfpError: the file cannot be written.
+    """
+    if output is None or is_follower():
+        return
+    try:
+        made.save(output)
+    except OSError as error:
+        raise CfpError(f"Cannot write {output}: {error.strerror}.") from error
+    if say:
+        print(f"Saved {output}")
+
+
+def plan_json(plan: Plan, more: Mapping[str, Any] | None = None) -> str:
+    """Writes a plan as JSON that `Plan.load` reads, with more entries."""
+    rates = throughput(plan)
+    found = {**json.loads(plan.to_json()), "throughput": rates and asdict(rates)}
+    return json.dumps({**found, **(more or {})}, indent=1)
+
+
+def suggest(made: Plan, output: Path | None) -> None:
+    """Prints how to save a plan that was not saved, and the next command."""
+    if output is not None:
+        return
+    if "described" in made.environment:
+        then = "on its devices, cfp verify plan.json TARGET times it"
+    else:
+        then = "then run it with cfp run --plan plan.json"
+    print(f"Save a plan with -o plan.json; {then}")
+
+
+@contextlib.contextmanager
+def only_json(wanted: bool) -> Iterator[Callable[[str], None]]:
+    """Keeps stdout for one document: all other output goes to stderr."""
+    stdout = sys.stdout
+
+    def print_json(text: str) -> None:
+        if not is_follower():
+            print(text, file=stdout)
+
+    with contextlib.redirect_stdout(sys.stderr if wanted else stdout):
+        yield print_json
+
+
+def leave_printing_to_process_0() -> None:
+    """Silences all processes but the first of several, except for errors."""
+    if is_follower():
+        sys.stdout = io.StringIO()
+
 
 # Headings of a command's help; options under none are the first.
 VARIANTS = "Meshes, batches and arguments"

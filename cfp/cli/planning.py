@@ -18,8 +18,15 @@ import typer
 from cfp import platform as platforms
 from cfp.cli import options as o
 from cfp.cli.finding import Output
-from cfp.cli.options import is_given, refuse_others
-from cfp.cli.output import only_json, plan_json, save, show, suggest
+from cfp.cli.options import (
+    is_given,
+    only_json,
+    plan_json,
+    refuse_others,
+    save,
+    show,
+    suggest,
+)
 from cfp.cli.session import (
     Session,
     analyse,
@@ -30,7 +37,7 @@ from cfp.cli.session import (
     target_of,
 )
 from cfp.context import PlanContext, open_context
-from cfp.devices.schema import description_of
+from cfp.devices.device_kind import description_of
 from cfp.errors import CfpError, MeshError, compose
 from cfp.find import FoundPlan, complete_plan
 from cfp.passes.profile import profile as profile_segments

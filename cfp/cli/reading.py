@@ -14,11 +14,10 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from cfp import api
 from cfp.cli import options as o
-from cfp.cli.options import is_given, refuse_others
-from cfp.cli.output import only_json
+from cfp.cli.options import is_given, only_json, refuse_others
 from cfp.cli.session import check_writable, target_of
 from cfp.errors import CfpError, StepNotTraceable
-from cfp.export.logical import Names, Rules, logical_rules, names_by_path
+from cfp.export.module import Names, Rules, logical_rules, names_by_path
 from cfp.models import MODELS, logical_names
 from cfp.plan.plan import Plan
 from cfp.printable import printable

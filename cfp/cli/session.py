@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from cfp import platform
 from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
-from cfp.cli.output import leave_printing_to_process_0
+from cfp.cli.options import leave_printing_to_process_0
 from cfp.devices.joining import is_follower
 from cfp.errors import CfpError, PinError
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step

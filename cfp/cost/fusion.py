@@ -5,11 +5,21 @@ what heavy ops read. A third kind a sum makes: where elementwise work combines a
 with one whose dims come in another order, as the backward pass of a softmax combines
 scores and the gradient of the weights, a fusion has to turn one of them, and cannot sum
 as well. What is summed is in memory then, all of it and in the type it is summed in.
+
+Bytes that kernels without products move are counted from that: a kernel reads tensors
+that are in memory and writes one that has to be. So a softmax of scores moves each of
+them three times, whatever ops it is written in: the row's maximum reads them; then one
+kernel reads them, adds up the exponentials of a row and writes the weights. Its
+backward pass reads scores and the weights' gradient, and writes the scores'.
+
+A value that several kernels read is written to memory where that moves less than to
+compute it in each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
 from cfp.program.graph import Op, Program
@@ -28,7 +38,7 @@ Order = tuple[int, ...]
 _AS_IT_LIES: frozenset[Order] = frozenset({()})
 # An order that was reshaped since: no transpose is known to undo it.
 _LOST: Order = (-1,)
-_KEY = "summed in two orders"
+_SUMMED_KEY = "summed in two orders"
 
 
 def uses_through(
@@ -59,9 +69,9 @@ def is_in_memory(program: Program, v: int) -> bool:
 def summed_in_two_orders(program: Program) -> frozenset[int]:
     """Values that sums read and that are made of tensors read in two orders."""
     known = program.looked_for
-    if _KEY not in known:
-        known[_KEY] = _find(program)
-    return known[_KEY]
+    if _SUMMED_KEY not in known:
+        known[_SUMMED_KEY] = _find_summed(program)
+    return known[_SUMMED_KEY]
 
 
 def _has_memory(program: Program, v: int) -> bool:
@@ -79,7 +89,7 @@ def _has_memory(program: Program, v: int) -> bool:
     )
 
 
-def _find(program: Program) -> frozenset[int]:
+def _find_summed(program: Program) -> frozenset[int]:
     orders: dict[int, frozenset[Order]] = {}
     found = set()
     for op in program.ops:
@@ -144,3 +154,129 @@ def _turned(op: Op, order: Order) -> Order:
 def _is_summed(program: Program, v: int) -> bool:
     uses = uses_through(program, v, lambda _, w: not _has_memory(program, w))
     return any(op.kind == "reduce" for op, _ in uses)
+
+
+_MOVED_KEY = "moved by kernels"
+# Of these a kernel reads as much of an operand as it makes.
+_IN_PART = frozenset({"slice", "dynamic_slice", "gather"})
+
+Reads = dict[int, float]  # Bytes of tensors in memory.
+
+
+def moved_bytes(program: Program) -> Mapping[int, float]:
+    """Bytes that each op without products moves, of whole tensors.
+
+    Returns:
+        By op id: of the last op of each kernel what its kernel moves, and nothing of
+        ops that are fused into others.
+    """
+    known = program.looked_for
+    if _MOVED_KEY not in known:
+        known[_MOVED_KEY] = _find_moved(program)
+    return known[_MOVED_KEY]
+
+
+def _find_moved(program: Program) -> Mapping[int, float]:
+    users = program.users
+    made_of: dict[int, Reads] = {}
+    kernels: dict[int, Reads] = {}
+    kept = _kept(program)
+    for op in program.ops:
+        if op.id in program.leaf_ops or op.has_regions:
+            continue
+        if kept.isdisjoint(op.results) and not any(map(users.__getitem__, op.results)):
+            continue  # Nothing needs it: the compiler leaves it out.
+        reads: Reads = {}
+        for w in op.operands:
+            for source, size in _read(program, op, w, made_of).items():
+                reads[source] = max(size, reads.get(source, 0.0))
+        is_fused = _sums_nothing(program, op) or (
+            op.kind in FUSED
+            and not any(
+                is_in_memory(program, v) or _is_shared(program, v, reads)
+                for v in op.results
+            )
+        )
+        is_fused &= kept.isdisjoint(op.results)
+        if is_fused:
+            made_of.update(dict.fromkeys(op.results, reads))
+        else:
+            kernels[op.id] = reads
+    within = _sums_within_others(program, kernels)
+    return {
+        op: 0.0 if op in within else _written(program, op) + sum(reads.values())
+        for op, reads in kernels.items()
+    }
+
+
+def _kept(program: Program) -> frozenset[int]:
+    """Values that the program returns, or a loop's body or a branch."""
+    yielded = (v for op in program.ops for v in op.yields)
+    return frozenset((*program.outputs, *yielded))
+
+
+def _read(
+    program: Program, op: Op, w: int, made_of: Mapping[int, Reads]
+) -> Mapping[int, float]:
+    """Bytes that an op reads for one operand, by the tensors in memory."""
+    if program.values[w].producer in program.leaf_ops:
+        return {}
+    found = made_of.get(w, {w: float(program.values[w].size_bytes)})
+    if op.kind in _IN_PART and op.operands[0] == w:
+        share = _elements(program, op.results[0]) / max(1, _elements(program, w))
+        return {v: size * min(1.0, share) for v, size in found.items()}
+    return found
+
+
+def _is_shared(program: Program, v: int, reads: Reads) -> bool:
+    """Returns True if a value's readers would read more than it, each again."""
+    readers = len({user for user, _ in program.users[v]})
+    once = sum(reads.values())
+    return (readers - 1) * once > (readers + 1) * program.values[v].size_bytes
+
+
+def _written(program: Program, op_id: int) -> float:
+    op = program.ops[op_id]
+    # An update in place touches what it writes, not all of what it is part of.
+    written = op.operands[1:2] if op.kind == "dynamic_update_slice" else op.results
+    return float(sum(program.values[v].size_bytes for v in written))
+
+
+def _sums_within_others(program: Program, kernels: Mapping[int, Reads]) -> set[int]:
+    """Sums along rows that are computed in the kernels that read these rows anyway.
+
+    Of two in a row over the same tensors, a maximum and what is summed less it, the
+    compiler does so with the second.
+    """
+    readers: dict[int, list[int]] = defaultdict(list)
+    rows: dict[int, set[int]] = {}
+    for op_id, reads in kernels.items():
+        op = program.ops[op_id]
+        own = sum(program.values[v].size_bytes for v in op.results)
+        for v in reads:
+            readers[v].append(op_id)
+        if op.kind == "reduce" and _is_along_rows(op):
+            rows[op_id] = {v for v, size in reads.items() if size > own}
+    found = set()
+    for op_id, read in rows.items():
+        users = [user for v in program.ops[op_id].results for user in readers[v]]
+        if users and all(
+            read <= kernels[user].keys() and rows.get(user) != read for user in users
+        ):
+            found.add(op_id)
+    return found
+
+
+def _sums_nothing(program: Program, op: Op) -> bool:
+    """Returns True if a sum is over dims of size 1."""
+    if op.kind != "reduce":
+        return False
+    return _elements(program, op.results[0]) == _elements(program, op.operands[0])
+
+
+def _is_along_rows(op: Op) -> bool:
+    """Returns True if a sum is over the last dim of what it reads."""
+    rule = op.rule
+    if rule is None or not rule.operands[0]:
+        return False
+    return any(f in rule.reduction for f in rule.operands[0][-1])

@@ -13,7 +13,7 @@ from math import ceil
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Frame, Layout, SegmentKernels, Storage, lay_out
 from cfp.analysis.segments import Segment
-from cfp.analysis.specs import spec_ways
+from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import Spec
 from cfp.attention.matching.graft import Way
 from cfp.attention.matching.matches import Match, among, keeps_scores, way_of

@@ -16,8 +16,7 @@ from math import prod
 
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.layout import Frame, Storage
-from cfp.analysis.specs import even_spec, spec_ways, stored_spec
-from cfp.analysis.storage import StorageGroup
+from cfp.analysis.storage import StorageGroup, even_spec, spec_ways, stored_spec
 from cfp.analysis.strategies import (
     FactorAxes,
     Mesh,
@@ -36,10 +35,9 @@ from cfp.attention.matching.called import (
     work_ratio,
 )
 from cfp.attention.matching.graft import Way
-from cfp.cost.traffic import moved_bytes
+from cfp.cost.fusion import moved_bytes
 from cfp.profiling.rates import Rates
-from cfp.program.flops import call_flops
-from cfp.program.graph import Op, dtype_bytes
+from cfp.program.graph import Op, call_flops, dtype_bytes
 from cfp.program.rules import Rule, padded_size
 from cfp.settings import HOST_BYTES_PER_MS
 

@@ -1,21 +1,254 @@
-"""Kinds of devices, as data files describe them: every number with its source.
+"""Kinds of devices and clusters, as data files describe them, and the files' schema.
 
-What a file specifies is a peak. Of that programs reach a share, which is known where a
-file has measured numbers, too; for the other kinds the shares of the measured one are
-expected.
+Every number has its source. What a file specifies is a peak. Of that programs reach a
+share, which is known where a file has measured numbers, too; for the other kinds the
+shares of the measured one are expected.
 """
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from difflib import get_close_matches
 from functools import cache
 from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from cfp.devices.schema import REQUIRED, Description, Number, read
-from cfp.errors import TargetError, compose, nearest
-from cfp.profiling.rates import Curve, rising
+from jax.sharding import Mesh
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from cfp.errors import MeshError, TargetError, compose, nearest
+from cfp.profiling.rates import KINDS, Curve, Rates, rising
+
+Basis = Literal["measured", "specified"]
+Count = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
+Positive = Annotated[float, Field(strict=True, gt=0)]
+Points = Annotated[list[tuple[Positive, Positive]], Field(min_length=2)]
+
+
+class _Table(BaseModel):
+    """A table of TOML without other names than those of its fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Number(_Table):
+    """A number with its origin; in a file, a number alone is a specification.
+
+    Attributes:
+        value: in the unit of its name.
+        basis: "measured" or "specified".
+        source: a record of ours, or a document of the vendor.
+    """
+
+    value: Annotated[float, Field(strict=True, gt=0, lt=1e7)]
+    basis: Basis = "specified"
+    source: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any, info: ValidationInfo) -> Any:
+        given = data if isinstance(data, Mapping) else {"value": data}
+        return {"source": info.context or "", **given}
+
+
+class Curves(_Table):
+    """Times of collectives by size: [bytes, milliseconds].
+
+    Attributes:
+        devices: number of devices of a host that took part.
+        basis: "measured" or "specified".
+        source: a record of ours, or a document of the vendor.
+    """
+
+    devices: Count = 2
+    basis: Basis = "specified"
+    source: str = ""
+    all_reduce: Points = Field(alias="all-reduce")
+    all_gather: Points = Field(alias="all-gather")
+    reduce_scatter: Points = Field(alias="reduce-scatter")
+    all_to_all: Points = Field(alias="all-to-all")
+
+    @property
+    def points(self) -> Mapping[str, list[tuple[float, float]]]:
+        """Points by kind of collective, as `cfp.profiling.rates` names them."""
+        values = self.model_dump(by_alias=True).items()
+        return {name: value for name, value in values if isinstance(value, list)}
+
+
+class _Measured(_Table):
+    bfloat16_tflop_per_s: Number | None = None
+    float32_tflop_per_s: Number | None = None
+    memory_gb_per_s: Number | None = None
+
+
+class _Numbers(_Measured):
+    memory_gib: Number | None = None
+    link_gb_per_s: Number | None = None
+    network_gb_per_s: Number | None = None
+    network_latency_us: Number | None = None
+
+
+class Description(_Numbers):
+    """A file that describes a kind of device, or a cluster.
+
+    Attributes:
+        kind: the shipped kind to start from.
+        hosts: number of hosts.
+        devices_per_host: number of devices of each host.
+        device_kind: JAX's name of the kind.
+        aliases: other names of the kind.
+        rates: measured ones, in the table ``measured``.
+        curves: of the links of a host.
+    """
+
+    kind: str | None = None
+    hosts: Count = 1
+    devices_per_host: Count | None = None
+    device_kind: str | None = None
+    aliases: list[str] = []
+    rates: _Measured = Field(_Measured(), alias="measured")
+    curves: Curves | None = None
+
+    @property
+    def numbers(self) -> dict[str, Number]:
+        """The numbers that are given, by name."""
+        return _given(self, _Numbers)
+
+    @property
+    def measured(self) -> dict[str, Number]:
+        """The measured rates that are given, by name."""
+        return _given(self.rates, _Measured)
+
+
+def _given(table: _Measured, kind: type[_Measured]) -> dict[str, Number]:
+    found = {name: getattr(table, name) for name in kind.model_fields}
+    return {name: number for name, number in found.items() if number is not None}
+
+
+# Without curves, a kind of device needs these; with them, no rate of links.
+REQUIRED = (
+    "memory_gib",
+    "bfloat16_tflop_per_s",
+    "float32_tflop_per_s",
+    "memory_gb_per_s",
+    "link_gb_per_s",
+)
+
+
+def read(data: Mapping[str, Any], where: str) -> Description:
+    """Checks a parsed description.
+
+    Args:
+        data: parsed TOML.
+        where: the file, for messages and as the source of its numbers.
+
+    Raises:
+        TargetError: a name is unknown, or a value is not allowed.
+    """
+    try:
+        return Description.model_validate(data, context=Path(where).name)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            fields = Description.model_fields.items()
+            known = sorted(field.alias or name for name, field in fields)
+            near = get_close_matches(str(first["loc"][0]), known, 1, 0.0)
+            raise TargetError(
+                compose(
+                    f"{where} has an unknown name.",
+                    expected=f"some of {', '.join(known)}",
+                    got=path,
+                    attempt=f"{near[0]} in place of {path}",
+                )
+            ) from error
+        raise TargetError(
+            compose(
+                f"{where} has an impossible value.",
+                expected=f"{path}: {first['msg']}",
+                got=f"{path} = {first['input']!r}"[:200],
+                attempt="a value such as link_gb_per_s = { value = 450, basis = "
+                '"specified", source = "datasheet" } or hosts = 2; see '
+                "docs/planning-ahead.md",
+            )
+        ) from error
+
+
+def description_of(mesh: Mesh, rates: Rates) -> str:
+    """A description of a host's devices, in TOML, for `cfp.devices.described`.
+
+    Args:
+        mesh: the devices, of one host, on one axis.
+        rates: measured on them.
+
+    Raises:
+        MeshError: the mesh has several axes.
+    """
+    sizes = [(name, size) for name, size in mesh.shape.items() if size > 1]
+    if len(sizes) != 1:
+        raise MeshError(
+            compose(
+                "Curves of one axis describe the links of a host.",
+                expected="a mesh with one axis, of the devices of one host",
+                got=" x ".join(f"{n}={s}" for n, s in mesh.shape.items()),
+                attempt=f"--mesh x={mesh.size} --describe FILE",
+            )
+        )
+    [(axis, count)] = sizes
+    device = mesh.local_devices[0]
+    source = (
+        f"measured on {count} of {device.device_kind}, {datetime.now(UTC):%Y-%m-%d}"
+    )
+
+    def number(value: float) -> str:
+        return f'{{ value = {value:.6g}, basis = "measured", source = "{source}" }}'
+
+    lines = [
+        f'device_kind = "{device.device_kind}"',
+        "aliases = []",
+        f"devices_per_host = {count}",
+        "",
+        f"memory_gib = {number(_memory_bytes(mesh) / 2**30)}",
+        *(
+            f"{dtype}_tflop_per_s = {number(rate / 1e9)}"
+            for dtype, rate in rates.matmul_flops_per_ms.items()
+        ),
+        f"memory_gb_per_s = {number(rates.memory_bytes_per_ms / 1e6)}",
+        "",
+        "# [bytes of the whole tensor of a group, ms]",
+        "[curves]",
+        f"devices = {count}",
+        'basis = "measured"',
+        f'source = "{source}"',
+    ]
+    for kind in KINDS:
+        lines.append(f"{kind} = [")
+        points = rates.curves[kind, (axis,)]
+        lines += [f"    [{size}, {ms:.6g}]," for size, ms in points]
+        lines.append("]")
+    return "\n".join(lines) + "\n"
+
+
+def _memory_bytes(mesh: Mesh) -> float:
+    """All memory of a device; of virtual ones a part of the host's."""
+    stats = mesh.local_devices[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+        return stats["bytes_limit"] / fraction
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
+
 
 # The kind whose measurements say what share of a specification programs reach.
 _MEASURED_KIND = "h200"

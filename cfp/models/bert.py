@@ -14,10 +14,13 @@ from jax.typing import DTypeLike
 
 from cfp.models.layers import (
     KERNEL_INIT,
+    LOGITS,
     MLP,
+    RESIDUAL,
     ZEROS_INIT,
     Attention,
     Embedding,
+    constrain,
     dense,
     flax_network,
     layer_norm,
@@ -25,7 +28,6 @@ from cfp.models.layers import (
     remat_layer,
     scan_layers,
 )
-from cfp.models.logical import LOGITS, RESIDUAL, constrain
 from cfp.models.options import (
     REMAT_DOC,
     SCAN_DOC,

@@ -7,16 +7,17 @@ import flax.linen as nn
 import jax
 
 from cfp.models.layers import (
+    LOGITS,
     MLP,
     DecoderLayer,
     Embedding,
+    constrain,
     dense,
     flax_network,
     layer_norm,
     remat_layer,
     scan_layers,
 )
-from cfp.models.logical import LOGITS, constrain
 from cfp.models.options import (
     REMAT_DOC,
     SCAN_DOC,

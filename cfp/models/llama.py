@@ -2,7 +2,7 @@
 
 Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023. Layers are
 functions of nested dicts of parameters, all float32, and need nothing but jax.numpy.
-Activations are constrained by the logical names of their dims (`cfp.models.logical`),
+Activations are constrained by the logical names of their dims (`cfp.models.layers`),
 which is without effect unless someone shards the model by hand.
 
 Shapes use: batch, seq, hidden, heads, kv_heads, group (query heads that share a key
@@ -20,8 +20,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from cfp.models.layers import attention_kernel
-from cfp.models.logical import HEADS, INNER, LOGITS, RESIDUAL, constrain
+from cfp.models.layers import (
+    HEADS,
+    INNER,
+    LOGITS,
+    RESIDUAL,
+    attention_kernel,
+    constrain,
+)
 from cfp.models.options import (
     REMAT_DOC,
     SCAN_DOC,

@@ -20,10 +20,12 @@ from jax.typing import DTypeLike
 
 from cfp.models.layers import (
     KERNEL_INIT,
+    LOGITS,
     MLP,
     ZEROS_INIT,
     DecoderLayer,
     Embedding,
+    constrain,
     dense,
     flax_network,
     layer_norm,
@@ -31,7 +33,6 @@ from cfp.models.layers import (
     remat_layer,
     scan_layers,
 )
-from cfp.models.logical import LOGITS, constrain
 from cfp.models.options import (
     REMAT_DOC,
     SCAN_DOC,

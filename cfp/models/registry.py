@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 
 from cfp.models.bert import BERTConfig, bert
 from cfp.models.gpt import GPTConfig, gpt
+from cfp.models.layers import TOKENS
 from cfp.models.llama import LlamaConfig, llama
-from cfp.models.logical import TOKENS
 from cfp.models.moe import MoEConfig, moe
 from cfp.models.options import Option, Scalar, options_of
 from cfp.models.train import (
@@ -119,7 +119,7 @@ def logical_names(name: str, **options: Scalar) -> tuple[TrainState, Batch]:
 
     Returns:
       `(state, batch)` like those of `build`, with a PartitionSpec of logical names
-      (`cfp.models.logical`) in place of each array. The optimizer's moments have the
+      (`cfp.models.layers`) in place of each array. The optimizer's moments have the
       names of their parameters.
     """
     recipe = _Recipe.of(name, options)

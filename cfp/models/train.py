@@ -38,7 +38,7 @@ class Network:
         the loss adds to their cross-entropy.
       random_batch: (key, sequences) -> a batch of that many.
       param_names: abstract batch -> the logical names of the parameters' dims, a
-        PartitionSpec for each; see `cfp.models.logical`.
+        PartitionSpec for each; see `cfp.models.layers`.
     """
 
     init: Callable[[jax.Array, Batch], Any]

@@ -11,14 +11,17 @@ there already: `cfp.operators.inject`. What each takes: ``python -m cfp.operator
 
 from cfp.operators.activations import BIAS_GELU as bias_gelu
 from cfp.operators.activations import CAUSAL_SOFTMAX as causal_softmax
+from cfp.operators.activations import GROUPED_MATMUL as grouped_matmul
 from cfp.operators.activations import MASKED_SOFTMAX as masked_softmax
+from cfp.operators.activations import MOE_DISPATCH as moe_dispatch
 from cfp.operators.activations import SOFTMAX as softmax
 from cfp.operators.activations import SWIGLU as swiglu
 from cfp.operators.attention import BERT_ATTENTION as bert_attention
+from cfp.operators.attention import EMBEDDING as embedding
 from cfp.operators.attention import GPT_ATTENTION as gpt_attention
+from cfp.operators.attention import QKV_PROJECTION as qkv_projection
+from cfp.operators.attention import ROTARY_EMBEDDING as rotary_embedding
 from cfp.operators.attention import T5_ATTENTION as t5_attention
-from cfp.operators.experts import GROUPED_MATMUL as grouped_matmul
-from cfp.operators.experts import MOE_DISPATCH as moe_dispatch
 from cfp.operators.inventory import OPERATORS, find
 from cfp.operators.losses import CROSS_ENTROPY as cross_entropy
 from cfp.operators.losses import LINEAR_CROSS_ENTROPY as linear_cross_entropy
@@ -26,9 +29,6 @@ from cfp.operators.norms import DROPOUT_ADD_LAYER_NORM as dropout_add_layer_norm
 from cfp.operators.norms import LAYER_NORM as layer_norm
 from cfp.operators.norms import RMS_NORM as rms_norm
 from cfp.operators.operator import Argument, Implementation, Operator, OperatorError
-from cfp.operators.projections import EMBEDDING as embedding
-from cfp.operators.projections import QKV_PROJECTION as qkv_projection
-from cfp.operators.projections import ROTARY_EMBEDDING as rotary_embedding
 
 __all__ = [
     "OPERATORS",

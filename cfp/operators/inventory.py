@@ -5,16 +5,23 @@ from __future__ import annotations
 from cfp.operators.activations import (
     BIAS_GELU,
     CAUSAL_SOFTMAX,
+    GROUPED_MATMUL,
     MASKED_SOFTMAX,
+    MOE_DISPATCH,
     SOFTMAX,
     SWIGLU,
 )
-from cfp.operators.attention import BERT_ATTENTION, GPT_ATTENTION, T5_ATTENTION
-from cfp.operators.experts import GROUPED_MATMUL, MOE_DISPATCH
+from cfp.operators.attention import (
+    BERT_ATTENTION,
+    EMBEDDING,
+    GPT_ATTENTION,
+    QKV_PROJECTION,
+    ROTARY_EMBEDDING,
+    T5_ATTENTION,
+)
 from cfp.operators.losses import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
 from cfp.operators.norms import DROPOUT_ADD_LAYER_NORM, LAYER_NORM, RMS_NORM
 from cfp.operators.operator import Operator, unknown
-from cfp.operators.projections import EMBEDDING, QKV_PROJECTION, ROTARY_EMBEDDING
 
 # In the order in which they are measured: those that matter most come first.
 OPERATORS: dict[str, Operator] = {

@@ -8,7 +8,7 @@ race       Analysis + Solution     -> RaceOutcome  :mod:`cfp.race.race`
 compose    Analysis + RaceOutcome  -> Plan         :mod:`cfp.plan.compose`
 
 Of arguments types count, and the values of scalars and small masks
-(:mod:`cfp.program.given`). :mod:`cfp.find` runs the passes one after another.
+(:mod:`cfp.program.step`). :mod:`cfp.find` runs the passes one after another.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from cfp.cost.estimate import SegmentEstimate
 from cfp.cost.memory import can_rematerialize
 from cfp.devices.described import DescribedMesh
 from cfp.planner_settings import PlannerSettings
-from cfp.presets.propagated import named_choices
+from cfp.presets.presets import named_choices
 from cfp.profiling.builder import Job
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.key import Parts

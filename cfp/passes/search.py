@@ -11,8 +11,16 @@ from cfp.analysis.layout import Choice
 from cfp.context import DecidedBy, PlanContext
 from cfp.cost.costs import Costs
 from cfp.errors import OptionError, nearest
-from cfp.presets.presets import ALIASES, DATA_PARALLEL, PRESETS, REPLICATED, presets
-from cfp.presets.propagated import PROPAGATED, is_known, named_choices
+from cfp.presets.presets import (
+    ALIASES,
+    DATA_PARALLEL,
+    PRESETS,
+    PROPAGATED,
+    REPLICATED,
+    is_known,
+    named_choices,
+    presets,
+)
 from cfp.race.candidates import (
     leanest_of,
     named_candidates,

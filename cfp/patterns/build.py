@@ -8,11 +8,18 @@ from math import prod
 from typing import Any
 
 from cfp.analysis.layout import Layout
-from cfp.patterns.chunked import ChunkedCrossEntropy
-from cfp.patterns.dims import NO_DIMS, Axes
-from cfp.patterns.expression import LOGITS, SCALAR, TOKEN, VOCABULARY, Expr
-from cfp.patterns.reading import Read, Use
-from cfp.patterns.records import (
+from cfp.patterns.chunked import (
+    COLUMNS,
+    HIDDEN_ROWS,
+    KERNEL,
+    ONE,
+    ROWS,
+    Array,
+    ChunkedCrossEntropy,
+    StageParameters,
+    Step,
+)
+from cfp.patterns.cross_entropy import (
     ARGMAX,
     LARGEST,
     PICK,
@@ -22,16 +29,16 @@ from cfp.patterns.records import (
     Product,
     Reduction,
 )
-from cfp.patterns.steps import (
-    COLUMNS,
-    HIDDEN_ROWS,
-    KERNEL,
-    ONE,
-    ROWS,
-    Array,
-    StageParameters,
-    Step,
+from cfp.patterns.expression import (
+    LOGITS,
+    NO_DIMS,
+    SCALAR,
+    TOKEN,
+    VOCABULARY,
+    Axes,
+    Expr,
 )
+from cfp.patterns.reading import Read, Use
 from cfp.program.graph import Program
 from cfp.program.replace import Replacement, Stage, is_in_order
 
@@ -171,7 +178,7 @@ def _split_axes(
     """The axes of each tokens' dim, if those of the logits' dims are theirs.
 
     Args:
-        groups: see `cfp.patterns.records.Head`.
+        groups: see `cfp.patterns.cross_entropy.Head`.
         axes: of each dim of the logits but the words'.
         sizes: of the axes.
     """

@@ -9,7 +9,6 @@ from math import prod
 
 import numpy as np
 
-from cfp.patterns.dims import OTHER, Cut, Dims, Mixed
 from cfp.patterns.expression import (
     COMPARE,
     CONSTANT,
@@ -18,11 +17,15 @@ from cfp.patterns.expression import (
     INSIDE,
     KINDS,
     LOGITS,
+    OTHER,
     SCALAR,
     SELECT,
     TOKEN,
     VOCABULARY,
+    Cut,
+    Dims,
     Expr,
+    Mixed,
     constant,
     direction,
     is_constant,

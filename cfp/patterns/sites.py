@@ -19,12 +19,14 @@ import numpy as np
 
 from cfp.analysis.layout import Layout
 from cfp.patterns.build import build, spread_of
-from cfp.patterns.chunked import ChunkedCrossEntropy
-from cfp.patterns.cross_entropy import find_cross_entropies
-from cfp.patterns.dims import from_rows, to_rows
-from cfp.patterns.expression import numbers
-from cfp.patterns.records import ARGMAX, CrossEntropy, LeftAlone
-from cfp.patterns.steps import StageParameters, Step, resized
+from cfp.patterns.chunked import ChunkedCrossEntropy, StageParameters, Step, resized
+from cfp.patterns.cross_entropy import (
+    ARGMAX,
+    CrossEntropy,
+    LeftAlone,
+    find_cross_entropies,
+)
+from cfp.patterns.expression import from_rows, numbers, to_rows
 from cfp.program.evaluate import Coordinates, Evaluator, NotEvaluated
 from cfp.program.graph import Program, numpy_dtype
 from cfp.program.replace import Replacement

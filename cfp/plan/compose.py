@@ -10,8 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.flops import model_work
-from cfp.analysis.layout import lay_out
+from cfp.analysis.layout import lay_out, model_work
 from cfp.devices.described import DescribedMesh
 from cfp.errors import ProcessError, compose
 from cfp.plan.describe import (
@@ -23,7 +22,7 @@ from cfp.plan.describe import (
 )
 from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
-from cfp.presets.batch import data_arguments
+from cfp.presets.roles import data_arguments
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.key import configuration
 from cfp.profiling.processes import Agreement

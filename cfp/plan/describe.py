@@ -11,10 +11,9 @@ from pathlib import Path
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.contractions import is_contraction
-from cfp.analysis.flops import program_flops
 from cfp.analysis.flow import passes
-from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
-from cfp.analysis.specs import even_spec, spec_ways
+from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out, program_flops
+from cfp.analysis.storage import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.attention.matching.called import called_attentions, dims_over, exchanges
 from cfp.cost.choice import segment_candidate
@@ -28,10 +27,9 @@ from cfp.plan.parts import (
     Role,
     StoredParameter,
 )
-from cfp.presets.batch import data_arguments
+from cfp.presets.roles import data_arguments
 from cfp.profiling.rates import Rates
-from cfp.program.flops import call_flops, op_flops
-from cfp.program.graph import Op, Program
+from cfp.program.graph import Op, Program, call_flops, op_flops
 from cfp.program.partitioned import call_of
 from cfp.search.problem import Problem
 from cfp.units import format_bytes

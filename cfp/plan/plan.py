@@ -52,10 +52,12 @@ from cfp.runtime.executables import ReusableExecutable
 from cfp.runtime.execute import (
     CompiledStep,
     LoweredStep,
+    compiling_text,
+    load_early,
     load_or_lower,
     lower_planned,
+    told_while,
 )
-from cfp.runtime.waiting import compiling_text, load_early, told_while
 from cfp.settings import ConstraintLevel
 
 

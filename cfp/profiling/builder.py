@@ -34,8 +34,7 @@ from cfp.program.graft import Constraints, Part, Spec, lower_part
 from cfp.program.graph import Program
 from cfp.program.local import dump_options, lower_local, partitioned_program
 from cfp.program.memory import is_in_host
-from cfp.program.parcel import WrongPlace, pack
-from cfp.program.signature import Signature, signature
+from cfp.program.signature import Signature, WrongPlace, pack, signature
 
 # What a compiler says when a program does not fit can list every buffer.
 _LONGEST_REASON = 2000

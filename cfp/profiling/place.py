@@ -1,7 +1,7 @@
 """Another place than this process to compile in, and to keep records in.
 
 What is built, run and kept stays one pipeline (`cfp.profiling.scheduler`); a place
-changes where two of its steps happen. `cfp.cluster.ray` has one.
+changes where two of its steps happen. `cfp.cluster.on_ray` has one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from cfp.profiling.compiled import compile_right
 from cfp.profiling.record import ProfileRecord, Status
-from cfp.program.parcel import Parcel, WrongPlace, unpack
+from cfp.program.signature import Parcel, WrongPlace, unpack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

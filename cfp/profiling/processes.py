@@ -36,7 +36,7 @@ _REMEDY = "start all processes alike: the same program, options and environment"
 def mocked_topology() -> str:
     """The topology that one GPU only plays a part of; "" where all devices are real.
 
-    See `cfp.devices.mock`.
+    See `cfp.devices.described`.
     """
     return str(jax.config.values.get(TOPOLOGY_SETTING) or "")
 

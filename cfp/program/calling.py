@@ -1,12 +1,32 @@
-"""Matches a call's arguments, by position and by name, as jax.jit does."""
+"""A call's arguments: matched as jax.jit does, and watched for changes in place.
+
+A plan would lose these changes. A step is traced once, on copies of its arguments'
+Python objects. Changes of these objects that it does not return are lost: it would run,
+and update nothing.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    MappingView,
+    Sequence,
+)
+from functools import partial
 from typing import Any, TypeVar
 
+import jax
+from jax.core import Tracer
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
+
 from cfp.errors import OptionError, StepNotTraceable, nearest
+from cfp.program.fixed import is_module
 
 
 def check_names(
@@ -130,3 +150,215 @@ def parameter_names(fn: Callable[..., Any]) -> list[str]:
         return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [p.name for p in parameters if p.kind in kinds]
+
+
+_MOST_NAMED = 3
+
+
+class Watch:
+    """The leaves of modules among a call's arguments, to see what becomes of them."""
+
+    def __init__(self, passed: Mapping[str, Any]) -> None:
+        """Remembers them.
+
+        Args:
+            passed: the arguments by name, as the step is about to see them.
+        """
+        self._passed = passed
+        self._before = dict(_leaves(passed))
+
+    def changed(self) -> dict[str, Any]:
+        """The arrays that stand where other ones stood before, by path."""
+        now = dict(_leaves(self._passed))
+        return {
+            path: now[path]
+            for path, leaf in self._before.items()
+            if now.get(path, leaf) is not leaf and isinstance(now[path], jax.Array)
+        }
+
+
+def _leaves(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, arg in passed.items():
+        nodes, _ = tree_flatten_with_path(arg, is_leaf=_may_change)
+        for start, node in nodes:
+            if _may_change(node):
+                for path, leaf in tree_flatten_with_path(node)[0]:
+                    rest = keystr((*start, *path), simple=True, separator="/")
+                    yield f"{name}/{rest}", leaf
+
+
+def _may_change(node: Any) -> bool:
+    """True for a module whose attributes can be assigned to."""
+    if not is_module(node):
+        return False
+    parameters = getattr(type(node), "__dataclass_params__", None)
+    return not (dataclasses.is_dataclass(node) and parameters and parameters.frozen)
+
+
+def may_change_any(tree: Any) -> bool:
+    """True if a pytree holds any module that a step could change in place."""
+    return any(map(_may_change, tree_leaves(tree, is_leaf=_may_change)))
+
+
+def not_among(changed: Mapping[str, Any], results: Any) -> list[str]:
+    """Paths of changed arrays that are not themselves leaves of a step's results."""
+    returned = {id(leaf) for leaf in tree_leaves(results)}
+    return [path for path, array in changed.items() if id(array) not in returned]
+
+
+def lost_changes(
+    run: Callable[..., tuple[Any, Mapping[str, Any]]], avals: Sequence[Any]
+) -> list[str]:
+    """Paths of what a step changes in place, and no result depends on.
+
+    What is changed and returned is not lost, and neither is what is only changed on
+    the way, such as a batch that is normalised.
+
+    Args:
+        run: the step over flat leaves; returns its results and what it changed.
+        avals: shapes of the leaves.
+    """
+    paths: list[str] = []
+    count = 0
+
+    def flat(*leaves: Any) -> Any:
+        nonlocal count
+        result, changed = run(*leaves)
+        paths[:] = changed
+        results = tree_leaves(result)
+        count = len(results)
+        return results, [changed[path] for path in paths]
+
+    jaxpr = jax.make_jaxpr(flat)(*avals).jaxpr
+    outs, found = jaxpr.outvars[:count], jaxpr.outvars[count:]
+    needed = {v for v in outs if isinstance(v, Var)}
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(v for v in eqn.invars if isinstance(v, Var))
+    makers = _makers(jaxpr)
+    return [
+        path
+        for path, var in zip(paths, found, strict=True)
+        if not isinstance(var, Var)
+        or (var not in needed and _origin(var, makers) not in jaxpr.invars)
+    ]
+
+
+def _makers(jaxpr: Jaxpr) -> dict[Any, JaxprEqn]:
+    return {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+
+
+def _origin(var: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
+    """The variable that a call only passes on, such as a jitted part of the step."""
+    while isinstance(var, Var) and (eqn := makers.get(var)) is not None:
+        inner = eqn.params.get("jaxpr")
+        inner = getattr(inner, "jaxpr", inner)
+        if not isinstance(inner, Jaxpr) or len(inner.outvars) != len(eqn.outvars):
+            return var
+        if len(inner.invars) != len(eqn.invars):
+            return var
+        source = _origin(inner.outvars[eqn.outvars.index(var)], _makers(inner))
+        if source not in inner.invars:
+            return var
+        var = eqn.invars[inner.invars.index(source)]
+    return var
+
+
+def lost_changes_text(name: str, lost: Sequence[str]) -> str:
+    """Returns the message about a step that loses changes, and how to write it.
+
+    Args:
+        name: of the step.
+        lost: paths of what is lost.
+    """
+    roots = list(dict.fromkeys(path.partition("/")[0] for path in lost))
+    given = ", ".join(roots)
+    named = _first_named(lost)
+    return (
+        f"The step {name!r} changes {named} in place, and does not return what it "
+        "changed. nnx.jit copies such changes back; cfp, like jax.jit, does not: they "
+        "would be lost, and nothing would be trained.\n"
+        "Return what is changed, and pass it in again:\n"
+        f"    def {name}({given}, ...):\n"
+        "        ...  # as before\n"
+        f"        return {given}, loss\n"
+        f"    {given}, loss = step({given}, ...)\n"
+        "Or pass the arrays alone, put modules together inside, and return the new "
+        "arrays:\n"
+        f"    graph, state = split(({given}{',' if len(roots) == 1 else ''}))\n"
+        f"    def {name}(state, ...):\n"
+        f"        {given}{',' if len(roots) == 1 else ''} = merge(graph, state)\n"
+        "        ...  # as before\n"
+        f"        return split(({given}{',' if len(roots) == 1 else ''}))[1], loss\n"
+        "(docs/frameworks.md, 'Modules that are updated in place')"
+    )
+
+
+class Surroundings:
+    """The arrays around a step: in its closure, globals and object."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        """Remembers them before the step is traced."""
+        self._fn = fn
+        self._arrays = {
+            path for path, leaf in _held(fn) if not isinstance(leaf, Tracer)
+        }
+
+    def overwritten(self) -> list[str]:
+        """Paths of arrays in whose place tracers stand since the step was traced."""
+        return [
+            path
+            for path, leaf in _held(self._fn)
+            if path in self._arrays and isinstance(leaf, Tracer)
+        ]
+
+
+def _held(fn: Any) -> Iterator[tuple[str, Any]]:
+    """Arrays, by path, in the variables that a function takes from around it."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    owner = getattr(fn, "__self__", None)
+    fn = inspect.unwrap(getattr(fn, "__func__", fn))
+    around: dict[str, Any] = {}
+    if inspect.isfunction(fn):
+        found = inspect.getclosurevars(fn)
+        around = {**found.globals, **found.nonlocals}
+    if owner is not None and hasattr(owner, "__dict__"):
+        around |= {f"self.{name}": value for name, value in vars(owner).items()}
+    for name, value in around.items():
+        if inspect.ismodule(value) or isinstance(value, type):
+            continue
+        try:
+            leaves, _ = tree_flatten_with_path(value, is_leaf=_is_used_up)
+        except (TypeError, ValueError):
+            # No pytree, such as a dict whose keys do not compare: a step may read it.
+            continue
+        for path, leaf in leaves:
+            if isinstance(leaf, jax.Array):
+                rest = keystr(path, simple=True, separator="/")
+                yield f"{name}/{rest}" if rest else name, leaf
+
+
+def _is_used_up(node: Any) -> bool:
+    """True if looking at something would use it up, or JAX refuses to look."""
+    return isinstance(node, Iterator | MappingView)
+
+
+def lost_surroundings_text(name: str, lost: Sequence[str]) -> str:
+    """Returns the message about a step that overwrites arrays outside its arguments."""
+    named = _first_named(lost)
+    return (
+        f"The step {name!r} assigns to {named}, which is not one of its arguments. A "
+        "planned step is a function, like under jax.jit: that happens once, while it "
+        "is traced, and leaves no array there.\n"
+        "Make it an argument, and return its new value:\n"
+        f"    def {name}(state, ...):\n"
+        "        ...\n"
+        "        return state, loss\n"
+        "(docs/frameworks.md, 'Modules that are updated in place')"
+    )
+
+
+def _first_named(lost: Sequence[str]) -> str:
+    more = len(lost) - _MOST_NAMED
+    return ", ".join(lost[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

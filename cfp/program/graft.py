@@ -26,10 +26,9 @@ from jax.sharding import Mesh
 from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain, partition_spec
 from cfp.program.graph import Op, Program, Spec, numpy_dtype
-from cfp.program.part import Part, cut_part
 from cfp.program.rematerialize import tag_of
 from cfp.program.replace import erase_unread, rewire, symbol_name
-from cfp.program.signature import aval, signature
+from cfp.program.signature import Part, aval, cut_part, signature
 
 
 @dataclass(frozen=True, slots=True)

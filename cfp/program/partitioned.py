@@ -48,7 +48,7 @@ from cfp.program.asked import (
     spec_of,
     written,
 )
-from cfp.program.flops import PARTITIONED, inner_flops
+from cfp.program.graph import PARTITIONED, inner_flops
 from cfp.program.read import read_program
 from cfp.program.rules import Rule, parse_rule
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 from jax.extend.mlir import ir
 
-from cfp.program.flops import PARTITIONED
-from cfp.program.graph import Program
+from cfp.program.graph import PARTITIONED, Program
 
 # Another one where another program comes of it: what was measured does not count then.
 VERSION = "3"

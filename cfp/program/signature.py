@@ -1,26 +1,155 @@
-"""Types of what a program takes and returns, and functions that have just these types.
+"""Parts of programs, types of what crosses their edges, and parcels of programs.
 
-Such a function is lowered in the place of a part of a program, whose ops then become
-its body. Types of a whole step say more than its StableHLO: keys of random numbers are
-integers there, and numbers that take the type of whatever they meet have one.
+A function that has just these types is lowered in the place of a part of a program,
+whose ops then become its body. Types of a whole step say more than its StableHLO: keys
+of random numbers are integers there, and numbers that take the type of whatever they
+meet have one.
+
+A parcel is a program that another process can compile. A lowering holds devices and
+MLIR, which stay in their process. Its module is written down; elsewhere a stand-in with
+the same signature is lowered for devices there, and given the module in place of its
+own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import primitives
+from jax.extend.mlir import ir
 from jax.sharding import Mesh, NamedSharding
 
 from cfp.program.constrain import partition_spec
 from cfp.program.graph import Program, Spec, numpy_dtype
 from cfp.program.memory import in_memory, placed_avals
-from cfp.program.part import Part
+from cfp.program.partitioned import unbound
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of a program's ops, seen as a program of its own.
+
+    Attributes:
+        ops: ids of top-level ops, in program order, constants included.
+        inputs: ids of the values it reads from outside.
+        outputs: ids of the values that others read from it.
+        instead: (id, id) pairs: what its ops read in the place of values that none
+            of them makes.
+    """
+
+    ops: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    instead: tuple[tuple[int, int], ...] = ()
+
+    def is_whole(self, program: Program) -> bool:
+        """True of a part that takes and gives all that a program does, in its order."""
+        return (self.inputs, self.outputs) == (program.args, program.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A part's ops and values, numbered from its own start.
+
+    Attributes:
+        digest: the same for parts of any programs that have the same structure, as
+            `cfp.program.read` has it.
+        values, ops: their numbers, by id.
+    """
+
+    digest: str
+    values: Mapping[int, int]
+    ops: Mapping[int, int]
+
+
+def numbered(program: Program, part: Part) -> Numbered:
+    """Numbers what a part is made of."""
+    known = program.parts.get(part)
+    if known is not None:
+        return known
+    values: dict[int, int] = {v: i for i, v in enumerate(part.inputs)}
+    digest = hashlib.sha256()
+    ops: dict[int, int] = {}
+    instead = dict(part.instead)
+    for op_id in sorted(program.with_bodies(part.ops)):
+        op = program.ops[op_id]
+        ops[op_id] = len(ops)
+        for v in (*op.entries, *op.results):
+            values.setdefault(v, len(values))
+        reads = [
+            values.setdefault(instead.get(v, v), len(values))
+            for v in (*op.operands, *op.yields)
+        ]
+        types = [str(program.values[v]) for v in (*op.operands, *op.results)]
+        digest.update(repr((op.name, op.structure, reads, types)).encode())
+    found = Numbered(digest.hexdigest(), values, ops)
+    program.parts[part] = found
+    return found
+
+
+def cut_part(program: Program, wanted: Sequence[int]) -> Part:
+    """Completes a set of top-level ops with the constants that it needs."""
+    key, parts = tuple(wanted), program.parts
+    if key not in parts:
+        parts[key] = _cut(program, key)
+    return parts[key]
+
+
+def whole(program: Program) -> Part:
+    """All of a program, as a part.
+
+    Its inputs and outputs are those of the step, in their order: arguments that nothing
+    reads, results that are arguments, and results that stand there twice.
+    """
+    top = tuple(op.id for op in program.ops if op.parent < 0)
+    return Part(top, program.args, program.outputs)
+
+
+def _cut(program: Program, wanted: Sequence[int]) -> Part:
+    chosen = set(wanted)
+    stack = list(chosen)
+    while stack:
+        op = program.ops[stack.pop()]
+        reads = [*op.operands, *op.yields]
+        for inner in op.body:
+            reads.extend(program.ops[inner].operands)
+        for v in reads:
+            producer = program.values[v].producer
+            if producer >= 0 and producer not in chosen:
+                if producer in program.leaf_ops and program.is_top_level(producer):
+                    chosen.add(producer)
+                    stack.append(producer)
+        chosen.update(op.body)
+    inside = {
+        r for i in chosen for r in (*program.ops[i].results, *program.ops[i].entries)
+    }
+    inputs: dict[int, None] = {}
+    outputs: dict[int, None] = {}
+    for op_id in sorted(chosen):
+        op = program.ops[op_id]
+        for v in (*op.operands, *op.yields):
+            if v not in inside:
+                inputs[v] = None
+        if not program.is_top_level(op_id) or op_id in program.leaf_ops:
+            continue
+        for r in op.results:
+            if any(user not in chosen for user, _ in program.users[r]):
+                outputs[r] = None
+    made = {r for i in chosen for r in program.ops[i].results}
+    for v in program.outputs:
+        if v in made:
+            outputs[v] = None
+    top = tuple(i for i in sorted(chosen) if program.is_top_level(i))
+    return Part(top, tuple(inputs), tuple(outputs))
+
 
 Avals = tuple[jax.ShapeDtypeStruct, ...]
 
@@ -129,3 +258,137 @@ def _zero(one: jax.ShapeDtypeStruct) -> jax.Array:
     return primitives.convert_element_type_p.bind(
         zero, new_dtype=one.dtype, weak_type=True, sharding=None
     )
+
+
+class WrongPlace(Exception):
+    """A process cannot compile something, whatever it is: it is to be elsewhere."""
+
+
+# Shape, name of the dtype or of a kind of keys, and whether it is a key, or weak.
+Array = tuple[tuple[int, ...], str, bool, bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """A lowering over flat arguments, as plain data.
+
+    Attributes:
+        module: StableHLO, as bytecode of MLIR. Only the version of JAX that wrote it
+            is sure to read it.
+        inputs, outputs: their types.
+        memory: of the host that they are in; see `Signature`.
+        in_specs, out_specs: their shardings.
+        donated: positions of inputs whose memory the program may overwrite.
+        axes: names and sizes of the mesh's axes.
+        devices: ids of the mesh's devices, in its order.
+        jax_version: of the writer.
+    """
+
+    module: bytes
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
+    memory: tuple[tuple[str, ...], tuple[str, ...]]
+    in_specs: tuple[Spec, ...]
+    out_specs: tuple[Spec, ...]
+    donated: tuple[int, ...]
+    axes: tuple[tuple[str, int], ...]
+    devices: tuple[int, ...]
+    jax_version: str
+
+    def mesh(self) -> Mesh:
+        """The mesh, of this process's devices with the same ids.
+
+        Raises:
+            WrongPlace: there is no such device.
+        """
+        known = {device.id: device for device in jax.devices()}
+        if not known.keys() >= set(self.devices):
+            raise WrongPlace(
+                f"expected devices {self.devices}, got {sorted(known)}: see XLA_FLAGS"
+            )
+        devices = np.array([known[number] for number in self.devices])
+        names = tuple(name for name, _ in self.axes)
+        return Mesh(devices.reshape([size for _, size in self.axes]), names)
+
+
+def pack(
+    lowered: jax.stages.Lowered,
+    types: Signature,
+    mesh: Mesh,
+    in_specs: Sequence[Spec],
+    out_specs: Sequence[Spec],
+    donated: Sequence[int],
+) -> Parcel:
+    """Writes a lowering down.
+
+    Args:
+        lowered: from :func:`cfp.program.graft.lower_part`.
+        types: of what it takes and returns.
+        mesh: its mesh.
+        in_specs, out_specs, donated: what it was lowered with.
+    """
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None, "JAX lowers to StableHLO"
+    buffer = BytesIO()
+    module.operation.write_bytecode(buffer)
+    return Parcel(
+        module=buffer.getvalue(),
+        inputs=tuple(map(_array, types.inputs)),
+        outputs=tuple(map(_array, types.outputs)),
+        memory=types.memory,
+        in_specs=tuple(in_specs),
+        out_specs=tuple(out_specs),
+        donated=tuple(donated),
+        axes=tuple(mesh.shape.items()),
+        devices=tuple(device.id for device in mesh.devices.flat),
+        jax_version=jax.__version__,
+    )
+
+
+def unpack(parcel: Parcel, mesh: Mesh) -> jax.stages.Lowered:
+    """The lowering that was written down, for devices of this process.
+
+    Raises:
+        WrongPlace: another version of JAX wrote it, or it has custom_partitioning ops,
+            whose callbacks are Python functions of the process that traced them.
+    """
+    if parcel.jax_version != jax.__version__:
+        raise WrongPlace(
+            f"expected a program of jax {jax.__version__}, got one of jax "
+            f"{parcel.jax_version}"
+        )
+
+    inputs, outputs = (tuple(map(_aval, s)) for s in (parcel.inputs, parcel.outputs))
+    types = Signature(inputs, outputs, parcel.memory)
+    where = types.shardings(mesh, parcel.in_specs, parcel.out_specs)
+    lowered = types.lower(*where, parcel.donated)
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None, "JAX lowers to StableHLO"
+    with module.context, ir.Location.unknown():
+        source = ir.Module.parse(parcel.module)
+        if (name := unbound(source)) is not None:
+            raise WrongPlace(
+                f"expected a program without Python callbacks, got one with {name!r}"
+            )
+        for op in list(module.body.operations):
+            op.operation.erase()
+        with ir.InsertionPoint(module.body):
+            for op in source.body.operations:
+                op.operation.clone()
+        ours, theirs = module.operation.attributes, source.operation.attributes
+        for named in theirs:
+            name = named if isinstance(named, str) else named.name
+            ours[name] = theirs[name]
+    return lowered
+
+
+def _array(one: jax.ShapeDtypeStruct) -> Array:
+    key = is_key(one.dtype)
+    name = key_name(one.dtype) if key else np.dtype(one.dtype).name
+    return tuple(one.shape), name, key, one.weak_type
+
+
+def _aval(array: Array) -> jax.ShapeDtypeStruct:
+    shape, name, key, weak = array
+    dtype = jax.eval_shape(lambda: jax.random.key(0, impl=name)).dtype if key else name
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)

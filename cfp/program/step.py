@@ -1,17 +1,30 @@
-"""A call of a step function, as flat arrays and everything else."""
+"""A call of a step function, as flat arrays and everything else.
+
+cuDNN's attention is traced on machines without cuDNN, too:
+`jax.nn.dot_product_attention(implementation="cudnn")` asks for the version of cuDNN and
+for the GPU while it is traced. A plan for GPUs that are not here takes neither.
+
+A step may branch on predicates and scalars of example arguments. A step that is planned
+with arrays is measured with their scalars, and with their masks unless these are large.
+All other values are random (:mod:`cfp.profiling.inputs`).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from types import NoneType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.cudnn import fused_attention_stablehlo as fused
+from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import (
     tree_flatten,
@@ -21,7 +34,7 @@ from jax.tree_util import (
 )
 
 from cfp.errors import PlanMismatch, StepNotTraceable, place_of
-from cfp.program import in_place
+from cfp.program import calling
 from cfp.program.calling import (
     by_position,
     check_hashable,
@@ -31,9 +44,8 @@ from cfp.program.calling import (
     parameter_names,
     sequence,
 )
-from cfp.program.cudnn import cudnn_expected
 from cfp.program.fixed import fixed, released
-from cfp.program.given import may_be_given
+from cfp.program.graph import Program
 from cfp.program.meaning import check_settings
 from cfp.program.memory import (
     HOST,
@@ -46,6 +58,97 @@ from cfp.program.memory import (
     results_in_host,
 )
 from cfp.program.partitioned import traced_with_callbacks
+
+# That JAX's newest release asks for, and the oldest GPUs that have all layouts.
+_VERSION = 91300
+_CAPABILITY = (9, 0)
+_ANSWERS = {
+    "check_cudnn_version": lambda: _VERSION,
+    "check_compute_capability": lambda least: _numbers(least) <= _CAPABILITY,
+    "is_cuda_compute_capability_equal": lambda one: _numbers(one) == _CAPABILITY,
+}
+
+
+def _numbers(capability: str) -> tuple[int, ...]:
+    return tuple(map(int, capability.split(".")))
+
+
+def _is_here() -> bool:
+    try:
+        fused.check_cudnn_version()
+    except RuntimeError:
+        return False
+    return jax.default_backend() == "gpu"
+
+
+@contextmanager
+def cudnn_expected() -> Iterator[None]:
+    """Has JAX trace its attention as for Hopper GPUs, if there is no cuDNN here.
+
+    On CPU devices lowering then says that there is no such op.
+    """
+    if _is_here():
+        yield
+        return
+    own = {name: getattr(fused, name) for name in _ANSWERS}
+    try:
+        for name, answer in _ANSWERS.items():
+            setattr(fused, name, answer)
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(fused, name, function)
+
+
+# A mask is a constant of the program that makes it: of this many elements at most.
+MOST_ELEMENTS = 1 << 16
+_DECIDES = ("if", "case", "while")
+
+
+def may_be_given(leaf: Any) -> bool:
+    """True if an argument's value is kept: a scalar, or a few booleans."""
+    if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
+        return False
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None:
+        return isinstance(leaf, bool | int | float | complex)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    shape = tuple(np.shape(leaf))
+    return not shape or (bool(dtype == np.bool_) and prod(shape) <= MOST_ELEMENTS)
+
+
+def given_bytes(leaf: Any, dtype: Any) -> bytes:
+    """An argument's value as an array of a type; empty if it cannot be read.
+
+    Args:
+        leaf: what the caller passed, or None.
+        dtype: of the program's argument.
+    """
+    if leaf is None:
+        return b""
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted() or not leaf.is_fully_addressable:
+            return b""
+        leaf = jax.device_get(leaf)
+    return np.asarray(leaf, dtype).tobytes()
+
+
+def deciding(program: Program, value: int) -> bool:
+    """True if a branch or a loop's end depends on an argument, by scalars alone."""
+    stack, seen = [value], set()
+    while stack:
+        v = stack.pop()
+        if v in seen or program.values[v].shape:
+            continue
+        seen.add(v)
+        for user, index in program.users[v]:
+            op = program.ops[user]
+            if op.kind in _DECIDES and (op.kind == "while" or index == 0):
+                return True
+            stack.extend(op.results)
+    return False
+
 
 # Kinds of NumPy's dtypes that hold objects, text and dates.
 _NO_NUMBERS = "OSUMm"
@@ -91,7 +194,7 @@ class FlatStep:
         in_tree: the structure of ``(dynamic args, kwargs)``, with those leaves of
             modules that are no arrays.
         static: static arguments, by position or keyword.
-        examples: leaves whose values are measured with, see `cfp.program.given`; None
+        examples: leaves whose values are measured with, see `cfp.program.step`; None
             for all others.
         memory_kinds: for each argument leaf the memory of the host that it is in, or
             "" for the device's.
@@ -218,7 +321,7 @@ class FlatStep:
         def flat(*leaves: Any) -> Any:
             leaves_here = leaves_on_device(leaves, {a for a, _ in self.in_host})
             result, changed = self._run(self.fn, leaves_here)
-            self._changed.extend(in_place.not_among(changed, result))
+            self._changed.extend(calling.not_among(changed, result))
             return results_in_host(result, {r for _, r in self.in_host})
 
         flat.__name__ = flat.__qualname__ = getattr(self.fn, "__name__", "step")
@@ -236,7 +339,7 @@ class FlatStep:
         names = parameter_names(self.fn)
         names += [f"arg{i}" for i in range(len(names), len(args))]
         passed = {**dict(zip(names, args, strict=False)), **kwargs}
-        watch = in_place.Watch(passed)
+        watch = calling.Watch(passed)
         result = fn(*args, **kwargs)
         return fixed(result), watch.changed()
 
@@ -251,11 +354,11 @@ class FlatStep:
         if isinstance(fn, jax.stages.Wrapped):
             # What it changes are copies that it makes inside.
             leaves = tree_unflatten(self.in_tree, self.avals)
-            hidden = in_place.may_change_any(leaves)
+            hidden = calling.may_change_any(leaves)
             fn = getattr(fn, "__wrapped__", fn) if hidden else fn
         if not self._changed and fn is self.fn:
             return []
-        return in_place.lost_changes(lambda *x: self._run(fn, x), self.avals)
+        return calling.lost_changes(lambda *x: self._run(fn, x), self.avals)
 
     def _trace(self) -> jax.stages.Traced:
         """Traces the function without shardings, or else with those on explicit axes.
@@ -287,7 +390,7 @@ class FlatStep:
                 place would be lost.
         """
         check_settings()
-        around = in_place.Surroundings(self.fn)
+        around = calling.Surroundings(self.fn)
         try:
             with cudnn_expected():
                 traced = self._trace()
@@ -302,9 +405,9 @@ class FlatStep:
             ) from error
         name = self.flat_fn.__name__
         if overwritten := around.overwritten():
-            raise StepNotTraceable(in_place.lost_surroundings_text(name, overwritten))
+            raise StepNotTraceable(calling.lost_surroundings_text(name, overwritten))
         if lost := self._lost():
-            raise StepNotTraceable(in_place.lost_changes_text(name, lost))
+            raise StepNotTraceable(calling.lost_changes_text(name, lost))
         return traced
 
     def with_paths(self, text: str) -> str:

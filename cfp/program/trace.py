@@ -27,13 +27,12 @@ from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 from cfp.errors import MeshError, StepNotTraceable
 from cfp.program import shardy
 from cfp.program.callbacks import Alarm, guarded
-from cfp.program.given import given_bytes
 from cfp.program.graph import Program
 from cfp.program.meaning import check_settings
 from cfp.program.memory import in_memory, placed_avals
 from cfp.program.partitioned import deferred, lowering_parameters
 from cfp.program.read import read_program
-from cfp.program.step import FlatStep
+from cfp.program.step import FlatStep, given_bytes
 
 # What programs for devices that are not there are lowered for.
 _PLATFORM_OF_DESCRIBED = "cuda"

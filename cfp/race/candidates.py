@@ -9,7 +9,7 @@ from dataclasses import replace
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.cost.choice import segment_candidate
-from cfp.presets.propagated import BY_HAND, FROM_ARGUMENTS
+from cfp.presets.presets import BY_HAND, FROM_ARGUMENTS
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.search.solver import leanest, solve

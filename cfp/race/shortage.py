@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from cfp.analysis.analyze import Analysis
+from cfp.analysis.flow import scope_path
 from cfp.analysis.layout import Choice, lay_out
-from cfp.analysis.naming import scope_path
 from cfp.cost.memory import (
     argument_bytes,
     can_rematerialize,

@@ -26,7 +26,7 @@ from cfp.search.problem import Assignment, Problem
 from cfp.search.tradeoff import TradeOff
 from cfp.units import format_bytes
 from cfp.view.console import Fitted, new_table
-from cfp.view.strategy import strategy_text
+from cfp.view.model import strategy_text
 from cfp.view.words import SAME_MS
 
 _HOW_TO_READ = (

@@ -38,8 +38,7 @@ from cfp.plan.figures import (
 )
 from cfp.plan.parts import AxisRole, roles_text
 from cfp.plan.plan import Plan
-from cfp.presets.presets import plainest, presets
-from cfp.presets.propagated import named_choices
+from cfp.presets.presets import named_choices, plainest, presets
 from cfp.printable import distinct_ends, merged_name
 from cfp.profiling.rates import Rates
 from cfp.search.choices import Kernels, picks_of

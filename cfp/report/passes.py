@@ -19,11 +19,10 @@ from cfp.analysis.dump import (
     segment_records,
     summarize,
 )
-from cfp.analysis.flops import program_flops
-from cfp.analysis.layout import Choice, lay_out
-from cfp.analysis.naming import op_path
+from cfp.analysis.flow import op_path
+from cfp.analysis.layout import Choice, lay_out, program_flops
 from cfp.analysis.segments import Segment
-from cfp.analysis.specs import spec_ways
+from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.plan.describe import block_collectives, op_text
 from cfp.plan.figures import short_source

@@ -27,8 +27,13 @@ from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.terms import Terms
 from cfp.patterns.sites import among as patterns_among
 from cfp.patterns.sites import in_parts
-from cfp.presets.presets import PRESETS, REPLICATED, plainest
-from cfp.presets.propagated import FROM_ARGUMENTS, PROPAGATED
+from cfp.presets.presets import (
+    FROM_ARGUMENTS,
+    PRESETS,
+    PROPAGATED,
+    REPLICATED,
+    plainest,
+)
 from cfp.profiling.rates import Rates
 from cfp.search.problem import Assignment, Problem
 from cfp.settings import FROM_ARGUMENTS_REACH, MIXED_PRESETS, Dimension

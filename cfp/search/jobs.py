@@ -15,7 +15,7 @@ from cfp.analysis.layout import (
     constraints,
     lay_out,
 )
-from cfp.analysis.specs import even_spec
+from cfp.analysis.storage import even_spec
 from cfp.analysis.strategies import Spec
 from cfp.analysis.truncate import TruncatedProgram
 from cfp.attention.matching.called import GRADIENT
@@ -23,14 +23,14 @@ from cfp.attention.matching.graft import NAME as ATTENTION
 from cfp.attention.matching.matches import replacements
 from cfp.cost.choice import SegmentChoice, layout_of
 from cfp.cost.memory import kernel_sites, turning_point
-from cfp.presets.propagated import activations
+from cfp.presets.presets import activations
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
-from cfp.program.given import deciding
 from cfp.program.graft import Constraints, Part, cut_part
-from cfp.program.part import numbered, whole
 from cfp.program.rematerialize import VERSION, rematerializable
 from cfp.program.replace import Replacement
+from cfp.program.signature import numbered, whole
+from cfp.program.step import deciding
 from cfp.settings import ConstraintLevel
 
 

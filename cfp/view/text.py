@@ -34,9 +34,9 @@ from cfp.view.model import (
     RunView,
     SegmentView,
     choice_of,
+    strategy_text,
     view_of,
 )
-from cfp.view.strategy import strategy_text
 from cfp.view.words import (
     basis_text,
     elided,

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.analysis.analyze import build_frame
-from cfp.analysis.flow import passes
-from cfp.analysis.naming import scope_path
+from cfp.analysis.flow import passes, scope_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import make_mesh

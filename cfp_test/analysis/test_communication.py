@@ -33,7 +33,7 @@ import pytest
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.layout import Layout, constraints
 from cfp.analysis.segments import block_fingerprint
-from cfp.analysis.specs import spec_ways
+from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import NONE, block_strategies, describe
 from cfp.models import build
 from cfp.profiling.hlo import collectives_in

@@ -10,12 +10,11 @@ from jax import lax
 import cfp
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.dump import opaque_ops
-from cfp.analysis.flops import program_flops
-from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.layout import Choice, Storage, program_flops
 from cfp.analysis.numbering import number_values
 from cfp.analysis.strategies import AxisChoice, block_strategies
 from cfp.program.constrain import propagate
-from cfp.program.flops import op_flops
+from cfp.program.graph import op_flops
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import compile_choice, differences, make_mesh, prepare

@@ -12,7 +12,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jax._src.interpreters import mlir
 
 from cfp.attention import plain
-from cfp.attention.mask import NO_MASK, Scores
+from cfp.attention.problem import NO_MASK, Scores
 
 
 @contextmanager

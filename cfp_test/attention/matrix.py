@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 
 import cfp
 from cfp.attention import chunked
-from cfp.attention.mask import NO_MASK, Mask, Scores
 from cfp.attention.plain import float32_oracle
+from cfp.attention.problem import NO_MASK, Mask, Scores
 
 BATCH, HEAD_DIM = 2, 8
 TOKENS, ODD_TOKENS = 64, 52  # The odd ones divide into no 8 ranks, nor their halves.

@@ -32,7 +32,7 @@ from cfp.cost.terms import Terms
 from cfp.passes.pipeline import analyze_step, decide
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
-from cfp.program.flops import call_flops
+from cfp.program.graph import call_flops
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.solution import Candidate, Solution

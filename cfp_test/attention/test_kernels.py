@@ -15,9 +15,9 @@ from cfp.attention import call, chunked, cudnn, pallas, plain
 from cfp.attention.call import fit_heads
 from cfp.attention.chunked import merge, nothing_yet
 from cfp.attention.kernels import KERNELS
-from cfp.attention.mask import NO_MASK, Mask, Scores, may_meet, visible
-from cfp.attention.order import from_zigzag, local_positions, to_zigzag, zigzag_order
-from cfp.cluster.doctor.checks import CHECKS
+from cfp.attention.problem import NO_MASK, Mask, Scores, may_meet, visible
+from cfp.attention.ring import from_zigzag, local_positions, to_zigzag, zigzag_order
+from cfp.cluster.doctor import CHECKS
 from cfp_test.attention.matrix import inputs, mesh_of, packed
 
 SCORES = Scores(scale=0.3)

@@ -353,13 +353,13 @@ class Maker:
         self, row: Mapping[str, Any], analyzed: Any, choice: Any
     ) -> dict[str, Any]:
         """Returns a choice's memory, and for short ones the time of its computation."""
-        from cfp.devices import mock
+        from cfp.devices import described
         from cfp.profiling.builder import BuildEnvironment, Built, build
         from cfp.search.jobs import whole_job
 
         analysis, here = analyzed.analysis, self.mesh.stand_in
         program = analysis.frame.program
-        options = {} if self.tiny else dict(mock.OPTIONS)
+        options = {} if self.tiny else dict(described.OPTIONS)
         job = whole_job(analysis, choice, (), "by hand", options=options)
         started = time.perf_counter()
         environment = BuildEnvironment(wants_local=lambda job, text: True)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from cfp.analysis.flops import program_flops
+from cfp.analysis.layout import program_flops
 from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
 from cfp.models.options import Scalar

@@ -87,10 +87,10 @@ def built_of(found: FoundPlan, mesh: Any) -> tuple[Built, Any, Any, Any]:
     """The whole program of a plan, compiled for the devices that run it."""
     here, options = mesh, {}
     if isinstance(mesh, DescribedMesh):
-        from cfp.devices import mock
+        from cfp.devices import described
 
         assert mesh.stand_in is not None, "a GPU plays them"
-        here, options = mesh.stand_in, dict(mock.OPTIONS)
+        here, options = mesh.stand_in, dict(described.OPTIONS)
     winner = found.winner
     options |= winner.options
     job = whole_job(

@@ -220,9 +220,9 @@ _MEASURING = (
     ),
     Mechanism(
         "propagation's choices are measured and raced",
-        "presets/propagated.py",
+        "presets/presets.py",
         170,
-        [Other("cfp.presets.propagated:named_choices", presets)],
+        [Other("cfp.presets.presets:named_choices", presets)],
         candidates="activations|propagated",
         cited="120.3 ms by hand in place of 123.4 without it",
         tests="propagated|BY_HAND",

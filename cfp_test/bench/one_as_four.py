@@ -40,7 +40,7 @@ from cfp import platform
 from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
 from cfp.cost.stand_in import UNTUNED
-from cfp.devices import mock
+from cfp.devices import described
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build, one_device
 from cfp.profiling.collectives import LARGE, SMALL, build_probe, probes
@@ -296,8 +296,8 @@ def main() -> None:
         platform.select("cpu", axes)
         mesh, common = platform.make_mesh(axes), {}
     else:
-        mock.play_one_of(options.devices)
-        mesh, common = mock.mocked_mesh(axes), dict(mock.OPTIONS)
+        described.play_one_of(options.devices)
+        mesh, common = described.mocked_mesh(axes), dict(described.OPTIONS)
     mesh = planning_mesh(mesh)
     if options.texts and options.platform != "cpu":
         common |= UNTUNED

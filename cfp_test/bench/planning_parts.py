@@ -45,7 +45,7 @@ from cfp.profiling import measurer, runner
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
-from cfp.program.flops import op_flops
+from cfp.program.graph import op_flops
 from cfp.program.step import flatten_step
 from cfp.race import compile as race_compile
 from cfp.race import turns

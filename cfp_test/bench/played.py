@@ -35,7 +35,7 @@ from jax.sharding import AxisType
 
 from cfp import platform
 from cfp.cost.schedule import schedule_of
-from cfp.devices import mock
+from cfp.devices import described
 from cfp.passes.pipeline import analyze_step
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build, one_device
@@ -190,12 +190,12 @@ class Worker:
             platform.select("cpu", AXES)
             mesh = platform.make_mesh(AXES)
         elif self.plays:
-            mock.play_one_of(2)
-            mesh = mock.mocked_mesh(AXES)
+            described.play_one_of(2)
+            mesh = described.mocked_mesh(AXES)
         else:
             mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
         self.mesh = planning_mesh(mesh)
-        self.common = dict(mock.OPTIONS) if self.plays and not given.tiny else {}
+        self.common = dict(described.OPTIONS) if self.plays and not given.tiny else {}
         self.made: dict[str, Made] = {}
 
     def build(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cfp.cluster.doctor.machine import Machine
+from cfp.cluster.machine import Machine
 from cfp_test.waiting import GUARD_SECONDS
 
 SOUND = {"jax": "0.11.2", "jaxlib": "0.11.2"}

@@ -8,25 +8,23 @@ import sys
 import pytest
 
 from cfp.attention.kernels import KERNELS
-from cfp.cluster.doctor import programs
-from cfp.cluster.doctor.checks import CHECKS, Check, examine, with_needs
-from cfp.cluster.doctor.machine import (
+from cfp.cluster import programs
+from cfp.cluster.doctor import CHECKS, Check, examine, with_needs
+from cfp.cluster.machine import (
     Machine,
-    cache_dir,
-    installed,
-    parse,
-    requirements,
-)
-from cfp.cluster.doctor.probes import try_kernel
-from cfp.cluster.doctor.result import (
     Result,
     Status,
     absent,
+    cache_dir,
     failed,
+    installed,
+    parse,
     passed,
+    requirements,
     row,
     summary,
 )
+from cfp.cluster.probes import try_kernel
 from cfp.profiling.store import default_cache_dir
 from cfp_test.cli_runner import ROOT, environment, run_one
 from cfp_test.cluster.sick import fake_module, machine, with_gpus
@@ -119,7 +117,7 @@ def test_an_unknown_check_is_refused(tmp_path):
 
 def test_the_package_loads_without_jax():
     code = (
-        "import sys, cfp, cfp.cluster.doctor.command\n"
+        "import sys, cfp, cfp.cluster.doctor\n"
         "heavy = {'jax', 'numpy', 'typer', 'rich'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "import cfp.plan\n"

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cfp.cluster.doctor.checks import CHECKS, examine, with_needs
-from cfp.cluster.doctor.machine import Machine, installed, requirements
-from cfp.cluster.doctor.result import Result, Status
+from cfp.cluster.doctor import CHECKS, examine, with_needs
+from cfp.cluster.machine import Machine, Result, Status, installed, requirements
 from cfp_test.cluster.sick import (
     PLUGIN,
     SOUND,

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cfp.cluster.ray.planning import RunnerNeeds
+from cfp.cluster.on_ray import RunnerNeeds
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli_runner import environment
 from cfp_test.waiting import GUARD_SECONDS
@@ -16,9 +16,9 @@ import json, os, signal, sys
 import jax, pytest
 import cfp
 from jax.sharding import AbstractMesh
-from cfp.cluster.ray import planning
-from cfp.cluster.ray.planning import connected
-from cfp.cluster.ray.planning import plan_step
+from cfp.cluster import on_ray as planning
+from cfp.cluster.on_ray import connected
+from cfp.cluster.on_ray import plan_step
 from cfp.planner_settings import DetailedSettings
 from cfp_test.injected import hold_times
 from cfp_test.toy_targets import toy

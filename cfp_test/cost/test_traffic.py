@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.analysis.contractions import is_contraction
+from cfp.cost.fusion import moved_bytes
 from cfp.cost.stand_in import computed_alone_ms
 from cfp.cost.terms import Terms
-from cfp.cost.traffic import moved_bytes
 from cfp.devices.described import described
 from cfp.passes.pipeline import analyze_step
 from cfp.platform import make_mesh

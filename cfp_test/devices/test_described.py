@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 
 import cfp
 from cfp.devices.described import cluster_of
-from cfp.devices.device_kind import kind, kinds
-from cfp.devices.schema import description_of
+from cfp.devices.device_kind import description_of, kind, kinds
 from cfp.errors import MeshError, TargetError
 from cfp.profiling.rates import Rates, sent_share
 

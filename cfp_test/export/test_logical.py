@@ -13,7 +13,7 @@ from jax.tree_util import tree_flatten_with_path
 
 import cfp
 from cfp.cli.reading import boxed_names, flax_text, maxtext_text, names_of
-from cfp.export.logical import applied, logical_rules, names_by_path
+from cfp.export.module import applied, logical_rules, names_by_path
 from cfp.models import logical_names
 from cfp.profiling.hlo import collectives_in
 from cfp.program.graft import partition_spec

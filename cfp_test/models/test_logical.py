@@ -5,7 +5,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from cfp.models import MODELS, build, logical_names
-from cfp.models.logical import constrain, mesh_spec, sharded_by
+from cfp.models.layers import constrain, mesh_spec, sharded_by
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp_test.models.tiny import TINY

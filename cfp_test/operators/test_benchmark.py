@@ -12,7 +12,7 @@ from rich.console import Console
 from cfp.operators import OPERATORS, command, find, layer_norm, probe
 from cfp.operators import benchmark as b
 from cfp.operators.benchmark import bound_ms, least_bytes, peaks
-from cfp.operators.cases import Shape, check_dtype, sample
+from cfp.operators.cases import Check, Shape, check_dtype, limit_of, sample
 from cfp.operators.command import (
     changes,
     parse_share,
@@ -29,7 +29,6 @@ from cfp.operators.operator import (
     Operator,
     OperatorError,
 )
-from cfp.operators.oracle import Check, limit_of
 from cfp.operators.probe import environment
 from cfp_test.results.operators import page
 

@@ -12,9 +12,8 @@ import pytest
 from cfp.operators import OPERATORS
 from cfp.operators.activations import softmax_pallas
 from cfp.operators.attention import gpt_attention_pallas
-from cfp.operators.cases import Shape, sample
+from cfp.operators.cases import LIMITS, Shape, check, oracle_program, program, sample
 from cfp.operators.norms import layer_norm_pallas, rms_norm_pallas
-from cfp.operators.oracle import LIMITS, check, oracle_program, program
 from cfp_test.operators.compiling import SOON
 
 # The second has sizes that divide nothing; the batch is one.

@@ -14,7 +14,7 @@ import pytest
 import cfp
 from cfp.plan.parts import _may_be_renamed
 from cfp.program.meaning import trace_context_key
-from cfp.runtime.waiting import load_early, told_while
+from cfp.runtime.execute import load_early, told_while
 from cfp_test.cli_runner import ROOT, environment
 from cfp_test.forking import quick_python
 from cfp_test.race import deep

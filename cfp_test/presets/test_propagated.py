@@ -10,12 +10,12 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage, lay_out
 from cfp.analysis.strategies import AxisChoice
 from cfp.models import build
-from cfp.presets.presets import presets
-from cfp.presets.propagated import (
+from cfp.presets.presets import (
     BY_HAND,
     FROM_ARGUMENTS,
     activations,
     named_choices,
+    presets,
     propagated,
 )
 from cfp.profiling.builder import build as build_job

@@ -14,8 +14,7 @@ from cfp.analysis.strategies import AxisChoice, describe
 from cfp.plan.describe import axis_roles
 from cfp.plan.parts import roles_text
 from cfp.planner_settings import PlannerSettings
-from cfp.presets.batch import data_arguments
-from cfp.presets.roles import axis_walk
+from cfp.presets.roles import axis_walk, data_arguments
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace

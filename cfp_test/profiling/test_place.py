@@ -15,7 +15,7 @@ from cfp.profiling.place import RefusedElsewhere, compile_parcel
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import profile
 from cfp.profiling.store import ProfileStore
-from cfp.program.parcel import WrongPlace, unpack
+from cfp.program.signature import WrongPlace, unpack
 from cfp_test.profiling.conftest import QUICK
 
 

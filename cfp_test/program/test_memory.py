@@ -14,7 +14,7 @@ from cfp.cost.memory import argument_bytes
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.program.graft import Constraints, lower_part
-from cfp.program.part import cut_part
+from cfp.program.signature import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 

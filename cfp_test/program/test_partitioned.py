@@ -14,14 +14,13 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import cfp
 from cfp.analysis.analyze import analyze
-from cfp.analysis.flops import program_flops
+from cfp.analysis.layout import program_flops
 from cfp.errors import StepNotTraceable
 from cfp.plan.parts import NOT_CHOSEN
 from cfp.planner_settings import DetailedSettings
 from cfp.program import partitioned
 from cfp.program.graft import Constraints, constrain
-from cfp.program.parcel import WrongPlace, pack, unpack
-from cfp.program.signature import Signature
+from cfp.program.signature import Signature, WrongPlace, pack, unpack
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, trace
 from cfp_test.checking import make_mesh

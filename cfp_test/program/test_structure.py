@@ -12,7 +12,7 @@ from jax.extend.mlir import ir
 from jax.sharding import PartitionSpec as P
 
 from cfp.program.graph import Program
-from cfp.program.part import cut_part, numbered
+from cfp.program.signature import cut_part, numbered
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import make_mesh

@@ -24,14 +24,13 @@ import numpy as np
 from jax.extend.mlir import ir
 from jax.sharding import Mesh, NamedSharding
 
-from cfp.analysis.specs import even_spec
+from cfp.analysis.storage import even_spec
 from cfp.analysis.strategies import FactorAxes, legal_axes, reduced_axes, tensor_spec
 from cfp.program import shardy
 from cfp.program.graft import Constraints, aval, lower_part, partition_spec
 from cfp.program.graph import Op, Program, Spec
-from cfp.program.part import Part, numbered, whole
 from cfp.program.read import read_program
-from cfp.program.signature import Signature
+from cfp.program.signature import Part, Signature, numbered, whole
 from cfp_test.checking import difference, to_host
 
 _COLLECTIVE = re.compile(

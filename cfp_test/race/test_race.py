@@ -16,8 +16,7 @@ from cfp.context import MemoryBudget
 from cfp.cost.costs import Costs
 from cfp.passes.search import search
 from cfp.planner_settings import DetailedSettings
-from cfp.presets.presets import PRESETS
-from cfp.presets.propagated import PROPAGATED, named_choices
+from cfp.presets.presets import PRESETS, PROPAGATED, named_choices
 from cfp.profiling import compile_pool, processes, runner
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.record import CompiledBytes, ProfileRecord

@@ -26,7 +26,7 @@ from cfp.report.figures import option_names, strategy_figures
 from cfp.search.explain import explain
 from cfp.search.problem import Option, Problem
 from cfp.search.tradeoff import trade_off
-from cfp.view.strategy import strategy_text
+from cfp.view.model import strategy_text
 from cfp_test.checking import make_mesh
 
 LAYERS, ROWS, WIDTH = 4, 16, 32

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cfp
-from cfp.attention.order import zigzag_order
+from cfp.attention.ring import zigzag_order
 from cfp.models.llama import LLAMA_7B, LlamaConfig, init_params
 from cfp.models.train import random_text
 from cfp.profiling.builder import is_out_of_memory, reason_of

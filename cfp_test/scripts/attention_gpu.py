@@ -29,9 +29,8 @@ import jax.numpy as jnp
 
 import cfp
 from cfp.attention.kernels import KERNELS
-from cfp.attention.mask import Mask, Scores
-from cfp.attention.pieces import Ring
-from cfp.attention.ring import spread_attention
+from cfp.attention.problem import Mask, Scores
+from cfp.attention.ring import Ring, spread_attention
 from cfp.profiling.builder import reason_of
 
 RANKS = 8

@@ -29,7 +29,7 @@ import jax
 from cfp import platform
 from cfp.attention.matching.matches import attentions
 from cfp.cli.session import analyse
-from cfp.devices import mock
+from cfp.devices import described
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.runner import TimingOptions, run_local
@@ -122,8 +122,8 @@ def _mesh(count: int, tiny: bool) -> tuple[Any, dict[str, str]]:
     if tiny:
         platform.select("cpu", axes)
         return planning_mesh(platform.make_mesh(axes)), {}
-    mock.play_one_of(count)
-    return planning_mesh(mock.mocked_mesh(axes)), dict(mock.OPTIONS)
+    described.play_one_of(count)
+    return planning_mesh(described.mocked_mesh(axes)), dict(described.OPTIONS)
 
 
 class _Page:

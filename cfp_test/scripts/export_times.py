@@ -38,12 +38,12 @@ def main() -> None:
         flag = f"--xla_force_host_platform_device_count={count}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     else:
-        from cfp.devices.mock import play_one_of
+        from cfp.devices.described import play_one_of
 
         play_one_of(count)
     import jax
 
-    from cfp.devices.mock import mocked_mesh
+    from cfp.devices.described import mocked_mesh
     from cfp_test.scripts.rows import Rows
 
     mesh = (

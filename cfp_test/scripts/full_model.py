@@ -48,7 +48,7 @@ from jax.sharding import Mesh
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cfp import platform
-from cfp.analysis.flops import program_flops, rematerialized_flops
+from cfp.analysis.layout import program_flops, rematerialized_flops
 from cfp.cli.session import analyse, open_target
 from cfp.context import open_context
 from cfp.passes.pipeline import decide

@@ -14,7 +14,7 @@ from cfp.plan.plan import Plan
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import ProfileKey
 from cfp.program.graph import Program
-from cfp.program.part import whole
+from cfp.program.signature import whole
 from cfp.program.step import FlatStep
 from cfp.targets import Target
 

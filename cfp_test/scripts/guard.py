@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cfp import api, platform
-from cfp.devices.mock import mocked_mesh, play_one_of
+from cfp.devices.described import mocked_mesh, play_one_of
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.compiled import miscompile_reason
 from cfp.profiling.overwritten import has_rematerialized

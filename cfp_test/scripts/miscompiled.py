@@ -10,7 +10,7 @@ it was overwritten, all three run from the same arguments, and what the other tw
 is compared with the first, leaf by leaf; so is what is rematerialized and proved right.
 
 Played: whole programs of presets for four devices, which one GPU plays
-(:mod:`cfp.devices.mock`). They are compiled, and their texts looked at; what they
+(:mod:`cfp.devices.described`). They are compiled, and their texts looked at; what they
 return means nothing, since their collectives do nothing.
 
 ``--described`` compiles for a device that a file describes, such as h200.txtpb beside
@@ -259,7 +259,7 @@ def played_mesh(described: Path | None) -> jax.sharding.Mesh:
     if described:
         devices = np.array(described_devices(described, DEVICES))
         return jax.sharding.Mesh(devices, ("x",))
-    from cfp.devices.mock import mocked_mesh
+    from cfp.devices.described import mocked_mesh
 
     return mocked_mesh((("x", DEVICES),))
 
@@ -287,7 +287,7 @@ def main() -> None:
         alone(rows, until, options.described, options.small)
     elif not options.small:
         if not options.described:
-            from cfp.devices.mock import play_one_of
+            from cfp.devices.described import play_one_of
 
             play_one_of(DEVICES)
         played(rows, until, options.described)

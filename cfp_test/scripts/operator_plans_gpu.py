@@ -136,7 +136,7 @@ def measured_step(options: argparse.Namespace, row: dict[str, Any]) -> dict[str,
     """The computation of a fully sharded step, and its memory."""
     from cfp import platform
     from cfp.cli.session import analyse
-    from cfp.devices import mock
+    from cfp.devices import described
     from cfp.presets.presets import presets
     from cfp.profiling.builder import BuildEnvironment, Built, build
     from cfp.profiling.runner import TimingOptions, run_local
@@ -149,8 +149,11 @@ def measured_step(options: argparse.Namespace, row: dict[str, Any]) -> dict[str,
         platform.select("cpu", axes)
         mesh = planning_mesh(platform.make_mesh(axes))
     else:
-        mock.play_one_of(4)
-        mesh, common = planning_mesh(mock.mocked_mesh(axes)), dict(mock.OPTIONS)
+        described.play_one_of(4)
+        mesh, common = (
+            planning_mesh(described.mocked_mesh(axes)),
+            dict(described.OPTIONS),
+        )
     target = (TINY if options.tiny else TARGETS)[row["model"]]
     words = target.split()
     session = analyse(resolve(words[0], words[1:]), mesh)

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from cfp.operators import benchmark as b
-from cfp.operators.ahead import Ahead
+from cfp.operators.benchmark import Ahead
 from cfp.operators.cases import Shape
 from cfp.operators.command import CPU_SHAPES, SHAPES, read, to_json
 from cfp.operators.inject import inject, worth

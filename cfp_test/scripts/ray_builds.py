@@ -30,7 +30,7 @@ def noting(log: str) -> Any:
     """Acts as a builder; returns what its process has used of processors by then."""
 
     def compile_noted(parcel: Any, options: Any) -> Any:
-        from cfp.cluster.ray.actors import compile_there
+        from cfp.cluster.actors import compile_there
 
         made = compile_there(parcel, options)
         digest = hashlib.sha256(parcel.module).hexdigest()
@@ -49,8 +49,7 @@ def parcels(count: int) -> list[Any]:
     import jax.numpy as jnp
     from jax.sharding import Mesh
 
-    from cfp.program.parcel import pack
-    from cfp.program.signature import Signature
+    from cfp.program.signature import Signature, pack
 
     mesh: Mesh = jax.make_mesh((DEVICES,), ("x",))
 
@@ -88,8 +87,8 @@ def measured(workers: int, count: int, log: Path) -> dict[str, Any]:
     import ray
 
     jax.devices()
-    from cfp.cluster.ray import actors
-    from cfp.cluster.ray.actors import RayPlace
+    from cfp.cluster import actors
+    from cfp.cluster.actors import RayPlace
 
     ray.init(num_cpus=workers, include_dashboard=False, logging_level="warning")
     try:

@@ -186,7 +186,7 @@ def _noting(execute: Any, log: Path) -> Any:
 
 def drive(address: str, pipe: Connection) -> None:
     """A driver: plans what comes through the pipe, until it is closed."""
-    from cfp.cluster.ray.planning import connected, plan_on_ray
+    from cfp.cluster.on_ray import connected, plan_on_ray
 
     with connected(address):
         while True:

@@ -11,8 +11,7 @@ from cfp.analysis.storage import USUAL_STORAGE
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.costs import Costs
 from cfp.models import registry
-from cfp.presets.presets import PRESETS, presets
-from cfp.presets.propagated import FROM_ARGUMENTS
+from cfp.presets.presets import FROM_ARGUMENTS, PRESETS, presets
 from cfp.search.choices import (
     Kernels,
     leading_presets,

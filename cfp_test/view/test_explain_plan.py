@@ -12,9 +12,8 @@ from cfp.plan.parts import Role
 from cfp.plan.plan import Plan
 from cfp.printable import USUAL_COLUMNS, distinct_ends
 from cfp.settings import ConstraintLevel
-from cfp.view.model import view_of
+from cfp.view.model import strategy_text, view_of
 from cfp.view.page import page_html
-from cfp.view.strategy import strategy_text
 from cfp.view.text import diff_data, diff_text, explain_data, explain_text, plan_text
 from cfp_test.report.plans import RACE, ROWS, layers, make_plan, row
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured

@@ -8,17 +8,18 @@ import pytest
 
 from cfp.plan.plan import Plan
 from cfp.printable import printable
-from cfp.view.drawings import (
+from cfp.view.model import view_of
+from cfp.view.page import (
     drawn_dims,
     element,
+    page_html,
     pareto,
     scatter_drawing,
+    small_html,
     tensor_drawing,
     ticks,
     timeline,
 )
-from cfp.view.model import view_of
-from cfp.view.page import page_html, small_html
 from cfp_test.report.plans import RACE, as_data, layers, make_plan, row
 from cfp_test.reported import DEEP, HARMFUL, HOSTILE, KIB, figured, option, tensor
 

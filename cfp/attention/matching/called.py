@@ -25,10 +25,8 @@ from cfp.attention import cudnn
 from cfp.attention.kernels import KERNELS
 from cfp.attention.matching.found import Found, LeftAlone, Pass, Tensor
 from cfp.attention.matching.functions import NAME, Way
-from cfp.attention.order import from_zigzag, to_zigzag
-from cfp.attention.pieces import Ring
 from cfp.attention.problem import Problem, problem_of
-from cfp.attention.ring import attend_ring, ring_gradients
+from cfp.attention.ring import Ring, attend_ring, from_zigzag, ring_gradients, to_zigzag
 from cfp.attention.strategy import ALL_GATHER, BATCH, HEADS, AttentionStrategy
 from cfp.program.graph import Op, Program, Spec, dtype_bytes
 from cfp.program.partitioned import call_of

@@ -11,14 +11,15 @@ from cfp.attention.call import refusal
 from cfp.attention.kernels import KERNELS
 from cfp.attention.matching.found import Found, Letters, Pass, aligned
 from cfp.attention.matching.functions import (
+    BIAS,
     NAME,
     AttentionFunctions,
+    Meaning,
     Shaped,
     Way,
     has_same_segments,
     product,
 )
-from cfp.attention.matching.reference import BIAS, Meaning
 from cfp.attention.problem import Problem
 from cfp.attention.strategy import AttentionStrategy
 from cfp.errors import AttentionError

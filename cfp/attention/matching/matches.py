@@ -19,7 +19,8 @@ from cfp.attention.matching.called import (
     way_of_called,
 )
 from cfp.attention.matching.find import candidates, dropout
-from cfp.attention.matching.found import Different, Found, LeftAlone
+from cfp.attention.matching.found import Different, Found, LeftAlone, View
+from cfp.attention.matching.functions import Meaning
 from cfp.attention.matching.graft import (
     Way,
     grafts,
@@ -29,8 +30,6 @@ from cfp.attention.matching.graft import (
     roles_of,
 )
 from cfp.attention.matching.infer import Prover
-from cfp.attention.matching.reference import Meaning
-from cfp.attention.matching.view import View
 from cfp.attention.problem import Problem
 from cfp.program.graph import Program
 from cfp.program.replace import Replacement

@@ -10,9 +10,14 @@ with injection() as inside:       # While models of linen are called.
     print(inside.report)
 """
 
-from cfp.operators.inject import policies as _policies  # Registers what is there.
-from cfp.operators.inject.injecting import Injection, inject, injection
-from cfp.operators.inject.on_functions import FunctionPolicy, NamedJit
+from cfp.operators.inject import policy as _policies  # Registers what is there.
+from cfp.operators.inject.injecting import (
+    FunctionPolicy,
+    Injection,
+    NamedJit,
+    inject,
+    injection,
+)
 from cfp.operators.inject.policy import (
     Choices,
     Policy,

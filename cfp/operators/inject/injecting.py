@@ -3,10 +3,25 @@
 Into modules of `flax.linen` operators come through interceptors of their calls. A
 module keeps its parameters: `init` makes those of the original, and a replacement gets
 them mapped when it is called. So checkpoints are the original's.
+
+In plain functions jitted functions with a name are replaced. The function is traced,
+and its program evaluated with other functions in the places of calls that a policy
+matches. Loops, branches and rematerialised parts are gone through, too; not what has a
+derivative of its own. Inject before differentiating: a call that was differentiated has
+other arguments than the function.
+
+Of modules of `flax.nnx` parts are taken out, and others put in. A replacement has the
+part's own variables where its policy leaves them as they are, so tied weights stay
+tied; what a policy maps becomes new parameters.
 """
+
+# pyright: reportPrivateImportUsage=false
+# (of jax 0.12, which exports ClosedJaxpr in a way that pyright takes for private)
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,18 +31,465 @@ import flax.linen as nn
 import jax
 import numpy as np
 from flax import nnx
+from jax.extend import core
 
-from cfp.operators.inject import on_functions, on_nnx
+from cfp.errors import compose
 from cfp.operators.inject.policy import (
     Choices,
+    Parameters,
     Policy,
     PolicyError,
     Refused,
+    Replacement,
     check_mapping,
     first_match,
     registered,
 )
 from cfp.operators.inject.report import Report
+
+_JIT = ("jit", "pjit")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedJit:
+    """A call of a jitted function, as policies see it.
+
+    Attributes:
+        function: its name.
+        arguments: shapes and types of its arguments.
+        results: of its results.
+    """
+
+    function: str
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    results: tuple[jax.ShapeDtypeStruct, ...]
+
+
+class FunctionPolicy(Policy):
+    """Replaces jitted functions of one name.
+
+    Derive from it, set `function`, and give `replace`.
+
+    Attributes:
+        function: the name of the function that was jitted.
+    """
+
+    function = ""
+
+    def match(self, part: Any) -> bool:
+        """By the name."""
+        return isinstance(part, NamedJit) and part.function == self.function
+
+    def build(self, part: Any) -> Callable[..., Any]:
+        """Calls `replace`; there are no parameters."""
+        return lambda parameters, *args: self.replace(*args)
+
+    def replace(self, *args: jax.Array) -> Any:
+        """Returns the function that is called in its place, with the same arrays.
+
+        Raises:
+            Refused: not these arguments, with the reason.
+        """
+        raise NotImplementedError
+
+
+def injected(
+    function: Callable[..., Any], policies: Sequence[Policy], report: Report
+) -> Callable[..., Any]:
+    """The function with jitted functions replaced inside.
+
+    Args:
+        function: of arrays, or trees of them.
+        policies: in the order in which they are asked.
+        report: called with every named jit when the function is called.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)
+        leaves = jax.tree.leaves((args, kwargs))
+        made = _Evaluation(policies, report).run(closed, leaves, ())
+        report.check()
+        return jax.tree.unflatten(jax.tree.structure(shape), made)
+
+    return run
+
+
+class _Evaluation:
+    """Evaluates a program, equation by equation."""
+
+    def __init__(self, policies: Sequence[Policy], report: Report):
+        self._policies, self._report = policies, report
+        self._counts: dict[str, int] = {}
+
+    def run(self, closed: Any, args: Sequence[Any], path: tuple[str, ...]) -> list[Any]:
+        """The results of a program."""
+        values: dict[Any, Any] = {}
+        jaxpr = closed.jaxpr
+        values.update(zip(jaxpr.constvars, closed.consts, strict=True))
+        values.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else values[atom]
+
+        for equation in jaxpr.eqns:
+            inputs = [read(atom) for atom in equation.invars]
+            results = self._equation(equation, inputs, path)
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _equation(
+        self, equation: Any, inputs: list[Any], path: tuple[str, ...]
+    ) -> list[Any]:
+        if equation.primitive.name in _JIT:
+            return self._jit(equation, inputs, path)
+        if changed := self._inside(equation, path):
+            equation = equation.replace(params={**equation.params, **changed})
+        return _evaluated(equation, inputs)
+
+    def _inside(self, equation: Any, path: tuple[str, ...]) -> dict[str, Any]:
+        """The programs inside an equation, with functions replaced in them."""
+        name = equation.primitive.name
+        if name.startswith(("custom_jvp", "custom_vjp")):
+            return {}
+        return {
+            key: self._program(value, (*path, name))
+            for key, value in equation.params.items()
+            if _is_program(value)
+        }
+
+    def _program(self, value: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._program(one, path) for one in value)
+        closed = value
+        if isinstance(value, core.Jaxpr):
+            if value.constvars:
+                return value
+            closed = core.ClosedJaxpr(value, ())
+        inputs = [_abstract(one) for one in closed.in_avals]
+        made = jax.make_jaxpr(lambda *args: self.run(closed, args, path))(*inputs)
+        if isinstance(value, core.Jaxpr):
+            # What holds a program without constants cannot be given any.
+            return made.jaxpr if not made.consts else value
+        return made
+
+    def _jit(
+        self, equation: Any, inputs: list[Any], path: tuple[str, ...]
+    ) -> list[Any]:
+        closed, name = equation.params["jaxpr"], equation.params["name"]
+        part = NamedJit(
+            function=name,
+            arguments=tuple(_abstract(one) for one in closed.in_avals),
+            results=tuple(_abstract(one) for one in closed.out_avals),
+        )
+        where = self._place((*path, name))
+        policy = first_match(self._policies, part)
+        if policy is None:
+            self._report.add_left(where, "function", None, "no policy matches")
+            run = jax.jit(_named(lambda *a: self.run(closed, a, (*path, name)), name))
+            return list(run(*inputs))
+        try:
+            made = policy.build(part)({}, *policy.adapt(part, tuple(inputs), {}))
+        except Refused as error:
+            self._report.add_left(where, "function", policy, str(error))
+            return list(jax.jit(core.jaxpr_as_fun(closed))(*inputs))
+        results = jax.tree.leaves(made)
+        found = tuple(_abstract(jax.typeof(one)) for one in results)
+        if found != part.results:
+            raise PolicyError(
+                compose(
+                    f"{policy.name} makes something else than {name} does.",
+                    expected=_text(part.results),
+                    got=_text(found),
+                    attempt="inject before differentiating, and give results of the "
+                    "same shapes and types",
+                )
+            )
+        self._report.add_replaced(where, "function", policy)
+        return results
+
+    def _place(self, path: tuple[str, ...]) -> str:
+        """A name of its own for each call."""
+        where = "/".join(path)
+        count = self._counts[where] = self._counts.get(where, 0) + 1
+        return where if count == 1 else f"{where} ({count})"
+
+
+def _evaluated(equation: Any, inputs: Sequence[Any]) -> list[Any]:
+    """The results of an equation, as those of a program of it alone.
+
+    How a primitive is bound to its parameters differs between releases of JAX; how a
+    program is evaluated does not.
+    """
+    given = {
+        atom: value
+        for atom, value in zip(equation.invars, inputs, strict=True)
+        if not isinstance(atom, core.Literal)
+    }
+    wanted = [one for one in equation.outvars if not isinstance(one, core.DropVar)]
+    names = core.DebugInfo(
+        traced_for="injection",
+        func_src_info=equation.primitive.name,
+        arg_names=("",) * len(given),
+        result_paths=("",) * len(wanted),
+    )
+    alone = core.Jaxpr((), list(given), wanted, [equation], equation.effects, names)
+    made = core.jaxpr_as_fun(core.ClosedJaxpr(alone, ()))(*given.values())
+    found = dict(zip(wanted, made, strict=True))
+    return [found.get(one) for one in equation.outvars]
+
+
+def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    function.__name__ = name
+    return function
+
+
+def _is_program(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return bool(value) and all(_is_program(one) for one in value)
+    return isinstance(value, core.ClosedJaxpr | core.Jaxpr)
+
+
+def _abstract(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+
+def _text(found: Sequence[jax.ShapeDtypeStruct]) -> str:
+    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in found)
+
+
+Path = tuple[Any, ...]
+
+
+class Injected(nnx.Module):
+    """An operator in a part's place; its attributes are the parameters.
+
+    Args:
+        part: that it replaces.
+        policy: makes of calls what the replacement takes.
+        replacement: takes parameters and what was made of the call.
+        variables: nested dicts of parameters.
+        seen: is called after each call.
+    """
+
+    def __init__(
+        self,
+        part: nnx.Module,
+        policy: Policy,
+        replacement: Replacement,
+        variables: Mapping[str, Any],
+        seen: Callable[[], None],
+    ):
+        self._adapter = nnx.static(_Adapter(part, policy, replacement, seen))
+        for name, value in variables.items():
+            setattr(self, name, _contained(value))
+        self._names = nnx.static(tuple(variables))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the part is called."""
+        parameters = {name: _arrays(getattr(self, name)) for name in self._names}
+        return self._adapter(parameters, args, kwargs)
+
+
+class _Adapter:
+    """Stand-in for a replaced part, without arrays of its own.
+
+    Of the part only its plain attributes stay, such as its configuration.
+    """
+
+    def __init__(
+        self,
+        part: nnx.Module,
+        policy: Policy,
+        replacement: Replacement,
+        seen: Callable[[], None],
+    ):
+        self._kind = type(part).__name__
+        self._policy, self._replacement, self._seen = policy, replacement, seen
+        self._part = _Plain(
+            **{
+                name: value
+                for name, value in vars(part).items()
+                if not name.startswith("_")
+                and not isinstance(value, nnx.Pytree | nnx.Variable | jax.Array)
+            }
+        )
+
+    def __call__(self, parameters: Parameters, args: tuple, kwargs: dict) -> Any:
+        try:
+            adapted = self._policy.adapt(self._part, args, kwargs)
+            made = self._replacement(parameters, *adapted)
+        except Refused as error:
+            raise PolicyError(
+                f"A {self._kind} that {self._policy.name} replaced {error}: the "
+                "original was taken out of this model, so make the call without, or "
+                "leave the policy out of `policies`."
+            ) from error
+        self._seen()
+        return made
+
+
+class _Plain:
+    """Attributes, and nothing else."""
+
+    def __init__(self, **attributes: Any):
+        self.__dict__.update(attributes)
+
+
+def surgery(
+    model: nnx.Module, policies: Sequence[Policy], report: Report
+) -> dict[Path, Policy]:
+    """Replaces parts of a model in place.
+
+    Args:
+        model: whose parts are replaced; not it itself.
+        policies: in the order in which they are asked.
+        report: called with every part.
+
+    Returns:
+        The policies of what was replaced, by path.
+    """
+    owners = Counter(id(value) for _, value in _walk(model, ()))
+    replaced: dict[Path, Policy] = {}
+    for path, parent, name, part in list(_parts(model)):
+        if any(path[: len(done)] == done for done in replaced):
+            continue
+        where, kind = "/".join(map(str, path)), type(part).__name__
+        policy = first_match(policies, part)
+        if policy is None:
+            report.add_left(where, kind, None, "no policy matches")
+            continue
+        try:
+            # A call says which implementations were taken.
+            seen = functools.partial(report.add_replaced, where, kind, policy)
+            new = _replacement(part, policy, where, owners, seen)
+        except Refused as error:
+            report.add_left(where, kind, policy, str(error))
+            continue
+        _put(parent, name, new)
+        replaced[path] = policy
+        report.add_replaced(where, kind, policy)
+    return replaced
+
+
+def _replacement(
+    part: nnx.Module,
+    policy: Policy,
+    where: str,
+    owners: Counter[int],
+    seen: Callable[[], None],
+) -> Injected:
+    """The module that takes a part's place.
+
+    Raises:
+        Refused: by the policy, or as parameters would no longer be shared.
+    """
+    variables = parameters_of(part)
+    values = jax.tree.map(
+        lambda one: one[...], variables, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    replacement = policy.build(part)
+    check_mapping(policy, values, where)
+    mapped = policy.to_injected(values)
+    own = {
+        id(value): variable
+        for value, variable in zip(
+            jax.tree.leaves(values),
+            jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable)),
+            strict=True,
+        )
+    }
+    inside = Counter(id(value) for _, value in _walk(part, ()))
+    stays = {id(own[id(x)]) for x in jax.tree.leaves(mapped) if id(x) in own}
+    for variable in own.values():
+        if id(variable) not in stays and owners[id(variable)] > inside[id(variable)]:
+            raise Refused("shares a parameter that its policy would change")
+    new = jax.tree.map(lambda x: own.get(id(x), None) or nnx.Param(x), mapped)
+    return Injected(part, policy, replacement, new, seen)
+
+
+def parameters_of(part: nnx.Module) -> dict[str, Any]:
+    """A part's parameters as nested dicts of variables."""
+    found: dict[str, Any] = {}
+    for path, value in _walk(part, ()):
+        if isinstance(value, nnx.Param):
+            inner = found
+            for name in path[:-1]:
+                inner = inner.setdefault(str(name), {})
+            inner[str(path[-1])] = value
+    return found
+
+
+def _children(node: nnx.Module) -> list[tuple[Any, Any]]:
+    """Modules and variables that are attributes of a module, or members of a list."""
+    is_list = isinstance(node, nnx.List)
+    return [
+        (int(name) if is_list else name, value)
+        for name, value in vars(node).items()
+        if isinstance(value, nnx.Module | nnx.Variable)
+    ]
+
+
+def _walk(node: nnx.Module, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Yields all variables below a module with their paths, shared ones each time."""
+    for name, value in _children(node):
+        if isinstance(value, nnx.Module):
+            yield from _walk(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def _parts(
+    node: nnx.Module, path: Path = ()
+) -> Iterator[tuple[Path, nnx.Module, Any, nnx.Module]]:
+    """Yields (path, parent, name, module) of all modules below, outer ones first."""
+    for name, value in _children(node):
+        if isinstance(value, nnx.Module):
+            if not isinstance(value, nnx.List | nnx.Dict):
+                yield (*path, name), node, name, value
+            yield from _parts(value, (*path, name))
+
+
+def _put(parent: Any, name: Any, new: nnx.Module) -> None:
+    if isinstance(parent, nnx.List):
+        parent[int(name)] = new
+    else:
+        setattr(parent, name, new)
+
+
+def _contained(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return nnx.Dict({name: _contained(one) for name, one in value.items()})
+    return value
+
+
+def _arrays(value: Any) -> Any:
+    if isinstance(value, nnx.Variable):
+        return value[...]
+    return {name: _arrays(one) for name, one in value.items()}
+
+
+def mapped_state(
+    state: Mapping[str, Any], replaced: Mapping[Path, Policy], *, back: bool
+) -> dict[str, Any]:
+    """A whole model's parameters with those of replaced parts mapped.
+
+    Args:
+        state: nested dicts, as of `flax.nnx.to_pure_dict`.
+        replaced: policies by path.
+        back: from the injected model's to the original's; else the other way.
+    """
+
+    def visit(node: Any, path: Path) -> Any:
+        if not isinstance(node, Mapping):
+            return node
+        if path in replaced:
+            policy = replaced[path]
+            return (policy.to_original if back else policy.to_injected)(dict(node))
+        return {name: visit(child, (*path, name)) for name, child in node.items()}
+
+    return visit(state, ())
+
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
@@ -143,7 +605,7 @@ class Injection:
 
     model: Any
     report: Report
-    replaced: Mapping[on_nnx.Path, Policy] = field(default_factory=dict)
+    replaced: Mapping[Path, Policy] = field(default_factory=dict)
 
     def to_injected(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters of the injected model from those of the original.
@@ -152,11 +614,11 @@ class Injection:
             state: nested dicts, as of `flax.nnx.to_pure_dict`. Of linen and of
                 functions they are the same.
         """
-        return on_nnx.mapped_state(state, self.replaced, back=False)
+        return mapped_state(state, self.replaced, back=False)
 
     def to_original(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters of the original from those of the injected model."""
-        return on_nnx.mapped_state(state, self.replaced, back=True)
+        return mapped_state(state, self.replaced, back=True)
 
 
 def inject(
@@ -187,20 +649,20 @@ def inject(
     made = _policies(policies, implementations, right_padded)
     report = Report(strict=strict)
     if isinstance(model, nnx.Module):
-        replaced = on_nnx.surgery(model, made, report)
+        replaced = surgery(model, made, report)
         report.check()
         return Injection(model=model, report=report, replaced=replaced)
     if isinstance(model, nn.Module):
-        injected = InjectedLinen(model, made, report)
+        linen = InjectedLinen(model, made, report)
         if inputs:
-            injected.see(*inputs)
-        return Injection(model=injected, report=report)
+            linen.see(*inputs)
+        return Injection(model=linen, report=report)
     if not callable(model):
         raise PolicyError(
             "inject takes a module of flax.linen or flax.nnx, or a function, got "
             f"{type(model).__name__}."
         )
-    function = on_functions.injected(model, made, report)
+    function = injected(model, made, report)
     if inputs:
         abstractly(function, *inputs)
     return Injection(model=function, report=report)
@@ -229,7 +691,7 @@ class Inside:
         @nnx.jit
         def made() -> nnx.Module:
             model = make()
-            on_nnx.surgery(model, self._policies, self.report)
+            surgery(model, self._policies, self.report)
             return model
 
         return made()

@@ -27,7 +27,7 @@ from cfp.profiling.in_flight import InFlightFolder
 from cfp.profiling.place import Executable, RefusedElsewhere, compile_parcel
 from cfp.profiling.record import ProfileRecord, Status
 from cfp.profiling.store import ProfileStore, default_cache_dir, store_path
-from cfp.program.parcel import Parcel, WrongPlace
+from cfp.program.signature import Parcel, WrongPlace
 
 # A builder that dies may have been ended with its node. What ends four in a row does
 # so by itself. Guess.
@@ -76,7 +76,7 @@ class RayPlace:
     for. A task whose worker or node is lost is started again by Ray, elsewhere.
 
     Args:
-        keeper: the actor that keeps records; see `cfp.cluster.ray.actors.Keeper`.
+        keeper: the actor that keeps records; see `cfp.cluster.actors.Keeper`.
     """
 
     def __init__(self, keeper: Any) -> None:

@@ -23,7 +23,8 @@ from cfp.profiling.place import Place
 from cfp.profiling.store import store_path
 
 if TYPE_CHECKING:
-    from cfp.cluster.ray.actors import RayPlace
+    from cfp.cluster.actors import RayPlace
+
 
 LOCAL = "local"
 # How often a runner is started again. Each program that ends one is not run again, so
@@ -91,7 +92,7 @@ def plan_on_ray(
             "local", which starts one on this machine.
         store: the file where all records are kept.
         needs: what the runner's host must have.
-        planning: see :class:`cfp.cluster.ray.actors.Runner`; by default the store.
+        planning: see :class:`cfp.cluster.actors.Runner`; by default the store.
 
     Raises:
         CfpError: what the planning says, or there is no Ray, no cluster, no such node.
@@ -102,7 +103,7 @@ def plan_on_ray(
             PlacementGroupSchedulingStrategy,
         )
 
-        from cfp.cluster.ray.actors import Keeper, Runner, forwarded
+        from cfp.cluster.actors import Keeper, Runner, forwarded
 
         needs = (needs or RunnerNeeds()).within(ray.nodes())
         here = ray.get_runtime_context().get_node_id()

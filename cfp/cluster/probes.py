@@ -1,6 +1,6 @@
 """Small programs, each run by the doctor in a process of its own.
 
-``python -m cfp.cluster.doctor.probes NAME`` prints one line of JSON. Packages are
+``python -m cfp.cluster.probes NAME`` prints one line of JSON. Packages are
 imported by the probes that need them: an import may be what fails.
 """
 
@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cfp.cluster.doctor.machine import MARK, last_line
+from cfp.cluster.machine import MARK, last_line
 
 if TYPE_CHECKING:
     import jax
+
 
 _REPEATS = 10
 _MEGABYTES = {"cpu": 4}
@@ -178,8 +179,8 @@ def try_kernel(name: str) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from cfp.attention.call import attention
-    from cfp.attention.mask import Mask, Scores
     from cfp.attention.plain import float32_oracle
+    from cfp.attention.problem import Mask, Scores
     from cfp.errors import AttentionError
 
     keys = jax.random.split(jax.random.key(0), 4)

@@ -7,18 +7,21 @@ import re
 from dataclasses import dataclass
 
 from cfp.attention.kernels import KERNELS
-from cfp.cluster.doctor.machine import (
+from cfp.cluster.machine import (
     GPU_PLUGIN,
     Machine,
     ProcessAnswer,
+    Result,
+    absent,
+    failed,
     installed,
     names_like,
+    passed,
     probe,
     release,
     requirements,
     tool,
 )
-from cfp.cluster.doctor.result import Result, absent, failed, passed
 
 # Programs of the doctor are small: they need not take a device for themselves.
 _SMALL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

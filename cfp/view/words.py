@@ -269,8 +269,18 @@ def is_sharded(plan: Plan) -> bool:
     inside = plan.constraints
     specs = [*plan.arg_specs, *plan.output_specs]
     specs += [*inside.values.values(), *inside.uses.values()]
+    return _shards_blocks(plan) or any(map(any, specs))
+
+
+def runs_whole(plan: Plan) -> bool:
+    """True if every device of several runs all blocks of a plan in full."""
+    devices = prod(size for _, size in plan.mesh_axes)
+    return devices > 1 and bool(plan.rows) and not _shards_blocks(plan)
+
+
+def _shards_blocks(plan: Plan) -> bool:
     has_kernels = plan.figures is not None and bool(plan.figures.kernels)
-    return has_kernels or any(r.strategy for r in plan.rows) or any(map(any, specs))
+    return has_kernels or any(row.strategy for row in plan.rows)
 
 
 # --------------------------------------------------------------------------- strategies
@@ -330,7 +340,8 @@ class Throughput:
         model_tflop: of one step, as the program has them; rematerialized ones of the
             step or the plan do not count.
         step_ms: the time that the rates are of: measured if there is one.
-        tflop_per_s: of each device.
+        tflop_per_s: of each device, by its share of the model.
+        runs_whole: whether all devices compute the same.
         rate_share: of the devices' nominal matrix rates, by the types of the products;
             None for kinds that are not shipped.
         rate_dtypes: the types that these rates are of: "bfloat16", "float32" or both.
@@ -341,6 +352,7 @@ class Throughput:
     model_tflop: float
     step_ms: float
     tflop_per_s: float
+    runs_whole: bool
     rate_share: float | None
     rate_dtypes: str
     tokens_per_s: float | None
@@ -352,9 +364,11 @@ class Throughput:
             small = self.rate_share <= 5e-4
             percent = "under 0.1%" if small else f"{self.rate_share:.1%}"
             share = f" ({percent} of its rate in {self.rate_dtypes})"
+        where = "for each of the devices, which all compute the same"
+        where = where if self.runs_whole else "on each device"
         parts = [
             f"{_flop_text(self.model_tflop)} of the model a step",
-            f"{_flop_text(self.tflop_per_s)}/s on each device{share}",
+            f"{_flop_text(self.tflop_per_s)}/s {where}{share}",
         ]
         rates = (("tokens", self.tokens_per_s), ("samples", self.samples_per_s))
         parts += [f"{n:,.0f} {name}/s" for name, n in rates if n is not None]
@@ -393,6 +407,7 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
         model_tflop=flops / 1e12,
         step_ms=step_ms,
         tflop_per_s=rate,
+        runs_whole=runs_whole(plan),
         rate_share=share,
         rate_dtypes=" and ".join(dtype for dtype, part in shares.items() if part > 0),
         tokens_per_s=None if tokens is None else tokens / seconds,
@@ -406,13 +421,7 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
 def remarks(plan: Plan) -> Iterator[str]:
     """Lists what a plan does not shard, keep or know, though users may expect it."""
     search, figures = plan.search, plan.figures
-    devices = prod(size for _, size in plan.mesh_axes)
-    if devices > 1 and plan.arg_specs and not is_sharded(plan):
-        yield (
-            f"nothing is sharded: {devices} devices are no faster than one for this "
-            "step, and every device runs in full what one would: use one, or a larger "
-            "batch"
-        )
+    yield from _whole_remarks(plan)
     if crossing := plan.environment.get("crosses_hosts"):
         yield f"goes from host to host: {crossing}"
     if "adapted" in search:
@@ -479,6 +488,32 @@ def remarks(plan: Plan) -> Iterator[str]:
     if count := search.get("constraints_left_out", 0):
         what = f"{count:.0f} of the step's own sharding constraints"
         yield f"left out: {what}, since the plan decides"
+
+
+def _whole_remarks(plan: Plan) -> Iterator[str]:
+    """Says of a plan that has all blocks on every device that this gains little."""
+    devices = prod(size for _, size in plan.mesh_axes)
+    is_whole = devices > 1 and plan.arg_specs and not is_sharded(plan)
+    if not is_whole and not runs_whole(plan):
+        return
+    others = [
+        f" (data parallel: {one.without_ms:.3f} ms, "
+        f"{'measured' if one.is_measured else 'predicted'})"
+        for one in (plan.figures.worth if plan.figures else ())
+        if one.name == Dimension.SHARDING and one.without_ms is not None
+    ]
+    slow = f"{devices} devices are no faster than one for this step{''.join(others)}"
+    instead = ": use one, or a larger batch"
+    if is_whole:
+        yield (
+            f"nothing is sharded: {slow}, and every device runs in full what one "
+            f"would{instead}"
+        )
+    else:
+        yield (
+            f"all blocks run whole on each of the {devices} devices: but for the "
+            f"update of what is stored in parts, {slow}{instead}"
+        )
 
 
 def _budget_remarks(plan: Plan) -> Iterator[str]:
@@ -580,12 +615,15 @@ def _worth_remarks(plan: Plan) -> Iterator[str]:
         for one in figures.worth:
             if one.is_measured is not is_measured:
                 continue
-            if one.name == Dimension.SHARDING and not is_sharded(plan):
+            is_sharding = one.name == Dimension.SHARDING
+            if is_sharding and (runs_whole(plan) or not is_sharded(plan)):
                 continue
             if one.without_ms is None:
                 parts.append(f"{one.name}, without which nothing fits")
             elif abs(one.without_ms - one.with_ms) >= SAME_MS:
-                parts.append(f"{one.name} {one.without_ms - one.with_ms:.3f} ms")
+                plain = ", against data parallel" * is_sharding
+                gain_ms = one.without_ms - one.with_ms
+                parts.append(f"{one.name} {gain_ms:.3f} ms{plain}")
         if parts:
             yield f"worth {how}: {'; '.join(parts)}"
 

@@ -132,7 +132,7 @@ def test_a_choice_that_is_worth_nothing_is_not_listed():
     assert "worth" not in said(storage)
 
 
-@pytest.mark.explained("Nothing is sharded")
+@pytest.mark.explained("Nothing is sharded, all blocks run whole")
 def test_where_nothing_is_sharded_every_text_says_so():
     gain = WorthFigures(
         name="sharding", with_ms=9.5, without_ms=11.0, is_measured=False
@@ -147,9 +147,40 @@ def test_where_nothing_is_sharded_every_text_says_so():
         assert "orth by prediction" not in said
         said = " ".join(show(sharded).split())
         assert "othing is sharded" not in said
-        assert "orth by prediction: sharding 1.500 ms" in said
-    one_result = replace(whole, output_specs=((("x",),),))
-    assert "nothing is sharded" not in repr(one_result)
+        assert "sharding 1.500 ms, against data parallel" in said
+    said = " ".join(repr(whole).split())
+    assert "(data parallel: 11.000 ms, predicted), and every device" in said
+
+
+def test_a_plan_whose_blocks_run_whole_says_so_though_some_arguments_are_sharded():
+    """An optimizer's moments, say, of which every device updates a part."""
+    gain = WorthFigures(name="sharding", with_ms=9.5, without_ms=11.0, is_measured=True)
+    blocks = [row(0, 0, "Net/head"), row(1, 1, "Net/tail")]
+    plan = replace(
+        make_plan(blocks, RACE),
+        figures=Figures(worth=(gain,)),
+        arg_specs=((("x",), ()), ((), ())),
+    )
+    plan = replace(plan, search={**plan.search, "model_flops": 41e9})
+    words = (
+        "ll blocks run whole on each of the 4 devices: but for the update of what is "
+        "stored in parts, 4 devices are no faster than one for this step (data "
+        "parallel: 11.000 ms, measured): use one, or a larger batch"
+    )
+    for show in (repr, plan_text, page_html):
+        said = " ".join(show(plan).split())
+        assert words in said
+        assert "othing is sharded" not in said and "orth as measured" not in said
+        assert "1 TFLOP/s for each of the devices, which all compute the same" in said
+    one_result = replace(plan, arg_specs=((), ()), output_specs=((("x",),),))
+    assert "all blocks run whole" in repr(one_result)
+    assert "data parallel" not in repr(replace(plan, figures=None))
+    one_block = replace(plan, rows=(blocks[0][1], row(1, 1, "Net/mlp")[1]))
+    kernels = replace(plan.figures, kernels=("scale over x",))
+    one_device = replace(plan, mesh_axes=(("x", 1),), arg_specs=((), ()))
+    for one in (one_block, replace(plan, figures=kernels), one_device):
+        assert "run whole" not in repr(one)
+        assert "TFLOP/s on each device" in repr(one)
 
 
 def test_each_variant_that_a_plan_was_chosen_among_has_a_line():

@@ -109,7 +109,8 @@ def test_a_share_that_is_all_but_nothing_is_no_zero(planned):
 def test_they_stand_in_text_table_page_and_file(planned, tmp_path):
     plan = planned()
     line = str(throughput(plan))
-    assert "FLOP/s on each device (" in line and "tokens/s" in line
+    assert "FLOP/s for each of the devices, which all compute the same (" in line
+    assert "tokens/s" in line
     flat = " ".join(short_text(plan).split())
     assert line in flat and line in " ".join(plan_text(plan).split())
     assert line in page_html(plan)

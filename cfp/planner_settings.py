@@ -29,8 +29,8 @@ class PlannerSettings:
             is timed again. Where none fits in memory by then one more is compiled, the
             most likely to fit.
         compiler_options: options of the compiler by the name that the race is to give
-            them; the fastest, and the best preset if it is within 4 %, is raced with
-            each, too. By default a short list for the platform.
+            them; the fastest is raced with each, too. By default a short list for the
+            platform.
         attention: kernels that may take the place of the step's attentions, the
             preferred first, such as ("cudnn", "chunked"); () keeps attentions as they
             are written. By default on GPUs cuDNN's, which computes in the dtype of the

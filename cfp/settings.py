@@ -97,8 +97,6 @@ STAY_AFTER_TURN = 1.02
 # Programs of a race whose medians differ by no more than this share are a tie, of two
 # samples on: decisions.md, "What 1 % cannot tell apart is a tie at once".
 ALIKE = 0.01
-# With fewer samples nothing is known of their spread. Guess.
-ENOUGH_SAMPLES = 4
 # Of a device's memory: what needs more, predicted or truncated, does not fit.
 # decisions.md, "Deep programs race truncated": scaled memory is within 4 %.
 SURELY_TOO_LARGE = 1.1
@@ -183,14 +181,13 @@ class PlatformDefaults:
             that fits are not raced, by constraint level.
         levels: constraint levels of presets; each races.
         later_levels: those at which presets race only if they lead.
-        rounds: turns of a race that decides.
+        rounds: turns of a race that decides, at most. Four are a guess.
         limits_memory: whether the compiler takes a memory limit.
         host_memory: whether what is in the memory of the host is none of a device's.
         reserve_bytes: what the allocator may add to what a program needs.
         combined_bytes: up to so many bytes the compiler makes one collective of several
             that do not depend on each other.
-        compiler_options: what the leader and a near best preset are raced with, too,
-            by name.
+        compiler_options: what the leader is raced with, too, by name.
         replacing: what may compute attentions and cross-entropies.
         replacing_for_memory: the same where memory decides.
         dimensions: what is chosen among; of all else the plan has what is usual.
@@ -202,7 +199,7 @@ class PlatformDefaults:
     reach: Mapping[ConstraintLevel, float]
     levels: tuple[ConstraintLevel, ...] = tuple(ConstraintLevel)
     later_levels: tuple[ConstraintLevel, ...] = ()
-    rounds: int = ENOUGH_SAMPLES
+    rounds: int = 4
     limits_memory: bool = False
     host_memory: bool = False
     reserve_bytes: int = 0

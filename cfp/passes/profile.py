@@ -147,14 +147,13 @@ def expected_race(
 ) -> Mapping[Stage, int]:
     """Guesses how many programs are compiled and timed for a race.
 
-    Each named choice at its levels, and the best by two predictions. The leader and the
-    best preset race with other options; half of the others beside them. Each of these
-    has a look, and half of them two turns.
+    Each named choice at its levels, and the best by two predictions. The leader races
+    with other options; half of the others beside it. Each of these has a look, and half
+    of them two turns.
     """
     rules = context.rules
-    options = len(rules.compiler_options)
     count = len(named_candidates(presets, rules.levels)) + 2 * rules.plans
-    again = options + options // 2 + len(rules.later_levels)
+    again = len(rules.compiler_options) + len(rules.later_levels)
     looks = count // 2 + again if again else 0
     platform = dict(context.environment)["platform"]
     warm = not (defaults_of(platform).estimates or context.plays)

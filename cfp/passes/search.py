@@ -73,10 +73,6 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         named = _fastest(analysis, named, problem)
     named |= {name: c for name, c in known if name in PROPAGATED}
     named = with_kernels(analysis, problem, named)
-    # Where the compiler may yet save some memory, more may fit; it will say so.
-    under_compiler_remat = scale_memory(
-        problem, context.min_temp_fraction(profiles.interrupted)
-    )
     # Of each problem, with its memory as predicted or scaled, how many of the best.
     ways = [(1.0, plans)]
     if tight and not (explored.estimated and plans == 1):
@@ -87,15 +83,16 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     searches = [
         (scale_memory(p, share), count) for p in problems for share, count in ways
     ]
-    if tight:
-        searches.append((under_compiler_remat, 1))
     found = dict.fromkeys(
         whole_choice(analysis, one, best)
         for one, count in searches
         for best in best_solutions(one, count)
     )
     if tight:
-        named |= rematerialized(analysis, (problem, under_compiler_remat), named)
+        # Where the compiler may yet save some memory, more may fit; it will say so.
+        share = context.min_temp_fraction(profiles.interrupted)
+        reckonings = (problem, scale_memory(problem, share))
+        named |= rematerialized(analysis, reckonings, named)
     if not found:
         if not compiled:
             reserve = context.memory.reserve_bytes if context.memory else 0

@@ -196,7 +196,7 @@ def compile_until_enough_fit(
                     # At another constraint level a choice needs as much.
                     found.left.append((one, LIMITED_ONCE))
                     continue
-                ways = with_options([one], limits)
+                ways = with_options(one, limits)
                 limited.add(one.choice)
         queue.append(ways)
     anyway = always_raced([*candidates[:1], *(ways[0] for ways in queue)])
@@ -229,7 +229,7 @@ def compile_until_enough_fit(
                 and MEMORY_SHARE not in one.options
                 and may_fit(memory, compiled.size)
             ):
-                ways = with_options([one], limit_options(memory, compiled.size))
+                ways = with_options(one, limit_options(memory, compiled.size))
             if ways:
                 queue.append(ways)
                 limited.add(one.choice)

@@ -53,29 +53,21 @@ def named_candidates(
 
 
 def with_options(
-    leaders: Sequence[Candidate], options: Mapping[str, Mapping[str, str]]
+    one: Candidate, options: Mapping[str, Mapping[str, str]]
 ) -> list[Candidate]:
-    """Returns a variant of each leader for each set of compiler options."""
+    """Returns a candidate's variants, one for each set of compiler options."""
     return [
         replace(one, name=f"{one.name}, {name}", options={**one.options, **chosen})
-        for one in leaders
         for name, chosen in options.items()
     ]
 
 
-def at_levels(
-    leaders: Sequence[Candidate], levels: Sequence[ConstraintLevel]
-) -> list[Candidate]:
-    """Returns a variant of each leading preset for each constraint level."""
-    found = []
-    for one in leaders:
-        if one.is_preset and not one.options:
-            name = one.name.removesuffix(level_name("", one.level))
-            found += [
-                replace(one, name=level_name(name, level), level=level)
-                for level in levels
-            ]
-    return found
+def at_levels(one: Candidate, levels: Sequence[ConstraintLevel]) -> list[Candidate]:
+    """Returns a preset's variants, one for each constraint level."""
+    if not one.is_preset or one.options:
+        return []
+    name = one.name.removesuffix(level_name("", one.level))
+    return [replace(one, name=level_name(name, level), level=level) for level in levels]
 
 
 def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:

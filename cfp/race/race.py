@@ -32,18 +32,12 @@ from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.outlook import Stage
 from cfp.profiling.record import CompiledBytes
 from cfp.race.admission import (
-    MEMORY_SHARE,
     Admitted,
     always_raced,
     compile_until_enough_fit,
-    limit_options,
     within_reach,
 )
-from cfp.race.candidates import (
-    leanest_of,
-    smaller_than,
-    with_options,
-)
+from cfp.race.candidates import leanest_of, smaller_than
 from cfp.race.compile import Builder, compile_programs, worth_one_whole
 from cfp.race.programs import (
     TOO_FAR,
@@ -193,15 +187,13 @@ class Run:
             found = self._admit([one for one, _ in found.left])
             yield found
             refused = [*refused, *found.refused]
-        for find in (self.smaller, self._limited):
-            for one in find(refused):
-                is_last = self.is_over()
-                [made] = self.compile_all([one])
-                fitting, large = ([made], []) if made.may_race else ([], [made])
-                yield Admitted(fitting, large, found.left)
-                if is_last:
-                    return
-                refused = [*refused, *large]
+        for one in self.smaller(refused):
+            is_last = self.is_over()
+            [made] = self.compile_all([one])
+            fitting, large = ([made], []) if made.may_race else ([], [made])
+            yield Admitted(fitting, large, found.left)
+            if is_last:
+                return
 
     def _admit(
         self,
@@ -261,19 +253,6 @@ class Run:
             if (one.choice, one.level) not in tried:
                 found.setdefault(one.choice, one)
         return [*found.values()][:MOST_REFUSED]
-
-    def _limited(self, refused: Sequence[RaceResult]) -> list[Candidate]:
-        """The smallest of what was compiled, with the memory limit."""
-        memory = self.context.memory
-        plain = [o for o in refused if MEMORY_SHARE not in o.candidate.options]
-        large = [one for one in plain if not one.fits]
-        if memory is None or not large:
-            return []
-        smallest = min(large, key=lambda one: one.peak_bytes)
-        options = limit_options(memory, smallest.size)
-        tried = {one.candidate.key for one in refused}
-        variants = with_options([smallest.candidate], options)
-        return [one for one in variants if one.key not in tried]
 
     def remember(
         self, candidates: Sequence[Candidate]

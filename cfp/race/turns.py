@@ -74,8 +74,8 @@ def race_programs(
 
     What is far behind after a turn is left out of the next, so that turns go to those
     between which it is close. Devices whose times decide are warm before the first.
-    Where all others become slower meanwhile, because the devices did, what was left out
-    is timed again: nothing wins by having been left out.
+    Where they become slower meanwhile, times of what was left out are made as much
+    longer: nothing wins by having been left out.
     Programs with one key run once. If all of them are in the store already, from one
     race, nothing runs; otherwise all run again, because only times of one run compare.
     A race that was run before with as many turns and the same budget is not run again,
@@ -85,8 +85,7 @@ def race_programs(
     Args:
         builder: what compiles them, and where they run.
         programs: what races.
-        rounds: number of turns; up to twice as many where devices become slower
-            meanwhile, and fewer where measured times have told (`_is_told`): of
+        rounds: number of turns; fewer where measured times have told (`_is_told`): of
             predictions the least wins, and nothing is a tie.
 
     Returns:
@@ -140,7 +139,7 @@ def _run_in_turn(
     by_key = {one.job.key.digest: one for one in programs}
     records = {d: one for d, one in outcomes.items() if isinstance(one, ProfileRecord)}
     ready = {d: one for d, one in outcomes.items() if isinstance(one, Built)}
-    order = before = list(ready)
+    order = list(ready)
     platform = builder.mesh.devices.flat[0].platform
     agreement, defaults = Agreement.of(builder.mesh), defaults_of(platform)
     outlook = builder.options.outlook
@@ -172,19 +171,19 @@ def _run_in_turn(
         outlook.expect({stage: 0})
         if not warm.ok:
             records[order[0]] = warm
-            order = before = order[1:]
+            order = order[1:]
     # Before turns a look, of which nothing counts for what is in a turn: it is shorter,
     # and comes sooner after another program. Where one turn is all, that is a look.
     first = -1 if is_measured and rounds > 1 else 0
-    most, started, over = 2 * rounds, time.monotonic(), 0
+    started, over = time.monotonic(), 0
     in_turns: dict[str, ProfileRecord] = {}
-    looks_ms: dict[str, float] = {}
-    for turn in range(first, most):
+    # By what was left out the time of the fastest when it was.
+    fastest_ms: dict[str, float] = {}
+    for turn in range(first, rounds):
         known = [records[d].time_ms for d in order if turn > first]
         timing = _timing(platform, min(known, default=None))
         whole = dict(records)
-        of = f"turn {turn + 1} of {rounds if turn < rounds else f'at most {most}'}"
-        doing = "a look" if turn < 0 else of
+        doing = "a look" if turn < 0 else f"turn {turn + 1} of {rounds}"
         for place in range(len(order)):
             if is_played and turn > 0 and agreement.is_over(builder.end):
                 records = whole  # Medians of n and of n + 1 samples do not compare.
@@ -202,27 +201,20 @@ def _run_in_turn(
             records[digest] = _join(in_turns.get(digest), found)
             if turn >= 0:
                 in_turns[digest] = records[digest]
-            elif found.ok:
-                looks_ms[digest] = found.time_ms
-        times = {d: time_of(d) for d in ready}
-        best = min((times[d] for d in order), default=0.0)
-        steady = min((times[d] for d in order if d in before), default=0.0)
-        if agreement.is_over(builder.end):
+        order = [d for d in order if records[d].ok]
+        if not order or turn + 1 == rounds or agreement.is_over(builder.end):
             break
-        settled = steady == min(times.values(), default=0.0)
-        able = [d for d in order if records[d].ok]
-        told = turn > 0 and is_measured and _is_told([*map(samples_of, able)])
-        if settled and (told or turn + 1 >= rounds):
+        if turn > 0 and is_measured and _is_told([*map(samples_of, order)]):
             break  # What is alike is a tie, and the simplest of it wins.
+        best_ms = min(map(time_of, order))
         stay = STAY_AFTER_TURN if turn > first else STAY_AFTER_LOOK
-        before = order
-        order = [d for d in ready if records[d].ok and times[d] <= stay * best]
-        if not order:
-            break
-    # What had no turn before time was over is as fast as others in looks, not in turns.
-    drifts = [records[d].time_ms / looks_ms[d] for d in in_turns.keys() & looks_ms]
-    for digest in looks_ms.keys() - in_turns.keys() if drifts else ():
-        samples_ms = tuple(median(drifts) * ms for ms in records[digest].samples_ms)
+        far = [d for d in order if time_of(d) > stay * best_ms]
+        fastest_ms |= dict.fromkeys(far, best_ms)
+        order = [d for d in order if d not in fastest_ms]
+    # A look is shorter than a turn, and devices may have become slower since.
+    for digest, before_ms in fastest_ms.items() if order else ():
+        drift = min(map(time_of, order)) / before_ms
+        samples_ms = tuple(drift * ms for ms in records[digest].samples_ms)
         records[digest] = replace(records[digest], samples_ms=samples_ms)
     ended = utc_now()
     return {
@@ -266,39 +258,32 @@ def second_race(
 
     Args:
         raced: the first race.
-        options: of the compiler, by name. The best preset gets them as the leader does,
-            or a ratio to it would mislead; unless it is as far behind as what is left
-            out after a look at all.
+        options: of the compiler, by name.
         levels: constraint levels at which presets race only if they lead.
-        reach: what takes more times as long as the fastest does not race again.
+        reach: what takes more times as long as the fastest does not race again, but for
+            the best preset, with which a plan is compared.
 
     Returns:
         Those, and variants of the leader with options, and at levels; nothing if there
         are no variants.
     """
-    ranked = sorted(raced, key=time_ms)
-    known = [one for one in ranked if one.candidate.is_preset][:1]
-    ran = [one for one in ranked if one.ran]
-    leader = ran[:1]
-    near_ms = reach * min(map(time_ms, leader), default=0.0)
-    near = (one for one in (*leader, *known) if one.ran and one.time_ms <= near_ms)
-    varied = {one.candidate.key: one.candidate for one in near}
+    ran = sorted((one for one in raced if one.ran), key=time_ms)
+    if not ran:
+        return [], []
+    leader = ran[0].candidate
+    # What is remembered may be a variant of something.
     keys = {one.candidate.key for one in raced}
     names = {one.name for one in raced}
-    # What is remembered may be a variant of something.
-    new = {
-        one.key: one
-        for one in (
-            *with_options([*varied.values()], options),
-            *at_levels([*varied.values()], levels),
-        )
+    new = [
+        one
+        for one in (*with_options(leader, options), *at_levels(leader, levels))
         if one.key not in keys and one.name not in names
-    }
+    ]
     if not new:
         return [], []
-    close = [one for one in ran if one.time_ms <= near_ms]
-    first = {one.name: one.candidate for one in (*close, *known) if one.ran}
-    return [*first.values()], [*{one.name: one for one in new.values()}.values()]
+    near = [one for one in ran if one.time_ms <= reach * ran[0].time_ms]
+    best = [one for one in ran if one.candidate.is_preset][:1]
+    return [*{one.name: one.candidate for one in (*near, *best)}.values()], new
 
 
 # ------------------------------------------------------------------------------ ties

@@ -249,22 +249,16 @@ _MORE_SLACK = 2.0
 _FEW_ROWS = 64
 
 
-def solve(problem: Problem, *, lean: bool = False) -> Assignment | None:
+def solve(problem: Problem) -> Assignment | None:
     """The cheapest choice that fits, or None if none does.
 
-    Args:
-        problem: the problem.
-        lean: whether to find, of several that cost the same, the one that needs the
-            least memory. There must be a budget then.
+    Within a budget it is, of several that cost the same, the one that needs the least
+    memory.
     """
-    if problem.budget_bytes is not None:
-        free = solve(replace(problem, budget_bytes=None))
-        if free is not None and problem.fits(free.picks) and not lean:
-            return free
-        # To find that out by the search would take trying all choices.
-        if not problem.fits(_holding_least(problem)):
-            if not problem.fits(leanest(problem).picks):
-                return None
+    budget = problem.budget_bytes
+    # To find that out by the search would take trying all choices.
+    if budget is not None and leanest(problem).memory_bytes > budget:
+        return None
     chain = Chain(problem)
     if problem.budget_bytes is None and not problem.far_ms:
         return problem.solution(chain.numbered(chain.fastest()))
@@ -276,7 +270,7 @@ def solve(problem: Problem, *, lean: bool = False) -> Assignment | None:
         if picks is not None:
             return problem.solution(picks)
         if is_all:  # As something fits, it was among too many states.
-            near = solve(replace(problem, far_ms={}), lean=lean)
+            near = solve(replace(problem, far_ms={}))
             return near and problem.solution(near.picks)
         slack = slack * _MORE_SLACK or 1.0
 
@@ -286,22 +280,17 @@ def leanest(problem: Problem) -> Assignment:
 
     What it needs is the smallest budget that some choice fits in.
     """
-    # Any choice says what is enough.
-    enough = problem.memory_bytes(_holding_least(problem))
+    # Any choice says what is enough: the one with the least state and residuals, here.
+    least = [
+        min(problem.allowed(kind), key=lambda number, row=row: row[number].held_bytes)
+        for kind, row in enumerate(problem.options)
+    ]
+    enough = problem.memory_bytes([least[kind] for kind in problem.kinds])
     free = problem.with_options(lambda option: replace(option, time_ms=0.0))
     same_cost = replace(free, edge_ms={}, far_ms={}, budget_bytes=enough)
     picks, _ = _walk(Chain(same_cost), 0.0, 0.0)
     assert picks is not None, "what is enough fits"
     return problem.solution(picks)
-
-
-def _holding_least(problem: Problem) -> list[int]:
-    """The choice with the least state and residuals."""
-    least = [
-        min(problem.allowed(kind), key=lambda number, row=row: row[number].held_bytes)
-        for kind, row in enumerate(problem.options)
-    ]
-    return [least[kind] for kind in problem.kinds]
 
 
 def best_solutions(problem: Problem, count: int) -> list[Assignment]:

@@ -97,6 +97,6 @@ class _Gap:
 
 def _point(problem: Problem, budget_bytes: int) -> Assignment:
     """The fastest choice within a budget, and the leanest of those."""
-    found = solve(replace(problem, budget_bytes=budget_bytes), lean=True)
+    found = solve(replace(problem, budget_bytes=budget_bytes))
     assert found is not None, "the leanest choice fits"
     return found

@@ -16,7 +16,6 @@ from cfp.plan.plan import Plan
 from cfp.printable import counted, merged_name, span_text
 from cfp.profiling.timing import interquartile_range
 from cfp.race.programs import RaceRow
-from cfp.settings import ENOUGH_SAMPLES
 from cfp.units import format_bytes
 from cfp.view import words
 from cfp.view.words import REMATERIALIZED, STORAGE_WORDS, elided, few, kernels_text
@@ -59,6 +58,8 @@ def strategy_text(
 
 
 _SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
+# With fewer samples nothing is said of their spread.
+_SPREAD_SAMPLES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -472,7 +473,7 @@ def _race(plan: Plan) -> RaceView:
     for row, *twins in rows:
         others = tuple(twin.name for twin in sorted(twins, key=_place))
         same = f"the same program as {', '.join(others)}" if others else ""
-        few = row.time_ms is None or len(row.samples_ms) < ENOUGH_SAMPLES
+        few = row.time_ms is None or len(row.samples_ms) < _SPREAD_SAMPLES
         candidates.append(
             CandidateView(
                 row=row,
@@ -502,6 +503,16 @@ def _race(plan: Plan) -> RaceView:
     )
 
 
+def _without_options(plan: Plan, rival: str) -> str:
+    """Compares a plan with a rival that did not run with its compiler options."""
+    plain, _, option = plan.winner.rpartition(", ")
+    times_ms = {row.name: row.time_ms for row in plan.race if not row.note}
+    own_ms = times_ms.get(plain)
+    if not plan.options or own_ms is None or rival.endswith(f", {option}"):
+        return ""
+    return f"; the plan without its own compiler options: {own_ms:.3f} ms"
+
+
 def _reasons(plan: Plan, race: RaceView) -> tuple[str, str]:
     """Explains how a plan was chosen: briefly, and in sentences, if it was searched."""
     search, rung = plan.search, plan.rung
@@ -523,11 +534,12 @@ def _reasons(plan: Plan, race: RaceView) -> tuple[str, str]:
             what = f"{search['segments_raced']:.0f} of its segments"
             there = f"{against} there" if own else ""
         names = " or ".join([name, *others[0].others])
+        plain = _without_options(plan, name)
         return (
             f"{place} of {len(ran)}{' that fit,' * some_over} raced on {what}{same}; "
-            f"next, {name}: {time_ms:.3f} ms{there}",
+            f"next, {name}: {time_ms:.3f} ms{there}{plain}",
             f"Why: it is {place} of {len(ran)} programs that were timed{and_fit}"
-            f"{also}. Next: {names}, {time_ms:.3f} ms{against}.",
+            f"{also}. Next: {names}, {time_ms:.3f} ms{against}{plain}.",
         )
     if ran:
         alone = "of those timed on the whole step the only one that fits"

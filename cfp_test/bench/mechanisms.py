@@ -56,7 +56,7 @@ from cfp.passes import profile as profile_pass
 from cfp.passes import search as search_pass
 from cfp.passes.pipeline import analyze_step
 from cfp.planner_settings import DetailedSettings
-from cfp.presets.presets import presets
+from cfp.presets.presets import PRESETS, presets
 from cfp.profiling import measurer, runner
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.rates import Rates
@@ -514,16 +514,32 @@ def told(one: Mechanism) -> dict[str, Any]:
 _VARIANT = re.compile(", (no latency hiding|large collectives)$")
 
 
+# Presets with all values constrained, with other compiler options and without.
+_BARE = re.compile(f"({'|'.join(PRESETS)})(, (no latency hiding|large collectives))?$")
+
+
 def replayed() -> dict[str, Any]:
-    """Recorded races decided otherwise: the least wins, and one leader has options."""
-    ties, leaders, varied = [], [], 0
+    """Recorded races decided otherwise.
+
+    The least wins; one leader has options; the first turn has the leader; presets have
+    arguments alone constrained.
+    """
+    ties, leaders, varied, looks, bare = [], [], 0, [], []
     for _, rows in races():
+        plain = {name: ms for name, ms in rows.items() if not _VARIANT.search(name)}
+        plain = {name: ms for name, ms in plain.items() if len(ms) > 1}
+        if len(plain) > 1:
+            first = min(plain, key=lambda name: plain[name][0])
+            looks.append(median(plain[first]) / min(map(median, plain.values())))
         ran = [_result(name, ms) for name, ms in rows.items() if len(ms) > 1]
         if len(ran) > 1:
             best = Ranking((), ran).best
             assert best is not None, "all of them ran"
             ties.append(best.time_ms / min(one.time_ms for one in ran))
         times = {name: median(ms) for name, ms in rows.items()}
+        rest = [ms for name, ms in times.items() if not _BARE.match(name)]
+        if any("arguments" in name for name in times) and len(rest) < len(times):
+            bare.append(min(rest) / min(times.values()))
         bases = {_VARIANT.sub("", name) for name in times if _VARIANT.search(name)}
         varied += bool(bases)
         if len(bases & times.keys()) > 1:
@@ -546,6 +562,16 @@ def replayed() -> dict[str, Any]:
             "mean": mean(leaders),
             "worst": max(leaders),
         },
+        "first turn": _slower(looks),
+        "arguments alone": _slower(bare),
+    }
+
+
+def _slower(ratios: Sequence[float]) -> dict[str, Any]:
+    return {
+        "races": len(ratios),
+        "slower": sum(ratio > 1.02 for ratio in ratios),
+        "worst": max(ratios),
     }
 
 

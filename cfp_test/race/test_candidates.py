@@ -98,7 +98,7 @@ def test_presets_that_do_not_fit_have_the_compiler_to_hope_for(analysis):
 
 def test_variants_keep_the_options_that_an_entry_has():
     one = Candidate("one", Choice((), ()), options={"a": "1", "b": "1"})
-    [varied] = with_options([one], {"other": {"b": "2", "c": "2"}})
+    [varied] = with_options(one, {"other": {"b": "2", "c": "2"}})
     assert varied.name == "one, other"
     assert varied.options == {"a": "1", "b": "2", "c": "2"}
 

@@ -233,37 +233,26 @@ def test_what_ran_out_of_memory_is_not_tried_again(timed, case, store):
     assert timed("a") == ([], {"a": ran_out})
 
 
-@pytest.mark.parametrize("slowed", [1.3, 1.5, 2.0, 4.0])
+@pytest.mark.parametrize("slowed", [1.0, 1.3, 4.0])
 def test_nothing_wins_by_having_been_left_out(case, store, monkeypatch, slowed):
     """The devices become slower while one, which is behind, is left out."""
     turns = []
-    lines = []
 
     def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
         slow = slowed if len(turns) >= 3 else 1.0
         turns.append(job.label)
         alone_ms = {"a": 10.0, "b": 10.1, "c": 12.0}[job.label]
-        return built.record("ok", samples_ms=[slow * alone_ms] * 4, run_seconds=0.1)
+        return built.record("ok", samples_ms=[slow * alone_ms], run_seconds=0.1)
 
     monkeypatch.setattr(room, "run", turn)
     programs = [entrant(case, name) for name in "abc"]
-    builder = Builder(
-        program=case.program,
-        mesh=case.mesh,
-        store=store,
-        options=MeasureOptions(progress=lines.append),
-    )
-    results = race_programs(builder, programs, rounds=3)
-    counts = dict.fromkeys(t.partition(", ")[2] for t in lines if "timing" in t)
-    more = [f"turn {number} of at most 6" for number in (4, 5, 6)]
-    assert [*counts] == [
-        *(f"turn {number} of 3" for number in (1, 2, 3)),
-        *more[: len(counts) - 3],
-    ]
-    assert slowed < 2.0 or len(counts) > 3
-    assert turns[:5] == ["a", "b", "c", "b", "a"]
-    assert turns.count("c") > 1
-    assert min(results, key=lambda r: r.time_ms).name == "a"
+    builder = Builder(program=case.program, mesh=case.mesh, store=store)
+    a, b, c = race_programs(builder, programs, rounds=3)
+    assert turns == ["a", "b", "c", "b", "a", "a", "b"]
+    assert a.time_ms == pytest.approx(10.0 * slowed)
+    assert b.time_ms == pytest.approx(10.1 * slowed)
+    # As far behind as it was in its turn.
+    assert c.time_ms == pytest.approx(12.0 * slowed)
 
 
 @pytest.fixture

@@ -26,7 +26,9 @@ def figures(data: Mapping[str, Any]) -> dict[str, str]:
         [one["name"], f"{one['lines']} + {one['test_lines']}", one["figure"]]
         for one in data["gone"]
     ]
-    ties, leader = data["replayed"]["ties"], data["replayed"]["leader"]
+    replayed = data["replayed"]
+    ties, leader = replayed["ties"], replayed["leader"]
+    turn, bare = replayed["first turn"], replayed["arguments alone"]
     return {
         "jax": data["jax"],
         "plans": str(len(base["rows"])),
@@ -45,6 +47,10 @@ def figures(data: Mapping[str, Any]) -> dict[str, str]:
         "free": f"{every[_OPTIONS]['recorded']['races']}",
         "leader_mean": f"{leader['mean'] - 1:.2%}",
         "leader_worst": f"{leader['worst'] - 1:.2%}",
+        "turn": f"{turn['slower']} of {turn['races']}",
+        "turn_worst": f"{turn['worst'] - 1:.1%}",
+        "bare": f"{bare['slower']} of {bare['races']}",
+        "bare_worst": f"{bare['worst'] - 1:.1%}",
     }
 
 
@@ -75,7 +81,7 @@ def _cells(name: str, one: Row, base: Row) -> list[Any]:
         reasons.append("the other figure")
     is_known = {"rows", "walked", "recorded"} & one.keys()
     below = "below the line" if is_known else "was not switched off yet"
-    found = ", ".join(reasons) or one.get("left_for") or below
+    found = ", ".join(reasons) or below
     return [
         name,
         f"`{one['room']}`",

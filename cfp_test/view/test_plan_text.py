@@ -70,6 +70,26 @@ def test_times_of_a_truncated_race_are_not_set_beside_those_of_whole_steps():
     ) in words
 
 
+def test_compiler_options_are_no_lead_over_what_ran_without_them():
+    """The fastest alone runs with them: both are compared as they are without, too."""
+    rival, own = RACE[:2]
+    options = "large collectives"
+    quick = replace(own, name=f"planned, {options}", time_ms=9.5, samples_ms=(9.4, 9.6))
+
+    def said(*race):
+        plan = replace(make_plan([], race), winner=quick.name, options={"large": "1"})
+        both = [re.sub(r"\s+", " ", text) for text in (repr(plan), explain_text(plan))]
+        assert len({"without its own" in text for text in both}) == 1
+        return both[0]
+
+    also = "; the plan without its own compiler options: 10.250 ms"
+    assert f"next, data_parallel: 12.250 ms{also}" in said(quick, own, rival)
+    # It ran with the same options, or the plan was never without them.
+    same = replace(rival, name=f"data_parallel, {options}")
+    assert "without its own" not in said(quick, own, same)
+    assert "without its own" not in said(quick, rival)
+
+
 def wide_row(segment: int, place: int) -> Block:
     """A block of segments that are all different, with many ways to shard them."""
     first = axis_role(Role.ROWS, place, 8)

@@ -184,22 +184,10 @@ def known_to_fit(
         if _is_asked_for(context, one.choice)
     ]
     present = {one.key for one in candidates}
-    alike = {(one.choice, one.level) for one in candidates if not one.options}
-    # Variants of leaders race anyway; what is too large as it is does not lead.
-    large = {
-        (one.choice, one.level)
-        for one, record in known
-        if not one.options and record.peak_bytes > budget_bytes
-    }
-
-    def is_raced_anyway(one: Candidate) -> bool:
-        leads = (one.choice, one.level) in alike - large
-        return leads and one.options in context.rules.compiler_options.values()
-
     new = {  # Of those that are the same the fastest stays.
         one.key: (one, record)
         for one, record in reversed(known)
-        if one.key not in present and not is_raced_anyway(one)
+        if one.key not in present
     }
     ranked = sorted(new.values(), key=_time_ms)
     fitting = [pair for pair in ranked if pair[1].peak_bytes <= budget_bytes]

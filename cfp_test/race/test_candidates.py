@@ -205,11 +205,12 @@ def test_what_fits_by_now_is_news_where_nothing_did(known):
     assert found(9, nothing) == [("fully_sharded", {})]
 
 
-def test_known_options_take_part_unless_they_are_tried_anyway(known):
+def test_what_is_known_to_be_the_fastest_races_with_its_options(known):
+    """Only what leads without them is raced with options, and that is not known yet."""
     keep, found = known
     keep("data_parallel", 20, 10.0)
     keep("data_parallel", 10, 9.0, SECOND, OPTION)
-    assert found(20) == [], "it leads, and is raced with the option then"
+    assert found(20) == [("data_parallel", OPTION)]
     assert found(19) == [("data_parallel", OPTION)]
 
 

@@ -20,7 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from cfp.operators import layers
+from cfp.operators import inventory
 from cfp.operators.inventory import find
 
 
@@ -49,17 +49,17 @@ class Layer(nn.Module):
         Raises:
             OperatorError: the inputs do not fit, or no implementation takes them.
         """
-        dims = layers.dims_of_inputs(self.operator, inputs)
+        dims = inventory.dims_of_inputs(self.operator, inputs)
         dims |= {dim: getattr(self, name) for name, dim in self.sizes.items()}
         parameters = {}
-        for one in layers.parameters_of(self.operator):
+        for one in inventory.parameters_of(self.operator):
 
             def begin(key: jax.Array, shape: Any, dtype: Any, one: Any = one) -> Any:
-                return layers.initial(one, key, shape, dtype)
+                return inventory.initial(one, key, shape, dtype)
 
-            shape = layers.shape_of(one, dims)
+            shape = inventory.shape_of(one, dims)
             parameters[one.name] = self.param(one.name, begin, shape, self.param_dtype)
-        return layers.apply(
+        return inventory.apply(
             find(self.operator),
             parameters,
             inputs,

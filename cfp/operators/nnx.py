@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from cfp.operators import layers
+from cfp.operators import inventory
 from cfp.operators.inventory import find
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -51,11 +51,11 @@ class Layer(nnx.Module):
     ):
         self.implementation, self.dtype = implementation, dtype
         self.options = tuple(options.items())
-        for one in layers.parameters_of(self.operator):
+        for one in inventory.parameters_of(self.operator):
             if rngs is None:
                 raise TypeError(f"{type(self).__name__} needs rngs=nnx.Rngs(...)")
-            shape = layers.shape_of(one, dims)
-            value = layers.initial(one, rngs.params(), shape, param_dtype)
+            shape = inventory.shape_of(one, dims)
+            value = inventory.initial(one, rngs.params(), shape, param_dtype)
             setattr(self, one.name, nnx.Param(value))
 
     def __call__(self, *inputs: jax.Array) -> jax.Array:
@@ -66,9 +66,9 @@ class Layer(nnx.Module):
         """
         parameters = {
             one.name: getattr(self, one.name)[...]
-            for one in layers.parameters_of(self.operator)
+            for one in inventory.parameters_of(self.operator)
         }
-        return layers.apply(
+        return inventory.apply(
             find(self.operator),
             parameters,
             inputs,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from cfp.operators import OPERATORS, layers
+from cfp.operators import OPERATORS, inventory
 from cfp.operators import linen as of_linen
 from cfp.operators import nnx as of_nnx
 from cfp.operators.cases import Shape, sample
@@ -32,14 +32,14 @@ def test_every_operator_has_both_modules():
 
 
 # Those with parameters, and one without.
-@pytest.mark.parametrize("name", [*layers.PARAMETERS, "causal_softmax"])
+@pytest.mark.parametrize("name", [*inventory.PARAMETERS, "causal_softmax"])
 def test_a_module_computes_what_the_function_does(name):
     args, _ = sample(OPERATORS[name], SHAPE, "float32")
     by_name = dict(
         zip((one.name for one in OPERATORS[name].arguments), args, strict=True)
     )
-    inputs = [by_name[one.name] for one in layers.inputs_of(name)]
-    parameters = {one.name: by_name[one.name] for one in layers.parameters_of(name)}
+    inputs = [by_name[one.name] for one in inventory.inputs_of(name)]
+    parameters = {one.name: by_name[one.name] for one in inventory.parameters_of(name)}
     sizes = {key: SHAPE.dims[dim] for key, dim in LINEN[name].sizes.items()}
     linen = LINEN[name](**sizes)
     begun = jax.eval_shape(linen.init, jax.random.key(0), *inputs)

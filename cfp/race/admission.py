@@ -3,17 +3,21 @@
 :func:`compile_until_enough_fit` takes candidates, sorted by predicted time, and a
 memory budget:
 
-- A candidate that cannot fit, whatever the compiler does, is skipped.
-- One whose predicted memory times `COMPILED_TO_PREDICTED` is more than the budget is
-  compiled with the compiler's memory limit only.
-- Any other is compiled as it is, and if it does not fit, with the limit, the loosest
-  first. Rematerialized programs are candidates of their own.
+- The plan, what is known to fit, and what has compiler options already are compiled as
+  they are.
+- Of the others one that cannot fit, whatever the compiler does, is skipped. One whose
+  predicted memory times `COMPILED_TO_PREDICTED` is more than the budget is compiled
+  with the compiler's memory limit only, where the compiler takes one, and at one
+  constraint level. Any other is compiled as it is.
+- What was compiled as it is and does not fit is compiled with the limit, if it may fit
+  then, the loosest first. Rematerialized programs are candidates of their own.
 
 It ends when the best preset and every candidate within `reach` of the fastest that fits
 are compiled; or after `MOST_REFUSED` that do not fit. The plan, and programs that are
-known to fit, are compiled in any case, unless time is over: then nothing else is
-compiled after the first. Candidates are made in :mod:`cfp.race.candidates`; without a
-budget all are compiled as they are.
+known to fit, are compiled in any case, unless time is over, when nothing else is
+compiled after the first; or one that fits is enough, when it ends with the first that
+does. Candidates are made in :mod:`cfp.race.candidates`. Without a budget all within
+`reach` are compiled as they are.
 
 *Memory limit* here is an option of XLA, not the budget: XLA schedules to hide latency,
 and keeps what that needs, as far as the device's memory allows. With a limit it
@@ -107,7 +111,7 @@ def expected_ms(candidate: Candidate) -> float:
 
 def within_reach(
     candidates: Sequence[Candidate],
-    anyway: Collection[Any],
+    however_slow: Collection[Any],
     reach: Mapping[ConstraintLevel, float],
     fitting: Sequence[Candidate] = (),
 ) -> list[Candidate]:
@@ -115,7 +119,7 @@ def within_reach(
 
     Args:
         candidates: what there is; without a prediction each may be faster.
-        anyway: keys of those that race however slow they are.
+        however_slow: keys of those that race however slow they are.
         reach: how many times as long as the best a candidate may take.
         fitting: what is known to fit; the best is of these, or of the candidates.
     """
@@ -128,7 +132,7 @@ def within_reach(
     return [
         one
         for one in candidates
-        if one.key in anyway or one.predicted_ms is None or is_near(one)
+        if one.key in however_slow or one.predicted_ms is None or is_near(one)
     ]
 
 
@@ -154,6 +158,113 @@ class Admitted:
     left: list[tuple[Candidate, str]] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A candidate that is to be compiled.
+
+    Attributes:
+        next: how it is compiled next: as it is, or with a memory limit.
+        tighter: the same with tighter limits, should that not fit.
+    """
+
+    next: Candidate
+    tighter: Sequence[Candidate] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Admission:
+    """Candidates on their way to the race.
+
+    Attributes:
+        memory: what they have to fit into, if a budget was asked for.
+        in_any_case: keys of what is compiled in any case, as it is.
+        found: what was compiled, or skipped.
+        queue: what is to be compiled.
+        limited: choices that are compiled with the memory limit.
+        refused: choices, at their levels, of what was compiled and does not fit.
+    """
+
+    memory: MemoryBudget | None
+    in_any_case: Collection[Any]
+    found: Admitted = field(default_factory=Admitted)
+    queue: list[_Queued] = field(default_factory=list)
+    limited: set[Choice] = field(default_factory=set)
+    refused: set[Any] = field(default_factory=set)
+
+    @property
+    def fitting(self) -> list[Candidate]:
+        """Candidates that were compiled, and fit."""
+        return [made.candidate for made in self.found.fitting]
+
+    def add(self, one: Candidate, size: CompiledBytes | None) -> None:
+        """Queues a candidate, or skips it.
+
+        Args:
+            one: the candidate.
+            size: what it needs by prediction; None if it is compiled as it is.
+        """
+        memory, limits = self.memory, {}
+        if memory is not None and size is not None:
+            if not may_fit(memory, size):
+                self.found.left.append((one, TOO_LARGE))
+                return
+            if size.peak_bytes * COMPILED_TO_PREDICTED > memory.budget_bytes:
+                limits = limit_options(memory, size)
+        if not limits:
+            self.queue.append(_Queued(one))
+        elif one.choice in self.limited:
+            # At another constraint level a choice needs as much.
+            self.found.left.append((one, LIMITED_ONCE))
+        else:
+            self._queue(with_options(one, limits))
+
+    def _queue(self, ways: Sequence[Candidate]) -> None:
+        """Queues a candidate with memory limits, the loosest first."""
+        self.queue.append(_Queued(ways[0], ways[1:]))
+        self.limited.add(ways[0].choice)
+
+    def select(
+        self,
+        however_slow: Collection[Any],
+        reach: Mapping[ConstraintLevel, float] | None,
+    ) -> list[_Queued]:
+        """Selects what is compiled next; nothing if enough is compiled."""
+        self.queue.sort(key=lambda one: expected_ms(one.next))
+        fitting = self.fitting
+        # What was refused as it is, and fits with the memory limit, fits.
+        failed = self.refused - {(one.choice, one.level) for one in fitting}
+        allowed = max(0, MOST_REFUSED - len(failed))
+        if self.memory is None:
+            allowed = len(self.queue)
+        near = _next(
+            [one.next for one in self.queue],
+            fitting,
+            self.in_any_case,
+            however_slow,
+            allowed,
+            reach,
+        )
+        return [queued for one in near for queued in self.queue if queued.next is one]
+
+    def sort_in(self, tried: _Queued, made: RaceResult) -> None:
+        """Adds what was compiled to what fits, or does not; then to the queue again."""
+        one, ways = tried.next, tried.tighter
+        if made.may_race:
+            self.found.fitting.append(made)
+            return
+        self.found.refused.append(made)
+        self.refused.add((one.choice, one.level))
+        if (
+            self.memory is not None
+            and not (made.fits or one.choice in self.limited)
+            and MEMORY_SHARE not in one.options
+            and may_fit(self.memory, made.size)
+        ):
+            ways = with_options(one, limit_options(self.memory, made.size))
+        if ways:
+            self._queue(ways)
+
+
 def compile_until_enough_fit(
     candidates: Sequence[Candidate],
     compile_all: Compile,
@@ -176,79 +287,39 @@ def compile_until_enough_fit(
         known: keys of what was compiled before and fits.
         is_over: whether what was compiled by now must do, even if nothing fits.
     """
-    found = Admitted()
-    # Ways to compile a candidate: the next, and tighter limits, should that not fit.
-    queue = list[list[Candidate]]()
-    limited = set[Choice]()  # Choices that are compiled with the memory limit.
-    always = {*known, *(one.key for one in candidates[:1])}
+    # The plan is compiled as it is, and what is known to fit needs no prediction.
+    in_any_case = {*known, *(one.key for one in candidates[:1])}
+    state = _Admission(memory=memory, in_any_case=in_any_case)
     for one in candidates:
-        # The plan is compiled as it is, and what is known to fit needs no prediction.
-        is_sure = one.options or one.key in always
-        size = None if memory is None or is_sure else size_of(one)
-        ways = [one]
-        if memory is not None and size is not None:
-            is_large = size.peak_bytes * COMPILED_TO_PREDICTED > memory.budget_bytes
-            if not may_fit(memory, size):
-                found.left.append((one, TOO_LARGE))
-                continue
-            if is_large and (limits := limit_options(memory, size)):
-                if one.choice in limited:
-                    # At another constraint level a choice needs as much.
-                    found.left.append((one, LIMITED_ONCE))
-                    continue
-                ways = with_options(one, limits)
-                limited.add(one.choice)
-        queue.append(ways)
-    anyway = always_raced([*candidates[:1], *(ways[0] for ways in queue)])
-    refused: set[Any] = set()
+        is_sure = memory is None or one.options or one.key in in_any_case
+        state.add(one, None if is_sure else size_of(one))
+    first = [queued.next for queued in state.queue]
+    however_slow = always_raced([*candidates[:1], *first])
     is_late = False
-    while queue:
-        queue.sort(key=lambda ways: expected_ms(ways[0]))
-        fitting = [made.candidate for made in found.fitting]
-        # What was refused as it is, and fits with the memory limit, fits.
-        failed = refused - {(one.choice, one.level) for one in fitting}
-        allowed = len(queue) if memory is None else max(0, MOST_REFUSED - len(failed))
-        first = [ways[0] for ways in queue]
-        near = _next(first, fitting, always, anyway, allowed, reach)
-        is_late = bool(near and (fitting or refused)) and is_over()
-        if not near or is_late:
+    while state.queue:
+        chosen = state.select(however_slow, reach)
+        is_late = bool(chosen and (state.fitting or state.refused)) and is_over()
+        if not chosen or is_late:
             break
-        # The best preset comes second: there may be no time for all of them.
-        tried = [ways for one in near for ways in queue if ways[0] is one]
-        queue = [ways for ways in queue if ways[0] not in near]
-        sizes = compile_all([one for one, *_ in tried])
-        for (one, *ways), compiled in zip(tried, sizes, strict=True):
-            if compiled.may_race:
-                found.fitting.append(compiled)
-                continue
-            found.refused.append(compiled)
-            refused.add((one.choice, one.level))
-            if (
-                memory is not None
-                and not (compiled.fits or one.choice in limited)
-                and MEMORY_SHARE not in one.options
-                and may_fit(memory, compiled.size)
-            ):
-                ways = with_options(one, limit_options(memory, compiled.size))
-            if ways:
-                queue.append(ways)
-                limited.add(one.choice)
-    rest = [one for one, *_ in queue]
-    fitting = [made.candidate for made in found.fitting]
-    if is_late and not fitting:
+        state.queue = [one for one in state.queue if one not in chosen]
+        results = compile_all([one.next for one in chosen])
+        for queued, made in zip(chosen, results, strict=True):
+            state.sort_in(queued, made)
+    rest = [one.next for one in state.queue]
+    if is_late and not state.fitting:
         near = rest
     else:
-        near = [] if reach is None else within_reach(rest, (), reach, fitting)
+        near = [] if reach is None else within_reach(rest, (), reach, state.fitting)
     why = TOO_LATE if is_late else MANY_REFUSED
-    found.left.extend((one, why if one in near else TOO_FAR) for one in rest)
-    return found
+    state.found.left.extend((one, why if one in near else TOO_FAR) for one in rest)
+    return state.found
 
 
 def _next(
     rest: Sequence[Candidate],
     fitting: Sequence[Candidate],
-    always: Collection[Any],
-    anyway: Collection[Any],
+    in_any_case: Collection[Any],
+    however_slow: Collection[Any],
     allowed: int,
     reach: Mapping[ConstraintLevel, float] | None,
 ) -> list[Candidate]:
@@ -257,17 +328,18 @@ def _next(
     Args:
         rest: what is not compiled yet, the fastest first.
         fitting: what is compiled and fits.
-        always: keys of what is compiled in any case: the plan, and what is known to
-            fit.
-        anyway: keys of what is compiled however slow it is, as far as is allowed.
-        allowed: how many may be compiled; what is always compiled counts, and is even
-            if it is more.
+        in_any_case: keys of what is compiled in any case: the plan, and what is known
+            to fit.
+        however_slow: keys of what is compiled however slow it is, as far as is allowed.
+        allowed: how many may be compiled; what is compiled in any case counts, and is
+            even if it is more.
         reach: as for :func:`compile_until_enough_fit`.
     """
-    first = [one for one in rest if one.key in always]
+    first = [one for one in rest if one.key in in_any_case]
     if reach is None:
         return [] if fitting else [*(rest if allowed else first)][:1]
-    near = within_reach(rest, anyway, reach, fitting)
+    near = within_reach(rest, however_slow, reach, fitting)
     others = [one for one in near if one not in first]
-    others.sort(key=lambda one: one.key not in anyway)
+    # The best preset comes second: there may be no time for all of them.
+    others.sort(key=lambda one: one.key not in however_slow)
     return [*first, *others][: max(allowed, len(first))]

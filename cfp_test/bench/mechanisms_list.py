@@ -152,7 +152,7 @@ _NOT_BARE = (ConstraintLevel.EVERYTHING, ConstraintLevel.ACTIVATIONS)
 _GUIDED, _ASK = "search/guided.py", "cfp.search.guided:_Round.ask"
 _PASS, _SEARCH = "passes/search.py", "cfp.passes.search:search"
 _ADMISSION = "race/admission.py"
-_ADMIT = "cfp.race.admission:compile_until_enough_fit"
+_ADMIT = "cfp.race.admission:_Admission.add"
 _TURNS, _SECOND = "race/turns.py", "cfp.race.turns:second_race"
 _SOLVER, _SOLVE = "search/solver.py", "cfp.search.solver:solve"
 _CHOICES, _REQUESTS = "search/choices.py", "search/requests.py"
@@ -495,7 +495,7 @@ _ADMITTING = (
         "a choice has the memory limit at one constraint level",
         _ADMISSION,
         9,
-        [Edit(_ADMIT, {"if one.choice in limited:": "if False:"})],
+        [Edit(_ADMIT, {"elif one.choice in self.limited:": "elif False:"})],
         cited="at both it needs 5 % more, and lost",
         tests="LIMITED_ONCE|another constraint level",
     ),

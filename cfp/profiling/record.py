@@ -101,6 +101,8 @@ class ProfileRecord(CompiledBytes):
       reason: for a failure, what the compiler or the runtime said.
       samples_ms: milliseconds per execution, every sample in the order taken. None is
         altered later; docs/how-cfp-chooses.md lists all places that correct them.
+      drift: how many times as long steps took at the end of the race that the samples
+        are of; see `cfp.race.turns`.
       build_seconds: tracing, lowering and compiling.
       run_seconds: all of running, warm-up included.
       clock_mhz, power_watts: medians of the first GPU while samples were taken; 0 where
@@ -122,6 +124,7 @@ class ProfileRecord(CompiledBytes):
     status: Status
     reason: str = ""
     samples_ms: tuple[Time, ...] = ()
+    drift: Time = 1.0
     build_seconds: Time = 0.0
     run_seconds: Time = 0.0
     clock_mhz: Time = 0.0
@@ -139,6 +142,7 @@ class ProfileRecord(CompiledBytes):
             raise ValueError("samples_ms: expected at least one where status is 'ok'")
         times = (
             *self.samples_ms,
+            self.drift,
             self.build_seconds,
             self.run_seconds,
             self.clock_mhz,
@@ -159,8 +163,8 @@ class ProfileRecord(CompiledBytes):
 
     @property
     def time_ms(self) -> float:
-        """The median sample; infinite for a failure, which no search then picks."""
-        return statistics.median(self.samples_ms) if self.ok else math.inf
+        """The median sample, times `drift`; infinite for a failure: none is picked."""
+        return self.drift * statistics.median(self.samples_ms) if self.ok else math.inf
 
     def to_json(self) -> str:
         """The record on one line; equal records give equal strings."""

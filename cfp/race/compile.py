@@ -28,7 +28,7 @@ from cfp.race.programs import (
     RaceProgram,
     RaceResult,
     Skipped,
-    was_refused,
+    is_compiled_too_large,
 )
 from cfp.settings import TUNED_FIRST, TUNED_SHARE, TUNING_AT_ONCE
 from cfp.units import waiting_text
@@ -246,7 +246,7 @@ def known_records(
         for digest, record in builder.store.common(digests).items()
         if not is_to_retry(record, builder.options.retry_failures)
         # Something was refused for its size alone, and the budget has grown.
-        and not (was_refused(record) and fits(record, builder.budget_bytes))
+        and not (is_compiled_too_large(record) and fits(record, builder.budget_bytes))
     }
 
 
@@ -261,7 +261,9 @@ def keep(records: Sequence[ProfileRecord], store: ProfileStore) -> None:
     A measurement that another process made meanwhile, with a larger budget, is not
     replaced by the result that the program is too large for this one.
     """
-    known = store.get_many(record.key for record in records if was_refused(record))
+    known = store.get_many(
+        record.key for record in records if is_compiled_too_large(record)
+    )
     measured = {digest for digest, record in known.items() if record.ok}
     news = [record for record in records if record.key not in measured]
     store.put_all(news, replace=True)

@@ -160,8 +160,10 @@ class RaceResult:
     @property
     def samples_ms(self) -> tuple[float, ...]:
         """Step times of the whole program."""
-        samples_ms = self.record.samples_ms if self.record is not None else ()
-        return tuple(self.program.ratios.time * ms for ms in samples_ms)
+        if self.record is None:
+            return ()
+        factor = self.program.ratios.time * self.record.drift
+        return tuple(factor * ms for ms in self.record.samples_ms)
 
 
 def time_ms(result: RaceResult) -> float:
@@ -236,8 +238,8 @@ class RaceOutcome:
     raced: tuple[tuple[Candidate, float], ...] = field(default=(), repr=False)
 
 
-def was_refused(record: ProfileRecord) -> bool:
-    """True if a program was compiled, and then refused for its size."""
+def is_compiled_too_large(record: ProfileRecord) -> bool:
+    """True if a program was compiled, and not run since it needs too much memory."""
     compiled = record.peak_bytes > 0 and not record.run_seconds
     return record.status == "out_of_memory" and compiled
 
@@ -245,7 +247,7 @@ def was_refused(record: ProfileRecord) -> bool:
 def race_row(result: RaceResult) -> RaceRow:
     """Returns a result as a plan's table row."""
     record, note = result.record, result.note
-    if record and (record.ok or was_refused(record)) and not result.fits:
+    if record and (record.ok or is_compiled_too_large(record)) and not result.fits:
         # What a record says of a budget may be of an earlier one.
         note = "over the memory budget"
     return RaceRow(

@@ -48,12 +48,12 @@ from cfp.race.programs import (
     RaceRow,
     Skipped,
     as_predicted,
+    is_compiled_too_large,
     left_out,
     not_run,
     programs_of,
     race_row,
     time_ms,
-    was_refused,
 )
 from cfp.race.remembered import answer_to, keep_answer, known_to_fit, question
 from cfp.race.shortage import no_winner
@@ -269,7 +269,7 @@ class Run:
         compiled = context.store.get_many(one.job.key.digest for one in programs)
         for one in programs:
             record = compiled.get(one.job.key.digest)
-            if record is not None and (record.ok or was_refused(record)):
+            if record is not None and (record.ok or is_compiled_too_large(record)):
                 self.sizes[one.candidate.key] = record
         answer = answer_to(asked, context.store)
         near = self.within_reach(candidates)
@@ -340,8 +340,8 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     """The fastest of the best by prediction, its rivals and the presets.
 
     Without a race that is the best by prediction; or, where a memory budget was asked
-    for, or one device plays those that are described, the best by prediction that fits
-    when compiled.
+    for, or programs are compiled for devices that are described, the best by prediction
+    that fits when compiled.
 
     Raises:
         MemoryBudgetError: none of them fits in memory.

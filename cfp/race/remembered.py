@@ -29,7 +29,7 @@ from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
-from cfp.race.programs import RaceProgram, programs_of, was_refused
+from cfp.race.programs import RaceProgram, is_compiled_too_large, programs_of
 from cfp.search.problem import Problem
 from cfp.settings import LIMITED_TIME, WORTH_HAVING, ConstraintLevel
 from cfp.solution import Candidate, prediction_of
@@ -149,7 +149,7 @@ def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Rememb
         for record in store.records()
         if record.choice
         and _apart_from_choice(record.parts) == like
-        and (record.ok or was_refused(record))
+        and (record.ok or is_compiled_too_large(record))
         and (made := _read(analysis, options, record)) is not None
     ]
     return sorted(found, key=_time_ms)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from cfp.profiling.builder import Built
@@ -136,91 +136,208 @@ def _run_in_turn(
     rounds: int,
 ) -> dict[str, ProfileRecord]:
     """Runs what was built of some programs in turn; records of all, by key."""
-    by_key = {one.job.key.digest: one for one in programs}
-    records = {d: one for d, one in outcomes.items() if isinstance(one, ProfileRecord)}
     ready = {d: one for d, one in outcomes.items() if isinstance(one, Built)}
-    order = list(ready)
-    platform = builder.mesh.devices.flat[0].platform
-    agreement, defaults = Agreement.of(builder.mesh), defaults_of(platform)
-    outlook = builder.options.outlook
-    run_next = StopOnDeviceLoss(run, lambda crash: keep([crash], builder.store))
+    race = _Turns(
+        builder=builder,
+        programs={one.job.key.digest: one for one in programs},
+        ready=ready,
+        records={d: r for d, r in outcomes.items() if isinstance(r, ProfileRecord)},
+        order=list(ready),
+        in_flight=in_flight,
+        rounds=rounds,
+    )
+    has_look = race.is_measured and rounds > 1
+    race.warm_up()
+    for number in range(rounds):
+        if has_look and number == 0:
+            race.look()
+            if race.is_over():
+                break
+            race.leave_out(STAY_AFTER_LOOK)
+        race.turn(number, is_first=number == 0 and not has_look)
+        if number + 1 == rounds or race.is_over() or race.is_told():
+            break  # What is alike is a tie, and the simplest of it wins.
+        race.leave_out(STAY_AFTER_TURN if number or has_look else STAY_AFTER_LOOK)
+    race.note_drift()
+    ended = utc_now()
+    return {
+        d: replace(record, choice=race.programs[d].job.choice, created=ended)
+        for d, record in race.records.items()
+    }
 
-    def time_of(digest: str) -> float:
-        return by_key[digest].ratios.time * records[digest].time_ms
 
-    def samples_of(digest: str) -> list[float]:
-        return [by_key[digest].ratios.time * ms for ms in records[digest].samples_ms]
+@dataclass(slots=True, kw_only=True)
+class _Turns:
+    """Programs of a race, and how far their turns are.
 
-    def timed(digest: str, timing: TimingOptions) -> ProfileRecord:
-        one, run_one = by_key[digest], builder.options.run or run_next
-        place = one.place or (builder.program, builder.mesh)
-        expected_ms = one.candidate.predicted_ms or 0.0
-        with in_flight.doing(one.job.key, one.job.label, "run", expected_ms):
-            return run_one(ready[digest], one.job, *place, timing=timing)
+    Attributes:
+        builder: what compiled them, and where they run.
+        programs: all, by key.
+        ready: what was built of them, by key.
+        records: by key a failure, a look, or what turns took so far.
+        order: keys of those that are timed next.
+        in_flight: the log of what runs.
+        rounds: number of turns, at most.
+        in_turns: records of turns alone, by key.
+        fastest_ms: by the key of what was left out the time of the fastest then.
+        run_next: times a program on devices that are there.
+        started, over: when timing began, and how many programs were timed since.
+    """
 
-    # What predicts steps warms up the device by itself, for each program; and of
-    # predictions the least wins, so that none is a tie before the last turn.
-    is_played = builder.options.run is not None
-    is_measured = not (defaults.estimates or is_played)
-    if order and is_measured and not agreement.is_over(builder.end):
-        stage = builder.stages[1]
+    builder: Builder
+    programs: Mapping[str, RaceProgram]
+    ready: Mapping[str, Built]
+    records: dict[str, ProfileRecord]
+    order: list[str]
+    in_flight: InFlightLog
+    rounds: int
+    in_turns: dict[str, ProfileRecord] = field(default_factory=dict)
+    fastest_ms: dict[str, float] = field(default_factory=dict)
+    run_next: StopOnDeviceLoss = field(init=False)
+    started: float = field(default_factory=time.monotonic)
+    over: int = 0
+
+    def __post_init__(self):
+        store = self.builder.store
+        self.run_next = StopOnDeviceLoss(run, lambda crash: keep([crash], store))
+
+    @property
+    def platform(self) -> str:
+        """The platform of the devices, by JAX's name."""
+        return self.builder.mesh.devices.flat[0].platform
+
+    @property
+    def is_predicted(self) -> bool:
+        """True if steps are predicted, from one device or none.
+
+        What does so warms up the device by itself, for each program; and of predictions
+        the least wins, so that none is a tie before the last turn.
+        """
+        return self.builder.options.run is not None
+
+    @property
+    def is_measured(self) -> bool:
+        """True if steps are timed on devices whose times decide."""
+        return not (defaults_of(self.platform).estimates or self.is_predicted)
+
+    def is_late(self) -> bool:
+        """True if the time for planning is over."""
+        return Agreement.of(self.builder.mesh).is_over(self.builder.end)
+
+    def is_over(self) -> bool:
+        """True if nothing is left to be timed, or no time."""
+        return not self.order or self.is_late()
+
+    def is_told(self) -> bool:
+        """True if the turns so far tell the fastest."""
+        return self.is_measured and _is_told([*map(self._samples_ms, self.order)])
+
+    def warm_up(self) -> None:
+        """Has devices whose times decide work until their clocks are steady."""
+        if not self.is_measured or self.is_over():
+            return
+        builder, outlook = self.builder, self.builder.options.outlook
+        stage, digest = builder.stages[1], self.order[0]
         about = outlook.left_text(stage, 0, 1, 0.0)
         builder.options.tell(f"warming up the devices{about}")
         with outlook.at(stage):
-            warm = timed(order[0], _WARM_UP_ELSEWHERE)
+            warm = self._run(digest, _WARM_UP_ELSEWHERE)
         outlook.expect({stage: 0})
         if not warm.ok:
-            records[order[0]] = warm
-            order = order[1:]
-    # Before turns a look, of which nothing counts for what is in a turn: it is shorter,
-    # and comes sooner after another program. Where one turn is all, that is a look.
-    first = -1 if is_measured and rounds > 1 else 0
-    started, over = time.monotonic(), 0
-    in_turns: dict[str, ProfileRecord] = {}
-    # By what was left out the time of the fastest when it was.
-    fastest_ms: dict[str, float] = {}
-    for turn in range(first, rounds):
-        known = [records[d].time_ms for d in order if turn > first]
-        timing = _timing(platform, min(known, default=None))
-        whole = dict(records)
-        doing = "a look" if turn < 0 else f"turn {turn + 1} of {rounds}"
-        for place in range(len(order)):
-            if is_played and turn > 0 and agreement.is_over(builder.end):
-                records = whole  # Medians of n and of n + 1 samples do not compare.
+            self.records[digest] = warm
+            del self.order[0]
+        self.started = time.monotonic()
+
+    def look(self) -> None:
+        """Gives each program a look; of what is in a turn it does not count.
+
+        It is shorter, and comes sooner after another program.
+        """
+        timing = _timing(self.platform, None)
+        left = min(self.rounds, _USUAL_TURNS) + 1
+        for place in range(len(self.order)):
+            digest, rest = self.order[place - 1], left * len(self.order) - place
+            self.records[digest] = self._time(digest, timing, "a look", rest)
+        self._drop_failures()
+
+    def turn(self, number: int, *, is_first: bool) -> None:
+        """Gives each program a turn, of as many steps as last long enough.
+
+        Args:
+            number: of the turn.
+            is_first: whether no program ran before.
+        """
+        known = [self.records[d].time_ms for d in self.order if not is_first]
+        timing = _timing(self.platform, min(known, default=None))
+        before = dict(self.records)
+        left = max(1, min(self.rounds, _USUAL_TURNS) - number)
+        doing = f"turn {number + 1} of {self.rounds}"
+        for place in range(len(self.order)):
+            if self.is_predicted and number > 0 and self.is_late():
+                self.records = before  # Medians of n and n + 1 samples do not compare.
                 break
-            digest = order[(place + turn) % len(order)]
-            label = by_key[digest].job.label
-            rest = max(1, min(rounds, _USUAL_TURNS) - turn) * len(order) - place
-            seconds = time.monotonic() - started
-            stage = builder.stages[2]
-            about = outlook.left_text(stage, over, over + rest, seconds)
-            builder.options.tell(f"timing {label}, {doing}{about}")
-            over += 1
-            with outlook.at(stage):
-                found = timed(digest, timing)
-            records[digest] = _join(in_turns.get(digest), found)
-            if turn >= 0:
-                in_turns[digest] = records[digest]
-        order = [d for d in order if records[d].ok]
-        if not order or turn + 1 == rounds or agreement.is_over(builder.end):
-            break
-        if turn > 0 and is_measured and _is_told([*map(samples_of, order)]):
-            break  # What is alike is a tie, and the simplest of it wins.
-        best_ms = min(map(time_of, order))
-        stay = STAY_AFTER_TURN if turn > first else STAY_AFTER_LOOK
-        far = [d for d in order if time_of(d) > stay * best_ms]
-        fastest_ms |= dict.fromkeys(far, best_ms)
-        order = [d for d in order if d not in fastest_ms]
-    # A look is shorter than a turn, and devices may have become slower since.
-    for digest, before_ms in fastest_ms.items() if order else ():
-        drift = min(map(time_of, order)) / before_ms
-        samples_ms = tuple(drift * ms for ms in records[digest].samples_ms)
-        records[digest] = replace(records[digest], samples_ms=samples_ms)
-    ended = utc_now()
-    return {
-        d: replace(record, choice=by_key[d].job.choice, created=ended)
-        for d, record in records.items()
-    }
+            digest = self.order[(place + number) % len(self.order)]
+            rest = left * len(self.order) - place
+            found = self._time(digest, timing, doing, rest)
+            self.records[digest] = _join(self.in_turns.get(digest), found)
+            self.in_turns[digest] = self.records[digest]
+        self._drop_failures()
+
+    def leave_out(self, stay: float) -> None:
+        """Leaves out of the next turn what is too far behind.
+
+        Args:
+            stay: what takes more times as long as the fastest is.
+        """
+        best_ms = min(map(self._time_ms, self.order))
+        far = [d for d in self.order if self._time_ms(d) > stay * best_ms]
+        self.fastest_ms |= dict.fromkeys(far, best_ms)
+        self.order = [d for d in self.order if d not in self.fastest_ms]
+
+    def note_drift(self) -> None:
+        """Notes how much slower devices became since something was left out.
+
+        A look is shorter than a turn, too: nothing wins by having been left out.
+        """
+        for digest, before_ms in self.fastest_ms.items() if self.order else ():
+            drift = min(map(self._time_ms, self.order)) / before_ms
+            self.records[digest] = replace(self.records[digest], drift=drift)
+
+    def _drop_failures(self) -> None:
+        self.order = [d for d in self.order if self.records[d].ok]
+
+    def _time_ms(self, digest: str) -> float:
+        return self.programs[digest].ratios.time * self.records[digest].time_ms
+
+    def _samples_ms(self, digest: str) -> list[float]:
+        ratio = self.programs[digest].ratios.time
+        return [ratio * ms for ms in self.records[digest].samples_ms]
+
+    def _time(
+        self, digest: str, timing: TimingOptions, doing: str, rest: int
+    ) -> ProfileRecord:
+        """Times a program, and says so.
+
+        Args:
+            digest: the program's key.
+            timing: how.
+            doing: the name of a look or a turn.
+            rest: how many programs are yet to be timed, this one among them.
+        """
+        options, stage = self.builder.options, self.builder.stages[2]
+        seconds = time.monotonic() - self.started
+        about = options.outlook.left_text(stage, self.over, self.over + rest, seconds)
+        options.tell(f"timing {self.programs[digest].job.label}, {doing}{about}")
+        self.over += 1
+        with options.outlook.at(stage):
+            return self._run(digest, timing)
+
+    def _run(self, digest: str, timing: TimingOptions) -> ProfileRecord:
+        one, run_one = self.programs[digest], self.builder.options.run or self.run_next
+        place = one.place or (self.builder.program, self.builder.mesh)
+        expected_ms = one.candidate.predicted_ms or 0.0
+        with self.in_flight.doing(one.job.key, one.job.label, "run", expected_ms):
+            return run_one(self.ready[digest], one.job, *place, timing=timing)
 
 
 def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:

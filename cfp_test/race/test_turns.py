@@ -251,8 +251,12 @@ def test_nothing_wins_by_having_been_left_out(case, store, monkeypatch, slowed):
     assert turns == ["a", "b", "c", "b", "a", "a", "b"]
     assert a.time_ms == pytest.approx(10.0 * slowed)
     assert b.time_ms == pytest.approx(10.1 * slowed)
-    # As far behind as it was in its turn.
+    # As far behind as it was in its turn, whose sample is kept as it was taken.
     assert c.time_ms == pytest.approx(12.0 * slowed)
+    assert c.record.samples_ms == (12.0,)
+    assert c.record.drift == pytest.approx(slowed)
+    again = race_programs(builder, programs, rounds=3)
+    assert [one.time_ms for one in again] == [a.time_ms, b.time_ms, c.time_ms]
 
 
 @pytest.fixture

@@ -76,7 +76,8 @@ def plan(
             the training state.
         memory_budget: memory of one device that the plan may use, in bytes or as
             text such as "80GiB"; by default all of the device's. A plan fits in a
-            given budget as compiled, also without a race.
+            given budget as compiled, also without a race. On GPUs 128 MiB of it are
+            left for the allocator.
         pins: shardings that the plan must keep, by path of the argument, with globs:
             ``{"params/*/kernel": PartitionSpec(None, "x")}``.
         preset: a preset to take instead of searching, such as "data_parallel",

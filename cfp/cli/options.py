@@ -220,7 +220,7 @@ Donate = Annotated[
     typer.Option(
         metavar="N",
         help="Position of an argument that a function's step may overwrite, or "
-        "several: 0,1.",
+        "several: 0,1, or the option again for each.",
         parser=_positions,
         callback=_together,
     ),
@@ -230,7 +230,7 @@ Static = Annotated[
     typer.Option(
         metavar="N",
         help="Position of an argument of a function's step that is no array, or "
-        "several: 0,1.",
+        "several: 0,1, or the option again for each.",
         parser=_positions,
         callback=_together,
         rich_help_panel=VARIANTS,
@@ -239,7 +239,9 @@ Static = Annotated[
 Budget = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE", help="Memory of one device that a plan may use, such as 80GiB."
+        metavar="SIZE",
+        help="Memory of one device that a plan may use, such as 80GiB. On GPUs 128 MiB "
+        "of it are left for the allocator; without a budget nothing is left for it.",
     ),
 ]
 PerKind = Annotated[

@@ -184,7 +184,10 @@ def open_context(
                 {
                     "mesh": f"{dict(mesh.shape)} of {[d.id for d in devices]}",
                     "memory budget": str(budget_bytes),
-                    "settings": repr(replace(settings, progress=None, place=None)),
+                    # Process 0 says when time is over.
+                    "settings": repr(
+                        replace(settings, progress=None, place=None, seconds=0.0)
+                    ),
                 }
             )
         defaults = defaults_of(dict(environment)["platform"])

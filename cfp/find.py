@@ -40,7 +40,12 @@ from cfp.report.figures import with_figures
 from cfp.search.choices import Kernels
 from cfp.search.problem import Problem
 from cfp.search.requests import SegmentMeasurements
-from cfp.settings import HOST_BYTES_PER_MS, Dimension, defaults_of
+from cfp.settings import (
+    HOST_BYTES_PER_MS,
+    LEAST_VARIANT_SHARE,
+    Dimension,
+    defaults_of,
+)
 from cfp.solution import Candidate, Estimate, Solution
 from cfp.units import format_bytes, parse_bytes
 from cfp.view.words import RESERVE_BYTES
@@ -179,9 +184,10 @@ def find_with_state_in_host(
     if most is None or not may_move:
         raise shortage
     agreement, error = agreement_of(mesh), shortage
+    took = analyzed.seconds  # Planning again takes that and more.
     with options.planning(mesh):
         for some in enough_state(frame, shortage.smallest_feasible_bytes - most):
-            if agreement.is_over(end):
+            if agreement.is_over(end - LEAST_VARIANT_SHARE * took):
                 raise error.with_line(
                     "With a longer --time-budget there is time to plan with more state "
                     "in the memory of the host, too."
@@ -189,6 +195,7 @@ def find_with_state_in_host(
             size = format_bytes(sum(one.size_bytes for one in some))
             if settings.progress is not None:
                 settings.progress(f"planning again with {size} of state in host memory")
+            started = time.monotonic()
             moved = step.with_state_in_host([(s.argument, s.result) for s in some])
             rest = replace(settings, seconds=max(0.0, end - time.monotonic()))
             try:
@@ -198,6 +205,7 @@ def find_with_state_in_host(
                     replace(options, preset=None, settings=rest),
                 )
             except MemoryBudgetError as again:
+                took = time.monotonic() - started
                 error = again.with_line(
                     f"That is with {size} of state in the memory of the host, all that "
                     "only its own update reads."
@@ -246,7 +254,7 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
                     rates = known_rates(analyzed.mesh, context.store)
                     solution = replace(solution, rates=rates)
             else:
-                profiles = profile(context, analysis)
+                profiles = analyzed.profiles or profile(context, analysis)
                 interrupted, measured = profiles.interrupted, profiles.found
                 solution = search(context, analysis, profiles)
             found = complete_plan(context, step, analyzed, solution, measured)

@@ -142,8 +142,9 @@ ALL_DIMENSIONS = frozenset(Dimension)
 # docs/results/operators_plans_h200_202611.
 CROSS_ENTROPY_PARTS = 8
 
-# Of the time that the quickest variant of a step took what another takes at least:
-# where less is left it is not begun. What segments share is known by then. Guess.
+# Of the time that the quickest variant of a step took, to plan or to estimate, what
+# another takes at least: where less is left it is not begun. What segments share is
+# known by then. Guess.
 LEAST_VARIANT_SHARE = 0.5
 
 # ------------------------------------------------------------------------ platforms

@@ -44,12 +44,14 @@ class Estimate:
         memory_bytes: on each device.
         fits: whether that fits into memory.
         is_final: whether choices are made by estimates anyway.
+        profiles: what the profile pass would find again, where it estimates.
     """
 
     time_ms: float
     memory_bytes: int
     fits: bool
     is_final: bool
+    profiles: Profiles | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -156,20 +156,29 @@ def plan_fastest(
             place = [one.name for one in first].index(variant.name) + 1
             which = f"{variant.name} ({place} of {len(first)})"
             told = _telling(how, which) if several else how
+            started = now()
             step, analyzed = steps.analyzed(variant)
-            own = replace(options, settings=replace(told, seconds=seconds))
+            rest = max(0.0, seconds - (now() - started))
+            own = replace(options, settings=replace(told, seconds=rest))
+            known = estimates.get(variant.name)
+            if known is not None and (profiles := known.profiles) is not None:
+                again = analyzed.seconds + profiles.counts["estimate_seconds"]
+                analyzed = replace(analyzed, profiles=profiles, seconds=again)
             return find_plan(step, variant.mesh, own, analyzed)
+
+        def is_late() -> bool:
+            return end - now() <= _least_seconds(tries)
 
         first, spares = [*variants], list[Variant]()
         estimates: dict[str, Estimate] = {}
         ruled_out: list[_Try] = []
+        tries: list[_Try] = []
         if len(first) > 1 and preset is None and (rule_out or isfinite(how.seconds)):
-            near, far, estimates = _near_by_estimate(first, steps, options, end)
+            near, far, estimates, few = _near_by_estimate(first, steps, options, end)
             if rule_out:
                 first, ruled_out = near, far
             else:  # In the time that there is, the most promising come first.
-                late = now() > end
-                ranks = {v.name: _rank_of(estimates.get(v.name), late) for v in first}
+                ranks = {v.name: _rank_of(estimates.get(v.name), few) for v in first}
                 first.sort(key=lambda one: ranks[one.name])
         tries = _plan_all(first, plan_one, end)
         late = list[str]()  # There was no time to plan it.
@@ -180,7 +189,7 @@ def plan_fastest(
             spared.sort(key=lambda one: _rank(estimates[one.name]))
             first = [*first, *spared]
             for place, one in enumerate(spared):
-                if now() > end:
+                if is_late():
                     late += [each.name for each in spared[place:]]
                     break
                 tries += _plan_all([one], plan_one, end)
@@ -205,7 +214,7 @@ def plan_fastest(
                 return find_with_state_in_host(step, error, rest, analyzed, own)
 
             for one in short:
-                if now() > end:
+                if is_late():
                     break
                 [again] = _plan_all([one], in_host, end)
                 tries = [again if t.name == one.name else t for t in tries]
@@ -214,12 +223,14 @@ def plan_fastest(
             errors = [(one.name, one.error) for one in tries if one.error]
         if nothing_fits:
             for one in leaner():
-                if now() > end:
+                if is_late():
                     late.append(one.name)
                     break
                 spares.append(one)
-                if not _may_fit(one, steps, options):
+                estimate = _estimate_of(one, steps, options)
+                if estimate is None or not estimate.fits:
                     continue
+                estimates[one.name] = estimate
                 names.append(one.name)
                 first = [*first, one]
                 tries += _plan_all([one], plan_one, end)
@@ -358,23 +369,29 @@ def _near_by_estimate(
     steps: _Steps,
     options: PlanOptions,
     end: float,
-) -> tuple[list[Variant], list[_Try], dict[str, Estimate]]:
+) -> tuple[list[Variant], list[_Try], dict[str, Estimate], bool]:
     """Variants that may be the fastest by estimates, the best first, and the others.
 
     What cannot be estimated is planned, and says why it cannot be; so is what time was
     too short to estimate, if one was.
+
+    Returns:
+        Both, the estimates, and whether time was too short for some.
     """
     estimates: dict[str, Estimate] = {}
+    took, late = inf, False
     for variant in variants:
-        if estimates and now() > end:
+        started = now()
+        late = bool(estimates) and end - started <= LEAST_VARIANT_SHARE * took
+        if late:
             break
         if options.settings and options.settings.progress is not None:
             options.settings.progress(f"estimating {variant.name}")
-        with contextlib.suppress(CfpError):
-            _, analyzed = steps.analyzed(variant)
-            estimates[variant.name] = estimate_plan(analyzed, options)
+        if (estimate := _estimate_of(variant, steps, options)) is not None:
+            estimates[variant.name] = estimate
+            took = min(took, now() - started)
     if not estimates:
-        return [*variants], [], {}
+        return [*variants], [], {}, False
 
     def rank(name: str) -> tuple[bool, float]:
         return _rank(estimates[name])
@@ -397,7 +414,7 @@ def _near_by_estimate(
         else:
             near.append(variant)
     near.sort(key=lambda one: rank(one.name) if one.name in estimates else (True, 0.0))
-    return near, far, estimates
+    return near, far, estimates, late
 
 
 def _rank(estimate: Estimate) -> tuple[bool, float]:
@@ -430,13 +447,15 @@ def _rank_of(estimate: Estimate | None, late: bool) -> tuple[bool, float]:
     return _rank(estimate)
 
 
-def _may_fit(variant: Variant, steps: _Steps, options: PlanOptions) -> bool:
-    """True if a variant can be estimated, and some plan of it fits in memory then."""
+def _estimate_of(
+    variant: Variant, steps: _Steps, options: PlanOptions
+) -> Estimate | None:
+    """Estimates a variant's best plan; None if it cannot be."""
     try:
         _, analyzed = steps.analyzed(variant)
-        return estimate_plan(analyzed, options).fits
+        return estimate_plan(analyzed, options)
     except CfpError:
-        return False
+        return None
 
 
 def _none_fits(tries: Sequence[_Try]) -> bool:
@@ -463,10 +482,7 @@ def _plan_all(
     tries: list[_Try] = []
     for place, variant in enumerate(variants):
         left = end - now()
-        # A variant takes some time, however little it is given.
-        took = min((one.seconds for one in tries if one.found), default=0.0)
-        enough = any(one.found for one in tries)
-        if tries and (left <= 0 or (enough and left <= LEAST_VARIANT_SHARE * took)):
+        if tries and left <= _least_seconds(tries):
             tries.append(_Try(name=variant.name, why_not=_OVER))
             continue
         found = error = None
@@ -485,6 +501,16 @@ def _plan_all(
         if tries[-1].interrupted:
             break
     return tries
+
+
+def _least_seconds(tries: Sequence[_Try]) -> float:
+    """Time that another variant takes at least, however little it is given."""
+    took = [
+        one.seconds
+        for one in tries
+        if one.found or isinstance(one.error, MemoryBudgetError)
+    ]
+    return LEAST_VARIANT_SHARE * min(took, default=0.0)
 
 
 def _own_times(found: Mapping[str, FoundPlan]) -> tuple[Basis, dict[str, float]]:

@@ -12,6 +12,7 @@ import cfp
 from cfp import find as finding
 from cfp import variants as room
 from cfp.errors import CfpError, MemoryBudgetError, PinError, StepNotTraceable
+from cfp.passes import profile as profiling
 from cfp.planner_settings import DetailedSettings
 from cfp.platform import mesh_shapes
 from cfp.race import turns as racing
@@ -348,6 +349,62 @@ def test_of_nine_variants_the_most_promising_are_planned_in_the_time_there_is(
     assert any(line.startswith(f"{names[2]} 2 (3 of 9): ") for line in said)
 
 
+def test_no_estimate_is_begun_that_would_end_late(monkeypatch, tmp_path):
+    """Variants without one come last, and without time are not planned."""
+    now, estimated, whole = [100.0], [], room.find_plan
+
+    def estimate(analyzed, options):
+        estimated.append(BY_AXES[len(analyzed.mesh.axis_names)])
+        now[0] += 40.0
+        return Estimate(time_ms=1.0, memory_bytes=1, fits=True, is_final=False)
+
+    def find(step, mesh, options, analyzed):
+        now[0] += 19.0
+        return whole(step, mesh, options, analyzed)
+
+    monkeypatch.setattr(room, "estimate_plan", estimate)
+    monkeypatch.setattr(room, "find_plan", find)
+    monkeypatch.setattr(room, "now", lambda: now[0])
+    last = [SHAPES[1], SHAPES[2], SHAPES[0]]
+    found = cfp.plan_fastest(last, **small(tmp_path, seconds=60.0))
+    assert (estimated, found.name, now[0]) == (["flat"], "flat", 159.0)
+    over = "not planned: time was over"
+    assert notes(found) == {"flat": "", "cube": over, "line": over}
+
+
+def test_tracing_counts_as_time_of_a_variant(monkeypatch, tmp_path):
+    asked, now = [], [100.0]
+    whole, read = room.find_plan, room._Steps.analyzed
+
+    def find(step, mesh, options, analyzed):
+        asked.append(options.settings.seconds)
+        return whole(step, mesh, options, analyzed)
+
+    def analyzed(steps, variant):
+        now[0] += 10.0
+        return read(steps, variant)
+
+    monkeypatch.setattr(room._Steps, "analyzed", analyzed)
+    monkeypatch.setattr(room, "find_plan", find)
+    monkeypatch.setattr(room, "now", lambda: now[0])
+    cfp.plan_fastest(SHAPES[:1], **small(tmp_path, seconds=60.0))
+    assert asked == [50.0]
+
+
+def test_what_was_estimated_of_a_variant_is_not_estimated_again(monkeypatch, tmp_path):
+    made, whole = [], profiling._estimated
+
+    def estimated(context, analysis, started):
+        made.append(BY_AXES[len(context.mesh.axis_names)])
+        return whole(context, analysis, started)
+
+    monkeypatch.setattr(profiling, "_estimated", estimated)
+    found = cfp.plan_fastest(SHAPES, rule_out=True, **small(tmp_path))
+    assert made == ["line", "flat", "cube"]
+    search = found.plan.search
+    assert search["planning_seconds"] > search["estimate_seconds"] > 0.0
+
+
 def test_a_step_that_cannot_be_traced_is_tried_and_told_once(tmp_path):
     calls = []
 
@@ -397,14 +454,14 @@ def test_where_time_is_over_and_nothing_fits_no_other_is_planned(monkeypatch, tm
     monkeypatch.setattr(room, "find_plan", find)
     monkeypatch.setattr(room, "now", lambda: now[0])
     leaner = variant("parts", parts=8)
-    how = {"leaner": lambda: [leaner], **small(tmp_path, seconds=60.0)}
+    how = {"leaner": lambda: [leaner], **small(tmp_path, seconds=99.0)}
     with pytest.raises(MemoryBudgetError) as caught:
         cfp.plan_fastest(SHAPES, **how)
-    assert len(asked) == 2
+    assert len(asked) == 2  # The third would take 40 s, too, and 19 s are left.
     [late] = {"line", "flat", "cube"} - {*asked}
     assert f"There was no time to plan {late}" in str(caught.value)
     asked.clear()
-    how = {"leaner": lambda: [leaner], **small(tmp_path, seconds=100.0)}
+    how = {"leaner": lambda: [leaner], **small(tmp_path, seconds=130.0)}
     with pytest.raises(MemoryBudgetError) as caught:
         cfp.plan_fastest(SHAPES, **how)
     assert {*asked} == {"line", "flat", "cube"}

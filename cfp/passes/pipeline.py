@@ -30,7 +30,7 @@ from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering, planning_mesh, trace
 from cfp.race.programs import RaceOutcome
 from cfp.race.race import race
-from cfp.solution import Solution
+from cfp.solution import Profiles, Solution
 
 Pins = Mapping[str, PartitionSpec | NamedSharding]
 
@@ -43,13 +43,15 @@ class Analyzed:
         mesh: the devices, which may only be described.
         lowering: its module.
         analysis: its blocks and segments.
-        seconds: how long tracing and analysing took.
+        seconds: how long tracing and analysing took, and making the profiles.
+        profiles: the profile pass's, if an estimate has made them.
     """
 
     mesh: Mesh | DescribedMesh
     lowering: Lowering
     analysis: Analysis
     seconds: float
+    profiles: Profiles | None = None
 
 
 def analyze_step(

@@ -254,6 +254,7 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
         memory_bytes=found.memory_bytes,
         fits=best is not None,
         is_final=context.rules.estimates and context.stand_in is None,
+        profiles=profiles if context.rules.estimates else None,
     )
 
 

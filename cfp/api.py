@@ -217,7 +217,9 @@ def parallelize(
 
     Returns:
         A callable like ``fn``; its ``plan`` is the plan of the latest call. Arguments
-        that do not have the plan's shardings are moved there at each call.
+        that do not have the plan's shardings are moved there at each call. State that
+        is weakly typed, such as ``jnp.full(shape, 0.1)``, is taken as the step returns
+        it.
 
     Raises:
         OptionError: there is no such option, or a given plan has decided it already.

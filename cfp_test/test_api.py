@@ -106,6 +106,40 @@ def test_parallelize_is_a_decorator_and_replans_for_other_shapes(mesh, cache):
     assert traced == [(8,), (12,)], "a deep step takes seconds to trace"
 
 
+def scaled_step(state, rate):
+    """Returns each leaf strongly typed one call later than the one before it."""
+    scale, moment, kept = state
+    loss = jnp.sum(scale * moment)
+    return (scale - rate * jnp.float32(1), scale * 0.9, kept), loss
+
+
+def weak_state():
+    return tuple(jnp.full((8,), value) for value in (0.5, 0.25, 2.0))
+
+
+def test_state_of_weak_types_is_planned_once_as_it_is_returned(mesh, cache, tmp_path):
+    state, rate = weak_state(), jnp.asarray(0.1)
+    assert all(leaf.weak_type for leaf in (*state, rate))
+    options = {"mesh": mesh, "cache_dir": cache, "settings": QUICK}
+    step = cfp.parallelize(scaled_step, donate_argnums=0, **options)
+    expected, plans = weak_state(), []
+    for _ in range(3):
+        state, loss = step(state, rate)
+        expected, wanted = jax.jit(scaled_step)(expected, rate)
+        plans.append(step.plan)
+        assert_same((state, loss), (expected, wanted))
+    assert all(plan is plans[0] for plan in plans)
+    avals = plans[0].step.avals
+    # What is returned as it came stays weak; and so does what is not returned.
+    assert [aval.weak_type for aval in avals] == [False, False, True, True]
+    plans[0].save(tmp_path / "plan.json")
+    kept = cfp.parallelize(scaled_step, plan=tmp_path / "plan.json", mesh=mesh)
+    state = weak_state()
+    for _ in range(3):
+        state, loss = kept(state, rate)
+    assert_same((state, loss), (expected, wanted))
+
+
 def test_a_plan_traces_the_step_that_it_is_applied_to_once(mesh, cache):
     traced = []
 

@@ -12,7 +12,14 @@ All other values are random (:mod:`cfp.profiling.inputs`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -491,7 +498,7 @@ def flatten_step(
         examples.append(leaf if may_be_given(leaf) else None)
         memory_kinds.append(memory_kind(leaf))
         explicit.append(explicit_sharding(leaf))
-    return FlatStep(
+    step = FlatStep(
         fn,
         tuple(avals),
         tuple(donated),
@@ -502,6 +509,65 @@ def flatten_step(
         tuple(memory_kinds),
         tuple(explicit),
     )
+    return _typed_as_returned(step)
+
+
+def _typed_as_returned(step: FlatStep) -> FlatStep:
+    """The step with each weakly typed argument as the step itself returns it.
+
+    ``jnp.full(shape, 0.1)`` is weakly typed, and an optimizer's result is not: from
+    the second call on a training step gets other types, for which ``jax.jit`` compiles
+    again. The step is taken as it is from then on. What it returns no other than it
+    came, or not at all, keeps its type.
+    """
+    args, kwargs = tree_unflatten(step.in_tree, range(len(step.avals)))
+    parts = [tree_flatten(arg) for arg in (*args, *kwargs.values())]
+    # An array that is alone, and not donated, need not be what a result replaces.
+    parts = [
+        (places, tree)
+        for places, tree in parts
+        if len(places) > 1 or any(step.donated[i] for i in places)
+    ]
+    weak = [aval.weak_type for aval in step.avals]
+    while any(weak[i] for places, _ in parts for i in places):
+        before = list(weak)
+        for argument, result in _returned(step, parts):
+            weak[argument] &= result.weak_type
+        if weak == before:
+            break
+        avals = (
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weakly)
+            for aval, weakly in zip(step.avals, weak, strict=True)
+        )
+        step = replace(step, avals=tuple(avals))
+    return step
+
+
+def _returned(
+    step: FlatStep, parts: Iterable[tuple[list[int], Any]]
+) -> Iterator[tuple[int, Any]]:
+    """Yields argument leaves, each with the type of the result that replaces it.
+
+    Args:
+        step: it is traced.
+        parts: leaves and structure of arguments. One is replaced by all results, or the
+            first of them, that has its structure, shapes and dtypes.
+    """
+    results = step.traced.jaxpr.out_avals
+    out = tree_unflatten(tree_structure(step.traced.out_info), range(len(results)))
+    found = [
+        ([results[i] for i in places], tree)
+        for places, tree in map(
+            tree_flatten, (out, *(out if isinstance(out, tuple | list) else ()))
+        )
+    ]
+    for places, tree in parts:
+        kinds = [(step.avals[i].shape, step.avals[i].dtype) for i in places]
+        for one in found:
+            if one[1] == tree and [(r.shape, r.dtype) for r in one[0]] == kinds:
+                yield from zip(places, one[0], strict=True)
+                found.remove(one)
+                break
 
 
 def _named_leaves(

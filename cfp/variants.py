@@ -32,6 +32,7 @@ from cfp.find import (
 )
 from cfp.outcomes import Basis, Outcome, Variant, with_variants, with_worth
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step
+from cfp.plan.figures import UNPLANNED
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import Job
@@ -238,7 +239,7 @@ def plan_fastest(
                     break
         found = {one.name: one.found for one in tries if one.found is not None}
         if not found:
-            late += [one.name for one in tries if one.why_not == _OVER]
+            late += [one.name for one in tries if one.why_not == UNPLANNED]
             raise _no_plan(errors, late)
         tries += ruled_out
         notes = {one.name: one.note for one in tries}
@@ -302,7 +303,6 @@ def all_meshes(most_axes: int = 2) -> dict[str, Mesh]:
 
 
 _INTERRUPTED = "interrupted"
-_OVER = "not planned: time was over"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,7 +429,7 @@ def _seconds(found: FoundPlan | None, tried: float) -> float:
 
 def _note(note: str, estimate: Estimate | None) -> str:
     """A variant's note; with its estimate if there was no time to plan it."""
-    if note != _OVER or estimate is None:
+    if note != UNPLANNED or estimate is None:
         return note
     memory = "" if estimate.fits else ", does not fit in memory"
     return f"{note}; estimated at {estimate.time_ms:.3f} ms{memory}"
@@ -483,7 +483,7 @@ def _plan_all(
     for place, variant in enumerate(variants):
         left = end - now()
         if tries and left <= _least_seconds(tries):
-            tries.append(_Try(name=variant.name, why_not=_OVER))
+            tries.append(_Try(name=variant.name, why_not=UNPLANNED))
             continue
         found = error = None
         started = now()

@@ -35,7 +35,7 @@ from cfp.profiling.tasks import Progress
 from cfp.settings import ConstraintLevel
 from cfp.targets import UnknownOption
 from cfp.view.console import console_and_border, literal_console, wrapped
-from cfp.view.words import throughput
+from cfp.view.words import throughput, unplanned_text
 
 
 def show(view: Callable[[box.Box], RenderableType]) -> None:
@@ -68,6 +68,8 @@ def save(made: Plan, output: Path | None, *, say: bool) -> None:
         raise CfpError(f"Cannot write {output}: {error.strerror}.") from error
     if say:
         print(f"Saved {output}")
+        if unplanned := unplanned_text(made):
+            print(wrapped(f"{unplanned[0].upper()}{unplanned[1:]}"))
 
 
 def plan_json(plan: Plan, more: Mapping[str, Any] | None = None) -> str:

@@ -174,6 +174,10 @@ class RefusedFigures:
     count: Count
 
 
+# A variant's note where time was over before it was planned.
+UNPLANNED = "not planned: time was over"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantFigures:
     """A mesh, or a number of microbatches, that the plan was chosen among.

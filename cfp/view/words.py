@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.devices.device_kind import kind_of, memory_of
-from cfp.plan.figures import MoveFigure, OptionFigures, TensorFigure, VariantFigures
+from cfp.plan.figures import (
+    UNPLANNED,
+    MoveFigure,
+    OptionFigures,
+    TensorFigure,
+    VariantFigures,
+)
 from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN, PlanSegment
 from cfp.plan.plan import Plan
 from cfp.printable import counted, merged_alike
@@ -421,6 +427,8 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
 def remarks(plan: Plan) -> Iterator[str]:
     """Lists what a plan does not shard, keep or know, though users may expect it."""
     search, figures = plan.search, plan.figures
+    if unplanned := unplanned_text(plan):
+        yield unplanned
     yield from _whole_remarks(plan)
     if crossing := plan.environment.get("crosses_hosts"):
         yield f"goes from host to host: {crossing}"
@@ -488,6 +496,37 @@ def remarks(plan: Plan) -> Iterator[str]:
     if count := search.get("constraints_left_out", 0):
         what = f"{count:.0f} of the step's own sharding constraints"
         yield f"left out: {what}, since the plan decides"
+
+
+def unplanned_text(plan: Plan) -> str:
+    """Describes the variants that there was no time to plan; "" if there are none."""
+    every = plan.figures.variants if plan.figures else ()
+    late = [one for one in every if one.note.startswith(UNPLANNED)]
+    if not late:
+        return ""
+    own = next((one.estimated_ms for one in every if one.taken), None)
+
+    def estimate(one: VariantFigures) -> str:
+        if one.estimated_ms is None:
+            return f"{one.name}, not estimated"
+        text = f"{one.name}, estimated at {one.estimated_ms:.3f} ms"
+        if own is None:
+            return text
+        is_tie = abs(one.estimated_ms - own) <= SAME_MS
+        return text + (" like this one" if is_tie else f", this one at {own:.3f}")
+
+    text = (
+        f"time was over before {counted(len(late), 'variant', 'variants')} of "
+        f"{len(every)} could be planned: {few([estimate(one) for one in late], '; ')}"
+    )
+    if took := plan.search.get(_ALL, 0.0):
+        # Each has a share, and so has the last race.
+        most = 10 * ceil((len(every) + 1) * took / 10)
+        text += (
+            f"; with --time-budget {most}, or PlannerSettings(seconds={most}), there "
+            "should be time for all, and what was measured is kept"
+        )
+    return text
 
 
 def _whole_remarks(plan: Plan) -> Iterator[str]:
@@ -609,6 +648,8 @@ def _worth_remarks(plan: Plan) -> Iterator[str]:
         what = ", ".join(figures.chosen)
         yield f"chosen among {what} alone, as choose= (--choose) asks"
     for one in figures.variants:
+        if one.note.startswith(UNPLANNED):
+            continue
         yield f"variant {one.name}: {_variant_text(one)}{' (this one)' * one.taken}"
     for how, is_measured in (("as measured", True), ("by prediction", False)):
         parts = []

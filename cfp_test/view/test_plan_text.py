@@ -11,8 +11,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 import cfp
 from cfp.analysis.analyze import analyze, build_frame
 from cfp.analysis.layout import lay_out
+from cfp.cli.options import save
 from cfp.plan.describe import whole_ops
-from cfp.plan.figures import Figures, VariantFigures, WorthFigures
+from cfp.plan.figures import UNPLANNED, Figures, VariantFigures, WorthFigures
 from cfp.plan.parts import Role
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
@@ -22,6 +23,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.view.page import page_html
 from cfp.view.text import explain_text, plan_text
+from cfp.view.words import unplanned_text
 from cfp_test.checking import make_mesh
 from cfp_test.report.plans import RACE, Block, axis_role, layers, make_plan, row
 
@@ -216,6 +218,44 @@ def test_each_variant_that_a_plan_was_chosen_among_has_a_line():
         "  variant x=4: 9.500 ms, estimated at 8.000 ms (this one)",
         "  variant x=2,y=2: Too large.",
     ]
+
+
+def test_variants_that_there_was_no_time_for_are_told_first(tmp_path, capsys):
+    def variant(name, estimated_ms, note=UNPLANNED, **changes):
+        values = {"step_ms": None, "memory_bytes": None, "taken": False, **changes}
+        return VariantFigures(name=name, estimated_ms=estimated_ms, note=note, **values)
+
+    own = variant("x=4", 8.0, "", step_ms=9.5, taken=True)
+    late = variant("x=2,y=2", 8.0, f"{UNPLANNED}; estimated at 8.000 ms")
+    others = variant("y=4", 8.5), variant("z=4", None)
+    known = {"planning_seconds": 107.7}
+
+    def planned(*variants):
+        figures = Figures(variants=variants)
+        return replace(make_plan([], RACE), figures=figures, search=known)
+
+    plan = planned(own, late)
+    words = (
+        "ime was over before 1 variant of 2 could be planned: x=2,y=2, estimated at "
+        "8.000 ms like this one; with --time-budget 330, or PlannerSettings("
+        "seconds=330), there should be time for all, and what was measured is kept"
+    )
+    for show in (repr, plan_text, page_html):
+        said = " ".join(show(plan).split())
+        assert words in said
+        assert "variant x=2,y=2" not in said
+    save(plan, tmp_path / "plan.json", say=True)
+    saved, *said = capsys.readouterr().out.splitlines()
+    assert saved.startswith("Saved ")
+    assert " ".join(" ".join(said).split()) == f"T{words}"
+    save(plan, tmp_path / "plan.json", say=False)
+    save(planned(own), tmp_path / "plan.json", say=True)
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert (
+        "3 variants of 4 could be planned: x=2,y=2, estimated at 8.000 ms like this "
+        "one; y=4, estimated at 8.500 ms, this one at 8.000; z=4, not estimated; "
+    ) in " ".join(repr(planned(own, late, *others)).split())
+    assert "estimated at 8.500 ms" in unplanned_text(planned(others[0]))
 
 
 @pytest.mark.explained("Left out: the step's own sharding constraints")

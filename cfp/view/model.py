@@ -209,6 +209,7 @@ class PlanView:
         title, headline: names of it, without figures and with them.
         figures: its time and memory, with their sources.
         predicted_how: the source of its predicted time.
+        deviation: of its predicted time from the measured, or "".
         size: bytes on each device and their source; see `cfp.view.words.memory_figure`.
         rates: the source of its collectives' times; "" if they have none.
         unsearched: the reason why its strategies are not known; "" if they are.
@@ -228,6 +229,7 @@ class PlanView:
     headline: str
     figures: str
     predicted_how: str
+    deviation: str
     size: tuple[int, str] | None
     rates: str
     unsearched: str
@@ -263,6 +265,7 @@ def view_of(plan: Plan) -> PlanView:
         headline=words.headline(plan),
         figures="; ".join(words.figure_texts(plan)),
         predicted_how=words.predicted_how(plan),
+        deviation=words.deviation_text(plan),
         size=words.memory_figure(plan),
         rates=words.rates_text(plan),
         unsearched=words.unsearched_text(plan),
@@ -409,9 +412,9 @@ def choice_of(plan: Plan, segment: int) -> ChoiceView:
     if figures is None or why:
         return ChoiceView(why=why)
     known = words.known_how(plan)
-    taken, raced = figures.taken(segment), words.has_raced(plan)
+    taken = figures.taken(segment)
     if taken is None:
-        how = "it won the race" if raced else "it is part of the choice"
+        how = words.won_how(plan)
         return ChoiceView(why=f"{how}; this strategy was not {known} by itself")
     options = figures.kinds[figures.segment_kinds[segment]].options
     runner = words.runner_up(options, taken, figures.budget_bytes)
@@ -420,7 +423,7 @@ def choice_of(plan: Plan, segment: int) -> ChoiceView:
         return ChoiceView(why=why, taken=taken)
     # A runner-up that does not fit is the best of those: no other fits.
     too_large = words.too_large_text(runner, figures.budget_bytes)
-    surprise = "" if too_large else words.surprise_text(taken, runner, raced)
+    surprise = "" if too_large else words.surprise_text(plan, taken, runner)
     is_first = all(taken.step_ms <= one.step_ms + words.SAME_MS for one in options)
     place = "the fastest" if is_first else "the fastest that fits"
     tie = ", in a tie with the runner-up" * _is_tie(taken, runner)

@@ -23,7 +23,14 @@ from cfp.errors import CfpError
 from cfp.plan.figures import OptionFigures
 from cfp.plan.parts import Detail, roles_text
 from cfp.plan.plan import Plan
-from cfp.printable import columns, distinct_ends, merged_alike, printable, span_text
+from cfp.printable import (
+    columns,
+    counted,
+    distinct_ends,
+    merged_alike,
+    printable,
+    span_text,
+)
 from cfp.units import format_bytes
 from cfp.view.console import Fitted, new_table, plain_text, wrapped
 from cfp.view.model import (
@@ -64,7 +71,8 @@ def short_text(plan: Plan) -> str:
     lines.append(f"  chosen: {view.chosen}")
     lines += map(_run_text, view.runs[:_MOST_RUNS])
     if len(view.runs) > _MOST_RUNS:
-        lines.append(f"  and {len(view.runs) - _MOST_RUNS} more runs of segments")
+        more = counted(len(view.runs) - _MOST_RUNS, "more run", "more runs")
+        lines.append(f"  and {more} of segments")
     sharded = sum(map(any, plan.arg_specs))
     lines.append(f"  arguments: {sharded} of {len(plan.arg_specs)} are sharded")
     lines += [f"  {remark}" for remark in view.remarks]

@@ -34,7 +34,7 @@ SAME_MS = 0.0005  # Less does not show.
 _NAME_WIDTH = 72
 _MOST_NAMES = 4
 _ALL = "planning_seconds"
-IN_ALL = "in all"
+IN_ALL, COMPILE = "in all", "compile"
 # Entries of `Plan.search` after `cfp verify`: the plan was made for described devices,
 # and its own prediction is by one device that ran its part. The environment is that
 # of the devices on which it was verified.
@@ -147,7 +147,8 @@ def figure_texts(plan: Plan) -> list[str]:
     """Lists the time and the memory of a plan, with their sources."""
     parts = []
     if plan.measured_ms is not None:
-        parts.append(f"{plan.measured_ms:.3f} ms per step, measured")
+        earlier = " in an earlier race" * bool(plan.search.get("race_cached"))
+        parts.append(f"{plan.measured_ms:.3f} ms per step, measured{earlier}")
     if plan.predicted_ms is not None:
         parts.append(f"{plan.predicted_ms:.3f} ms {predicted_how(plan)}")
     if (memory := memory_figure(plan)) is not None:
@@ -159,6 +160,14 @@ def figure_texts(plan: Plan) -> list[str]:
 def predicted_how(plan: Plan) -> str:
     """Returns the source of a plan's predicted time."""
     return _PREDICTED[plan.rung]
+
+
+def deviation_text(plan: Plan) -> str:
+    """Returns a prediction's deviation; "" if unknown, or of virtual devices."""
+    is_virtual = known_how(plan) == "estimated" and WAS_DESCRIBED not in plan.search
+    if is_virtual or not plan.measured_ms or plan.predicted_ms is None:
+        return ""
+    return f"{plan.predicted_ms / plan.measured_ms - 1:+.1%} of the measured"
 
 
 def memory_figure(plan: Plan) -> tuple[int, str] | None:
@@ -241,12 +250,14 @@ def summary_line(plan: Plan) -> str:
     seconds = ", ".join(
         f"{name} {value:.1f} s{note}"
         for name, value, note in pass_seconds(plan)
-        if name != IN_ALL
+        if name not in (IN_ALL, COMPILE)
     )
     parts = [counts_text(search), seconds]
     if _ALL in search:
         what = "tracing and compiling" if _has_compiled(plan) else "tracing"
         parts.append(f"{search[_ALL]:.1f} s {IN_ALL}, with {what}")
+    if (took := search.get(f"{COMPILE}_seconds")) is not None:
+        parts.append(f"the plan's program compiled in {took:.1f} s, now or earlier")
     return "; ".join(filter(None, parts))
 
 
@@ -257,17 +268,32 @@ def _has_compiled(plan: Plan) -> bool:
 
 
 def pass_seconds(plan: Plan) -> Iterator[tuple[str, float, str]]:
-    """Lists the seconds of each pass and in all, with a remark on them or ""."""
+    """Lists the seconds of each pass and in all, with a remark on them or "".
+
+    Those of compiling the plan's program are a part of the race's, or of an earlier's.
+    """
     for key, value in plan.search.items():
         if key.endswith("_seconds"):
             is_cached = key == "race_seconds" and plan.search.get("race_cached")
             name = IN_ALL if key == _ALL else key.removesuffix("_seconds")
-            yield name, value, ", from the cache" if is_cached else ""
+            note = ", from the cache" if is_cached else ""
+            yield name, value, ", in the race or earlier" if name == COMPILE else note
 
 
 def has_raced(plan: Plan) -> bool:
     """True if any candidate of a plan was run."""
     return any(row.samples_ms for row in plan.race)
+
+
+def won_how(plan: Plan) -> str:
+    """Says why what a plan chose was taken: by a race of several programs, or not."""
+    if not has_raced(plan):
+        return "it is part of what was chosen"
+    ran = [row for row in plan.race if row.samples_ms]
+    if len({row.samples_ms for row in ran if not row.note}) > 1:
+        return "it won the race"
+    and_fit = " and fit" * any(row.note for row in ran)
+    return f"it is part of the only program that was timed{and_fit}"
 
 
 def is_sharded(plan: Plan) -> bool:
@@ -326,13 +352,11 @@ def too_large_text(option: OptionFigures, budget_bytes: int | None) -> str:
     return ", which does not fit" if over else ""
 
 
-def surprise_text(taken: OptionFigures, runner: OptionFigures, raced: bool) -> str:
+def surprise_text(plan: Plan, taken: OptionFigures, runner: OptionFigures) -> str:
     """Explains why an option was taken though another is predicted to be faster."""
     if taken.step_ms - runner.step_ms <= SAME_MS:
         return ""
-    if not raced:
-        return "it is part of what was chosen, though another is predicted to be faster"
-    return "it won the race, though another strategy was predicted to be faster"
+    return f"{won_how(plan)}, though another strategy was predicted to be faster"
 
 
 # --------------------------------------------------------------------------- throughput

@@ -76,6 +76,29 @@ def test_a_faster_option_that_does_not_fit_is_no_runner_up_and_one_that_fits_is(
     )
 
 
+def test_a_program_that_was_timed_alone_won_no_race():
+    wide = figured(["a", "b"], budget_bytes=None)
+    data, planned, _, failed = RACE
+    over = replace(data, note="over the memory budget")
+    twin = replace(data, samples_ms=planned.samples_ms, time_ms=planned.time_ms)
+    though = ", though another strategy was predicted to be faster"
+    for race, how in (
+        ([planned], "it is part of the only program that was timed"),
+        ([planned, twin, failed], "it is part of the only program that was timed"),
+        ([planned, over], "it is part of the only program that was timed and fit"),
+        ([failed], "it is part of what was chosen"),
+    ):
+        said = " ".join(explain_text(replace(wide, race=tuple(race))).split())
+        assert how + though in said and "it won the race" not in said
+
+
+def test_a_time_of_an_earlier_race_says_so():
+    plan = make_plan([], RACE)
+    again = replace(plan, search={**plan.search, "race_cached": 1.0})
+    assert ", measured;" in plan_text(plan)
+    assert ", measured in an earlier race;" in plan_text(again)
+
+
 @pytest.mark.parametrize(
     ("changes", "is_tie"),
     [

@@ -118,6 +118,10 @@ def test_numbers_are_those_of_the_plan():
     assert gather == ["all-gather", "x", "190", "285.00 KiB", "11.875 ms"]
     assert "profile | 20.0 s" in " | ".join(page.rows("profile")[0])
     assert "-7.3% of the measured" in " ".join(page.text.split())
+    virtual = {**DEEP.search, "strategies_estimated": 1.0}
+    assert "of the measured" not in page_html(replace(DEEP, search=virtual))
+    verified = replace(DEEP, search={**virtual, "was_described": 1.0})
+    assert "-7.3% of the measured" in page_html(verified)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,8 @@ def test_a_plan_of_many_different_segments_prints_in_a_few_lines_too():
     assert len(lines) < 30
     assert max(map(len, lines)) <= 100
     assert "  and 46 more runs of segments" in lines
+    five = repr(make_plan([row for row in rows if row[1].segment < 5], RACE))
+    assert "  and 1 more run of segments" in five.splitlines()
     assert "and 26 more; parameters sharded" in " ".join(map(str.strip, lines))
 
 

@@ -161,6 +161,12 @@ def test_what_planning_took_ends_with_all_of_it():
     assert summary_line(replace(plan, search=search)) == (
         "search 1.0 s, race 2.0 s; 9.5 s in all, with tracing and compiling"
     )
+    # The compiling is a part of a race, of this one or of an earlier one.
+    found = summary_line(replace(plan, search={**search, "compile_seconds": 8.0}))
+    assert found == (
+        "search 1.0 s, race 2.0 s; 9.5 s in all, with tracing and compiling; "
+        "the plan's program compiled in 8.0 s, now or earlier"
+    )
     # Where nothing was compiled it is not said that something was.
     only = [replace(r, samples_ms=(), time_ms=None, peak_bytes=2**20) for r in RACE]
     plan = replace(plan, race=tuple(only), peak_bytes=None, measured_ms=None)

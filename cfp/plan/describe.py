@@ -392,6 +392,8 @@ def axis_roles(frame: Frame, op: Op, strategy: Strategy) -> tuple[AxisRole, ...]
             role = Role.CONTRACTED
             if choice.exit != NONE:
                 scattered_dim = _result_dim(op, choice.exit)
+        elif not is_contraction(op) and op.kind != "gather":
+            role = Role.DIM
         elif len(op.operands) < 2 or len(holders) > 1:
             role = Role.BATCH
         # What a lookup gives has the dims of its indices as rows, and what a parameter

@@ -34,13 +34,15 @@ class Role(StrEnum):
     ROWS = "rows"
     COLUMNS = "columns"
     CONTRACTED = "contracted"
+    DIM = "dim"  # of an op that is neither a product nor a lookup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisRole:
     """Part of a block's anchor that one mesh axis shards.
 
-    Two of them are equal where only sizes differ, as with another batch.
+    Two of them are equal where only sizes differ, as with another batch. A role
+    follows from the factor.
 
     Attributes:
         axis: name of the mesh axis.
@@ -53,7 +55,7 @@ class AxisRole:
     """
 
     axis: Name
-    role: Role
+    role: Role = field(compare=False)
     factor: Count
     dim: Annotated[int, Field(strict=True, ge=-1)]
     scattered_dim: Count | None
@@ -69,13 +71,19 @@ class Detail(Enum):
 
 
 def roles_text(roles: Sequence[AxisRole], detail: Detail = Detail.SIZES) -> str:
-    """Describes the roles of axes in a block: ``x: rows (dim 0 of 8)``."""
+    """Describes the roles of axes in a block: ``x: rows (dim 0 of 8)``.
+
+    A dim that is only a dim has no more words: ``x: dim 0 of 8``.
+    """
     parts = []
     for one in roles:
         where = [] if one.role is Role.CONTRACTED else [f"dim {one.dim}"]
         where += [f"of {one.size}"] if detail is Detail.SIZES else []
         text = f"{one.axis}: {one.role}"
-        text += f" ({' '.join(where)})" if where and detail is not Detail.ROLES else ""
+        if one.role is Role.DIM:
+            text = f"{one.axis}: {' '.join(where)}"
+        elif where and detail is not Detail.ROLES:
+            text += f" ({' '.join(where)})"
         if one.scattered_dim is not None:
             text += f", scattered to dim {one.scattered_dim}"
         parts.append(text)

@@ -1,6 +1,7 @@
 """The dim that data parallelism shards in each contraction: the batch."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from cfp.analysis.analyze import build_frame
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.strategies import AxisChoice, describe
 from cfp.plan.describe import axis_roles
-from cfp.plan.parts import roles_text
+from cfp.plan.parts import Detail, Role, roles_text
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.roles import axis_walk, data_arguments
 from cfp.profiling.hlo import collectives_in
@@ -440,6 +441,22 @@ def test_rows_are_those_of_the_data_in_either_order(order):
         for size in (64, 32)
     ]
     assert texts == ["x: rows", "x: columns"]
+
+
+def test_a_dim_of_an_op_without_products_is_only_a_dim():
+    """An optimizer's weights have no batch, and another word is no other strategy."""
+
+    def step(w, use):
+        return w, jnp.where(use, w, jnp.tanh(w))
+
+    frame = frame_of(step, (jnp.ones((64, 32)), jnp.ones((64, 32), bool)))
+    [block] = frame.blocks
+    op = frame.program.ops[block.anchor]
+    assert op.rule is not None
+    roles = axis_roles(frame, op, (AxisChoice(op.rule.results[0][1][0]),))
+    texts = [roles_text(roles, detail) for detail in Detail]
+    assert texts == ["x: dim 1", "x: dim 1", "x: dim 1 of 32"]
+    assert roles == tuple(replace(one, role=Role.BATCH) for one in roles)
 
 
 def test_a_weight_with_a_scale_of_its_own_is_a_weight():

@@ -70,6 +70,9 @@ def at_levels(one: Candidate, levels: Sequence[ConstraintLevel]) -> list[Candida
     return [replace(one, name=level_name(name, level), level=level) for level in levels]
 
 
+LESS_MEMORY = "planned, less memory"  # Names what `smaller_than` finds.
+
+
 def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
     """Returns the choice with the least predicted memory, tried if nothing else fits.
 
@@ -113,7 +116,7 @@ def smaller_than(
     if best is None:
         return None
     choice = whole_choice(analysis, problem, best)
-    return Candidate("planned, less memory", choice, best.cost_ms)
+    return Candidate(LESS_MEMORY, choice, best.cost_ms)
 
 
 def rematerialized(

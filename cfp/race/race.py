@@ -288,7 +288,8 @@ class Run:
         memory = self.context.memory
         reserve = memory.reserve_bytes if memory else 0
         budget = self.context.budget_bytes
-        error = no_winner(self.analysis, results, budget, reserve)
+        problem = self.solution.problem
+        error = no_winner(self.analysis, results, budget, reserve, problem)
         if isinstance(error, MemoryBudgetError) and self.is_over():
             return error.with_line(
                 "Time for planning was over before all that may need less was compiled:"

@@ -39,16 +39,14 @@ from cfp.plan.figures import (
 from cfp.plan.parts import AxisRole, roles_text
 from cfp.plan.plan import Plan
 from cfp.presets.presets import named_choices, plainest, presets
-from cfp.printable import distinct_ends, merged_name
+from cfp.printable import distinct_ends, merged_name, span_text
 from cfp.profiling.rates import Rates
 from cfp.search.choices import Kernels, picks_of
 from cfp.search.problem import Option, Problem
 from cfp.search.solver import solve
 from cfp.settings import ALL_DIMENSIONS, Dimension
 from cfp.solution import Candidate
-from cfp.view.words import REMATERIALIZED, kernels_text
-
-_NONE_CAN = "no kernel that may be used can compute it"
+from cfp.view.words import NONE_CAN, REMATERIALIZED, kernels_text
 
 
 def with_figures(
@@ -129,7 +127,10 @@ class _Trials:
             (with_ms if is_used else without_ms).append(one.step_ms)
         if not with_ms:
             return "no strategy was tried with it"
-        text = f"tried: the step is predicted at {min(with_ms):.3f} ms with it"
+        kinds = self.found.segment_kinds
+        where = span_text([i for i, one in enumerate(kinds) if one == kind])
+        where = f" in segment {where}" * (len({*kinds}) > 1)
+        text = f"tried{where}: the step is predicted at {min(with_ms):.3f} ms with it"
         return text + (f", {min(without_ms):.3f} ms without" if without_ms else "")
 
 
@@ -265,7 +266,7 @@ def _unused(
 ) -> str:
     """Says why an attention is as it is written that some kernels can compute."""
     if not able:
-        return _NONE_CAN
+        return NONE_CAN
     for name in able:
         if why := failed.get(SegmentKernels(attention=name)):
             return f"{name} failed: {why.partition(chr(10))[0]}"

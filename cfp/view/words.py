@@ -34,6 +34,7 @@ SAME_MS = 0.0005  # Less does not show.
 _NAME_WIDTH = 72
 _MOST_NAMES = 4
 _ALL = "planning_seconds"
+NONE_CAN = "no kernel that may be used can compute it"
 IN_ALL, COMPILE = "in all", "compile"
 # Entries of `Plan.search` after `cfp verify`: the plan was made for described devices,
 # and its own prediction is by one device that ran its part. The environment is that
@@ -488,6 +489,8 @@ def remarks(plan: Plan) -> Iterator[str]:
             f"{format_bytes(undonated)} of each device are free"
         )
     yield from _budget_remarks(plan)
+    if remat_untried(plan):
+        yield "rematerialization: not tried, the plan fits by prediction without it"
     if plan.in_host:
         yield _in_host_text(plan)
     if plan.uneven:
@@ -514,7 +517,10 @@ def remarks(plan: Plan) -> Iterator[str]:
         yield from _worth_remarks(plan)
         for name in dict.fromkeys(one.name for one in figures.left):
             reasons = [one.reason for one in figures.left if one.name == name]
-            yield f"{name} as written: {few(reasons, '; ')}"
+            if figures.refused:  # They say it of each kernel.
+                reasons = [one for one in reasons if one != NONE_CAN]
+            if reasons:
+                yield f"{name} as written: {few(reasons, '; ')}"
         if refused := [f"by {one.kernel}: {one.reason}" for one in figures.refused]:
             yield f"attention not {few(refused, '; ')}"
     if count := search.get("constraints_left_out", 0):
@@ -577,6 +583,24 @@ def _whole_remarks(plan: Plan) -> Iterator[str]:
             f"all blocks run whole on each of the {devices} devices: but for the "
             f"update of what is stored in parts, {slow}{instead}"
         )
+
+
+def remat_untried(plan: Plan) -> bool:
+    """True if a search under a memory limit had no need to rematerialize anything."""
+    figures = plan.figures
+    if figures is None or figures.budget_bytes is None or unsearched_text(plan):
+        return False
+    if figures.chosen and Dimension.REMAT not in figures.chosen:
+        return False
+    options = [one for kind in figures.kinds for one in kind.options]
+    return (
+        not any(one.rematerialized for one in plan.segments)
+        and not any(one.strategy.rematerialized for one in options)
+        and any(one.taken for one in options)
+        and all(
+            one.memory_bytes <= figures.budget_bytes for one in options if one.taken
+        )
+    )
 
 
 def _budget_remarks(plan: Plan) -> Iterator[str]:

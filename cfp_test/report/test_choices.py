@@ -1,6 +1,7 @@
 """Explanations of a search, and time against memory, as people and scripts see them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from rich import box
 from rich.console import Console
 
 from cfp.analysis.analyze import analyze
-from cfp.analysis.layout import Storage
+from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.errors import CfpError
 from cfp.presets.presets import presets
@@ -22,7 +23,7 @@ from cfp.report.explained import (
     trade_off_data,
     trade_off_view,
 )
-from cfp.report.figures import option_names, strategy_figures
+from cfp.report.figures import _Trials, option_names, strategy_figures
 from cfp.search.explain import explain
 from cfp.search.problem import Option, Problem
 from cfp.search.tradeoff import trade_off
@@ -225,3 +226,21 @@ def test_the_curve_as_a_plot(problem, tmp_path):
     assert (tmp_path / "curve.svg").stat().st_size > 1000
     with pytest.raises(CfpError, match="Cannot draw"):
         plot_trade_off(problem, found, tmp_path / "curve.abc", None)
+
+
+def test_kernels_that_were_tried_are_told_by_the_segments_of_their_kind():
+    """Several kinds are told apart by their segments; one is not."""
+    none, some = SegmentKernels(), SegmentKernels(attention="chunked")
+    tried = [
+        SimpleNamespace(candidate=SimpleNamespace(kernels=k)) for k in (none, some)
+    ]
+    drawn = SimpleNamespace(options=[SimpleNamespace(step_ms=ms) for ms in (9.0, 9.5)])
+
+    def outcome(*kinds: int) -> str:
+        found = SimpleNamespace(kinds=[drawn] * 2, segment_kinds=kinds)
+        trials = _Trials(found, SimpleNamespace(options=[tried] * 2))
+        return trials.outcome(0, lambda kernels: kernels.attention == "chunked")
+
+    said = "the step is predicted at 9.500 ms with it, 9.000 ms without"
+    assert outcome(0, 0, 1) == f"tried in segment 0-1: {said}"
+    assert outcome(0, 0) == f"tried: {said}"

@@ -493,3 +493,21 @@ def test_a_short_text_names_each_block():
         for place, name in enumerate(names)
     ]
     assert "q/kernel, k/kernel, v/kernel x: rows" in repr(make_plan(rows, RACE))
+
+
+def test_rematerialization_that_was_not_tried_is_told_under_a_budget():
+    said = "rematerialization: not tried, the plan fits by prediction without it"
+    fits = figured(["a", "b"], budget_bytes=650 * KIB)
+    assert said in " ".join(repr(fits).split())
+    kind = fits.figures.kinds[0]
+    first, *rest = kind.options
+    again = replace(first, strategy=replace(first.strategy, rematerialized=True))
+    tried = (replace(kind, options=(first, again, *rest)),)
+    some = replace(fits.segments[0], rematerialized=True)
+    for plan in (
+        figured(["a", "b"]),
+        figured(["a", "b"], budget_bytes=550 * KIB),
+        replace(fits, figures=replace(fits.figures, kinds=tried)),
+        replace(fits, segments=(some, *fits.segments[1:])),
+    ):
+        assert "not tried" not in repr(plan)

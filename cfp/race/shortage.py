@@ -265,7 +265,10 @@ def _advice(
     analysis: Analysis, choice: Choice | None, parts: Sequence[str], large: set[str]
 ) -> str:
     """Suggests remedies, by what takes most memory."""
-    options = ["Raise the budget, use more devices"]
+    options = ["Raise the budget"]
+    if large == {RESERVE}:  # Each of more devices has as much for its allocator.
+        return f"{options[0]}. {_rematerialization_text(analysis, choice)}".rstrip()
+    options.append("use more devices")
     if not parts or parts[0] == TEMPORARIES or TEMPORARIES in large:
         options.append(
             "make the batch smaller, or let it through in parts (--microbatches, "

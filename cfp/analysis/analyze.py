@@ -15,7 +15,8 @@ from functools import cached_property
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.analysis.blocks import find_blocks
-from cfp.analysis.flow import Flow, passes
+from cfp.analysis.contractions import is_product
+from cfp.analysis.flow import NEVER, Flow, first_downstream, passes
 from cfp.analysis.layout import Frame, GroupSharding
 from cfp.analysis.numbering import number_values
 from cfp.analysis.segments import Segment, find_segments, open_loops
@@ -187,6 +188,46 @@ def analyze(
 
 
 # -------------------------------------------------------------------------------- pins
+
+
+def update_blocks(frame: Frame) -> set[int]:
+    """Finds blocks without products that lie in the optimizer's update.
+
+    Such a block lies before no product, on the way to the state that the step returns,
+    and behind a gradient, or where what is made of the state alone (a weight's norm)
+    meets one.
+    """
+    program, flow = frame.program, Flow(frame.program)
+    ops = program.ops
+    members = [one for block in frame.blocks for one in block.members]
+    products = {one.op for one in members if is_product(ops[one.op])}
+    before, _ = first_downstream(flow, products)
+    made = [v for one in members if one.derived for v in ops[one.op].results]
+    behind = _downstream(flow, made)
+    pairs = [*zip(program.args, frame.paired, strict=True)]
+    by_data = _downstream(flow, [v for v, output in pairs if output is None])
+    state = {program.outputs[output] for _, output in pairs if output is not None}
+    makers = {maker.id for value in state for maker in flow.makers(value)}
+    found = set()
+    for block in frame.blocks:
+        if before[block.anchor] == NEVER:
+            after = {block.anchor, *_downstream(flow, ops[block.anchor].results)}
+            known = block.anchor in behind or block.anchor not in by_data
+            if known and after & behind and after & makers:
+                found.add(block.index)
+    return found
+
+
+def _downstream(flow: Flow, values: Sequence[int]) -> set[int]:
+    """The ops that compute with values, or with what is made of them."""
+    found: set[int] = set()
+    stack = [*values]
+    while stack:
+        for op, _ in flow.readers(stack.pop()):
+            if op.id not in found:
+                found.add(op.id)
+                stack += op.results
+    return found
 
 
 def resolve_pins(

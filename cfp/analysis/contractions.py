@@ -61,6 +61,11 @@ def is_contraction(op: Op) -> bool:
     return False
 
 
+def is_product(op: Op) -> bool:
+    """True if an op is a contraction, or a lookup in a table."""
+    return is_contraction(op) or op.kind == "gather"
+
+
 def _differentiated_later(op: Op) -> bool:
     """True if JAX's scope says that an op stands in a forward pass.
 

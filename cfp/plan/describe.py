@@ -9,8 +9,8 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from cfp.analysis.analyze import Analysis
-from cfp.analysis.contractions import is_contraction
+from cfp.analysis.analyze import Analysis, update_blocks
+from cfp.analysis.contractions import is_contraction, is_product
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out, program_flops
 from cfp.analysis.storage import even_spec, spec_ways
@@ -62,6 +62,7 @@ def plan_rows(analysis: Analysis, choice: Choice) -> tuple[PlanRow, ...]:
     """One row for each block: what is sharded, and what must be communicated."""
     frame = analysis.frame
     moved = _moved(analysis, lay_out(frame, choice))
+    updating = update_blocks(frame)
     rows = []
     for segment in analysis.segments:
         for b in segment.blocks:
@@ -76,6 +77,7 @@ def plan_rows(analysis: Analysis, choice: Choice) -> tuple[PlanRow, ...]:
                     strategy=axis_roles(frame, op, choice.blocks[b]),
                     collectives=_collective_text(moved[b]),
                     repeats=op.repeat,
+                    updates=b in updating,
                 )
             )
     return tuple(rows)
@@ -392,7 +394,7 @@ def axis_roles(frame: Frame, op: Op, strategy: Strategy) -> tuple[AxisRole, ...]
             role = Role.CONTRACTED
             if choice.exit != NONE:
                 scattered_dim = _result_dim(op, choice.exit)
-        elif not is_contraction(op) and op.kind != "gather":
+        elif not is_product(op):
             role = Role.DIM
         elif len(op.operands) < 2 or len(holders) > 1:
             role = Role.BATCH

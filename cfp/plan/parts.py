@@ -146,6 +146,7 @@ class PlanRow:
         collectives: the collectives that follow in one step, in words.
         repeats: how often the anchor runs in one step, which is more than once in a
             loop.
+        updates: whether it is a part of the optimizer's update without products.
     """
 
     block: Count
@@ -155,6 +156,7 @@ class PlanRow:
     strategy: tuple[AxisRole, ...]
     collectives: Words
     repeats: Annotated[int, Field(strict=True, ge=1)]
+    updates: Flag = False
 
 
 def type_text(aval: Any) -> str:

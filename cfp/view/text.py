@@ -88,7 +88,9 @@ def short_text(plan: Plan) -> str:
 
 def _run_text(run: RunView) -> str:
     """Describes briefly how the blocks of some segments are sharded."""
-    blocks = [block for segment in run.segments for block in segment.blocks]
+    every = [block for segment in run.segments for block in segment.blocks]
+    blocks = [block for block in every if not block.row.updates]
+    updates = [block for block in every if block.row.updates]
     modules: list[str] = []
     ways: dict[str, list[str]] = {}
     alike = Counter((b.path, roles_text(b.row.strategy, Detail.ROLES)) for b in blocks)
@@ -100,10 +102,40 @@ def _run_text(run: RunView) -> str:
         modules += [module] if module else []
         ways.setdefault(way, []).append(end + f" ({count} blocks)" * (count > 1))
     where = f" ({few(modules)})" if modules else ""
-    sharded = few([f"{few(names)} {way}" for way, names in ways.items()], "; ")
+    parts = [f"{few(names)} {way}" for way, names in ways.items()]
+    parts = [few(parts, "; ")] if parts else []
+    parts += [f"{_update_name(updates)} {_update_sharded(updates)}"] if updates else []
+    sharded = "; ".join(parts)
     stored = few([segment.parameters for segment in run.segments], " or ")
     numbers = span_text([i for segment in run.segments for i in segment.indices])
     return f"  segment {numbers}{where}: {sharded}; parameters {stored}"
+
+
+def _update_name(updates: Sequence[BlockView]) -> str:
+    """Names the blocks without products in an optimizer's update, as one."""
+    blocks = counted(len(updates), "block", "blocks")
+    return f"optimizer update ({blocks} without products)"
+
+
+def _update_sharded(updates: Sequence[BlockView]) -> str:
+    """Says how many of such blocks each axis shards: ``x: 3 of 6 blocks``."""
+    axes = Counter(one.axis for block in updates for one in block.row.strategy)
+    parts = [f"{axis}: {n} of {len(updates)}" for axis, n in sorted(axes.items())]
+    return "; ".join(parts) or "replicated"
+
+
+def _update_collectives(updates: Sequence[BlockView]) -> str:
+    """Sums up the collectives of such blocks."""
+    sums: dict[tuple[str, tuple[str, ...]], int] = {}
+    for move in (m for b in updates if b.figures for m in b.figures.moves):
+        key = move.kind, move.axes
+        sums[key] = sums.get(key, 0) + move.total_bytes
+    texts = [
+        f"{kind} over {','.join(axes)}, {format_bytes(size)}"
+        for (kind, axes), size in sums.items()
+    ]
+    own = (block.collectives for block in updates if block.figures is None)
+    return "; ".join([*texts, *(text for text in own if text != "-")]) or "-"
 
 
 # ------------------------------------------------------------------------------- tables
@@ -143,13 +175,17 @@ def _blocks_table(view: PlanView, border: box.Box) -> Fitted:
             if segment.count > 1:
                 first += f" ({segment.count} x)"
                 times = f"{segment.count} x " * (segment.time_ms is not None)
-            head, *rest = segment.blocks
-            ends = segment.parameters, head.collectives, times + time
-            table.add_row(first, head.path, head.sharded, *ends)
-            cells = [(b.path, b.sharded, "", b.collectives, "") for b in rest]
-            for (path, *others), alike in groupby(cells):
+            shown = [b for b in segment.blocks if not b.row.updates]
+            cells = [(b.path, b.sharded, b.collectives) for b in shown]
+            if updates := [b for b in segment.blocks if b.row.updates]:
+                name, sharded = _update_name(updates), _update_sharded(updates)
+                cells.append((name, sharded, _update_collectives(updates)))
+            ends = segment.parameters, times + time
+            for (path, sharded, moved), alike in groupby(cells):
                 count = len([*alike])
-                table.add_row("", path + f" ({count} blocks)" * (count > 1), *others)
+                path += f" ({count} blocks)" * (count > 1)
+                table.add_row(first, path, sharded, ends[0], moved, ends[1])
+                first, ends = "", ("", "")
         table.add_section()
     return Fitted(table)
 

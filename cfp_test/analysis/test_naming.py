@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from cfp.analysis.analyze import analyze
+from cfp.analysis.analyze import analyze, update_blocks
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 
@@ -150,3 +150,42 @@ def test_an_einsum_is_named_without_its_dots():
 
     names = names_of(sgd(loss), {"w": jnp.ones((16, 16))}, X)
     assert "scores/qd,kd->qk" in names and not any("..." in name for name in names)
+
+
+def frame_of(step, *args):
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    program, _ = trace(flatten_step(step, args), mesh)
+    return analyze(program, (("x", 4),)).frame
+
+
+@pytest.mark.parametrize("is_clipped", [False, True])
+def test_blocks_of_the_optimizers_update_are_told_from_others(is_clipped):
+    """Lamb's have weights' norms, and what is chosen by them; none of the model's."""
+    tx = optax.lamb(1e-3)
+    if is_clipped:
+        tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
+    params = {"a": jnp.ones((16, 32)), "b": jnp.ones((32, 16))}
+
+    def step(params, opt, mask, x):
+        def loss(p):
+            return ((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt = tx.update(grads, opt, params)
+        shown = jnp.where(mask, 2.0, 0.0)  # of data, and without products
+        return optax.apply_updates(params, updates), opt, value, shown
+
+    frame = frame_of(step, params, tx.init(params), jnp.ones((64, 64), bool), X[0])
+    kinds = [frame.program.ops[block.anchor].kind for block in frame.blocks]
+    updates = update_blocks(frame)
+    others = [kind for index, kind in enumerate(kinds) if index not in updates]
+    assert sorted(others) == ["dot_general", "dot_general", "select"]
+    assert [kinds[index] for index in sorted(updates)] == ["select"] * 4
+
+
+def test_what_only_shows_gradients_updates_nothing():
+    def step(params, x):
+        grads = jax.grad(lambda p: ((x @ p) ** 2).mean())(params)
+        return jnp.where(grads > 0, grads, 0.0).sum(0)
+
+    assert not update_blocks(frame_of(step, jnp.ones((16, 32)), X[0]))

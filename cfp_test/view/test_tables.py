@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from cfp.plan.parts import Role
 from cfp.plan.plan import Plan
 from cfp.printable import merged_alike, merged_name
 from cfp.race.programs import RaceRow
@@ -14,7 +15,7 @@ from cfp.view.page import page_html
 from cfp.view.text import explain_text, plan_text, print_plan
 from cfp.view.words import summary_line
 from cfp_test.forking import quick_python
-from cfp_test.report.plans import RACE, as_data, layers, make_plan, row
+from cfp_test.report.plans import RACE, as_data, axis_role, layers, make_plan, row
 from cfp_test.scripts.plan_picture import picture
 
 
@@ -47,6 +48,32 @@ def test_the_table_of_a_known_plan():
         "12 strategies measured, 3 from the cache, 1 failed; "
         "profile 20.0 s, search 0.5 s, race 7.0 s"
     )
+
+
+def test_an_optimizers_blocks_without_products_share_a_row():
+    """They are many, and mostly without names; explanations still have each."""
+    dim = axis_role(Role.DIM, 1, 64)
+    made = [("-", (dim,)), ("-", (dim,)), ("all-gather over x, 8.00 KiB", ())]
+    blocks = layers([])
+    blocks += [
+        row(1, 9, "select_n", updates=True, block=2 + i, strategy=how, collectives=text)
+        for i, (text, how) in enumerate(made)
+    ]
+    plan = make_plan(blocks, RACE)
+    shown = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in plan_text(plan, width=160).splitlines()
+        if "optimizer" in line or "select_n" in line
+    ]
+    name = "optimizer update (3 blocks without products)"
+    assert shown == [["", name, "x: 2 of 3", "", "all-gather over x, 8.00 KiB", ""]]
+    said = " ".join(repr(plan).split())
+    assert f"; {name} x: 2 of 3; parameters sharded" in said
+    assert "select_n" not in said
+    assert explain_text(plan).count("select_n") == 3
+    alone = make_plan([row(0, 9, "select_n", updates=True)], RACE)
+    one = "optimizer update (1 block without products) replicated; parameters sharded"
+    assert f"segment 0: {one}" in repr(alone)
 
 
 @pytest.mark.parametrize(

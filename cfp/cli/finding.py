@@ -293,7 +293,8 @@ def _is_open(given: dict[str, Any]) -> bool:
 # ---------------------------------------------------------------------------- output
 
 _BASIS_WORDS = {
-    Basis.RACED: "Step times: the fastest plan of each, timed in turn in one race.",
+    Basis.RACED: "Step times: the fastest plan of each, timed in turn in one race; "
+    "what follows about the plan has times of its own race, which are others.",
     Basis.MEASURED: "Step times: of each plan's own race, which compare only roughly.",
     Basis.PREDICTED: "Step times: predicted.",
 }

@@ -215,9 +215,18 @@ def timeline(figures: Figures) -> list[Moment]:
     return forward + [replace(one, forward=False) for one in reversed(forward)]
 
 
-def is_far(moments: Sequence[Moment], budget_bytes: int) -> bool:
-    """Returns True if a budget lies far above all memory that is used."""
-    return budget_bytes > _FAR * max(moment.total_bytes for moment in moments)
+def is_far(
+    moments: Sequence[Moment], budget_bytes: int, compiled_bytes: int | None
+) -> bool:
+    """Returns True if a budget lies far above all memory that is used.
+
+    Args:
+        moments: at least one.
+        budget_bytes: memory that the plan may use.
+        compiled_bytes: what the compiled program needs, if it was compiled.
+    """
+    peak = max(moment.total_bytes for moment in moments)
+    return budget_bytes > _FAR * max(peak, compiled_bytes or 0)
 
 
 def timeline_drawing(
@@ -232,7 +241,7 @@ def timeline_drawing(
     """
     peak = max(moment.total_bytes for moment in moments)
     lines = {"compiled": compiled_bytes or 0}
-    if budget_bytes is not None and not is_far(moments, budget_bytes):
+    if budget_bytes is not None and not is_far(moments, budget_bytes, compiled_bytes):
         lines["budget"] = budget_bytes
     most = max(peak, *lines.values()) * 1.05 or 1.0
     chart = _Chart(62.0, 8.0, 30.0, most)
@@ -515,7 +524,7 @@ def _memory(plan: Plan) -> dict[str, Any] | None:
         "drawing": timeline_drawing(moments, budget, plan.peak_bytes),
         "peak": peak,
         "legend": dict(zip(KINDS, peak.parts, strict=True)),
-        "is_far": budget is not None and is_far(moments, budget),
+        "is_far": budget is not None and is_far(moments, budget, plan.peak_bytes),
     }
 
 

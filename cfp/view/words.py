@@ -695,10 +695,16 @@ def _worth_remarks(plan: Plan) -> Iterator[str]:
     if figures.chosen and len(figures.chosen) < len(Dimension):
         what = ", ".join(figures.chosen)
         yield f"chosen among {what} alone, as choose= (--choose) asks"
+    taken_ms = next((one.step_ms for one in figures.variants if one.taken), None)
+    own_ms = plan.measured_ms
+    # Their winners ran against each other, apart from the races of each.
+    have_raced = taken_ms not in (None, own_ms, plan.predicted_ms)
     for one in figures.variants:
         if one.note.startswith(UNPLANNED):
             continue
-        yield f"variant {one.name}: {_variant_text(one)}{' (this one)' * one.taken}"
+        own = f"; {own_ms:.3f} ms in its own race" if have_raced and own_ms else ""
+        this = f" (this one{own})" if one.taken else ""
+        yield f"variant {one.name}: {_variant_text(one, have_raced)}{this}"
     for how, is_measured in (("as measured", True), ("by prediction", False)):
         parts = []
         for one in figures.worth:
@@ -717,8 +723,10 @@ def _worth_remarks(plan: Plan) -> Iterator[str]:
             yield f"worth {how}: {'; '.join(parts)}"
 
 
-def _variant_text(one: VariantFigures) -> str:
-    time = [] if one.step_ms is None else [f"{one.step_ms:.3f} ms"]
+def _variant_text(one: VariantFigures, have_raced: bool) -> str:
+    """A variant's time, and its estimate before it was planned: of another plan."""
+    where = " in the race of the variants" * have_raced
+    time = [] if one.step_ms is None else [f"{one.step_ms:.3f} ms{where}"]
     if one.estimated_ms not in (None, one.step_ms):
-        time.append(f"estimated at {one.estimated_ms:.3f} ms")
+        time.append(f"estimated at {one.estimated_ms:.3f} ms before planning")
     return ", ".join(time) or one.note or "not timed"

@@ -374,9 +374,13 @@ def test_ticks_are_round(most, found):
 def test_a_budget_is_said_and_drawn():
     plan = figured(["a", "b"], budget_bytes=20 * KIB)
     assert 'class="limit budget"' in page_html(plan)
-    far = figured(["a", "b"], budget_bytes=2000 * KIB)
-    assert 'class="limit budget"' not in page_html(far).split("strategies")[0]
+    far = replace(figured(["a", "b"], budget_bytes=2000 * KIB), peak_bytes=20 * KIB)
+    assert 'class="limit budget"' not in page_html(far).split('id="strategies"')[0]
     assert "far above this picture" in page_html(far)
+    # Near what the compiled program needs, which the picture shows as well.
+    near = page_html(replace(far, peak_bytes=1900 * KIB))
+    assert 'class="limit budget"' in near.split('id="strategies"')[0]
+    assert "far above this picture" not in near
 
 
 def test_the_page_says_at_its_top_why_the_plan_was_chosen():

@@ -217,9 +217,16 @@ def test_each_variant_that_a_plan_was_chosen_among_has_a_line():
     plan = replace(make_plan([], RACE), figures=Figures(variants=variants))
     found = [line for line in repr(plan).splitlines() if "variant" in line]
     assert found == [
-        "  variant x=4: 9.500 ms, estimated at 8.000 ms (this one)",
+        "  variant x=4: 9.500 ms, estimated at 8.000 ms before planning (this one)",
         "  variant x=2,y=2: Too large.",
     ]
+    assert (plan.predicted_ms, plan.measured_ms) == (9.5, 10.25)
+    raced = replace(variants[0], step_ms=9.25)
+    plan = replace(plan, figures=Figures(variants=(raced,)))
+    assert (
+        "variant x=4: 9.250 ms in the race of the variants, estimated at 8.000 ms "
+        "before planning (this one; 10.250 ms in its own race)"
+    ) in " ".join(repr(plan).split())
 
 
 def test_variants_that_there_was_no_time_for_are_told_first(tmp_path, capsys):

@@ -14,6 +14,9 @@ from cfp.profiling.place import Place
 from cfp.profiling.tasks import Progress
 from cfp.settings import ALL_DIMENSIONS, ConstraintLevel, Dimension
 
+# Settings that the command line calls otherwise.
+_OPTIONS = {"time_budget": "seconds"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
@@ -92,7 +95,7 @@ class PlannerSettings:
         known = [one.name for one in fields(cls)]
         for name in given.keys() - {*known}:
             raise OptionError(
-                f"PlannerSettings has no {name}; {nearest(name, known)}"
+                f"PlannerSettings has no {name}; {nearest(name, known, _OPTIONS)}"
                 f"There are: {', '.join(known)}."
             )
         return object.__new__(cls)

@@ -217,9 +217,9 @@ def parallelize(
 
     Returns:
         A callable like ``fn``; its ``plan`` is the plan of the latest call. Arguments
-        that do not have the plan's shardings are moved there at each call. State that
-        is weakly typed, such as ``jnp.full(shape, 0.1)``, is taken as the step returns
-        it.
+        that do not have the plan's shardings are moved there at each call. Donated
+        state that is weakly typed, such as ``jnp.full(shape, 0.1)``, is taken as the
+        step returns it.
 
     Raises:
         OptionError: there is no such option, or a given plan has decided it already.
@@ -331,7 +331,10 @@ class ParallelStep:
         kinds = tuple(type(value) for _, value in step.static)
         key = (step.in_tree, step.static, kinds, step.avals, now)
         if key not in self._steps:
-            self._steps[key] = self._planned(args, kwargs, now)
+            found = self._planned(args, kwargs, now)
+            avals = found.compiled.step.avals  # Of weakly typed state as returned.
+            self._steps[key] = found
+            self._steps[step.in_tree, step.static, kinds, avals, now] = found
         self._latest = self._steps[key]
         return self._latest.compiled(*args, **kwargs)
 

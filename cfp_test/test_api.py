@@ -140,6 +140,61 @@ def test_state_of_weak_types_is_planned_once_as_it_is_returned(mesh, cache, tmp_
     assert_same((state, loss), (expected, wanted))
 
 
+def test_weakly_typed_state_of_one_array_and_of_two_shapes(mesh, cache, tmp_path):
+    def halve(state):
+        return state * jnp.float32(0.5)
+
+    def full(size):
+        return jnp.full((size,), 0.5)
+
+    options = {"mesh": mesh, "cache_dir": cache, "settings": QUICK}
+    plan = cfp.plan(halve, full(8), donate_argnums=0, **options)
+    plan.save(tmp_path / "plan.json")
+    kept = cfp.parallelize(halve, plan=tmp_path / "plan.json", mesh=mesh)
+    np.testing.assert_array_equal(kept(kept(full(8))), np.full(8, 0.125))
+    step = cfp.parallelize(halve, donate_argnums=0, **options)
+    plans = []
+    states = {size: full(size) for size in (8, 16)}
+    for size in (8, 16) * 3:
+        states[size] = step(states[size])
+        plans.append(step.plan)
+    assert len({id(one) for one in plans}) == 2
+    np.testing.assert_array_equal(states[16], np.full(16, 0.0625))
+
+
+class Sized:
+    """A container that reads its leaf when it is made."""
+
+    def __init__(self, x):
+        self.x, self.count = x, x.shape[0]
+
+
+jax.tree_util.register_pytree_node(
+    Sized, lambda one: ((one.x,), None), lambda _, leaves: Sized(*leaves)
+)
+
+
+def test_weak_types_that_no_call_replaces_stay(mesh, cache):
+    """Gradients have the parameters' structure, and are not their next values."""
+    traced = []
+
+    def loss(params, batch):
+        traced.append(params)
+        hidden = batch.x * params["a"] + params["b"]
+        return jnp.sum(hidden).astype(jnp.float32)
+
+    grads = cfp.parallelize(jax.grad(loss), mesh=mesh, cache_dir=cache, settings=QUICK)
+    params = {"a": jnp.full((8,), 1.01), "b": jnp.full((8,), 0.1)}
+    batch = Sized(jnp.full((16, 8), 1.01, jnp.bfloat16))
+    expected = jax.jit(jax.grad(loss))(params, batch)
+    traced.clear()
+    for _ in range(3):
+        found = grads(params, batch)
+    assert len(traced) == 1
+    assert grads.plan.step.avals[0].weak_type
+    np.testing.assert_array_equal(found["a"], expected["a"])
+
+
 def test_a_plan_traces_the_step_that_it_is_applied_to_once(mesh, cache):
     traced = []
 

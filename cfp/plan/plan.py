@@ -45,7 +45,7 @@ from cfp.program.graft import Constraints, partition_spec
 from cfp.program.meaning import trace_context_key
 from cfp.program.memory import HOST, in_memory
 from cfp.program.outline import Outline, outline_to_json
-from cfp.program.step import FlatStep, flatten_step
+from cfp.program.step import FlatStep, flatten_step, typed_as_returned
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceRow
 from cfp.runtime.executables import ReusableExecutable
@@ -238,7 +238,7 @@ class Plan:
         donate_argnums: int | Sequence[int] = (),
         donate_argnames: str | Sequence[str] = (),
     ) -> FlatStep:
-        """A call of the step, not traced; see `bind`.
+        """A call of the step, traced only if its state is weakly typed; see `bind`.
 
         Raises:
             PlanMismatch: the arguments are not those of the plan.
@@ -260,7 +260,8 @@ class Plan:
         )
         check_arguments(self.arg_names, self.arg_types, step)
         check_donated(self.donated, step)
-        return step.with_state_in_host(self.in_host).with_donated(self.donated)
+        step = step.with_state_in_host(self.in_host).with_donated(self.donated)
+        return typed_as_returned(step)
 
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
         """The plan with the step that it was made for.

@@ -509,29 +509,26 @@ def flatten_step(
         tuple(memory_kinds),
         tuple(explicit),
     )
-    return _typed_as_returned(step)
+    return typed_as_returned(step)
 
 
-def _typed_as_returned(step: FlatStep) -> FlatStep:
-    """The step with each weakly typed argument as the step itself returns it.
+def typed_as_returned(step: FlatStep) -> FlatStep:
+    """The step with weakly typed state as the step itself returns it.
 
     ``jnp.full(shape, 0.1)`` is weakly typed, and an optimizer's result is not: from
     the second call on a training step gets other types, for which ``jax.jit`` compiles
-    again. The step is taken as it is from then on. What it returns no other than it
-    came, or not at all, keeps its type.
+    again. The step is taken as it is from then on. An argument is state if it is
+    donated; what is returned as it came keeps its type.
     """
-    args, kwargs = tree_unflatten(step.in_tree, range(len(step.avals)))
-    parts = [tree_flatten(arg) for arg in (*args, *kwargs.values())]
-    # An array that is alone, and not donated, need not be what a result replaces.
-    parts = [
+    state = [
         (places, tree)
-        for places, tree in parts
-        if len(places) > 1 or any(step.donated[i] for i in places)
+        for places, tree in _arguments(step.in_tree)
+        if all(step.donated[i] for i in places)
     ]
     weak = [aval.weak_type for aval in step.avals]
-    while any(weak[i] for places, _ in parts for i in places):
+    while any(weak[i] for places, _ in state for i in places):
         before = list(weak)
-        for argument, result in _returned(step, parts):
+        for argument, result in _returned(step, state):
             weak[argument] &= result.weak_type
         if weak == before:
             break
@@ -543,25 +540,32 @@ def _typed_as_returned(step: FlatStep) -> FlatStep:
     return step
 
 
+def _arguments(in_tree: Any) -> Iterator[tuple[range, Any]]:
+    """Yields the leaves and the structure of each argument of a step."""
+    start = 0
+    for tree in (one for part in in_tree.children() for one in part.children()):
+        yield range(start, start + tree.num_leaves), tree
+        start += tree.num_leaves
+
+
 def _returned(
-    step: FlatStep, parts: Iterable[tuple[list[int], Any]]
+    step: FlatStep, state: Iterable[tuple[range, Any]]
 ) -> Iterator[tuple[int, Any]]:
     """Yields argument leaves, each with the type of the result that replaces it.
 
     Args:
         step: it is traced.
-        parts: leaves and structure of arguments. One is replaced by all results, or the
-            first of them, that has its structure, shapes and dtypes.
+        state: leaves and structure of arguments. One is replaced by all results, or by
+            the first of them, that has its structure, shapes and dtypes.
     """
     results = step.traced.jaxpr.out_avals
-    out = tree_unflatten(tree_structure(step.traced.out_info), range(len(results)))
-    found = [
-        ([results[i] for i in places], tree)
-        for places, tree in map(
-            tree_flatten, (out, *(out if isinstance(out, tuple | list) else ()))
-        )
-    ]
-    for places, tree in parts:
+    out = tree_structure(step.traced.out_info)
+    found, start = [(results, out)], 0
+    if (node := out.node_data()) is not None and node[0] in (tuple, list):
+        for tree in out.children():
+            found.append((results[start : start + tree.num_leaves], tree))
+            start += tree.num_leaves
+    for places, tree in state:
         kinds = [(step.avals[i].shape, step.avals[i].dtype) for i in places]
         for one in found:
             if one[1] == tree and [(r.shape, r.dtype) for r in one[0]] == kinds:

@@ -44,6 +44,7 @@ def records(draw) -> ProfileRecord:
         alias_bytes=draw(counts),
         temp_bytes=draw(counts),
         code_bytes=draw(counts),
+        drift=draw(st.just(1.0) | times),
         build_seconds=draw(times),
         run_seconds=draw(times),
         collectives=tuple(draw(st.lists(collectives, max_size=3))),
@@ -60,6 +61,14 @@ def test_json_round_trip(record: ProfileRecord):
     assert copy == record
     assert hash(copy) == hash(record)
     assert copy.to_json() == text
+
+
+def test_only_a_drift_that_there_was_is_written():
+    """Earlier versions drop records that have a field they do not know."""
+    assert "drift" not in json.loads(OK.to_json())
+    drifted = dataclasses.replace(OK, drift=1.1)
+    assert json.loads(drifted.to_json())["drift"] == 1.1
+    assert ProfileRecord.from_json(drifted.to_json()).time_ms == 1.1 * OK.time_ms
 
 
 def test_summaries_of_an_ok_record():
@@ -131,7 +140,7 @@ def test_contradictions_are_refused(changes, message):
 
 
 def test_no_field_may_be_unknown_and_none_without_a_default_missing():
-    data = json.loads(OK.to_json())
+    data = json.loads(dataclasses.replace(OK, drift=1.1).to_json())
     assert set(data) == {item.name for item in dataclasses.fields(ProfileRecord)}
     for name in ("key", "parts", "status", "samples_ms"):
         less = {key: value for key, value in data.items() if key != name}

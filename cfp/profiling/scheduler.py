@@ -34,7 +34,7 @@ from cfp.profiling.tasks import Phase, ProfileSummary, Progress, ProgressCallbac
 _WAITING_BESIDE_THREADS = 2
 # At the end of each batch of builds fewer and fewer threads have something to do: on 2
 # H200, with 12 of them, the last two of 26 programs took 5 s after a batch of 24. So
-# batches are of one size, about this.
+# batches are of one size, at most this.
 _BUILT_BY_EACH_THREAD = 4
 _LOOK_AGAIN_SECONDS = 0.2
 
@@ -71,7 +71,7 @@ def run_tasks(
       threads: how many builds at once.
       overlap: build while a task runs, which is faster, and disturbs what runs
         where building needs the devices. Otherwise tasks are built and then run in
-        batches of one size, of about four times the number of threads.
+        batches of one size, of at most four times the number of threads.
       retry_failures: measure again what failed before, or before a moment: a
         process that was started again keeps to the moment of the first start.
       progress: called with every event, in this thread.
@@ -138,8 +138,8 @@ def _batch(threads: int, waiting: Sized) -> int:
     """Returns the number of programs that are built before they run."""
     if threads == 1:
         return 1
-    batches = max(1, round(len(waiting) / (_BUILT_BY_EACH_THREAD * threads)))
-    return math.ceil(len(waiting) / batches)
+    batches = math.ceil(len(waiting) / (_BUILT_BY_EACH_THREAD * threads))
+    return math.ceil(len(waiting) / max(1, batches))
 
 
 def _started(pool: CompilePool, state: _State, tasks: Sequence[Task]) -> list[Building]:

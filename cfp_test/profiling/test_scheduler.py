@@ -292,7 +292,7 @@ def test_builds_and_runs_overlap(shop, store):
     assert shop.overlapped
 
 
-@pytest.mark.parametrize(("threads", "batch"), [(1, 1), (2, 10), (4, 20)])
+@pytest.mark.parametrize(("threads", "batch"), [(1, 1), (2, 7), (4, 10)])
 def test_builds_and_runs_keep_apart_if_asked(shop, store, threads, batch):
     shop.pause_seconds = 0.005
     names = "abcdefghijklmnopqrst"
@@ -329,7 +329,7 @@ def test_what_waits_for_a_build_that_failed_is_built(shop, store):
 @pytest.mark.parametrize(
     ("names", "sizes"),
     [
-        ("abcdefghijklmnop", [16]),  # No batch of four after one of twelve.
+        ("abcdefghijklmnop", [8, 8]),  # No batch of four after one of twelve.
         ("abcdefghijklmnopqrstu", [11, 10]),
     ],
 )

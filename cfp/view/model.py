@@ -15,6 +15,7 @@ from cfp.plan.parts import PlanRow, PlanSegment, roles_text
 from cfp.plan.plan import Plan
 from cfp.printable import counted, merged_name, span_text
 from cfp.profiling.timing import interquartile_range
+from cfp.race.admission import MEMORY_SHARE
 from cfp.race.programs import RaceRow
 from cfp.units import format_bytes
 from cfp.view import words
@@ -507,7 +508,12 @@ def _race(plan: Plan) -> RaceView:
 
 
 def _without_options(plan: Plan, rival: str) -> str:
-    """Compares a plan with a rival that did not run with its compiler options."""
+    """Compares a plan with a rival that did not run with its compiler options.
+
+    What has the memory limit did not run, or did not fit, without options.
+    """
+    if MEMORY_SHARE in plan.options:
+        return ""
     plain, _, option = plan.winner.rpartition(", ")
     times_ms = {row.name: row.time_ms for row in plan.race if not row.note}
     own_ms = times_ms.get(plain)

@@ -21,6 +21,8 @@ from cfp.profiling.hlo import collectives_in
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
+from cfp.race.admission import MEMORY_SHARE
+from cfp.settings import NO_LATENCY_HIDING
 from cfp.view.page import page_html
 from cfp.view.text import explain_text, plan_text
 from cfp.view.words import unplanned_text
@@ -90,6 +92,20 @@ def test_compiler_options_are_no_lead_over_what_ran_without_them():
     same = replace(rival, name=f"data_parallel, {options}")
     assert "without its own" not in said(quick, own, same)
     assert "without its own" not in said(quick, rival)
+
+
+def test_a_plan_with_the_memory_limit_is_not_compared_with_one_that_has_it():
+    """Within the budget it did not run without options of its own."""
+    rival, own = RACE[:2]
+    limited = replace(own, name="planned, within the budget")
+    quick = replace(own, name=f"{limited.name}, no latency hiding", time_ms=9.5)
+    plan = replace(
+        make_plan([], (quick, limited, rival)),
+        winner=quick.name,
+        options={MEMORY_SHARE: "70", **NO_LATENCY_HIDING},
+    )
+    for text in (repr(plan), explain_text(plan)):
+        assert "data_parallel" in text and "without its own" not in text
 
 
 def wide_row(segment: int, place: int) -> Block:

@@ -321,12 +321,13 @@ class Plan:
             nonlocal early
             now = trace_context_key()
             if now not in compiled:
-                loading, early = early, None
                 if now == key and self._takes(args, kwargs):
+                    loading, early = early, None
                     lowered = loading.result() if loading is not None else None
                     compiled[now] = self._compiled(lowered or self._load_or_lower())
                 else:
                     compiled[now] = self.compile(fn, *args, **kwargs)
+                    early = None
             return compiled[now](*args, **kwargs)
 
         step.__name__ = getattr(fn, "__name__", "step")

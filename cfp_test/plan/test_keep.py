@@ -14,7 +14,7 @@ import pytest
 import cfp
 from cfp.plan.parts import _may_be_renamed
 from cfp.program.meaning import trace_context_key
-from cfp.runtime.execute import load_early, told_while
+from cfp.runtime.execute import load_early, load_or_lower, told_while
 from cfp_test.cli_runner import ROOT, environment
 from cfp_test.forking import quick_python
 from cfp_test.race import deep
@@ -326,6 +326,25 @@ def test_a_call_with_other_arguments_is_refused_as_before(loaded):
         apply(jnp.array(state), x=x, y=x)
     made, _ = apply(jnp.array(state), x)
     np.testing.assert_array_equal(made, state + x.sum() * 2)
+
+
+def test_what_is_loaded_early_outlives_a_call_that_was_refused(loaded, monkeypatch):
+    plan, (state, x) = loaded
+    loads = []
+
+    def load(*args, **kwargs):
+        loads.append(None)
+        return load_or_lower(*args, **kwargs)
+
+    monkeypatch.setattr("cfp.plan.plan.load_or_lower", load)
+    apply = plan.bind(step_fn, state, x).apply(step_fn)
+    with pytest.raises(cfp.OptionError, match="Neither the step nor"):
+        apply(jnp.array(state), x=x, y=x)
+    with pytest.raises(cfp.PlanMismatch):
+        apply(jnp.ones((4, 8)), x)
+    made, _ = apply(jnp.array(state), x)
+    np.testing.assert_array_equal(made, state + x.sum() * 2)
+    assert len(loads) == 1
 
 
 def test_what_goes_wrong_in_a_thread_is_raised_by_the_call(loaded):

@@ -13,7 +13,6 @@ measured.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -152,22 +151,27 @@ def _needed_as_written(
     is no reason.
     """
 
-    def fastest_ms(ways: Iterable[MeasurementRequest]) -> float:
-        """The fastest alone and in a pair: the sum varies less than the difference."""
-        known = (way for way in ways if way.is_measured(records))
-        return min((way.sum_ms(records) for way in known), default=math.inf)
+    def is_no_slower(way: MeasurementRequest, written: MeasurementRequest) -> bool:
+        """Compares both alone and in a pair: sums vary less than differences."""
+        if not written.is_measured(records):
+            return True
+        mine_ms, written_ms = way.pair_ms(records), written.pair_ms(records)
+        if mine_ms is None or written_ms is None:
+            mine_ms = written_ms = 0.0  # Without both pairs alone.
+        mine_ms += way.alone_ms(records)
+        written_ms += written.alone_ms(records)
+        return mine_ms <= (1.0 + WORTH_HAVING) * written_ms
 
+    ran = [[way for way in one.replaced if way.is_measured(records)] for one in pairs]
     gains = {
-        one.written.kind: fastest_ms(one.replaced)
-        <= (1.0 + WORTH_HAVING) * fastest_ms([one.written])
-        for one in pairs
+        one.written.kind: any(is_no_slower(way, one.written) for way in ways)
+        for one, ways in zip(pairs, ran, strict=True)
         if one.is_reference
     }
     return [
         one.written
-        for one in pairs
-        if not one.is_reference
-        and not (gains[one.written.kind] and fastest_ms(one.replaced) < math.inf)
+        for one, ways in zip(pairs, ran, strict=True)
+        if not one.is_reference and not (gains[one.written.kind] and ways)
     ]
 
 

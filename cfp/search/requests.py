@@ -147,10 +147,10 @@ class MeasurementRequest:
         alone_ms = records[self.job.key.digest].time_ms
         return alone_ms + self._more_ms(records) if self._pair(records) else alone_ms
 
-    def sum_ms(self, records: Mapping[str, ProfileRecord]) -> float:
-        """Computes its time by itself, and that of both if there is a neighbour."""
+    def pair_ms(self, records: Mapping[str, ProfileRecord]) -> float | None:
+        """Returns the time together with the neighbour; None if that is unknown."""
         pair = self._pair(records)
-        return self.alone_ms(records) + (pair[1].time_ms if pair else 0.0)
+        return pair[1].time_ms if pair else None
 
     def residual_bytes(self, records: Mapping[str, ProfileRecord], least: int) -> int:
         """Returns the bytes kept from the forward to the backward pass.
@@ -452,7 +452,7 @@ def _as_written(costs: Costs, kind: int, known: Sequence[Option]) -> list[Option
         residual_bytes = one.residual_bytes + more(lambda o: o.residual_bytes)
         derived[candidate] = Option(
             candidate=candidate,
-            # Alone the kernel was the faster: what pairs say otherwise is their noise.
+            # The kernel was no slower way by enough: less than nothing is noise.
             time_ms=one.time_ms + max(0.0, more(lambda option: option.time_ms)),
             state_bytes=least.state_bytes,
             residual_bytes=max(least.residual_bytes, round(residual_bytes)),

@@ -17,7 +17,7 @@ from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.search.choices import Kernels, leading_presets, ranked_candidates
 from cfp.search.expected import build_problem
-from cfp.search.guided import _Round, measure_candidates
+from cfp.search.guided import _Round, _written_twice, measure_candidates
 from cfp.search.problem import Option
 from cfp.search.requests import (
     RequestBuilder,
@@ -496,6 +496,37 @@ def test_where_kernels_are_slower_all_is_measured_as_it_is_written(model):
     found = devices.measure_candidates(others=3)
     replaced, written = devices.asked(found)
     assert written == replaced and len(found.rounds) == 1
+
+
+def test_a_reference_that_failed_says_nothing_of_kernels(model):
+    maker = WithKernels(*model, 0.1).maker
+    pairs = _written_twice(maker, maker.first(100, 3))
+    [reference] = [one.written.candidate for one in pairs if one.is_reference]
+
+    def is_broken(candidate):
+        return candidate.as_written == reference
+
+    devices = WithKernels(*model, 0.1, broken=is_broken)
+    found = devices.measure_candidates(others=3)
+    replaced, written = devices.asked(found)
+    assert written == replaced and len(written) > 3
+
+
+def test_without_a_kernels_pair_it_is_compared_alone(model):
+    """Alone is not compared with the sum of alone and the pair."""
+
+    class Apart(WithKernels):
+        def _record(self, job):
+            record, mine = super()._record(job), self.maker.measures[job.key.digest]
+            if len(mine) == 2 and mine[0][1].kernels:
+                return replace(record, status="crashed", samples_ms=())
+            return record
+
+    for gain_ms, is_slower in ((0.1, False), (-1.0, True)):
+        devices = Apart(*model, gain_ms, in_context=True)
+        found = devices.measure_candidates(others=3)
+        replaced, written = devices.asked(found)
+        assert len(replaced) > 3 and (written == replaced) == is_slower
 
 
 def test_what_runs_with_no_kernel_is_measured_as_it_is_written(model):

@@ -16,10 +16,6 @@ from math import inf
 # Mixed presets of several axes that are measured. decisions.md, "Of the mixed
 # presets".
 MIXED_PRESETS = 6
-# What propagation makes of sharded arguments alone is measured if it is estimated to
-# take no more than this many times as long as the best preset. decisions.md, "Planning
-# in half the time".
-FROM_ARGUMENTS_REACH = 1.3
 # Presets that race where choices are made by estimates; each is a whole build. Guess.
 PRESETS_BY_ESTIMATE = 2
 # What a segment adds to its neighbour is at least this share of what it takes alone. On

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import isfinite
 
 import numpy as np
 
@@ -28,7 +27,6 @@ from cfp.cost.terms import Terms
 from cfp.patterns.sites import among as patterns_among
 from cfp.patterns.sites import in_parts
 from cfp.presets.presets import (
-    FROM_ARGUMENTS,
     PRESETS,
     PROPAGATED,
     REPLICATED,
@@ -36,7 +34,7 @@ from cfp.presets.presets import (
 )
 from cfp.profiling.rates import Rates
 from cfp.search.problem import Assignment, Problem
-from cfp.settings import FROM_ARGUMENTS_REACH, MIXED_PRESETS, Dimension
+from cfp.settings import MIXED_PRESETS, Dimension
 
 # Partial choices that a search for the best by estimate goes on with.
 BEAM_WIDTH = 256
@@ -238,9 +236,7 @@ def leading_presets(
         analysis: of the program.
         estimates: of its kinds of segments.
         presets: all of them, by name.
-        reach: how many times as long as the best of them one may be estimated to take;
-            what propagation makes of arguments alone at most `FROM_ARGUMENTS_REACH`
-            times, if any is left out.
+        reach: how many times as long as the best of them one may be estimated to take.
     """
     kinds = [segment.kind for segment in analysis.segments]
     # What moves between kinds is left out.
@@ -254,17 +250,14 @@ def leading_presets(
     }
     # Of a program that only passes on what it got there is nothing to estimate.
     best_ms = min(total_ms.values(), default=0.0)
-    bounded, endless = bool(best_ms) and isfinite(reach), float("inf")
-    limit_ms = dict.fromkeys(presets, reach * best_ms if bounded else endless)
-    if bounded and FROM_ARGUMENTS in presets:
-        limit_ms[FROM_ARGUMENTS] = min(reach, FROM_ARGUMENTS_REACH) * best_ms
+    limit_ms = reach * best_ms if best_ms else float("inf")
     always = {*PRESETS, REPLICATED, *PROPAGATED}
     mixed = sorted(presets.keys() - always, key=total_ms.__getitem__)
     leading = {*always, *mixed[:MIXED_PRESETS]}
     return {
         name: choice
         for name, choice in presets.items()
-        if name in leading and total_ms[name] <= limit_ms[name]
+        if name in leading and total_ms[name] <= limit_ms
     }
 
 

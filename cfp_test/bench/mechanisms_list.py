@@ -203,20 +203,12 @@ _MEASURING = (
         tests="as_written|written",
     ),
     Mechanism(
-        "presets of 1.6 times the best estimate are not measured",
+        "presets of 1.25 times the best estimate are not measured",
         _CHOICES,
         6,
         rule={"estimate_reach": inf},
         cited="MoE on 4 H200 without peer-to-peer access: all took 120 s",
         tests="estimate_reach",
-    ),
-    Mechanism(
-        "propagation of arguments alone is measured within 1.3 times",
-        _CHOICES,
-        3,
-        [Other("cfp.settings:FROM_ARGUMENTS_REACH", inf)],
-        cited="its kernels took 5 of the 16 s of tuning of a GPT",
-        tests="FROM_ARGUMENTS_REACH",
     ),
     Mechanism(
         "propagation's choices are measured and raced",

@@ -11,7 +11,7 @@ from cfp.analysis.storage import USUAL_STORAGE
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.costs import Costs
 from cfp.models import registry
-from cfp.presets.presets import FROM_ARGUMENTS, PRESETS, presets
+from cfp.presets.presets import PRESETS, presets
 from cfp.search.choices import (
     Kernels,
     leading_presets,
@@ -67,17 +67,6 @@ def test_presets_far_behind_by_estimate_are_not_measured(reach):
     limit_ms = reach * min(total_ms.values())
     assert found == {n: c for n, c in every.items() if total_ms[n] <= limit_ms}
     assert 0 < len(found) < len(every)
-
-
-def test_propagation_from_arguments_alone_has_to_be_nearer_by_estimate(monkeypatch):
-    """Whatever the reach of the others is; and where all are measured it is, too."""
-    analysis, estimates = estimated(*registry.build("gpt", **TINY["gpt"]), (("x", 2),))
-    best = presets(analysis.frame)["data_parallel"]
-    named = {"data_parallel": best, FROM_ARGUMENTS: best}
-    for most, kept in ((1.0, {*named}), (0.99, {"data_parallel"})):
-        monkeypatch.setattr("cfp.search.choices.FROM_ARGUMENTS_REACH", most)
-        assert {*leading_presets(analysis, estimates, named, 1.6)} == kept
-        assert {*leading_presets(analysis, estimates, named)} == {*named}
 
 
 @pytest.mark.parametrize("reach", [1.6, float("inf")])

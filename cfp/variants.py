@@ -404,8 +404,8 @@ def _near_by_estimate(
         if name not in estimates or name == best:
             near.append(variant)
             continue
-        late, time_ms = rank(name)
-        if is_final or late > misfit or time_ms > REACH_BY_ESTIMATE * best_ms:
+        misfits, time_ms = rank(name)
+        if is_final or misfits > misfit or time_ms > REACH_BY_ESTIMATE * best_ms:
             memory = "" if estimates[name].fits else ", does not fit in memory"
             why = f"estimated at {time_ms:.3f} ms{memory}; {best} at {best_ms:.3f}"
             if not memory and abs(time_ms - best_ms) <= SAME_MS:

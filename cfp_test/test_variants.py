@@ -372,6 +372,27 @@ def test_no_estimate_is_begun_that_would_end_late(monkeypatch, tmp_path):
     assert notes(found) == {"flat": "", "cube": over, "line": over}
 
 
+def test_what_there_was_no_time_to_estimate_is_planned_last(monkeypatch, tmp_path):
+    """Whatever is known of the others."""
+    now, asked, whole = [100.0], [], room.find_plan
+    times = {"line": 5.0, "flat": 4.0}
+
+    def estimate(analyzed, options):
+        now[0] += 26.0
+        time_ms = times[BY_AXES[len(analyzed.mesh.axis_names)]]
+        return Estimate(time_ms=time_ms, memory_bytes=1, fits=True, is_final=False)
+
+    def find(step, mesh, options, analyzed):
+        asked.append(BY_AXES[len(mesh.axis_names)])
+        return whole(step, mesh, options, analyzed)
+
+    monkeypatch.setattr(room, "estimate_plan", estimate)
+    monkeypatch.setattr(room, "find_plan", find)
+    monkeypatch.setattr(room, "now", lambda: now[0])
+    cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
+    assert asked == ["flat", "line", "cube"]
+
+
 def test_tracing_counts_as_time_of_a_variant(monkeypatch, tmp_path):
     asked, now = [], [100.0]
     whole, read = room.find_plan, room._Steps.analyzed

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,8 @@ def open_context(
                 {
                     "mesh": f"{dict(mesh.shape)} of {[d.id for d in devices]}",
                     "memory budget": str(budget_bytes),
-                    # Process 0 says when time is over.
+                    # Process 0 says when time is over, if it ever is.
+                    "time budget": "some" if isfinite(settings.seconds) else "none",
                     "settings": repr(
                         replace(settings, progress=None, place=None, seconds=0.0)
                     ),

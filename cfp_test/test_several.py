@@ -1,15 +1,18 @@
 """Several real processes plan, run and check together; and end together."""
 
 import json
+import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
+import jax
 import pytest
 
 import cfp
+from cfp.context import open_context
 from cfp.devices.joining import Membership
 from cfp.errors import ProcessError
-from cfp.profiling.processes import differing
+from cfp.profiling.processes import Agreement, differing
 from cfp_test.several import Ended, described, ends, run_all, start
 
 Endings = dict[tuple[str, str], list[Ended]]
@@ -165,6 +168,21 @@ def test_kinds_of_devices_that_differ_are_named():
     assert "devices of one kind" in found
     assert differing(facts[::2]) is None
     assert isinstance(differing([{}, {"mesh": "x"}]), ProcessError)
+
+
+def test_a_process_alone_with_a_time_budget_is_named(monkeypatch, tmp_path):
+    """The time left differs by their clocks, and process 0 says it."""
+    facts: list[Mapping[str, str]] = []
+    monkeypatch.setattr(Agreement, "same", lambda _, mine: facts.append(mine))
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    for seconds in (60.0, 59.5, math.inf):
+        settings = cfp.PlannerSettings(seconds=seconds)
+        with open_context(mesh, tmp_path, settings=settings):
+            pass
+    assert differing(facts[:2]) is None
+    found = str(differing(facts[1:]))
+    assert "differ in the time budget" in found
+    assert "got: some in process 0; none in process 1" in found
 
 
 @pytest.mark.explained("There is no coordinator")

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from cfp import platform
 from cfp.context import agreement_of, device_memory, settings_or_defaults
-from cfp.errors import CfpError, MemoryBudgetError, StepNotTraceable
+from cfp.errors import CfpError, MemoryBudgetError, ProcessError, StepNotTraceable
 from cfp.find import (
     FoundPlan,
     PlanOptions,
@@ -39,6 +39,7 @@ from cfp.profiling.builder import Job
 from cfp.profiling.coordination import coordinated_planning
 from cfp.profiling.key import environment_parts
 from cfp.profiling.options import MeasureOptions
+from cfp.profiling.processes import Agreement
 from cfp.profiling.store import open_store, store_path
 from cfp.profiling.tasks import Progress
 from cfp.program.meaning import check_settings, unchecked
@@ -121,6 +122,7 @@ def plan_fastest(
 
     Raises:
         CfpError: no variant can be planned.
+        ProcessError: the processes of this program do not plan together.
         KeyboardInterrupt: before anything can be chosen from.
     """
     names = [variant.name for variant in variants]
@@ -151,7 +153,7 @@ def plan_fastest(
             cache_dir=cache_dir,
             settings=how,
         )
-        end = now() + how.seconds
+        deadline = _Deadline(end=now() + how.seconds, agreement=_agreement(variants))
 
         def plan_one(variant: Variant, seconds: float) -> FoundPlan:
             place = [one.name for one in first].index(variant.name) + 1
@@ -168,20 +170,22 @@ def plan_fastest(
             return find_plan(step, variant.mesh, own, analyzed)
 
         def is_late() -> bool:
-            return end - now() <= _least_seconds(tries)
+            return deadline.is_within(_least_seconds(tries))
 
         first, spares = [*variants], list[Variant]()
         estimates: dict[str, Estimate] = {}
         ruled_out: list[_Try] = []
         tries: list[_Try] = []
         if len(first) > 1 and preset is None and (rule_out or isfinite(how.seconds)):
-            near, far, estimates, few = _near_by_estimate(first, steps, options, end)
+            near, far, estimates, few = _near_by_estimate(
+                first, steps, options, deadline
+            )
             if rule_out:
                 first, ruled_out = near, far
             else:  # In the time that there is, the most promising come first.
                 ranks = {v.name: _rank_of(estimates.get(v.name), few) for v in first}
                 first.sort(key=lambda one: ranks[one.name])
-        tries = _plan_all(first, plan_one, end)
+        tries = _plan_all(first, plan_one, deadline)
         late = list[str]()  # There was no time to plan it.
         if ruled_out and _none_fits(tries):
             # Estimates may be wrong of memory: what they left out is planned, too.
@@ -193,7 +197,7 @@ def plan_fastest(
                 if is_late():
                     late += [each.name for each in spared[place:]]
                     break
-                tries += _plan_all([one], plan_one, end)
+                tries += _plan_all([one], plan_one, deadline)
                 if tries[-1].found is not None or tries[-1].interrupted:
                     break
             planned = {one.name for one in tries}
@@ -217,7 +221,7 @@ def plan_fastest(
             for one in short:
                 if is_late():
                     break
-                [again] = _plan_all([one], in_host, end)
+                [again] = _plan_all([one], in_host, deadline)
                 tries = [again if t.name == one.name else t for t in tries]
                 if again.found is not None or again.interrupted:
                     break
@@ -234,7 +238,7 @@ def plan_fastest(
                 estimates[one.name] = estimate
                 names.append(one.name)
                 first = [*first, one]
-                tries += _plan_all([one], plan_one, end)
+                tries += _plan_all([one], plan_one, deadline)
                 if tries[-1].found is not None or tries[-1].interrupted:
                     break
         found = {one.name: one.found for one in tries if one.found is not None}
@@ -244,11 +248,11 @@ def plan_fastest(
         tries += ruled_out
         notes = {one.name: one.note for one in tries}
         basis, times = _own_times(found)
-        is_over = any(one.interrupted for one in tries) or now() > end
+        is_over = deadline.is_within(0.0) or any(one.interrupted for one in tries)
         if basis is Basis.MEASURED and len(times) > 1 and not is_over:
             with contextlib.suppress(KeyboardInterrupt):
                 entrants = [(name, found[name]) for name in times]
-                results = _race_winners(entrants, options, how, end)
+                results = _race_winners(entrants, options, how, deadline.end)
                 ran = {n: r for n, r in results.items() if isfinite(r.time_ms)}
                 raced = {name: result.time_ms for name, result in ran.items()}
                 if raced:
@@ -327,6 +331,35 @@ class _Try:
         return str(self.error or (_INTERRUPTED if self.interrupted else ""))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Deadline:
+    """The end of the time that all variants share.
+
+    Attributes:
+        end: it, as `time.monotonic` counts.
+        agreement: of the processes that plan; process 0 says how much is left.
+    """
+
+    end: float
+    agreement: Agreement
+
+    def is_within(self, seconds: float) -> bool:
+        """True if no more than some seconds are left for process 0."""
+        if not isfinite(self.end):
+            return False
+        with coordinated_planning(self.agreement.alone):
+            return self.agreement.decided("the time", self.end - now() <= seconds)
+
+
+def _agreement(variants: Sequence[Variant]) -> Agreement:
+    """The agreement of the processes that have any variant's devices."""
+    meshes = [one.mesh for one in variants if isinstance(one.mesh, Mesh)]
+    if not meshes:
+        return Agreement(alone=True)
+    devices = (device for mesh in meshes for device in mesh.devices.flat)
+    return Agreement.about({device.process_index for device in devices})
+
+
 class _Steps:
     """Steps of variants, each traced once, and analysed once on its mesh.
 
@@ -368,7 +401,7 @@ def _near_by_estimate(
     variants: Sequence[Variant],
     steps: _Steps,
     options: PlanOptions,
-    end: float,
+    deadline: _Deadline,
 ) -> tuple[list[Variant], list[_Try], dict[str, Estimate], bool]:
     """Variants that may be the fastest by estimates, the best first, and the others.
 
@@ -381,10 +414,10 @@ def _near_by_estimate(
     estimates: dict[str, Estimate] = {}
     took, late = inf, False
     for variant in variants:
-        started = now()
-        late = bool(estimates) and end - started <= LEAST_VARIANT_SHARE * took
+        late = bool(estimates) and deadline.is_within(LEAST_VARIANT_SHARE * took)
         if late:
             break
+        started = now()
         if options.settings and options.settings.progress is not None:
             options.settings.progress(f"estimating {variant.name}")
         if (estimate := _estimate_of(variant, steps, options)) is not None:
@@ -450,10 +483,16 @@ def _rank_of(estimate: Estimate | None, late: bool) -> tuple[bool, float]:
 def _estimate_of(
     variant: Variant, steps: _Steps, options: PlanOptions
 ) -> Estimate | None:
-    """Estimates a variant's best plan; None if it cannot be."""
+    """Estimates a variant's best plan; None if it cannot be.
+
+    Raises:
+        ProcessError: the processes do not plan together.
+    """
     try:
         _, analyzed = steps.analyzed(variant)
         return estimate_plan(analyzed, options)
+    except ProcessError:
+        raise
     except CfpError:
         return None
 
@@ -470,27 +509,32 @@ def _needed_bytes(error: CfpError | None) -> int:
 def _plan_all(
     variants: Sequence[Variant],
     plan_one: Callable[[Variant, float], FoundPlan],
-    end: float,
+    deadline: _Deadline,
 ) -> list[_Try]:
     """Plans one after another, at least one, until the user ends it, or time does.
 
     Args:
         variants: in their order.
         plan_one: plans one in so many seconds.
-        end: of the time for all, as `time.monotonic` counts.
+        deadline: the end of the time for all.
+
+    Raises:
+        ProcessError: the processes do not plan together.
     """
     tries: list[_Try] = []
     for place, variant in enumerate(variants):
-        left = end - now()
-        if tries and left <= _least_seconds(tries):
+        if tries and deadline.is_within(_least_seconds(tries)):
             tries.append(_Try(name=variant.name, why_not=UNPLANNED))
             continue
         found = error = None
         started = now()
+        left = deadline.end - started
         try:
             # The last race takes a share, too.
             shares = len(variants) - place + (len(variants) > 1)
             found = plan_one(variant, max(0.0, left / shares))
+        except ProcessError:
+            raise
         except CfpError as reason:
             error = reason
         except KeyboardInterrupt:

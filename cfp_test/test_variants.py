@@ -11,10 +11,17 @@ import pytest
 import cfp
 from cfp import find as finding
 from cfp import variants as room
-from cfp.errors import CfpError, MemoryBudgetError, PinError, StepNotTraceable
+from cfp.errors import (
+    CfpError,
+    MemoryBudgetError,
+    PinError,
+    ProcessError,
+    StepNotTraceable,
+)
 from cfp.passes import profile as profiling
 from cfp.planner_settings import DetailedSettings
 from cfp.platform import mesh_shapes
+from cfp.profiling.processes import Agreement
 from cfp.race import turns as racing
 from cfp.solution import Estimate
 
@@ -391,6 +398,47 @@ def test_what_there_was_no_time_to_estimate_is_planned_last(monkeypatch, tmp_pat
     monkeypatch.setattr(room, "now", lambda: now[0])
     cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
     assert asked == ["flat", "line", "cube"]
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_the_first_process_says_when_time_is_over(is_over, monkeypatch, tmp_path):
+    """Not a process's own clock, by which each would plan other variants."""
+    now, begun, whole = [100.0], [], room.find_plan
+
+    def estimate(analyzed, options):
+        begun.append("estimate")
+        now[0] += 0.0 if is_over else 1000.0
+        return Estimate(time_ms=1.0, memory_bytes=1, fits=True, is_final=False)
+
+    def find(step, mesh, options, analyzed):
+        begun.append("plan")
+        now[0] += 0.0 if is_over else 1000.0
+        return whole(step, mesh, options, analyzed)
+
+    def decided(agreement, what, value):
+        return is_over if what == "the time" else value
+
+    monkeypatch.setattr(Agreement, "decided", decided)
+    monkeypatch.setattr(room, "estimate_plan", estimate)
+    monkeypatch.setattr(room, "find_plan", find)
+    monkeypatch.setattr(room, "now", lambda: now[0])
+    cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
+    times = 1 if is_over else len(SHAPES)
+    assert begun == ["estimate"] * times + ["plan"] * times
+
+
+@pytest.mark.parametrize("where", ["estimate_plan", "find_plan"])
+def test_processes_that_differ_plan_no_other_variant(where, monkeypatch, tmp_path):
+    asked = []
+
+    def differ(*_):
+        asked.append(where)
+        raise ProcessError("The processes of this program differ.")
+
+    monkeypatch.setattr(room, where, differ)
+    with pytest.raises(ProcessError, match="differ"):
+        cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
+    assert len(asked) == 1
 
 
 def test_tracing_counts_as_time_of_a_variant(monkeypatch, tmp_path):

@@ -32,7 +32,7 @@ from cfp.find import (
 )
 from cfp.outcomes import Basis, Outcome, Variant, with_variants, with_worth
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step
-from cfp.plan.figures import UNPLANNED
+from cfp.plan.figures import GIVEN_SECONDS, SLOWEST_SECONDS, UNPLANNED
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import Job
@@ -273,7 +273,7 @@ def plan_fastest(
         )
         for name in names
     )
-    plan = with_variants(found[best].plan, best, outcomes)
+    plan = with_variants(_with_seconds(found[best].plan, outcomes, how), best, outcomes)
     known = [one for one in (*variants, *spares) if one.name in names]
     plan = with_worth(plan, known, outcomes, basis)
     outcomes = tuple(
@@ -458,6 +458,17 @@ def _rank(estimate: Estimate) -> tuple[bool, float]:
 def _seconds(found: FoundPlan | None, tried: float) -> float:
     """Returns what planning a variant took: in all, as its plan has it, if it has."""
     return tried if found is None else found.plan.search.get("planning_seconds", tried)
+
+
+def _with_seconds(
+    plan: Plan, outcomes: Sequence[Outcome], settings: PlannerSettings
+) -> Plan:
+    """The plan with the time that variants took, where there was none for some."""
+    if not any(one.note.startswith(UNPLANNED) for one in outcomes):
+        return plan
+    slowest = max(one.seconds for one in outcomes)
+    seconds = {SLOWEST_SECONDS: slowest, GIVEN_SECONDS: settings.seconds}
+    return replace(plan, search={**plan.search, **seconds})
 
 
 def _note(note: str, estimate: Estimate | None) -> str:

@@ -19,6 +19,7 @@ from cfp.errors import (
     StepNotTraceable,
 )
 from cfp.passes import profile as profiling
+from cfp.plan.figures import GIVEN_SECONDS, SLOWEST_SECONDS
 from cfp.planner_settings import DetailedSettings
 from cfp.platform import mesh_shapes
 from cfp.profiling.processes import Agreement
@@ -250,6 +251,7 @@ def test_a_variant_that_is_estimated_like_the_best_is_called_a_tie(
     # What it took is what the plan says that it took.
     [taken] = [one for one in found.outcomes if one.plan is not None]
     assert taken.seconds == found.plan.search["planning_seconds"] > 0.0
+    assert GIVEN_SECONDS not in found.plan.search
 
 
 def test_what_was_left_out_is_planned_where_nothing_else_fits(monkeypatch, tmp_path):
@@ -439,6 +441,25 @@ def test_processes_that_differ_plan_no_other_variant(where, monkeypatch, tmp_pat
     with pytest.raises(ProcessError, match="differ"):
         cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
     assert len(asked) == 1
+
+
+def test_a_plan_says_what_the_slowest_variant_took_of_the_time(monkeypatch, tmp_path):
+    now, whole = [100.0], room.find_plan
+
+    def find(step, mesh, options, analyzed):
+        now[0] += 50.0
+        raise MemoryBudgetError("It is too large.", smallest_feasible_bytes=1)
+
+    def quick(step, mesh, options, analyzed):
+        monkeypatch.setattr(room, "find_plan", find)
+        return whole(step, mesh, options, analyzed)
+
+    monkeypatch.setattr(room, "find_plan", quick)
+    monkeypatch.setattr(room, "now", lambda: now[0])
+    estimating(monkeypatch, {name: (1.0, True) for name in BY_AXES.values()})
+    found = cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=50.0))
+    search = found.plan.search
+    assert (search[SLOWEST_SECONDS], search[GIVEN_SECONDS]) == (50.0, 50.0)
 
 
 def test_tracing_counts_as_time_of_a_variant(monkeypatch, tmp_path):

@@ -176,6 +176,8 @@ class RefusedFigures:
 
 # A variant's note where time was over before it was planned.
 UNPLANNED = "not planned: time was over"
+# Entries of `Plan.search` then: what planning the slowest took, and the time for all.
+SLOWEST_SECONDS, GIVEN_SECONDS = "slowest_variant_seconds", "given_seconds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

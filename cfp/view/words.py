@@ -10,6 +10,8 @@ from math import ceil, prod
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.devices.device_kind import kind_of, memory_of
 from cfp.plan.figures import (
+    GIVEN_SECONDS,
+    SLOWEST_SECONDS,
     UNPLANNED,
     MoveFigure,
     OptionFigures,
@@ -549,9 +551,12 @@ def unplanned_text(plan: Plan) -> str:
         f"time was over before {counted(len(late), 'variant', 'variants')} of "
         f"{len(every)} could be planned: {few([estimate(one) for one in late], '; ')}"
     )
-    if took := plan.search.get(_ALL, 0.0):
-        # Each has a share, and so has the last race.
-        most = 10 * ceil((len(every) + 1) * took / 10)
+    took = max(plan.search.get(_ALL, 0.0), plan.search.get(SLOWEST_SECONDS, 0.0))
+    if took:
+        # Each has a share, and so has the last race. What was given was too little.
+        given = plan.search.get(GIVEN_SECONDS, 0.0)
+        enough = max((len(every) + 1) * took, given + len(late) * took)
+        most = 10 * ceil(enough / 10)
         text += (
             f"; with --time-budget {most}, or PlannerSettings(seconds={most}), there "
             "should be time for all, and what was measured is kept"

@@ -13,7 +13,14 @@ from cfp.analysis.analyze import analyze, build_frame
 from cfp.analysis.layout import lay_out
 from cfp.cli.options import save
 from cfp.plan.describe import whole_ops
-from cfp.plan.figures import UNPLANNED, Figures, VariantFigures, WorthFigures
+from cfp.plan.figures import (
+    GIVEN_SECONDS,
+    SLOWEST_SECONDS,
+    UNPLANNED,
+    Figures,
+    VariantFigures,
+    WorthFigures,
+)
 from cfp.plan.parts import Role
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
@@ -281,6 +288,11 @@ def test_variants_that_there_was_no_time_for_are_told_first(tmp_path, capsys):
         "one; y=4, estimated at 8.500 ms, this one at 8.000; z=4, not estimated; "
     ) in " ".join(repr(planned(own, late, *others)).split())
     assert "estimated at 8.500 ms" in unplanned_text(planned(others[0]))
+    # A quick winner beside a slow variant, and more time than the shares of all.
+    for given, enough in ((150.0, 960), (900.0, 1220)):
+        known |= {SLOWEST_SECONDS: 318.5, GIVEN_SECONDS: given}
+        said = unplanned_text(planned(own, late))
+        assert f"with --time-budget {enough}, " in said
 
 
 @pytest.mark.explained("Left out: the step's own sharding constraints")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ from cfp_test.results import (
     side_by_side,
     soak,
 )
-from cfp_test.results.pages import RESULTS, Figures, Page, noted
+from cfp_test.results.pages import RESULTS, Figures, Page, fixed, noted, table
 from cfp_test.results.plans import Saved, section
 from cfp_test.scripts import (
     curves_page,
@@ -183,6 +184,49 @@ _OPERATORS = tuple(
     )
     for file in sorted(RESULTS.glob("operators_*.json"))
 )
+
+
+_RESTART = ("definitions", "load", "devices", "restored", "restart")
+
+
+def _tutorial(data: Mapping[str, Any]) -> Figures:
+    """The tutorial's training on some machines, by the seconds of its parts."""
+    rows, curves = [], []
+    for run in data["runs"]:
+        train, restart = run["train"], run["restart"]
+        one, two = train["one_losses"], train["losses"]
+        apart = max(abs(a - b) / a for a, b in zip(one, two, strict=True))
+        rows.append(
+            [
+                f"two {train['kind']}",
+                run["commit"],
+                f"{apart:.1e}",
+                fixed(statistics.median(train["one_ms"])),
+                fixed(statistics.median(train["ms"])),
+                fixed(train["plan_seconds"], 1),
+                *(
+                    fixed(restart.get(f"{part}_seconds"), 1)
+                    for part in (
+                        "definitions",
+                        "load",
+                        "devices",
+                        "restored",
+                        "restart",
+                    )
+                ),
+            ]
+        )
+        curves += [
+            [f"two {train['kind']}", step, fixed(one[step], 3), fixed(two[step], 3)]
+            for step in range(0, len(one), 20)
+        ]
+    head = "devices | commit | losses off by | one, ms | two, ms | planned in s"
+    head += (
+        " | definitions s | plan loaded s | devices ready s | restored s | first step s"
+    )
+    curve = table("devices | step | loss on one | under the plan", curves)
+    return {"times": table(head, rows), "curves": curve}
+
 
 PAGES: tuple[Page, ...] = (
     Page(
@@ -383,7 +427,11 @@ PAGES: tuple[Page, ...] = (
     _page("called_kernel_h100x2_202611", by_hand.with_turns),
     _page("called_kernel_h200x2_202611", by_hand.with_kernel),
     _page("chosen_on_one_gpux2_202611", chosen_page.figures),
-    _page("gpu_checks_h100x2_202611", lambda data: {"checks": noted(data, "checks")}),
+    _page(
+        "gpu_checks_h100x2_202611",
+        lambda data: {name: noted(data, name) for name in ("checks", "planted")},
+    ),
+    _page("tutorial_gpux2_202611", _tutorial),
     _page("planned_on_one_h200_202611", _planned_on_one, note=_TOO_SHORT),
     _page("one_as_four_again_h200_202611", one_as_n.again_figures),
     _page("played_h200x2_202611", played_page.figures),

@@ -320,7 +320,9 @@ def played(case, store, monkeypatch):
     """
     monkeypatch.setattr(room, "defaults_of", lambda platform: defaults_of("gpu"))
 
-    def go(predicted: dict[str, tuple[float, ...]], most=math.inf) -> tuple[str, str]:
+    def go(
+        predicted: dict[str, tuple[float, ...]], most=math.inf, rounds=3
+    ) -> tuple[str, str]:
         ran = []
 
         def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
@@ -336,7 +338,7 @@ def played(case, store, monkeypatch):
             options=MeasureOptions(run=turn),
         )
         programs = [entrant(case, name) for name in predicted]
-        results = race_programs(builder, programs, rounds=3)
+        results = race_programs(builder, programs, rounds=rounds)
         assert len({len(one.samples_ms) for one in results}) == 1
         return "".join(ran), Ranking((), results, is_predicted=True).best.name
 
@@ -355,6 +357,21 @@ def test_the_least_of_three_predictions_wins_however_close_two_are(played):
 def test_of_a_turn_that_time_ended_nothing_counts(played):
     """One run more of a program, and it has another chance to be short."""
     assert played({"a": (10.0,), "b": (10.3, 9.0)}, most=3) == ("abb", "a")
+
+
+def test_predictions_of_one_run_are_made_once_whatever_races_with_them(played, store):
+    """As where time was over before all was compiled, and a step is planned again."""
+    times = {"a": (10.1,), "b": (10.0,), "c": (10.05,)}
+    two = {name: times[name] for name in "ab"}
+    assert played(two, rounds=1) == ("ab", "b")
+    before = store.records()
+    assert played(times, rounds=1) == ("c", "b")
+    assert played(times, rounds=1) == ("", "b")
+    after = store.records()
+    assert len(before) == 4 and all(record in after for record in before)
+    # Of several runs only those in turn with others compare.
+    three = {name: 3 * ms for name, ms in times.items()}
+    assert played(three) == ("abcbcacab", "b")
 
 
 # ---------------------------------------------------------------- without a race

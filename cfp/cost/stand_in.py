@@ -47,6 +47,8 @@ from cfp.profiling.store import ProfileStore
 from cfp.program.graph import Program
 from cfp.settings import RUNS_PLAYED
 
+# Names, in keys, records of what ran by itself.
+COMPUTATION_ALONE = "computation alone, one sample of each run, what it moves"
 _KERNEL_MS = 0.002  # From one kernel to the next, about.
 _HALVINGS = 20  # Of a range of clocks.
 # Of the power that a GPU may take: computations on H200s took 0.93 to 0.99 of it.
@@ -511,7 +513,7 @@ class StepPredictor:
         assert self.place is not None
         return ProfileKey(
             (
-                ("what", "computation alone, one sample of each run, what it moves"),
+                ("what", COMPUTATION_ALONE),
                 ("computation", computation_of(text)),
                 ("donated", repr(job.donated)),
                 *(part for part in self.place if part[0] not in _PLAYED),

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 import cfp
+from cfp.cost.stand_in import COMPUTATION_ALONE
 from cfp.devices.device_kind import kind, kinds
 from cfp.errors import MemoryBudgetError
 from cfp.models import build
@@ -242,7 +243,8 @@ def _peak(place: Place) -> tuple[int | None, str]:
 def one_plays_two(place: Place) -> str:
     """Plans for two devices on one GPU that plays them, freely and within a budget.
 
-    What it plays computes nothing that could be compared.
+    What it plays computes nothing that could be compared. What it runs is a program's
+    computation by itself; where time was over, the second plan has further runs.
     """
     here = ask_driver("--query-gpu=name", "--format=csv,noheader").splitlines()
     names = [name for name in kinds().values() if kind(name).device_kind in here[:1]]
@@ -250,12 +252,12 @@ def one_plays_two(place: Place) -> str:
         raise NotRun(f"it takes a GPU of a kind that is described; here: {here[:1]}")
     mesh = cfp.described(f"2x{names[0]}").on_one_device()
     first = _planned(place, mesh=mesh)
-    free, made = first.predicted_bytes, _moments(place)
+    free, made = first.predicted_bytes, _samples(place)
     if first.rung != "one device" or not made or free is None:
         raise Failed(f"{first.rung}, {len(made)} records: it was to be measured")
     _planned(place, mesh=mesh)
-    after = _moments(place)
-    if again := [key for key in made if after[key] != made[key]]:
+    after = _samples(place)
+    if again := [key for key, kept in made.items() if after[key][: len(kept)] != kept]:
         raise Failed(f"{len(again)} of {len(made)} records were measured again")
     found, most = _within(free, lambda budget: _planned(place, budget, mesh))
     used = found.predicted_bytes
@@ -267,10 +269,17 @@ def one_plays_two(place: Place) -> str:
     )
 
 
-def _moments(place: Place) -> dict[str, str]:
-    """Returns when each record of the store was made, by key."""
+def _samples(place: Place) -> dict[str, tuple[float, ...]]:
+    """Returns what each computation took that ran by itself, by key.
+
+    Other records are of programs, and predicted from these.
+    """
     with ProfileStore(store_path(place.store)) as store:
-        return {record.key: record.created for record in store.records()}
+        return {
+            record.key: record.samples_ms
+            for record in store.records()
+            if dict(record.parts)["what"] == COMPUTATION_ALONE
+        }
 
 
 # -- what was measured, and planned, is used again -------------------------------------

@@ -1,4 +1,7 @@
-"""Every constant that decides a plan, with its source, and the defaults of platforms.
+"""Constants that decide a plan, with their sources, and the defaults of platforms.
+
+Shares of a device's rates are where devices are described and times estimated
+(`cfp/devices`, `cfp/cost`), those of a kernel in its record.
 
 A source is a page of docs/results, a paragraph of docs/decisions.md, or the word
 "guess". Limits of text, files or patience are constants of the modules that use them.

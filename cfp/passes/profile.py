@@ -259,7 +259,10 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
 
 
 def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Profiles:
-    """Options by estimates, of virtual or described devices; nothing is run."""
+    """Options by estimates; nothing is run, but to find rates that are not known.
+
+    Those of virtual and of described devices are.
+    """
     context.measure.tell("estimating what each strategy takes")
     if isinstance(context.mesh, DescribedMesh):
         rates = context.mesh.rates

@@ -77,7 +77,7 @@ def limit_options(
         size: what it needs without them.
 
     Returns:
-        Nothing where the compiler takes no limit.
+        Nothing where the compiler takes no limit, or none that would change anything.
     """
     fixed = size.peak_bytes - size.temp_bytes
     most = memory.device_bytes or 0

@@ -23,8 +23,8 @@ def level_name(name: str, level: ConstraintLevel) -> str:
     return name if whole else f"{name}, {level} constrained"
 
 
-# How much the compiler is constrained to presets; and to propagation's choices, of
-# which it is asked again what it was asked before. With all values constrained these
+# Levels at which presets are constrained, and propagation's choices; of these the
+# compiler is asked again what it was asked before. With all values constrained these
 # are points of the search like any other.
 _PRESET_LEVELS = (ConstraintLevel.EVERYTHING, ConstraintLevel.ARGUMENTS)
 _PROPAGATED_LEVELS = {

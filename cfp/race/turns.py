@@ -74,8 +74,8 @@ def race_programs(
 
     What is far behind after a turn is left out of the next, so that turns go to those
     between which it is close. Devices whose times decide are warm before the first.
-    Where they become slower meanwhile, times of what was left out are made as much
-    longer: nothing wins by having been left out.
+    Where they become slower, or faster, meanwhile, times of what was left out change as
+    much: nothing wins by having been left out.
     Programs with one key run once. If all of them are in the store already, from one
     race, nothing runs; otherwise all run again, because only times of one run compare.
     A race that was run before with as many turns and the same budget is not run again,
@@ -416,7 +416,7 @@ def second_race(
 def _is_told(samples: Sequence[Sequence[float]]) -> bool:
     """True if turns of several programs suffice to tell the fastest.
 
-    That is after two, if every other program is as fast as the fastest, within 1 %, or
+    That is after two or more, if every other program is as fast as the fastest, within 1 %, or
     was slower in each of them.
 
     Args:

@@ -333,8 +333,8 @@ class ParallelStep:
         if key not in self._steps:
             found = self._planned(args, kwargs, now)
             avals = found.compiled.step.avals  # Of weakly typed state as returned.
-            self._steps[key] = found
-            self._steps[step.in_tree, step.static, kinds, avals, now] = found
+            as_returned = (step.in_tree, step.static, kinds, avals, now)
+            self._steps[key] = self._steps.setdefault(as_returned, found)
         self._latest = self._steps[key]
         return self._latest.compiled(*args, **kwargs)
 

@@ -4,6 +4,7 @@ import functools
 import json
 import subprocess
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,11 +107,16 @@ def test_parallelize_is_a_decorator_and_replans_for_other_shapes(mesh, cache):
     assert traced == [(8,), (12,)], "a deep step takes seconds to trace"
 
 
+class Stepped(NamedTuple):
+    state: tuple[jax.Array, ...]
+    loss: jax.Array
+
+
 def scaled_step(state, rate):
     """Returns each leaf strongly typed one call later than the one before it."""
     scale, moment, kept = state
     loss = jnp.sum(scale * moment)
-    return (scale - rate * jnp.float32(1), scale * 0.9, kept), loss
+    return Stepped((scale - rate * jnp.float32(1), scale * 0.9, kept), loss)
 
 
 def weak_state():

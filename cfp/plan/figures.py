@@ -177,7 +177,8 @@ class RefusedFigures:
 # A variant's note where time was over before it was planned.
 UNPLANNED = "not planned: time was over"
 # Entries of `Plan.search` then: what planning the slowest took, and the time for all.
-SLOWEST_SECONDS, GIVEN_SECONDS = "slowest_variant_seconds", "given_seconds"
+SLOWEST_SECONDS = "seconds_of_slowest_variant"
+GIVEN_SECONDS = "seconds_given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,7 +207,8 @@ class Plan:
 
         Takes what :func:`cfp.plan` takes, so that either may stand in a program. Which
         arguments are static, and which are donated, the plan knows. The step is traced,
-        and :meth:`apply` of the same function does not trace it again.
+        and :meth:`apply` of the same function does not trace it again, unless its state
+        is weakly typed.
 
         Args:
             fn: the step that was planned.

@@ -517,13 +517,13 @@ def typed_as_returned(step: FlatStep) -> FlatStep:
 
     ``jnp.full(shape, 0.1)`` is weakly typed, and an optimizer's result is not: from
     the second call on a training step gets other types, for which ``jax.jit`` compiles
-    again. The step is taken as it is from then on. An argument is state if it is
-    donated; what is returned as it came keeps its type.
+    again. The step is taken as it is from then on. An argument is state if a part of
+    it is donated; what is returned as it came keeps its type.
     """
     state = [
         (places, tree)
         for places, tree in _arguments(step.in_tree)
-        if all(step.donated[i] for i in places)
+        if any(step.donated[i] for i in places)
     ]
     weak = [aval.weak_type for aval in step.avals]
     while any(weak[i] for places, _ in state for i in places):
@@ -561,7 +561,7 @@ def _returned(
     results = step.traced.jaxpr.out_avals
     out = tree_structure(step.traced.out_info)
     found, start = [(results, out)], 0
-    if (node := out.node_data()) is not None and node[0] in (tuple, list):
+    if (node := out.node_data()) is not None and issubclass(node[0], tuple | list):
         for tree in out.children():
             found.append((results[start : start + tree.num_leaves], tree))
             start += tree.num_leaves

@@ -77,7 +77,8 @@ def race_programs(
     Where they become slower, or faster, meanwhile, times of what was left out change as
     much: nothing wins by having been left out.
     Programs with one key run once. If all of them are in the store already, from one
-    race, nothing runs; otherwise all run again, because only times of one run compare.
+    race, nothing runs; otherwise all run again, because only times of one run compare
+    (predictions that were made once are kept).
     A race that was run before with as many turns and the same budget is not run again,
     even if its programs ran in others since; what failed since is left out. What failed
     before is not tried again unless asked.
@@ -416,8 +417,8 @@ def second_race(
 def _is_told(samples: Sequence[Sequence[float]]) -> bool:
     """True if turns of several programs suffice to tell the fastest.
 
-    That is after two or more, if every other program is as fast as the fastest, within 1 %, or
-    was slower in each of them.
+    That is after two or more, if every other program is as fast as the fastest,
+    within 1 %, or was slower in each of them.
 
     Args:
         samples: of each program, one of each turn. Who was left out of a turn has

@@ -452,7 +452,7 @@ def _as_written(costs: Costs, kind: int, known: Sequence[Option]) -> list[Option
         residual_bytes = one.residual_bytes + more(lambda o: o.residual_bytes)
         derived[candidate] = Option(
             candidate=candidate,
-            # The kernel was no slower way by enough: less than nothing is noise.
+            # The kernel was not slower by enough to matter: less than 0 is noise.
             time_ms=one.time_ms + max(0.0, more(lambda option: option.time_ms)),
             state_bytes=least.state_bytes,
             residual_bytes=max(least.residual_bytes, round(residual_bytes)),

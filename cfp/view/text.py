@@ -118,7 +118,7 @@ def _update_name(updates: Sequence[BlockView]) -> str:
 
 
 def _update_sharded(updates: Sequence[BlockView]) -> str:
-    """Says how many of such blocks each axis shards: ``x: 3 of 6 blocks``."""
+    """Says how many of such blocks each axis shards: ``x: 3 of 6``."""
     axes = Counter(one.axis for block in updates for one in block.row.strategy)
     parts = [f"{axis}: {n} of {len(updates)}" for axis, n in sorted(axes.items())]
     return "; ".join(parts) or "replicated"

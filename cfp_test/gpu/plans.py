@@ -278,7 +278,7 @@ def _samples(place: Place) -> dict[str, tuple[float, ...]]:
         return {
             record.key: record.samples_ms
             for record in store.records()
-            if dict(record.parts)["what"] == COMPUTATION_ALONE
+            if dict(record.parts).get("what") == COMPUTATION_ALONE
         }
 
 

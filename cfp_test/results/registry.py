@@ -204,16 +204,7 @@ def _tutorial(data: Mapping[str, Any]) -> Figures:
                 fixed(statistics.median(train["one_ms"])),
                 fixed(statistics.median(train["ms"])),
                 fixed(train["plan_seconds"], 1),
-                *(
-                    fixed(restart.get(f"{part}_seconds"), 1)
-                    for part in (
-                        "definitions",
-                        "load",
-                        "devices",
-                        "restored",
-                        "restart",
-                    )
-                ),
+                *(fixed(restart.get(f"{part}_seconds"), 1) for part in _RESTART),
             ]
         )
         curves += [

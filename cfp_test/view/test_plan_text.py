@@ -32,7 +32,7 @@ from cfp.race.admission import MEMORY_SHARE
 from cfp.settings import NO_LATENCY_HIDING
 from cfp.view.page import page_html
 from cfp.view.text import explain_text, plan_text
-from cfp.view.words import unplanned_text
+from cfp.view.words import summary_line, unplanned_text
 from cfp_test.checking import make_mesh
 from cfp_test.report.plans import RACE, Block, axis_role, layers, make_plan, row
 
@@ -293,6 +293,8 @@ def test_variants_that_there_was_no_time_for_are_told_first(tmp_path, capsys):
         known |= {SLOWEST_SECONDS: 318.5, GIVEN_SECONDS: given}
         said = unplanned_text(planned(own, late))
         assert f"with --time-budget {enough}, " in said
+        assert SLOWEST_SECONDS in planned(own, late).search
+        assert "318.5" not in summary_line(planned(own, late))
 
 
 @pytest.mark.explained("Left out: the step's own sharding constraints")

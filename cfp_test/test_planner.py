@@ -254,7 +254,7 @@ def test_what_was_out_of_reach_races_where_what_was_hoped_for_fails(
     assert (len(ran & {*PRESETS}) > 1) == fails
 
 
-def test_an_error_names_what_the_compiler_makes_do_with(plan, lean_compiler, tmp_path):
+def test_the_budget_that_an_error_names_does(plan, lean_compiler, tmp_path):
     quick = {"cache_dir": tmp_path, "per_kind": 2, "compiler_options": {}}
     named = {}
     for race in (True, False):
@@ -263,7 +263,6 @@ def test_an_error_names_what_the_compiler_makes_do_with(plan, lean_compiler, tmp
         named[race] = caught.value.smallest_feasible_bytes
         made = plan(named[race], race=race, **quick)
         assert made.peak_bytes <= named[race] - RESERVE
-        assert "xla_gpu_enable_latency_hiding_scheduler" in made.options
     assert named[True] == named[False]
 
 

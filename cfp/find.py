@@ -26,7 +26,7 @@ from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MemoryBudgetError
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step, decide
 from cfp.passes.profile import estimate, profile
-from cfp.passes.search import preset_solution, search
+from cfp.passes.search import preset_solution, search, with_rematerialization
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.collectives import known_rates
@@ -36,6 +36,7 @@ from cfp.program.callbacks import host_calls
 from cfp.program.meaning import check_settings, unchecked
 from cfp.program.memory import has_host_memory
 from cfp.program.step import FlatStep
+from cfp.race.programs import RaceOutcome
 from cfp.report.figures import with_figures
 from cfp.search.choices import Kernels
 from cfp.search.problem import Problem
@@ -283,7 +284,7 @@ def complete_plan(
         measured: what was measured of segments, if anything was.
     """
     analysis, rules = analyzed.analysis, context.rules
-    made, outcome = decide(context, analysis, solution)
+    made, outcome, solution = _decided(context, analysis, solution, measured)
     made = made.bound_to(step, analyzed.lowering.out_tree)
     if context.memory is not None and context.memory.reserve_bytes:
         reserve = {RESERVE_BYTES: float(context.memory.reserve_bytes)}
@@ -309,6 +310,29 @@ def complete_plan(
         problem=solution.problem,
         interrupted=solution.interrupted,
     )
+
+
+def _decided(
+    context: PlanContext,
+    analysis: Analysis,
+    solution: Solution,
+    measured: SegmentMeasurements | None,
+) -> tuple[Plan, RaceOutcome, Solution]:
+    """The plan of what won, the race, and the solution that raced.
+
+    Where the search saw no need to rematerialize anything, and nothing that was
+    compiled fits, that is the one in which it may.
+    """
+    try:
+        return *decide(context, analysis, solution), solution
+    except MemoryBudgetError:
+        saw_no_need = measured is not None and not measured.memory_bound
+        if not saw_no_need or context.agreement.is_over(context.end):
+            raise
+        again = with_rematerialization(context, analysis, solution)
+        if again is None:
+            raise
+    return *decide(context, analysis, again), again
 
 
 def _unasked(context: PlanContext) -> Kernels:

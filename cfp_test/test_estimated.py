@@ -2,7 +2,9 @@
 
 import itertools
 from contextlib import closing
+from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -11,12 +13,13 @@ from cfp.analysis.analyze import analyze
 from cfp.cli.options import settings as settings_of
 from cfp.cost.costs import Costs
 from cfp.presets.presets import presets
-from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.builder import BuildEnvironment, build
 from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.rates import Rates
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.race import compile as building
 from cfp.runtime import execute
 from cfp.search.choices import Kernels, estimate_kinds, whole_choice
 from cfp.search.expected import build_problem, estimate_options
@@ -150,6 +153,65 @@ def test_a_budget_holds_for_a_plan_by_estimates(tmp_path, planned):
         cache_dir=tmp_path,
     )
     assert plan.peak_bytes <= budget
+
+
+@pytest.fixture
+def keeps_barriers(monkeypatch):
+    """XLA for CPUs merges what is rematerialized with what it was made of."""
+    keep = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+    def build_with_barriers(program, mesh, job, environment):
+        return build(program, mesh, job, replace(environment, always=keep))
+
+    monkeypatch.setattr(building, "build", build_with_barriers)
+
+
+def layers_step():
+    """Four layers that keep more than is estimated."""
+
+    def layer(x, w):
+        h = x @ w["up"]
+        for _ in range(4):
+            h = jnp.tanh(jnp.sin(h))
+        return x + h @ w["down"]
+
+    def loss(params, x):
+        for w in params:
+            x = layer(x, w)
+        return jnp.mean(x**2)
+
+    def step(params, x):
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    params = [{"up": jnp.ones((16, 64)), "down": jnp.ones((64, 16))} for _ in range(4)]
+    return step, (params, jnp.ones((1024, 16)))
+
+
+def test_what_needs_more_than_predicted_may_be_rematerialized(tmp_path, keeps_barriers):
+    """By estimates there was no need of it."""
+    step, args = layers_step()
+
+    def plan(budget, **settings):
+        return cfp.plan(
+            step,
+            *args,
+            mesh=make_mesh((("x", 2),)),
+            donate_argnums=0,
+            memory_budget=budget,
+            cache_dir=tmp_path,
+            settings=cfp.PlannerSettings(race=False, **settings),
+        )
+
+    plenty = plan("1GiB")
+    budget = round(0.9 * plenty.peak_bytes)
+    made = plan(budget)
+    assert not any(one.rematerialized for one in plenty.segments)
+    assert any(one.rematerialized for one in made.segments)
+    assert made.peak_bytes <= budget and made.predicted_ms > plenty.predicted_ms
+    for late in ({"choose": ("sharding", "storage")}, {"seconds": 0.0}):
+        with pytest.raises(cfp.MemoryBudgetError, match="No segment of this plan is"):
+            plan(budget, **late)
 
 
 def test_measuring_is_there_for_the_asking(tmp_path):

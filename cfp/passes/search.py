@@ -9,6 +9,7 @@ from dataclasses import replace
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.context import DecidedBy, PlanContext
+from cfp.cost.choice import SegmentChoice
 from cfp.cost.costs import Costs
 from cfp.errors import OptionError, nearest
 from cfp.presets.presets import (
@@ -30,9 +31,9 @@ from cfp.race.candidates import (
 )
 from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED
 from cfp.race.shortage import over_budget
-from cfp.search.choices import picks_of, whole_choice
-from cfp.search.expected import build_problem
-from cfp.search.problem import Problem, scale_memory
+from cfp.search.choices import estimate_kinds, picks_of, whole_choice
+from cfp.search.expected import build_problem, expect
+from cfp.search.problem import Option, Problem, scale_memory
 from cfp.search.requests import measured_options
 from cfp.search.solver import best_solutions
 from cfp.settings import COMPILED_TO_PREDICTED, PRESETS_BY_ESTIMATE, Dimension
@@ -133,6 +134,31 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     )
 
 
+def with_rematerialization(
+    context: PlanContext, analysis: Analysis, solution: Solution
+) -> Solution | None:
+    """A solution whose options may be rematerialized, as the search saw no need to.
+
+    None where nothing can be.
+    """
+    problem, rates = solution.problem, solution.rates
+    if problem is None or rates is None:
+        return None
+    may = Dimension.REMAT in context.rules.dimensions
+    costs, estimates = Costs(analysis, rates, may), estimate_kinds(analysis, rates)
+    options = [
+        [*row, *expect(costs, kind, estimates[kind], row, map(_again, row))]
+        if costs.can_rematerialize(kind)
+        else row
+        for kind, row in enumerate(problem.options)
+    ]
+    if options == [*problem.options]:
+        return None
+    return replace(
+        solution, problem=build_problem(costs, options, problem.budget_bytes)
+    )
+
+
 def preset_solution(analysis: Analysis, name: str) -> Solution:
     """A preset, by name, in place of a search.
 
@@ -149,6 +175,10 @@ def preset_solution(analysis: Analysis, name: str) -> Solution:
             f"{nearest(name, known, ALIASES)}There are: {', '.join(known)}."
         )
     return Solution([Candidate(name, known[name])])
+
+
+def _again(option: Option) -> SegmentChoice:
+    return replace(option.candidate, remat=True)
 
 
 def _fastest(

@@ -213,7 +213,7 @@ def open_context(
                 mesh=mesh,
                 store=store,
                 settings=settings,
-                rules=_rules(defaults, settings, mesh, stand_in, memory is None),
+                rules=_rules(defaults, settings, mesh, stand_in),
                 environment=environment,
                 agreement=agreement,
                 measure=MeasureOptions(
@@ -238,14 +238,8 @@ def _rules(
     settings: DetailedSettings,
     mesh: Mesh | DescribedMesh,
     stand_in: StepPredictor | None,
-    is_plenty: bool,
 ) -> PlatformDefaults:
-    """A platform's defaults, and in their place what was asked for.
-
-    Presets with all values constrained are points of the search, so that the best by
-    prediction stands for them in a race: they are compiled themselves only if they lead
-    it with arguments alone constrained. Under a budget that needs more memory.
-    """
+    """A platform's defaults, and in their place what was asked for."""
     reach = settings.reach or (REACH_BY_ESTIMATE if stand_in else None)
     options, unasked = settings.compiler_options, settings.measure is None
     asked = {
@@ -260,18 +254,12 @@ def _rules(
     }
     if Dimension.COMPILER_OPTIONS not in settings.dimensions:
         options = {}
-    levels, later = settings.constraint_levels or usual.levels, usual.later_levels
-    is_measured = not (isinstance(mesh, DescribedMesh) or usual.estimates)
-    if settings.constraint_levels is None and is_measured and is_plenty:
-        later = tuple(one for one in levels if one is ConstraintLevel.EVERYTHING)
-        levels = tuple(one for one in levels if one not in later) or levels
     return replace(
         usual,
         estimates=isinstance(mesh, DescribedMesh) or (usual.estimates and unasked),
         rounds=RUNS_PLAYED if stand_in else usual.rounds,
         plans=settings.plans or (PLANS_BY_ESTIMATE if stand_in else usual.plans),
-        levels=levels,
-        later_levels=tuple(one for one in later if one not in levels),
+        levels=settings.constraint_levels or usual.levels,
         reach=dict.fromkeys(ConstraintLevel, reach) if reach else usual.reach,
         compiler_options=usual.compiler_options if options is None else options,
         replacing=replace(usual.replacing, **asked),

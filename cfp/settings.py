@@ -180,7 +180,6 @@ class PlatformDefaults:
         reach: candidates that are predicted to take this many times as long as the best
             that fits are not raced, by constraint level.
         levels: constraint levels of presets; each races.
-        later_levels: those at which presets race only if they lead.
         rounds: turns of a race that decides, at most. Four are a guess.
         limits_memory: whether the compiler takes a memory limit.
         host_memory: whether what is in the memory of the host is none of a device's.
@@ -198,7 +197,6 @@ class PlatformDefaults:
     estimate_reach: float = 1.25
     reach: Mapping[ConstraintLevel, float]
     levels: tuple[ConstraintLevel, ...] = tuple(ConstraintLevel)
-    later_levels: tuple[ConstraintLevel, ...] = ()
     rounds: int = 4
     limits_memory: bool = False
     host_memory: bool = False

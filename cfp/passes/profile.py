@@ -153,7 +153,7 @@ def expected_race(
     """
     rules = context.rules
     count = len(named_candidates(presets, rules.levels)) + 2 * rules.plans
-    again = len(rules.compiler_options) + len(rules.later_levels)
+    again = len(rules.compiler_options)
     looks = count // 2 + again if again else 0
     platform = dict(context.environment)["platform"]
     warm = not (defaults_of(platform).estimates or context.plays)

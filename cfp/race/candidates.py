@@ -62,14 +62,6 @@ def with_options(
     ]
 
 
-def at_levels(one: Candidate, levels: Sequence[ConstraintLevel]) -> list[Candidate]:
-    """Returns a preset's variants, one for each constraint level."""
-    if not one.is_preset or one.options:
-        return []
-    name = one.name.removesuffix(level_name("", one.level))
-    return [replace(one, name=level_name(name, level), level=level) for level in levels]
-
-
 LESS_MEMORY = "planned, less memory"  # Names what `smaller_than` finds.
 
 

@@ -135,13 +135,11 @@ class Run:
         context, rules = self.context, self.context.rules
         # One turn is enough if leaders run again, or if times say little.
         say_little = rules.estimates and not context.plays
-        few = rules.compiler_options or rules.later_levels or say_little
-        rounds = 1 if few else rules.rounds
+        rounds = 1 if rules.compiler_options or say_little else rules.rounds
         raced = self.time(candidates, rounds, truncated=truncated)
-        variants = rules.compiler_options, rules.later_levels
         is_predicted = context.stand_in is not None
         reach = STAY_AFTER_TURN if is_predicted else STAY_AFTER_LOOK
-        first, new = second_race(raced, *variants, reach)
+        first, new = second_race(raced, rules.compiler_options, reach)
         stages = Stage.VARIANTS, Stage.WARM_UP_AGAIN, Stage.TURNS
         outlook = context.measure.outlook
         if not new or self.is_over():

@@ -13,7 +13,7 @@ from cfp.profiling.in_flight import InFlightLog
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, utc_now
 from cfp.profiling.runner import StopOnDeviceLoss, TimingOptions, run
-from cfp.race.candidates import at_levels, with_options
+from cfp.race.candidates import with_options
 from cfp.race.compile import (
     Builder,
     build_each,
@@ -376,7 +376,6 @@ def _join(before: ProfileRecord | None, found: ProfileRecord) -> ProfileRecord:
 def second_race(
     raced: Sequence[RaceResult],
     options: Mapping[str, Mapping[str, str]],
-    levels: Sequence[ConstraintLevel] = (),
     reach: float = STAY_AFTER_LOOK,
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Selects what races again: the leader, near ties, the best preset.
@@ -384,13 +383,11 @@ def second_race(
     Args:
         raced: the first race.
         options: of the compiler, by name.
-        levels: constraint levels at which presets race only if they lead.
         reach: what takes more times as long as the fastest does not race again, but for
             the best preset, with which a plan is compared.
 
     Returns:
-        Those, and variants of the leader with options, and at levels; nothing if there
-        are no variants.
+        Those, and variants of the leader with options; nothing if there are none.
     """
     ran = sorted((one for one in raced if one.ran), key=time_ms)
     if not ran:
@@ -401,7 +398,7 @@ def second_race(
     names = {one.name for one in raced}
     new = [
         one
-        for one in (*with_options(leader, options), *at_levels(leader, levels))
+        for one in with_options(leader, options)
         if one.key not in keys and one.name not in names
     ]
     if not new:

@@ -146,7 +146,6 @@ def _loosest_limit(*given: Any) -> Mapping[str, Mapping[str, str]]:
     return dict([*limit_options(*given).items()][:1])
 
 
-_EVERY_LEVEL = tuple(ConstraintLevel)
 _NOT_BARE = (ConstraintLevel.EVERYTHING, ConstraintLevel.ACTIVATIONS)
 # Modules and functions that several change.
 _GUIDED, _ASK = "search/guided.py", "cfp.search.guided:_Round.ask"
@@ -395,15 +394,6 @@ _CANDIDATES = (
         candidates="arguments (constrained|told)",
         cited="50.3 and 56.7 ms",
         tests="ARGUMENTS",
-    ),
-    Mechanism(
-        "all values of presets are constrained only if they lead",
-        "context.py",
-        24,
-        asked={"constraint_levels": _EVERY_LEVEL},
-        cited="at once: 15 whole programs and 34 runs of a GPT in place of 11 and 22; "
-        "never: one of 29 recorded races 2.5 % slower",
-        tests="later_levels|at_levels",
     ),
     Mechanism(
         "the leader races with other compiler options",

@@ -295,6 +295,7 @@ def _several(data: Mapping[str, Any]) -> list[str]:
             row["model"],
             "two, a GPU each" if "," in row["layout"] else "one",
             "yes" if len(set(row["plans"])) == 1 else "NO",
+            ", ".join(sorted(set(row.get("shardings", [])))) or "-",
             row["choice"],
             f"{row['winner']} of {len(row['raced'])}",
             row["sharded_arguments"],
@@ -309,7 +310,8 @@ def _several(data: Mapping[str, Any]) -> list[str]:
         for row in rows
     ]
     head = (
-        "model | processes | all say the same plan | the plan's choice | chosen | "
+        "model | processes | all say the same plan | shardings | the plan's choice | "
+        "chosen | "
         "sharded arguments | predicted ms | step ms | off by | fully sharded: off by | "
         "checks pass | restored | planned in s"
     )
@@ -317,8 +319,9 @@ def _several(data: Mapping[str, Any]) -> list[str]:
         "## Several processes, a GPU each",
         "",
         "`several_processes.py --gpus`: planned by measuring, run for two steps, "
-        "checked against one device, saved and restored under another plan. The choice "
-        "is a digest of its shardings. Each row begins with an empty store.",
+        "checked against one device, saved and restored under another plan. Shardings "
+        "are a digest of those of arguments and results, the choice is one of "
+        "constraints and compiler options, too. Each row begins with an empty store.",
         "",
         table(head, cells),
         "",

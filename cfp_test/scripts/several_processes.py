@@ -68,6 +68,7 @@ def run(
         "preset_largest": max(row["preset_largest"] for row in rows),
         "tolerance": first["tolerance"],
         "choice": first["choice"],
+        "shardings": [row["shardings"] for row in rows],
         "predicted_ms": first["predicted_ms"],
         "step_ms": [row["step_ms"] for row in rows],
         "plan_seconds": first["plan_seconds"],

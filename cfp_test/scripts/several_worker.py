@@ -51,7 +51,8 @@ def digest(plan: Plan) -> str:
     Each process has its own clock, and so its own seconds of planning.
     """
     found = json.loads(plan.to_json())
-    found["search"].pop("planning_seconds", None)
+    search = found["search"].items()
+    found["search"] = {name: one for name, one in search if "seconds" not in name}
     text = json.dumps(found, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -59,6 +60,16 @@ def digest(plan: Plan) -> str:
 def choice_digest(plan: Plan) -> str:
     """Digest of the program that the step is compiled from alone."""
     parts = (plan.arg_specs, plan.output_specs, plan.constraints, plan.options)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def shardings_digest(plan: Plan) -> str:
+    """Digest of the shardings of arguments and results.
+
+    Two measured races may end with other compiler options, or constraints of other
+    values, where these are as fast within noise.
+    """
+    parts = (plan.arg_specs, plan.output_specs)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
@@ -121,6 +132,7 @@ def main(model: str, folder: Path, sizes: str = "") -> None:
         "process": jax.process_index(),
         "plan": digest(plan),
         "choice": choice_digest(plan),
+        "shardings": shardings_digest(plan),
         "predicted_ms": plan.predicted_ms,
         "winner": plan.winner,
         "raced": [row.name for row in plan.race],

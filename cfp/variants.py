@@ -45,7 +45,7 @@ from cfp.profiling.tasks import Progress
 from cfp.program.meaning import check_settings, unchecked
 from cfp.program.step import FlatStep, flatten_step
 from cfp.race.compile import Builder
-from cfp.race.programs import RaceProgram, RaceResult, race_row
+from cfp.race.programs import RaceProgram, RaceResult, Skipped, race_row
 from cfp.race.shortage import least_short
 from cfp.race.turns import race_programs
 from cfp.report.progress import shown
@@ -255,7 +255,10 @@ def plan_fastest(
                 results = _race_winners(entrants, options, how, deadline.end)
                 ran = {n: r for n, r in results.items() if isfinite(r.time_ms)}
                 raced = {name: result.time_ms for name, result in ran.items()}
-                if raced:
+                # Without what there was no time for it does not say what is fastest.
+                outcomes = [one.outcome for one in results.values()]
+                is_whole = not any(isinstance(one, Skipped) for one in outcomes)
+                if raced and is_whole:
                     basis, times = Basis.RACED, raced
                     notes |= {name: race_row(r).note for name, r in results.items()}
     best = min(times, key=times.__getitem__, default=next(iter(found)))

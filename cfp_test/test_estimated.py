@@ -14,7 +14,6 @@ from cfp.cli.options import settings as settings_of
 from cfp.cost.costs import Costs
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, build
-from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.rates import Rates
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
@@ -239,10 +238,7 @@ def test_when_time_is_over_one_program_is_compiled(tmp_path):
     plan = cfp.plan(STEP, *ARGS, **how, settings=settings)
     raced = {row.name: row for row in plan.race if row.time_ms is not None}
     late = [row for row in plan.race if "time for planning was over" in row.note]
-    assert plan.winner in raced
-    # What other threads had begun with is finished.
-    assert len(raced) <= default_threads("cpu")
-    assert len(raced) + len(late) >= 2
+    assert [*raced] == [plan.winner] and late
     # What there was no time for is no failure: with more time it races.
     full = cfp.plan(STEP, *ARGS, **how)
     assert not any("time for planning was over" in row.note for row in full.race)

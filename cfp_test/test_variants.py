@@ -622,6 +622,18 @@ def test_what_crashes_in_the_last_race_is_out(timed, tmp_path, monkeypatch):
     assert notes(found)["line"] == "crashed: boom"
 
 
+def test_a_last_race_that_time_is_too_short_for_decides_nothing(
+    timed, monkeypatch, tmp_path
+):
+    own = {"line": 3.0, "flat": 1.0, "cube": 2.0}
+    ran, race = timed(own, own), room._race_winners
+    monkeypatch.setattr(room, "_race_winners", lambda *how: race(*how[:-1], 0.0))
+    found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
+    assert "line: data_parallel" in ran and "flat: data_parallel" not in ran
+    assert (found.name, found.basis) == ("flat", cfp.Basis.MEASURED)
+    assert times_of(found) == own
+
+
 def test_where_all_fail_each_says_why(tmp_path):
     pins = {"w": jax.P("z"), "x": jax.P("y")}
     with pytest.raises(PinError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -96,6 +97,7 @@ def build_each(
 
     They are built side by side, each once. Where time is over, none is begun after one
     that fits, or after so many as a whole program is worth: one, or several truncated.
+    Several processes, whose clocks differ, look at the time before the first.
     """
     wanted = {one.job.key.digest: one for one in programs}
     if not wanted:
@@ -110,11 +112,26 @@ def build_each(
         wants_local=options.wants_local,
     )
     most = default_threads(platform) if place is None else place.at_once
-    done: list[str] = []
-    too_large: list[str] = []
-    begun: list[str] = []
+    pairs = [(digest, built.get(one.identity)) for digest, one in wanted.items()]
+    there = {digest: ready for digest, ready in pairs if ready is not None}
     took = [one.build_seconds for one in built.values()]
     is_untuned = environment.is_untuned(platform)
+    worth = worth_one_whole(builder.program, programs)
+    begun, lock = list[str](), threading.Lock()
+
+    def may_race(digest: str, outcome: Built | ProfileRecord) -> bool:
+        """True if it was built, and is small enough."""
+        if not isinstance(outcome, Built):
+            return False
+        needed = wanted[digest].ratios.memory * outcome.peak_bytes
+        return most_bytes is None or needed <= most_bytes
+
+    done = [digest for digest, one in there.items() if may_race(digest, one)]
+    if not agreement.alone and agreement.is_over(builder.end):
+        new = [digest for digest in wanted if digest not in there]
+        most_new = 0 if done else max(0, worth - len(there))
+        new = agreement.decided("what is built although time is over", new[:most_new])
+        wanted = {d: one for d, one in wanted.items() if d in {*there, *new}}
 
     def is_late() -> bool:
         """True if another program would be ready, and run, after the end."""
@@ -124,30 +141,32 @@ def build_each(
         rest = (len(begun) + 2) * run_seconds + build_seconds if run_seconds else 0.0
         return time.monotonic() + build_seconds + rest > builder.end
 
+    def may_begin(digest: str) -> bool:
+        """True if a program may be built now; others know that it is begun."""
+        with lock:
+            enough = done or len(there) + len(begun) >= worth
+            if agreement.alone and enough and is_late():
+                return False
+            begun.append(digest)
+        return True
+
     def build_in_time(digest: str) -> Built | ProfileRecord | None:
         one = wanted[digest]
-        enough = done or len(too_large) >= worth_one_whole(builder.program, programs)
-        if (ready := built.get(one.identity)) is not None:
-            outcome = replace(ready, key=one.job.key)
-        # Several processes have clocks of their own.
-        elif agreement.alone and enough and is_late():
+        if (ready := there.get(digest)) is not None:
+            return replace(ready, key=one.job.key)
+        if not may_begin(digest):
             return None
-        else:
-            begun.append(digest)
-            where = one.place or (builder.program, mesh)
-            started = time.monotonic()
-            with in_flight.doing(one.job.key, one.job.label, "build"):
-                outcome = build(*where, one.job, environment)
-            took.append(time.monotonic() - started)
-        is_large = True  # Or not to be built at all.
+        where = one.place or (builder.program, mesh)
+        started = time.monotonic()
+        with in_flight.doing(one.job.key, one.job.label, "build"):
+            outcome = build(*where, one.job, environment)
+        took.append(time.monotonic() - started)
         if isinstance(outcome, Built):
             built[one.identity] = outcome
-            needed = one.ratios.memory * outcome.peak_bytes
-            is_large = most_bytes is not None and needed > most_bytes
-        (too_large if is_large else done).append(digest)
+        if may_race(digest, outcome):
+            done.append(digest)
         return outcome
 
-    there = {digest for digest, one in wanted.items() if one.identity in built}
     found: dict[str, Built | ProfileRecord] = {}
     cache = environment.compilation_cache(platform)
     first = 0

@@ -167,8 +167,8 @@ class Run:
         """Compiles candidates in batches: near ones first, more as long as asked for.
 
         If none of the near ones fits, slower ones follow, and then the smallest. An
-        error names the memory that the smallest needs. Where time is over one more is
-        compiled, and no other.
+        error names the memory that the smallest needs. Where time is over, the first of
+        these is compiled, and no other.
 
         Args:
             candidates: the best by prediction first.
@@ -185,13 +185,12 @@ class Run:
             found = self._admit([one for one, _ in found.left])
             yield found
             refused = [*refused, *found.refused]
-        for one in self.smaller(refused):
-            is_last = self.is_over()
+        for number, one in enumerate(self.smaller(refused)):
+            if number and self.is_over():
+                return
             [made] = self.compile_all([one])
             fitting, large = ([made], []) if made.may_race else ([], [made])
             yield Admitted(fitting, large, found.left)
-            if is_last:
-                return
 
     def _admit(
         self,
@@ -532,7 +531,7 @@ def _first_whole(
         if short.peak_bytes > most_bytes:
             refused[one.choice, one.level] = replace(short, fits=False)
             continue
-        if tries == WHOLE_TRIES:
+        if tries == WHOLE_TRIES or (tries and run.is_over()):
             break
         tries += 1
         run.built.clear()

@@ -423,8 +423,13 @@ def test_what_would_be_ready_and_run_after_the_end_is_not_begun(
 
 @pytest.mark.parametrize(
     ("seconds", "begun"),
-    # Nothing is begun that would be ready later, but for one smaller program.
-    [(0.0, [0.0, 10.0]), (15.0, [0.0, 10.0, 20.0]), (float("inf"), None)],
+    # Nothing is begun that would be ready later, but for the first smaller program.
+    [
+        (0.0, [0.0, 10.0]),
+        (15.0, [0.0, 10.0]),
+        (25.0, [0.0, 10.0, 20.0]),
+        (float("inf"), None),
+    ],
 )
 def test_where_nothing_fits_planning_ends_with_its_time(
     plan, monkeypatch, tmp_path, seconds, begun

@@ -19,7 +19,7 @@ from cfp.profiling.timing import measure
 from cfp.race import compile as building
 from cfp.race import turns as room
 from cfp.race.compile import Builder, compile_programs
-from cfp.race.programs import RaceProgram
+from cfp.race.programs import RaceProgram, Skipped
 from cfp.race.turns import Ranking, race_programs
 from cfp.settings import defaults_of
 from cfp.solution import Candidate
@@ -417,6 +417,57 @@ def compiled(case, store, monkeypatch):
         return list(built), [(r.name, r.fits, r.record.status) for r in refused], peak
 
     return go
+
+
+@pytest.fixture
+def begun(case, store, monkeypatch):
+    """Compiles programs by name where time is over; names what is begun."""
+    labels, build, built = [], building.build, {}
+    monkeypatch.setattr(building, "default_threads", lambda platform: 4)
+
+    def watched(program, mesh, job, environment):
+        labels.append(job.label)
+        return build(program, mesh, job, environment)
+
+    monkeypatch.setattr(building, "build", watched)
+
+    def go(names: str, **how) -> str:
+        labels.clear()
+        where = {"program": case.program, "mesh": case.mesh, "store": store}
+        builder = Builder(**where, built=built, end=0.0, **how)
+        programs = [entrant(case, name) for name in names]
+        results = compile_programs(builder, programs)
+        assert [one.name for one in results] == [*names]
+        skipped = [one for one in results if isinstance(one.outcome, Skipped)]
+        assert len(skipped) + len(labels) + len({*names} & known) == len(names)
+        known.update(labels)
+        return "".join(labels)
+
+    known = set()
+    return go
+
+
+def test_when_time_is_over_one_program_is_begun_on_all_threads(begun):
+    assert len(begun("abcd")) == 1
+
+
+def test_when_time_is_over_nothing_is_begun_beside_what_is_built(begun):
+    [first] = begun("ab")
+    others = [name for name in "abcd" if name != first]
+    assert begun(first) == begun("".join([*others, first])) == ""
+    # What is built is too large for another budget: then one more is begun, alone.
+    assert len(begun("cd", budget_bytes=1)) == 1
+
+
+def test_when_time_is_over_for_process_0_all_begin_one_program(begun, monkeypatch):
+    monkeypatch.setattr(Agreement, "of", lambda mesh: Agreement(alone=False))
+    said = {"the time": True}
+    monkeypatch.setattr(Agreement, "decided", lambda _, what, v: said.get(what, v))
+    monkeypatch.setattr(Agreement, "gathered", lambda _, what, value: [value, value])
+    assert begun("abcd") == "a"
+    assert begun("ba") == ""
+    said["the time"] = False
+    assert sorted(begun("abcd")) == ["b", "c", "d"]
 
 
 NEEDS = {"large": 200, "small": 100}

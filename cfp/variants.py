@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
@@ -144,7 +144,8 @@ def plan_fastest(
     steps = _Steps(calls, pins)
     doing = f"planning variants of a step: {', '.join(names)}"
     silence = "cfp.plan_fastest(..., quiet=True) says nothing"
-    with shown(settings, doing, silence, quiet) as how:
+    agreement = _agreement(variants)
+    with shown(settings, doing, silence, quiet) as how, _interrupting_all(agreement):
         settings_or_defaults(how)
         options = PlanOptions(
             memory_budget=memory_budget,
@@ -153,7 +154,7 @@ def plan_fastest(
             cache_dir=cache_dir,
             settings=how,
         )
-        deadline = _Deadline(end=now() + how.seconds, agreement=_agreement(variants))
+        deadline = _Deadline(end=now() + how.seconds, agreement=agreement)
 
         def plan_one(variant: Variant, seconds: float) -> FoundPlan:
             place = [one.name for one in first].index(variant.name) + 1
@@ -250,7 +251,8 @@ def plan_fastest(
         basis, times = _own_times(found)
         is_over = deadline.is_within(0.0) or any(one.interrupted for one in tries)
         if basis is Basis.MEASURED and len(times) > 1 and not is_over:
-            with contextlib.suppress(KeyboardInterrupt):
+            # Of several processes the others would go on.
+            with contextlib.suppress(*[KeyboardInterrupt] if agreement.alone else []):
                 entrants = [(name, found[name]) for name in times]
                 results = _race_winners(entrants, options, how, deadline.end)
                 ran = {n: r for n, r in results.items() if isfinite(r.time_ms)}
@@ -361,6 +363,16 @@ def _agreement(variants: Sequence[Variant]) -> Agreement:
         return Agreement(alone=True)
     devices = (device for mesh in meshes for device in mesh.devices.flat)
     return Agreement.about({device.process_index for device in devices})
+
+
+@contextlib.contextmanager
+def _interrupting_all(agreement: Agreement) -> Iterator[None]:
+    """Has an interrupt of one process end all: they wait for it in the next plan."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        with coordinated_planning(agreement.alone):
+            raise
 
 
 class _Steps:
@@ -552,7 +564,7 @@ def _plan_all(
         except CfpError as reason:
             error = reason
         except KeyboardInterrupt:
-            if not any(one.found for one in tries):
+            if not (deadline.agreement.alone and any(one.found for one in tries)):
                 raise
         seconds = now() - started
         tries.append(_Try(name=variant.name, seconds=seconds, found=found, error=error))

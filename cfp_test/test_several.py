@@ -139,6 +139,18 @@ def test_a_process_that_fails_alone(all_endings):
     assert reason in message(other)
 
 
+@pytest.mark.parametrize("place", ["tracing", "planning", "the-time", "last-race"])
+def test_an_interrupt_between_variants_ends_all(place, tmp_path):
+    command = ["-m", "cfp_test.variants_of_several", str(tmp_path), place]
+    other, interrupted = run_all(command, tmp_path, (1, 1))
+    assert "KeyboardInterrupt" in message(interrupted)
+    assert "Process 1 of this program has failed, and so this one ends" in message(
+        other
+    )
+    assert "KeyboardInterrupt" in message(other)
+    assert "PLANNED" not in other.out + interrupted.out
+
+
 def assert_both_tell(ended: list[Ended], what: str, remedy: str) -> None:
     for one in ended:
         text = message(one)

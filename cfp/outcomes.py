@@ -77,7 +77,9 @@ class Outcome:
         return f"{self.name}: {'; '.join(parts) or 'not timed'}"
 
 
-def with_variants(plan: Plan, best: str, outcomes: Sequence[Outcome]) -> Plan:
+def with_variants(
+    plan: Plan, best: str, outcomes: Sequence[Outcome], basis: Basis
+) -> Plan:
     """The plan with what it was chosen among, if there was more than one."""
     if len(outcomes) < 2 or plan.figures is None:
         return plan
@@ -92,7 +94,9 @@ def with_variants(plan: Plan, best: str, outcomes: Sequence[Outcome]) -> Plan:
         )
         for one in outcomes
     )
-    return replace(plan, figures=replace(plan.figures, variants=tried))
+    raced = basis is Basis.RACED
+    figures = replace(plan.figures, variants=tried, variants_raced=raced)
+    return replace(plan, figures=figures)
 
 
 def with_worth(

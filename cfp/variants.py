@@ -278,7 +278,8 @@ def plan_fastest(
         )
         for name in names
     )
-    plan = with_variants(_with_seconds(found[best].plan, outcomes, how), best, outcomes)
+    plan = _with_seconds(found[best].plan, outcomes, how)
+    plan = with_variants(plan, best, outcomes, basis)
     known = [one for one in (*variants, *spares) if one.name in names]
     plan = with_worth(plan, known, outcomes, basis)
     outcomes = tuple(

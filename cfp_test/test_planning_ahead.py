@@ -23,7 +23,7 @@ from cfp.race.turns import race_programs
 from cfp.settings import ConstraintLevel
 from cfp.view.page import page_html
 from cfp.view.text import plan_text
-from cfp.view.words import basis_text
+from cfp.view.words import VERIFIED, basis_text
 
 _SHAPES = (
     {"up": (256, 512), "down": (512, 256)},
@@ -188,6 +188,7 @@ def test_predictions_for_described_devices_stay_so_when_it_is_verified(
     for _ in range(2):  # A plan that was verified may be so once more.
         again = verify(again, analysis, flat, None, **where).best
         assert again.rung == "measured" and "described" not in again.environment
+        assert again.search[VERIFIED] == 1.0
         is_played = own_is_best and rung == "one device"
         own = ", that of the plan by one device" if is_played else ""
         said = f"redictions are estimates of described devices{own}; only the race"

@@ -134,6 +134,7 @@ def test_the_fastest_in_the_last_race_wins(timed, tmp_path):
     ran = timed(own, together)
     found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
     assert (found.name, found.basis) == ("flat", cfp.Basis.RACED)
+    assert found.plan.figures.variants_raced
     assert times_of(found) == together
     assert set(notes(found).values()) == {""}
     assert found.plan.mesh_axes == (("x", 2), ("y", 4))
@@ -630,6 +631,7 @@ def test_a_last_race_that_time_is_too_short_for_decides_nothing(
     monkeypatch.setattr(room, "_race_winners", lambda *how: race(*how[:-1], 0.0))
     found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
     assert "line: data_parallel" in ran and "flat: data_parallel" not in ran
+    assert not found.plan.figures.variants_raced
     assert (found.name, found.basis) == ("flat", cfp.Basis.MEASURED)
     assert times_of(found) == own
 

@@ -46,7 +46,7 @@ from cfp.race.programs import (
 from cfp.race.turns import race_programs
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
-from cfp.view.words import ONE_DEVICE, WAS_DESCRIBED, basis_text
+from cfp.view.words import ONE_DEVICE, VERIFIED, WAS_DESCRIBED, basis_text
 
 _ROUNDS = 2
 _RUNNERS_UP = 2
@@ -184,7 +184,7 @@ def verify(
     rows = tuple(map(race_row, named))
     # The environment of what was verified is that of these devices.
     is_described = "described" in plan.environment or WAS_DESCRIBED in plan.search
-    source = {WAS_DESCRIBED: 1.0} if is_described else {}
+    source = {VERIFIED: 1.0} | ({WAS_DESCRIBED: 1.0} if is_described else {})
     if best is own:
         source |= {ONE_DEVICE: 1.0} if plan.rung == "one device" else {}
         made = replace(
@@ -205,7 +205,6 @@ def verify(
             built=built.get(best.program.identity),
             rows=rows,
             counts={
-                "verified": 1.0,
                 "race_seconds": time.monotonic() - started,
                 **source,
             },

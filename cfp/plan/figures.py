@@ -239,6 +239,7 @@ class Figures:
         kernels: kernels of the step that are sharded, with the axes that shard them.
         loops: loops without rows in which something is communicated, and what.
         variants: meshes and microbatches that the plan was chosen among.
+        variants_raced: whether their best plans ran against each other.
         worth: what each kind of choice is worth.
         chosen: what was chosen among, by the names of `choose`; empty for all.
     """
@@ -255,6 +256,7 @@ class Figures:
     kernels: tuple[Words, ...] = ()
     loops: tuple[Words, ...] = ()
     variants: tuple[VariantFigures, ...] = ()
+    variants_raced: Flag = False
     worth: tuple[WorthFigures, ...] = ()
     chosen: tuple[Words, ...] = ()
 

@@ -38,10 +38,10 @@ _MOST_NAMES = 4
 _ALL = "planning_seconds"
 NONE_CAN = "no kernel that may be used can compute it"
 IN_ALL, COMPILE = "in all", "compile"
-# Entries of `Plan.search` after `cfp verify`: the plan was made for described devices,
-# and its own prediction is by one device that ran its part. The environment is that
-# of the devices on which it was verified.
-WAS_DESCRIBED, ONE_DEVICE = "was_described", "one_device"
+# Entries of `Plan.search` after `cfp verify`, which has measured the plan: it was made
+# for described devices, and its own prediction is by one device that ran its part. The
+# environment is that of the devices on which it was verified.
+VERIFIED, WAS_DESCRIBED, ONE_DEVICE = "verified", "was_described", "one_device"
 # Of a budget that was asked for, what is held back for the allocator.
 RESERVE_BYTES = "reserve_bytes"
 # Of a GPU's memory what JAX takes by default, and what the driver leaves of that.
@@ -329,7 +329,7 @@ def unsearched_text(plan: Plan) -> str:
         return "carried over from the plan of another program"
     if plan.figures and any(kind.options for kind in plan.figures.kinds):
         return ""
-    if "verified" in plan.search:
+    if VERIFIED in plan.search:
         return "it is the fastest that cfp verify timed, which times whole steps alone"
     return "the strategy was asked for by name, and none was measured"
 
@@ -700,16 +700,15 @@ def _worth_remarks(plan: Plan) -> Iterator[str]:
     if figures.chosen and len(figures.chosen) < len(Dimension):
         what = ", ".join(figures.chosen)
         yield f"chosen among {what} alone, as choose= (--choose) asks"
-    taken_ms = next((one.step_ms for one in figures.variants if one.taken), None)
-    own_ms = plan.measured_ms
-    # Their winners ran against each other, apart from the races of each.
-    have_raced = taken_ms not in (None, own_ms, plan.predicted_ms)
+    own_ms, how = plan.measured_ms, "in its own race" * figures.variants_raced
+    if VERIFIED in plan.search:
+        how = "as verified"
+    own = f"; {own_ms:.3f} ms {how}" if how and own_ms else ""
     for one in figures.variants:
         if one.note.startswith(UNPLANNED):
             continue
-        own = f"; {own_ms:.3f} ms in its own race" if have_raced and own_ms else ""
         this = f" (this one{own})" if one.taken else ""
-        yield f"variant {one.name}: {_variant_text(one, have_raced)}{this}"
+        yield f"variant {one.name}: {_variant_text(one, figures.variants_raced)}{this}"
     for how, is_measured in (("as measured", True), ("by prediction", False)):
         parts = []
         for one in figures.worth:
@@ -728,9 +727,9 @@ def _worth_remarks(plan: Plan) -> Iterator[str]:
             yield f"worth {how}: {'; '.join(parts)}"
 
 
-def _variant_text(one: VariantFigures, have_raced: bool) -> str:
+def _variant_text(one: VariantFigures, raced: bool) -> str:
     """A variant's time, and its estimate before it was planned: of another plan."""
-    where = " in the race of the variants" * have_raced
+    where = " in the race of the variants" * raced
     time = [] if one.step_ms is None else [f"{one.step_ms:.3f} ms{where}"]
     if one.estimated_ms not in (None, one.step_ms):
         time.append(f"estimated at {one.estimated_ms:.3f} ms before planning")

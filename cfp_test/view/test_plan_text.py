@@ -32,7 +32,7 @@ from cfp.race.admission import MEMORY_SHARE
 from cfp.settings import NO_LATENCY_HIDING
 from cfp.view.page import page_html
 from cfp.view.text import explain_text, plan_text
-from cfp.view.words import summary_line, unplanned_text
+from cfp.view.words import VERIFIED, remarks, summary_line, unplanned_text
 from cfp_test.checking import make_mesh
 from cfp_test.report.plans import RACE, Block, axis_role, layers, make_plan, row
 
@@ -230,6 +230,11 @@ def test_a_plan_whose_blocks_run_whole_says_so_though_some_arguments_are_sharded
         assert "TFLOP/s on each device" in repr(one)
 
 
+def variants_of(plan):
+    """What a plan says of each variant."""
+    return [line for line in remarks(plan) if line.startswith("variant ")]
+
+
 def test_each_variant_that_a_plan_was_chosen_among_has_a_line():
     nothing = {"step_ms": None, "estimated_ms": None, "memory_bytes": None}
     fields = {"step_ms": 9.5, "estimated_ms": 8.0, "memory_bytes": 1024, "note": ""}
@@ -244,12 +249,19 @@ def test_each_variant_that_a_plan_was_chosen_among_has_a_line():
         "  variant x=2,y=2: Too large.",
     ]
     assert (plan.predicted_ms, plan.measured_ms) == (9.5, 10.25)
-    raced = replace(variants[0], step_ms=9.25)
-    plan = replace(plan, figures=Figures(variants=(raced,)))
-    assert (
-        "variant x=4: 9.250 ms in the race of the variants, estimated at 8.000 ms "
+    # Measured on other devices since then: no race of variants is guessed.
+    verified = {**plan.search, VERIFIED: 1.0}
+    [first, _] = variants_of(replace(plan, search=verified))
+    assert first.endswith("planning (this one; 10.250 ms as verified)")
+    assert "race of the variants" not in first
+    raced = Figures(variants=variants[:1], variants_raced=True)
+    plan = replace(plan, figures=raced)
+    assert variants_of(plan) == [
+        "variant x=4: 9.500 ms in the race of the variants, estimated at 8.000 ms "
         "before planning (this one; 10.250 ms in its own race)"
-    ) in " ".join(repr(plan).split())
+    ]
+    [line] = variants_of(replace(plan, search=verified))
+    assert "in the race of" in line and line.endswith("10.250 ms as verified)")
 
 
 def test_variants_that_there_was_no_time_for_are_told_first(tmp_path, capsys):

@@ -4,12 +4,15 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 import cfp
 from cfp.context import open_context
+from cfp.devices import joining
 from cfp.devices.joining import Membership
 from cfp.errors import ProcessError
 from cfp.profiling.processes import Agreement, differing
@@ -198,6 +201,26 @@ def test_a_process_alone_with_a_time_budget_is_named(monkeypatch, tmp_path):
 
 
 @pytest.mark.explained("There is no coordinator")
+def test_versions_are_compared_though_cfp_is_not_installed(monkeypatch):
+    """It may be on PYTHONPATH."""
+    version = metadata.version
+
+    def installed(name):
+        if name == "cfp":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    def gathered(what, mine):
+        return [mine, {**mine, "version of cfp": "0.0.9"}]
+
+    monkeypatch.setattr(metadata, "version", installed)
+    talk = SimpleNamespace(gathered=gathered)
+    monkeypatch.setattr(joining, "coordination", lambda: talk)
+    with pytest.raises(ProcessError, match="differ in the version of cfp") as error:
+        joining._compare_versions()
+    assert f"{cfp.__version__} in process 0; 0.0.9 in process 1" in str(error.value)
+
+
 def test_a_process_without_a_coordinator(tmp_path):
     command = [*PROGRAM, str(tmp_path)]
     alone = start(command, tmp_path, (1, 1), only=[1], TEST_JOIN_SECONDS="2")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -223,10 +224,12 @@ def _compare_versions() -> None:
     talk = coordination()
     if talk is None:
         return
+    # Of cfp its own word: it need not be installed, but may be on PYTHONPATH.
     versions = {
-        f"version of {name}": metadata.version(name) for name in ("jaxlib", "cfp")
+        "version of jax": jax.__version__,
+        "version of jaxlib": metadata.version("jaxlib"),
+        "version of cfp": sys.modules["cfp"].__version__,
     }
-    versions = {"version of jax": jax.__version__, **versions}
     if (difference := differing(talk.gathered("versions", versions))) is not None:
         raise difference
 

@@ -231,7 +231,7 @@ def test_a_plan_whose_blocks_run_whole_says_so_though_some_arguments_are_sharded
 
 
 def variants_of(plan):
-    """What a plan says of each variant."""
+    """Lines of a plan about its variants."""
     return [line for line in remarks(plan) if line.startswith("variant ")]
 
 

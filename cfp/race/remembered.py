@@ -34,6 +34,8 @@ from cfp.search.problem import Problem
 from cfp.settings import LIMITED_TIME, WORTH_HAVING, ConstraintLevel
 from cfp.solution import Candidate, prediction_of
 
+_NAME = "from an earlier run"
+
 
 class _Kept(BaseModel):
     """A choice for a whole program, as its record has it."""
@@ -203,7 +205,7 @@ def known_to_fit(
     return [
         replace(
             one,
-            name=f"planned before {number}",
+            name=_NAME if number == 1 else f"{_NAME} {number}",
             predicted_ms=prediction_of(analysis, problem, one.choice).time_ms,
         )
         for number, (one, _) in enumerate(chosen, 1)
@@ -251,8 +253,7 @@ def _read(
         and all(one and one.attention in ("", *KERNELS) for _, one in choice.kernels)
         and refused_option(kept.options) is None
     ):
-        name = "planned before"
-        return Candidate(name, choice, level=kept.level, options=kept.options)
+        return Candidate(_NAME, choice, level=kept.level, options=kept.options)
     return None
 
 

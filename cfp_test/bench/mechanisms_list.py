@@ -511,9 +511,9 @@ _ADMITTING = (
         190,
         [Other("cfp.race.remembered:known_to_fit", lambda *_: [])],
         experiment="",
-        candidates="^planned before",
+        candidates="^from an earlier run",
         cited="of four budgets that errors named three did not do without it",
-        tests="remembered|known_to_fit|planned before",
+        tests="remembered|known_to_fit|earlier run",
     ),
     Mechanism(
         "where nothing fits: the fastest with corrected memory, the leanest",

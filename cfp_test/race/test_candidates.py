@@ -151,6 +151,7 @@ def known(analysis, tmp_path):
             ),
         ]
         there = known_to_fit(context, analysis, None, near, answer)
+        found.names = [one.name for one in there]
         return [(names[one.choice], one.options) for one in there]
 
     with ProfileStore(tmp_path / "store.sqlite") as store:
@@ -182,6 +183,13 @@ def test_what_races_with_the_memory_limit_does_as_it_is_known_to_fit(known):
     assert found(10, with_limit=["zero1"]) == [("zero1", OPTION)], "nothing tries that"
     keep("zero1", 10, 9.8)
     assert found(10, with_limit=["zero1"]) == [("zero1", {})]
+
+
+def test_what_raced_before_says_so(known):
+    keep, found = known
+    kept = [keep("zero1", 10, 10.0), keep("fully_sharded", 10, 9.9)]
+    found(10, Answer(tuple(kept), 9.9, FIRST))
+    assert found.names == ["from an earlier run", "from an earlier run 2"]
 
 
 def test_what_was_known_before_is_no_news_if_clocks_drift(known):

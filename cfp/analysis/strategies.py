@@ -6,7 +6,10 @@ rule in `cfp.program.read`, which reads Shardy's, or take factors away in
 
 A strategy gives each mesh axis an *inner* factor, one that the contractions of the
 block are split along, and, where that factor is contracted, an *exit*: the factor
-of the result that the reduction scatters to (none: an all-reduce).
+of the result that the reduction scatters to (none: an all-reduce). A lookup in a table
+that is split by columns has an exit, too: the rows of the result for which it exchanges
+columns (an all-to-all), so that a table sharded with its state is neither gathered nor
+its gradient reduced.
 """
 
 from __future__ import annotations
@@ -52,8 +55,29 @@ def axis_choices(rule: Rule, axis_size: int) -> list[AxisChoice]:
         if f in rule.reduction and f in majors:
             choices.append(AxisChoice(f))
             choices.extend(AxisChoice(f, e) for e in in_result)
+    columns, rows = _looked_up(rule)
+    choices.extend(
+        AxisChoice(f, e)
+        for f in in_result
+        if f in columns
+        for e in in_result
+        if e in rows
+    )
     choices.append(AxisChoice())
     return choices
+
+
+def _looked_up(rule: Rule) -> tuple[set[int], set[int]]:
+    """Returns the columns and rows that a lookup's result has; none for other ops.
+
+    A lookup sums over a factor that its table has, and its indices do not.
+    """
+    if len(rule.operands) != 2:
+        return set(), set()
+    table, indices = ({f for dim in dims for f in dim} for dims in rule.operands)
+    if not rule.reduction & table - indices:
+        return set(), set()
+    return table - indices - rule.reduction, indices - table
 
 
 def block_strategies(program: Program, block: Block, mesh: Mesh) -> list[Strategy]:
@@ -268,8 +292,10 @@ def describe(op: Op, mesh: Mesh, strategy: Strategy) -> str:
 
     made = list(axes)
     for (name, _), choice in zip(mesh, strategy, strict=True):
-        if choice.exit != NONE and choice.inner in rule.reduction:
+        if choice.exit != NONE:
             made[choice.exit] = (*made[choice.exit], name)
+            if choice.inner not in rule.reduction:
+                made[choice.inner] = tuple(n for n in made[choice.inner] if n != name)
 
     def letters(dims: Dims, axes: FactorAxes = axes) -> str:
         return "".join("S" if names else "R" for names in tensor_spec(rule, dims, axes))
@@ -286,4 +312,11 @@ def describe(op: Op, mesh: Mesh, strategy: Strategy) -> str:
         scattered = any(c.exit != NONE and c.inner in rule.reduction for c in strategy)
         kind = "reducescatter" if scattered else "allreduce"
         text += f" ({kind} @ {','.join(number[a] for a in reduced)})"
+    exchanged = [
+        number[name]
+        for (name, _), choice in zip(mesh, strategy, strict=True)
+        if choice.exit != NONE and choice.inner not in rule.reduction
+    ]
+    if exchanged:
+        text += f" (alltoall @ {','.join(exchanged)})"
     return text

@@ -386,14 +386,14 @@ def axis_roles(frame: Frame, op: Op, strategy: Strategy) -> tuple[AxisRole, ...]
         factor, scattered_dim = choice.inner, None
         if factor == NONE:
             continue
+        if choice.exit != NONE:
+            scattered_dim = _result_dim(op, choice.exit)
         dim = _result_dim(op, factor)
         holders = [
             i for i, dims in enumerate(rule.operands) if any(factor in d for d in dims)
         ]
         if factor in rule.reduction:
             role = Role.CONTRACTED
-            if choice.exit != NONE:
-                scattered_dim = _result_dim(op, choice.exit)
         elif not is_product(op):
             role = Role.DIM
         elif len(op.operands) < 2 or len(holders) > 1:

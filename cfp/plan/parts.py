@@ -49,8 +49,8 @@ class AxisRole:
         role: kind of the factor that it shards.
         factor: number of the factor in the anchor's sharding rule.
         dim: dim of the anchor's result that has the factor; -1 if it has none.
-        scattered_dim: dim of the result to which a contraction's sum is scattered; None
-            if it is not.
+        scattered_dim: dim of the result to which a contraction's sum is scattered, or
+            for which a lookup exchanges columns; None if there is no such dim.
         size: size of the factor.
     """
 
@@ -85,7 +85,9 @@ def roles_text(roles: Sequence[AxisRole], detail: Detail = Detail.SIZES) -> str:
         elif where and detail is not Detail.ROLES:
             text += f" ({' '.join(where)})"
         if one.scattered_dim is not None:
-            text += f", scattered to dim {one.scattered_dim}"
+            is_sum = one.role is Role.CONTRACTED
+            text += ", scattered to " if is_sum else ", exchanged for "
+            text += f"dim {one.scattered_dim}"
         parts.append(text)
     return "; ".join(parts) or "replicated"
 

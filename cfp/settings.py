@@ -186,6 +186,7 @@ class PlatformDefaults:
         reserve_bytes: what the allocator may add to what a program needs.
         combined_bytes: up to so many bytes the compiler makes one collective of several
             that do not depend on each other.
+        launch_ms: the least time of a kernel, however little it computes.
         compiler_options: what the leader is raced with, too, by name.
         replacing: what may compute attentions and cross-entropies.
         replacing_for_memory: the same where memory decides.
@@ -202,6 +203,7 @@ class PlatformDefaults:
     host_memory: bool = False
     reserve_bytes: int = 0
     combined_bytes: int = 0
+    launch_ms: float = 0.0
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     replacing: Replacing = Replacing()
     replacing_for_memory: Replacing = _CHUNKED
@@ -238,6 +240,7 @@ _GPU = PlatformDefaults(
     # The default of XLA's passes for GPUs that combine all-reduces, all-gathers and
     # reduce-scatters: xla/debug_options_flags.cc, xla_gpu_*_combine_threshold_bytes.
     combined_bytes=30 * 2**20,
+    launch_ms=0.002,  # Guess.
     compiler_options={
         "no latency hiding": NO_LATENCY_HIDING,
         "large collectives": {

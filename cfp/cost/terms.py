@@ -159,7 +159,8 @@ class Terms:
                 / spec_ways(tensor_spec(rule, dims, axes), self.frame.mesh)
                 for dims, v in tensors
             )
-            waits_ms = max(0.0, self.rates.memory_ms(touched) - products_ms)
+            least_ms = max(self.rates.memory_ms(touched), self.rates.launch_ms)
+            waits_ms = max(0.0, least_ms - products_ms)
             return op.repeat * products_ms, op.repeat * waits_ms
         moved = moved_bytes(program).get(op.id, 0.0)
         return 0.0, op.repeat * self.rates.memory_ms(moved * share)

@@ -298,6 +298,7 @@ class DescribedMesh:
             for what in known.link_curves[0]
             for group in axis_groups(self.axes)
         }
+        defaults = defaults_of(self.environment["platform"])
         return Rates(
             mesh=self.axes,
             curves=curves,
@@ -306,7 +307,8 @@ class DescribedMesh:
                 for dtype in ("float32", "bfloat16")
             },
             memory_bytes_per_ms=known.expected("memory_gb_per_s").value * 1e6,
-            combined_bytes=defaults_of(self.environment["platform"]).combined_bytes,
+            combined_bytes=defaults.combined_bytes,
+            launch_ms=defaults.launch_ms,
         )
 
     def _within(self, group: Iterable[str]) -> int:

@@ -53,6 +53,7 @@ class Rates:
       memory_bytes_per_ms: read plus written, of one device while all are busy.
       combined_bytes: up to so many bytes the compiler makes one collective of several
         that do not depend on each other; 0 if it is not counted on.
+      launch_ms: the least time of a matrix multiplication.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -60,6 +61,7 @@ class Rates:
     matmul_flops_per_ms: Mapping[str, float]
     memory_bytes_per_ms: float
     combined_bytes: int = 0
+    launch_ms: float = 0.0
 
     @classmethod
     def default(cls, mesh: Mesh | Iterable[tuple[str, int]]) -> Rates:

@@ -77,6 +77,15 @@ def test_what_is_combined_is_launched_once(name):
     assert state_ms(name, few)[0] == pytest.approx(many_ms)
 
 
+@pytest.mark.parametrize("devices", ["1xh100", "8xh100"])
+def test_a_step_takes_as_long_as_its_kernels_do_at_least(devices, tmp_path):
+    """However little they compute: each of the products, forward and backward."""
+    args = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 2, arguments(8)[1]
+    plan = cfp.plan(step, *args, mesh=cfp.described(devices), cache_dir=tmp_path)
+    products = 2 + 2 + 1
+    assert plan.predicted_ms >= products * defaults_of("gpu").launch_ms > 0.0
+
+
 def test_a_small_model_on_described_gpus_is_not_replicated():
     """Launched one by one, its gradients took longer than what sharding saves."""
     plan = cfp.plan(step, *arguments(), mesh=cfp.described("8xh100"), quiet=True)

@@ -393,7 +393,9 @@ def _whole_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome:
     if asked is not None:
         jobs = [one.job for one in programs_of(run.analysis, known, ())]
         samples_ms = best.samples_ms if best else ()
-        keep_answer(asked, run.context.store, [job.choice for job in jobs], samples_ms)
+        raced = [one.program.job.choice for one in ranking.results if one.ran]
+        choices = [job.choice for job in jobs]
+        keep_answer(asked, run.context.store, choices, samples_ms, raced)
     if best is None:
         raise run.nothing_fits(results)
     rows = [*map(race_row, results), *(left_out(one, why) for one, why in left)]

@@ -47,6 +47,15 @@ class _Kept(BaseModel):
     options: dict[str, str]
 
 
+class _Raced(BaseModel):
+    """Choices that raced because they were known, and digests of all that ran."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    known: tuple[str, ...]
+    raced: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """Outcome of an earlier race.
@@ -56,11 +65,13 @@ class Answer:
             have them.
         time_ms: of the winner; infinite if nothing ran.
         ended: when that was, as in records.
+        raced: digests of all choices that ran.
     """
 
     known: tuple[str, ...]
     time_ms: float
     ended: str
+    raced: tuple[str, ...] = ()
 
     def is_old(self, records: Iterable[ProfileRecord]) -> bool:
         """True if a record made since may change the answer.
@@ -74,8 +85,10 @@ class Answer:
         if self.time_ms == float("inf"):
             return any(record.choice not in self.known for record in records)
         since = [record for record in records if record.created > self.ended]
-        best = min(since, key=lambda record: record.time_ms, default=None)
+        best = min(since, key=_rank, default=None)
         if best is None or best.choice in self.known:
+            return False
+        if _digest([best.choice]) in self.raced:
             return False
         return best.time_ms < (1.0 - WORTH_HAVING) * self.time_ms
 
@@ -100,12 +113,10 @@ def answer_to(asked: ProfileKey, store: ProfileStore) -> Answer | None:
     if record is None:
         return None
     try:
-        known = json.loads(record.choice)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(known, list) or not all(isinstance(one, str) for one in known):
+        kept = _Raced.model_validate_json(record.choice)
+    except ValidationError:
         return None  # Records may come from elsewhere.
-    return Answer(tuple(known), record.time_ms, record.created)
+    return Answer(kept.known, record.time_ms, record.created, kept.raced)
 
 
 def keep_answer(
@@ -113,15 +124,17 @@ def keep_answer(
     store: ProfileStore,
     known: Sequence[str],
     samples_ms: Sequence[float],
+    raced: Iterable[str],
 ) -> None:
-    """Keeps what raced because it was known, and samples of the winner."""
+    """Keeps what raced because it was known, all that ran, and the winner's samples."""
+    digests = tuple(_digest([choice]) for choice in raced)
     record = ProfileRecord(
         key=asked.digest,
         parts=asked.parts,
         status="ok" if samples_ms else "out_of_memory",
         reason="" if samples_ms else "nothing ran",
         samples_ms=tuple(samples_ms),
-        choice=json.dumps(known),
+        choice=_Raced(known=tuple(known), raced=digests).model_dump_json(),
     )
     store.put(record, replace=True)
 
@@ -130,12 +143,16 @@ def keep_answer(
 Remembered = tuple[Candidate, ProfileRecord]
 
 
-def _time_ms(known: Remembered) -> float:
-    return known[1].time_ms
+def _rank(record: ProfileRecord) -> tuple[bool, float]:
+    """Sort key, by time: what had no more than a look comes last.
+
+    A look is shorter than a turn, so that devices are faster in it.
+    """
+    return len(record.samples_ms) < 2, record.time_ms
 
 
 def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Remembered]:
-    """Returns the store's records of other choices, the fastest first.
+    """Returns the store's records of other choices, what won races first.
 
     Failures are left out, but for what was compiled and then refused for its size.
 
@@ -154,7 +171,7 @@ def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Rememb
         and (record.ok or is_compiled_too_large(record))
         and (made := _read(analysis, options, record)) is not None
     ]
-    return sorted(found, key=_time_ms)
+    return sorted(found, key=lambda pair: _rank(pair[1]))
 
 
 def known_to_fit(
@@ -186,20 +203,20 @@ def known_to_fit(
         if _is_asked_for(context, one.choice)
     ]
     present = {one.key for one in candidates}
-    new = {  # Of those that are the same the fastest stays.
+    new = {  # Of those that are the same the first stays.
         one.key: (one, record)
         for one, record in reversed(known)
         if one.key not in present
     }
-    ranked = sorted(new.values(), key=_time_ms)
+    ranked = sorted(new.values(), key=lambda pair: _rank(pair[1]))
     fitting = [pair for pair in ranked if pair[1].peak_bytes <= budget_bytes]
     if answer is not None and not answer.is_old(record for _, record in fitting):
         there = {pair[1].choice: pair for pair in ranked}
         chosen = [there[choice] for choice in answer.known if choice in there]
     elif fitting:
-        limit_ms = LIMITED_TIME * _time_ms(fitting[0])
+        limit_ms = LIMITED_TIME * fitting[0][1].time_ms
         near = fitting[: context.rules.plans]
-        chosen = [pair for pair in near if _time_ms(pair) <= limit_ms]
+        chosen = [pair for pair in near if pair[1].time_ms <= limit_ms]
     else:
         chosen = sorted(new.values(), key=lambda pair: pair[1].peak_bytes)[:1]
     return [

@@ -13,13 +13,14 @@ from cfp.context import MemoryBudget
 from cfp.cost.choice import segment_candidate
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
+from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.admission import MEMORY_SHARE
 from cfp.race.candidates import rematerialized, with_options
-from cfp.race.remembered import Answer, known_to_fit
+from cfp.race.remembered import Answer, answer_to, keep_answer, known_to_fit
 from cfp.search.jobs import whole_job
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.settings import LIMITED_MEMORY, Replacing
@@ -114,7 +115,7 @@ def known(analysis, tmp_path):
     by_name = presets(analysis.frame)
     names = {choice: name for name, choice in by_name.items()}
 
-    def keep(name, peak_bytes, time_ms, created=FIRST, options=None):
+    def keep(name, peak_bytes, time_ms, created=FIRST, options=None, turns=1):
         race = () if created == FIRST else (("race", "of the leaders"),)
         choice = by_name[name]
         job = whole_job(analysis, choice, race, name, options=options)
@@ -122,7 +123,7 @@ def known(analysis, tmp_path):
             key=job.key.digest,
             parts=job.key.parts,
             status="ok" if time_ms else "out_of_memory",
-            samples_ms=(time_ms,) if time_ms else (),
+            samples_ms=(time_ms,) * turns if time_ms else (),
             temp_bytes=peak_bytes,
             choice=job.choice,
             created=created,
@@ -220,6 +221,34 @@ def test_what_is_known_to_be_the_fastest_races_with_its_options(known):
     keep("data_parallel", 10, 9.0, SECOND, OPTION)
     assert found(20) == [("data_parallel", OPTION)]
     assert found(19) == [("data_parallel", OPTION)]
+
+
+def test_what_won_with_its_options_races_before_what_had_a_look(known):
+    """Looks are shorter than turns, so that what they time seems to be faster."""
+    keep, found = known
+    keep("data_parallel", 10, 9.8)
+    keep("zero1", 10, 9.9)
+    keep("data_parallel", 10, 10.0, SECOND, OPTION, turns=3)
+    assert found(20) == [("data_parallel", OPTION)]
+    assert found(20, Answer((), 10.1, FIRST)) == []
+    keep("fully_sharded", 10, 9.0, SECOND)
+    assert found(20, Answer((), 10.1, FIRST)) == [], "it had a look alone"
+    assert found(20, Answer((), 11.0, FIRST)) == [("data_parallel", OPTION)]
+
+
+def test_what_lost_a_race_with_its_options_is_no_news_to_its_answer(known, tmp_path):
+    """Another race, of three turns, had it when the devices were faster."""
+    keep, found = known
+    lost = keep("data_parallel", 10, 9.0, SECOND, OPTION, turns=3)
+    asked = ProfileKey((("what", "the programs of a race"),))
+    with ProfileStore(tmp_path / "answers.sqlite") as store:
+        for raced, old in (([lost], []), ([], [("data_parallel", OPTION)])):
+            keep_answer(asked, store, [], (10.0, 10.0, 10.0), raced)
+            answer = replace(answer_to(asked, store), ended=FIRST)
+            assert (answer.known, answer.time_ms) == ((), 10.0)
+            assert found(10, answer) == old
+        store.put(replace(store.get(asked.digest), choice="[]"), replace=True)
+        assert answer_to(asked, store) is None
 
 
 def test_what_fits_with_another_memory_limit_races(known):

@@ -181,6 +181,7 @@ def main() -> None:
     _load()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 20)  # As in `conftest.py`.
     gc.enable()
     request = _accept(socket.socket(fileno=int(sys.argv[1])))
     if request is not None:

@@ -7,6 +7,7 @@ of timing itself, in `profiling/`, have a clock.
 import gc
 import os
 import tempfile
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -113,4 +114,35 @@ def compiled_once():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiler, "backend_compile_and_load", compile_once)
+        yield
+
+
+@pytest.fixture(scope="module")
+def analyzed_once():
+    """Has each step traced and analysed once in a module, whichever test plans it.
+
+    For modules whose tests plan one step again and again, and change nothing that
+    tracing or analysing goes by.
+    """
+    from cfp.passes import pipeline
+    from cfp.program.step import given_bytes
+
+    analyze_anew, known = pipeline.analyze_step, []
+
+    def analyze_once(step, mesh, pins=None):
+        given = tuple(
+            given_bytes(one, aval.dtype)
+            for one, aval in zip(step.examples, step.avals, strict=False)
+        )
+        asked = step, given, mesh, pins or {}
+        for before, found in known:
+            if before == asked:
+                vars(step).update(vars(before[0]))  # It is traced.
+                return replace(found)
+        known.append((asked, analyze_anew(step, mesh, pins)))
+        return known[-1][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("find", "variants"):
+            patch.setattr(f"cfp.{module}.analyze_step", analyze_once)
         yield

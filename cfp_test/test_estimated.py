@@ -29,7 +29,7 @@ from cfp.view.words import summary_line
 from cfp_test.checking import make_mesh
 from cfp_test.program.stacks import stack_step
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
+pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 
 SIZES = (("x", 4),)
 STEP, ARGS = stack_step()

@@ -34,7 +34,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.units import format_bytes
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
+pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 
 WIDTH, LAYERS = 512, 2
 MIB = 2**20  # Of each weight.

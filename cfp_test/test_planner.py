@@ -38,7 +38,7 @@ from cfp_test.injected import inject_times
 from cfp_test.program.stacks import stack_step
 from cfp_test.race.results import result_of
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
+pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 
 STEP, ARGS = stack_step()
 PRESETS = cfp.PRESETS

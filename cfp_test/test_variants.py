@@ -26,7 +26,7 @@ from cfp.profiling.processes import Agreement
 from cfp.race import turns as racing
 from cfp.solution import Estimate
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
+pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 
 PRESET = {"preset": "data_parallel"}
 ROWS = 512

@@ -18,7 +18,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.covering import cover_values
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
+pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 
 LAYERS, BATCH, SEQ, HIDDEN = 2, 8, 32, 64
 OPTIONS = {
@@ -49,8 +49,14 @@ def total(found, kind):
     return sum(size * count for k, size, count in found if k == kind)
 
 
+@functools.cache
+def gpt():
+    """A step and its arguments, made once: a step that is made anew is another."""
+    return build("gpt", **OPTIONS)
+
+
 def planned(preset, mesh, tmp_path):
-    fn, args = build("gpt", **OPTIONS)
+    fn, args = gpt()
     plan = cfp.plan(
         fn,
         *args,
@@ -238,7 +244,7 @@ def test_megatron_reduces_twice_in_every_turn_of_a_loop(mesh, tmp_path):
 
 def test_megatron_by_pins(mesh, tmp_path):
     """Weights pinned as Megatron stores them, and the batch kept whole."""
-    fn, args = build("gpt", **OPTIONS)
+    fn, args = gpt()
     pins = {
         "attention/*/kernel": jax.P(None, "x"),
         "attention/out/kernel": jax.P("x"),

@@ -14,7 +14,7 @@ from cfp.race import race
 from cfp.settings import MOST_REFUSED
 from cfp_test.race.deep import arguments, step
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
+pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from cfp_test.race.deep import LAYERS, arguments, step
 from cfp_test.race.results import result_of
 from cfp_test.waiting import GUARD_SECONDS
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
+pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 
 
 @pytest.fixture(scope="module")

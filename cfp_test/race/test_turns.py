@@ -24,7 +24,7 @@ from cfp.race.turns import Ranking, race_programs
 from cfp.settings import defaults_of
 from cfp.solution import Candidate
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
+pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 
 
 def entrant(case, name):

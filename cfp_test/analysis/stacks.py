@@ -31,19 +31,23 @@ def trained(loss, params, optimizer):
         updates, memory = optimizer.update(gradients, memory, params)
         return (optax.apply_updates(params, updates), memory), value
 
-    return step, ((params, optimizer.init(params)), jnp.ones((BATCH, WIDTH)))
+    memory = jax.eval_shape(optimizer.init, params)
+    return step, ((params, memory), jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32))
 
 
 def stack_of(loss, layers, optimizer):
+    def weight(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
     layer = {
-        "up": jnp.ones((WIDTH, 2 * WIDTH)),
-        "bias": jnp.ones(2 * WIDTH),
-        "down": jnp.ones((2 * WIDTH, WIDTH)),
+        "up": weight(WIDTH, 2 * WIDTH),
+        "bias": weight(2 * WIDTH),
+        "down": weight(2 * WIDTH, WIDTH),
     }
     params = {
         "layers": {str(i): layer for i in range(layers)},
-        "head": jnp.ones((WIDTH, WIDTH)),
-        "shared": jnp.ones(WIDTH),
+        "head": weight(WIDTH, WIDTH),
+        "shared": weight(WIDTH),
     }
     return trained(loss, params, optimizer)
 

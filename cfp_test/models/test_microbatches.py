@@ -6,11 +6,21 @@ import jax
 import numpy as np
 import pytest
 
-from cfp.models import MODELS, build
-from cfp_test.models.tiny import TINY, make_batch, quick_jit, start
+from cfp.models import MODELS, build, initialise
+from cfp_test.models.tiny import TINY, make_batch, quick_jit
 
-# Tokens are routed within a sequence, so that no part routes others together.
-ALONE = {**TINY, "moe": {**TINY["moe"], "expert_group_size": TINY["moe"]["seq"]}}
+ALONE = {
+    **{name: {**options, "layers": 1} for name, options in TINY.items()},
+    # Every other layer is one of experts. Tokens are routed within a sequence, so that
+    # no part routes others together.
+    "moe": {**TINY["moe"], "layers": 2, "expert_group_size": TINY["moe"]["seq"]},
+}
+
+
+@functools.cache
+def start(name):
+    init_fn, _ = initialise(name, **ALONE[name])
+    return quick_jit(init_fn)(jax.random.key(0))
 
 
 @functools.cache

@@ -213,7 +213,7 @@ def open_context(
                 mesh=mesh,
                 store=store,
                 settings=settings,
-                rules=_rules(defaults, settings, mesh, stand_in),
+                rules=_rules(defaults, settings, mesh, stand_in, memory is None),
                 environment=environment,
                 agreement=agreement,
                 measure=MeasureOptions(
@@ -238,8 +238,14 @@ def _rules(
     settings: DetailedSettings,
     mesh: Mesh | DescribedMesh,
     stand_in: StepPredictor | None,
+    is_plenty: bool,
 ) -> PlatformDefaults:
-    """A platform's defaults, and in their place what was asked for."""
+    """A platform's defaults, and in their place what was asked for.
+
+    Where one device plays several, presets race with arguments alone constrained: with
+    all values constrained they are points of the search, which predicts as the race
+    does. Under a budget that needs more memory, so that both race.
+    """
     reach = settings.reach or (REACH_BY_ESTIMATE if stand_in else None)
     options, unasked = settings.compiler_options, settings.measure is None
     asked = {
@@ -254,12 +260,16 @@ def _rules(
     }
     if Dimension.COMPILER_OPTIONS not in settings.dimensions:
         options = {}
+    levels = usual.levels
+    if stand_in is not None and is_plenty:
+        few = tuple(one for one in levels if one is not ConstraintLevel.EVERYTHING)
+        levels = few or levels
     return replace(
         usual,
         estimates=isinstance(mesh, DescribedMesh) or (usual.estimates and unasked),
         rounds=RUNS_PLAYED if stand_in else usual.rounds,
         plans=settings.plans or (PLANS_BY_ESTIMATE if stand_in else usual.plans),
-        levels=settings.constraint_levels or usual.levels,
+        levels=settings.constraint_levels or levels,
         reach=dict.fromkeys(ConstraintLevel, reach) if reach else usual.reach,
         compiler_options=usual.compiler_options if options is None else options,
         replacing=replace(usual.replacing, **asked),

@@ -54,12 +54,14 @@ class AlphaBeta:
       flops_per_ms: of matrix products on one device; None to ignore compute, as Alpa
         does.
       combined_bytes: none, since Alpa's model prices each collective by itself.
+      launch_ms: none, since it prices no launches.
     """
 
     mesh: tuple[tuple[str, int], ...]
     links: Mapping[str, Link]
     flops_per_ms: float | None = None
     combined_bytes: int = 0
+    launch_ms: float = 0.0
 
     @classmethod
     def uniform(

@@ -51,7 +51,7 @@ def on(*axes):
 
 
 def ran(case, lookup, strategy, storage):
-    """What is sent, and which results are wrong, with other blocks split by rows."""
+    """Collectives and wrong results, with the other blocks split by rows."""
     frame, rows = case.frame, (AxisChoice(0),) * len(case.frame.mesh)
     blocks = tuple(strategy if one is lookup else rows for one in frame.blocks)
     run = compile_choice(case, Choice(blocks, (storage,) * len(frame.groups)))

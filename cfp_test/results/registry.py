@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from cfp_test.bench import (
@@ -107,8 +108,8 @@ def _one_as_four(data: dict[str, Any]) -> Figures:
     return {"page": "\n".join(one_as_n_page.lines(data))}
 
 
-def _seeds_h200(data: dict[str, Any]) -> Figures:
-    return {"page": seeds.page(data, "seeds_h200x2_202611", "two H200")}
+def _seeds_h200(data: dict[str, Any], *, name: str) -> Figures:
+    return {"page": seeds.page(data, name, "two H200")}
 
 
 def _ray_builds(data: dict[str, Any]) -> Figures:
@@ -233,14 +234,22 @@ PAGES: tuple[Page, ...] = (
             figures=side_by_side.page,
             has_text=False,
         )
-        for name in ("suite_h200x2", "suite_again_h200x2", "suite_h100x2")
+        for name in (
+            "suite_h200x2",
+            "suite_again_h200x2",
+            "suite_h100x2",
+            "suite_slow_h200x2",
+        )
     ),
     *_OPERATORS,
-    Page(
-        name="seeds_h200x2_202611",
-        sources=("seeds_h200x2_202611.json",),
-        figures=_seeds_h200,
-        has_text=False,
+    *(
+        Page(
+            name=f"{name}_202611",
+            sources=(f"{name}_202611.json",),
+            figures=partial(_seeds_h200, name=f"{name}_202611"),
+            has_text=False,
+        )
+        for name in ("seeds_h200x2", "seeds_again_h200x2")
     ),
     _page("analysis_cpu_202611", checked.analysis),
     *(

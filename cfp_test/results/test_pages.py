@@ -119,6 +119,8 @@ def test_the_readme_has_the_figures_of_plans_beside_hand():
         ("suite_h100x2", "moe", ("hand", "preset", "pytorch")),
         ("suite_h100x2", "gpt:off", ("hand", "preset", "pytorch")),
         ("suite_again_h200x2", "moe:off", ("hand", "cost_model", "pytorch")),
+        ("suite_slow_h200x2", "llama:off", ("hand", "cost_model", "preset")),
+        ("suite_slow_h200x2", "bert:off", ("hand", "cost_model", "preset")),
     ],
 )
 def test_the_readme_has_the_figures_of_plans_beside_all_others(suite, name, rivals):

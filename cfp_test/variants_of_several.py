@@ -22,6 +22,8 @@ from cfp import variants as room
 
 def interrupt_at(place: str) -> None:
     """Has Ctrl-C come before something is done for the second time, or the last."""
+    # Of what a shell runs in the background it is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     owner, name, most = {
         "tracing": (room, "analyze_step", 2),
         "planning": (finding, "_find_plan", 2),

@@ -523,7 +523,10 @@ _Refused = Mapping[tuple[Choice, ConstraintLevel], RaceResult]
 def _first_whole(
     run: Run, ranked: Sequence[RaceResult], most_bytes: float
 ) -> tuple[RaceResult | None, _Refused]:
-    """The first of those that ran truncated whose whole program fits and runs."""
+    """The first of those that ran truncated whose whole program fits and runs.
+
+    After the end, too: without one a whole program is compiled by its prediction.
+    """
     refused: dict[tuple[Choice, ConstraintLevel], RaceResult] = {}
     tries = 0
     for short in ranked:
@@ -533,7 +536,7 @@ def _first_whole(
         if short.peak_bytes > most_bytes:
             refused[one.choice, one.level] = replace(short, fits=False)
             continue
-        if tries == WHOLE_TRIES or (tries and run.is_over()):
+        if tries == WHOLE_TRIES:
             break
         tries += 1
         run.built.clear()

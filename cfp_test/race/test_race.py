@@ -323,8 +323,13 @@ def whole_fails(monkeypatch):
     return fail
 
 
-def test_what_does_not_run_whole_gives_way_to_the_next(plan, whole_fails, tmp_path):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_does_not_run_whole_gives_way_to_the_next(
+    is_late, plan, whole_fails, monkeypatch, tmp_path
+):
+    """Though time is over by then: another whole program follows in any case."""
     failed = whole_fails(1)
+    monkeypatch.setattr(Run, "is_over", lambda _: is_late and bool(failed))
     made = plan(per_kind=2, cache_dir=tmp_path)
     assert len(failed) == 1
     assert "segments_raced" in made.search

@@ -15,7 +15,7 @@
 2. Kernels that this program has and the partitioned one has not, such as copies in
    place of gathers, are taken off, and those that it lacks are added, such as copies
    that bring a dim to the front, where a collective needs it: by what the two texts
-   move, at the rate of the memory (:func:`computed_alone_ms`).
+   move, at the rate of the memory (:func:`partitioned_compute_ms`).
 3. Collectives are added by their curves: hidden behind the computation that the
    program's schedule puts between their start and their end, each slowing down the
    other, and exposed where there is none (:func:`step_time`). A GPU that waits takes
@@ -116,14 +116,14 @@ def step_time(
         constants: of the device kind.
     """
     constants = constants or Constants()
-    speeds = _computation(schedule, rates, computation_ms, constants)
-    found = _together(schedule, rates, speeds, constants)
+    parts_ms = _computation(schedule, rates, computation_ms, constants)
+    found = _together(schedule, rates, parts_ms, constants)
     clock = _raised_clock(
         found.computation_ms, found.exposed_ms, highest_clock, constants.waiting
     )
     if clock == 1.0:
         return found
-    return _together(schedule, rates, [ms / clock for ms in speeds], constants)
+    return _together(schedule, rates, [ms / clock for ms in parts_ms], constants)
 
 
 def _headroom(record: ProfileRecord, most_mhz: float, most_watts: float) -> float:
@@ -161,9 +161,9 @@ def _raised_clock(
 
 
 def _together(
-    schedule: Schedule, rates: Rates, speeds: Sequence[float], constants: Constants
+    schedule: Schedule, rates: Rates, parts_ms: Sequence[float], constants: Constants
 ) -> StepTime:
-    """Adds what collectives take to the parts of a computation."""
+    """Adds what collectives take to the parts of a computation, milliseconds each."""
     left = [one.times * _price(one, rates) for one in schedule.sent]
     starts: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
@@ -172,12 +172,12 @@ def _together(
         ends.setdefault(one.done, []).append(number)
     running: list[int] = []  # One after another, in the order of their starts.
     exposed = hidden = slowed = 0.0
-    for place in range(len(speeds) + 1):
+    for place in range(len(parts_ms) + 1):
         running += starts.get(place, [])
         for number in ends.get(place, []):
             while number in running:
                 exposed += left[running.pop(0)]
-        work = speeds[place] if place < len(speeds) else 0.0
+        work = parts_ms[place] if place < len(parts_ms) else 0.0
         while running and work > 0:
             # Both at the same part of their speed, so each does as much as the other.
             both = min(work, left[running[0]])
@@ -188,7 +188,7 @@ def _together(
             if left[running[0]] <= 0:
                 running.pop(0)
     exposed += sum(left[number] for number in running)
-    computation = sum(speeds)
+    computation = sum(parts_ms)
     return StepTime(
         total_ms=computation + slowed + exposed,
         computation_ms=computation,
@@ -220,22 +220,22 @@ def _estimated(schedule: Schedule, rates: Rates, constants: Constants) -> list[f
     return [a + b for a, b in zip(products, others, strict=True)]
 
 
-def computed_alone_ms(
+def partitioned_compute_ms(
     schedule: Schedule, ran: Computed, rates: Rates, local_ms: float
 ) -> float:
-    """Time of a program's computation, from that of its computation by itself.
+    """Compute time of the partitioned program, from that of its one-device version.
 
-    Both multiply the same matrices. Of the other kernels the one by itself has copies
-    in place of gathers and slices in place of scatters. It lacks those that a
+    Both multiply the same matrices. Of the other kernels the one-device version has
+    copies in place of gathers and slices in place of scatters. It lacks those that a
     collective makes necessary: GPUs' collectives need the dim that they gather,
     scatter or exchange at the front of the memory, and what is on both sides of one
     is not fused.
 
     Args:
-        schedule: of the compiled program.
-        ran: all kernels of one device's computation by itself (`cfp.program.local`).
+        schedule: of the partitioned program.
+        ran: all kernels of its one-device version (`cfp.program.local`).
         rates: of its devices.
-        local_ms: what that took.
+        local_ms: what that took, as it was measured.
     """
     own = schedule.computation
     more = rates.memory_ms(ran.moved_bytes - own.moved_bytes)
@@ -344,13 +344,14 @@ class Predicted:
     Attributes:
         label: what progress calls the program.
         record: its samples are predictions.
-        alone_ms: what its computation took by itself; empty if it did not run.
+        local_ms: measured times of its one-device version, as they were taken, from
+            which `partitioned_compute_ms` follows; empty if that did not run.
         schedule: what it computes and sends, in order.
     """
 
     label: str
     record: ProfileRecord
-    alone_ms: tuple[float, ...] = ()
+    local_ms: tuple[float, ...] = ()
     schedule: Schedule | None = field(default=None, repr=False)
 
 
@@ -456,7 +457,7 @@ class StepPredictor:
             step_time(
                 schedule,
                 self.rates,
-                computation_ms=computed_alone_ms(one.schedule, ran, self.rates, ms)
+                computation_ms=partitioned_compute_ms(one.schedule, ran, self.rates, ms)
                 * (own / its if its else 1.0),
                 highest_clock=_headroom(found, *limits_of(mesh.local_devices[0])),
                 constants=self.constants,
@@ -469,7 +470,7 @@ class StepPredictor:
         return Predicted(
             label=job.label,
             record=record,
-            alone_ms=found.samples_ms,
+            local_ms=found.samples_ms,
             schedule=schedule,
         )
 

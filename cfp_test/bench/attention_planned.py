@@ -285,7 +285,7 @@ class Maker:
             programs = [
                 {
                     "name": one.label,
-                    "computation_ms": list(one.alone_ms),
+                    "computation_ms": list(one.local_ms),
                     "predicted_ms": list(one.record.samples_ms),
                     "peak_bytes": one.record.peak_bytes,
                     "failure": "" if one.record.ok else one.record.reason[:300],

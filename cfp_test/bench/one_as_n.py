@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cfp.cost.schedule import Computed, Schedule, schedule_of
-from cfp.cost.stand_in import StepTime, computed_alone_ms, step_time
+from cfp.cost.stand_in import StepTime, partitioned_compute_ms, step_time
 from cfp.profiling.compiler_options import without_collectives
 from cfp.profiling.rates import Rates
 from cfp_test.bench.carried import (
@@ -141,7 +141,7 @@ def predict(data: dict[str, Any]) -> None:
         ran = _ran(schedule, row)
         for links in row["recorded_ms"]:
             rates = link_rates(data)[row["devices"], links]
-            alone = computed_alone_ms(schedule, ran, rates, ms)
+            alone = partitioned_compute_ms(schedule, ran, rates, ms)
             clock = row.get("clock_mhz") or 0.0
             highest = data.get("highest_mhz", 0.0) / clock if clock else 1.0
             found = step_time(

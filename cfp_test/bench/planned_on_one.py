@@ -187,7 +187,7 @@ def planned(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
         programs = [
             {
                 "name": one.label,
-                "alone_ms": [round(ms, 3) for ms in one.alone_ms],
+                "alone_ms": [round(ms, 3) for ms in one.local_ms],
                 "predicted_ms": [round(ms, 3) for ms in one.record.samples_ms],
                 "failure": "" if one.record.ok else one.record.reason[:300],
                 "peak_bytes": one.record.peak_bytes,

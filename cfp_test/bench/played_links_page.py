@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cfp.cost.stand_in import Constants, StepTime, computed_alone_ms, step_time
+from cfp.cost.stand_in import Constants, StepTime, partitioned_compute_ms, step_time
 from cfp.devices.described import described
 from cfp.profiling.rates import Rates
 from cfp_test.bench.carried import rates_from_page
@@ -75,7 +75,7 @@ def steps(
         predicted = step_time(
             schedule,
             rates,
-            computation_ms=computed_alone_ms(
+            computation_ms=partitioned_compute_ms(
                 schedule, computed_from_json(row["local_computed"]), rates, local_ms
             ),
             highest_clock=_HIGHEST_MHZ / local["clock_mhz"],

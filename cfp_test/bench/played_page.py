@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cfp.cost.schedule import Schedule
-from cfp.cost.stand_in import Constants, StepTime, computed_alone_ms, step_time
+from cfp.cost.stand_in import Constants, StepTime, partitioned_compute_ms, step_time
 from cfp.devices.described import described
 from cfp.profiling.rates import Rates
 from cfp_test.bench.one_as_n import rank_correlation
@@ -85,7 +85,7 @@ def pairs(
                 schedule=schedule,
                 measured_ms=centre(row["runs"]["two"]),
                 local_ms=local,
-                computation_ms=computed_alone_ms(
+                computation_ms=partitioned_compute_ms(
                     schedule, computed_from_json(row["local_computed"]), rates, local
                 ),
             )

@@ -15,7 +15,7 @@ from cfp.cost.schedule import Computed, Schedule, Sent
 from cfp.cost.stand_in import (
     Constants,
     StepPredictor,
-    computed_alone_ms,
+    partitioned_compute_ms,
     step_time,
 )
 from cfp.profiling.builder import Built
@@ -253,7 +253,7 @@ def test_kernels_of_one_of_two_programs_alone_count(moved_bytes, kernels, expect
     )
     schedule = Schedule(own, (_gather(0, 1), _gather(1, 2, 4_000_000_000)))
     ran = Computed(flops=1e9, moved_bytes=moved_bytes, kernels=kernels)
-    found = computed_alone_ms(schedule, ran, _RATES, 50.0)
+    found = partitioned_compute_ms(schedule, ran, _RATES, 50.0)
     assert found == pytest.approx(expected_ms)
 
 

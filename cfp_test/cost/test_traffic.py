@@ -12,7 +12,7 @@ import pytest
 
 from cfp.analysis.contractions import is_contraction
 from cfp.cost.fusion import moved_bytes
-from cfp.cost.stand_in import computed_alone_ms
+from cfp.cost.stand_in import partitioned_compute_ms
 from cfp.cost.terms import Terms
 from cfp.devices.described import described
 from cfp.passes.pipeline import analyze_step
@@ -147,5 +147,5 @@ def test_computations_are_estimated_without_compiling(model, attention):
     ]
     ran = statistics.median(row["runs"]["local"]["samples_ms"])
     local = computed_from_json(row["local_computed"])
-    ran = computed_alone_ms(schedule_from_json(row), local, rates, ran)
+    ran = partitioned_compute_ms(schedule_from_json(row), local, rates, ran)
     assert _estimated_ms(model, attention) == pytest.approx(ran, rel=0.1)

@@ -272,7 +272,7 @@ def planned(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
         programs = [
             {
                 "name": one.label,
-                "alone_ms": list(one.alone_ms),
+                "alone_ms": list(one.local_ms),
                 "predicted_ms": list(one.record.samples_ms),
                 "failure": "" if one.record.ok else one.record.reason[:300],
                 "peak_bytes": one.record.peak_bytes,

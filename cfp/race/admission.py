@@ -1,23 +1,30 @@
 """Admits candidates to the race: compiles them until enough fit.
 
 :func:`compile_until_enough_fit` takes candidates, sorted by predicted time, and a
-memory budget:
+memory budget. By three rules programs are not compiled:
 
-- The plan, what is known to fit, and what has compiler options already are compiled as
-  they are.
-- Of the others one that cannot fit, whatever the compiler does, is skipped. One whose
+- *Reach*: one that is not within `reach` of the fastest that fits is not.
+- *Refusals*: after `MOST_REFUSED` that do not fit no others are.
+- *Memory*: what cannot fit by prediction, whatever the compiler does, is not. One whose
   predicted memory times `COMPILED_TO_PREDICTED` is more than the budget is compiled
   with the compiler's memory limit only, where the compiler takes one, and at one
   constraint level. Any other is compiled as it is.
-- What was compiled as it is and does not fit is compiled with the limit, if it may fit
-  then, the loosest first. Rematerialized programs are candidates of their own.
 
-It ends when the best preset and every candidate within `reach` of the fastest that fits
-are compiled; or after `MOST_REFUSED` that do not fit. The plan, and programs that are
-known to fit, are compiled in any case, unless time is over, when nothing else is
-compiled after the first; or one that fits is enough, when it ends with the first that
-does. Candidates are made in :mod:`cfp.race.candidates`. Without a budget all within
-`reach` are compiled as they are.
+=========================  ==========  =============  ===========
+exempt from                reach       refusals       memory
+=========================  ==========  =============  ===========
+the plan, known to fit     yes         yes            yes
+the best preset            yes         no             no
+with compiler options      no          no             yes
+without a prediction       yes         no             yes
+others                     no          no             no
+=========================  ==========  =============  ===========
+
+What was compiled as it is and does not fit is compiled with the limit, if it may fit
+then, the loosest first. Rematerialized programs are candidates of their own, see
+:mod:`cfp.race.candidates`. When time is over, nothing else is compiled after the first;
+where one that fits is enough, nothing after the first that does. Without a budget only
+reach counts.
 
 *Memory limit* here is an option of XLA, not the budget: XLA schedules to hide latency,
 and keeps what that needs, as far as the device's memory allows. With a limit it
@@ -136,8 +143,8 @@ def within_reach(
     ]
 
 
-def always_raced(candidates: Sequence[Candidate]) -> set[Any]:
-    """Keys of candidates that race however slow they are: the plan, the best preset."""
+def exempt_from_reach(candidates: Sequence[Candidate]) -> set[Any]:
+    """Keys of the plan and the best preset, which may be slower than reach allows."""
     known = [one for one in candidates if one.is_preset and one.predicted_ms]
     best = sorted(known, key=expected_ms)[:1]
     return {one.key for one in (*candidates[:1], *best)}
@@ -177,7 +184,8 @@ class _Admission:
 
     Attributes:
         memory: what they have to fit into, if a budget was asked for.
-        in_any_case: keys of what is compiled in any case, as it is.
+        exempt_from_refusals: keys of what is compiled as it is, however many others
+            do not fit.
         found: what was compiled, or skipped.
         queue: what is to be compiled.
         limited: choices that are compiled with the memory limit.
@@ -185,7 +193,7 @@ class _Admission:
     """
 
     memory: MemoryBudget | None
-    in_any_case: Collection[Any]
+    exempt_from_refusals: Collection[Any]
     found: Admitted = field(default_factory=Admitted)
     queue: list[_Queued] = field(default_factory=list)
     limited: set[Choice] = field(default_factory=set)
@@ -239,7 +247,7 @@ class _Admission:
         near = _next(
             [one.next for one in self.queue],
             fitting,
-            self.in_any_case,
+            self.exempt_from_refusals,
             however_slow,
             allowed,
             reach,
@@ -288,13 +296,13 @@ def compile_until_enough_fit(
         is_over: whether what was compiled by now must do, even if nothing fits.
     """
     # The plan is compiled as it is, and what is known to fit needs no prediction.
-    in_any_case = {*known, *(one.key for one in candidates[:1])}
-    state = _Admission(memory=memory, in_any_case=in_any_case)
+    exempt = {*known, *(one.key for one in candidates[:1])}
+    state = _Admission(memory=memory, exempt_from_refusals=exempt)
     for one in candidates:
-        is_sure = memory is None or one.options or one.key in in_any_case
+        is_sure = memory is None or one.options or one.key in exempt
         state.add(one, None if is_sure else size_of(one))
     first = [queued.next for queued in state.queue]
-    however_slow = always_raced([*candidates[:1], *first])
+    however_slow = exempt_from_reach([*candidates[:1], *first])
     is_late = False
     while state.queue:
         chosen = state.select(however_slow, reach)
@@ -318,7 +326,7 @@ def compile_until_enough_fit(
 def _next(
     rest: Sequence[Candidate],
     fitting: Sequence[Candidate],
-    in_any_case: Collection[Any],
+    exempt_from_refusals: Collection[Any],
     however_slow: Collection[Any],
     allowed: int,
     reach: Mapping[ConstraintLevel, float] | None,
@@ -328,14 +336,13 @@ def _next(
     Args:
         rest: what is not compiled yet, the fastest first.
         fitting: what is compiled and fits.
-        in_any_case: keys of what is compiled in any case: the plan, and what is known
-            to fit.
+        exempt_from_refusals: keys of the plan, and of what is known to fit.
         however_slow: keys of what is compiled however slow it is, as far as is allowed.
-        allowed: how many may be compiled; what is compiled in any case counts, and is
-            even if it is more.
+        allowed: how many may be compiled, by what was refused; what is exempt counts,
+            and is compiled even if it is more.
         reach: as for :func:`compile_until_enough_fit`.
     """
-    first = [one for one in rest if one.key in in_any_case]
+    first = [one for one in rest if one.key in exempt_from_refusals]
     if reach is None:
         return [] if fitting else [*(rest if allowed else first)][:1]
     near = within_reach(rest, however_slow, reach, fitting)

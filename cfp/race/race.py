@@ -33,8 +33,8 @@ from cfp.profiling.outlook import Stage
 from cfp.profiling.record import CompiledBytes
 from cfp.race.admission import (
     Admitted,
-    always_raced,
     compile_until_enough_fit,
+    exempt_from_reach,
     within_reach,
 )
 from cfp.race.candidates import leanest_of, smaller_than
@@ -277,7 +277,7 @@ class Run:
 
     def within_reach(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Candidates that race if all fit."""
-        anyway = always_raced(candidates)
+        anyway = exempt_from_reach(candidates)
         return within_reach(candidates, anyway, self.context.rules.reach)
 
     def nothing_fits(self, results: Sequence[RaceResult]) -> CfpError:

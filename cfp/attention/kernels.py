@@ -1,11 +1,10 @@
 """Kernels that compute attention on one device: one record and one module each.
 
-To add a kernel, write its module and its record in `KERNELS`: plans, estimates,
-`cfp.attention`, `--attention` and `cfp doctor` follow from these; `cfp.settings` names
-the kernels that plans use by default. Estimates of memory know the chunks of
-`cfp.attention.chunked`, and of no other kernel with `ScoreMemory.CHUNKS`
-(`working_bytes` in `cfp.cost.costs`). `cfp doctor` tries kernels on NVIDIA GPUs only. A
-module has
+To add a kernel, write its module and its record in `KERNELS`: `cfp.attention`,
+`--attention`, estimates, and `cfp doctor` on NVIDIA GPUs, follow from these. Plans use
+by default those that `cfp.settings` names (`replacing`, `replacing_for_memory`).
+Estimates of memory know the chunks of `cfp.attention.chunked`, and of no other kernel
+with `ScoreMemory.CHUNKS` (`working_bytes` in `cfp.cost.costs`). A module has
 
 - ``whole(q, k, v, scores, mask, bias)``: the output in the dtype of q, differentiable;
 - ``refusal(problem, platform)``: why it cannot compute a problem on one device, or
@@ -67,7 +66,8 @@ class Kernel:
       any_positions: whether blocks may be masked by positions and segments; otherwise
         they are causal with queries and keys at the same positions, or see all.
       package: that it needs besides JAX, or "".
-      remedy: what to do where it does not load; "" where it always does.
+      remedy: what to do where it does not load; "" where it always does, so that
+        `cfp doctor` leaves it out.
     """
 
     name: str

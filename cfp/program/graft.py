@@ -4,8 +4,6 @@ A part becomes a program by cloning its ops into the body of a stand-in function
 the right signature. It compiles with a stock jaxlib, and donation, pytrees and arrays
 of several processes work as for any jitted function.
 
-A part of a program with numbers of its own, so that its builds see nothing else.
-
 A plan builds the same few parts under many shardings. To read and walk the whole
 program each time takes as long as the program is deep: 0.37 s for a layer of a
 transformer with 48 of them.
@@ -33,7 +31,7 @@ from cfp.program.signature import Part, aval, cut_part, signature
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """A part as a program.
+    """A part as a program with numbers of its own, so that builds see nothing else.
 
     Attributes:
         program: the part's ops and values, renumbered in their order.

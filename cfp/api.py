@@ -21,7 +21,7 @@ from cfp.cluster.on_ray import plan_step
 from cfp.context import settings_or_defaults
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, OptionError, PlanMismatch, nearest
-from cfp.find import PlanOptions, find_plan_that_fits
+from cfp.find import PlanOptions, find_plan_with_host_fallback
 from cfp.passes.pipeline import Pins
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings, dimensions_of
@@ -168,7 +168,7 @@ def plan(
             cache_dir=cache_dir,
             settings=how,
         )
-        found = find_plan_that_fits(step, mesh, options)
+        found = find_plan_with_host_fallback(step, mesh, options)
     if found.interrupted:
         _warn_of_interrupt()
     return found.plan

@@ -79,7 +79,8 @@ class PlanContext:
         environment: what measurements depend on.
         agreement: of the processes that have the devices.
         measure: how anything is built and timed.
-        memory: the budget that was asked for; None if none was.
+        memory: the budget that was asked for, not the device's memory; None if none
+            was.
         device_bytes: memory of a device, or None where it does not say.
         end: when planning is to end, as `time.monotonic` counts.
         stand_in: what predicts whole steps of programs that are compiled for devices
@@ -131,8 +132,8 @@ class PlanContext:
             return DecidedBy.COMPILER
         return DecidedBy.PREDICTION
 
-    def min_temp_fraction(self, interrupted: bool = False) -> float:
-        """The smallest share of temporaries that a compiler can reach under a limit.
+    def usual_temp_share(self, interrupted: bool = False) -> float:
+        """The share of temporaries that the compiler usually leaves under a limit.
 
         1 where it takes no limit, or nothing is compiled.
 
@@ -238,7 +239,7 @@ def _rules(
     settings: DetailedSettings,
     mesh: Mesh | DescribedMesh,
     stand_in: StepPredictor | None,
-    is_plenty: bool,
+    no_budget: bool,
 ) -> PlatformDefaults:
     """A platform's defaults, and in their place what was asked for.
 
@@ -261,7 +262,7 @@ def _rules(
     if Dimension.COMPILER_OPTIONS not in settings.dimensions:
         options = {}
     levels = usual.levels
-    if stand_in is not None and is_plenty:
+    if stand_in is not None and no_budget:
         few = tuple(one for one in levels if one is not ConstraintLevel.EVERYTHING)
         levels = few or levels
     return replace(

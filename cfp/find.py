@@ -128,7 +128,7 @@ def find_plan(
         )
 
 
-def find_plan_that_fits(
+def find_plan_with_host_fallback(
     step: FlatStep, mesh: Mesh | DescribedMesh, options: PlanOptions
 ) -> FoundPlan:
     """Runs all passes for a step; where nothing fits, with state in host memory.

@@ -173,12 +173,12 @@ def test_memory_is_hoped_for_only_where_the_compiler_takes_a_limit(
     monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**16)
     with open_context(mesh, tmp_path) as context:
         share = LIMITED_MEMORY if limits else 1.0
-        assert context.min_temp_fraction() == share
-        assert context.min_temp_fraction(interrupted=True) == 1.0
+        assert context.usual_temp_share() == share
+        assert context.usual_temp_share(interrupted=True) == 1.0
         unlimited = replace(context, device_bytes=None)
-        assert unlimited.min_temp_fraction() == 1.0
+        assert unlimited.usual_temp_share() == 1.0
     with open_context(mesh, tmp_path, 2**20) as context:
-        assert context.min_temp_fraction(interrupted=True) == share
+        assert context.usual_temp_share(interrupted=True) == share
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     )
     if tight:
         # Where the compiler may yet save some memory, more may fit; it will say so.
-        share = context.min_temp_fraction(profiles.interrupted)
+        share = context.usual_temp_share(profiles.interrupted)
         reckonings = (problem, scale_memory(problem, share))
         named |= rematerialized(analysis, reckonings, named)
     if not found:

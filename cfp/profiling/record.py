@@ -99,7 +99,8 @@ class ProfileRecord(CompiledBytes):
         program: its numbers were not finite, the GPU was not at work, or one device's
         computation, as a program of its own, was not built or was too large.
       reason: for a failure, what the compiler or the runtime said.
-      samples_ms: milliseconds per execution, every sample in the order taken. None is
+      samples_ms: milliseconds per execution, measured, or predicted where devices are
+        described, as where one plays several; every sample in the order taken. None is
         altered later; docs/how-cfp-chooses.md lists all places that correct them.
       drift: how many times as long steps took at the end of the race that the samples
         are of; see `cfp.race.turns`.

@@ -29,7 +29,7 @@ from cfp import platform
 from cfp.analysis.host_state import movable_state
 from cfp.devices.described import DescribedMesh, described
 from cfp.errors import MemoryBudgetError
-from cfp.find import FoundPlan, PlanOptions, find_plan, find_plan_that_fits
+from cfp.find import FoundPlan, PlanOptions, find_plan, find_plan_with_host_fallback
 from cfp.models import build as build_model
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
@@ -78,7 +78,9 @@ def plans_of(mesh: Any, model: Mapping[str, Any], seconds: float) -> dict[str, A
         budget = smallest - movable // 2
         found["in host"] = (
             budget,
-            find_plan_that_fits(step, mesh, replace(how, memory_budget=budget)),
+            find_plan_with_host_fallback(
+                step, mesh, replace(how, memory_budget=budget)
+            ),
         )
     return {"plans": found, "smallest_bytes": smallest, "movable_bytes": movable}
 

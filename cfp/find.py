@@ -320,18 +320,27 @@ def _decided(
 ) -> tuple[Plan, RaceOutcome, Solution]:
     """The plan of what won, the race, and the solution that raced.
 
-    Where the search saw no need to rematerialize anything, and nothing that was
-    compiled fits, that is the one in which it may.
+    Where the search saw no need to rematerialize anything, and what was compiled does
+    not fit, or only what an earlier search has rematerialized, that is the one in which
+    it may be.
     """
-    try:
-        return *decide(context, analysis, solution), solution
-    except MemoryBudgetError:
+
+    def rematerialized() -> Solution | None:
         saw_no_need = measured is not None and not measured.memory_bound
         if not saw_no_need or context.agreement.is_over(context.end):
-            raise
-        again = with_rematerialization(context, analysis, solution)
+            return None
+        return with_rematerialization(context, analysis, solution)
+
+    try:
+        made, outcome = decide(context, analysis, solution)
+    except MemoryBudgetError:
+        again = rematerialized()
         if again is None:
             raise
+    else:
+        again = rematerialized() if outcome.winner.choice.remat else None
+        if again is None:
+            return made, outcome, solution
     return *decide(context, analysis, again), again
 
 

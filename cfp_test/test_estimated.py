@@ -191,15 +191,15 @@ def test_what_needs_more_than_predicted_may_be_rematerialized(tmp_path, keeps_ba
     """By estimates there was no need of it."""
     step, args = layers_step()
 
-    def plan(budget, **settings):
+    def plan(budget, folder=tmp_path, race=False, **settings):
         return cfp.plan(
             step,
             *args,
             mesh=make_mesh((("x", 2),)),
             donate_argnums=0,
             memory_budget=budget,
-            cache_dir=tmp_path,
-            settings=cfp.PlannerSettings(race=False, **settings),
+            cache_dir=folder,
+            settings=cfp.PlannerSettings(race=race, **settings),
         )
 
     plenty = plan("1GiB")
@@ -211,6 +211,16 @@ def test_what_needs_more_than_predicted_may_be_rematerialized(tmp_path, keeps_ba
     for late in ({"choose": ("sharding", "storage")}, {"seconds": 0.0}):
         with pytest.raises(cfp.MemoryBudgetError, match="No segment of this plan is"):
             plan(budget, **late)
+    # Whatever was planned before: a smaller budget has more rematerialized.
+    smaller = plan(round(0.7 * plenty.peak_bytes), tmp_path / "other", race=True)
+    again = plan(budget, tmp_path / "other")
+
+    def rematerialized(plan):
+        return sum(one.rematerialized for one in plan.segments)
+
+    assert rematerialized(smaller) > rematerialized(made)
+    assert rematerialized(again) == rematerialized(made)
+    assert (again.winner, again.predicted_ms) == (made.winner, made.predicted_ms)
 
 
 def test_measuring_is_there_for_the_asking(tmp_path):

@@ -27,9 +27,11 @@ from cfp.race.candidates import (
     named_candidates,
     planned_around,
     rematerialized,
+    smaller_than,
     with_kernels,
 )
-from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED
+from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED, programs_of
+from cfp.race.remembered import compiled_before
 from cfp.race.shortage import over_budget
 from cfp.search.choices import estimate_kinds, picks_of, whole_choice
 from cfp.search.expected import build_problem, expect
@@ -139,24 +141,34 @@ def with_rematerialization(
 ) -> Solution | None:
     """A solution whose options may be rematerialized, as the search saw no need to.
 
-    None where nothing can be.
+    The best of them by what its candidates need, as compiled, is a candidate, too. None
+    where nothing can be rematerialized.
     """
     problem, rates = solution.problem, solution.rates
     if problem is None or rates is None:
         return None
     may = Dimension.REMAT in context.rules.dimensions
     costs, estimates = Costs(analysis, rates, may), estimate_kinds(analysis, rates)
+    again = [costs.can_rematerialize(kind) for kind in range(len(problem.options))]
+    if not any(again):
+        return None
     options = [
         [*row, *expect(costs, kind, estimates[kind], row, map(_again, row))]
-        if costs.can_rematerialize(kind)
+        if again[kind]
         else row
         for kind, row in enumerate(problem.options)
     ]
-    if options == [*problem.options]:
-        return None
-    return replace(
-        solution, problem=build_problem(costs, options, problem.budget_bytes)
-    )
+    problem = build_problem(costs, options, problem.budget_bytes)
+    candidates = [*solution.candidates]
+    if problem.budget_bytes is not None:
+        programs = programs_of(analysis, candidates, context.environment)
+        needs = dict[Choice, int]()
+        for (choice, *_), one in compiled_before(context, programs).items():
+            needs[choice] = max(needs.get(choice, 0), one.peak_bytes)
+        best = smaller_than(analysis, problem, needs, problem.budget_bytes)
+        if best is not None and best.choice not in {one.choice for one in candidates}:
+            candidates.append(best)
+    return replace(solution, candidates=candidates, problem=problem)
 
 
 def preset_solution(analysis: Analysis, name: str) -> Solution:

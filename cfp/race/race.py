@@ -48,14 +48,19 @@ from cfp.race.programs import (
     RaceRow,
     Skipped,
     as_predicted,
-    is_compiled_too_large,
     left_out,
     not_run,
     programs_of,
     race_row,
     time_ms,
 )
-from cfp.race.remembered import answer_to, keep_answer, known_to_fit, question
+from cfp.race.remembered import (
+    answer_to,
+    compiled_before,
+    keep_answer,
+    known_to_fit,
+    question,
+)
 from cfp.race.shortage import no_winner
 from cfp.race.truncated import WHOLE, Truncated, truncate
 from cfp.race.turns import Ranking, race_programs, second_race
@@ -263,11 +268,7 @@ class Run:
             return [], None
         programs = programs_of(self.analysis, candidates, context.environment)
         asked = question(context, programs)
-        compiled = context.store.get_many(one.job.key.digest for one in programs)
-        for one in programs:
-            record = compiled.get(one.job.key.digest)
-            if record is not None and (record.ok or is_compiled_too_large(record)):
-                self.sizes[one.candidate.key] = record
+        self.sizes.update(compiled_before(context, programs))
         answer = answer_to(asked, context.store)
         near = self.within_reach(candidates)
         known = known_to_fit(context, self.analysis, problem, near, answer)

@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -137,6 +138,19 @@ def keep_answer(
         choice=_Raced(known=tuple(known), raced=digests).model_dump_json(),
     )
     store.put(record, replace=True)
+
+
+def compiled_before(
+    context: PlanContext, programs: Sequence[RaceProgram]
+) -> dict[Any, ProfileRecord]:
+    """Returns records of programs that were compiled, by their candidates' keys."""
+    found = context.store.common(one.job.key.digest for one in programs)
+    return {
+        one.candidate.key: record
+        for one in programs
+        if (record := found.get(one.job.key.digest)) is not None
+        and (record.ok or is_compiled_too_large(record))
+    }
 
 
 # What was compiled whole, and what it needs on each device and, if it was timed, takes.

@@ -243,9 +243,10 @@ def _rules(
 ) -> PlatformDefaults:
     """A platform's defaults, and in their place what was asked for.
 
-    Where one device plays several, presets race with arguments alone constrained: with
-    all values constrained they are points of the search, which predicts as the race
-    does. Under a budget that needs more memory, so that both race.
+    Where programs are compiled for described devices, presets race with less than all
+    values constrained: with all of them they are points of the search, which predicts
+    as the race does. Under a budget what is less constrained may need more memory, so
+    that all levels race.
     """
     reach = settings.reach or (REACH_BY_ESTIMATE if stand_in else None)
     options, unasked = settings.compiler_options, settings.measure is None

@@ -192,9 +192,10 @@ class DetailedSettings(PlannerSettings):
             programs that turn out smaller than predicted, or one of them if there are
             several.
         constraint_levels: how much the compiler is constrained in presets; each level
-            races. By default all; on GPUs without a budget all values are constrained
-            only in presets that lead the race. One on virtual CPU devices, where a
-            build takes longer than the difference is worth.
+            races. By default all, but for described devices that programs are compiled
+            for without a budget, where presets with all values constrained are left to
+            the search. One on virtual CPU devices, where a build takes longer than the
+            difference is worth.
         reach: candidates that are predicted to take this many times as long as the
             fastest that fits are not raced; by default 1.1, 1.25 where activations are
             constrained and 1.2 where only arguments are; 1.4 for described devices that

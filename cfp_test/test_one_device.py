@@ -19,12 +19,15 @@ from cfp.cost import stand_in
 from cfp.cost.stand_in import computation_of, parts_of
 from cfp.devices import described
 from cfp.errors import DeviceError, TargetError
+from cfp.passes import search as searching
+from cfp.passes.pipeline import analyze_step
+from cfp.passes.profile import profile
 from cfp.profiling import runner
 from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.processes import TOPOLOGY_SETTING
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.settings import RUNS_PLAYED, defaults_of
+from cfp.settings import RUNS_PLAYED, ConstraintLevel, defaults_of
 from cfp.view.text import plan_text
 from cfp_test.analysis.stacks import ADAM, plain, stack_of
 
@@ -110,8 +113,33 @@ def test_all_of_a_plan_says_that_it_is_of_one_device(plan):
 def test_the_presets_are_predicted_and_none_is_faster_than_the_plan(plan):
     times = [row.predicted_ms for row in plan.race if row.rung == "one device"]
     assert plan.predicted_ms == pytest.approx(min(times), rel=0.01)
-    names = {row.name for row in plan.race}
-    assert {"data_parallel", "fully_sharded", "tensor_parallel"} <= names
+    rows = {row.name.removesuffix(", arguments constrained") for row in plan.race}
+    assert {"data_parallel", "fully_sharded", "tensor_parallel"} <= rows
+
+
+@pytest.mark.parametrize("budget", [None, 2**40])
+def test_presets_that_nothing_around_improves_race_with_all_constrained(
+    budget, monkeypatch, tmp_path
+):
+    """Once: under a budget they do so by their own names."""
+    named = {}
+
+    def the_same(analysis, problem, presets):
+        named.update(presets)
+        return {f"{name}, rest planned": choice for name, choice in presets.items()}
+
+    monkeypatch.setattr(searching, "planned_around", the_same)
+    mesh = playing("4xh200")
+    analysis = analyze_step(flatten_step(step, arguments()), mesh).analysis
+    with context.open_context(mesh, tmp_path, budget) as opened:
+        found = searching.search(opened, analysis, profile(opened, analysis))
+    keys = [one.key for one in found.candidates]
+    assert len(keys) == len({*keys})
+    every = ConstraintLevel.EVERYTHING
+    constrained = [one for one in found.candidates if one.level is every]
+    assert {*named.values()} <= {one.choice for one in constrained}
+    around = [one for one in constrained if one.name.endswith("rest planned")]
+    assert bool(around) == (budget is None)
 
 
 def test_its_file_keeps_the_rungs(plan):

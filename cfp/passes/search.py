@@ -102,17 +102,16 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
             raise over_budget(analysis, problem, reserve)
         found = {leanest_of(analysis, problem).choice: None}
     first, *others = found
-    around = {}
-    if context.stand_in is not None:
-        choices = {*found, *named.values()}
-        around = planned_around(analysis, problem, presets_there)
-        around = {name: c for name, c in around.items() if c not in choices}
     candidates = [
         Candidate("planned", first),
         *named_candidates(named, context.rules.levels),
         *(Candidate(f"planned {n}", choice) for n, choice in enumerate(others, 2)),
-        *(Candidate(name, choice) for name, choice in around.items()),
     ]
+    if context.stand_in is not None:
+        there = {one.key for one in candidates}
+        around = planned_around(analysis, problem, presets_there).items()
+        more = [Candidate(name, choice) for name, choice in around]
+        candidates += [one for one in more if one.key not in there]
     # By estimates all presets are options. Where options are measured, those that are
     # far behind are not; or under a budget, those that cannot fit in it.
     why = TOO_LARGE if context.memory is not None else UNMEASURED

@@ -200,7 +200,6 @@ def test_a_process_alone_with_a_time_budget_is_named(monkeypatch, tmp_path):
     assert "got: some in process 0; none in process 1" in found
 
 
-@pytest.mark.explained("There is no coordinator")
 def test_versions_are_compared_though_cfp_is_not_installed(monkeypatch):
     """It may be on PYTHONPATH."""
     version = metadata.version
@@ -221,6 +220,7 @@ def test_versions_are_compared_though_cfp_is_not_installed(monkeypatch):
     assert f"{cfp.__version__} in process 0; 0.0.9 in process 1" in str(error.value)
 
 
+@pytest.mark.explained("There is no coordinator")
 def test_a_process_without_a_coordinator(tmp_path):
     command = [*PROGRAM, str(tmp_path)]
     alone = start(command, tmp_path, (1, 1), only=[1], TEST_JOIN_SECONDS="2")

@@ -231,7 +231,8 @@ class Costs:
             others = sum(memory_ms for _, memory_ms in times)
             share = KERNELS[way.implementation].matmul_share
             computed = products * masked_share(match.problem.causal)
-            saved += others + products - computed / share
+            least_ms = terms.rates.launch_ms
+            saved += others + products - max(computed / share, least_ms)
         return saved
 
     def least_peak_bytes(self, choice: Choice) -> int:

@@ -19,6 +19,8 @@ Expected inside are, from the rules alone:
   anchor's sum is scattered (the derived contractions then need the cotangent whole), or
   an op's own rule does not let the dim pass (a cumulative sum along it, a reshape that
   puts it behind another).
+- An exchange of a lookup's columns for rows, and back for its gradient, where the
+  strategy says so.
 
 XLA's CPU backend turns a reduce-scatter into an all-reduce and a slice, so both count
 as reductions here; of their bytes the operand's count.
@@ -129,10 +131,20 @@ def gathers(layout, block):
     """(kind, bytes of the result, group size) of each gathering inside."""
     found = {(v, have, wanted) for v, have, wanted, _ in moves(layout, block)}
     for value, have, wanted in found:
-        gone = {a for dim in have for a in dim} - {a for dim in wanted for a in dim}
+        split = [{a: d for d, dim in enumerate(s) for a in dim} for s in (have, wanted)]
+        gone = split[0].keys() - split[1].keys()
         if gone:
             size = local_bytes(layout, value, wanted)
             yield "all-gather", size, ways(layout.frame, gone)
+        moved = [
+            a for a in split[0].keys() & split[1].keys() if split[0][a] != split[1][a]
+        ]
+        if moved:
+            yield (
+                "all-to-all",
+                local_bytes(layout, value, have),
+                ways(layout.frame, moved),
+            )
 
 
 def compiled_alone(layout, block):

@@ -32,7 +32,12 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.race.programs import RaceProgram, is_compiled_too_large, programs_of
 from cfp.search.problem import Problem
-from cfp.settings import LIMITED_TIME, WORTH_HAVING, ConstraintLevel
+from cfp.settings import (
+    LIMITED_TIME,
+    STAY_AFTER_LOOK,
+    WORTH_HAVING,
+    ConstraintLevel,
+)
 from cfp.solution import Candidate, prediction_of
 
 _NAME = "from an earlier run"
@@ -86,12 +91,12 @@ class Answer:
         if self.time_ms == float("inf"):
             return any(record.choice not in self.known for record in records)
         since = [record for record in records if record.created > self.ended]
-        best = min(since, key=_rank, default=None)
+        best = min(since, key=_turn_ms, default=None)
         if best is None or best.choice in self.known:
             return False
         if _digest([best.choice]) in self.raced:
             return False
-        return best.time_ms < (1.0 - WORTH_HAVING) * self.time_ms
+        return _turn_ms(best) < (1.0 - WORTH_HAVING) * self.time_ms
 
 
 def question(context: PlanContext, programs: Iterable[RaceProgram]) -> ProfileKey:
@@ -157,16 +162,14 @@ def compiled_before(
 Remembered = tuple[Candidate, ProfileRecord]
 
 
-def _rank(record: ProfileRecord) -> tuple[bool, float]:
-    """Sort key, by time: what had no more than a look comes last.
-
-    A look is shorter than a turn, so that devices are faster in it.
-    """
-    return len(record.samples_ms) < 2, record.time_ms
+def _turn_ms(record: ProfileRecord) -> float:
+    """Step time in a turn, which is longer than a look: by up to 4 %, as is counted."""
+    longer = STAY_AFTER_LOOK if len(record.samples_ms) < 2 else 1.0
+    return longer * record.time_ms
 
 
 def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Remembered]:
-    """Returns the store's records of other choices, what won races first.
+    """Returns the store's records of other choices, the fastest first.
 
     Failures are left out, but for what was compiled and then refused for its size.
 
@@ -185,7 +188,7 @@ def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Rememb
         and (record.ok or is_compiled_too_large(record))
         and (made := _read(analysis, options, record)) is not None
     ]
-    return sorted(found, key=lambda pair: _rank(pair[1]))
+    return sorted(found, key=lambda pair: _turn_ms(pair[1]))
 
 
 def known_to_fit(
@@ -217,12 +220,11 @@ def known_to_fit(
         if _is_asked_for(context, one.choice)
     ]
     present = {one.key for one in candidates}
-    new = {  # Of those that are the same the first stays.
-        one.key: (one, record)
-        for one, record in reversed(known)
-        if one.key not in present
-    }
-    ranked = sorted(new.values(), key=lambda pair: _rank(pair[1]))
+    new = dict[Any, Remembered]()
+    for one, record in known:  # Of those that are the same the fastest stays.
+        if one.key not in present:
+            new.setdefault(one.key, (one, record))
+    ranked = [*new.values()]
     fitting = [pair for pair in ranked if pair[1].peak_bytes <= budget_bytes]
     if answer is not None and not answer.is_old(record for _, record in fitting):
         there = {pair[1].choice: pair for pair in ranked}
@@ -232,7 +234,7 @@ def known_to_fit(
         near = fitting[: context.rules.plans]
         chosen = [pair for pair in near if pair[1].time_ms <= limit_ms]
     else:
-        chosen = sorted(new.values(), key=lambda pair: pair[1].peak_bytes)[:1]
+        chosen = sorted(ranked, key=lambda pair: pair[1].peak_bytes)[:1]
     return [
         replace(
             one,

@@ -231,9 +231,12 @@ def test_what_won_with_its_options_races_before_what_had_a_look(known):
     keep("data_parallel", 10, 10.0, SECOND, OPTION, turns=3)
     assert found(20) == [("data_parallel", OPTION)]
     assert found(20, Answer((), 10.1, FIRST)) == []
-    keep("fully_sharded", 10, 9.0, SECOND)
+    keep("fully_sharded", 10, 9.7, SECOND)
     assert found(20, Answer((), 10.1, FIRST)) == [], "it had a look alone"
     assert found(20, Answer((), 11.0, FIRST)) == [("data_parallel", OPTION)]
+    keep("tensor_parallel", 10, 9.0, SECOND)
+    assert found(20) == [("tensor_parallel", {})], "a turn would be faster, too"
+    assert found(20, Answer((), 10.1, FIRST)) == [("tensor_parallel", {})]
 
 
 def test_what_lost_a_race_with_its_options_is_no_news_to_its_answer(known, tmp_path):

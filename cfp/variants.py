@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
@@ -36,7 +36,7 @@ from cfp.plan.figures import GIVEN_SECONDS, SLOWEST_SECONDS, UNPLANNED
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import Job
-from cfp.profiling.coordination import coordinated_planning
+from cfp.profiling.coordination import coordinated_planning, interrupting_all
 from cfp.profiling.key import environment_parts
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import Agreement
@@ -103,7 +103,7 @@ def plan_fastest(
 
     A variant that cannot be planned is out, and its outcome says why. Interrupted
     (``KeyboardInterrupt``), or when time is over, it makes do with the variants that
-    are finished.
+    are finished. Of several processes an interrupt ends all, at any time.
 
     Args:
         variants: what to choose from; each has a name of its own. They may differ in
@@ -123,7 +123,8 @@ def plan_fastest(
     Raises:
         CfpError: no variant can be planned.
         ProcessError: the processes of this program do not plan together.
-        KeyboardInterrupt: before anything can be chosen from.
+        KeyboardInterrupt: before anything can be chosen from; of several processes, at
+            any time.
     """
     names = [variant.name for variant in variants]
     if not names or len(set(names)) < len(names):
@@ -145,7 +146,10 @@ def plan_fastest(
     doing = f"planning variants of a step: {', '.join(names)}"
     silence = "cfp.plan_fastest(..., quiet=True) says nothing"
     agreement = _agreement(variants)
-    with shown(settings, doing, silence, quiet) as how, _interrupting_all(agreement):
+    with (
+        shown(settings, doing, silence, quiet) as how,
+        interrupting_all(agreement.alone),
+    ):
         settings_or_defaults(how)
         options = PlanOptions(
             memory_budget=memory_budget,
@@ -364,16 +368,6 @@ def _agreement(variants: Sequence[Variant]) -> Agreement:
         return Agreement(alone=True)
     devices = (device for mesh in meshes for device in mesh.devices.flat)
     return Agreement.about({device.process_index for device in devices})
-
-
-@contextlib.contextmanager
-def _interrupting_all(agreement: Agreement) -> Iterator[None]:
-    """Has an interrupt of one process end all: they wait for it in the next plan."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        with coordinated_planning(agreement.alone):
-            raise
 
 
 class _Steps:

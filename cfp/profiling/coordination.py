@@ -53,6 +53,7 @@ class Coordination:
         epoch: how many times planning began.
         number: how many things were said in this epoch.
         depth: how many plans are being made, one within another.
+        interrupted: the epoch in which this process was interrupted last.
     """
 
     channel: Channel
@@ -61,6 +62,7 @@ class Coordination:
     epoch: int = 0
     number: int = 0
     depth: int = 0
+    interrupted: int = 0
 
     def decided(self, what: str, value: Any) -> Any:
         """Process 0's value; see `cfp.profiling.processes.Agreement`."""
@@ -253,7 +255,11 @@ def coordinated_planning(alone: bool) -> Iterator[None]:
         arguments = (talk, done.wait)
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
     try:
-        yield
+        try:
+            yield
+        except KeyboardInterrupt:
+            talk.interrupted = talk.epoch
+            raise
         if talk.depth == 1:
             _tidy_up(talk)
     except BaseException as error:
@@ -262,6 +268,27 @@ def coordinated_planning(alone: bool) -> Iterator[None]:
     finally:
         done.set()
         talk.depth -= 1
+
+
+@contextlib.contextmanager
+def interrupting_all(alone: bool) -> Iterator[None]:
+    """Has an interrupt between plans end all processes, which wait in the next plan.
+
+    Where it came within a plan all hear of it there: a further epoch would only part
+    those that go on from here. After a plan's end some may be past it.
+
+    Args:
+        alone: whether there is only one process.
+    """
+    talk = None if alone else coordination()
+    begun = 0 if talk is None else talk.epoch
+    try:
+        yield
+    except KeyboardInterrupt:
+        if talk is not None and talk.interrupted <= begun:
+            with coordinated_planning(alone):
+                raise
+        raise
 
 
 def _tidy_up(talk: Coordination) -> None:

@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ from cfp.program.graft import partition_spec
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceOutcome
 from cfp.race.race import race
+from cfp.report.figures import worth
 from cfp.report.progress import progress_text
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate, Profiles, Solution
@@ -245,9 +246,11 @@ class Found:
 
     def about(self) -> dict[str, Any]:
         """Returns the part that a record keeps."""
-        counts = self.outcome.counts
+        counts, problem = self.outcome.counts, self.solution.problem
+        gains = worth(self.session.analysis, problem, self.outcome.raced)
         return {
             "planning_s": self.seconds,
+            "worth": [asdict(one) for one in gains],
             "winner": self.outcome.winner.name,
             "predicted_ms": self.outcome.winner.predicted_ms,
             "kernels": sorted({str(k) for _, k in self.outcome.winner.choice.kernels}),

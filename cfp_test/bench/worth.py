@@ -2,7 +2,8 @@
 
 ``python -m cfp_test.bench.worth --for 8xh100 --json FILE [--picture FILE]`` plans
 models for described devices, where all gains are by estimates; without ``--for`` it
-plans for the devices that are here, and what raced is measured.
+plans for the devices that are here, and what raced is measured. ``--pieces FOLDER``
+takes the plans that `cfp_test.bench.side_by_side` left there.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import cfp
 from cfp.report.plots import figure
+from cfp_test.bench.side_by_side import AXES, joined
 from cfp_test.results.pages import Figures, fixed, table
 
 WIDE = ("--layers", "4", "--hidden", "4096", "--heads", "32")
@@ -92,6 +95,46 @@ def measure(cluster: str | None, models: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def collected(folder: Path) -> dict[str, Any]:
+    """Reads the plans that `cfp_test.bench.side_by_side` left in a folder.
+
+    Raises:
+        ValueError: there is none.
+    """
+    rows = []
+    for piece in joined(folder)["pieces"]:
+        plans = {"": piece.get("planning", {}), **piece.get("budgets", {})}
+        rows += [
+            _row(piece["piece"] + (f", {share} of the memory" if share else ""), plan)
+            for share, plan in plans.items()
+            if plan.get("worth")
+        ]
+    if not rows:
+        raise ValueError(f"{folder} has no plans of side_by_side")
+    environment = piece["environment"]
+    return {
+        "for": f"two {environment['device_kind']}",
+        "date": piece["date"],
+        "jax": environment["jax_version"],
+        "commit": _commit(),
+        "measured": True,
+        "rows": rows,
+    }
+
+
+def _row(name: str, plan: Mapping[str, Any]) -> dict[str, Any]:
+    raced = [median(row["samples_ms"]) for row in plan["race"] if row["samples_ms"]]
+    return {
+        "model": name,
+        "command": f"cfp_test.bench.side_by_side --pieces {name.partition(',')[0]}",
+        "mesh": dict(AXES),
+        "winner": plan["winner"],
+        "step_ms": min(raced, default=plan["predicted_ms"]),
+        "planning_s": plan["planning_s"],
+        "worth": plan["worth"],
+    }
+
+
 def _commit() -> str:
     words = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(
@@ -143,7 +186,7 @@ def page(data: Mapping[str, Any]) -> Figures:
     described = (
         " Devices are described, and nothing ran: all figures are estimates, which say "
         "which kinds of choices may matter, and not by how much in earnest."
-        if data["for"]
+        if data["for"] and not data.get("measured")
         else ""
     )
     lines = [
@@ -191,11 +234,16 @@ def draw(data: Mapping[str, Any], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--for", dest="cluster", help="described devices")
+    parser.add_argument("--pieces", type=Path, help="what side_by_side wrote")
     parser.add_argument("--models", nargs="*", default=[*MODELS], choices=[*MODELS])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
-    data = {"name": options.json.name, **measure(options.cluster, options.models)}
+    if options.pieces:
+        found = collected(options.pieces)
+    else:
+        found = measure(options.cluster, options.models)
+    data = {"name": options.json.name, **found}
     options.json.write_text(json.dumps(data, indent=1) + "\n")
     if options.picture:
         draw(data, options.picture)

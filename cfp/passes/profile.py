@@ -11,16 +11,13 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
 from cfp.context import DecidedBy, PlanContext, open_context
-from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
 from cfp.cost.memory import can_rematerialize
 from cfp.devices.described import DescribedMesh
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.presets import named_choices
-from cfp.profiling.builder import Job
 from cfp.profiling.collectives import measure_rates
-from cfp.profiling.key import Parts
 from cfp.profiling.measurer import Measurer
 from cfp.profiling.outlook import Stage
 from cfp.profiling.rates import Rates
@@ -28,7 +25,6 @@ from cfp.race.candidates import named_candidates
 from cfp.search.choices import Kernels, estimate_among, leading_presets
 from cfp.search.expected import build_problem, estimate_options
 from cfp.search.guided import measure_candidates
-from cfp.search.jobs import part_job
 from cfp.search.problem import Problem
 from cfp.search.requests import (
     MeasurementRequest,
@@ -40,8 +36,6 @@ from cfp.search.requests import (
 from cfp.search.solver import leanest, solve
 from cfp.settings import ROUND_SIZE, Dimension, defaults_of
 from cfp.solution import Estimate, Profiles
-
-_AS_WRITTEN = Kernels()
 
 
 def profile(context: PlanContext, analysis: Analysis) -> Profiles:
@@ -102,7 +96,6 @@ def profile_segments(
         analysis.frame.program,
         context.devices,
         context.store,
-        lambda: tuning_jobs(analysis, first, context.environment, kernels),
         measure,
         context.measure,
         context.end,
@@ -165,38 +158,6 @@ def expected_race(
         Stage.WARM_UP_AGAIN: int(warm and again > 0),
         Stage.TURNS: looks + 2 * (looks // 2),
     }
-
-
-def tuning_jobs(
-    analysis: Analysis,
-    presets: Mapping[str, Choice],
-    environment: Parts,
-    kernels: Kernels = _AS_WRITTEN,
-) -> list[Job]:
-    """Returns jobs with nearly every kernel of a program: one per kind of segment.
-
-    In each way in which the presets shard the blocks, with what replaces a part, as
-    they are measured. The largest come first, so that those that tune several at once
-    end together.
-    """
-
-    def measured(index: int, choice: Choice) -> SegmentChoice:
-        written = segment_candidate(analysis, index, choice)
-        return kernels.preferred(analysis, segments[index].kind, written)
-
-    ways = {choice.blocks: (name, choice) for name, choice in presets.items()}
-    segments = analysis.segments
-    largest = sorted(analysis.representatives, key=lambda i: -len(segments[i].ops))
-    return [
-        part_job(
-            analysis,
-            {index: measured(index, choice)},
-            environment,
-            f"{name}, segment {segments[index].kind}",
-        )
-        for index in largest
-        for name, choice in ways.values()
-    ]
 
 
 def kernels_of(context: PlanContext, tight: bool = False) -> Kernels:

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import prod
@@ -60,6 +60,9 @@ class Job(Task):
         the output takes its place in the next iteration.
       options: compiler options, by name.
       choice: of a whole program what its record is to keep beside the figures.
+      kernels: what its kernels follow from. The first of those that have this in common
+        is built before the others, for the compiler to try kernels out; None if the
+        compiler has tried its kernels out for other programs.
 
     Raises:
       ValueError: if specs or positions do not fit the part or each other.
@@ -72,6 +75,7 @@ class Job(Task):
     feedback: tuple[tuple[int, int], ...] = ()
     options: tuple[tuple[str, str], ...] = ()
     choice: str = ""
+    kernels: Hashable = None
 
     def __post_init__(self):
         found = (len(self.in_specs), len(self.out_specs))

@@ -335,7 +335,15 @@ class RequestBuilder:
     def _alone(self) -> Callable[[int, SegmentChoice], Job]:
         """The job of a segment alone, by its index: many have one neighbour."""
         analysis, environment = self.costs.analysis, self.environment
-        return cache(lambda index, c: part_job(analysis, {index: c}, environment, ""))
+
+        def alone(index: int, candidate: SegmentChoice) -> Job:
+            job = part_job(analysis, {index: candidate}, environment, "")
+            # How parameters are stored makes few kernels.
+            return replace(
+                job, kernels=(index, candidate.strategies, candidate.kernels)
+            )
+
+        return cache(alone)
 
 
 def rematerialize(

@@ -279,7 +279,6 @@ class Devices:
             return ran
 
         places = (
-            (profile_pass, "part_job", part_job),
             (requests, "part_job", part_job),
             (race_programs, "whole_job", whole_job),
             (profile_pass, "measured_rates", lambda _: self.rates),

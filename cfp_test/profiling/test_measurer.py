@@ -27,7 +27,7 @@ def look(case, store, monkeypatch):
     monkeypatch.setattr("cfp.profiling.measurer.profile", profile)
 
     def make(measure=True, **options):
-        where = (case.program, case.mesh, store, list)
+        where = (case.program, case.mesh, store)
         return Measurer(*where, measure, MeasureOptions(**options))
 
     return make, measured

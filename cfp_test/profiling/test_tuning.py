@@ -1,6 +1,8 @@
 """Kernels are tuned before programs are built, where there is something to tune."""
 
 import threading
+from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -8,8 +10,9 @@ import pytest
 from cfp.profiling import measurer, runner
 from cfp.profiling.builder import BuildEnvironment, build_failure
 from cfp.profiling.in_flight import CrashCandidate, InFlightFolder
-from cfp.profiling.measurer import Measurer, tune_kernels
+from cfp.profiling.measurer import Measurer, first_of_kernels, tune_kernels
 from cfp.profiling.options import MeasureOptions
+from cfp.program.graft import cut_part
 from cfp_test.waiting import GUARD_SECONDS
 
 
@@ -138,11 +141,45 @@ def test_what_was_tuned_for_the_mesh_itself_is_not_built_again(
     monkeypatch.setattr(measurer, "build", tuned)
     monkeypatch.setattr(measurer, "default_threads", lambda platform: 2)
     monkeypatch.setattr(runner, "build", counted)
-    jobs = [case.job(name) for name in ("a", "b")]
-    look = Measurer(
-        case.program, case.mesh, store, lambda: jobs, True, MeasureOptions()
-    )
+    jobs = [case.job(name, kernels=name) for name in ("a", "b")]
+    look = Measurer(case.program, case.mesh, store, True, MeasureOptions())
     records = look(jobs)
     assert sorted(seen.values()) == [False, True]
     assert built == [label for label, is_mine in seen.items() if not is_mine]
     assert [records[job.key.digest].ok for job in jobs] == [True, True]
+
+
+def test_the_first_of_those_that_share_kernels_is_tuned_for_each_round(
+    case, store, tunable, monkeypatch
+):
+    """Whatever is measured, not presets alone; what is known, or shared, is not."""
+    rounds = []
+
+    def profile(program, mesh, jobs, store, **_):
+        rounds.append(sorted(tunable))
+        tunable.clear()
+        return SimpleNamespace(records={})
+
+    monkeypatch.setattr(measurer, "profile", profile)
+    look = Measurer(case.program, case.mesh, store, True, MeasureOptions())
+    look([case.job("a", kernels=1), case.job("pair"), case.job("b", kernels=1)])
+    store.put(build_failure(case.job("c").key, RuntimeError("no"), build_seconds=1.0))
+    look([case.job("a", kernels=1), case.job("c", kernels=2), case.job("d", kernels=3)])
+    look([case.job("e", kernels=3), case.job("f", kernels=2)])
+    assert rounds == [["a"], ["d"], ["f"]]
+
+
+def test_the_largest_is_tuned_first_and_what_has_no_kernel_in_place_last(case):
+    jobs = [case.job(name, kernels=name) for name in "abc"]
+    small = cut_part(case.program, case.part.ops[:1])
+    jobs[0] = SimpleNamespace(kernels="a", part=small, constraints=jobs[0].constraints)
+    placed = replace(jobs[2].constraints, replaced=("a kernel",))
+    jobs[2] = replace(jobs[2], constraints=placed)
+    found = first_of_kernels(jobs)
+    assert [job.kernels for job in found] == ["c", "b", "a"]
+
+
+def test_nothing_is_tuned_when_time_is_over(case, store, tunable):
+    jobs = [case.job(name) for name in "ab"]
+    tune_kernels(case.program, case.mesh, jobs, store, is_late=lambda: True)
+    assert tunable == []

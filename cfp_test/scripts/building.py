@@ -29,10 +29,10 @@ from cfp.analysis.analyze import analyze
 from cfp.cli.session import open_target
 from cfp.context import open_context
 from cfp.cost.costs import Costs
-from cfp.passes.profile import profile_segments, tuning_jobs
+from cfp.passes.profile import profile_segments
 from cfp.profiling import compile_pool
 from cfp.profiling.collectives import measure_rates
-from cfp.profiling.measurer import tune_kernels
+from cfp.profiling.measurer import first_of_kernels, tune_kernels
 from cfp.profiling.runner import profile
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.choices import estimate_kinds
@@ -72,7 +72,7 @@ def main() -> None:
         settings = context.settings
         wanted = maker.first(settings.per_kind, settings.others)
         jobs = [job for item in wanted for job in item.jobs]
-        tuning = tuning_jobs(analysis, presets, context.environment)
+        tuning = first_of_kernels(jobs)
         begun = time.perf_counter()
         if options.tune:
             tune_kernels(program, mesh, tuning, context.store)

@@ -40,7 +40,7 @@ from cfp.race.programs import RaceOutcome
 from cfp.report.figures import with_figures
 from cfp.search.choices import Kernels
 from cfp.search.problem import Problem
-from cfp.search.requests import SegmentMeasurements
+from cfp.search.requests import Profiles
 from cfp.settings import (
     HOST_BYTES_PER_MS,
     LEAST_VARIANT_SHARE,
@@ -248,7 +248,7 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
         try:
             program = analysis.frame.program.fingerprint[:12]
             context.agreement.same({"program": program, "preset": str(preset)})
-            measured = None
+            profiles = None
             if preset is not None:
                 solution = preset_solution(analysis, preset)
                 if isinstance(analyzed.mesh, Mesh):
@@ -256,9 +256,9 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
                     solution = replace(solution, rates=rates)
             else:
                 profiles = analyzed.profiles or profile(context, analysis)
-                interrupted, measured = profiles.interrupted, profiles.found
+                interrupted = profiles.interrupted
                 solution = search(context, analysis, profiles)
-            found = complete_plan(context, step, analyzed, solution, measured)
+            found = complete_plan(context, step, analyzed, solution, profiles)
         except CfpError as error:
             error.interrupted = interrupted
             raise
@@ -272,7 +272,7 @@ def complete_plan(
     step: FlatStep,
     analyzed: Analyzed,
     solution: Solution,
-    measured: SegmentMeasurements | None = None,
+    profiles: Profiles | None = None,
 ) -> FoundPlan:
     """Has a solution's candidates raced, and completes the plan of what won.
 
@@ -281,10 +281,10 @@ def complete_plan(
         step: the step.
         analyzed: the step on the mesh.
         solution: of the search.
-        measured: what was measured of segments, if anything was.
+        profiles: what was measured of segments, if anything was.
     """
     analysis, rules = analyzed.analysis, context.rules
-    made, outcome, solution = _decided(context, analysis, solution, measured)
+    made, outcome, solution = _decided(context, analysis, solution, profiles)
     made = made.bound_to(step, analyzed.lowering.out_tree)
     if context.memory is not None and context.memory.reserve_bytes:
         reserve = {RESERVE_BYTES: float(context.memory.reserve_bytes)}
@@ -296,8 +296,8 @@ def complete_plan(
         outcome.winner.choice,
         solution.problem,
         solution.rates,
-        measured.kernels if measured else Kernels(),
-        measured.failed_kernels if measured else {},
+        profiles.kernels if profiles else Kernels(),
+        profiles.failed_kernels if profiles else {},
         outcome.raced,
         dimensions=rules.dimensions,
         parts_asked=rules.replacing.cross_entropy,
@@ -316,7 +316,7 @@ def _decided(
     context: PlanContext,
     analysis: Analysis,
     solution: Solution,
-    measured: SegmentMeasurements | None,
+    profiles: Profiles | None,
 ) -> tuple[Plan, RaceOutcome, Solution]:
     """The plan of what won, the race, and the solution that raced.
 
@@ -326,7 +326,7 @@ def _decided(
     """
 
     def rematerialized() -> Solution | None:
-        saw_no_need = measured is not None and not measured.memory_bound
+        saw_no_need = profiles is not None and not profiles.memory_bound
         if not saw_no_need or context.agreement.is_over(context.end):
             return None
         return with_rematerialization(context, analysis, solution)

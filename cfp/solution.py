@@ -1,4 +1,4 @@
-"""Results of the profile pass and the search: profiles, candidates, a solution."""
+"""Results of the search: candidates, a solution, and what it predicts."""
 
 from __future__ import annotations
 
@@ -12,27 +12,8 @@ from cfp.profiling.rates import Rates
 from cfp.profiling.record import CompiledBytes
 from cfp.search.choices import picks_of
 from cfp.search.problem import Problem
-from cfp.search.requests import SegmentMeasurements
+from cfp.search.requests import Profiles
 from cfp.settings import ConstraintLevel
-
-
-@dataclass(frozen=True)
-class Profiles:
-    """Result of the profile pass.
-
-    Attributes:
-        presets: those presets that are worth measuring.
-        found: the options of every kind of segment, and what they take.
-        rates: the devices' rates.
-        counts: of strategies, and the seconds that the pass took, as plans keep them.
-        interrupted: whether the user ended the measuring.
-    """
-
-    presets: Mapping[str, Choice] = field(repr=False)
-    found: SegmentMeasurements = field(repr=False)
-    rates: Rates = field(repr=False)
-    counts: Mapping[str, float]
-    interrupted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

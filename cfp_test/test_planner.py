@@ -414,7 +414,7 @@ def test_an_interrupt_is_heard_where_memory_asks_for_more_presets(
         profiles = profile_segments(context, analysis)
         assert search(context, analysis, profiles).candidates[0].predicted_ms
     assert profiles.interrupted and len(explored) == during
-    assert profiles.found.memory_bound
+    assert profiles.memory_bound
     assert 1 <= len(profiles.presets) < len(presets(analysis.frame))
 
 

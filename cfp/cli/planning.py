@@ -64,7 +64,7 @@ from cfp.report.plots import curves_data, curves_table, plot_curves
 from cfp.report.progress import Display
 from cfp.search.choices import picks_of
 from cfp.search.explain import explain
-from cfp.solution import Profiles
+from cfp.search.requests import Profiles
 from cfp.units import parse_bytes
 from cfp.view.console import Fitted, literal_console, wrapped
 from cfp.view.text import print_plan
@@ -433,13 +433,12 @@ def search_stored(
         _check_complete(context, profiles)
     with open_context(mesh, workdir, budget_bytes, settings) as context:
         solution = search_choices(context, analysis, profiles)
-        return complete_plan(context, session.step, session, solution, profiles.found)
+        return complete_plan(context, session.step, session, solution, profiles)
 
 
 def _check_complete(context: PlanContext, profiles: Profiles) -> None:
-    found = profiles.found
-    wanted = {job.key.digest: job for item in found.rounds[0] for job in item.jobs}
-    missing = [job for key, job in wanted.items() if key not in found.records]
+    wanted = {job.key.digest: job for item in profiles.rounds[0] for job in item.jobs}
+    missing = [job for key, job in wanted.items() if key not in profiles.records]
     if missing:
         raise _profile_first(
             f"{len(missing)} of {len(wanted)} things to measure have not been "

@@ -70,13 +70,14 @@ class Costs:
         may_rematerialize: whether segments may compute their forward pass again.
 
     Attributes:
+        rates: as given.
         fixed_bytes: what arguments and results that are no state take on each device.
     """
 
     def __init__(
         self, analysis: Analysis, rates: Rates, may_rematerialize: bool = True
     ) -> None:
-        self.analysis = analysis
+        self.analysis, self.rates = analysis, rates
         program = analysis.frame.program
         copies = copied_bytes(analysis)
         self._new_fixed_bytes = fixed_bytes(analysis, program.outputs) + copies
@@ -140,7 +141,7 @@ class Costs:
         groups = [layout.frame.groups[index] for index in self._kinds[kind].groups]
         behind = (group for group in groups if group.ops)  # Others are in the loop.
         state = sum(argument_bytes(layout, p) for group in behind for p in group.args)
-        update_ms = min(once_ms, self._terms.rates.memory_ms(2 * state))
+        update_ms = min(once_ms, self.rates.memory_ms(2 * state))
         return repeat * (once_ms - update_ms) + update_ms
 
     def temp_bytes(self, kind: int, candidate: SegmentChoice) -> int:

@@ -30,7 +30,8 @@ from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering, planning_mesh, trace
 from cfp.race.programs import RaceOutcome
 from cfp.race.race import race
-from cfp.solution import Profiles, Solution
+from cfp.search.requests import Profiles
+from cfp.solution import Solution
 
 Pins = Mapping[str, PartitionSpec | NamedSharding]
 

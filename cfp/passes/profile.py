@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -28,14 +29,14 @@ from cfp.search.guided import measure_candidates
 from cfp.search.problem import Problem
 from cfp.search.requests import (
     MeasurementRequest,
+    Profiles,
     RequestBuilder,
-    SegmentMeasurements,
     measured_options,
     rematerialize,
 )
 from cfp.search.solver import leanest, solve
 from cfp.settings import ROUND_SIZE, Dimension, defaults_of
-from cfp.solution import Estimate, Profiles
+from cfp.solution import Estimate
 
 
 def profile(context: PlanContext, analysis: Analysis) -> Profiles:
@@ -47,7 +48,7 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
     if context.rules.estimates:
         return _estimated(context, analysis, started)
     rates = measured_rates(context)
-    named, found, measurer = profile_segments(
+    found, measurer = profile_segments(
         context, analysis, rates, measure=context.settings.measure is not False
     )
     done = [found.records.get(item.own_job.key.digest) for item in found.requests]
@@ -59,13 +60,13 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
         "profile_seconds": time.perf_counter() - started,
         **context.measure.outlook.counts,
     }
-    return Profiles(named, found, rates, counts, measurer.interrupted)
+    return replace(found, counts=counts, interrupted=measurer.interrupted)
 
 
 def profile_segments(
     context: PlanContext, analysis: Analysis, rates: Rates, *, measure: bool
-) -> tuple[Mapping[str, Choice], SegmentMeasurements, Measurer]:
-    """The presets that are worth it, all that was asked for, and what answered.
+) -> tuple[Profiles, Measurer]:
+    """All that was asked for, and what answered.
 
     Args:
         context: of the plan.
@@ -104,7 +105,7 @@ def profile_segments(
     if context.decided_by() is DecidedBy.RACE:
         context.measure.outlook.expect(expected_race(context, first))
 
-    def explored(leading: Mapping[str, Choice]) -> SegmentMeasurements:
+    def explored(leading: Mapping[str, Choice]) -> Profiles:
         maker = RequestBuilder(
             costs=costs,
             presets=leading,
@@ -131,8 +132,8 @@ def profile_segments(
         # Where memory is not tight there is one round. If that was interrupted, less is
         # known of all presets than is of the first ones.
         if more.memory_bound or not measurer.interrupted:
-            return every, more, measurer
-    return first, found, measurer
+            return more, measurer
+    return found, measurer
 
 
 def expected_race(
@@ -207,7 +208,7 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
     profiles = _estimated(context, analysis, started)
     may = Dimension.REMAT in context.rules.dimensions
     costs = Costs(analysis, profiles.rates, may)
-    problem = build_problem(costs, profiles.found.estimated, context.budget_bytes)
+    problem = build_problem(costs, profiles.estimated, context.budget_bytes)
     best = solve(problem)
     found = best or leanest(problem)
     return Estimate(
@@ -239,7 +240,7 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
     named = leading_presets(analysis, estimates, among)
     costs = Costs(analysis, rates, Dimension.REMAT in dimensions)
 
-    def estimated(tight: bool) -> SegmentMeasurements:
+    def estimated(tight: bool) -> Profiles:
         return estimate_options(
             estimates,
             named,
@@ -256,7 +257,7 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         "strategies_estimated": sum(map(len, found.estimated)),
         "estimate_seconds": time.perf_counter() - started,
     }
-    return Profiles(named, found, rates, counts)
+    return replace(found, counts=counts)
 
 
 # ------------------------------------------------------------------------- all budgets
@@ -282,7 +283,7 @@ def measure_all_budgets(
     """
     with open_context(mesh, cache_dir, _PLENTY_BYTES, settings) as context:
         rates = measured_rates(context)
-        _, found, measurer = profile_segments(context, analysis, rates, measure=True)
+        found, measurer = profile_segments(context, analysis, rates, measure=True)
         wanted, records = [*found.requests], dict(found.records)
         if not measurer.interrupted:
             again = _again(context, analysis, found)
@@ -298,20 +299,20 @@ def measure_all_budgets(
 
 
 def _again(
-    context: PlanContext, analysis: Analysis, explored: SegmentMeasurements
+    context: PlanContext, analysis: Analysis, profiles: Profiles
 ) -> list[MeasurementRequest]:
     """The fastest candidates of every kind, with their forward pass rematerialized.
 
     The fastest of all kinds come first, since time may be over before the last.
     """
-    records = explored.records
+    records = profiles.records
     found: list[tuple[int, MeasurementRequest]] = []
     for kind, index in enumerate(analysis.representatives):
         if not can_rematerialize(analysis.frame, analysis.segments[index]):
             continue
         good = [
             (item.time_ms(records), item)
-            for item in explored.requests
+            for item in profiles.requests
             if item.kind == kind
             and not item.candidate.remat
             and item.is_measured(records)

@@ -36,10 +36,10 @@ from cfp.race.shortage import over_budget
 from cfp.search.choices import estimate_kinds, picks_of, whole_choice
 from cfp.search.expected import build_problem, expect
 from cfp.search.problem import Option, Problem, scale_memory
-from cfp.search.requests import measured_options
+from cfp.search.requests import Profiles, measured_options
 from cfp.search.solver import best_solutions
 from cfp.settings import COMPILED_TO_PREDICTED, PRESETS_BY_ESTIMATE, Dimension
-from cfp.solution import Candidate, Profiles, Solution, prediction_of
+from cfp.solution import Candidate, Solution, prediction_of
 
 
 def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solution:
@@ -53,7 +53,6 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     """
     started = time.perf_counter()
     context.measure.tell("searching for the fastest plan")
-    explored = profiles.found
     known = profiles.presets.items()
     presets_there = {name: c for name, c in known if name not in PROPAGATED}
     named = {**presets_there}
@@ -61,24 +60,24 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     compiled = decided_by is not DecidedBy.PREDICTION
     # With times in context, and with times alone; or with estimates.
     may = Dimension.REMAT in context.rules.dimensions
-    costs, wanted = Costs(analysis, profiles.rates, may), explored.requests
+    costs, wanted = Costs(analysis, profiles.rates, may), profiles.requests
     sets = (
-        [explored.estimated]
-        if explored.estimated
+        [profiles.estimated]
+        if profiles.estimated
         else [
-            measured_options(costs, wanted, explored.records, alone)
+            measured_options(costs, wanted, profiles.records, alone)
             for alone in (False, True)
         ]
     )
     problems = [build_problem(costs, one, context.budget_bytes) for one in sets]
-    problem, tight, plans = problems[0], explored.memory_bound, context.rules.plans
-    if explored.estimated and decided_by is DecidedBy.RACE and not context.stand_in:
+    problem, tight, plans = problems[0], profiles.memory_bound, context.rules.plans
+    if profiles.estimated and decided_by is DecidedBy.RACE and not context.stand_in:
         named = _fastest(analysis, named, problem)
     named |= {name: c for name, c in known if name in PROPAGATED}
     named = with_kernels(analysis, problem, named)
     # Of each problem, with its memory as predicted or scaled, how many of the best.
     ways = [(1.0, plans)]
-    if tight and not (explored.estimated and plans == 1):
+    if tight and not (profiles.estimated and plans == 1):
         ways = [(1.0, max(1, plans - 1))]
         if compiled:
             # Programs that rematerialize may turn out smaller than predicted.

@@ -475,7 +475,7 @@ def find_misses(context: PlanContext, analysis: Analysis) -> Misses:
     rates_known = len(answered) == len(probes)
     rates = measure_rates(mesh, store) if rates_known else Rates.default(mesh)
     asked = {key.digest: (label, key) for label, key in probes.items()}
-    _, found, _ = profile_segments(context, analysis, rates, measure=False)
+    found, _ = profile_segments(context, analysis, rates, measure=False)
     for item in found.requests:
         for job in item.jobs:
             asked.setdefault(job.key.digest, (job.label, job.key))

@@ -28,7 +28,7 @@ from cfp.plan.describe import block_collectives, op_text
 from cfp.plan.figures import short_source
 from cfp.printable import counted, merged_alike, printable
 from cfp.profiling.hlo import CollectiveSite
-from cfp.solution import Profiles
+from cfp.search.requests import Profiles
 from cfp.units import format_bytes
 from cfp.view.console import Fitted, new_table, plain_text
 from cfp.view.words import STRATEGIES, elided
@@ -162,10 +162,10 @@ def profiles_view(
     """For each kind of segment what was measured, the best and the worst."""
     headings = ("kind", "segments", "measured", "failed", "best", "worst")
     table = new_table(border, "Profiles", dict.fromkeys(headings, "text"))
-    records = profiles.found.records
+    records = profiles.records
     for kind in range(len(analysis.representatives)):
         members = [s.index for s in analysis.segments if s.kind == kind]
-        mine = (w for w in profiles.found.requests if w.kind == kind)
+        mine = (w for w in profiles.requests if w.kind == kind)
         known = [w for w in mine if w.outcome(records) is not None]
         times = [w.alone_ms(records) for w in known if w.is_measured(records)]
         table.add_row(
@@ -187,8 +187,8 @@ def profiles_view(
 
 def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
     """All records as plain data; strategies are numbers in each block's own list."""
-    found, records = [], profiles.found.records
-    for wanted in profiles.found.requests:
+    found, records = [], profiles.records
+    for wanted in profiles.requests:
         segment = analysis.segments[analysis.representatives[wanted.kind]]
         record = records.get(wanted.own_job.key.digest)
         ran = wanted.is_measured(records)
@@ -212,7 +212,7 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
         "cached": profiles.counts["strategies_cached"],
         "failed": profiles.counts["strategies_failed"],
         "seconds": profiles.counts["profile_seconds"],
-        "rounds": len(profiles.found.rounds) - 1,
+        "rounds": len(profiles.rounds) - 1,
         "profiles": found,
     }
 

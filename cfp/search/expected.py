@@ -19,7 +19,7 @@ from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
 from cfp.search.choices import Kernels, first_candidates, preset_parts
 from cfp.search.problem import Option, Problem
-from cfp.search.requests import SegmentMeasurements
+from cfp.search.requests import Profiles
 from cfp.search.solver import solve
 from cfp.settings import REMATERIALIZED_TIME_EXPECTED, SAFE_ESTIMATED_MEMORY_SHARE
 
@@ -112,7 +112,7 @@ def estimate_options(
     per_kind: int,
     budget_bytes: int | None,
     kernels: Kernels,
-) -> SegmentMeasurements:
+) -> Profiles:
     """The parts of the presets and the best others, with estimated costs.
 
     Args:
@@ -143,7 +143,13 @@ def estimate_options(
             if costs.can_rematerialize(kind):
                 found += expected(kind, True)
     every = tuple(map(tuple, options))
-    return SegmentMeasurements(memory_bound=tight, estimated=every, kernels=kernels)
+    return Profiles(
+        presets=presets,
+        rates=costs.rates,
+        memory_bound=tight,
+        estimated=every,
+        kernels=kernels,
+    )
 
 
 # ------------------------------------------------------- the problem over some options

@@ -25,8 +25,8 @@ from cfp.search.expected import build_problem, expect
 from cfp.search.problem import Option, Problem
 from cfp.search.requests import (
     MeasurementRequest,
+    Profiles,
     RequestBuilder,
-    SegmentMeasurements,
     measured_options,
     rematerialize,
 )
@@ -45,7 +45,7 @@ def measure_candidates(
     others: int = 1,
     budget_bytes: int | None,
     measurer: Measurer,
-) -> SegmentMeasurements:
+) -> Profiles:
     """Measures until nothing else is likely to be much better.
 
     Args:
@@ -90,8 +90,13 @@ def measure_candidates(
             break
         rounds.append(asked)
         records.update(measurer(_jobs(asked)))
-    return SegmentMeasurements(
-        rounds=rounds, records=records, memory_bound=tight, kernels=maker.kernels
+    return Profiles(
+        presets=maker.presets,
+        rates=maker.costs.rates,
+        memory_bound=tight,
+        rounds=rounds,
+        records=records,
+        kernels=maker.kernels,
     )
 
 
@@ -224,7 +229,7 @@ class _Round:
         ]
         for item in wanted:
             # What shares programs with failures may be asked for again.
-            if not (item.base and item.context and item.base.has_failed(records)):
+            if not (item.base and item.neighbour and item.base.has_failed(records)):
                 self._asked[item.kind][item.candidate] = item
 
     def ask(self) -> list[MeasurementRequest]:
@@ -257,7 +262,7 @@ class _Round:
                 item.candidate
                 for item in self._wanted
                 if item.kind == kind
-                and self._records[item.job.key.digest].status == "out_of_memory"
+                and self._records[item.own_job.key.digest].status == "out_of_memory"
             )
             every = (*(o.candidate for o in measured), *found, *ran_out)
             again = (replace(c, remat=True) for c in every if not c.remat)

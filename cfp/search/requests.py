@@ -1,8 +1,8 @@
 """Requests to measure a segment, and its cost from their records.
 
-A segment is measured alone, and together with a neighbour (:class:`NeighborContext`),
-unless it takes so little of a step that the noise of the two would be as large. Its
-cost in a step (:meth:`MeasurementRequest.time_ms`) is
+A segment is measured alone, and together with a neighbour, unless it takes so little of
+a step that the noise of the two would be as large. Its cost in a step
+(:meth:`MeasurementRequest.time_ms`) is
 
     pair - neighbour alone - resharding between them, at least 0.4 of the segment alone.
 
@@ -27,6 +27,7 @@ from cfp.cost.estimate import SegmentEstimate
 from cfp.errors import DeviceError
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
+from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
 from cfp.search.choices import (
     Kernels,
@@ -37,25 +38,6 @@ from cfp.search.choices import (
 from cfp.search.jobs import part_job
 from cfp.search.problem import Option
 from cfp.settings import LEAST_ADDED_SHARE, SMALL_SHARE
-
-
-@dataclass(frozen=True, slots=True)
-class NeighborContext:
-    """The neighbour that a segment is measured with.
-
-    Attributes:
-        index: of the neighbour, among the segments.
-        neighbour: what it chooses.
-        job: the neighbour alone.
-        pair_job: both.
-        reshard_ms: what resharding between the two takes, which the search adds itself.
-    """
-
-    index: int
-    neighbour: SegmentChoice
-    job: Job
-    pair_job: Job
-    reshard_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,27 +64,23 @@ class MeasurementRequest:
 
     Attributes:
         kind, candidate: the choice.
-        job: the segment alone; in the last case the base alone.
-        context: what it is measured together with, or None.
+        jobs: the segment alone, and with a neighbour, that alone, and the pair.
+        neighbour: the neighbour's index among the segments, and its choice, or None.
+        reshard_ms: what resharding between the two takes, which the search adds itself.
         base: for a candidate that is rematerialized, the same without that; or None.
     """
 
     kind: int
     candidate: SegmentChoice
-    job: Job
-    context: NeighborContext | None = None
+    jobs: tuple[Job, ...]
+    neighbour: tuple[int, SegmentChoice] | None = None
+    reshard_ms: float = 0.0
     base: MeasurementRequest | None = None
 
     @property
-    def jobs(self) -> list[Job]:
-        """All its jobs: `job`, and if it has a neighbour, that alone, and the pair."""
-        there = self.context
-        return [self.job, there.job, there.pair_job] if there else [self.job]
-
-    @property
     def own_job(self) -> Job:
-        """The job that no other request has: the pair where `job` is the base's."""
-        return self.context.pair_job if self.context and self.base else self.job
+        """The job that no other request has: the pair where the first is the base's."""
+        return self.jobs[-1 if self.base else 0]
 
     def has_failed(self, records: Mapping[str, ProfileRecord]) -> bool:
         """True if a job failed, alone or together with the neighbour."""
@@ -110,11 +88,11 @@ class MeasurementRequest:
         return any(record is not None and not record.ok for record in known)
 
     def outcome(self, records: Mapping[str, ProfileRecord]) -> ProfileRecord | None:
-        """Returns the record of `job`, which holds the memory that it takes alone.
+        """Returns the record of the first job, with the memory that it takes alone.
 
         Returns:
-            A failed record if the cost cannot be derived: that of `job`, or of any job
-            if it is rematerialized; None while a record is missing.
+            A failed record if the cost cannot be derived: that of the first job, or of
+            any job if it is rematerialized; None while a record is missing.
         """
         found = [records.get(job.key.digest) for job in self.jobs]
         known = [record for record in found if record is not None]
@@ -134,17 +112,17 @@ class MeasurementRequest:
         """Computes the time that the segment adds to a step, where it is once."""
         if self.base is not None and self.base.is_measured(records):
             return self.base.time_ms(records) + self._more_ms(records)
-        alone_ms, pair = records[self.job.key.digest].time_ms, self._pair(records)
-        if self.context is None or pair is None:
+        alone_ms, pair = self._alone(records).time_ms, self._pair(records)
+        if pair is None:
             return alone_ms
         neighbour, both = pair
-        added_ms = both.time_ms - neighbour.time_ms - self.context.reshard_ms
+        added_ms = both.time_ms - neighbour.time_ms - self.reshard_ms
         # The noise of two large numbers can make a small segment look free.
         return max(added_ms, LEAST_ADDED_SHARE * alone_ms)
 
     def alone_ms(self, records: Mapping[str, ProfileRecord]) -> float:
         """Computes its time by itself."""
-        alone_ms = records[self.job.key.digest].time_ms
+        alone_ms = self._alone(records).time_ms
         return alone_ms + self._more_ms(records) if self._pair(records) else alone_ms
 
     def pair_ms(self, records: Mapping[str, ProfileRecord]) -> float | None:
@@ -159,21 +137,24 @@ class MeasurementRequest:
             records: of its jobs.
             least: what it must keep by its program.
         """
-        alone_bytes = records[self.job.key.digest].temp_bytes
+        alone_bytes = self._alone(records).temp_bytes
         if (pair := self._pair(records)) is None:
             return min(least, alone_bytes)
         neighbour, both = pair
         # More than it needs alone would be the neighbour's.
         return max(least, min(alone_bytes, both.temp_bytes - neighbour.temp_bytes))
 
+    def _alone(self, records: Mapping[str, ProfileRecord]) -> ProfileRecord:
+        """The record of the first job."""
+        return records[self.jobs[0].key.digest]
+
     def _pair(
         self, records: Mapping[str, ProfileRecord]
     ) -> tuple[ProfileRecord, ProfileRecord] | None:
         """Records of the neighbour alone, and of both; None if there are none good."""
-        if self.context is None:
+        if self.neighbour is None:
             return None
-        neighbour = records[self.context.job.key.digest]
-        both = records[self.context.pair_job.key.digest]
+        neighbour, both = (records[job.key.digest] for job in self.jobs[1:])
         return (neighbour, both) if neighbour.ok and both.ok else None
 
     def _more_ms(self, records: Mapping[str, ProfileRecord]) -> float:
@@ -182,34 +163,41 @@ class MeasurementRequest:
         if base is None or not base.is_measured(records):
             return 0.0
         pair = self._pair(records)
-        if self.context is None or pair is None:
-            alone_ms = records[self.job.key.digest].time_ms
-            return max(0.0, alone_ms - base.alone_ms(records))
+        if pair is None:
+            return max(0.0, self._alone(records).time_ms - base.alone_ms(records))
         neighbour, both = pair
         if (without := base._pair(records)) is not None:
             return max(0.0, both.time_ms - without[1].time_ms)
         beside_ms = neighbour.time_ms + base.alone_ms(records)
-        return max(0.0, both.time_ms - (beside_ms + self.context.reshard_ms))
+        return max(0.0, both.time_ms - (beside_ms + self.reshard_ms))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentMeasurements:
-    """Measurements or estimates of segments.
+@dataclass(frozen=True, kw_only=True)
+class Profiles:
+    """Result of the profile pass: measurements or estimates of segments.
 
     Attributes:
+        presets: those presets that are worth measuring.
+        rates: the devices' rates.
+        memory_bound: memory decides, so that segments may be rematerialized.
         rounds: what was asked for, in order: before any search, and by each.
         records: what is known of it, by key.
-        memory_bound: memory decides, so that segments may be rematerialized.
         estimated: for each kind of segment its options by estimates, where nothing is
             to be measured.
         kernels: what might compute attentions and cross-entropies.
+        counts: of strategies, and the seconds that the pass took, as plans keep them.
+        interrupted: whether the user ended the measuring.
     """
 
-    rounds: Sequence[Sequence[MeasurementRequest]] = ((),)
-    records: Mapping[str, ProfileRecord] = field(default_factory=dict)
+    presets: Mapping[str, Choice] = field(repr=False)
+    rates: Rates = field(repr=False)
     memory_bound: bool
-    estimated: tuple[tuple[Option, ...], ...] = ()
+    rounds: Sequence[Sequence[MeasurementRequest]] = field(default=((),), repr=False)
+    records: Mapping[str, ProfileRecord] = field(default_factory=dict, repr=False)
+    estimated: tuple[tuple[Option, ...], ...] = field(default=(), repr=False)
     kernels: Kernels = field(default_factory=Kernels)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    interrupted: bool = False
 
     @property
     def requests(self) -> list[MeasurementRequest]:
@@ -291,7 +279,7 @@ class RequestBuilder:
         segments = analysis.segments
         beside = [i for i in (index + 1, index - 1) if 0 <= i < len(segments)]
         if not beside or not self.in_context or self._shares[kind] < SMALL_SHARE:
-            return MeasurementRequest(kind, candidate, job)
+            return MeasurementRequest(kind, candidate, (job,))
         near = min(beside, key=lambda i: segments[i].kind != kind)
         other = segments[near].kind
         # A twin chooses alike. The neighbour of a preset's part is the same preset's,
@@ -313,8 +301,9 @@ class RequestBuilder:
         picks = {index: candidate, near: neighbour}
         pair = part_job(analysis, picks, self.environment, f"{label}, in context")
         pair = replace(pair, after=frozenset((job.key.digest, alone.key.digest)))
-        context = NeighborContext(near, neighbour, alone, pair, reshard_ms)
-        return MeasurementRequest(kind, candidate, job, context)
+        return MeasurementRequest(
+            kind, candidate, (job, alone, pair), (near, neighbour), reshard_ms
+        )
 
     @cached_property
     def _parts(self) -> list[dict[SegmentChoice, Choice]]:
@@ -362,16 +351,16 @@ def rematerialize(
     """
     index = analysis.representatives[base.kind]
     candidate = replace(base.candidate, remat=True)
-    there = base.context
-    if there is None or base.has_failed(records):
+    if base.neighbour is None or base.has_failed(records):
         job = part_job(analysis, {index: candidate}, environment, label)
-        return MeasurementRequest(base.kind, candidate, job, base=base)
-    picks = {index: candidate, there.index: there.neighbour}
+        return MeasurementRequest(base.kind, candidate, (job,), base=base)
+    near, neighbour = base.neighbour
+    picks = {index: candidate, near: neighbour}
     together = part_job(analysis, picks, environment, f"{label}, in context")
     # They share most kernels, which are then tried out once.
-    together = replace(together, after=frozenset((base.job.key.digest,)))
-    context = replace(there, pair_job=together)
-    return replace(base, candidate=candidate, context=context, base=base)
+    together = replace(together, after=frozenset((base.jobs[0].key.digest,)))
+    jobs = (*base.jobs[:2], together)
+    return replace(base, candidate=candidate, jobs=jobs, base=base)
 
 
 def measured_options(

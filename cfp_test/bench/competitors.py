@@ -31,7 +31,8 @@ from cfp.planner_settings import PlannerSettings
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import programs_of
 from cfp.race.race import race
-from cfp.solution import Candidate, Profiles, Solution, prediction_of
+from cfp.search.requests import Profiles
+from cfp.solution import Candidate, Solution, prediction_of
 from cfp.view.words import storage_text
 from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of, tflop
 from cfp_test.bench.configs import Config, small

@@ -163,7 +163,7 @@ _MEASURING = (
         _REQUESTS,
         60,
         asked={"in_context": False},
-        tests="in_context|NeighborContext",
+        tests="in_context|neighbour",
     ),
     Mechanism(
         "the neighbour of a preset's part is the same preset's",

@@ -70,8 +70,9 @@ from cfp.race.programs import RaceOutcome
 from cfp.race.race import race
 from cfp.report.figures import worth
 from cfp.report.progress import progress_text
+from cfp.search.requests import Profiles
 from cfp.settings import ConstraintLevel
-from cfp.solution import Candidate, Profiles, Solution
+from cfp.solution import Candidate, Solution
 from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of
 from cfp_test.bench.configs import SUITES, small
 from cfp_test.waiting import end_group
@@ -227,7 +228,7 @@ class Found:
 
     def measured(self) -> dict[str, ProfileRecord]:
         """Records of programs of segments, by label."""
-        found = self.profiles.found
+        found = self.profiles
         jobs = {job.key.digest: job for one in found.requests for job in one.jobs}
         return {
             f"{number}: {jobs[digest].label}": record

@@ -66,7 +66,7 @@ def main() -> None:
         rates = measure_rates(mesh, context.store)
         if options.rates_only:
             return
-        presets = profile_segments(context, analysis, rates, measure=False)[0]
+        presets = profile_segments(context, analysis, rates, measure=False)[0].presets
         costs, estimates = Costs(analysis, rates), estimate_kinds(analysis, rates)
         maker = RequestBuilder(costs, presets, estimates, context.environment)
         settings = context.settings

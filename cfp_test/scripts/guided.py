@@ -85,7 +85,7 @@ def main() -> None:
     with open_context(mesh, options.workdir, None, settings) as context:
         profiles = profile_segments(context, analysis)
         costs = Costs(analysis, profiles.rates)
-        guided = profiles.found.requests
+        guided = profiles.requests
         every = enumerate_pool(context, analysis, guided, profiles.rates, options.pool)
         begun = time.perf_counter()
         jobs = [job for item in every for job in item.jobs]
@@ -117,7 +117,7 @@ def main() -> None:
             }
         row = {
             "target": [options.target, *rest],
-            "rounds": len(profiles.found.rounds) - 1,
+            "rounds": len(profiles.rounds) - 1,
             "guided_seconds": profiles.counts["profile_seconds"],
             "remaining_seconds": seconds,
             "share": len(guided) / len(every),

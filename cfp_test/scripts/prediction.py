@@ -104,8 +104,8 @@ def main() -> None:
         begun = time.perf_counter()
         profiles = profile(context, analysis)
         profile_seconds = time.perf_counter() - begun
-        jobs = {j.key.digest for item in profiles.found.requests for j in item.jobs}
-        known = [profiles.found.records[digest] for digest in jobs]
+        jobs = {j.key.digest for item in profiles.requests for j in item.jobs}
+        known = [profiles.records[digest] for digest in jobs]
         begun = time.perf_counter()
         again = profile(context, analysis)
         again_seconds = time.perf_counter() - begun
@@ -161,7 +161,7 @@ def main() -> None:
                 record = run(outcome, job, frame.program, mesh, timing=_TURN)
                 row.setdefault("samples_ms", []).extend(record.samples_ms)
         counts = {
-            "strategies": len(profiles.found.requests),
+            "strategies": len(profiles.requests),
             "jobs": len(jobs),
             "failed": profiles.counts["strategies_failed"],
             "build_seconds": sum(r.build_seconds for r in known),

@@ -60,19 +60,20 @@ class Watched(RequestBuilder):
         self._remember(made)
         failed = ProfileRecord(key="", parts=(), status="crashed")
         if self.costs.can_rematerialize(kind):
-            for records in ({}, {made.job.key.digest: failed}):
+            for records in ({}, {made.jobs[0].key.digest: failed}):
                 where = (self.costs.analysis, self.environment)
                 self._remember(rematerialize(*where, made, "again", records))
         return made
 
     def _remember(self, item):
-        mine, there = (item.kind, item.candidate), item.context
-        if there:
-            kind = self.costs.analysis.segments[there.index].kind
-            self.measures[there.job.key.digest] = [(kind, there.neighbour)]
-            self.measures[there.pair_job.key.digest] = [mine, (kind, there.neighbour)]
-        if not (there and item.base):
-            self.measures[item.job.key.digest] = [mine]
+        mine, first = (item.kind, item.candidate), item.jobs[0]
+        if item.neighbour:
+            near, candidate = item.neighbour
+            other = self.costs.analysis.segments[near].kind, candidate
+            self.measures[item.jobs[1].key.digest] = [other]
+            self.measures[item.jobs[2].key.digest] = [mine, other]
+        if not (item.neighbour and item.base):
+            self.measures[first.key.digest] = [mine]
 
 
 class Devices:
@@ -318,7 +319,7 @@ def test_what_is_not_known_ends_the_search(model, little):
     whole = Devices(analysis, estimates, noise=1.0).measure_candidates(little)
     assert len(whole.rounds) > 1
     devices = Devices(analysis, estimates, noise=1.0)
-    known = {w.job.key.digest for w in whole.rounds[0]}
+    known = {w.jobs[0].key.digest for w in whole.rounds[0]}
 
     def stored_only(jobs):
         found = Devices.look(devices, jobs)
@@ -397,15 +398,15 @@ def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model
     )
     found = devices.measure_candidates(budget)
     again = [w for w in found.requests if w.candidate.remat]
-    alone = [w for w in again if w.context is None]
+    alone = [w for w in again if w.neighbour is None]
     assert alone and len(alone) < len(again)
     for item in again:
-        if item.base.context is None:
+        if item.base.neighbour is None:
             continue  # A small one, that is measured by itself in any case.
         failed = item.base.has_failed(found.records)
         # What was asked for before that was known has failed, too.
-        assert bool(item.context) != failed or not item.is_measured(found.records)
-    asked = [(w.kind, w.candidate, w.context is None) for w in found.requests]
+        assert bool(item.neighbour) != failed or not item.is_measured(found.records)
+    asked = [(w.kind, w.candidate, w.neighbour is None) for w in found.requests]
     assert len(set(asked)) == len(asked)
     assert devices.best(found, budget) is not None
 
@@ -559,7 +560,7 @@ def test_what_takes_little_of_a_step_is_measured_alone(model, monkeypatch):
     for most in (0.0, min(total_ms) / sum(total_ms) * 1.01, 1.0):
         monkeypatch.setattr("cfp.search.requests.SMALL_SHARE", most)
         first = replace(maker).first(100, 1)
-        small = {w.kind for w in first if w.context is None}
+        small = {w.kind for w in first if w.neighbour is None}
         expected = {k for k, ms in enumerate(total_ms) if ms < most * sum(total_ms)}
         assert small == expected
         assert {w.kind for w in first} == {*range(len(estimates))}

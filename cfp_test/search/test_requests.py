@@ -45,7 +45,9 @@ def made(mesh, analysis):
     maker = RequestBuilder(costs, presets(analysis.frame), estimates, ())
     for base in maker.first(1, 0):
         index = analysis.representatives[base.kind]
-        if base.context and can_rematerialize(analysis.frame, analysis.segments[index]):
+        if base.neighbour and can_rematerialize(
+            analysis.frame, analysis.segments[index]
+        ):
             return base, rematerialize(analysis, (), base, "again", {})
     raise AssertionError("no segment has a neighbour")
 
@@ -53,10 +55,10 @@ def made(mesh, analysis):
 def records_of(base, again, pair_again):
     """Made-up times and memory of all their jobs."""
     jobs = {
-        "alone": base.job,
-        "neighbour": base.context.job,
-        "pair": base.context.pair_job,
-        "pair again": again.context.pair_job,
+        "alone": base.jobs[0],
+        "neighbour": base.jobs[1],
+        "pair": base.jobs[2],
+        "pair again": again.jobs[2],
     }
     ms, size = pair_again
     figures = {name: (MS.get(name, ms), BYTES.get(name, size)) for name in jobs}
@@ -75,12 +77,12 @@ def records_of(base, again, pair_again):
 def test_it_is_measured_beside_the_same_neighbour_and_not_alone(made):
     base, again = made
     assert again.candidate == replace(base.candidate, remat=True)
-    assert again.context.job == base.context.job and again.job == base.job
-    assert base.context.pair_job.constraints.rematerialized == ()
-    assert len(again.context.pair_job.constraints.rematerialized) == 1
+    assert again.jobs[1] == base.jobs[1] and again.jobs[0] == base.jobs[0]
+    assert base.jobs[2].constraints.rematerialized == ()
+    assert len(again.jobs[2].constraints.rematerialized) == 1
     new = {job.key.digest for job in again.jobs} - {j.key.digest for j in base.jobs}
-    assert new == {again.own_job.key.digest} == {again.context.pair_job.key.digest}
-    assert base.own_job == base.job
+    assert new == {again.own_job.key.digest} == {again.jobs[2].key.digest}
+    assert base.own_job == base.jobs[0]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_it_is_measured_beside_the_same_neighbour_and_not_alone(made):
 )
 def test_it_keeps_what_it_adds_to_its_neighbour(made, size, kept):
     base, again = made
-    if base.context.job.key == base.job.key:
+    if base.jobs[1].key == base.jobs[0].key:
         pytest.fail("a neighbour of another kind is needed for these figures")
     records = records_of(base, again, (20.0, size))
     assert again.residual_bytes(records, least=20) == kept
@@ -122,19 +124,19 @@ def test_without_the_pair_nothing_is_known_of_it(made):
     base, again = made
     records = records_of(base, again, (20.0, 0))
     assert again.is_measured(records)
-    for job in (again.context.pair_job, again.context.job, base.job):
+    for job in (again.jobs[2], again.jobs[1], base.jobs[0]):
         failed = without(records, job)
         assert again.outcome(failed) == failed[job.key.digest]
         del failed[job.key.digest]
         assert again.outcome(failed) is None
-    failed = without(records, again.context.pair_job)
+    failed = without(records, again.jobs[2])
     assert base.is_measured(failed)
 
 
 def test_a_pair_that_runs_only_with_it_tells_its_time(made):
     base, again = made
-    records = without(records_of(base, again, (25.0, 0)), base.context.pair_job)
-    moved_ms = again.context.reshard_ms
+    records = without(records_of(base, again, (25.0, 0)), base.jobs[2])
+    moved_ms = again.reshard_ms
     time_ms = again.time_ms(records)
     assert time_ms == pytest.approx(25.0 - MS["neighbour"] - moved_ms)
 
@@ -152,8 +154,8 @@ def test_what_is_too_large_alone_is_measured_alone_computed_again(made, analysis
     known = records_of(base, base, (20.0, 0))
     for job in base.jobs:
         again = rematerialize(analysis, (), base, "again", without(known, job))
-        assert again.jobs == [again.own_job] and again.job != base.job
-        assert len(again.job.constraints.rematerialized) == 1
+        assert again.jobs == (again.own_job,) and again.jobs[0] != base.jobs[0]
+        assert len(again.jobs[0].constraints.rematerialized) == 1
 
 
 def test_no_compiled_program_needs_less_than_the_least(mesh, analysis):
@@ -177,7 +179,7 @@ def test_a_segment_beside_a_neighbour_is_corrected_by_the_same_price(analysis, m
     estimates = estimate_kinds(analysis, Rates.default(mesh))
     costs = Costs(analysis, Rates.default(mesh))
     maker = RequestBuilder(costs, presets(analysis.frame), estimates, ())
-    items = [i for i in maker.first(100, 4) if i.context and i.context.reshard_ms]
+    items = [i for i in maker.first(100, 4) if i.reshard_ms]
     assert items
     for item in items:
         alone, neighbour, pair = (job.key.digest for job in item.jobs)
@@ -185,12 +187,12 @@ def test_a_segment_beside_a_neighbour_is_corrected_by_the_same_price(analysis, m
             key: ProfileRecord(key=key, parts=(), status="ok", samples_ms=(ms,))
             for key, ms in ((neighbour, 100.0), (pair, 250.0), (alone, 100.0))
         }
-        wanted = max(150.0 - item.context.reshard_ms, 40.0)
+        wanted = max(150.0 - item.reshard_ms, 40.0)
         assert item.time_ms(records) == pytest.approx(wanted)
-        near, other = item.context.index, item.context.neighbour
+        near, other = item.neighbour
         index = analysis.representatives[item.kind]
         both = {index: item.candidate, near: other}
         left, right = sorted(both)
         costs = Costs(analysis, Rates.default(mesh))
         found = costs.reshard_ms(left, right, both[left], both[right])
-        assert found == pytest.approx(item.context.reshard_ms)
+        assert found == pytest.approx(item.reshard_ms)

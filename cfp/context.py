@@ -73,8 +73,6 @@ class PlanContext:
 
     Attributes:
         mesh: the devices, which may only be described.
-        store: where measurements are kept.
-        settings: what was asked for.
         rules: the platform's defaults, with the user's settings in their place.
         environment: what measurements depend on.
         agreement: of the processes that have the devices.
@@ -172,7 +170,6 @@ def open_context(
         mesh: the devices, which may only be described.
         cache_dir: where measurements are kept; the user's cache by default.
         budget_bytes: memory of a device that was asked for, or None.
-        settings: how much to measure.
     """
     settings = settings_or_defaults(settings)
     agreement = agreement_of(mesh)

@@ -57,7 +57,6 @@ class FoundPlan:
     """A plan, and what of its making a comparison with other plans needs.
 
     Attributes:
-        plan: the plan.
         analysis: of the step that was planned.
         winner: what the plan decides.
         problem: what was searched, if anything was.
@@ -113,9 +112,6 @@ def find_plan(
     """Runs all passes for a step over flat arguments; see :func:`cfp.plan`.
 
     Args:
-        step: the step.
-        mesh: the devices.
-        options: how to plan.
         analyzed: the step on the mesh, if that is known.
 
     Raises:
@@ -132,11 +128,6 @@ def find_plan_with_host_fallback(
     step: FlatStep, mesh: Mesh | DescribedMesh, options: PlanOptions
 ) -> FoundPlan:
     """Runs all passes for a step; where nothing fits, with state in host memory.
-
-    Args:
-        step: the step.
-        mesh: the devices.
-        options: how to plan.
 
     Raises:
         MemoryBudgetError: nothing fits.
@@ -167,11 +158,8 @@ def find_with_state_in_host(
     it if that is not enough.
 
     Args:
-        step: the step.
         shortage: the error of planning it as it is.
         end: when planning is to end, as `time.monotonic` counts.
-        analyzed: the step on the mesh.
-        options: how to plan.
 
     Raises:
         MemoryBudgetError: nothing fits then, time is over, or devices cannot use the
@@ -277,10 +265,6 @@ def complete_plan(
     """Has a solution's candidates raced, and completes the plan of what won.
 
     Args:
-        context: what all passes share.
-        step: the step.
-        analyzed: the step on the mesh.
-        solution: of the search.
         profiles: what was measured of segments, if anything was.
     """
     analysis, rules = analyzed.analysis, context.rules
@@ -357,12 +341,7 @@ def _unasked(context: PlanContext) -> Kernels:
 
 
 def estimate_plan(analyzed: Analyzed, options: PlanOptions) -> Estimate:
-    """Estimates what the best plan for a step on a mesh takes, and runs nothing of it.
-
-    Args:
-        analyzed: the step on the mesh.
-        options: how to plan.
-    """
+    """Estimates what the best plan for a step on a mesh takes; of it nothing runs."""
     mesh = analyzed.mesh
     with options.planning(mesh), options.context(mesh) as context:
         return estimate(context, analyzed.analysis)

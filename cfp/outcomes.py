@@ -30,7 +30,6 @@ class Variant:
         name: what it is called in the outcome.
         fn: the step, as for :func:`cfp.plan`.
         args: its arguments, arrays or ``jax.ShapeDtypeStruct`` s.
-        mesh: the devices.
         kwargs: its arguments by name.
         microbatches: in how many parts the batch goes through the step, if that is
             what variants differ in.
@@ -54,8 +53,6 @@ class Outcome:
     """Result of planning a variant.
 
     Attributes:
-        name: the variant's.
-        plan: its plan, or None.
         step_ms: the time that it is compared by, or None.
         seconds: how long planning it took.
         note: why it has no plan or no time, or "".

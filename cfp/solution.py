@@ -21,7 +21,6 @@ class Estimate:
     """Estimated cost of the best choice for a program.
 
     Attributes:
-        time_ms: of a step.
         memory_bytes: on each device.
         fits: whether that fits into memory.
         is_final: whether choices are made by estimates anyway.
@@ -44,7 +43,6 @@ class Candidate:
         choice: strategies and storage.
         predicted_ms: its step time by the profiles, or None.
         level: how much the compiler is constrained.
-        options: of the compiler.
         is_preset: whether it is a preset.
     """
 
@@ -88,7 +86,6 @@ class Prediction:
     """Prediction for a choice from profiles; empty if parts were not measured.
 
     Attributes:
-        time_ms: of a step.
         size: memory on each device. What is there from the first op to the last counts
             as arguments: results that take no donated argument's place, too.
     """
@@ -108,9 +105,7 @@ def prediction_of(
     """Predicts a choice's cost for a whole program.
 
     Args:
-        analysis: of the program.
         problem: what was searched; None if nothing was.
-        choice: for the program.
     """
     picks = None if problem is None else picks_of(analysis, problem, choice)
     if problem is None or picks is None:

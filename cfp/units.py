@@ -36,7 +36,6 @@ def format_bytes(count: float, *, up: bool = False) -> str:
     """Bytes for people: ``1.5 GiB``.
 
     Args:
-        count: how many.
         up: whether to round up, so that as much as is written does.
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -63,7 +62,6 @@ def seconds_left(done: int, total: int, seconds: float) -> float | None:
 
     Args:
         done: parts that are over.
-        total: all parts.
         seconds: that took.
 
     Returns:

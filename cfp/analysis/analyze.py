@@ -36,10 +36,6 @@ def find_passing(frame: Frame, segments: Sequence[Segment]) -> Mapping[Pair, lis
     it, to all others that read it. Of segments of one kind that do not follow the maker
     only the nearest counts: they mostly choose alike, and then what one of them has
     resharded is there for all (compilers reshard one value to one sharding once).
-
-    Args:
-        frame: of the program.
-        segments: its segments.
     """
     found: dict[Pair, list[int]] = {}
     place = {op: segment.index for segment in segments for op in segment.ops}
@@ -101,7 +97,6 @@ def build_frame(
     """Finds the blocks and the state of a program.
 
     Args:
-        program: the program.
         mesh: names and sizes of the mesh's axes; axes of size 1 are left out.
         pins: shardings of arguments, by position, that every layout keeps.
     """

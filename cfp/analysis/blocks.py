@@ -30,7 +30,6 @@ def label_ops(
     """For each op of a program the index of its block, or -1.
 
     Args:
-        flow: the program's data flow.
         members: the contractions of each block, the anchor first.
         update_ops: ops that only update state; they get no block.
     """
@@ -422,8 +421,6 @@ def find_blocks(
     """Groups a program's ops into ParallelBlocks.
 
     Args:
-        program: the program.
-        numbers: its value numbers.
         update_ops: ops that only update state; they stay outside.
         flow: its data flow, where it is at hand.
         parameters: positions of the arguments that are parameters, for names.

@@ -80,10 +80,6 @@ def _differentiated_later(op: Op) -> bool:
 def find_members(program: Program, numbers: Numbers) -> list[list[Member]]:
     """Groups contractions into blocks.
 
-    Args:
-        program: the program.
-        numbers: its value numbers.
-
     Returns:
         For each block its members, the anchor first; blocks in program order.
     """
@@ -151,7 +147,6 @@ class _Finder:
         """The blocks that a contraction may be derived from.
 
         Args:
-            op: the contraction.
             moved: whether a cotangent's dims may be in another order than those of
                 the result, as where vmap puts its own dim first.
         """

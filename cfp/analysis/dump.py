@@ -210,7 +210,6 @@ def op_line(program: Program, op: Op, *, typed: bool = False) -> str:
     """An op on one line, with its number and its place in the user's model.
 
     Args:
-        program: the program.
         op: one of its ops.
         typed: as in the strategy map: every operand with its type, the number left
             out.

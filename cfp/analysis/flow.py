@@ -162,7 +162,6 @@ def first_downstream(
     same iteration reaches, and before all that stands behind the loop.
 
     Args:
-        flow: the program's data flow.
         targets: ids of ops.
         ends: values whose readers do not count.
 
@@ -245,7 +244,6 @@ def block_names(
     """A name for each block.
 
     Args:
-        flow: the program's data flow.
         anchors: op ids of the blocks' anchors.
         parameters: positions of the arguments that are parameters.
     """

@@ -55,7 +55,6 @@ def enough_state(frame: Frame, lacking_bytes: int) -> list[list[HostState]]:
     """Chooses what to keep in the memory of the host, the least first.
 
     Args:
-        frame: of the program.
         lacking_bytes: memory that each device lacks. State counts as what one device
             has of it where all of them share it.
 

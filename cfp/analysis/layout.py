@@ -66,8 +66,6 @@ class Choice:
     """One strategy per block and one storage mode per storage group.
 
     Attributes:
-        blocks: the strategies.
-        storage: the storage modes.
         remat: indices of the segments whose forward pass is rematerialized in the
             backward pass, so that nothing but their inputs is kept for it.
         kernels: kernels of segments, by their index, where there are any; see
@@ -374,7 +372,6 @@ def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
     would then come into the update: gradients of weights are transposed products.
 
     Args:
-        layout: the layout.
         ops: ids of the ops to speak of; all of them if None.
     """
     program = layout.frame.program
@@ -528,7 +525,6 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
     """Returns a step's FLOPs and batch as a plan's counts.
 
     Args:
-        frame: of the program.
         batch: positions of the arguments that hold a batch, with the ranks of their
             first dims; see `cfp.presets.roles.data_arguments`.
 

@@ -89,7 +89,6 @@ def find_storage(
     """Finds the storage groups of a program.
 
     Args:
-        program: the program.
         paired: for each argument the output that is its new value.
         flow: its data flow, where it is at hand.
     """
@@ -169,7 +168,6 @@ class _Finder:
         """True if an op computes elementwise on tensors of one shape.
 
         Args:
-            op: the op.
             shape: the shape, without dims of size 1.
         """
         program = self.program
@@ -507,7 +505,6 @@ def stored_spec(
         group: what is stored.
         mode: how.
         used: how the first block that reads its parameter wants it.
-        mesh: the mesh.
         is_pinned: whether the user has said how its parameter is sharded.
     """
     if mode is Storage.USED:

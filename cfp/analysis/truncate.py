@@ -410,10 +410,6 @@ def treatments(analysis: Analysis, choice: Choice) -> tuple[int, ...]:
 
     By a choice, and by what the user pinned. A truncated program stands for the whole
     one if what was left out is like its neighbours in this.
-
-    Args:
-        analysis: of the whole program.
-        choice: for the whole program.
     """
     frame, program = analysis.frame, analysis.frame.program
     pins = {program.args[position]: spec for position, spec in frame.pins.items()}
@@ -445,7 +441,6 @@ def truncate_program(
     """Leaves the middle of every stretch of repeats out.
 
     Args:
-        analysis: of the program.
         kinds: for each segment a number, equal for those that may stand for each other.
         kept: how many repeats of a stretch stay, 2 or more.
 

@@ -83,7 +83,6 @@ class Call:
     """One of the two kernels, as a program of the user's calls it.
 
     Attributes:
-      is_backward: whether it computes gradients.
       layout: of queries, keys, values, output and their gradients: "BTNH" or "BNTH",
         for batch, tokens, heads and head dim. The log-sum-exp is "BNT".
       reads: which operands it reads: q, k, v; then the log-sum-exp, the output and its

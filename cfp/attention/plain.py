@@ -95,7 +95,6 @@ def gradients(
       q, k, v, scores, mask: as of `attend`.
       out: output of the attention to all keys, these among them.
       lse: log-sum-exp of all scores, [batch, query, heads] float32.
-      dout: gradient of that output.
 
     Returns:
       (dq, dk, dv), float32, in the shapes of q, k and v.

@@ -83,7 +83,6 @@ class Ring:
 
     Attributes:
       axis: of the mesh.
-      ranks: devices along it.
       zigzag: whether tokens are in zigzag order.
       gather: whether keys and values are gathered at once; otherwise they rotate.
       kernel: of one block.
@@ -282,7 +281,6 @@ def spread_attention(
     Args:
       q: [batch, queries of this rank, heads, head_dim].
       k: [batch, keys of this rank, kv_heads, head_dim].
-      v: like k.
       query_segments: [batch, queries of this rank] int32, or None.
       key_segments: of all keys, [batch, keys], in the order of ranks; or None.
       ring: how tokens are spread.
@@ -319,7 +317,6 @@ def ring_gradients(
     Args:
       q, k, v, ring: as of `attend_ring`.
       out, lse: its results.
-      dout: gradient of the output.
     """
     dq, dk, dv, *_ = _backward(ring, (q, k, v, None, None, out, lse), dout)
     return dq, dk, dv

@@ -109,7 +109,6 @@ class Comparison:
         """Returns the allowed error of a leaf, less than that of a leaf of zeros.
 
         Args:
-            path: of the leaf.
             tolerance: what always passes in a leaf that steps change enough.
         """
         share = min(1.0, CHANGE_MARGIN * self.changes.get(path, 0.0)) or 1.0
@@ -356,8 +355,6 @@ def nudge(tree: Any, seed: int = 0, least: float = 0.0) -> Any:
     """Every float of some arrays one bit up or down, at random.
 
     Args:
-        tree: the arrays.
-        seed: of what is drawn.
         least: what a bit is at least, as a share of the number.
     """
     # JAX's own generator takes many seconds to compile for hundreds of arrays.
@@ -390,7 +387,6 @@ class Difference:
     """Distance of a result from one device's, of one leaf.
 
     Attributes:
-        path: of the leaf.
         relative_l2: the distance.
         size: the result's L2 norm; what is not finite counts as 0.
     """

@@ -124,16 +124,12 @@ def run_trial(
     goes back in. All other arguments stay the same from step to step.
 
     Args:
-        plan: on its mesh.
-        target: what was planned.
-        steps: how many.
         check: run the same steps in float32, too (in float64 what computes in that),
             under the plan and on one device, and compare metrics and state.
         tolerance: relative L2 distance that always passes; by default 1e-5, 1e-12 where
             all is computed in float64, and 1e-2 where kernels from elsewhere compute
             in less than float32. More passes only where rounding explains it, and
             never a leaf of zeros.
-        seed: of random arguments.
         progress: called with what is being done.
 
     Raises:

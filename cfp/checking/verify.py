@@ -63,11 +63,9 @@ class Verified:
     """The times of a plan and its rivals on its devices.
 
     Attributes:
-        plan: that was verified.
         best: the fastest of all that were timed, measured: this plan, or another.
         measured_ms: median step time of the plan, or None if it did not run.
         rows: all that were timed, the fastest first.
-        seconds: how long it took.
     """
 
     plan: Plan
@@ -131,11 +129,9 @@ def verify(
     Args:
         plan: of the step, from elsewhere.
         analysis: of the step on the mesh.
-        step: that was planned.
         out_tree: the structure of its results.
         mesh: the devices; its axes are the plan's.
         seconds: about how long it may take; what is not compiled by then is left out.
-        cache_dir: where measurements are kept.
         progress: called with what is being done.
 
     Raises:

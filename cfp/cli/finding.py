@@ -95,7 +95,6 @@ class VariantRequest:
 
     Attributes:
         target: whose static and donated arguments are those of all variants.
-        variants: of its step.
         rule_out: whether estimates may rule out some, which nobody named.
         leaner: makes variants that need less memory.
     """

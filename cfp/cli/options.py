@@ -446,7 +446,6 @@ def settings(
     """Makes planner settings from a command's options.
 
     Args:
-        ctx: of the command.
         progress: see :class:`PlannerSettings`.
         other: options that it does not have, or has otherwise.
     """
@@ -541,7 +540,6 @@ def refuse_others(ctx: typer.Context, mode: str, takes: Collection[str]) -> None
     """Refuses options that do not go with another one.
 
     Args:
-        ctx: of the command.
         mode: the parameter that was given.
         takes: the parameters that go with it.
 

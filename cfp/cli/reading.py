@@ -295,7 +295,6 @@ def names_of(plan: Plan, target: Target, words: Sequence[str]) -> dict[str, Name
 
     Args:
         plan: of the target.
-        target: the target.
         words: the options that followed its name.
     """
     if target.name in MODELS:

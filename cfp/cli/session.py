@@ -27,7 +27,6 @@ class Session(Analyzed):
     """A target, analysed on devices that are there.
 
     Attributes:
-        target: what was asked for.
         step: the target's step over flat arguments.
     """
 
@@ -48,7 +47,6 @@ def target_of(
     """The target and the devices that a command was given.
 
     Args:
-        ctx: of the command.
         plan, attempt: see :func:`open_target`.
 
     Raises:
@@ -112,8 +110,6 @@ def analyse(
     """Traces and analyses a target.
 
     Args:
-        target: the step.
-        mesh: the devices.
         pins: shardings to keep.
         plan: of the step, which may keep state in the memory of the host.
 

@@ -152,9 +152,6 @@ class Keeper:
     """Has the one store that all records of a planning go to.
 
     Lives on the node of the driver, and is started again there if it dies.
-
-    Args:
-        path: the store's file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -192,7 +189,6 @@ class Runner:
 
         Args:
             keeper: the actor with the records.
-            work: the planning.
 
         Returns:
             What came of it, or what is wrong.

@@ -272,7 +272,6 @@ class Check:
 
     Attributes:
         name: as in its result.
-        run: the check itself.
         needs: checks that must have passed; where one failed or was absent, this one is
             absent, so that one fault is one FAIL.
     """

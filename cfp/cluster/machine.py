@@ -40,7 +40,6 @@ class Machine:
     Attributes:
         python: the interpreter that runs the probes.
         version: of that interpreter: major, minor, micro.
-        environ: the environment variables.
         search_path: folders of installed packages, as in `sys.path`.
         home: the user's home directory; None where there is none.
         proc: the folder /proc.
@@ -129,7 +128,6 @@ class Requirement:
     """A package that is needed.
 
     Attributes:
-        name: of the package.
         versions: a range, as in ``>=0.10.2,<0.13``; empty for any.
     """
 
@@ -237,7 +235,6 @@ def tool(machine: Machine, *command: str) -> ProcessAnswer:
     """Runs a command of the system.
 
     Args:
-        machine: to run it on.
         command: its name and arguments.
     """
     path = machine.which(command[0])
@@ -257,8 +254,6 @@ def probe(
     """Runs a probe of `cfp.cluster.probes`, in a process of its own.
 
     Args:
-        machine: to run it on.
-        name: of the probe.
         arguments: of the probe.
         variables: environment variables that it needs beside the machine's.
     """
@@ -368,7 +363,6 @@ class Result:
     """One row of the table.
 
     Attributes:
-        name: of the check.
         status: PASS; FAIL, with a remedy; or ABSENT, where there is nothing to check.
         reason: the finding, in one sentence.
         remedy: a command or a hint; empty unless something is to be done.

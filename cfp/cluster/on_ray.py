@@ -233,11 +233,7 @@ def plan_step(
 
     Args:
         plan: :func:`cfp.plan`.
-        fn: the step.
-        args, kwargs: its arguments.
         mesh: the devices that are meant: the first of the runner's.
-        cache_dir: where all measurements are kept.
-        settings: how much to measure.
         options: as for :func:`cfp.plan`.
 
     Returns:

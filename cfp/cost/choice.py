@@ -15,8 +15,6 @@ class SegmentChoice:
     """A choice for a segment: one strategy per block, one storage mode for all.
 
     Attributes:
-        strategies: one for each block.
-        storage: of all its parameters.
         estimate_ms: what it is estimated to take; choices that differ in it are equal.
         remat: whether its forward pass is rematerialized in the backward pass.
         kernels: kernels that compute parts of it.
@@ -57,7 +55,6 @@ def layout_of(analysis: Analysis, candidates: Mapping[int, SegmentChoice]) -> La
     so that what crosses into them is sharded as they would read it.
 
     Args:
-        analysis: of the program.
         candidates: the choice for each segment, by its index.
     """
     segments, laid_out = analysis.segments, dict[int, SegmentChoice]()

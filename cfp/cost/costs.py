@@ -65,12 +65,9 @@ class Costs:
     """Cached costs of segments: memory, what kernels save, moves between them.
 
     Args:
-        analysis: the program's analysis.
-        rates: the devices' rates.
         may_rematerialize: whether segments may compute their forward pass again.
 
     Attributes:
-        rates: as given.
         fixed_bytes: what arguments and results that are no state take on each device.
     """
 
@@ -394,7 +391,6 @@ def steps_of(
     What a loop makes is there before what happens within it.
 
     Args:
-        program: the program.
         ops: their ids.
         held: tensors that are kept for the backward pass.
         spans: ids of ops, each from a first to a last, that happen at once: what they
@@ -484,7 +480,6 @@ def working_bytes(
     Args:
         problem: of the whole mesh.
         way: how it is computed, in chunks.
-        sizes: of the mesh's axes.
         is_backward: which pass.
     """
 

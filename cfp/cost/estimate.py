@@ -26,7 +26,6 @@ class SegmentEstimate:
     """Estimated costs of one segment, for every strategy of every block.
 
     Attributes:
-        segment: the segment.
         strategies: for each of its blocks the strategies it may take.
         node_ms: ``[storage mode][block][strategy]``.
         edge_ms: for each pair of blocks (positions in the segment, the first not
@@ -109,7 +108,6 @@ def estimate_segment(
 
     Args:
         terms: of the program on its mesh.
-        segment: the segment.
         twin: the segment of the same kind that follows right behind it, if any:
             what moves between the two is then part of the estimate.
     """

@@ -47,8 +47,6 @@ def uses_through(
     """All uses of a value as (op, which operand), and of what is made of it on the way.
 
     Args:
-        program: the program.
-        v: the value.
         goes_on: whether uses of an op's result are looked for, too.
     """
     stack, seen = [v], {v}

@@ -57,7 +57,6 @@ def residuals(frame: Frame, ops: Sequence[int], remat: bool = False) -> set[int]
     """Values that some ops keep from the forward to the backward pass.
 
     Args:
-        frame: of the program.
         ops: ids of top-level ops, such as those of a segment.
         remat: whether they are rematerialized: then they keep only what others read.
     """
@@ -104,7 +103,6 @@ def kernel_sites(
     """Returns what kernels compute in place of some ops.
 
     Args:
-        layout: how they are spread.
         ops: top-level ops, such as those of a segment.
         kernels: of a segment's choice.
 
@@ -212,7 +210,6 @@ def fixed_bytes(analysis: Analysis, values: Iterable[int]) -> int:
     """Computes the bytes of values that are no state, such as a batch or logits.
 
     Args:
-        analysis: of the program.
         values: which of its arguments and results; results that take a donated
             argument's place do not count.
 
@@ -286,7 +283,6 @@ def value_bytes(layout: Layout, v: int, spec: Spec | None = None) -> int:
 
     Args:
         layout: of the program, or of a part.
-        v: the value.
         spec: how it is sharded; if None, as its reader has it: what is gathered in the
             forward pass stays so.
     """

@@ -185,7 +185,6 @@ class Terms:
         """Time of an attention that a kernel of the step's own computes.
 
         Args:
-            called: the attention.
             axes: of its op's factors.
             way: what takes its place; None for the kernel itself, which gathers what
                 is sharded along tokens, and computes it whole.
@@ -360,7 +359,6 @@ def transition(
         have: how it is sharded now.
         partial: axes over which it still has to be summed.
         want: how it is to be sharded.
-        mesh: the mesh.
 
     Returns:
         The steps. Bytes are those of the whole tensor in a group of devices: what an

@@ -176,7 +176,6 @@ class Cluster:
     Attributes:
         text: as it was named.
         kind: of all devices.
-        hosts: how many.
         per_host: devices of each.
     """
 

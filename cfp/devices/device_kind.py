@@ -105,7 +105,6 @@ class Description(_Numbers):
 
     Attributes:
         kind: the shipped kind to start from.
-        hosts: number of hosts.
         devices_per_host: number of devices of each host.
         device_kind: JAX's name of the kind.
         aliases: other names of the kind.

@@ -60,7 +60,6 @@ class Probe:
         avals: types of the operands.
         examples: values of the operands; None for those of which only types are known.
         names: of the operands, for messages.
-        seed: of random numbers.
 
     Attributes:
         runs: how often the function was run.

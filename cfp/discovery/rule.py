@@ -210,7 +210,6 @@ class ShardingRule:
         """Chooses mesh axes for factors, near the shardings of operands and results.
 
         Args:
-            mesh: the mesh.
             given: shapes with shardings, of operands and then of results.
         """
         found: dict[str, tuple[str, ...]] = {}

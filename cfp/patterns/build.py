@@ -117,11 +117,9 @@ def build(
     """Stages that compute a cross-entropy over parts of the vocabulary.
 
     Args:
-        program: the program.
         found: what it takes the place of.
         chunks: how many parts.
         spread: what is spread over a mesh.
-        sizes: of the mesh's axes.
 
     Returns:
         None if it cannot be so: tokens or words would be cut unevenly, or something is
@@ -180,7 +178,6 @@ def _split_axes(
     Args:
         groups: see `cfp.patterns.cross_entropy.Head`.
         axes: of each dim of the logits but the words'.
-        sizes: of the axes.
     """
     found: list[Axes] = []
     for group, own in zip(groups, axes, strict=True):
@@ -325,7 +322,6 @@ class _Builder:
         """Reads what is converted, if the conversion comes too late.
 
         Args:
-            read: what is read.
             first: the op before which it has to be there.
 
         Returns:

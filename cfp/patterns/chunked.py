@@ -168,7 +168,6 @@ class Local:
 
     Args:
         sheet: what they have in common.
-        sizes: of the mesh axes.
     """
 
     def __init__(self, sheet: StageParameters, sizes: Mapping[str, int]):
@@ -187,7 +186,6 @@ class Local:
         """Runs one step.
 
         Args:
-            step: which.
             args: what it takes; then, behind the first step that finds the largest,
                 each token's largest and its sum of exponentials.
 

@@ -205,7 +205,6 @@ def _of_other_logits(program: Program, seen: Mapping[int, str]) -> list[LeftAlon
     """Losses whose logits no contraction makes, or one that is in another loop.
 
     Args:
-        program: the program.
         seen: values that contractions were followed to, with the reason why there is
             no softmax; "" where there is one.
     """

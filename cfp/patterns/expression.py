@@ -124,7 +124,6 @@ class Dims:
         Args:
             tokens: sizes of the tokens' dims.
             spread: axes of each of them.
-            sizes: of the axes.
 
         Raises:
             ValueError: a dim merges a spread tokens' dim behind another one, or it is
@@ -168,7 +167,6 @@ def to_rows(array: A, dims: Dims, tokens: Sequence[int]) -> A:
 
     Args:
         array: of some tokens' dims; others are as if it had been broadcast.
-        dims: its dims.
         tokens: local sizes of the tokens' dims.
 
     Returns:

@@ -76,7 +76,6 @@ class Reader:
     """Makes expressions of wide values.
 
     Attributes:
-        program: the program.
         logits: the value that all begins with.
         start: its dims.
         tokens: sizes of the tokens' dims.
@@ -460,7 +459,6 @@ class Reader:
         """Reads a gather or a scatter that has one word of each token.
 
         Args:
-            op: the op.
             dims: of its first operand.
 
         Raises:

@@ -44,7 +44,6 @@ def objection(
     """Returns the reason why a replacement is not equal on one device, or None.
 
     Args:
-        program: the program.
         found: what is to be replaced.
         replacement: of one device.
     """
@@ -305,7 +304,6 @@ def in_parts(
     """Returns the replacements of some ops' cross-entropies.
 
     Args:
-        layout: how they are spread.
         ops: top-level ops.
         chunks: number of parts of the vocabulary; 0 replaces none.
     """

@@ -48,10 +48,8 @@ def compose_plan(
     """The plan of what won.
 
     Args:
-        analysis: of the program.
         mesh: the devices, which may only be described.
         environment: what the measurements depend on.
-        outcome: of the race.
         problem: what was searched, or None.
         tuned: where what was tuned is kept.
         rates: of the devices, where they are known.

@@ -110,7 +110,6 @@ def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
     """Arguments of a batch that no axis divides, so that no strategy shards them.
 
     Args:
-        layout: of the plan.
         named: those that are named anyway.
     """
     program, sizes = layout.frame.program, layout.frame.mesh
@@ -153,7 +152,6 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
     blocks have rows that tell.
 
     Args:
-        layout: of the plan.
         rates: of the devices, to say what that costs, by estimate; None if they are
             not known.
     """
@@ -295,10 +293,7 @@ def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> floa
     foreign code that says nothing of its FLOPs only memory traffic is known.
 
     Args:
-        layout: of the plan.
-        op: the op.
         inside: its own work: the op, or the ops of a loop's body.
-        rates: of the devices.
     """
     program, mesh = layout.frame.program, layout.frame.mesh
     total = 0.0
@@ -478,8 +473,6 @@ def _op_moves(
     """The collectives of an op: of its results, of what it reads, and within it.
 
     Args:
-        layout: of the program.
-        op: the op.
         done: (value, sharding) pairs that were counted before; new ones are added.
     """
     frame, program = layout.frame, layout.frame.program

@@ -34,7 +34,6 @@ class MoveFigure:
 
     Attributes:
         kind: as in HLO: ``all-reduce``, ``all-gather``, ...
-        axes: of the mesh.
         count: how many in one step.
         total_bytes: of the groups' whole tensors, all together.
         time_ms: one after another, by measured rates; None if there are none.
@@ -130,7 +129,6 @@ class KindFigures:
     """A kind of segment and the strategies that were measured for it.
 
     Attributes:
-        kind: the kind.
         name: which segments are of it.
         options: its strategies.
     """
@@ -147,7 +145,6 @@ class LeftFigures:
     Attributes:
         source: where they are from.
         reason: why they are as they are written.
-        count: how many.
         name: "attention" or "cross-entropy".
     """
 
@@ -162,10 +159,8 @@ class RefusedFigures:
     """A kernel that was asked for and cannot compute some attentions.
 
     Attributes:
-        kernel: which.
         source: where the attentions are from.
         reason: why it cannot.
-        count: how many.
     """
 
     kernel: Words
@@ -291,7 +286,6 @@ def block_figures(
     """Returns each block's tensors and collectives under a choice.
 
     Args:
-        analysis: of the program.
         choice: for all of it.
         rates: of the devices, if they are known: collectives have no times else.
     """

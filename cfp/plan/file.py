@@ -200,8 +200,6 @@ class PlanFile(_Part):
         replicated_ops: ops that every device runs in full.
         host_callbacks_skipped: functions of the host that were not called while it
             was measured.
-        race: candidates of the race.
-        options: of the compiler.
         environment: versions, devices and configuration.
         search: counts and seconds of the passes.
         static: static arguments, by position or name.

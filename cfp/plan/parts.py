@@ -51,7 +51,6 @@ class AxisRole:
         dim: dim of the anchor's result that has the factor; -1 if it has none.
         scattered_dim: dim of the result to which a contraction's sum is scattered, or
             for which a lookup exchanges columns; None if there is no such dim.
-        size: size of the factor.
     """
 
     axis: Name
@@ -98,7 +97,6 @@ class StoredParameter:
 
     Attributes:
         argument: position of the parameter among the argument leaves.
-        storage: how it is stored.
     """
 
     argument: Count
@@ -173,7 +171,6 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
 
     Args:
         names, types: the plan's, leaf by leaf.
-        step: the step.
 
     Raises:
         PlanMismatch: they differ; the first few differences are named.

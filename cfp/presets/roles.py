@@ -221,11 +221,7 @@ Wish = tuple[AxisChoice, ...]
 
 
 class Wishes:
-    """Every wish of a walk, and what was chosen of it.
-
-    Args:
-        size: of the axis.
-    """
+    """Every wish of a walk, and what was chosen of it."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -289,7 +285,6 @@ def axis_walk(
     It is kept in `frame.walks`, for this size and for all that come to the same.
 
     Args:
-        frame: the program.
         role: one of `ROLES`.
         axis_size: devices along the axis.
         dim: of the batch's arguments, the one that ``data`` and ``expert`` shard
@@ -374,8 +369,6 @@ class _Common:
     """State shared by the walks of one axis in one role.
 
     Attributes:
-        frame: the program.
-        role: of the axis.
         wishes: what it chooses, added to.
         weight: for each value whether it is made of parameters alone.
         computed: values that blocks' anchors make, and what follows from them.

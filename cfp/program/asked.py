@@ -50,7 +50,6 @@ class Callbacks:
         partition: of a mesh, operands and results with shardings.
         infer: of a mesh, operands with shardings, and results; None if there is none.
         operands, results: shapes and dtypes, flat.
-        in_tree, out_tree: their structures.
     """
 
     partition: Callable[..., Any]
@@ -69,7 +68,6 @@ class Callbacks:
         """The dims that the op keeps sharded of those it is asked for.
 
         Args:
-            mesh: the mesh.
             dims: the sharded dims of operands and results.
 
         Returns:

@@ -75,7 +75,6 @@ def guarded(closed: ClosedJaxpr, alarm: Alarm) -> ClosedJaxpr:
     """A traced step whose functions of the host raise nothing into the devices.
 
     Args:
-        closed: what was traced.
         alarm: called with what they raise.
     """
     found = _guarded(closed.jaxpr, alarm)

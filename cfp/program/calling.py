@@ -59,9 +59,7 @@ def check_keywords(
     """Refuses keywords that neither the step has nor a function of cfp.
 
     Args:
-        fn: the step.
         kwargs: of the call, without the options.
-        options: of the function.
         function: its name.
 
     Raises:
@@ -268,7 +266,6 @@ def lost_changes_text(name: str, lost: Sequence[str]) -> str:
     """Returns the message about a step that loses changes, and how to write it.
 
     Args:
-        name: of the step.
         lost: paths of what is lost.
     """
     roots = list(dict.fromkeys(path.partition("/")[0] for path in lost))

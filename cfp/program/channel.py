@@ -23,7 +23,6 @@ class Channel:
 
     Attributes:
         process: the number of this one.
-        count: how many there are.
         coordinator: HOST:PORT of process 0, or "" if it is not known.
     """
 

@@ -211,8 +211,6 @@ def misfit(program: Program, mesh: Mesh, constraints: Constraints) -> str | None
     """The first constraint that does not fit a program, in words; None if all do.
 
     Args:
-        program: the program.
-        mesh: the devices.
         constraints: by the numbers of the program's values and ops.
     """
     for value, spec in constraints.values.items():
@@ -285,7 +283,6 @@ def propagate(
     an op's operands and result disagree, it chooses what to reshard.
 
     Args:
-        program: the program.
         mesh: names and sizes of the mesh's axes.
         arguments: how each argument is sharded.
         outputs: how each result is; None leaves it to propagation.

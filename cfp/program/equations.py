@@ -98,8 +98,6 @@ def place(
     """Finds the equations that a plan's constraints belong to.
 
     Args:
-        step: the step.
-        mesh: the devices.
         fingerprint: of the program that the constraints were made for.
         constraints: by the program's values and ops.
 

@@ -62,7 +62,6 @@ def released(tree: Any, instead: Callable[[Any], Any] | None = None) -> Any:
     """The pytree as it was before :func:`fixed`.
 
     Args:
-        tree: the pytree.
         instead: what to put in place of such a leaf; the leaf, if not given.
     """
     if not has_fixed(tree):

@@ -164,9 +164,7 @@ def lower_part(
     the host is there in a whole program, and on the devices in a part of one.
 
     Args:
-        program: the program.
         part: which ops.
-        mesh: the mesh.
         constraints: shardings, by the program's value and op ids.
         in_specs, out_specs: shardings of the part's inputs and outputs.
         donated: positions of inputs whose memory the part may overwrite.

@@ -114,7 +114,6 @@ class Program:
     """A step function's program.
 
     Attributes:
-        values, ops: by id.
         args: value ids of the arguments, in flat order.
         outputs: value ids of the results, in flat order.
         arg_names, output_names: their paths in the user's pytrees.
@@ -325,10 +324,6 @@ def inner_flops(program: Program, ops: Sequence[ir.Operation]) -> int:
 
     Those of attentions that cuDNN computes are counted from the shapes of the scores,
     masked or not.
-
-    Args:
-        program: the program.
-        ops: its ops in MLIR.
     """
     return sum(
         _inner_flops(program, record, op)

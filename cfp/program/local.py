@@ -207,7 +207,6 @@ def _summed_over(op: ir.Operation, sizes: Mapping[str, int]) -> int:
     """The number of devices over which an all-reduce adds; 1 of all other ops.
 
     Args:
-        op: the op.
         sizes: of the axes of the module's meshes.
     """
     if op.name != "stablehlo.all_reduce":

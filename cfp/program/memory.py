@@ -44,7 +44,6 @@ def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[st
     what a jax.jit inside puts there by its out_shardings, also in a loop or a branch.
 
     Args:
-        jaxpr: the traced program.
         argument_kinds: for each argument the memory of the host that it is in, or "".
     """
     kinds = {

@@ -154,7 +154,6 @@ def other_program(
     """The error that says in what a step's program differs from the one planned.
 
     Args:
-        program: the step's.
         planned: the operations of the one planned; None if the plan does not say.
         planned_for: what that was made with: devices, versions, configuration.
         here: the same of this process.

@@ -196,7 +196,6 @@ def read_program(
     for those that came with ops.
 
     Args:
-        module: the module.
         arg_names: a name for each argument of the main function.
         output_names: a name for each of its results.
         alias: for each argument the output that may reuse its memory.
@@ -477,7 +476,6 @@ def _text(
     """Returns the text of an op's computation.
 
     Args:
-        op: the op.
         index: its id, which tells it from all others that are not known to be equal.
         names: those of values that its regions may read; theirs are added.
         blanks: to tell the structure alone.
@@ -527,7 +525,6 @@ def scan_rule(op: ir.Operation, shape: tuple[int, ...]) -> Rule:
     Args:
         op: the scan, of an array and what it starts with; its results are the array of
             sums and the last of them.
-        shape: of the array.
     """
     dim = ir.IntegerAttr(op.attributes["dimension"]).value
     dims = tuple((d,) for d in range(len(shape)))

@@ -53,7 +53,6 @@ def rematerializable(
     they read besides.
 
     Args:
-        program: the program.
         ops: ids of the ops, such as those of a segment.
         turn: the id of the first op of the backward pass.
         within: ids of all ops that there are, if these are not the program's.
@@ -286,7 +285,6 @@ def makeable(
     A norm, for one, is made of the residual stream that it reads.
 
     Args:
-        program: the program.
         values: ids of top-level values that are needed.
         within: ids of the ops that may be done again; None for all.
 

@@ -103,7 +103,6 @@ class Replacement:
         name: what is replaced, such as "attention".
         op: id of an op that tells it from others of that name.
         stages: what the functions take and make, in the program's order.
-        functions: what computes it.
     """
 
     name: str
@@ -157,8 +156,6 @@ def replace_ops(
         module: a module with the program's ops, its constraints, and what is
             rematerialized.
         ops: the program's ops, by id.
-        program: the program.
-        mesh: the devices.
         mesh_name: the symbol of the mesh in the module.
         wanted: what to replace.
 

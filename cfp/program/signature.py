@@ -159,7 +159,6 @@ class Signature:
     """Types of a program's inputs and outputs, in their order.
 
     Attributes:
-        inputs, outputs: the types.
         memory: of the inputs and of the outputs, the memory of the host that each is
             in, or ""; empty if none is.
     """
@@ -275,9 +274,7 @@ class Parcel:
     Attributes:
         module: StableHLO, as bytecode of MLIR. Only the version of JAX that wrote it
             is sure to read it.
-        inputs, outputs: their types.
         memory: of the host that they are in; see `Signature`.
-        in_specs, out_specs: their shardings.
         donated: positions of inputs whose memory the program may overwrite.
         axes: names and sizes of the mesh's axes.
         devices: ids of the mesh's devices, in its order.
@@ -324,7 +321,6 @@ def pack(
     Args:
         lowered: from :func:`cfp.program.graft.lower_part`.
         types: of what it takes and returns.
-        mesh: its mesh.
         in_specs, out_specs, donated: what it was lowered with.
     """
     module = lowered.compiler_ir("stablehlo")

@@ -194,7 +194,6 @@ class FlatStep:
     """A step function seen as a function of its flat array arguments.
 
     Attributes:
-        fn: the user's function.
         avals: shape and dtype of each array leaf of the arguments.
         donated: whether the user gives each leaf's memory away.
         arg_names: a path for each leaf, such as ``state/params/dense/kernel``.
@@ -450,7 +449,6 @@ def flatten_step(
     default.
 
     Args:
-        fn: the step function.
         args: arrays, ``jax.ShapeDtypeStruct`` s, or pytrees of them.
         kwargs: the same, by keyword.
         static_argnums, static_argnames: arguments whose values are part of the program.
@@ -554,7 +552,6 @@ def _returned(
     """Yields argument leaves, each with the type of the result that replaces it.
 
     Args:
-        step: it is traced.
         state: leaves and structure of arguments. One is replaced by all results, or by
             the first of them, that has its structure, shapes and dtypes.
     """

@@ -128,7 +128,6 @@ def lower_step(
     What is compiled of it takes and returns flat leaves.
 
     Args:
-        step: the step.
         in_shardings: one for each argument leaf.
         out_shardings: one for all outputs, or a sequence with one for each leaf.
         jaxpr: what stands for the step; as it was traced, if not given.

@@ -67,7 +67,6 @@ def widened(
     so already, and stays as it is.
 
     Args:
-        step: the step and its arguments.
         lowering: of the step, constraints inserted; changed in place.
         in_shardings, out_shardings: that it was lowered with, one for each leaf.
     """

@@ -44,10 +44,7 @@ def explanation_view(
     """A table for each kind of segment, and what memory has to do with it.
 
     Args:
-        analysis: of the program.
-        problem: what was searched.
         found: the explanation.
-        border: of the tables.
     """
     names = option_names(analysis, problem.options)
     parts: list[RenderableType] = [Text("Why this plan", style="bold")]
@@ -389,7 +386,6 @@ def plot_trade_off(
     """Draws the frontier: steps, since memory in between buys nothing.
 
     Args:
-        problem: what was searched.
         found: its frontier.
         file: an image; its ending says which kind.
         budget_bytes: drawn as a line, if given.

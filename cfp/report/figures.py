@@ -65,8 +65,6 @@ def with_figures(
     """The plan with its figures.
 
     Args:
-        plan: the plan.
-        analysis: of its program.
         choice: what it chose.
         problem: what was searched, if anything was.
         rates: of the devices, if they are known.
@@ -115,7 +113,6 @@ class _Trials:
         """Says how the best step with some kernels compares to the best without.
 
         Args:
-            kind: of segment.
             uses: true of the kernels in question.
         """
         if self.problem is None:
@@ -380,8 +377,6 @@ def worth(
     makes use of are left out.
 
     Args:
-        analysis: of the program.
-        problem: what was searched.
         raced: whole programs, with their measured step times.
     """
     plain = plainest(presets(analysis.frame))
@@ -436,7 +431,6 @@ def _predicted(
     """Predicts the gain of what some options make use of.
 
     Args:
-        problem: what was searched.
         name: of the kind of choice.
         kept: for each kind of segment the options that go without it.
     """

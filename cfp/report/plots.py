@@ -82,7 +82,6 @@ class CurvePoint:
         kind: as in HLO, such as "all-gather".
         axes: the mesh's axes that it runs over.
         size_bytes: the whole tensor of a group; see `Rates.collective_ms`.
-        time_ms: what it took.
         sent_gb_per_s: what each device sent, by a ring's account, in 1e9 bytes a
             second.
     """

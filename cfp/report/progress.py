@@ -164,8 +164,6 @@ def shown(
     Args:
         settings: the user's, or None for the defaults.
         doing: what takes the time, for the first line.
-        silence: how to silence it.
-        quiet: whether to show nothing.
     """
     settings = settings or PlannerSettings()
     is_refused = not isinstance(settings, PlannerSettings)  # By what plans, at once.

@@ -51,8 +51,6 @@ class Executables:
 
         Args:
             text: the module; see `Lowering.bare_text`.
-            mesh: the devices.
-            options: of the compiler.
             step: whose types say more than the module's.
         """
         devices = [*mesh.devices.flat]
@@ -142,7 +140,6 @@ class ReusableExecutable:
     Attributes:
         compiled: takes and returns the step's flat leaves.
         job: what it was compiled as.
-        mesh: the devices.
         content: a digest of the step's program, the values of all constants included.
         types: of the step's leaves.
     """
@@ -173,11 +170,9 @@ class ReusableExecutable:
         """True if it is a step's program, compiled in just this way.
 
         Args:
-            step: the step.
             program: of the step as it was traced now.
             ins, outs: of its argument and result leaves.
             constraints: what the partitioner is constrained to.
-            options: of the compiler.
         """
         job, types = self.job, self.types
         return (

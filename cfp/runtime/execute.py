@@ -63,7 +63,6 @@ def compiling_text(name: str, seconds: float | None) -> str:
     """Words for the compile of a step under its plan.
 
     Args:
-        name: of the step.
         seconds: what it took when it was planned, if that is known.
     """
     before = ""
@@ -238,7 +237,6 @@ def lower_planned(
     """Writes the program of a step under a plan as bytecode, ready to compile.
 
     Args:
-        step: the step and its arguments.
         mesh, fingerprint, arg_specs, output_specs, constraints, planned: as of
             `compile_step`.
 
@@ -271,7 +269,6 @@ class LoweredStep:
     Attributes:
         step, narrow, double, in_shardings, out_shardings: as of `CompiledStep`.
         lowering: with the plan's constraints in it.
-        options: of the compiler.
         compiled: what a race compiled, or an earlier process kept; None if there is
             neither.
         raced: whether a race compiled it.
@@ -352,8 +349,6 @@ def load_or_lower(
     """Lowers a step under shardings with constraints; loads its executable, if kept.
 
     Args:
-        step: the step and its arguments.
-        mesh: the devices.
         fingerprint: of the structure of the program that the constraints were made
             for; None where there are none.
         arg_specs, output_specs: a sharding for each leaf.
@@ -544,8 +539,6 @@ def resolved(program: Program, mesh: Mesh, constraints: Constraints) -> Constrai
 
     Args:
         program: the step's, as it was traced now.
-        mesh: the devices.
-        constraints: of a plan.
 
     Raises:
         PlanMismatch: the program has nothing that could be replaced so.

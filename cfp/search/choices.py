@@ -104,7 +104,6 @@ def ranked_candidates(estimate: SegmentEstimate, count: int) -> list[SegmentChoi
     choice, and a good approximation otherwise.
 
     Args:
-        estimate: of the segment.
         count: how many for each way to store its parameters, at most.
     """
     before: dict[int, list[tuple[int, np.ndarray]]] = {}
@@ -145,8 +144,6 @@ def first_candidates(
     every way to store parameters come first, so that each is represented.
 
     Args:
-        analysis: of the program.
-        estimates: of every kind.
         parts: of the presets, for each kind.
         kernels: what may compute attentions and cross-entropies.
         others: how many to look at besides the presets' parts, at most.
@@ -194,8 +191,6 @@ def estimate_among(
     parameters are stored as they are used.
 
     Args:
-        analysis: of the program.
-        rates: the devices' rates.
         named: presets and what propagation makes, by name, the plainest among them.
         dimensions: what is chosen among.
     """
@@ -233,7 +228,6 @@ def leading_presets(
     """The presets that are worth measuring, in their order.
 
     Args:
-        analysis: of the program.
         estimates: of its kinds of segments.
         presets: all of them, by name.
         reach: how many times as long as the best of them one may be estimated to take.
@@ -274,7 +268,6 @@ class Kernels:
         names: of kernels, the preferred first: of each candidate the first that can.
         parts: over so many parts of the vocabulary a cross-entropy may be computed;
             0 leaves it as it is.
-        platform: of the devices.
     """
 
     names: Sequence[str] = ()

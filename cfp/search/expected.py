@@ -34,8 +34,6 @@ def expect(
     """Predicts the costs of candidates for a kind of segment.
 
     Args:
-        costs: of the program's segments.
-        kind: which kind.
         estimate: of the times of all its candidates.
         measured: its options that were measured.
         candidates: what to expect something of.
@@ -116,9 +114,7 @@ def estimate_options(
     """The parts of the presets and the best others, with estimated costs.
 
     Args:
-        estimates: of every kind of segment.
         presets: choices for the whole program whose parts are options in any case.
-        costs: of the program's segments.
         per_kind: how many others of each kind, at most.
         budget_bytes: memory of one device, or None.
         kernels: what may compute attentions and cross-entropies.
@@ -161,7 +157,6 @@ def build_problem(
     """The search problem over some options of every kind of segment.
 
     Args:
-        costs: of the program's segments.
         options: for each kind what may be chosen.
         budget_bytes: memory of one device, or None.
     """

@@ -43,7 +43,6 @@ class KindExplanation:
     """A kind of segment: what the plan takes, and what it could.
 
     Attributes:
-        kind: the kind.
         chosen: the options that the plan takes, the most frequent first.
         runners_up: those that would cost the whole program least, the best first.
         too_large: options that do not fit, and would be faster than the last of those

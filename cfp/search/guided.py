@@ -105,7 +105,6 @@ class _Written:
     """A candidate as it is written, and the same with kernels.
 
     Attributes:
-        written: the one.
         replaced: the others.
         is_reference: whether it is the one of its kind that is measured both ways.
     """

@@ -40,7 +40,6 @@ def constraints_of(
     """The constraints of a whole program's choice.
 
     Args:
-        analysis: of the program.
         choice: for all of it.
         level: how much the compiler is constrained.
     """
@@ -158,7 +157,6 @@ def part_job(
     """The job that measures a segment, or neighbouring ones together.
 
     Args:
-        analysis: of the program.
         candidates: the choice for each segment, by its index.
         environment: what measurements depend on.
         label: what progress calls it.
@@ -185,12 +183,10 @@ def whole_job(
     """The job that measures a whole program under a choice, with compiler options.
 
     Args:
-        analysis: of the program.
         choice: for all of it.
         environment: what measurements depend on.
         label: what progress calls it.
         level: how much the compiler is constrained.
-        options: of the compiler.
         truncated: what is to stand for the program, and for the choice.
     """
     tuned = tuple(sorted((options or {}).items()))

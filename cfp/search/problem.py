@@ -13,7 +13,6 @@ class Option:
     """A choice for a kind of segment with its cost, measured or expected.
 
     Attributes:
-        candidate: the choice.
         time_ms: what the segment adds to a step.
         state_bytes: parameters and optimizer state, on each device.
         residual_bytes: values kept from the forward to the backward pass.

@@ -178,7 +178,6 @@ class Profiles:
 
     Attributes:
         presets: those presets that are worth measuring.
-        rates: the devices' rates.
         memory_bound: memory decides, so that segments may be rematerialized.
         rounds: what was asked for, in order: before any search, and by each.
         records: what is known of it, by key.
@@ -226,9 +225,7 @@ class RequestBuilder:
     """Makes requests to measure candidates of segments.
 
     Attributes:
-        costs: of the program's segments.
         presets: choices whose parts are measured in any case, by name.
-        estimates: of every kind of segment.
         environment: what else a profile depends on.
         in_context: whether segments are measured with a neighbour, too.
         kernels: what may compute attentions and cross-entropies.
@@ -268,8 +265,6 @@ class RequestBuilder:
         """Makes the request for a candidate that is not rematerialized.
 
         Args:
-            kind: of segment.
-            candidate: the choice.
             number: the candidate's among those of the kind, for what progress shows.
         """
         label = f"segment {kind}: {number}"
@@ -375,7 +370,6 @@ def measured_options(
     kernels gained for others of the kind.
 
     Args:
-        costs: of the program's segments.
         wanted: what was to be measured.
         records: what was measured.
         alone: take what segments take alone for what they cost.
@@ -419,8 +413,6 @@ def _as_written(costs: Costs, kind: int, known: Sequence[Option]) -> list[Option
     """Options as they are written, derived from the same with kernels.
 
     Args:
-        costs: of the program's segments.
-        kind: of segment.
         known: its measured options.
     """
     there = {one.candidate: one for one in known if not one.candidate.remat}

@@ -34,7 +34,6 @@ def trade_off(problem: Problem, most: int = 20) -> TradeOff:
     """The frontier of a problem, whatever its budget.
 
     Args:
-        problem: the problem.
         most: how many points to find, two or more. Where there are more on the
             frontier, those that are found are spread over memory.
     """

@@ -180,7 +180,6 @@ class RaceView:
     """The candidates, the fastest first.
 
     Attributes:
-        title: of their table.
         ran: whether any of them was run.
         candidates: each program once.
         shared_note: a note that all have in common, which stands at none of them.
@@ -206,7 +205,6 @@ class PlanView:
     """Everything that is shown of a plan.
 
     Attributes:
-        plan: the plan.
         title, headline: names of it, without figures and with them.
         figures: its time and memory, with their sources.
         predicted_how: the source of its predicted time.
@@ -220,7 +218,6 @@ class PlanView:
         memory: memory and the budget, in a sentence, or "".
         runs: its segments.
         moves: collectives of all blocks together by kind and axes, most bytes first.
-        race: its candidates.
         summary: the number of measurements, and the time of each pass.
         remarks: see `cfp.view.words.remarks`.
     """

@@ -39,7 +39,6 @@ def element(tag: str, *content: str | Markup, **attributes: object) -> Markup:
     """One element.
 
     Args:
-        tag: its name.
         content: texts, which are escaped, and elements, which are not again.
         attributes: by name; ``_`` stands for ``-``, and is left out at the end, as in
             ``class_``. None leaves one out.
@@ -164,7 +163,6 @@ class Moment:
     """Memory of one device while one segment runs, as the search predicts it.
 
     Attributes:
-        segment: its index.
         forward: whether in the forward pass.
         fixed_bytes: what every choice needs.
         state_bytes: parameters and optimizer state of all segments.
@@ -366,8 +364,6 @@ def tensor_drawing(
     the last. What the first device holds is filled.
 
     Args:
-        tensor: the tensor.
-        sizes: of the mesh's axes.
         colours: a class for each axis.
     """
     rank = len(tensor.spec)

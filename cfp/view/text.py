@@ -224,7 +224,6 @@ def plan_text(plan: Plan, width: int | None = None) -> str:
     """Everything as plain ASCII text, for files and pipes.
 
     Args:
-        plan: the plan.
         width: of the text; what `columns` says, if not given.
     """
     return plain_text(plan_view(plan, border=box.ASCII), width)
@@ -245,7 +244,6 @@ def explain_text(plan: Plan, block: str | None = None) -> str:
     """Explains the plan, or one of its blocks, as wide as `columns` says.
 
     Args:
-        plan: the plan.
         block: part of a block's name, or a pattern with ``*``; all, if not given.
 
     Raises:
@@ -534,7 +532,6 @@ def _facts(view: PlanView, timed: bool, listed: bool) -> dict[str, Mapping[str, 
     """Facts about a plan by part, each with its name.
 
     Args:
-        view: of the plan.
         timed: whether to give times of collectives, which both plans must know.
         listed: whether to give collectives, which both plans must list.
     """

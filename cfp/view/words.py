@@ -52,7 +52,6 @@ def storage_text(segment: PlanSegment, *, short: bool = False) -> str:
     """Describes how a segment's parameters are stored, and what else it does.
 
     Args:
-        segment: the segment.
         short: whether to use the short name of the storage.
     """
     stored = segment.storage
@@ -416,7 +415,6 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
     """A plan's throughput; None if no time of it is known, or nothing to compute.
 
     Args:
-        plan: the plan.
         step_ms: the time of a step; the measured one, or else the predicted one.
     """
     if step_ms is None:

@@ -188,7 +188,6 @@ def token_axes(program: Program, one: Called, axes: FactorAxes) -> tuple[str, ..
 
     Args:
         program: it has the rules of `with_token_factors`.
-        one: the attention.
         axes: for each of its op's factors, its axes.
     """
     rule = program.ops[one.op].rule
@@ -270,7 +269,6 @@ def indivisible(problem: Problem, way: Way, mesh: Mapping[str, int]) -> str | No
 
     Args:
         problem: of the whole mesh.
-        way: how it is computed.
         mesh: sizes of its axes.
     """
     strategy = AttentionStrategy.of(dict(way.roles), dict(mesh))

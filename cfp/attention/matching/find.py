@@ -60,7 +60,6 @@ class Sides:
         """Takes where the attention is.
 
         Args:
-            view: of the program.
             letters: of the attention's dims.
             inside: ids of the ops between its contractions.
             region: numbers of the values that these make.
@@ -670,7 +669,6 @@ def dropout(view: View, inside: Iterable[int]) -> str:
     """Returns a message if random numbers enter some ops, or "".
 
     Args:
-        view: of the program.
         inside: ids of ops between scores and mix.
     """
     numbers, ops = view.numbers.of, [view.program.ops[op] for op in inside]

@@ -22,12 +22,7 @@ _PASSES = frozenset(
 
 
 class View:
-    """A program with what is rematerialized, stacked by a loop, or cast, seen as one.
-
-    Attributes:
-        program: the program.
-        numbers: of its values.
-    """
+    """A program in which what is rematerialized, stacked or cast is one value."""
 
     def __init__(self, program: Program, numbers: Numbers | None = None) -> None:
         """Numbers the values, if that was not done already."""
@@ -143,7 +138,6 @@ class Tensor:
     """An operand or result of a contraction.
 
     Attributes:
-        value: its id.
         use: by whom it is read; None for results.
         letters: what each of its dims runs over: "b0", "b1"... for batch and heads,
             "q0", "q1"... for queries and groups of heads, "k", "d", "e".
@@ -349,7 +343,6 @@ def aligned(letters: Letters, shape: tuple[int, ...]) -> Letters:
 
     Args:
         letters: of the other one.
-        shape: of the value.
     """
     names = iter([x for x in letters if x])
     return tuple(next(names) if n > 1 else "" for n in shape)

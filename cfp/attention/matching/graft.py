@@ -79,7 +79,6 @@ def roles_of(
     """Returns the roles of axes in an attention, by the sharding of its scores.
 
     Args:
-        program, found, meaning: the attention.
         axes: for each factor of the contraction that makes the scores, its axes.
         spread: the role of axes that shard queries: "all_gather", "ring" or "zigzag".
 
@@ -117,8 +116,6 @@ def refused(
 
     Args:
         problem: of the whole mesh.
-        way: how.
-        sizes: of the mesh's axes.
         platform: of its devices, such as "cpu" or "gpu".
     """
     if problem.dtype == "float64":

@@ -154,7 +154,6 @@ def way_of(
     """Returns the way a kernel computes an attention under a layout, or why it cannot.
 
     Args:
-        program, match: the attention.
         kernels: of a segment: the kernel of its attentions, and how queries are spread.
         axes: for ops their factors' axes, of the layout.
     """
@@ -223,12 +222,7 @@ def keeps_scores(way: Way) -> bool:
 
 
 def share_at_once(way: Way, sizes: Mapping[str, int]) -> float:
-    """Returns the share of a device's scores that is in memory at once.
-
-    Args:
-        way: how it is computed.
-        sizes: of the mesh's axes.
-    """
+    """Returns the share of a device's scores that is in memory at once."""
     if KERNELS[way.implementation].scores is not ScoreMemory.ALL:
         return 0.0  # Of chunks see `cfp.cost`.
     return 1 / prod(sizes[axis] for axis, role in way.roles if role in ROUNDS)

@@ -107,8 +107,6 @@ def step_time(
     """Predicts what a step takes on all devices of a mesh.
 
     Args:
-        schedule: of the compiled program.
-        rates: of the mesh.
         computation_ms: what computing takes on one of the devices, or None to take
             it from the rates.
         highest_clock: of the device, by the clock at which it computed; 1 where
@@ -232,9 +230,7 @@ def partitioned_compute_ms(
     is not fused.
 
     Args:
-        schedule: of the partitioned program.
         ran: all kernels of its one-device version (`cfp.program.local`).
-        rates: of its devices.
         local_ms: what that took, as it was measured.
     """
     own = schedule.computation
@@ -293,11 +289,7 @@ _PLAYED = frozenset({"devices", "order", "processes", "mocked"})
 
 
 def computation_of(hlo_text: str) -> str:
-    """A digest of what one device computes, however many others there are.
-
-    Args:
-        hlo_text: of the compiled program.
-    """
+    """A digest of what one device computes, however many others there are."""
     numbers: dict[str, int] = {}
 
     def number(name: str) -> int:
@@ -383,7 +375,6 @@ class StepPredictor:
     (`cfp.settings.RUNS_PLAYED`).
 
     Attributes:
-        rates: of the described devices.
         store: where the computation's times are kept.
         place: what these depend on; None where nothing runs, and the computation's
             time follows from the rates, too.

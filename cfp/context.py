@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from cfp.cost.stand_in import UNTUNED, StepPredictor
+from cfp.cost.step_time import UNTUNED, StepPredictor
 from cfp.devices import described
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, compose
@@ -81,7 +81,7 @@ class PlanContext:
             was.
         device_bytes: memory of a device, or None where it does not say.
         end: when planning is to end, as `time.monotonic` counts.
-        stand_in: what predicts whole steps of programs that are compiled for devices
+        predictor: what predicts whole steps of programs that are compiled for devices
             which are only described; None where none is, or the devices are there.
     """
 
@@ -95,7 +95,7 @@ class PlanContext:
     memory: MemoryBudget | None
     device_bytes: int | None
     end: float
-    stand_in: StepPredictor | None
+    predictor: StepPredictor | None
 
     @property
     def devices(self) -> Mesh:
@@ -107,7 +107,7 @@ class PlanContext:
     @property
     def plays(self) -> bool:
         """True if one device runs computations of several that are described."""
-        return self.stand_in is not None and self.stand_in.place is not None
+        return self.predictor is not None and self.predictor.place is not None
 
     @property
     def budget_bytes(self) -> int | None:
@@ -122,7 +122,7 @@ class PlanContext:
         """
         settings, is_described = self.settings, isinstance(self.mesh, DescribedMesh)
         uses_devices = settings.measure is not False
-        if is_described and not (self.stand_in and uses_devices):
+        if is_described and not (self.predictor and uses_devices):
             return DecidedBy.PREDICTION
         if settings.race and uses_devices and not interrupted:
             return DecidedBy.RACE
@@ -206,12 +206,12 @@ def open_context(
             if place is None
             else ProfileStore(path, copy=place.keep)
         ) as store:
-            stand_in, environment = _stand_in(mesh, store, environment)
+            predictor, environment = _step_predictor(mesh, store, environment)
             yield PlanContext(
                 mesh=mesh,
                 store=store,
                 settings=settings,
-                rules=_rules(defaults, settings, mesh, stand_in, memory is None),
+                rules=_rules(defaults, settings, mesh, predictor, memory is None),
                 environment=environment,
                 agreement=agreement,
                 measure=MeasureOptions(
@@ -219,15 +219,15 @@ def open_context(
                     limits=settings.limits,
                     progress=settings.progress,
                     place=place,
-                    compiler_options=stand_in.compiler_options if stand_in else {},
-                    run=stand_in,
-                    wants_local=_wants_local(stand_in, settings),
+                    compiler_options=predictor.compiler_options if predictor else {},
+                    run=predictor,
+                    wants_local=_wants_local(predictor, settings),
                     outlook=Outlook(end),
                 ),
                 memory=memory,
                 device_bytes=device_bytes,
                 end=end,
-                stand_in=stand_in,
+                predictor=predictor,
             )
 
 
@@ -235,7 +235,7 @@ def _rules(
     usual: PlatformDefaults,
     settings: DetailedSettings,
     mesh: Mesh | DescribedMesh,
-    stand_in: StepPredictor | None,
+    predictor: StepPredictor | None,
     no_budget: bool,
 ) -> PlatformDefaults:
     """A platform's defaults, and in their place what was asked for.
@@ -245,7 +245,7 @@ def _rules(
     as the race does. Under a budget what is less constrained may need more memory, so
     that all levels race.
     """
-    reach = settings.reach or (REACH_BY_ESTIMATE if stand_in else None)
+    reach = settings.reach or (REACH_BY_ESTIMATE if predictor else None)
     options, unasked = settings.compiler_options, settings.measure is None
     asked = {
         name: value
@@ -260,14 +260,14 @@ def _rules(
     if Dimension.COMPILER_OPTIONS not in settings.dimensions:
         options = {}
     levels = usual.levels
-    if stand_in is not None and no_budget:
+    if predictor is not None and no_budget:
         few = tuple(one for one in levels if one is not ConstraintLevel.EVERYTHING)
         levels = few or levels
     return replace(
         usual,
         estimates=isinstance(mesh, DescribedMesh) or (usual.estimates and unasked),
-        rounds=RUNS_PLAYED if stand_in else usual.rounds,
-        plans=settings.plans or (PLANS_BY_ESTIMATE if stand_in else usual.plans),
+        rounds=RUNS_PLAYED if predictor else usual.rounds,
+        plans=settings.plans or (PLANS_BY_ESTIMATE if predictor else usual.plans),
         levels=settings.constraint_levels or levels,
         reach=dict.fromkeys(ConstraintLevel, reach) if reach else usual.reach,
         compiler_options=usual.compiler_options if options is None else options,
@@ -308,7 +308,7 @@ def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:
     return agreement
 
 
-def _stand_in(
+def _step_predictor(
     mesh: Mesh | DescribedMesh, store: ProfileStore, environment: Parts
 ) -> tuple[StepPredictor | None, Parts]:
     """Returns the predictor of steps on described devices, and its environment."""
@@ -334,11 +334,11 @@ def _stand_in(
 
 
 def _wants_local(
-    stand_in: StepPredictor | None, settings: DetailedSettings
+    predictor: StepPredictor | None, settings: DetailedSettings
 ) -> Callable[[Job, str], bool] | None:
     """Says which programs' computation is to be compiled by itself, if any runs."""
     runs = settings.race and settings.measure is not False
-    return stand_in.wants_local if stand_in and stand_in.place and runs else None
+    return predictor.wants_local if predictor and predictor.place and runs else None
 
 
 def device_memory(mesh: Mesh | DescribedMesh) -> int | None:

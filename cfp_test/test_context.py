@@ -32,11 +32,11 @@ ALONE = (ConstraintLevel.EVERYTHING,)
 def test_presets_race_at_levels(platform, described, compiles, no_budget, levels):
     here = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     mesh = cfp.described("4xh200") if described else here
-    stand_in: Any = object() if compiles else None
+    predictor: Any = object() if compiles else None
 
     def found(**settings):
         asked = DetailedSettings(**settings)
-        rules = _rules(defaults_of(platform), asked, mesh, stand_in, no_budget)
+        rules = _rules(defaults_of(platform), asked, mesh, predictor, no_budget)
         return rules.levels
 
     assert {*found()} == {*levels}

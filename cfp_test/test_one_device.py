@@ -15,8 +15,8 @@ import cfp
 from cfp import context
 from cfp.analysis.analyze import analyze
 from cfp.checking.verify import verified_text, verify
-from cfp.cost import stand_in
-from cfp.cost.stand_in import computation_of, parts_of
+from cfp.cost import step_time
+from cfp.cost.step_time import computation_of, parts_of
 from cfp.devices import described
 from cfp.errors import DeviceError, TargetError
 from cfp.passes import search as searching
@@ -75,14 +75,14 @@ def folder(tmp_path_factory):
 def ran(folder):
     """Keys of what ran, with an environment as a GPU has it."""
     keys = []
-    run_local, parts = stand_in.run_local, context.environment_parts
+    run_local, parts = step_time.run_local, context.environment_parts
 
     def noted(built, *args, **options):
         keys.append(built.key.digest)
         return run_local(built, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stand_in, "run_local", noted)
+        patch.setattr(step_time, "run_local", noted)
         patch.setattr(context, "environment_parts", lambda d: parts(d) + _OF_A_GPU)
         yield keys
 
@@ -248,8 +248,8 @@ def test_options_that_move_collectives_are_predicted_from_one_computation(
 def test_when_time_is_over_the_whole_program_is_not_compiled(
     ran, tmp_path, monkeypatch
 ):
-    few = replace(stand_in._TIMING, min_samples=3, max_samples=3)
-    monkeypatch.setattr(stand_in, "_TIMING", few)  # Too few to tell what ties.
+    few = replace(step_time._TIMING, min_samples=3, max_samples=3)
+    monkeypatch.setattr(step_time, "_TIMING", few)  # Too few to tell what ties.
     ran.clear()
     step, args = stack_of(plain, 20, ADAM)
     settings = cfp.PlannerSettings(seconds=0.0)

@@ -71,7 +71,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     )
     problems = [build_problem(costs, one, context.budget_bytes) for one in sets]
     problem, tight, plans = problems[0], profiles.memory_bound, context.rules.plans
-    if profiles.estimated and decided_by is DecidedBy.RACE and not context.stand_in:
+    if profiles.estimated and decided_by is DecidedBy.RACE and not context.predictor:
         named = _fastest(analysis, named, problem)
     named |= {name: c for name, c in known if name in PROPAGATED}
     named = with_kernels(analysis, problem, named)
@@ -106,7 +106,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         *named_candidates(named, context.rules.levels),
         *(Candidate(f"planned {n}", choice) for n, choice in enumerate(others, 2)),
     ]
-    if context.stand_in is not None:
+    if context.predictor is not None:
         there = {one.key for one in candidates}
         around = planned_around(analysis, problem, presets_there).items()
         more = [Candidate(name, choice) for name, choice in around]

@@ -95,7 +95,7 @@ class ProfileRecord(CompiledBytes):
       key: digest of `parts`, see `cfp.profiling.key.ProfileKey`.
       parts: the named parts of the key, in order.
       status: "ok" means built, run and timed; or, of devices that are described,
-        built and predicted (`cfp.cost.stand_in`). "refused" says nothing about the
+        built and predicted (`cfp.cost.step_time`). "refused" says nothing about the
         program: its numbers were not finite, the GPU was not at work, or one device's
         computation, as a program of its own, was not built or was too large.
       reason: for a failure, what the compiler or the runtime said.

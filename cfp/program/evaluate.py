@@ -136,7 +136,7 @@ class Evaluator:
             sizes = [self._sizes(r, coordinates) for r in op.results]
             try:
                 arrays = [
-                    self._stand_in(operand, found[x], coordinates)
+                    self._stands_for(operand, found[x], coordinates)
                     for operand, x in zip(op.operands, reads, strict=True)
                 ]
                 with np.errstate(all="ignore"):
@@ -149,7 +149,9 @@ class Evaluator:
                 found[r] = array
         return [_as(self._program.values[v].dtype, found[stands(v)]) for v in wanted]
 
-    def _stand_in(self, v: int, x: np.ndarray, coordinates: Coordinates) -> np.ndarray:
+    def _stands_for(
+        self, v: int, x: np.ndarray, coordinates: Coordinates
+    ) -> np.ndarray:
         """Reshapes and casts an array to stand for a value at its coordinates."""
         return _as(self._program.values[v].dtype, x).reshape(
             self._sizes(v, coordinates)

@@ -17,7 +17,7 @@ partition number    zero, which the compiler does not know
 Optimization barriers stand where the collectives stood: nothing is fused or simplified
 across them, as nothing is across a collective. So all kernels are those of the
 partitioned program, but for copies that one of the two has and the other has not; see
-:mod:`cfp.cost.stand_in`. What is in the memory of the host stays there.
+:mod:`cfp.cost.step_time`. What is in the memory of the host stays there.
 """
 
 from __future__ import annotations

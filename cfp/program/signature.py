@@ -185,15 +185,15 @@ class Signature:
     ) -> jax.stages.Lowered:
         """Lowers a function of these types, whose body is to be replaced."""
 
-        def stand_in(*inputs: jax.Array) -> tuple[jax.Array, ...]:
+        def placeholder(*inputs: jax.Array) -> tuple[jax.Array, ...]:
             # One zero for each type: tracing hundreds takes longer than the rest.
             zeros = {one: _zero(one) for one in dict.fromkeys(self.outputs)}
             return tuple(zeros[one] for one in self.outputs)
 
         if in_shardings is None or out_shardings is None:
-            return jax.jit(stand_in, keep_unused=True).lower(*self.inputs)
+            return jax.jit(placeholder, keep_unused=True).lower(*self.inputs)
         jitted = jax.jit(
-            stand_in,
+            placeholder,
             keep_unused=True,
             in_shardings=tuple(in_shardings),
             out_shardings=tuple(out_shardings),

@@ -142,7 +142,7 @@ class Run:
         say_little = rules.estimates and not context.plays
         rounds = 1 if rules.compiler_options or say_little else rules.rounds
         raced = self.time(candidates, rounds, truncated=truncated)
-        is_predicted = context.stand_in is not None
+        is_predicted = context.predictor is not None
         reach = STAY_AFTER_TURN if is_predicted else STAY_AFTER_LOOK
         first, new = second_race(raced, rules.compiler_options, reach)
         stages = Stage.VARIANTS, Stage.WARM_UP_AGAIN, Stage.TURNS
@@ -154,9 +154,9 @@ class Run:
         kept = {one.program.identity for one in raced if one.name in names}
         for identity in self.built.keys() - kept:
             del self.built[identity]
-        if context.stand_in is not None:
+        if context.predictor is not None:
             kept = [one.program.job for one in raced if one.name in names]
-            context.stand_in.keep_only(kept)
+            context.predictor.keep_only(kept)
         again = self.time([*first, *new], rules.rounds, SECOND, truncated, stages)
         outlook.expect(dict.fromkeys(stages, 0))
         # What was not among the leaders has lost already, at another time.
@@ -451,7 +451,7 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     seconds = _whole_seconds(run, ranking.best) if ranking.best else 0.0
     is_late = time.monotonic() + seconds > context.end
     if (
-        context.stand_in is not None
+        context.predictor is not None
         and is_late
         and any(one.peak_bytes for one in ranking.results)
     ):

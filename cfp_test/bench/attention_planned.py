@@ -281,7 +281,7 @@ class Maker:
                 context, analyzed.analysis, profile(context, analyzed.analysis)
             )
             plan, outcome = decide(context, analyzed.analysis, solution)
-            assert context.stand_in is not None
+            assert context.predictor is not None
             programs = [
                 {
                     "name": one.label,
@@ -290,7 +290,7 @@ class Maker:
                     "peak_bytes": one.record.peak_bytes,
                     "failure": "" if one.record.ok else one.record.reason[:300],
                 }
-                for one in context.stand_in.known.values()
+                for one in context.predictor.known.values()
             ]
         found = {
             "winner": plan.winner,

@@ -38,7 +38,7 @@ from jax.sharding import AxisType, Mesh
 
 import cfp
 from cfp import platform
-from cfp.cost.stand_in import computation_of
+from cfp.cost.step_time import computation_of
 from cfp.devices.device_kind import kind, kinds
 from cfp.profiling.topology import ask_driver
 from cfp.targets import resolve

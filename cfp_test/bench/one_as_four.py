@@ -39,7 +39,7 @@ from jax.sharding import Mesh
 from cfp import platform
 from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
-from cfp.cost.stand_in import UNTUNED
+from cfp.cost.step_time import UNTUNED
 from cfp.devices import described
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build, one_device

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cfp.cost.schedule import Computed, Schedule, schedule_of
-from cfp.cost.stand_in import StepTime, partitioned_compute_ms, step_time
+from cfp.cost.step_time import StepTime, partitioned_compute_ms, step_time
 from cfp.profiling.compiler_options import without_collectives
 from cfp.profiling.rates import Rates
 from cfp_test.bench.carried import (

@@ -23,7 +23,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # Its plugin's own checks ask for a GPU.
 
 from cfp.cli.session import Session, analyse
 from cfp.cost.schedule import schedule_of
-from cfp.cost.stand_in import UNTUNED
+from cfp.cost.step_time import UNTUNED
 from cfp.devices.described import described
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.targets import resolve

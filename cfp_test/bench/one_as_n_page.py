@@ -51,7 +51,7 @@ def lines(data: dict[str, Any]) -> list[str]:
         "One NVIDIA H200 compiled the programs for 4 devices (and for 2) and ran its "
         "part of them, with collectives that do nothing. The whole step follows from "
         "that time, from the schedule in the compiled program and from what "
-        "collectives take (`cfp/cost/stand_in.py`). Recorded are steps on 4 and 2 "
+        "collectives take (`cfp/cost/step_time.py`). Recorded are steps on 4 and 2 "
         "H200 of one host, from the pages [planning](planning_h200x4_202611.md), "
         "[its neighbour for two](planning_h200x2_202611.md) and "
         "[GPT](gpt4_h200x4_202611.md): medians over all races of a program.",

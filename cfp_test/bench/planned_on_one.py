@@ -183,7 +183,7 @@ def planned(cell: Cell, options: argparse.Namespace) -> dict[str, Any]:
         marks.append(time.perf_counter())
         plan, outcome = decide(context, analysis, solution)
         marks.append(time.perf_counter())
-        made = context.stand_in
+        made = context.predictor
         programs = [
             {
                 "name": one.label,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cfp.cost.stand_in import Constants, StepTime, partitioned_compute_ms, step_time
+from cfp.cost.step_time import Constants, StepTime, partitioned_compute_ms, step_time
 from cfp.devices.described import described
 from cfp.profiling.rates import Rates
 from cfp_test.bench.carried import rates_from_page

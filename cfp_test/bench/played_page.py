@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cfp.cost.schedule import Schedule
-from cfp.cost.stand_in import Constants, StepTime, partitioned_compute_ms, step_time
+from cfp.cost.step_time import Constants, StepTime, partitioned_compute_ms, step_time
 from cfp.devices.described import described
 from cfp.profiling.rates import Rates
 from cfp_test.bench.one_as_n import rank_correlation

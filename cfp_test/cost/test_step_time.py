@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from cfp.cost import stand_in
+from cfp.cost import step_time as step_time_module
 from cfp.cost.schedule import Computed, Schedule, Sent
-from cfp.cost.stand_in import (
+from cfp.cost.step_time import (
     Constants,
     StepPredictor,
     partitioned_compute_ms,
@@ -70,7 +70,7 @@ def read(monkeypatch):
         found.append(text)
         return text
 
-    monkeypatch.setattr(stand_in, "schedule_of", schedule_of)
+    monkeypatch.setattr(step_time_module, "schedule_of", schedule_of)
     return found
 
 
@@ -93,9 +93,9 @@ def ask(predictor, read, monkeypatch):
         ms = (10.0, 12.0, 11.0)[len(ran) - 1]
         return built.record("ok", samples_ms=(ms - 0.5, ms, ms + 4.0))
 
-    monkeypatch.setattr(stand_in, "run_local", run_local)
-    monkeypatch.setattr(stand_in, "computation_of", lambda text: "any")
-    monkeypatch.setattr(stand_in, "limits_of", lambda device: (0.0, 0.0))
+    monkeypatch.setattr(step_time_module, "run_local", run_local)
+    monkeypatch.setattr(step_time_module, "computation_of", lambda text: "any")
+    monkeypatch.setattr(step_time_module, "limits_of", lambda device: (0.0, 0.0))
     mesh: Any = SimpleNamespace(local_devices=[None])
 
     def predicted(schedule, *options, local=None):
@@ -367,8 +367,8 @@ def test_a_clock_has_headroom_where_power_holds_it_down(
 ):
     """A locked clock stays where it is, however long the GPU waits."""
     seen = SimpleNamespace(clock_mhz=clock_mhz, power_watts=power_watts)
-    assert stand_in._headroom(seen, 1980.0, 700.0) == pytest.approx(expected)
-    assert stand_in._headroom(seen, 0.0, 0.0) == 1.0
+    assert step_time_module._headroom(seen, 1980.0, 700.0) == pytest.approx(expected)
+    assert step_time_module._headroom(seen, 0.0, 0.0) == 1.0
 
 
 def test_computations_are_estimated_from_rates(played):

@@ -12,7 +12,7 @@ import pytest
 
 from cfp.analysis.contractions import is_contraction
 from cfp.cost.fusion import moved_bytes
-from cfp.cost.stand_in import partitioned_compute_ms
+from cfp.cost.step_time import partitioned_compute_ms
 from cfp.cost.terms import Terms
 from cfp.devices.described import described
 from cfp.passes.pipeline import analyze_step

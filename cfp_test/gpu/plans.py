@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 import cfp
-from cfp.cost.stand_in import COMPUTATION_ALONE
+from cfp.cost.step_time import COMPUTATION_ALONE
 from cfp.devices.device_kind import kind, kinds
 from cfp.errors import MemoryBudgetError
 from cfp.models import build

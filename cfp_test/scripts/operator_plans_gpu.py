@@ -213,7 +213,7 @@ def compiled(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]
         choice = replace(choice, kernels=every)
     store = options.out.parent / "operator_plans"
     with open_context(analyzed.mesh, store, None, PlannerSettings()) as context:
-        common = dict(context.stand_in.compiler_options) if context.stand_in else {}
+        common = dict(context.predictor.compiler_options) if context.predictor else {}
         job = whole_job(
             analyzed.analysis, choice, context.environment, target, options=common
         )
@@ -268,7 +268,7 @@ def planned(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
     with open_context(analyzed.mesh, store, budget, settings) as context:
         solution = search(context, analysis, profile(context, analysis))
         plan, outcome = decide(context, analysis, solution)
-        made = context.stand_in
+        made = context.predictor
         programs = [
             {
                 "name": one.label,

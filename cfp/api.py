@@ -218,8 +218,8 @@ def parallelize(
     Returns:
         A callable like ``fn``; its ``plan`` is the plan of the latest call. Arguments
         that do not have the plan's shardings are moved there at each call. Donated
-        state that is weakly typed, such as ``jnp.full(shape, 0.1)``, is taken as the
-        step returns it.
+        state that is weakly typed, such as ``jnp.full(shape, 0.1)`` or a counter that
+        begins as ``0``, is taken as the step returns it, or a checkpoint restores it.
 
     Raises:
         OptionError: there is no such option, or a given plan has decided it already.
@@ -363,7 +363,7 @@ class ParallelStep:
         bound = saved.bind(self._fn, *args, mesh=self._mesh, **bind, **kwargs)
         kept = BuildEnvironment.beside(store_path(self._options.get("cache_dir")))
         bound = replace(bound, tuned=kept)
-        doing = f"loading or compiling {self.__name__!r} under its saved plan"
+        doing = f"loading {self.__name__!r}, compiled under its saved plan"
         settings = self._options.get("settings")
         with shown(settings, doing, _SILENCE, self._quiet) as how:
             tell = how.progress or _say_nothing

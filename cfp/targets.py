@@ -200,8 +200,10 @@ def _unknown_option(target: str, flag: str, known: dict[str, Option]) -> CfpErro
     )
     is_microbatches = flag == MICROBATCHES.flag
     message = compose(
-        f"{target} has no option {flag}.",
-        expected=f"an option of the command, or one of {target}: {listing or '(none)'}",
+        f"{target} takes no {MICROBATCHES.name}."
+        if is_microbatches
+        else f"{target} has no option {flag}.",
+        expected=f"an option of the command, or one of {target}: {listing or 'none'}",
         got=flag,
         attempt=f"give the function an argument {MICROBATCHES.name}"
         if is_microbatches

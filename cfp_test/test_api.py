@@ -136,14 +136,51 @@ def test_state_of_weak_types_is_planned_once_as_it_is_returned(mesh, cache, tmp_
         assert_same((state, loss), (expected, wanted))
     assert all(plan is plans[0] for plan in plans)
     avals = plans[0].step.avals
-    # What is returned as it came stays weak; and so does what is not returned.
-    assert [aval.weak_type for aval in avals] == [False, False, True, True]
+    # What is not returned stays weak.
+    assert [aval.weak_type for aval in avals] == [False, False, False, True]
     plans[0].save(tmp_path / "plan.json")
     kept = cfp.parallelize(scaled_step, plan=tmp_path / "plan.json", mesh=mesh)
     state = weak_state()
     for _ in range(3):
         state, loss = kept(state, rate)
     assert_same((state, loss), (expected, wanted))
+
+
+def counted_step(state, scale):
+    """Counts its calls, as a state that begins with ``0`` does."""
+    count, weights = state
+    return (count + 1, weights * scale), jnp.sum(weights)
+
+
+def decayed_step(state, scale):
+    """Computes in bfloat16, but with a strongly typed counter in float32."""
+    count, weights = state
+    decayed = (weights * (1 / (count + 1)) * scale).astype(weights.dtype)
+    return (count + 1, decayed), None
+
+
+@pytest.mark.parametrize("step, is_weak", [(counted_step, False), (decayed_step, True)])
+def test_a_counter_that_begins_as_a_number_is_taken_as_restored(
+    mesh, cache, step, is_weak
+):
+    """A checkpoint has it as an array: the plan's executable takes both."""
+    weights, scale = np.ones((8, 4), jnp.bfloat16), jnp.bfloat16(0.5)
+    planned = cfp.parallelize(
+        step, donate_argnums=0, mesh=mesh, cache_dir=cache, settings=QUICK
+    )
+    state, expected = (0, weights), (0, weights)
+    for _ in range(2):
+        state, _ = planned(state, scale)
+        expected, _ = jax.jit(step)(expected, scale)
+    first = planned.plan
+    assert first.step.avals[0].weak_type is is_weak
+    np.testing.assert_array_equal(state[1], expected[1])
+    restored = jnp.asarray(np.asarray(state[0])), jnp.asarray(np.asarray(state[1]))
+    assert not restored[0].weak_type
+    (count, found), _ = planned(restored, scale)
+    assert count == 3 and (planned.plan is first) is not is_weak
+    wanted = jax.jit(step)((jnp.int32(2), expected[1]), scale)[0][1]
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_weakly_typed_state_of_one_array_and_of_two_shapes(mesh, cache, tmp_path):

@@ -19,6 +19,7 @@ from cfp.program.fixed import giving_arrays, released
 from cfp.program.graft import partition_spec
 from cfp.program.memory import in_memory, put
 from cfp.program.trace import planning_mesh
+from cfp.runtime.execute import told_while
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,24 @@ def mesh_here(axes: Sequence[tuple[str, int]], environment: Mapping[str, str]) -
                 "that it is for.",
                 expected=f"{count} devices of platform {platform}",
                 got=f"{len(devices)} of platform {devices[0].platform}",
-                attempt="Plan.load(path, mesh=mesh) or plan.on(mesh), with a mesh of "
-                "other devices; cfp plan --adapt, for another number of them",
+                attempt=_other_devices(count, platform),
             )
         )
     names = tuple(name for name, _ in axes)
     shape = tuple(size for _, size in axes)
     return planning_mesh(jax.make_mesh(shape, names, devices=devices[:count]))
+
+
+def _other_devices(count: int, platform: str) -> str:
+    """Suggests how a plan gets its devices, or other ones."""
+    text = (
+        "Plan.load(path, mesh=mesh) or plan.on(mesh), with a mesh of other devices; "
+        "cfp plan --adapt, for another number of them"
+    )
+    if platform != "cpu":
+        return text
+    virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+    return f"{virtual}, for as many virtual devices; {text}"
 
 
 def made(
@@ -85,7 +97,8 @@ def made(
         for i, leaf in zip(places, leaves, strict=True)
     ]
     jitted = jax.jit(arrays, out_shardings=tree_unflatten(tree, shardings))
-    return released(jitted(*args, **kwargs))
+    with told_while("initialising under the plan: compiling, then running"):
+        return released(jitted(*args, **kwargs))
 
 
 def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:

@@ -511,12 +511,13 @@ def flatten_step(
 
 
 def typed_as_returned(step: FlatStep) -> FlatStep:
-    """The step with weakly typed state as the step itself returns it.
+    """The step with weakly typed state as the step returns it, or a checkpoint does.
 
     ``jnp.full(shape, 0.1)`` is weakly typed, and an optimizer's result is not: from
     the second call on a training step gets other types, for which ``jax.jit`` compiles
-    again. The step is taken as it is from then on. An argument is state if a part of
-    it is donated; what is returned as it came keeps its type.
+    again. The step is taken as it is from then on. A counter that begins as ``0`` stays
+    weakly typed, until a checkpoint restores it: where the step does the same with it,
+    it is taken as restored. An argument is state if a part of it is donated.
     """
     state = [
         (places, tree)
@@ -526,16 +527,39 @@ def typed_as_returned(step: FlatStep) -> FlatStep:
     weak = [aval.weak_type for aval in step.avals]
     while any(weak[i] for places, _ in state for i in places):
         before = list(weak)
-        for argument, result in _returned(step, state):
+        returned = [*_returned(step, state)]
+        for argument, result in returned:
             weak[argument] &= result.weak_type
         if weak == before:
-            break
-        avals = (
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weakly)
-            for aval, weakly in zip(step.avals, weak, strict=True)
-        )
-        step = replace(step, avals=tuple(avals))
+            strong = list(weak)
+            for argument, _ in returned:
+                strong[argument] = False
+            restored = _with_weak_types(step, strong)
+            return restored if _do_the_same(step, restored) else step
+        step = _with_weak_types(step, weak)
     return step
+
+
+def _with_weak_types(step: FlatStep, weak: Sequence[bool]) -> FlatStep:
+    avals = (
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weakly)
+        for aval, weakly in zip(step.avals, weak, strict=True)
+    )
+    return replace(step, avals=tuple(avals))
+
+
+# What tells two traces of one program apart: weak types, and objects' addresses.
+_OF_A_TRACE = re.compile(r"weak_type=\w+|\b0x[0-9a-f]+")
+
+
+def _do_the_same(one: FlatStep, other: FlatStep) -> bool:
+    """True if two steps are one program but for weak types."""
+    if one.avals == other.avals:
+        return True
+    first, second = (
+        _OF_A_TRACE.sub("", str(step.traced.jaxpr)) for step in (one, other)
+    )
+    return first == second
 
 
 def _arguments(in_tree: Any) -> Iterator[tuple[range, Any]]:

@@ -74,7 +74,7 @@ def compiling_text(name: str, seconds: float | None) -> str:
 @contextmanager
 def told_while(
     doing: str,
-    tell: Callable[[str], None] | None,
+    tell: Callable[[str], None] | None = None,
     wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
 ) -> Iterator[None]:
     """Says what is being done, at once or, on standard error, if it takes long.

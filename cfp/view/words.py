@@ -376,7 +376,8 @@ class Throughput:
         runs_whole: whether all devices compute the same.
         rate_share: of the devices' nominal matrix rates, by the types of the products;
             None for kinds that are not shipped.
-        rate_dtypes: the types that these rates are of: "bfloat16", "float32" or both.
+        rate_dtypes: the types that these rates are of: "bfloat16", "float32 (TF32)" or
+            both.
         tokens_per_s: None where the batch does not show tokens.
         samples_per_s: None where it does, or the batch is not known.
     """
@@ -407,8 +408,23 @@ class Throughput:
         return "; ".join(parts)
 
 
+# Rates of a kind of device that are not of what their types say; see its file.
+_RATES = {"float32": "float32 (TF32)"}
+
+
 def _flop_text(tflop: float) -> str:
     return f"{tflop:.3g} TFLOP" if tflop >= 0.1 else f"{1e3 * tflop:.3g} GFLOP"
+
+
+# Guess: some hundred kernels, each launched in some microseconds.
+_SHORT_STEP_MS = 1.0
+
+
+def is_mostly_launches(plan: Plan) -> bool:
+    """True if a step is estimated to be so short that launches decide its time."""
+    if plan.rung != "estimated" or not plan.environment.get("described"):
+        return False
+    return plan.predicted_ms is not None and plan.predicted_ms < _SHORT_STEP_MS
 
 
 def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
@@ -440,7 +456,9 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
         tflop_per_s=rate,
         runs_whole=runs_whole(plan),
         rate_share=share,
-        rate_dtypes=" and ".join(dtype for dtype, part in shares.items() if part > 0),
+        rate_dtypes=" and ".join(
+            _RATES.get(dtype, dtype) for dtype, part in shares.items() if part > 0
+        ),
         tokens_per_s=None if tokens is None else tokens / seconds,
         samples_per_s=None if samples is None else samples / seconds,
     )
@@ -464,6 +482,11 @@ def remarks(plan: Plan) -> Iterator[str]:
             how = "not measured" if known else "neither measured nor predicted"
             still = f", and {how}: cfp verify times it"
         yield f"carried over from the plan of another program{still}"
+    if is_mostly_launches(plan):
+        yield (
+            f"below {_SHORT_STEP_MS:g} ms launches of kernels and collectives, which "
+            "estimates mostly leave out, take most of a step: expect more"
+        )
     if known_how(plan) == "estimated" and plan.rung == "measured":
         raced = sum(bool(row.samples_ms) for row in plan.race)
         alone = "nothing" if plan.measured_ms is None else "only the plan's own step"

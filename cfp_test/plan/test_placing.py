@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import cfp
+from cfp.plan.placing import mesh_here
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import ROOT
 from cfp_test.forking import quick_python
@@ -117,3 +118,11 @@ def test_each_process_passes_its_part():
     parts = ["[0.0, 1.0, 2.0, 3.0]", "[4.0, 5.0, 6.0, 7.0]"]
     for (out, err), part in zip(ended, parts, strict=True):
         assert out.splitlines()[-1] == f"(8,) {part} (3,) 140.0", err
+
+
+def test_too_few_virtual_devices_say_how_to_have_more():
+    with pytest.raises(cfp.PlanMismatch, match="host_platform_device_count=4096"):
+        mesh_here((("x", 4096),), {"platform": "cpu"})
+    with pytest.raises(cfp.PlanMismatch) as caught:
+        mesh_here((("x", 2),), {"platform": "cuda"})
+    assert "XLA_FLAGS" not in str(caught.value) and "plan.on(mesh)" in str(caught.value)

@@ -10,7 +10,7 @@ import pytest
 import cfp
 from cfp.view.page import page_html
 from cfp.view.text import plan_text, short_text
-from cfp.view.words import throughput
+from cfp.view.words import remarks, throughput
 from cfp_test.cli_runner import run_batch
 
 BATCH, SEQ, WIDTH, WORDS = 8, 16, 32, 64
@@ -99,6 +99,18 @@ def test_other_kinds_have_no_share_and_no_time_no_figures(planned):
     assert throughput(unknown).rate_share is None
     assert throughput(replace(plan, predicted_ms=None)) is None
     assert throughput(replace(plan, search={})) is None
+
+
+def test_float32_is_told_as_what_its_rate_is_of(planned):
+    assert one_ms(planned(float)).rate_dtypes == "float32 (TF32)"
+
+
+def test_launches_are_named_where_a_described_step_is_short(planned):
+    short = planned()
+    long = replace(short, predicted_ms=5.0)
+    measured = replace(short, measured_ms=0.5, rung="measured")
+    told = ["expect more" in " ".join(remarks(one)) for one in (short, long, measured)]
+    assert short.predicted_ms < 1 and told == [True, False, False]
 
 
 def test_a_share_that_is_all_but_nothing_is_no_zero(planned):

@@ -429,7 +429,7 @@ PAGES: tuple[Page, ...] = (
     _page("chosen_on_one_gpux2_202611", chosen_page.figures),
     _page(
         "gpu_checks_h100x2_202611",
-        lambda data: {name: noted(data, name) for name in ("checks", "planted")},
+        lambda data: {name: noted(data, name) for name in ("checks", "one", "planted")},
     ),
     _page("tutorial_gpux2_202611", _tutorial),
     _page("planned_on_one_h200_202611", _planned_on_one, note=_TOO_SHORT),

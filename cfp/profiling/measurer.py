@@ -8,7 +8,7 @@ and 10 s after three programs, built one by one in 19 s, had met nearly all prod
 Kernels are timed on the first device of a mesh, so that as many programs as there are
 devices can be built at once, each for the mesh in another order. These are the first of
 all that share kernels (`Job.kernels`), not those of presets alone: on 2 H200, 28
-programs of a BERT took 35 s after 15 s of tuning. Five with other kernels, such as
+programs of an encoder took 35 s after 15 s of tuning. Five with other kernels, such as
 attention as it is written, took 9 to 18 s each: they were tuned on one device.
 """
 

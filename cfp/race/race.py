@@ -8,7 +8,8 @@ candidates  named, at constraint levels             :mod:`cfp.race.candidates`
 remembered  compiled before and known to fit        :mod:`cfp.race.remembered`
 admission   compiled until enough fit               :mod:`cfp.race.admission`
 turns       timed in turn                           :mod:`cfp.race.turns`
-again       the leader with other compiler options, and what is near
+again       the leader with other compiler options, and what is near; compiled before
+            for those that will probably lead
 ties        the simplest of the fastest wins
 
 Deep programs race truncated, and the winner is timed whole
@@ -30,15 +31,21 @@ from cfp.errors import CfpError, MemoryBudgetError
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.outlook import Stage
-from cfp.profiling.record import CompiledBytes
+from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race.admission import (
     Admitted,
     compile_until_enough_fit,
     exempt_from_reach,
+    expected_ms,
     within_reach,
 )
-from cfp.race.candidates import leanest_of, smaller_than
-from cfp.race.compile import Builder, compile_programs, worth_one_whole
+from cfp.race.candidates import leanest_of, smaller_than, with_options
+from cfp.race.compile import (
+    Builder,
+    compile_programs,
+    known_records,
+    worth_one_whole,
+)
 from cfp.race.programs import (
     TOO_FAR,
     TOO_LARGE,
@@ -70,6 +77,7 @@ from cfp.settings import (
     STAY_AFTER_LOOK,
     STAY_AFTER_TURN,
     SURELY_TOO_LARGE,
+    VARIANTS_AHEAD,
     WHOLE_TRIES,
     ConstraintLevel,
 )
@@ -113,6 +121,29 @@ class Run:
         programs = programs_of(self.analysis, candidates, environment)
         return self._noted(compile_programs(self.builder, programs))
 
+    def compile_for_race(
+        self, candidates: Sequence[Candidate], truncated: Truncated | None = None
+    ) -> list[RaceResult]:
+        """Compiles candidates, and variants of those that will probably lead.
+
+        None of what was raced before: the leader is known then.
+        """
+        context = self.context
+        programs = programs_of(
+            self.analysis, candidates, context.environment, truncated
+        )
+        digests = {one.job.key.digest for one in programs}
+        is_new = known_records(self.builder, digests).keys() != digests
+        ahead: list[Candidate] = []
+        if context.compiles_variants_ahead and is_new:
+            once = {one.identity: one.candidate for one in programs}.values()
+            likely = sorted(once, key=expected_ms)[:VARIANTS_AHEAD]
+            options = context.rules.compiler_options
+            ahead = [more for one in likely for more in with_options(one, options)]
+        more = programs_of(self.analysis, ahead, context.environment, truncated)
+        results = compile_programs(self.builder, [*programs, *more])
+        return self._noted(results[: len(programs)])
+
     def time(
         self,
         candidates: Sequence[Candidate],
@@ -120,14 +151,16 @@ class Run:
         race: Parts = (),
         truncated: Truncated | None = None,
         stages: tuple[Stage, Stage, Stage] = (Stage.WHOLE, Stage.WARM_UP, Stage.LOOKS),
+        looks: Mapping[str, ProfileRecord] | None = None,
     ) -> list[RaceResult]:
-        """Times candidates in turn."""
+        """Times candidates in turn; see `race_programs`."""
         where = (*self.context.environment, *race)
         programs = programs_of(self.analysis, candidates, where, truncated)
         builder = replace(self.builder, stages=stages)
         if race == SECOND:
             builder = replace(builder, run_seconds=0.0)
-        return self._noted(race_programs(builder, programs, rounds))
+        how = {"looks": looks} if looks else {}
+        return self._noted(race_programs(builder, programs, rounds, **how))
 
     def _noted(self, results: list[RaceResult]) -> list[RaceResult]:
         self.fresh.extend(one.name for one in results if not one.cached)
@@ -141,6 +174,8 @@ class Run:
         # One turn is enough if leaders run again, or if times say little.
         say_little = rules.estimates and not context.plays
         rounds = 1 if rules.compiler_options or say_little else rules.rounds
+        if truncated is not None and context.compiles_variants_ahead:
+            self.compile_for_race(candidates, truncated)
         raced = self.time(candidates, rounds, truncated=truncated)
         is_predicted = context.predictor is not None
         reach = STAY_AFTER_TURN if is_predicted else STAY_AFTER_LOOK
@@ -151,17 +186,26 @@ class Run:
             outlook.expect(dict.fromkeys(stages, 0))
             return Ranking((), raced, is_predicted)
         names = {one.name for one in first}
-        kept = {one.program.identity for one in raced if one.name in names}
-        for identity in self.built.keys() - kept:
+        again = [*first, *new]
+        programs = programs_of(self.analysis, again, context.environment, truncated)
+        wanted = {one.identity for one in programs}
+        for identity in self.built.keys() - wanted:
             del self.built[identity]
+        looks: dict[str, ProfileRecord] = {}
+        if context.compiles_variants_ahead and wanted == self.built.keys():
+            # Nothing is left to compile, so that devices stay warm.
+            mine = [one for one in raced if one.name in names]
+            if not any(one.cached for one in mine):
+                looks = {o.program.identity: o.record for o in mine if o.record}
+                outlook.expect(dict.fromkeys(stages[:2], 0))
         if context.predictor is not None:
             kept = [one.program.job for one in raced if one.name in names]
             context.predictor.keep_only(kept)
-        again = self.time([*first, *new], rules.rounds, SECOND, truncated, stages)
+        ran = self.time(again, rules.rounds, SECOND, truncated, stages, looks)
         outlook.expect(dict.fromkeys(stages, 0))
         # What was not among the leaders has lost already, at another time.
         others = [one for one in raced if one.name not in names]
-        return Ranking(again, others, is_predicted)
+        return Ranking(ran, others, is_predicted)
 
     def attempts(
         self,
@@ -207,7 +251,7 @@ class Run:
         problem, analysis = self.solution.problem, self.analysis
         return compile_until_enough_fit(
             candidates,
-            self.compile_all,
+            self.compile_all if one_is_enough else self.compile_for_race,
             memory=self.context.memory,
             size_of=lambda one: (
                 self.sizes.get(one.key)

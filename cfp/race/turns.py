@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from types import MappingProxyType
 
 from cfp.profiling.builder import Built
 from cfp.profiling.in_flight import InFlightLog
@@ -68,7 +69,10 @@ _USUAL_TURNS = 2
 
 
 def race_programs(
-    builder: Builder, programs: Sequence[RaceProgram], rounds: int = 3
+    builder: Builder,
+    programs: Sequence[RaceProgram],
+    rounds: int = 3,
+    looks: Mapping[str, ProfileRecord] = MappingProxyType({}),
 ) -> list[RaceResult]:
     """Compiles programs whole and times them in turn, A B C A B C.
 
@@ -88,6 +92,8 @@ def race_programs(
         programs: what races.
         rounds: number of turns; fewer where measured times have told (`_is_told`): of
             predictions the least wins, and nothing is a tie.
+        looks: at some of them, by identity, that ended just now: devices are warm, and
+            these need no other look.
 
     Returns:
         One result for each program, in their order.
@@ -127,7 +133,7 @@ def race_programs(
         with builder.in_flight as in_flight:
             with builder.options.outlook.at(builder.stages[0]):
                 outcomes = build_each(builder, again, in_flight)
-            ran = _run_in_turn(builder, again, outcomes, in_flight, rounds)
+            ran = _run_in_turn(builder, again, outcomes, in_flight, rounds, looks)
         keep(list(ran.values()), store)
         records = {**done, **ran}
     if records is not raced:
@@ -142,6 +148,7 @@ def _run_in_turn(
     outcomes: Mapping[str, Built | ProfileRecord],
     in_flight: InFlightLog,
     rounds: int,
+    looks: Mapping[str, ProfileRecord],
 ) -> dict[str, ProfileRecord]:
     """Runs what was built of some programs in turn; records of all, by key."""
     ready = {d: one for d, one in outcomes.items() if isinstance(one, Built)}
@@ -155,7 +162,10 @@ def _run_in_turn(
         rounds=rounds,
     )
     has_look = race.is_measured and rounds > 1
-    race.warm_up()
+    if looks:
+        race.take_looks(looks)
+    else:
+        race.warm_up()
     for number in range(rounds):
         if has_look and number == 0:
             race.look()
@@ -256,8 +266,16 @@ class _Turns:
             del self.order[0]
         self.started = time.monotonic()
 
+    def take_looks(self, looks: Mapping[str, ProfileRecord]) -> None:
+        """Takes looks over from another race, by identity."""
+        for digest in self.order:
+            one = self.programs[digest]
+            if (found := looks.get(one.identity)) is not None:
+                parts = one.job.key.parts
+                self.records[digest] = replace(found, key=digest, parts=parts)
+
     def look(self) -> None:
-        """Gives each program a look; of what is in a turn it does not count.
+        """Gives each program a look that had none; in a turn it does not count.
 
         It is shorter, and comes sooner after another program.
         """
@@ -265,6 +283,8 @@ class _Turns:
         left = min(self.rounds, _USUAL_TURNS) + 1
         for place in range(len(self.order)):
             digest, rest = self.order[place - 1], left * len(self.order) - place
+            if digest in self.records:
+                continue
             self.records[digest] = self._time(digest, timing, "a look", rest)
         self._drop_failures()
 

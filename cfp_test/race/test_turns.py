@@ -635,6 +635,34 @@ def test_a_race_on_gpus_ends_when_it_has_told(case, store, monkeypatch, times, t
     assert [one.record for one in again] == [one.record for one in results]
 
 
+def test_what_had_a_look_just_now_needs_none_and_devices_are_warm(
+    case, store, monkeypatch
+):
+    """A look is kept under the key of this race where nothing follows it."""
+    ran = []
+
+    def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
+        assert timing.warmup_seconds < 3.0
+        ran.append(job.label)
+        sample_ms = {"a": 10.0, "b": 10.8, "c": 10.1}[job.label]
+        return built.record("ok", samples_ms=[sample_ms], run_seconds=0.1)
+
+    monkeypatch.setattr(room, "run", turn)
+    monkeypatch.setattr(room, "defaults_of", lambda _: defaults_of("gpu"))
+    a, b, c = (entrant(case, name) for name in "abc")
+    looks = {
+        one.identity: ProfileRecord(
+            key="of another race", parts=(), status="ok", samples_ms=(sample_ms,)
+        )
+        for one, sample_ms in ((a, 10.0), (b, 10.8))
+    }
+    builder = Builder(program=case.program, mesh=case.mesh, store=store)
+    results = race_programs(builder, [a, b, c], rounds=4, looks=looks)
+    assert ran == ["c", "a", "c", "c", "a"]
+    assert [one.samples_ms for one in results] == [(10.0,) * 2, (10.8,), (10.1,) * 2]
+    assert store.get(b.job.key.digest) == results[1].record
+
+
 def test_where_time_is_over_after_a_turn_no_look_wins(case, store, monkeypatch):
     """The devices are slower in turns; what was left out before has a look alone."""
     ran = []

@@ -107,7 +107,7 @@ class PlanContext:
     @property
     def plays(self) -> bool:
         """True if one device runs computations of several that are described."""
-        return self.predictor is not None and self.predictor.place is not None
+        return self.predictor is not None and self.predictor.here is not None
 
     @property
     def budget_bytes(self) -> int | None:
@@ -197,7 +197,7 @@ def open_context(
                     # Process 0 says when time is over, if it ever is.
                     "time budget": "some" if isfinite(settings.seconds) else "none",
                     "settings": repr(
-                        replace(settings, progress=None, place=None, seconds=0.0)
+                        replace(settings, progress=None, remote=None, seconds=0.0)
                     ),
                 }
             )
@@ -210,12 +210,12 @@ def open_context(
                 device_bytes=device_bytes if defaults.limits_memory else None,
                 reserve_bytes=defaults.reserve_bytes,
             )
-        place, path = settings.place, store_path(cache_dir)
+        remote, path = settings.remote, store_path(cache_dir)
         end = time.monotonic() + settings.seconds
         with (
             open_store(path, agreement)
-            if place is None
-            else ProfileStore(path, copy=place.keep)
+            if remote is None
+            else ProfileStore(path, copy=remote.keep)
         ) as store:
             predictor, environment = _step_predictor(mesh, store, environment)
             yield PlanContext(
@@ -229,7 +229,7 @@ def open_context(
                     retry_failures=settings.retry_failures,
                     limits=settings.limits,
                     progress=settings.progress,
-                    place=place,
+                    remote=remote,
                     compiler_options=predictor.compiler_options if predictor else {},
                     run=predictor,
                     wants_local=_wants_local(predictor, settings),
@@ -330,7 +330,7 @@ def _step_predictor(
     found = StepPredictor(
         rates=rates,
         store=store,
-        place=here if mesh.runs else None,
+        here=here if mesh.runs else None,
         compiler_options=described.OPTIONS if mesh.runs else UNTUNED,
     )
     rated = hashlib.sha256(repr((rates, found.constants)).encode()).hexdigest()
@@ -349,7 +349,7 @@ def _wants_local(
 ) -> Callable[[Job, str], bool] | None:
     """Says which programs' computation is to be compiled by itself, if any runs."""
     runs = settings.race and settings.measure is not False
-    return predictor.wants_local if predictor and predictor.place and runs else None
+    return predictor.wants_local if predictor and predictor.here and runs else None
 
 
 def device_memory(mesh: Mesh | DescribedMesh) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 from cfp.attention.kernels import KERNELS
 from cfp.errors import CfpError, OptionError, nearest
 from cfp.profiling.in_flight import Limits
-from cfp.profiling.place import Place
+from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.tasks import Progress
 from cfp.settings import ALL_DIMENSIONS, ConstraintLevel, Dimension
 
@@ -200,14 +200,14 @@ class DetailedSettings(PlannerSettings):
             fastest that fits are not raced; by default 1.1, 1.25 where activations are
             constrained and 1.2 where only arguments are; 1.4 for described devices that
             programs are compiled for, and 2 on virtual CPU devices.
-        place: where programs are compiled, and records kept besides, if not only here.
+        remote: where programs are compiled, and records kept besides, if not only here.
     """
 
     in_context: bool = True
     plans: int | None = None
     constraint_levels: tuple[ConstraintLevel, ...] | None = None
     reach: float | None = None
-    place: Place | None = None
+    remote: RemoteCompiler | None = None
 
     @classmethod
     def of(cls, settings: PlannerSettings) -> DetailedSettings:

@@ -604,7 +604,7 @@ def _race_winners(
         RaceProgram(
             candidate=replace(one.winner, name=name, predicted_ms=one.plan.measured_ms),
             job=_job(name, one, ("race", f"between variants {field}")),
-            place=(one.analysis.frame.program, _mesh(one)),
+            stands_on=(one.analysis.frame.program, _mesh(one)),
         )
         for name, one in found
     ]

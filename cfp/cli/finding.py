@@ -52,7 +52,7 @@ from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings, dimensions_of
 from cfp.presets.presets import named_choices
 from cfp.profiling.in_flight import Limits
-from cfp.profiling.place import Place
+from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.store import store_path
 from cfp.report import passes
 from cfp.report.explained import plot_trade_off, trade_off_data, trade_off_view
@@ -498,12 +498,12 @@ class Given:
         return cast(typer.Context, self)
 
 
-def find(given: Given, place: Place | None = None) -> Fastest:
+def find(given: Given, remote: RemoteCompiler | None = None) -> Fastest:
     """Runs all passes on the devices of this process.
 
     Args:
         given: the command's parameters.
-        place: another place to compile programs and keep records, if any.
+        remote: another process to compile programs and keep records, if any.
     """
     options = given.params
     with Display(options["quiet"]) as display:
@@ -517,7 +517,7 @@ def find(given: Given, place: Place | None = None) -> Fastest:
             pins=parse_pins(options["pin"]),
             preset=options["preset"],
             cache_dir=options["workdir"],
-            settings=replace(settings, place=place),
+            settings=replace(settings, remote=remote),
             rule_out=wanted.rule_out,
             leaner=wanted.leaner,
         )
@@ -537,11 +537,13 @@ def find_on_ray(given: Given) -> Fastest:
     )
 
 
-def _find_there(given: Given, folder: str, place: Place, workdir: Path) -> Fastest:
+def _find_there(
+    given: Given, folder: str, remote: RemoteCompiler, workdir: Path
+) -> Fastest:
     # Where hosts share a file system, names of files mean the same there.
     if os.path.isdir(folder):
         os.chdir(folder)
-    found = find(replace(given, params={**given.params, "workdir": workdir}), place)
+    found = find(replace(given, params={**given.params, "workdir": workdir}), remote)
     outcomes = tuple(
         replace(one, plan=one.plan and alone(one.plan)) for one in found.outcomes
     )

@@ -24,8 +24,8 @@ from ray.exceptions import RayError, WorkerCrashedError
 from cfp.errors import CfpError
 from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.in_flight import InFlightFolder
-from cfp.profiling.place import Executable, RefusedElsewhere, compile_parcel
 from cfp.profiling.record import ProfileRecord, Status
+from cfp.profiling.remote import Executable, RefusedElsewhere, compile_parcel
 from cfp.profiling.store import ProfileStore, default_cache_dir, store_path
 from cfp.program.signature import Parcel, WrongPlace
 

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from cfp.errors import CfpError, DeviceError, compose
 from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings, PlannerSettings
-from cfp.profiling.place import Place
+from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.store import store_path
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def plan_on_ray(
     """Has a runner of a Ray cluster do some planning.
 
     Args:
-        work: the planning: called in the runner, with the place to compile in, and the
+        work: the planning: called in the runner, with the remote compiler, and the
             folder of the runner's store. It is sent there as Ray sends functions.
         address: of the cluster, as `ray.init` has it ("auto", "host:port"), or
             "local", which starts one on this machine.
@@ -273,7 +273,7 @@ def _plan_there(
     call: Callable[..., Plan],
     axes: tuple[tuple[str, int], ...],
     settings: DetailedSettings,
-    place: Place,
+    remote: RemoteCompiler,
     folder: Path,
 ) -> Plan:
     names = tuple(name for name, _ in axes)
@@ -293,7 +293,7 @@ def _plan_there(
     made = call(
         mesh=jax.make_mesh(sizes, names, devices=devices[:count]),
         cache_dir=folder,
-        settings=replace(settings, place=place),
+        settings=replace(settings, remote=remote),
     )
     return alone(made)
 

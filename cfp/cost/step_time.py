@@ -376,7 +376,7 @@ class StepPredictor:
 
     Attributes:
         store: where the computation's times are kept.
-        place: what these depend on; None where nothing runs, and the computation's
+        here: what these depend on; None where nothing runs, and the computation's
             time follows from the rates, too.
         compiler_options: that programs for such devices need.
         constants: of the device kind.
@@ -388,7 +388,7 @@ class StepPredictor:
 
     rates: Rates
     store: ProfileStore
-    place: Parts | None
+    here: Parts | None
     compiler_options: Mapping[str, str] = field(default_factory=dict)
     constants: Constants = field(default_factory=Constants)
     known: dict[str, Predicted] = field(default_factory=dict, repr=False)
@@ -404,7 +404,7 @@ class StepPredictor:
         turn = self.turns[key]
         self.turns[key] += 1
         found = self.known.get(key)
-        if found is None or self.place is not None:
+        if found is None or self.here is not None:
             found = self._predicted(built, job, program, mesh, turn)
             self.known[key] = found
         samples_ms = found.record.samples_ms
@@ -418,7 +418,7 @@ class StepPredictor:
         text = built.compiled.as_text() or ""
         known = self.known.get(built.key.digest)
         schedule = (known and known.schedule) or schedule_of(text).merged()
-        if self.place is None:
+        if self.here is None:
             step = step_time(schedule, self.rates, constants=self.constants)
             record = built.record("ok", samples_ms=[step.total_ms])
             return Predicted(label=job.label, record=record, schedule=schedule)
@@ -502,13 +502,13 @@ class StepPredictor:
         return kept is None or not kept.ok or len(kept.samples_ms) < RUNS_PLAYED
 
     def _key(self, job: Job, text: str) -> ProfileKey:
-        assert self.place is not None
+        assert self.here is not None
         return ProfileKey(
             (
                 ("what", COMPUTATION_ALONE),
                 ("computation", computation_of(text)),
                 ("donated", repr(job.donated)),
-                *(part for part in self.place if part[0] not in _PLAYED),
+                *(part for part in self.here if part[0] not in _PLAYED),
             )
         )
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from cfp.discovery.probe import Differs, Probe, Role, Shape, blocks, check_operand
-from cfp.discovery.rule import Evidence, Place, Refusal, ShardingRule
+from cfp.discovery.rule import Evidence, OpDim, Refusal, ShardingRule
 from cfp.errors import CfpError
 
 # So fine a factor is split, at most; finer parts are left out of the rule.
@@ -28,7 +28,7 @@ _MOST_PARTS = 16
 # So many ways to combine dims are tried for one factor.
 _MOST_COMBINATIONS = 64
 
-Links = dict[Place, tuple[int, list[list[list[set[int]]]]]]
+Links = dict[OpDim, tuple[int, list[list[list[set[int]]]]]]
 
 
 def discover_rules(fn: Callable[..., Any], *args: Any, seed: int = 0) -> ShardingRule:
@@ -110,7 +110,7 @@ class _Factor:
 
     def __init__(
         self,
-        dims: tuple[Place, ...],
+        dims: tuple[OpDim, ...],
         roles: tuple[Role, ...],
         parts: list[int],
         most: int,
@@ -120,7 +120,7 @@ class _Factor:
         self.parts = parts
         self.multiple = most
 
-    def places(self, operands: int) -> list[Place]:
+    def places(self, operands: int) -> list[OpDim]:
         """All dims, of results too."""
         made = [
             (operands + number, role.dim)
@@ -135,7 +135,7 @@ class _Discovery:
         self.probe = probe
         self.shapes = [aval.shape for aval in probe.avals]
         self.factors: list[_Factor] = []
-        self.why: dict[Place, str] = {}
+        self.why: dict[OpDim, str] = {}
 
     def rule(self) -> ShardingRule:
         """Tries what may be a factor."""
@@ -152,16 +152,16 @@ class _Discovery:
 
     # ---------------------------------------------------------------------- candidates
 
-    def _size(self, place: Place) -> int:
+    def _size(self, place: OpDim) -> int:
         return self.shapes[place[0]][place[1]]
 
-    def _places(self) -> Iterator[Place]:
+    def _places(self) -> Iterator[OpDim]:
         for number, shape in enumerate(self.shapes):
             for dim, size in enumerate(shape):
                 if size > 1:
                     yield number, dim
 
-    def _open(self) -> list[Place]:
+    def _open(self) -> list[OpDim]:
         claimed = {place for one in self.factors for place in one.dims}
         return [place for place in self._places() if place not in claimed]
 
@@ -174,12 +174,12 @@ class _Discovery:
             found[place] = ways, self.probe.changed(place, ways)
         return found
 
-    def _linked(self, links: Links) -> Iterator[tuple[Place, ...]]:
+    def _linked(self, links: Links) -> Iterator[tuple[OpDim, ...]]:
         """Dims of operands that go with a dim of a result, part by part."""
         seen = set()
         for number, result in enumerate(self.probe.results):
             for dim in range(len(result.shape)):
-                with_it: dict[int, list[Place]] = {}
+                with_it: dict[int, list[OpDim]] = {}
                 for place, (ways, changed) in links.items():
                     parts = [changed[part][number][dim] for part in range(ways)]
                     if all(parts) and all(at == {p} for p, at in enumerate(parts)):
@@ -189,7 +189,7 @@ class _Discovery:
                         seen.add(dims)
                         yield dims
 
-    def _with_others(self, place: Place) -> Iterator[tuple[Place, ...]]:
+    def _with_others(self, place: OpDim) -> Iterator[tuple[OpDim, ...]]:
         """Yields a dim with dims of its size of other operands, the most first."""
         left = self._open()
         ways = []
@@ -203,7 +203,7 @@ class _Discovery:
 
     # --------------------------------------------------------------------------- tests
 
-    def _try(self, dims: tuple[Place, ...], summed: bool = False) -> bool:
+    def _try(self, dims: tuple[OpDim, ...], summed: bool = False) -> bool:
         """Tests a factor: coarse parts, the finest that hold, and other sizes.
 
         Args:
@@ -244,7 +244,7 @@ class _Discovery:
         self.factors.append(_Factor(dims, roles, parts, multiple))
         return True
 
-    def _resized(self, dims: Sequence[Place], by: float) -> list[Shape]:
+    def _resized(self, dims: Sequence[OpDim], by: float) -> list[Shape]:
         return [
             tuple(
                 round(n * by) if (number, dim) in dims else n
@@ -256,7 +256,7 @@ class _Discovery:
     def _check_together(self) -> None:
         """Tests each factor on parts of all before it, as on meshes of several axes."""
         kept: list[_Factor] = []
-        places: set[Place] = set()
+        places: set[OpDim] = set()
         shapes = [*self.shapes]
         for factor in self.factors:
             try:
@@ -304,14 +304,14 @@ class _Discovery:
                     )
                     break
 
-    def _named(self, place: Place) -> str:
+    def _named(self, place: OpDim) -> str:
         return f"{self.probe.names[place[0]]} dim {place[1]}"
 
     def _written(self) -> ShardingRule:
         count = len(self.shapes)
         tensors = [*self.shapes, *(one.shape for one in self.probe.results)]
         letters = (chr(ord("a") + n) if n < 26 else f"z{n}" for n in range(10**6))
-        of: dict[Place, str] = {}
+        of: dict[OpDim, str] = {}
         names = []
         by_place = {p: one for one in self.factors for p in one.places(count)}
         name_of: dict[int, str] = {}

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cfp.discovery.rule import Place
+from cfp.discovery.rule import OpDim
 from cfp.errors import CfpError, compose
 
 Array = np.ndarray[Any, Any]
@@ -142,7 +142,7 @@ class Probe:
 
     # -------------------------------------------------------------------------- links
 
-    def changed(self, place: Place, ways: int) -> list[list[list[set[int]]]]:
+    def changed(self, place: OpDim, ways: int) -> list[list[list[set[int]]]]:
         """Looks what changes with each part of one dim of one operand.
 
         Returns:
@@ -176,7 +176,7 @@ class Probe:
     # -------------------------------------------------------------------------- parts
 
     def check(
-        self, dims: Sequence[Place], ways: int, shapes: Sequence[Shape]
+        self, dims: Sequence[OpDim], ways: int, shapes: Sequence[Shape]
     ) -> tuple[Role, ...]:
         """Tests that dims of operands are one factor.
 
@@ -332,7 +332,7 @@ class Probe:
 
     def _check_independence(
         self,
-        dims: Sequence[Place],
+        dims: Sequence[OpDim],
         ways: int,
         shapes: Sequence[Shape],
         roles: Sequence[Role],

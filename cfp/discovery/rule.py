@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.errors import CfpError, compose
 
-Place = tuple[int, int]  # (number among operands and then results, dim)
+OpDim = tuple[int, int]  # (number among operands and then results, dim)
 Names = tuple[tuple[str, ...], ...]  # for each tensor the factors of its dims
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -126,10 +126,10 @@ class ShardingRule:
         return operands, results
 
     @property
-    def factors(self) -> dict[str, tuple[Place, ...]]:
+    def factors(self) -> dict[str, tuple[OpDim, ...]]:
         """The dims of each factor that may be sharded."""
         operands, results = self.tensors
-        found: dict[str, list[Place]] = {}
+        found: dict[str, list[OpDim]] = {}
         for number, dims in enumerate((*operands, *results)):
             for dim, name in enumerate(dims):
                 if name not in self.whole:
@@ -170,7 +170,7 @@ class ShardingRule:
         operands, results = self.tensors
         _check(shapes, (*operands, *results), self.text)
         # Where dims are larger than the factor, what is left is a factor of its own.
-        of: dict[Place, tuple[str, int]] = {}
+        of: dict[OpDim, tuple[str, int]] = {}
         for name, places in self.factors.items():
             count = self._splittable(name, [shapes[t][d] for t, d in places])
             in_pieces = any(shapes[t][d] != count for t, d in places)

@@ -27,8 +27,8 @@ from cfp.profiling.compiled import compile_right
 from cfp.profiling.files import make_private_folder
 from cfp.profiling.hlo import collectives_in
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
-from cfp.profiling.place import Place, RefusedElsewhere
 from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Status
+from cfp.profiling.remote import RefusedElsewhere, RemoteCompiler
 from cfp.profiling.tasks import Task
 from cfp.program.graft import Constraints, Part, Spec, lower_part
 from cfp.program.graph import Program
@@ -117,7 +117,7 @@ class BuildEnvironment:
         user has not set one; see `cfp.profiling.runner.profile`.
       executables_dir: executables of whole steps under plans; see
         `cfp.runtime.executables`.
-      place: where programs for the platform are compiled, if not here.
+      remote: where programs for the platform are compiled, if not here.
       always: compiler options of every build, whatever the platform.
       wants_local: says of a job and its compiled program's text whether one device's
         computation is compiled, too, as a program of its own; None if it never is.
@@ -126,7 +126,7 @@ class BuildEnvironment:
     autotune_dir: Path | None = None
     compilation_cache_dir: Path | None = None
     executables_dir: Path | None = None
-    place: Place | None = None
+    remote: RemoteCompiler | None = None
     always: Mapping[str, str] = field(default_factory=dict)
     wants_local: Callable[[Job, str], bool] | None = None
 
@@ -257,9 +257,9 @@ def build(
     options = dict(job.options)
     platform = mesh.devices.flat[0].platform
     how: Compile = compile_right
-    if environment is not None and environment.place is not None:
+    if environment is not None and environment.remote is not None:
         types = signature(program, job.part)
-        how = partial(_compile_there, environment.place, job, types, mesh)
+        how = partial(_compile_there, environment.remote, job, types, mesh)
         options = {**environment.always, **options}  # Directories are of this host.
     elif environment is not None:
         environment.prepare(platform)
@@ -410,7 +410,7 @@ def _host_bytes(info: Any, sharding: Sharding) -> int:
 
 
 def _compile_there(
-    place: Place,
+    remote: RemoteCompiler,
     job: Job,
     types: Signature,
     mesh: Mesh,
@@ -419,7 +419,7 @@ def _compile_there(
 ) -> tuple[jax.stages.Compiled, str]:
     parcel = pack(lowered, types, mesh, job.in_specs, job.out_specs, job.donated)
     try:
-        made = place.compile(parcel, options)
+        made = remote.compile(parcel, options)
         return made.load(mesh), made.text
     except WrongPlace as error:
         _log.warning("%s is compiled here instead: %s", job.label, error)

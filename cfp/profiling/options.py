@@ -10,8 +10,8 @@ from datetime import datetime
 from cfp.profiling.builder import Job
 from cfp.profiling.in_flight import Limits
 from cfp.profiling.outlook import Outlook, Stage
-from cfp.profiling.place import Place
 from cfp.profiling.record import ProfileRecord
+from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.tasks import Progress
 
 
@@ -24,7 +24,7 @@ class MeasureOptions:
             a moment.
         limits: what counts as hung.
         progress: called with what is being done.
-        place: where programs are compiled, if not here.
+        remote: where programs are compiled, if not here.
         compiler_options: of every program.
         run: times a program in place of `cfp.profiling.runner.run`, where not all of
             its devices are here.
@@ -35,7 +35,7 @@ class MeasureOptions:
     retry_failures: bool | datetime = False
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[Progress | str], None] | None = None
-    place: Place | None = None
+    remote: RemoteCompiler | None = None
     compiler_options: Mapping[str, str] = field(default_factory=dict)
     run: Callable[..., ProfileRecord] | None = None
     wants_local: Callable[[Job, str], bool] | None = None

@@ -38,9 +38,9 @@ from cfp.profiling.inputs import (
 from cfp.profiling.meter import metered
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.outlook import Stage
-from cfp.profiling.place import place_for
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
+from cfp.profiling.remote import remote_for
 from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import ProfileSummary
@@ -111,7 +111,7 @@ def profile(
       mesh: the devices.
       jobs: what to measure; jobs with equal keys are measured once.
       store: answers what it can, failures too, and keeps every new record.
-      options: how to measure; a place to compile in disturbs no run.
+      options: how to measure; a remote compiler disturbs no run.
       threads: how many builds at once; by default as `default_threads` has it.
       overlap: build while something is timed. By default not on CPUs, which build
         and run with the same cores, nor on GPUs, where compilers try out kernels.
@@ -130,8 +130,8 @@ def profile(
     timing, options = timing or TimingOptions(), options or MeasureOptions()
     environment = environment or BuildEnvironment.beside(store.build_path)
     platform = mesh.devices.flat[0].platform
-    there = place_for(platform, options.place)
-    environment = replace(environment, place=there)
+    there = remote_for(platform, options.remote)
+    environment = replace(environment, remote=there)
     # The scheduler keeps each record before the next run.
     run_next = StopOnDeviceLoss(run)
     with environment.compilation_cache(platform):

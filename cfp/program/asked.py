@@ -33,9 +33,9 @@ from cfp.program.rules import Rule
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _MOST_REASON = 200
 
-Place = tuple[int, int]  # (number among operands and then results, dim)
+OpDim = tuple[int, int]  # (number among operands and then results, dim)
 Shape = jax.ShapeDtypeStruct
-Dims = dict[Place, tuple[str, ...]]  # the mesh axes of each sharded dim
+Dims = dict[OpDim, tuple[str, ...]]  # the mesh axes of each sharded dim
 
 
 class Refused(Exception):
@@ -202,7 +202,7 @@ class CallbackRule:
         locals: what computes each on one device, as text.
     """
 
-    groups: tuple[tuple[Place, ...], ...]
+    groups: tuple[tuple[OpDim, ...], ...]
     sizes: tuple[int, ...]
     reduction: frozenset[int]
     refusals: tuple[str, ...]
@@ -233,13 +233,13 @@ class _Asking:
         self.mesh = mesh
         self.axes = [name for name, size in mesh.shape.items() if size > 1]
         self.count = len(callbacks.operands)
-        self.claimed: set[Place] = set()
+        self.claimed: set[OpDim] = set()
         self.pieces = 0  # of the factor that is tried
         self.refusals: dict[str, None] = {}
 
     def run(self) -> CallbackRule:
         """Tries every factor."""
-        groups: list[tuple[Place, ...]] = []
+        groups: list[tuple[OpDim, ...]] = []
         sizes: list[int] = []
         texts: list[str] = []
         reduction = set()
@@ -268,14 +268,14 @@ class _Asking:
             tuple(texts),
         )
 
-    def _size(self, place: Place) -> int:
+    def _size(self, place: OpDim) -> int:
         return self.callbacks.tensors[place[0]].shape[place[1]]
 
-    def _common(self, places: Iterable[Place]) -> int:
+    def _common(self, places: Iterable[OpDim]) -> int:
         """The size of a factor with these dims, of the pieces that its rule allows."""
         return math.gcd(self.pieces, *map(self._size, places))
 
-    def _seeds(self) -> Iterator[tuple[tuple[Place, ...], bool, int]]:
+    def _seeds(self) -> Iterator[tuple[tuple[OpDim, ...], bool, int]]:
         """Yields dims that may be one factor, whether it is summed over, and its size.
 
         The size is 0 where the dims alone limit it: a rule may leave pieces of them
@@ -288,7 +288,7 @@ class _Asking:
                     if size > 1:
                         yield ((tensor, dim),), False, 0
             return
-        by_factor: dict[int, list[Place]] = {}
+        by_factor: dict[int, list[OpDim]] = {}
         in_pieces: set[int] = set()
         for tensor, dims in enumerate((*rule.operands, *rule.results)):
             for dim, factors in enumerate(dims):
@@ -304,13 +304,13 @@ class _Asking:
                 size = rule.sizes[factor] if factor in in_pieces else 0
                 yield tuple(places), is_sum, size
 
-    def _is_free(self, place: Place) -> bool:
+    def _is_free(self, place: OpDim) -> bool:
         """True if a dim may join a factor: the rule, if there is one, is silent."""
         if place in self.claimed:
             return False
         return self.rule is None or place in self.free or self._is_linked(place)
 
-    def _is_linked(self, place: Place) -> bool:
+    def _is_linked(self, place: OpDim) -> bool:
         """True if a rule links an operand's dim to a result and to no other operand.
 
         Such a dim of a key may yet have to be sharded as that of the query is.
@@ -321,7 +321,7 @@ class _Asking:
         readers = sum(any(factor in dim for dim in dims) for dims in rule.operands)
         return factor is not None and factor not in rule.fixed and readers == 1
 
-    def _grown(self, seed: tuple[Place, ...]) -> tuple[set[Place], str] | None:
+    def _grown(self, seed: tuple[OpDim, ...]) -> tuple[set[OpDim], str] | None:
         """The dims that are sharded together with a factor's; None if none can be."""
         try:
             return self._asked(seed)
@@ -360,13 +360,13 @@ class _Asking:
                     break
         return kept, text
 
-    def _asked(self, places: Sequence[Place]) -> tuple[set[Place], str]:
+    def _asked(self, places: Sequence[OpDim]) -> tuple[set[OpDim], str]:
         """Returns the dims that stay sharded where each axis of the mesh shards them.
 
         Raises:
             Refused: an axis cannot, or the first of these dims is not kept.
         """
-        found: tuple[set[Place], str] | None = None
+        found: tuple[set[OpDim], str] | None = None
         for axis in self.axes:
             ways = _least_divisor(self._common(places))
             mesh = self._with_sizes(ways)
@@ -395,7 +395,7 @@ class _Asking:
         sizes = (ways if name in self.axes else 1 for name in names)
         return AbstractMesh(tuple(sizes), names)
 
-    def _together(self, groups: Sequence[Sequence[Place]], kept: set[Place]) -> bool:
+    def _together(self, groups: Sequence[Sequence[OpDim]], kept: set[OpDim]) -> bool:
         """True if a factor may be sharded while each of the others is."""
         if len(self.axes) < 2:
             return True

@@ -40,7 +40,7 @@ _MARK = re.compile(r"cfp-eqn-(\d+)-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class EqnValue:
     """A value at an equation.
 
     Attributes:
@@ -56,7 +56,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class EqnConstraints:
     """Places of constraints in a jaxpr.
 
     Attributes:
@@ -66,7 +66,7 @@ class Placed:
         sources: for each equation the user's ``path:line``, or "".
     """
 
-    places: Mapping[Place, Spec]
+    places: Mapping[EqnValue, Spec]
     lost: tuple[int, ...]
     sources: tuple[str, ...] = field(repr=False)
 
@@ -94,7 +94,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 def place(
     step: FlatStep, mesh: Mesh, fingerprint: str, constraints: Constraints
-) -> Placed | None:
+) -> EqnConstraints | None:
     """Finds the equations that a plan's constraints belong to.
 
     Args:
@@ -108,7 +108,7 @@ def place(
     every = list(equations(closed.jaxpr))
     sources = tuple(_source(eqn) for eqn in every)
     if not constraints.values and not constraints.uses:
-        return Placed(places={}, lost=(), sources=sources)
+        return EqnConstraints(places={}, lost=(), sources=sources)
     marked = closed.replace(jaxpr=_Marker().mark(closed.jaxpr))
     replicated = NamedSharding(mesh, PartitionSpec())
     lowering = lower_step(step, [replicated] * len(step.avals), replicated, marked)
@@ -118,7 +118,7 @@ def place(
     ops = shardy.program_ops(shardy.main_function(lowering.module))
     finder = _Finder(program, every, [_innermost(op.location) for op in ops])
     finder.enter(closed.jaxpr, program.args)
-    places: dict[Place, Spec] = {}
+    places: dict[EqnValue, Spec] = {}
     lost = []
     for value, spec in constraints.values.items():
         where = finder.made(value)
@@ -135,7 +135,7 @@ def place(
     ranked = sorted(
         places.items(), key=lambda p: (p[0].equation, p[0].value, p[0].index)
     )
-    return Placed(
+    return EqnConstraints(
         places=dict(ranked),
         lost=tuple(lost),
         sources=sources,
@@ -192,15 +192,15 @@ class _Finder:
             if mark >= 0:
                 self.ops[mark].append(op)
         self.values: dict[Var, int] = {}
-        self.makers: dict[int, Place] = {}
-        self.readers: dict[tuple[int, int], list[Place]] = {}
+        self.makers: dict[int, EqnValue] = {}
+        self.readers: dict[tuple[int, int], list[EqnValue]] = {}
         self.number = 0
 
-    def made(self, value: int) -> Place | None:
+    def made(self, value: int) -> EqnValue | None:
         """The equation that makes a value."""
         return self.makers.get(value)
 
-    def read(self, op: int, index: int) -> list[Place]:
+    def read(self, op: int, index: int) -> list[EqnValue]:
         """The equation that reads a value where an op does."""
         return self.readers.get((op, index), [])
 
@@ -236,7 +236,7 @@ class _Finder:
             return
         for index, value in self._results(eqn, ops):
             self.values[eqn.outvars[index]] = value
-            self.makers[value] = Place(equation=number, value="out", index=index)
+            self.makers[value] = EqnValue(equation=number, value="out", index=index)
         # What a body gives is read by the ops that put it into the loop's results.
         loops = eqn.primitive.name == "scan"
         given = inner_jaxprs(eqn)[0].outvars if loops else []
@@ -245,11 +245,11 @@ class _Finder:
             for index, value in enumerate(op.operands):
                 known = [i for i, v in enumerate(eqn.invars) if self._value(v) == value]
                 places = [
-                    Place(equation=number, value="in", index=i)
+                    EqnValue(equation=number, value="in", index=i)
                     for i in known or ([index] if alone else [])
                 ]
                 places += [
-                    Place(equation=number, value="yield", index=i)
+                    EqnValue(equation=number, value="yield", index=i)
                     for i, var in enumerate(given)
                     if self._value(var) == value
                 ]
@@ -280,7 +280,7 @@ class _Finder:
                 return
             [value] = cut.results
             self.values[var] = value
-            self.makers[value] = Place(equation=number, value="entry", index=index)
+            self.makers[value] = EqnValue(equation=number, value="entry", index=index)
 
     def _results(self, eqn: JaxprEqn, ops: Sequence[Op]) -> list[tuple[int, int]]:
         """An equation's results as (index, value); none if no op gives just these."""

@@ -18,9 +18,9 @@ from cfp.profiling.crashes import record_crashes
 from cfp.profiling.in_flight import InFlightLog
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.outlook import Stage
-from cfp.profiling.place import place_for
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import CompiledBytes, ProfileRecord, is_to_retry
+from cfp.profiling.remote import remote_for
 from cfp.profiling.store import ProfileStore
 from cfp.program.graph import Program
 from cfp.race.programs import (
@@ -104,14 +104,14 @@ def build_each(
         return {}
     mesh, built, options = builder.mesh, builder.built, builder.options
     agreement, platform = Agreement.of(mesh), mesh.devices.flat[0].platform
-    place, most_bytes = place_for(platform, options.place), builder.budget_bytes
+    remote, most_bytes = remote_for(platform, options.remote), builder.budget_bytes
     environment = replace(
         BuildEnvironment.beside(builder.store.build_path),
         always=options.compiler_options,
-        place=place,
+        remote=remote,
         wants_local=options.wants_local,
     )
-    most = default_threads(platform) if place is None else place.at_once
+    most = default_threads(platform) if remote is None else remote.at_once
     pairs = [(digest, built.get(one.identity)) for digest, one in wanted.items()]
     there = {digest: ready for digest, ready in pairs if ready is not None}
     took = [one.build_seconds for one in built.values()]
@@ -156,7 +156,7 @@ def build_each(
             return replace(ready, key=one.job.key)
         if not may_begin(digest):
             return None
-        where = one.place or (builder.program, mesh)
+        where = one.stands_on or (builder.program, mesh)
         started = time.monotonic()
         with in_flight.doing(one.job.key, one.job.label, "build"):
             outcome = build(*where, one.job, environment)

@@ -38,13 +38,13 @@ class RaceProgram:
     Attributes:
         candidate: what it is of.
         job: the whole program under its choice, or a truncated one.
-        place: the program and the mesh, where they are not those of the race.
+        stands_on: the program and the mesh, where they are not those of the race.
         ratios: what it says about the whole program.
     """
 
     candidate: Candidate
     job: Job
-    place: tuple[Program, Mesh] | None = None
+    stands_on: tuple[Program, Mesh] | None = None
     ratios: Ratios = WHOLE
 
     @property

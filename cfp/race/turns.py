@@ -362,10 +362,10 @@ class _Turns:
 
     def _run(self, digest: str, timing: TimingOptions) -> ProfileRecord:
         one, run_one = self.programs[digest], self.builder.options.run or self.run_next
-        place = one.place or (self.builder.program, self.builder.mesh)
+        where = one.stands_on or (self.builder.program, self.builder.mesh)
         expected_ms = one.candidate.predicted_ms or 0.0
         with self.in_flight.doing(one.job.key, one.job.label, "run", expected_ms):
-            return run_one(self.ready[digest], one.job, *place, timing=timing)
+            return run_one(self.ready[digest], one.job, *where, timing=timing)
 
 
 def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:

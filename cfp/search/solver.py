@@ -45,7 +45,7 @@ ROUNDING = 1e-12
 _STEEPEST = 1e6
 
 
-class Place(NamedTuple):
+class SegmentArrays(NamedTuple):
     """A segment: its options, as arrays, and what passes to them and on.
 
     Attributes:
@@ -79,14 +79,14 @@ class Chain:
     """A problem's segments, with the options that may be picked.
 
     Attributes:
-        places: the segments.
+        segments: the segments.
         room: the budget without what every choice needs; None if there is no budget.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._kinds = problem.kinds
         self._allowed = [problem.allowed(kind) for kind in range(len(problem.options))]
-        self.places = [*_places(problem, self._allowed)]
+        self.segments = [*_arrays(problem, self._allowed)]
         budget = problem.budget_bytes
         self.room = None if budget is None else budget - problem.fixed_bytes
 
@@ -104,11 +104,11 @@ class Chain:
             For each number of segments that are decided, from none to all, an array
             over the options of the last of them. Of none it is one number.
         """
-        to_go = np.zeros(len(self.places[-1].time_ms) if self.places else 1)
+        to_go = np.zeros(len(self.segments[-1].time_ms) if self.segments else 1)
         found = [to_go]
-        for place in reversed(self.places):
-            cost = to_go + place.least_ms + price * place.held
-            to_go = (place.edge_ms + cost).min(axis=1)
+        for segment in reversed(self.segments):
+            cost = to_go + segment.least_ms + price * segment.held
+            to_go = (segment.edge_ms + cost).min(axis=1)
             found.append(to_go)
         return found[::-1]
 
@@ -118,9 +118,9 @@ class Chain:
         What passes further than to the next segment counts as in the bound.
         """
         picks, last = [], 0
-        for place, to_go in zip(self.places, self.to_go_ms(price)[1:], strict=True):
-            cost = to_go + place.least_ms + price * place.held
-            last = int((cost + place.edge_ms[last]).argmin())
+        for segment, to_go in zip(self.segments, self.to_go_ms(price)[1:], strict=True):
+            cost = to_go + segment.least_ms + price * segment.held
+            last = int((cost + segment.edge_ms[last]).argmin())
             picks.append(last)
         return picks
 
@@ -146,7 +146,7 @@ class Chain:
         if self.room is None:
             return 0.0
         fast = self._line(self.fastest())
-        lean = self._line([int(place.held.argmin()) for place in self.places])
+        lean = self._line([int(segment.held.argmin()) for segment in self.segments])
         price, highest = 0.0, _STEEPEST * fast.cost_ms / max(1, self.room)
         while max(self.room, lean.held) < fast.held:
             price = (lean.cost_ms - fast.cost_ms) / (fast.held - lean.held)
@@ -161,9 +161,9 @@ class Chain:
 
     def _line(self, picks: Sequence[int]) -> _Line:
         cost_ms, held, last = 0.0, 0, 0
-        for place, pick in zip(self.places, picks, strict=True):
-            cost_ms += float(place.least_ms[pick] + place.edge_ms[last, pick])
-            held += int(place.held[pick])
+        for segment, pick in zip(self.segments, picks, strict=True):
+            cost_ms += float(segment.least_ms[pick] + segment.edge_ms[last, pick])
+            held += int(segment.held[pick])
             last = pick
         return _Line(cost_ms, held)
 
@@ -179,7 +179,9 @@ class _Line(NamedTuple):
         return self.cost_ms + price * self.held
 
 
-def _places(problem: Problem, allowed: Sequence[Sequence[int]]) -> Iterator[Place]:
+def _arrays(
+    problem: Problem, allowed: Sequence[Sequence[int]]
+) -> Iterator[SegmentArrays]:
     """The segments of a problem with the options that are allowed."""
     kinds = problem.kinds
 
@@ -219,7 +221,7 @@ def _places(problem: Problem, allowed: Sequence[Sequence[int]]) -> Iterator[Plac
     for i, kind in enumerate(kinds):
         count = len(allowed[kind])
         far = far_ms[i].values()
-        yield Place(
+        yield SegmentArrays(
             **options[kind],
             edge_ms=edges[kinds[i - 1], kind] if i else np.zeros((1, count)),
             alike=alike[kind, kinds[i + 1]]
@@ -359,15 +361,15 @@ def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None,
     """
     free, priced = chain.to_go_ms(0.0), chain.to_go_ms(price)
     # State of the segments that are still to come, at least.
-    state = sum(int(place.state.min()) for place in chain.places)
+    state = sum(int(segment.state.min()) for segment in chain.segments)
     zero = np.zeros(1, np.int64)
     now, is_all = _Partials(np.zeros(1), zero, zero, zero, zero, {}), True
     stages: list[_Partials] = []
-    for i, place in enumerate(chain.places):
-        now = _grow(now, i, place)
+    for i, segment in enumerate(chain.segments):
+        now = _grow(now, i, segment)
         to_go = free[i + 1][now.pick]
         if chain.room is not None:
-            state -= int(place.state.min())
+            state -= int(segment.state.min())
             fits = np.flatnonzero(now.peak <= chain.room - state)
             now = now.take(fits)
             at_price = priced[i + 1][now.pick] - price * (chain.room - now.kept)
@@ -377,7 +379,7 @@ def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None,
         is_all = is_all and len(rows) == len(bound)
         # To compare far more than may stay takes long.
         rows = _lowest(rows, bound, 4 * MOST_STATES) if now.open else rows
-        rows = rows[_unbeaten(now.take(rows), place, chain.room is not None)]
+        rows = rows[_unbeaten(now.take(rows), segment, chain.room is not None)]
         rows = _lowest(rows, bound, MOST_STATES) if now.open else rows
         now = now.take(rows)
         stages.append(now)
@@ -399,27 +401,29 @@ def _lowest(rows: np.ndarray, bound: np.ndarray, count: int) -> np.ndarray:
     return rows[np.argsort(bound[rows], kind="stable")[:count]]
 
 
-def _grow(now: _Partials, i: int, place: Place) -> _Partials:
+def _grow(now: _Partials, i: int, segment: SegmentArrays) -> _Partials:
     """All partial choices with every option of segment i."""
-    cost = now.cost_ms[:, None] + place.time_ms
-    for maker, far_ms in place.far_ms.items():
+    cost = now.cost_ms[:, None] + segment.time_ms
+    for maker, far_ms in segment.far_ms.items():
         cost = cost + far_ms[now.open[maker]]
-    cost = cost + place.edge_ms[now.pick]
-    kept = now.kept[:, None] + place.held
-    peak = np.maximum(now.peak[:, None] + place.state, kept + place.temp)
+    cost = cost + segment.edge_ms[now.pick]
+    kept = now.kept[:, None] + segment.held
+    peak = np.maximum(now.peak[:, None] + segment.state, kept + segment.temp)
     rows, picks = (index.ravel() for index in np.indices(cost.shape))
-    open_ = {m: c[rows] for m, c in now.open.items() if m not in place.last_of}
-    if place.classes is not None:
-        open_[i] = place.classes[picks]
+    open_ = {m: c[rows] for m, c in now.open.items() if m not in segment.last_of}
+    if segment.classes is not None:
+        open_[i] = segment.classes[picks]
     return _Partials(cost.ravel(), kept.ravel(), peak.ravel(), picks, rows, open_)
 
 
-def _unbeaten(now: _Partials, place: Place, counts_memory: bool) -> np.ndarray:
+def _unbeaten(
+    now: _Partials, segment: SegmentArrays, counts_memory: bool
+) -> np.ndarray:
     """The rows that no other beats of those that all that follows costs as much for.
 
     Without a budget memory does not count, and the cheapest beats all others.
     """
-    state = place.alike[now.pick]
+    state = segment.alike[now.pick]
     for classes in now.open.values():
         both = state * (int(classes.max(initial=0)) + 1) + classes
         state = np.unique(both, return_inverse=True)[1].ravel()

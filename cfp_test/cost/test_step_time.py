@@ -77,7 +77,7 @@ def read(monkeypatch):
 @pytest.fixture
 def predictor(tmp_path):
     with ProfileStore(tmp_path / "profiles.sqlite") as store:
-        yield StepPredictor(rates=_RATES, store=store, place=(), constants=_PLAIN)
+        yield StepPredictor(rates=_RATES, store=store, here=(), constants=_PLAIN)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def ask(predictor, read, monkeypatch):
         words = {"key": key, "options": options, "donated": (), "label": "a step"}
         job: Any = SimpleNamespace(**words)
         text: Any = SimpleNamespace(as_text=lambda: schedule)
-        is_local = predictor.place is not None and predictor.wants_local(job, "")
+        is_local = predictor.here is not None and predictor.wants_local(job, "")
         alone: Any = SimpleNamespace(as_text=lambda: local or schedule)
         inner = Built(key=key, compiled=alone) if is_local else None
         built = Built(key=key, compiled=text, local=inner)
@@ -178,7 +178,7 @@ def test_what_a_computation_by_itself_does_without_is_added(ask, predictor):
 
 def test_where_nothing_runs_a_step_is_predicted_once(ask, read, predictor):
     predicted, ran = ask
-    object.__setattr__(predictor, "place", None)
+    object.__setattr__(predictor, "here", None)
     before = predicted(_alone())
     [known] = predictor.known.values()
     assert predicted(_alone()) == before

@@ -167,7 +167,7 @@ def planning(log: Path, place: Any, folder: Path) -> str:
             mesh=platform.make_mesh((("x", DEVICES),)),
             cache_dir=folder,
             settings=DetailedSettings(
-                measure=True, per_kind=2, in_context=False, place=Noted(place, log)
+                measure=True, per_kind=2, in_context=False, remote=Noted(place, log)
             ),
         )
     return made.to_json()

@@ -1,4 +1,4 @@
-"""Jobs that are compiled in another place than where they run."""
+"""Jobs that are compiled in another process than where they run."""
 
 import pickle
 from dataclasses import replace
@@ -11,8 +11,8 @@ from cfp.profiling import builder
 from cfp.profiling.builder import BuildEnvironment, Built, build, compile_right
 from cfp.profiling.inputs import input_kinds, make_inputs
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.place import RefusedElsewhere, compile_parcel
 from cfp.profiling.record import ProfileRecord
+from cfp.profiling.remote import RefusedElsewhere, compile_parcel
 from cfp.profiling.runner import profile
 from cfp.profiling.store import ProfileStore
 from cfp.program.signature import WrongPlace, unpack
@@ -52,11 +52,11 @@ def run(built, case, job):
 
 
 def test_what_is_compiled_elsewhere_is_the_same_program(case):
-    job, place = case.job(), Elsewhere()
+    job, remote = case.job(), Elsewhere()
     here = build(case.program, case.mesh, job)
-    there = build(case.program, case.mesh, job, BuildEnvironment(place=place))
+    there = build(case.program, case.mesh, job, BuildEnvironment(remote=remote))
     assert isinstance(here, Built) and isinstance(there, Built)
-    assert len(place.compiled) == 1
+    assert len(remote.compiled) == 1
     assert there.collectives == here.collectives != ()
     for name in ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes"):
         assert getattr(there, name) == getattr(here, name) > 0
@@ -77,19 +77,19 @@ def test_what_is_refused_there_is_the_record_that_it_is_here(case):
     assert isinstance(here, ProfileRecord)
     error = RefusedElsewhere("JaxRuntimeError", "no such option", "compile_error")
     there = build(
-        case.program, case.mesh, job, BuildEnvironment(place=Elsewhere(error))
+        case.program, case.mesh, job, BuildEnvironment(remote=Elsewhere(error))
     )
     assert isinstance(there, ProfileRecord)
     assert there.status == here.status == "compile_error"
     assert there.reason == "JaxRuntimeError: no such option"
     dead = RefusedElsewhere("WorkerCrashedError", "it died", "crashed")
     record = build(
-        case.program, case.mesh, job, BuildEnvironment(place=Elsewhere(dead))
+        case.program, case.mesh, job, BuildEnvironment(remote=Elsewhere(dead))
     )
     assert isinstance(record, ProfileRecord) and record.status == "crashed"
 
 
-def test_where_a_place_cannot_it_is_compiled_here(case, caplog, monkeypatch):
+def test_where_a_remote_process_cannot_it_is_compiled_here(case, caplog, monkeypatch):
     here = []
 
     def compile_here(lowered, options):
@@ -97,16 +97,16 @@ def test_where_a_place_cannot_it_is_compiled_here(case, caplog, monkeypatch):
         return compile_right(lowered, options)
 
     monkeypatch.setattr(builder, "compile_right", compile_here)
-    place = Elsewhere(WrongPlace("no cluster"))
-    built = build(case.program, case.mesh, case.job(), BuildEnvironment(place=place))
+    remote = Elsewhere(WrongPlace("no cluster"))
+    built = build(case.program, case.mesh, case.job(), BuildEnvironment(remote=remote))
     assert isinstance(built, Built) and len(here) == 1
     assert "whole is compiled here instead: no cluster" in caplog.text
 
 
 def test_another_version_of_jax_does_not_read_a_program(case):
-    place = Elsewhere()
-    build(case.program, case.mesh, case.job(), BuildEnvironment(place=place))
-    [parcel] = place.compiled
+    remote = Elsewhere()
+    build(case.program, case.mesh, case.job(), BuildEnvironment(remote=remote))
+    [parcel] = remote.compiled
     assert parcel.mesh() == case.mesh
     with pytest.raises(WrongPlace, match=r"got one of jax 0\.1"):
         unpack(replace(parcel, jax_version="0.1"), case.mesh)
@@ -114,14 +114,14 @@ def test_another_version_of_jax_does_not_read_a_program(case):
         replace(parcel, devices=(0, 1, 2, 999)).mesh()
 
 
-def test_jobs_are_compiled_in_the_place_and_run_here(case, tmp_path):
-    place = Elsewhere()
+def test_jobs_are_compiled_in_the_remote_process_and_run_here(case, tmp_path):
+    remote = Elsewhere()
     jobs = [case.job("a"), case.job("b", shard_batch=False)]
-    with ProfileStore(tmp_path / "s.sqlite", copy=place.keep) as store:
-        how = {"timing": QUICK, "options": MeasureOptions(place=place)}
+    with ProfileStore(tmp_path / "s.sqlite", copy=remote.keep) as store:
+        how = {"timing": QUICK, "options": MeasureOptions(remote=remote)}
         found = profile(case.program, case.mesh, jobs, store, **how)
-        assert found.measured == 2 and len(place.compiled) == 2
+        assert found.measured == 2 and len(remote.compiled) == 2
         # All that is kept is kept there, too, and nothing more.
-        assert {key for key, _ in place.kept} == set(found.records)
+        assert {key for key, _ in remote.kept} == set(found.records)
         again = profile(case.program, case.mesh, jobs, store, **how)
-    assert again.cached == 2 and len(place.compiled) == 2
+    assert again.cached == 2 and len(remote.compiled) == 2

@@ -1,7 +1,7 @@
-"""Another place than this process to compile in, and to keep records in.
+"""Another process to compile in, and to keep records in.
 
-What is built, run and kept stays one pipeline (`cfp.profiling.scheduler`); a place
-changes where two of its steps happen. `cfp.cluster.on_ray` has one.
+What is built, run and kept stays one pipeline (`cfp.profiling.scheduler`); a remote
+compiler changes where two of its steps happen. `cfp.cluster.on_ray` has one.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class RefusedElsewhere(Exception):
         self.status: Status = status
 
 
-class Place(Protocol):
-    """Interface to another place that compiles programs and keeps records."""
+class RemoteCompiler(Protocol):
+    """Interface to another process that compiles programs and keeps records."""
 
     @property
     def at_once(self) -> int:
@@ -95,13 +95,13 @@ class Place(Protocol):
         ...
 
 
-def place_for(platform: str, place: Place | None) -> Place | None:
-    """A place, if programs for a platform can be compiled there."""
-    return place if place is not None and place.compiles_for(platform) else None
+def remote_for(platform: str, remote: RemoteCompiler | None) -> RemoteCompiler | None:
+    """A remote compiler, if it compiles for a platform."""
+    return remote if remote is not None and remote.compiles_for(platform) else None
 
 
 def compile_parcel(parcel: Parcel, options: Mapping[str, str]) -> Executable:
-    """Compiles a parcel, in the process of a place.
+    """Compiles a parcel, in the remote process.
 
     Raises:
         Exception: whatever compilers raise.

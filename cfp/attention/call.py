@@ -15,7 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from cfp.attention.kernels import KERNELS, Kernel
-from cfp.attention.problem import Mask, Problem, Window, problem_of, segments_of
+from cfp.attention.problem import (
+    AttentionProblem,
+    Mask,
+    Window,
+    problem_of,
+    segments_of,
+)
 from cfp.attention.ring import Ring, from_zigzag, spread_attention, to_zigzag
 from cfp.attention.strategy import (
     ALL_GATHER,
@@ -168,15 +174,15 @@ def attention(
         # Within, shardings are the compiler's: what arrives may be sharded anyhow.
         types = (AxisType.Auto,) * len(mesh.axis_names)
         mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-    layout = layout_of(problem, mesh, strategy, implementation, zigzag_tokens)
+    choice = choose_kernel(problem, mesh, strategy, implementation, zigzag_tokens)
     query_ids, key_ids = segments_of(segment_ids)
-    return _Placed(layout=layout, mesh=mesh, converts=not zigzag_tokens).run(
+    return _Placed(choice=choice, mesh=mesh, converts=not zigzag_tokens).run(
         q, k, v, query_ids, key_ids, bias
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class AttentionChoice:
     """A problem with a strategy and a kernel that can compute it.
 
     Attributes:
@@ -186,7 +192,7 @@ class Layout:
       heads: how heads are made to divide.
     """
 
-    problem: Problem
+    problem: AttentionProblem
     strategy: AttentionStrategy
     kernel: Kernel
     heads: HeadFit
@@ -207,13 +213,13 @@ class Layout:
         return replace(self.problem.mask(), keys=keys)
 
 
-def layout_of(
-    problem: Problem,
+def choose_kernel(
+    problem: AttentionProblem,
     mesh: Mesh | None,
     given: Given,
     implementation: str | None,
     zigzag_tokens: bool = False,
-) -> Layout:
+) -> AttentionChoice:
     """Finds out how a problem is computed.
 
     Raises:
@@ -244,7 +250,7 @@ def layout_of(
         kernel = KERNELS[name]
         reason = refusal(problem, strategy, kernel, platform_of(mesh))
         if reason is None:
-            return Layout(
+            return AttentionChoice(
                 problem=problem,
                 strategy=strategy,
                 kernel=kernel,
@@ -275,7 +281,10 @@ def platform_of(mesh: Mesh | None) -> str:
 
 
 def refusal(
-    problem: Problem, strategy: AttentionStrategy, kernel: Kernel, platform: str
+    problem: AttentionProblem,
+    strategy: AttentionStrategy,
+    kernel: Kernel,
+    platform: str,
 ) -> str | None:
     """Returns the reason why a problem cannot be computed this way, or None."""
     if problem.dropout:
@@ -285,17 +294,17 @@ def refusal(
     return reason or kernel.refusal(_local(padded, strategy), platform)
 
 
-def _fit(problem: Problem, strategy: AttentionStrategy) -> HeadFit:
+def _fit(problem: AttentionProblem, strategy: AttentionStrategy) -> HeadFit:
     parts = strategy.parts(HEADS, ULYSSES)
     return fit_heads(problem.heads, problem.kv_heads, parts)
 
 
-def _pads_keys(problem: Problem, strategy: AttentionStrategy) -> bool:
+def _pads_keys(problem: AttentionProblem, strategy: AttentionStrategy) -> bool:
     """True if keys are padded that some queries would see."""
     return not problem.causal and problem.keys % strategy.token_multiple > 0
 
 
-def _local(problem: Problem, strategy: AttentionStrategy) -> Problem:
+def _local(problem: AttentionProblem, strategy: AttentionStrategy) -> AttentionProblem:
     """Returns the part of a problem that one device computes at once."""
     fit = _fit(problem, strategy)
     parts = strategy.parts(HEADS, ULYSSES)
@@ -316,9 +325,9 @@ def _local(problem: Problem, strategy: AttentionStrategy) -> Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
-    """A layout on a mesh."""
+    """A choice on a mesh."""
 
-    layout: Layout
+    choice: AttentionChoice
     mesh: Mesh | None
     converts: bool
 
@@ -331,16 +340,16 @@ class _Placed:
         key_ids: jax.Array | None,
         bias: jax.Array | None,
     ) -> jax.Array:
-        layout, strategy = self.layout, self.layout.strategy
+        choice, strategy = self.choice, self.choice.strategy
         if not strategy.roles or self.mesh is None:
             return self._local(q, k, v, query_ids, key_ids, bias)
-        heads = layout.problem.heads
-        q = layout.heads.queries(q)
-        k, v = layout.heads.keys(k), layout.heads.keys(v)
+        heads = choice.problem.heads
+        q = choice.heads.queries(q)
+        k, v = choice.heads.keys(k), choice.heads.keys(v)
         if bias is not None and bias.shape[1] > 1:
-            more = layout.heads.heads - heads
+            more = choice.heads.heads - heads
             bias = jnp.pad(bias, ((0, 0), (0, more), (0, 0), (0, 0)))
-        queries, keys = layout.padded
+        queries, keys = choice.padded
         q, query_ids = self._ordered(q, queries), self._ordered(query_ids, queries)
         k, v, key_ids = (self._ordered(x, keys) for x in (k, v, key_ids))
         if bias is not None:
@@ -365,12 +374,12 @@ class _Placed:
         )(given)
         if strategy.zigzag and self.converts:
             out = from_zigzag(out, strategy.ring_ranks)
-        return out[:, : layout.problem.queries, :heads]
+        return out[:, : choice.problem.queries, :heads]
 
     def _ordered(self, x: Any, tokens: int) -> Any:
         if x is None:
             return None
-        strategy = self.layout.strategy
+        strategy = self.choice.strategy
         more = tokens - x.shape[1]
         if more and strategy.zigzag and not self.converts:
             raise AttentionError(
@@ -397,7 +406,7 @@ class _Placed:
         bias: jax.Array | None = None,
     ) -> jax.Array:
         """Computes one device's part, inside `jax.shard_map`."""
-        strategy = self.layout.strategy
+        strategy = self.choice.strategy
         compute: Callable[..., jax.Array] = self._local
         if strategy.spread is not None:
             compute = self._spread
@@ -408,22 +417,22 @@ class _Placed:
         return _exchanged(out, axes[0], to_heads=False)
 
     def _local(self, q, k, v, query_ids, key_ids, bias) -> jax.Array:
-        layout = self.layout
-        mask = replace(layout.mask, query_segments=query_ids, key_segments=key_ids)
-        return layout.kernel.whole(q, k, v, layout.problem.scores, mask, bias)
+        choice = self.choice
+        mask = replace(choice.mask, query_segments=query_ids, key_segments=key_ids)
+        return choice.kernel.whole(q, k, v, choice.problem.scores, mask, bias)
 
     def _spread(self, q, k, v, query_ids, key_ids, bias) -> jax.Array:
         assert bias is None, "refused before"
-        layout, strategy = self.layout, self.layout.strategy
+        choice, strategy = self.choice, self.choice.strategy
         assert strategy.spread is not None
         ring = Ring(
             axis=strategy.spread,
             ranks=strategy.ring_ranks,
             zigzag=strategy.zigzag,
             gather=bool(strategy.axes(ALL_GATHER)),
-            kernel=layout.kernel,
-            scores=layout.problem.scores,
-            mask=layout.mask,
+            kernel=choice.kernel,
+            scores=choice.problem.scores,
+            mask=choice.mask,
         )
         return spread_attention(q, k, v, query_ids, key_ids, ring)
 

@@ -15,14 +15,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from cfp.attention import plain
-from cfp.attention.problem import BEYOND, Mask, Problem, Scores, may_meet, positions_of
+from cfp.attention.problem import (
+    BEYOND,
+    AttentionProblem,
+    Mask,
+    Scores,
+    may_meet,
+    positions_of,
+)
 
 CHUNK = 1024  # Tokens.
 
 _Arrays = tuple[jax.Array, ...]
 
 
-def refusal(problem: Problem, platform: str) -> str | None:
+def refusal(problem: AttentionProblem, platform: str) -> str | None:
     """Refuses what is as large as all scores."""
     if problem.dense_mask:
         return "it takes no mask of queries by keys, which is as large as the scores"

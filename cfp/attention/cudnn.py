@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cfp.attention.problem import Mask, Problem, Scores
+from cfp.attention.problem import AttentionProblem, Mask, Scores
 from cfp.errors import AttentionError, compose
 
 FORWARD = "dot_product_attention_fwd_wrapper"
@@ -50,7 +50,7 @@ HEAD_DIM_STEP = 8
 MAX_HEAD_DIM_HOPPER, MAX_HEAD_DIM = 256, 128
 
 
-def refusal(problem: Problem, platform: str) -> str | None:
+def refusal(problem: AttentionProblem, platform: str) -> str | None:
     """Returns the reason why cuDNN does not compute this, or None."""
     if platform not in ("cuda", "gpu"):
         return f"it runs on NVIDIA GPUs, and devices are of platform {platform}"

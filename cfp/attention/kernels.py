@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import jax
 
-    from cfp.attention.problem import Mask, Problem, Scores
+    from cfp.attention.problem import AttentionProblem, Mask, Scores
 
     Attend = Callable[
         [jax.Array, jax.Array, jax.Array, Scores, Mask], tuple[jax.Array, jax.Array]
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     Whole = Callable[
         [jax.Array, jax.Array, jax.Array, Scores, Mask, jax.Array | None], jax.Array
     ]
-    Refusal = Callable[[Problem, str], str | None]
+    Refusal = Callable[[AttentionProblem, str], str | None]
 
 
 class ScoreMemory(StrEnum):

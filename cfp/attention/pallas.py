@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cfp.attention.problem import Mask, Problem, Scores
+from cfp.attention.problem import AttentionProblem, Mask, Scores
 
 KERNELS = "jax.experimental.pallas.ops.gpu"
 BLOCK = 128  # Tokens; the kernels' own, forward.
@@ -39,7 +39,7 @@ def _module() -> Any:
     return load(f"{KERNELS}.attention")
 
 
-def refusal(problem: Problem, platform: str) -> str | None:
+def refusal(problem: AttentionProblem, platform: str) -> str | None:
     """Returns the reason why this kernel does not compute a problem, or None."""
     if platform not in ("cuda", "gpu"):
         return f"it runs on GPUs, and devices are of platform {platform}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from cfp.attention.problem import Mask, Problem, Scores, visible
+from cfp.attention.problem import AttentionProblem, Mask, Scores, visible
 
 
 def attend(
@@ -58,7 +58,7 @@ def whole(
     return attend(q, k, v, scores, mask, bias)[0].astype(q.dtype)
 
 
-def refusal(problem: Problem, platform: str) -> str | None:
+def refusal(problem: AttentionProblem, platform: str) -> str | None:
     """Refuses nothing."""
     return None
 

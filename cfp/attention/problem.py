@@ -146,7 +146,7 @@ Window = int | tuple[int | None, int | None] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class AttentionProblem:
     """One attention, of the whole model or of one device.
 
     Attributes:
@@ -219,7 +219,7 @@ def problem_of(
     softcap: float | None,
     scale: float | None,
     dropout: float = 0.0,
-) -> Problem:
+) -> AttentionProblem:
     """Checks arguments as they are given, arrays or their shapes and dtypes.
 
     Raises:
@@ -269,7 +269,7 @@ def problem_of(
                 attempt="bias[None, None]",
             )
         )
-    return Problem(
+    return AttentionProblem(
         batch=batch,
         queries=queries,
         keys=keys,

@@ -9,7 +9,7 @@ from math import prod
 from jax.sharding import PartitionSpec
 
 from cfp.attention.kernels import Kernel
-from cfp.attention.problem import Problem
+from cfp.attention.problem import AttentionProblem
 from cfp.errors import AttentionError, compose
 
 BATCH, HEADS = "batch", "heads"
@@ -120,7 +120,7 @@ class AttentionStrategy:
             (heads or None) if shape[1] > 1 else None,
         )
 
-    def refusal(self, problem: Problem, kernel: Kernel) -> str | None:
+    def refusal(self, problem: AttentionProblem, kernel: Kernel) -> str | None:
         """Returns the reason why this strategy does not compute a problem, or None.
 
         Args:
@@ -146,7 +146,7 @@ class AttentionStrategy:
             )
         return self._refused_by(kernel, problem)
 
-    def _refused_by(self, kernel: Kernel, problem: Problem) -> str | None:
+    def _refused_by(self, kernel: Kernel, problem: AttentionProblem) -> str | None:
         if kernel.attend is None:
             return (
                 f"{kernel.name} has no attention of a block whose gradients follow "

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from cfp.attention.problem import Mask, Problem, Scores
+from cfp.attention.problem import AttentionProblem, Mask, Scores
 
 
 @cache
@@ -19,7 +19,7 @@ def _module() -> Any:
     return importlib.import_module("tokamax")
 
 
-def refusal(problem: Problem, platform: str) -> str | None:
+def refusal(problem: AttentionProblem, platform: str) -> str | None:
     """Returns the reason why Tokamax does not compute this, or None."""
     try:
         _module()

@@ -17,9 +17,9 @@ from cfp.attention import chunked
 from cfp.attention.kernels import KERNELS, ScoreMemory
 from cfp.attention.matching.called import called_among, token_axes
 from cfp.attention.matching.found import Found, Pass
-from cfp.attention.matching.graft import Way
 from cfp.attention.matching.matches import GATHERED, ROUNDS, Match, among, share_at_once
-from cfp.attention.problem import Problem
+from cfp.attention.matching.ways import Way
+from cfp.attention.problem import AttentionProblem
 from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
 from cfp.cost.fusion import FUSED, is_in_memory, uses_through
 from cfp.cost.memory import (
@@ -471,7 +471,7 @@ def spans_of(program: Program, found: Found) -> list[Span]:
 
 
 def working_bytes(
-    problem: Problem, way: Way, sizes: Mapping[str, int], is_backward: bool
+    problem: AttentionProblem, way: Way, sizes: Mapping[str, int], is_backward: bool
 ) -> int:
     """Computes a device's memory beside the values that a pass reads.
 

@@ -42,7 +42,7 @@ class Load:
     most_watts: float = 0.0
 
     @property
-    def refused(self) -> str:
+    def refusal(self) -> str:
         """The reason why a time at this clock is no measurement; "" if it is one."""
         if self.clock_mhz >= _LEAST_SHARE * self.most_mhz:
             return ""

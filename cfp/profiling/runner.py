@@ -246,7 +246,7 @@ def execute(
                 agree=agreement.seconds,
             )
         load = meter.load
-        reason = checked and (load.refused or loop.not_finite())
+        reason = checked and (load.refusal or loop.not_finite())
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         agreement.end_of_run(reason_of(error))
         return built.record(

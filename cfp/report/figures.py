@@ -9,8 +9,6 @@ from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, SegmentKernels, Storage, lay_out
-from cfp.attention.matching.graft import Way
-from cfp.attention.matching.graft import refused as refused_by
 from cfp.attention.matching.matches import (
     Match,
     among,
@@ -19,6 +17,7 @@ from cfp.attention.matching.matches import (
     was_searched,
     way_of,
 )
+from cfp.attention.matching.ways import Way, refusal_of
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.costs import Costs
 from cfp.patterns.sites import among as losses_among
@@ -157,7 +156,7 @@ def _kernels(
         if reason is None or match.problem.dtype != "float32" or isinstance(way, str):
             return reason
         narrow = replace(match.problem, dtype="bfloat16")
-        can = refused_by(narrow, way, *where) is None
+        can = refusal_of(narrow, way, *where) is None
         return reason + "; it would with q, k and v in bfloat16" * can
 
     for one in attentions(program).left_alone:

@@ -12,13 +12,13 @@ from jax.sharding import Mesh
 
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.layout import Frame, constraints, lay_out
-from cfp.attention.matching.graft import Way, refused
 from cfp.attention.matching.matches import (
     Attentions,
     attentions,
     replacements,
     way_of,
 )
+from cfp.attention.matching.ways import Way, refused
 from cfp.checking.check import Check, Difference, compile_alone
 from cfp.presets.presets import DATA_PARALLEL, plainest, presets
 from cfp.program.replace import Replacement

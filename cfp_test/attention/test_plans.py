@@ -11,9 +11,9 @@ import pytest
 
 import cfp
 from cfp.attention import chunked
-from cfp.attention.matching.graft import Way, refused
 from cfp.attention.matching.matches import attentions, replacements
-from cfp.attention.problem import Problem
+from cfp.attention.matching.ways import Way, refused
+from cfp.attention.problem import AttentionProblem
 from cfp.checking.check import Check, both_sides
 from cfp.context import open_context
 from cfp.cost.choice import segment_candidate
@@ -249,7 +249,7 @@ def test_by_default_no_precision_is_lost(tmp_path):
     plan = on_described(step, tmp_path)
     assert not plan.constraints.replaced
     with jax.enable_x64(True):
-        problem = Problem(
+        problem = AttentionProblem(
             batch=1,
             queries=8,
             keys=8,

@@ -9,8 +9,8 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.attention import chunked
-from cfp.attention.matching.graft import Way
-from cfp.attention.problem import Problem
+from cfp.attention.matching.ways import Way
+from cfp.attention.problem import AttentionProblem
 from cfp.cost.choice import segment_candidate
 from cfp.cost.costs import Costs, working_bytes
 from cfp.presets.presets import presets
@@ -97,7 +97,7 @@ def test_attention_in_chunks_needs_about_what_is_estimated(tokens, name, spread)
     assert 0.85 * compiled <= estimated <= 1.35 * compiled
 
 
-PROBLEM = Problem(
+PROBLEM = AttentionProblem(
     batch=4,
     queries=512,
     keys=512,

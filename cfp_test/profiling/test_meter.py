@@ -77,23 +77,23 @@ def test_the_later_half_counts(library):
     found.most_mhz = 1980.0
     load = found.load
     assert (load.clock_mhz, load.power_watts) == (1610.0, 610.0)
-    assert load.refused == ""
+    assert load.refusal == ""
 
 
 def test_an_idle_clock_is_refused(library):
     used = library([345], watts=80)
     load = waited(used)
     assert (load.clock_mhz, load.most_mhz, load.power_watts) == (345, 1980, 80)
-    assert load.refused.startswith("ran at 345 MHz of 1980")
+    assert load.refusal.startswith("ran at 345 MHz of 1980")
     assert used.opened == 0
 
 
 def test_a_clock_under_load_is_not(library):
-    assert waited(library([1590])).refused == ""
+    assert waited(library([1590])).refusal == ""
 
 
 def test_a_clock_that_a_limit_of_power_holds_down_is_not(library):
-    assert waited(library([885], watts=690)).refused == ""
+    assert waited(library([885], watts=690)).refusal == ""
 
 
 def test_without_a_driver_nothing_is_known(library):
@@ -112,7 +112,7 @@ def test_what_the_driver_does_not_say_is_not_refused(library):
     used = library([1590], broken=True)
     with metered(GPU) as found:
         time.sleep(0.01)
-    assert found.load == Load() and found.load.refused == ""
+    assert found.load == Load() and found.load.refusal == ""
     assert used.opened == 0
 
 

@@ -6,7 +6,7 @@ infer      Found -> Meaning: scale, mask, soft cap, bias; then the proof, by num
 called     Program -> Called: what a kernel that the step calls itself computes, one for
            each pass, read from the call: neither found nor proved
 matches    Match = Found + Meaning + Problem; and Match + layout -> Way
-graft      Found + Meaning + Way -> Replacement, as `cfp.program.replace` puts in place;
+ways       Found + Meaning + Way -> Replacement, as `cfp.program.replace` puts in place;
            of a Called see `called.replacement_of`
 found      records of what is found, and the program as it is seen: Found, View
 functions  Meaning; Way: a kernel, and the role of each axis; functions of replacements

@@ -25,7 +25,7 @@ from cfp.attention import cudnn
 from cfp.attention.kernels import KERNELS
 from cfp.attention.matching.found import Found, LeftAlone, Pass, Tensor
 from cfp.attention.matching.functions import NAME, Way
-from cfp.attention.problem import Problem, problem_of
+from cfp.attention.problem import AttentionProblem, problem_of
 from cfp.attention.ring import Ring, attend_ring, from_zigzag, ring_gradients, to_zigzag
 from cfp.attention.strategy import ALL_GATHER, BATCH, HEADS, AttentionStrategy
 from cfp.program.graph import Op, Program, Spec, dtype_bytes
@@ -57,7 +57,7 @@ class Called:
     refusal: str = ""
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> AttentionProblem:
         """The same as a problem for other kernels, if nothing of it is unknown."""
         q, k, v = self.shapes
         return problem_of(
@@ -264,7 +264,9 @@ def way_of_called(
     return Way(implementation, tuple(roles))
 
 
-def indivisible(problem: Problem, way: Way, mesh: Mapping[str, int]) -> str | None:
+def indivisible(
+    problem: AttentionProblem, way: Way, mesh: Mapping[str, int]
+) -> str | None:
     """Returns the reason why ranks would not have equal parts, or None.
 
     Args:
@@ -337,7 +339,7 @@ class CalledFunctions:
         jax_version: kernels and their times may depend on it.
     """
 
-    problem: Problem
+    problem: AttentionProblem
     way: Way
     call: cudnn.Call
     makes: tuple[tuple[tuple[int, ...], str], ...]

@@ -21,16 +21,16 @@ from cfp.attention.matching.called import (
 from cfp.attention.matching.find import candidates, dropout
 from cfp.attention.matching.found import Different, Found, LeftAlone, View
 from cfp.attention.matching.functions import Meaning
-from cfp.attention.matching.graft import (
+from cfp.attention.matching.infer import Prover
+from cfp.attention.matching.ways import (
     Way,
-    grafts,
+    make_replacements,
     out_of_order,
     problem_of_found,
-    refused,
+    refusal_of,
     roles_of,
 )
-from cfp.attention.matching.infer import Prover
-from cfp.attention.problem import Problem
+from cfp.attention.problem import AttentionProblem
 from cfp.program.graph import Program
 from cfp.program.replace import Replacement
 
@@ -52,7 +52,7 @@ class Match:
 
     found: Found
     meaning: Meaning
-    problem: Problem
+    problem: AttentionProblem
     called: Called | None = None
 
     @property
@@ -206,7 +206,7 @@ def cannot(
         mesh: sizes of its axes.
         platform: of its devices, such as "cpu" or "gpu".
     """
-    reason = refused(match.problem, way, mesh, platform)
+    reason = refusal_of(match.problem, way, mesh, platform)
     if reason is None and match.called is not None:
         return indivisible(match.problem, way, mesh)
     return reason
@@ -232,4 +232,4 @@ def replacements(program: Program, match: Match, way: Way) -> tuple[Replacement,
     """Returns the replacements that compute an attention in a given way."""
     if match.called is not None:
         return (replacement_of(program, match.called, way),)
-    return grafts(program, match.found, match.meaning, way)
+    return make_replacements(program, match.found, match.meaning, way)

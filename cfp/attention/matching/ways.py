@@ -20,7 +20,7 @@ from cfp.attention.matching.functions import (
     has_same_segments,
     product,
 )
-from cfp.attention.problem import Problem
+from cfp.attention.problem import AttentionProblem
 from cfp.attention.strategy import AttentionStrategy
 from cfp.errors import AttentionError
 from cfp.program.graph import Program
@@ -39,7 +39,9 @@ def heads_of(found: Found) -> str:
     return letters[-1] if letters else ""
 
 
-def problem_of_found(program: Program, found: Found, meaning: Meaning) -> Problem:
+def problem_of_found(
+    program: Program, found: Found, meaning: Meaning
+) -> AttentionProblem:
     """Returns a found attention as a problem for kernels."""
     sizes, heads = found.sizes, heads_of(found)
     batch = [x for x in sizes if x[0] == "b" and x != heads]
@@ -49,7 +51,7 @@ def problem_of_found(program: Program, found: Found, meaning: Meaning) -> Proble
     dtypes = [program.values[reads[name].value].dtype for name in ("q", "k", "v")]
     names = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
     known = [names.get(d, d) for d in dtypes]
-    return Problem(
+    return AttentionProblem(
         batch=product(sizes, batch),
         queries=sizes.get(meaning.tokens, 1),
         keys=sizes["k"],
@@ -109,8 +111,8 @@ def roles_of(
     return tuple(roles)
 
 
-def refused(
-    problem: Problem, way: Way, sizes: Mapping[str, int], platform: str
+def refusal_of(
+    problem: AttentionProblem, way: Way, sizes: Mapping[str, int], platform: str
 ) -> str | None:
     """Returns the reason why a problem cannot be computed in a way, or None.
 
@@ -127,7 +129,7 @@ def refused(
     return refusal(problem, strategy, KERNELS[way.implementation], platform)
 
 
-def grafts(
+def make_replacements(
     program: Program, found: Found, meaning: Meaning, way: Way
 ) -> tuple[Replacement, ...]:
     """Returns the replacements for all passes of an attention."""
@@ -224,5 +226,5 @@ def _shaped(program: Program, v: int, letters: Letters) -> Shaped:
 
 def out_of_order(program: Program, found: Found, meaning: Meaning) -> bool:
     """True if some pass reads a value that is made too late to replace the pass."""
-    ways = grafts(program, found, meaning, Way("xla"))
+    ways = make_replacements(program, found, meaning, Way("xla"))
     return not all(is_in_order(program, s) for one in ways for s in one.stages)

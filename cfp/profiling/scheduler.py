@@ -57,6 +57,7 @@ def run_tasks(
     limits: Limits | None = None,
     program: str = "",
     is_late: Callable[[], bool] | None = None,
+    open_links: Callable[[AnyTask, Built], object] | None = None,
 ) -> ProfileSummary:
     """Measures what the store does not know.
 
@@ -82,6 +83,10 @@ def run_tasks(
       is_late: whether time is over, so that nothing else is begun: what was not
         measured by then has no record. Several processes must run the same, and do
         not ask.
+      open_links: called with the first task once it is built, in its thread, while
+        others are built: the first run on devices may take seconds before it begins.
+        Not where it would disturb what runs, or other processes would have to take
+        part.
     """
     by_key: dict[str, AnyTask] = {}
     for task in tasks:
@@ -101,6 +106,8 @@ def run_tasks(
             is_late=is_late,
         )
         state.look_up()
+        if open_links is not None and state.agreement.alone and not overlap:
+            state.open_links = open_links
         _measure(state, threads, overlap)
         return state.summary()
 
@@ -148,13 +155,16 @@ def _started(pool: CompilePool, state: _State, tasks: Sequence[Task]) -> list[Bu
     builds: dict[str, Building] = {}
     for task in sorted(tasks, key=lambda task: not task.after.isdisjoint(digests)):
         before = [builds[digest] for digest in task.after if digest in builds]
-        build = partial(_build, state, task)
+        opens, state.open_links = state.open_links, None  # By the first alone.
+        build = partial(_build, state, task, opens)
         builds[task.key.digest] = pool.start(task.label, build, before)
     return [builds[task.key.digest] for task in tasks]
 
 
-def _build(state: _State, task: Task) -> Outcome:
-    """Builds a task, in a thread."""
+def _build(
+    state: _State, task: Task, opens: Callable[[Any, Built], object] | None
+) -> Outcome:
+    """Builds a task, in a thread, and opens links by it where that is asked for."""
     if state.ends:
         raise CancelledError  # Nothing waits for it any more.
     with state.in_flight.doing(task.key, task.label, "build", then_wait=True):
@@ -162,7 +172,10 @@ def _build(state: _State, task: Task) -> Outcome:
         state.built.add(task.key.digest)
         if isinstance(outcome, ProfileRecord):
             state.keep(outcome)
-        return outcome
+    if opens is not None and isinstance(outcome, Built):
+        with state.in_flight.doing(task.key, task.label, "run", then_wait=True):
+            opens(task, outcome)
+    return outcome
 
 
 @dataclass(slots=True)
@@ -176,6 +189,7 @@ class _State:
     progress: ProgressCallback | None
     agreement: Agreement
     is_late: Callable[[], bool] | None = None
+    open_links: Callable[[Any, Built], object] | None = None
     records: dict[str, ProfileRecord] = field(default_factory=dict)
     built: set[str] = field(default_factory=set)
     to_retry: dict[str, ProfileRecord] = field(default_factory=dict)

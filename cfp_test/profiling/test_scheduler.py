@@ -303,6 +303,47 @@ def test_builds_and_runs_keep_apart_if_asked(shop, store, threads, batch):
     assert shop.most_waiting == batch
 
 
+def test_links_are_opened_by_the_first_while_others_are_built(shop, store):
+    """It counts as a run, which has less time than a build before it hangs."""
+    opened, begun = threading.Event(), threading.Event()
+    shop.on_build["b"] = lambda: (begun.set(), opened.wait(GUARD_SECONDS))
+    did = []
+
+    def open_links(task, built):
+        assert begun.wait(GUARD_SECONDS)
+        [alive] = InFlightFolder(store.path).living()
+        doing = {mark.label: mark.doing for mark in alive.operations}
+        did.append((task.label, built.key, doing["task a"], [*shop.ran]))
+        opened.set()
+
+    tasks = shop.tasks("abc")
+    how = {"threads": 2, "overlap": False, "open_links": open_links}
+    summary = run_tasks(tasks, store, **how)
+    assert did == [("task a", key_of("a"), "run", [])]
+    assert shop.ran == ["a", "b", "c"] and summary.measured == 3
+    run_tasks(tasks, store, **how)
+    assert len(did) == 1, "what is known opens nothing"
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_links_are_not_opened_beside_runs_or_without_other_processes(
+    shop, store, is_alone
+):
+    opened = []
+    how = {"overlap": is_alone, "open_links": lambda *_: opened.append(1)}
+    agreement = Agreement(alone=True) if is_alone else Dissent([])
+    run_tasks(shop.tasks("ab"), store, threads=2, agreement=agreement, **how)
+    assert not opened and shop.ran == ["a", "b"]
+
+
+def test_what_could_not_be_built_opens_no_links(shop, store):
+    shop.unbuildable = {"a"}
+    opened = []
+    how = {"overlap": False, "open_links": lambda *_: opened.append(1)}
+    summary = run_tasks(shop.tasks("ab"), store, threads=2, **how)
+    assert not opened and summary.measured == 1
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_shares_kernels_is_built_last_and_run_in_its_turn(

@@ -118,6 +118,22 @@ def compiled_once():
 
 
 @pytest.fixture(scope="module")
+def compared_on_one():
+    """Has results compared on one device: a program for each shape, not each sharding.
+
+    For modules that compare results of many shardings.
+    """
+    import jax
+
+    def bring_to_one(*arrays):
+        return tuple(jax.device_put(x, jax.devices()[0]) for x in arrays)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cfp.checking.check.brought_together", bring_to_one)
+        yield
+
+
+@pytest.fixture(scope="module")
 def analyzed_once():
     """Has each step traced and analysed once in a module, whichever test plans it.
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cfp.models import build, find, initialise
-from cfp.models.train import TrainConfig
+from cfp.models.train import TrainConfig, TrainState
 
 GPT_TINY = {
     "layers": 2,
@@ -77,6 +77,22 @@ def start(name):
     """A tiny model's own first state."""
     init_fn, _ = initialise(name, **TINY[name])
     return quick_jit(init_fn)(jax.random.key(0))
+
+
+def draw_start(name, **options):
+    """A step of any size, with arguments that take no program to make but the batch's.
+
+    Parameters are all random, as those of `network`; the optimizer has seen nothing.
+    """
+    step, (state, _) = build(name, **options)
+    _, batch_fn = initialise(name, **options)
+    rng = np.random.default_rng(0)
+    moments = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), state.opt_state)
+    params = jax.tree.map(
+        lambda p: rng.normal(scale=0.1, size=p.shape).astype(p.dtype), state.params
+    )
+    first = jax.tree.map(jnp.asarray, TrainState(params, moments))
+    return step, (first, batch_fn(jax.random.key(1)))
 
 
 @functools.cache

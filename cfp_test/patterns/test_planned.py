@@ -15,13 +15,15 @@ from cfp.analysis.analyze import analyze
 from cfp.cli.options import settings
 from cfp.cost.choice import segment_candidate
 from cfp.cost.costs import Costs
-from cfp.models.registry import build, initialise
+from cfp.models.registry import build
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.rates import Rates
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
 from cfp.search.choices import Kernels
 from cfp.view.text import explain_text, plan_text
-from cfp_test.checking import prepare
+from cfp_test.checking import make_mesh
 from cfp_test.models.tiny import TINY
 from cfp_test.named_kernels import name_of
 
@@ -121,13 +123,8 @@ def test_a_cross_entropy_in_parts_that_was_asked_for_and_is_not_there_is_told():
 
 def test_a_segment_may_have_both_and_then_holds_less_than_with_either():
     options = {**TINY["gpt"], "layers": 1}
-
-    def make():
-        init, batch = initialise("gpt", **options)
-        state = init(jax.random.key(0))
-        return build("gpt", **options)[0], (state, batch(jax.random.key(1)))
-
-    program = prepare("gpt", make, (("x", 4),)).frame.program
+    flat = flatten_step(*build("gpt", **options))
+    program, _ = trace(flat, make_mesh((("x", 4),)))
     analysis = analyze(program, (("x", 4),))
     costs = Costs(analysis, Rates.default(analysis.frame.mesh))
     choice = presets(analysis.frame)["data_parallel"]

@@ -1,6 +1,7 @@
 """The models of the zoo with their cross-entropies over parts of the vocabulary."""
 
 import dataclasses
+import functools
 
 import jax
 import pytest
@@ -8,7 +9,6 @@ import pytest
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import lay_out
 from cfp.errors import PlanMismatch
-from cfp.models.registry import build, initialise
 from cfp.patterns.sites import cross_entropies
 from cfp.presets.presets import presets
 from cfp.program.graft import constrain
@@ -18,7 +18,7 @@ from cfp.runtime.execute import resolved
 from cfp.search.jobs import constraints_of
 from cfp.settings import ConstraintLevel
 from cfp_test.checking import differences, prepare, shardings
-from cfp_test.models.tiny import TINY
+from cfp_test.models.tiny import TINY, draw_start
 from cfp_test.named_kernels import kernels_named
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -26,17 +26,15 @@ pytestmark = pytest.mark.usefixtures("compiled_once")
 MESH = (("x", 2), ("y", 2))
 
 
+@functools.cache
 def case_of(name, **options):
     # A scan of two, and a layer of experts besides one without.
     layers = 2 if name == "moe" or options.get("scan") else 1
     options = {**TINY[name], "layers": layers, **options}
 
     def make():
-        step, _ = build(name, **options)
-        init, batch = initialise(name, **options)
-        state = init(jax.random.key(0))
         # Adam's first step is a sign: rounding of what is near zero would show.
-        return step, (state, batch(jax.random.key(1))), {"tolerance": 1e-3}
+        return *draw_start(name, **options), {"tolerance": 1e-3}
 
     return prepare(name, make, MESH)
 

@@ -10,15 +10,18 @@ from jax.sharding import AbstractMesh
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import lay_out
-from cfp.models import build, initialise
+from cfp.models import build
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.covering import cover_values
+from cfp_test.models.tiny import draw_start
 
-pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
+pytestmark = pytest.mark.usefixtures(
+    "compiled_once", "analyzed_once", "compared_on_one"
+)
 
 LAYERS, BATCH, SEQ, HIDDEN = 2, 8, 32, 64
 OPTIONS = {
@@ -31,6 +34,7 @@ OPTIONS = {
     "dtype": "float32",
 }
 ACTIVATION_BYTES = 4 * BATCH * SEQ * HIDDEN
+STEPS = 3
 NO_RACE = PlannerSettings(race=False)
 
 
@@ -271,19 +275,17 @@ def test_megatron_by_pins(mesh, tmp_path):
 
 @pytest.fixture(scope="module")
 def trained():
-    """A model, what starts it, some batches, and what one device makes of them."""
+    """A model, where it starts, and what one device makes of it in some steps."""
 
     def train(model):
         options = {**OPTIONS, "layers": 1}
         if model == "moe":  # Every other layer is one of experts.
             options.update(layers=2, experts=4, expert_group_size=64)
-        fn, args = build(model, **options)
-        init, make_batch = initialise(model, **options)
-        batches = [make_batch(jax.random.key(turn)) for turn in range(3)]
-        state, reference = init(jax.random.key(0)), jax.jit(fn)
-        for batch in batches:
+        fn, (start, batch) = draw_start(model, **options)
+        state, reference = start, jax.jit(fn)
+        for _ in range(STEPS):
             state, metrics = reference(state, batch)
-        return (fn, args), init, batches, (state, metrics)
+        return fn, (start, batch), (state, metrics)
 
     return functools.cache(train)
 
@@ -295,18 +297,20 @@ def trained():
 def test_presets_compute_what_one_device_computes(
     trained, model, preset, mesh, tmp_path
 ):
-    (fn, args), init, batches, expected = trained(model)
+    fn, (start, batch), expected = trained(model)
     plan = cfp.plan(
         fn,
-        *args,
+        *(start, batch),
         mesh=mesh,
         preset=preset,
         donate_argnums=(0,),
         cache_dir=tmp_path,
         settings=NO_RACE,
     )
-    step, state = plan.apply(fn), plan.init(init, jax.random.key(0))
-    for batch in batches:
+    # What is donated is gone.
+    state = jax.device_put(jax.tree.map(jnp.copy, start), plan.in_shardings[0])
+    step = plan.apply(fn)
+    for _ in range(STEPS):
         state, metrics = step(state, batch)
     differences = cfp.compare((state, metrics), expected)
     assert differences[0].relative_l2 < 1e-5, differences[:3]

@@ -74,7 +74,6 @@ class PlanContext:
     Attributes:
         mesh: the devices, which may only be described.
         rules: the platform's defaults, with the user's settings in their place.
-        environment: what measurements depend on.
         agreement: of the processes that have the devices.
         measure: how anything is built and timed.
         memory: the budget that was asked for, not the device's memory; None if none
@@ -180,7 +179,6 @@ def open_context(
     Args:
         mesh: the devices, which may only be described.
         cache_dir: where measurements are kept; the user's cache by default.
-        budget_bytes: memory of a device that was asked for, or None.
     """
     settings = settings_or_defaults(settings)
     agreement = agreement_of(mesh)

@@ -57,9 +57,7 @@ class FoundPlan:
     """A plan, and what of its making a comparison with other plans needs.
 
     Attributes:
-        analysis: of the step that was planned.
         winner: what the plan decides.
-        problem: what was searched, if anything was.
         interrupted: whether the user ended the measuring, so that there was no race.
     """
 
@@ -110,9 +108,6 @@ def find_plan(
     analyzed: Analyzed | None = None,
 ) -> FoundPlan:
     """Runs all passes for a step over flat arguments; see :func:`cfp.plan`.
-
-    Args:
-        analyzed: the step on the mesh, if that is known.
 
     Raises:
         MemoryBudgetError: nothing fits; see :func:`find_with_state_in_host`.
@@ -262,11 +257,7 @@ def complete_plan(
     solution: Solution,
     profiles: Profiles | None = None,
 ) -> FoundPlan:
-    """Has a solution's candidates raced, and completes the plan of what won.
-
-    Args:
-        profiles: what was measured of segments, if anything was.
-    """
+    """Has a solution's candidates raced, and completes the plan of what won."""
     analysis, rules = analyzed.analysis, context.rules
     made, outcome, solution = _decided(context, analysis, solution, profiles)
     made = made.bound_to(step, analyzed.lowering.out_tree)

@@ -28,7 +28,6 @@ class Variant:
 
     Attributes:
         name: what it is called in the outcome.
-        fn: the step, as for :func:`cfp.plan`.
         args: its arguments, arrays or ``jax.ShapeDtypeStruct`` s.
         kwargs: its arguments by name.
         microbatches: in how many parts the batch goes through the step, if that is

@@ -61,7 +61,6 @@ class PlannerSettings:
             two presets race.
         retry_failures: whether what failed before is tried again; or what failed
             before a moment, which a process that is started again keeps to.
-        limits: what counts as hung.
         progress: called with every event, a :class:`Progress` or a line of text.
         ray: address of a Ray cluster to plan on: "auto", "host:port", or "local",
             which starts one here; see docs/ray.md.

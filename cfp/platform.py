@@ -178,7 +178,6 @@ def make_mesh(
     """A mesh of the first devices; over all of them, with one axis x, if axes is None.
 
     Args:
-        axes: names and sizes.
         device_kind: JAX's name of the devices that should be here, for messages.
         attempt: what to try where devices are missing, if not the usual: other options
             of the command.

@@ -40,10 +40,7 @@ class Candidate:
 
     Attributes:
         name: what the race calls it.
-        choice: strategies and storage.
         predicted_ms: its step time by the profiles, or None.
-        level: how much the compiler is constrained.
-        is_preset: whether it is a preset.
     """
 
     name: str
@@ -102,11 +99,7 @@ class Prediction:
 def prediction_of(
     analysis: Analysis, problem: Problem | None, choice: Choice
 ) -> Prediction:
-    """Predicts a choice's cost for a whole program.
-
-    Args:
-        problem: what was searched; None if nothing was.
-    """
+    """Predicts a choice's cost for a whole program."""
     picks = None if problem is None else picks_of(analysis, problem, choice)
     if problem is None or picks is None:
         return Prediction()

@@ -68,7 +68,6 @@ class Target:
 
     Attributes:
         name: as it was written.
-        args: its arguments, arrays or shapes.
         donate: positions of arguments that the step may overwrite.
         static: positions of arguments that are not arrays.
         make_args: makes real arguments; takes the shardings of those that are not

@@ -237,7 +237,6 @@ def resolve_pins(
     Args:
         pins: shardings by pattern.
         program: whose arguments are meant.
-        mesh: names and sizes of the mesh's axes.
 
     Raises:
         PinError: a pattern matches nothing, or its sharding does not fit what it

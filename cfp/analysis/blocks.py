@@ -391,7 +391,6 @@ class Block:
     """A ParallelBlock.
 
     Attributes:
-        index: its place in the sequence of blocks.
         members: its contractions, the anchor first.
         ops: ids of all its ops, contractions included, in program order.
         name: its place in the user's model; see :mod:`cfp.analysis.flow`.

@@ -44,7 +44,6 @@ def dump_analysis(folder: Path, analysis: Analysis, module: str) -> list[Path]:
     Args:
         folder: is made if it is missing.
         analysis: what to write.
-        module: the program's StableHLO as text.
 
     Returns:
         The files.
@@ -210,7 +209,6 @@ def op_line(program: Program, op: Op, *, typed: bool = False) -> str:
     """An op on one line, with its number and its place in the user's model.
 
     Args:
-        op: one of its ops.
         typed: as in the strategy map: every operand with its type, the number left
             out.
     """
@@ -281,7 +279,6 @@ class Summary:
     """Parts of a program that can be sharded over all devices, and parts that cannot.
 
     Attributes:
-        devices: how many devices the mesh has.
         contractions: each with its FLOPs.
         state: each parameter with what is kept along with it, and its bytes.
     """

@@ -22,7 +22,6 @@ class Segment:
     """A run of blocks.
 
     Attributes:
-        index: its place in the sequence of segments.
         start, end: block indices, ``end`` not included.
         kind: equal for segments of equal structure; kinds count from 0.
         ops: ids of its top-level ops, the updates of its parameters included.

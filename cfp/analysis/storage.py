@@ -54,14 +54,12 @@ class StorageGroup:
     """Arguments that are stored alike.
 
     Attributes:
-        index: its place in the list of groups.
         args: argument positions, the parameter first: the one that the rest of the
             program reads, if any does.
         outputs: the outputs that carry their new values, aligned with ``args``;
             None for an argument that is read but not updated.
         ops: ids of the top-level update ops.
         gradients: value ids that enter the update from the rest of the program.
-        shape: the shape of the parameter.
         inner_ops: ids of update ops inside loops and branches, such as those that
             add up gradients.
         reads: ids of the ops that bring the parameter to the blocks: casts, and the

@@ -57,7 +57,6 @@ class Kernel:
 
     Attributes:
       name: as in `cfp.attention(..., implementation=name)`.
-      module: the module that computes it.
       scores: the place of the scores.
       matmul_share: the share of a large matrix product's rate that it reaches, forward
         and backward, at 4k to 64k tokens; docs/results/attention_h200_202611.

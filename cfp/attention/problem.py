@@ -155,8 +155,6 @@ class AttentionProblem:
       keys: tokens that are asked.
       heads: of queries, a multiple of kv_heads.
       kv_heads: of keys and values.
-      head_dim: numbers of a head.
-      dtype: of queries, keys and values.
       causal: whether no key behind the query is seen.
       left: how many positions back a query sees; None has no bound.
       right: how many positions ahead; None has no bound.

@@ -124,7 +124,6 @@ class AttentionStrategy:
         """Returns the reason why this strategy does not compute a problem, or None.
 
         Args:
-          problem: of the whole mesh.
           kernel: what computes it on each device; asked by itself for what it can do.
         """
         for roles, name in ((_SPREAD, "ring or gathering"), ((ULYSSES,), "Ulysses")):

@@ -128,9 +128,6 @@ def verify(
 
     Args:
         plan: of the step, from elsewhere.
-        analysis: of the step on the mesh.
-        out_tree: the structure of its results.
-        mesh: the devices; its axes are the plan's.
         seconds: about how long it may take; what is not compiled by then is left out.
         progress: called with what is being done.
 

@@ -24,11 +24,7 @@ from cfp.targets import Target, resolve
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session(Analyzed):
-    """A target, analysed on devices that are there.
-
-    Attributes:
-        step: the target's step over flat arguments.
-    """
+    """A target, analysed on devices that are there."""
 
     target: Target
     step: FlatStep

@@ -217,7 +217,6 @@ class ProcessAnswer:
     """The answer of a process.
 
     Attributes:
-        text: the output of a tool.
         data: the findings of a probe.
         trouble: the reason why there is no answer; empty if there is one.
         signal: the name of the signal that ended the process, or empty.

@@ -53,9 +53,6 @@ def layout_of(analysis: Analysis, candidates: Mapping[int, SegmentChoice]) -> La
 
     Of one by itself those of the same kind right before and behind are laid out alike,
     so that what crosses into them is sharded as they would read it.
-
-    Args:
-        candidates: the choice for each segment, by its index.
     """
     segments, laid_out = analysis.segments, dict[int, SegmentChoice]()
     if len(candidates) == 1:

@@ -478,7 +478,6 @@ def working_bytes(
     For the backward pass that is the output, too; gradients, in float32, are counted.
 
     Args:
-        problem: of the whole mesh.
         way: how it is computed, in chunks.
         is_backward: which pass.
     """

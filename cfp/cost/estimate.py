@@ -60,7 +60,6 @@ class SegmentEstimate:
 
         Args:
             strategies: for each block those that stay, or None for all.
-            modes: how parameters may be stored.
         """
         node_ms = {mode: rows for mode, rows in self.node_ms.items() if mode in modes}
         if strategies is None:
@@ -107,7 +106,6 @@ def estimate_segment(
     """Estimates a segment.
 
     Args:
-        terms: of the program on its mesh.
         twin: the segment of the same kind that follows right behind it, if any:
             what moves between the two is then part of the estimate.
     """

@@ -160,7 +160,6 @@ def host_bytes(layout: Layout, positions: Iterable[int]) -> tuple[int, int]:
     """Computes the bytes of arguments that the host has, for each device.
 
     Args:
-        layout: of the program, or of a part.
         positions: arguments; those that devices have do not count.
 
     Returns:
@@ -282,7 +281,6 @@ def value_bytes(layout: Layout, v: int, spec: Spec | None = None) -> int:
     """Computes the bytes of a value on each device.
 
     Args:
-        layout: of the program, or of a part.
         spec: how it is sharded; if None, as its reader has it: what is gathered in the
             forward pass stays so.
     """

@@ -57,7 +57,6 @@ class Sent:
     Attributes:
         kind: as in HLO.
         bytes: the larger side's size on one device; see `cfp.profiling.hlo`.
-        group_size: of one group of devices.
         start: how many of the schedule's `Computed` come before its start.
         done: how many come before what waits for it; `start` if nothing is beside it.
         times: how often it runs there, one after another.

@@ -334,7 +334,6 @@ class Predicted:
     """A program's whole step, as it was predicted.
 
     Attributes:
-        label: what progress calls the program.
         record: its samples are predictions.
         local_ms: measured times of its one-device version, as they were taken, from
             which `partitioned_compute_ms` follows; empty if that did not run.
@@ -375,7 +374,6 @@ class StepPredictor:
     (`cfp.settings.RUNS_PLAYED`).
 
     Attributes:
-        store: where the computation's times are kept.
         here: what these depend on; None where nothing runs, and the computation's
             time follows from the rates, too.
         compiler_options: that programs for such devices need.

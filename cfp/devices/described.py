@@ -134,7 +134,6 @@ def compiling_mesh(axes: tuple[tuple[str, int], ...], target: str) -> Mesh:
     """A mesh of devices that programs are compiled for, of which none is here.
 
     Args:
-        axes: names and sizes.
         target: what the compiler has to know of a device, as XLA reads it.
 
     Raises:

@@ -106,7 +106,6 @@ class Description(_Numbers):
     Attributes:
         kind: the shipped kind to start from.
         devices_per_host: number of devices of each host.
-        device_kind: JAX's name of the kind.
         aliases: other names of the kind.
         rates: measured ones, in the table ``measured``.
         curves: of the links of a host.
@@ -259,12 +258,10 @@ class DeviceKind:
 
     Attributes:
         name: as in ``4xh200``.
-        device_kind: as JAX calls it.
         devices_per_host: how many stand in a host, usually.
         numbers: what is specified, by name.
         measured: of those, what was measured.
         curve_devices: of how many devices of a host the curves are; 0 without curves.
-        curves: by kind of collective.
         curve_source: where they are from.
     """
 

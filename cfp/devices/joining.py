@@ -42,7 +42,6 @@ class Membership:
     Attributes:
         coordinator: HOST:PORT where process 0 is reached.
         processes: how many there are.
-        process_id: the number of this one.
     """
 
     coordinator: str

@@ -183,7 +183,6 @@ class Probe:
         Args:
             dims: at most one of each operand.
             ways: into how many parts they are split.
-            shapes: of the operands.
 
         Returns:
             For each result its relation to the parts.

@@ -118,7 +118,6 @@ def build(
 
     Args:
         found: what it takes the place of.
-        chunks: how many parts.
         spread: what is spread over a mesh.
 
     Returns:

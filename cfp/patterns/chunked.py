@@ -101,9 +101,7 @@ class StageParameters:
     Attributes:
         base: what is normalized, of the logits; None if no largest is taken.
         logits: their element type.
-        tokens: sizes of their dims.
         words: of the vocabulary.
-        chunks: how many parts.
         token_axes: for each dim of the tokens the mesh axes that it is spread over;
             empty on one device.
         word_axes: the same of words.

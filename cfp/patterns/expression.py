@@ -86,7 +86,6 @@ class Dims:
         Args:
             before: shape of the array that has these dims.
             after: shape of the other.
-            tokens: sizes of the tokens' dims.
 
         Raises:
             Split: a tokens' dim is two of the other array.
@@ -122,7 +121,6 @@ class Dims:
         """The mesh axes of each dim of an array; none for OTHER.
 
         Args:
-            tokens: sizes of the tokens' dims.
             spread: axes of each of them.
 
         Raises:
@@ -242,7 +240,6 @@ class Expr:
     Attributes:
         kind: of a leaf, or an op's.
         dtype: element type as MLIR writes it.
-        args: what an op takes.
         detail: a constant's value, or the direction of a comparison.
         number: a leaf's, among those that are read.
     """

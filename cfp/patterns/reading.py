@@ -76,9 +76,7 @@ class Reader:
     """Makes expressions of wide values.
 
     Attributes:
-        logits: the value that all begins with.
         start: its dims.
-        tokens: sizes of the tokens' dims.
         words: size of the vocabulary.
         reads: where leaves are read, by the leaf.
         ops: the ops that were read.

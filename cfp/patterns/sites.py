@@ -44,7 +44,6 @@ def objection(
     """Returns the reason why a replacement is not equal on one device, or None.
 
     Args:
-        found: what is to be replaced.
         replacement: of one device.
     """
     functions = replacement.functions

@@ -49,10 +49,7 @@ def compose_plan(
 
     Args:
         mesh: the devices, which may only be described.
-        environment: what the measurements depend on.
-        problem: what was searched, or None.
         tuned: where what was tuned is kept.
-        rates: of the devices, where they are known.
     """
     frame, winner, won = analysis.frame, outcome.winner, outcome.result
     program = frame.program

@@ -35,7 +35,6 @@ class MoveFigure:
     Attributes:
         kind: as in HLO: ``all-reduce``, ``all-gather``, ...
         count: how many in one step.
-        total_bytes: of the groups' whole tensors, all together.
         time_ms: one after another, by measured rates; None if there are none.
     """
 
@@ -51,7 +50,6 @@ class BlockFigures:
     """Numbers about one block of a plan.
 
     Attributes:
-        block: index of the block.
         source: ``file:line`` of its anchor, or "".
         operands: the tensors that the anchor reads, two at most.
         result: the tensor that the anchor makes.
@@ -102,7 +100,6 @@ class OptionFigures:
     Attributes:
         name: of the preset whose part it is, or a number: ``#7``.
         strategy: what it shards, and what else it chooses.
-        segment_ms: measured time of one segment.
         state_bytes: parameters and optimizer state of one segment, on each device;
             twice what is not donated.
         residual_bytes: values that one segment keeps from forward to backward.
@@ -286,7 +283,6 @@ def block_figures(
     """Returns each block's tensors and collectives under a choice.
 
     Args:
-        choice: for all of it.
         rates: of the devices, if they are known: collectives have no times else.
     """
     layout = lay_out(analysis.frame, choice)

@@ -183,7 +183,6 @@ class PlanFile(_Part):
     Attributes:
         format: version of this schema.
         fingerprint: identifies the program that was planned.
-        mesh_axes: names and sizes of the mesh's axes.
         arguments: leaves of the step's arguments, in order.
         output_specs: shardings of the results, leaf by leaf.
         constraints: shardings inside of the step.
@@ -193,9 +192,7 @@ class PlanFile(_Part):
         predicted_ms, measured_ms: step time by the profiles, and in the race.
         peak_bytes, predicted_bytes: memory as compiled, and as predicted.
         rung: the source of the predictions.
-        level: how much the compiler is constrained.
         segments: the choice for each segment.
-        rows: blocks, with the strategy of each.
         uneven: tensors that axes do not divide.
         replicated_ops: ops that every device runs in full.
         host_callbacks_skipped: functions of the host that were not called while it

@@ -45,7 +45,6 @@ class AxisRole:
     follows from the factor.
 
     Attributes:
-        axis: name of the mesh axis.
         role: kind of the factor that it shards.
         factor: number of the factor in the anchor's sharding rule.
         dim: dim of the anchor's result that has the factor; -1 if it has none.
@@ -138,7 +137,6 @@ class PlanRow:
     """One block of a plan.
 
     Attributes:
-        block: index of the block.
         segment: index of its segment.
         name: the block's place in the user's model.
         op: its anchor, with its shape.
@@ -436,9 +434,7 @@ class Sites:
     """All of a plan's.
 
     Attributes:
-        sites: in the order of the step.
         equations: how many equations the step has.
-        digest: of their primitives and types.
         inner: how many constraints are on values inside of what one equation is
             lowered to; these the compiler decides.
     """

@@ -22,7 +22,6 @@ class Channel:
     """Key-value messages between the processes of a program.
 
     Attributes:
-        process: the number of this one.
         coordinator: HOST:PORT of process 0, or "" if it is not known.
     """
 

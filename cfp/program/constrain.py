@@ -63,9 +63,6 @@ def constrain(
 
     Args:
         module: a module with the program's ops.
-        program: the program as it was read.
-        mesh: the mesh that the specs' axes belong to.
-        constraints: what to insert.
 
     Returns:
         What stands for values that other functions compute, by id.
@@ -283,7 +280,6 @@ def propagate(
     an op's operands and result disagree, it chooses what to reshard.
 
     Args:
-        mesh: names and sizes of the mesh's axes.
         arguments: how each argument is sharded.
         outputs: how each result is; None leaves it to propagation.
         values: how some values inside are constrained to be, by id.

@@ -155,7 +155,6 @@ def correct_rule(
 
     Args:
         rule: the rule that Shardy gives to the op.
-        shapes: the shapes of its operands.
     """
     if not (op.name.removeprefix("stablehlo.") in _PADDED_WELL or _elementwise(rule)):
         rule = _unpadded(rule)

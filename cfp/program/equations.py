@@ -99,7 +99,6 @@ def place(
 
     Args:
         fingerprint: of the program that the constraints were made for.
-        constraints: by the program's values and ops.
 
     Returns:
         The places; None if the marks changed the program.

@@ -78,7 +78,6 @@ def excerpt(program: Program, part: Part, text: bytes) -> Excerpt:
     """Renumbers a part.
 
     Args:
-        program: what the part was cut from.
         part: which ops.
         text: the module that the part is by itself.
     """

@@ -351,7 +351,6 @@ def bind(module: ir.Module, mesh: Mesh) -> None:
 
     Args:
         module: a module of a program that was lowered in this process.
-        mesh: the mesh that it is compiled for.
 
     Raises:
         StepNotTraceable: this process has not lowered the program.

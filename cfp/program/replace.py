@@ -100,7 +100,6 @@ class Replacement:
     """Functions in the place of ops.
 
     Attributes:
-        name: what is replaced, such as "attention".
         op: id of an op that tells it from others of that name.
         stages: what the functions take and make, in the program's order.
     """

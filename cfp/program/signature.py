@@ -39,7 +39,6 @@ class Part:
 
     Attributes:
         ops: ids of top-level ops, in program order, constants included.
-        inputs: ids of the values it reads from outside.
         outputs: ids of the values that others read from it.
         instead: (id, id) pairs: what its ops read in the place of values that none
             of them makes.
@@ -62,7 +61,6 @@ class Numbered:
     Attributes:
         digest: the same for parts of any programs that have the same structure, as
             `cfp.program.read` has it.
-        values, ops: their numbers, by id.
     """
 
     digest: str
@@ -276,7 +274,6 @@ class Parcel:
             is sure to read it.
         memory: of the host that they are in; see `Signature`.
         donated: positions of inputs whose memory the program may overwrite.
-        axes: names and sizes of the mesh's axes.
         devices: ids of the mesh's devices, in its order.
         jax_version: of the writer.
     """

@@ -433,7 +433,6 @@ class Miss:
     """Something that the store has no record of.
 
     Attributes:
-        label: what progress calls it.
         key: what it would be kept under.
         nearest: the stored key that differs in the fewest parts; None if there is
             none at all.

@@ -64,13 +64,8 @@ def with_figures(
     """The plan with its figures.
 
     Args:
-        choice: what it chose.
-        problem: what was searched, if anything was.
-        rates: of the devices, if they are known.
         kernels: what might have computed its attentions and cross-entropies.
         failed: kernels that did not run, with the reason.
-        raced: whole programs, with their measured step times.
-        dimensions: what was chosen among.
         parts_asked: over so many parts of the vocabulary a cross-entropy was asked to
             be computed; 0 if that was not asked for.
         unasked: what computes attentions on the platform unless that is unwanted, as
@@ -374,9 +369,6 @@ def worth(
 
     Without sharding every block is as data parallelism has it. Kinds that no option
     makes use of are left out.
-
-    Args:
-        raced: whole programs, with their measured step times.
     """
     plain = plainest(presets(analysis.frame))
     segments = range(len(analysis.segments))

@@ -162,7 +162,6 @@ def shown(
     how to silence it, and others follow now and then.
 
     Args:
-        settings: the user's, or None for the defaults.
         doing: what takes the time, for the first line.
     """
     settings = settings or PlannerSettings()

@@ -139,9 +139,7 @@ class ReusableExecutable:
 
     Attributes:
         compiled: takes and returns the step's flat leaves.
-        job: what it was compiled as.
         content: a digest of the step's program, the values of all constants included.
-        types: of the step's leaves.
     """
 
     compiled: jax.stages.Compiled
@@ -170,7 +168,6 @@ class ReusableExecutable:
         """True if it is a step's program, compiled in just this way.
 
         Args:
-            program: of the step as it was traced now.
             ins, outs: of its argument and result leaves.
             constraints: what the partitioner is constrained to.
         """

@@ -138,10 +138,8 @@ class CompiledStep:
     """A step, compiled under a plan, that is called like the function it came from.
 
     Attributes:
-        step: the user's function and the structure of its arguments.
         compiled: the compiled program over flat arguments and results.
         in_shardings, out_shardings: one for each leaf.
-        out_tree: the structure of the results.
         narrow: of a step that was to compute in float32, what still computes in less.
         double: whether such a step computes in float64 throughout.
         alarm: has what functions of the host raise, if the step calls any.
@@ -352,7 +350,6 @@ def load_or_lower(
         fingerprint: of the structure of the program that the constraints were made
             for; None where there are none.
         arg_specs, output_specs: a sharding for each leaf.
-        constraints: of values inside.
         options: XLA compiler options.
         wide: compute in float32 what the step computes in less, with precise matrix
             products; arguments and results are float32, too.
@@ -536,9 +533,6 @@ def _results(step: FlatStep) -> list[Any]:
 
 def resolved(program: Program, mesh: Mesh, constraints: Constraints) -> Constraints:
     """Constraints whose replacements are those of a program, by what they say.
-
-    Args:
-        program: the step's, as it was traced now.
 
     Raises:
         PlanMismatch: the program has nothing that could be replaced so.

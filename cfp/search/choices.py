@@ -145,7 +145,6 @@ def first_candidates(
 
     Args:
         parts: of the presets, for each kind.
-        kernels: what may compute attentions and cross-entropies.
         others: how many to look at besides the presets' parts, at most.
         per_kind: how many in all, unless the presets have more parts; None for all.
     """
@@ -192,7 +191,6 @@ def estimate_among(
 
     Args:
         named: presets and what propagation makes, by name, the plainest among them.
-        dimensions: what is chosen among.
     """
     estimates = estimate_kinds(analysis, rates)
     modes, fixed = {*Storage}, None
@@ -228,8 +226,6 @@ def leading_presets(
     """The presets that are worth measuring, in their order.
 
     Args:
-        estimates: of its kinds of segments.
-        presets: all of them, by name.
         reach: how many times as long as the best of them one may be estimated to take.
     """
     kinds = [segment.kind for segment in analysis.segments]

@@ -116,8 +116,6 @@ def estimate_options(
     Args:
         presets: choices for the whole program whose parts are options in any case.
         per_kind: how many others of each kind, at most.
-        budget_bytes: memory of one device, or None.
-        kernels: what may compute attentions and cross-entropies.
     """
     parts = preset_parts(costs.analysis, presets.values())
     candidates = first_candidates(
@@ -158,7 +156,6 @@ def build_problem(
 
     Args:
         options: for each kind what may be chosen.
-        budget_bytes: memory of one device, or None.
     """
     analysis = costs.analysis
     segments, kinds = analysis.segments, [s.kind for s in analysis.segments]

@@ -49,10 +49,8 @@ def measure_candidates(
     """Measures until nothing else is likely to be much better.
 
     Args:
-        maker: makes candidates into things to measure.
         per_kind: how many candidates of each kind of segment to measure.
         others: how many of each kind, of the best by estimate, with the presets'.
-        budget_bytes: memory of one device, or None.
         measurer: measures jobs, or looks them up; jobs without a record stay unknown.
             With a deadline, jobs that a plan needs are measured all the same.
 
@@ -203,12 +201,10 @@ class _Round:
     """One round's selection of candidates to measure.
 
     Args:
-        maker: makes candidates into things to measure.
         per_kind: how many of each kind of segment to measure, and as many
             rematerialized.
         wanted: what was asked for before.
         records: what it takes.
-        problem: the search over what was measured.
     """
 
     def __init__(

@@ -37,12 +37,7 @@ from cfp.settings import ConstraintLevel
 def constraints_of(
     analysis: Analysis, choice: Choice, level: ConstraintLevel
 ) -> Constraints:
-    """The constraints of a whole program's choice.
-
-    Args:
-        choice: for all of it.
-        level: how much the compiler is constrained.
-    """
+    """The constraints of a whole program's choice."""
     layout, part = lay_out(analysis.frame, choice), whole(analysis.frame.program)
     return _constrain(analysis, layout, part, choice.remat, choice.kernels, level)
 
@@ -154,13 +149,7 @@ def part_job(
     environment: Parts,
     label: str,
 ) -> Job:
-    """The job that measures a segment, or neighbouring ones together.
-
-    Args:
-        candidates: the choice for each segment, by its index.
-        environment: what measurements depend on.
-        label: what progress calls it.
-    """
+    """The job that measures a segment, or neighbouring ones together."""
     layout = layout_of(analysis, candidates)
     ops = sorted(op for index in candidates for op in analysis.segments[index].ops)
     part = cut_part(analysis.frame.program, ops)
@@ -183,10 +172,6 @@ def whole_job(
     """The job that measures a whole program under a choice, with compiler options.
 
     Args:
-        choice: for all of it.
-        environment: what measurements depend on.
-        label: what progress calls it.
-        level: how much the compiler is constrained.
         truncated: what is to stand for the program, and for the choice.
     """
     tuned = tuple(sorted((options or {}).items()))

@@ -14,7 +14,6 @@ class Option:
 
     Attributes:
         time_ms: what the segment adds to a step.
-        state_bytes: parameters and optimizer state, on each device.
         residual_bytes: values kept from the forward to the backward pass.
         temp_bytes: the most that the segment needs besides, while it runs.
     """
@@ -43,7 +42,6 @@ class Problem:
         far_ms: the same for two places that do not follow each other, the first before
             the second: tied weights, skips, what a decoder reads of an encoder.
         fixed_bytes: memory that every choice needs.
-        budget_bytes: memory of one device, or None for no limit.
         kept: for each kind the indices of the options that may be picked, or None if
             all may.
     """

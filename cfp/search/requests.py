@@ -183,7 +183,6 @@ class Profiles:
         records: what is known of it, by key.
         estimated: for each kind of segment its options by estimates, where nothing is
             to be measured.
-        kernels: what might compute attentions and cross-entropies.
         counts: of strategies, and the seconds that the pass took, as plans keep them.
         interrupted: whether the user ended the measuring.
     """
@@ -226,9 +225,7 @@ class RequestBuilder:
 
     Attributes:
         presets: choices whose parts are measured in any case, by name.
-        environment: what else a profile depends on.
         in_context: whether segments are measured with a neighbour, too.
-        kernels: what may compute attentions and cross-entropies.
     """
 
     costs: Costs

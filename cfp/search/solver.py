@@ -79,7 +79,6 @@ class Chain:
     """A problem's segments, with the options that may be picked.
 
     Attributes:
-        segments: the segments.
         room: the budget without what every choice needs; None if there is no budget.
     """
 

@@ -145,7 +145,6 @@ class RunView:
     Attributes:
         first: index of the first segment.
         period: number of segments in one repeat.
-        count: number of repeats.
         segments: of one repeat.
     """
 

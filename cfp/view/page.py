@@ -164,7 +164,6 @@ class Moment:
 
     Attributes:
         forward: whether in the forward pass.
-        fixed_bytes: what every choice needs.
         state_bytes: parameters and optimizer state of all segments.
         residual_bytes: what forward passes keep for backward passes at this moment.
         temp_bytes: what the segment needs besides.

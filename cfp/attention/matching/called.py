@@ -246,7 +246,6 @@ def way_of_called(
 
     Args:
         program, one, axes: as of `token_axes`.
-        implementation: the kernel.
         spread: the role of axes that shard tokens.
 
     Returns:
@@ -270,7 +269,6 @@ def indivisible(
     """Returns the reason why ranks would not have equal parts, or None.
 
     Args:
-        problem: of the whole mesh.
         mesh: sizes of its axes.
     """
     strategy = AttentionStrategy.of(dict(way.roles), dict(mesh))

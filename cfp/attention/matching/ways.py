@@ -117,7 +117,6 @@ def refusal_of(
     """Returns the reason why a problem cannot be computed in a way, or None.
 
     Args:
-        problem: of the whole mesh.
         platform: of its devices, such as "cpu" or "gpu".
     """
     if problem.dtype == "float64":

@@ -25,7 +25,7 @@ from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
 from cfp.errors import CfpError, compose, nearest, place_of
 from cfp.models import registry
-from cfp.models.options import Option, Scalar
+from cfp.models.options import ModelOption, Scalar
 from cfp.program.fixed import fixed, released
 from cfp.program.memory import put
 from cfp.program.step import FlatStep, flatten_step
@@ -39,7 +39,7 @@ _EXAMPLE = (
 )
 
 # What a function of the user's may be asked for, if it has an argument of this name.
-MICROBATCHES = Option(
+MICROBATCHES = ModelOption(
     name="microbatches",
     type=int,
     default=1,
@@ -166,7 +166,7 @@ def parse_options(model: str, words: Sequence[str]) -> dict[str, Scalar]:
 
 
 def _parse_options(
-    target: str, options: Sequence[Option], words: Sequence[str]
+    target: str, options: Sequence[ModelOption], words: Sequence[str]
 ) -> dict[str, Scalar]:
     known = {option.flag: option for option in options}
     found: dict[str, Scalar] = {}
@@ -192,7 +192,7 @@ def _parse_options(
     return found
 
 
-def _unknown_option(target: str, flag: str, known: dict[str, Option]) -> CfpError:
+def _unknown_option(target: str, flag: str, known: dict[str, ModelOption]) -> CfpError:
     listing = ", ".join(
         f"{name} ({'derived' if o.default is None else o.default})"
         for name, o in known.items()
@@ -215,7 +215,7 @@ def _unknown_option(target: str, flag: str, known: dict[str, Option]) -> CfpErro
     return error
 
 
-def _parse(option: Option, flag: str, text: str) -> Scalar:
+def _parse(option: ModelOption, flag: str, text: str) -> Scalar:
     try:
         if option.type is bool:
             return {"true": True, "false": False}[text.lower()]

@@ -19,7 +19,7 @@ import numpy as np
 
 import cfp
 from cfp.profiling import builder, collectives
-from cfp.profiling.collectives import Sizes
+from cfp.profiling.collectives import ProbeSizes
 from cfp.profiling.processes import Agreement
 from cfp.race import compile as race_compile
 
@@ -64,7 +64,7 @@ def break_planning(fault: str) -> None:
 def main(folder: Path, fault: str) -> None:
     """Plans, runs and says so."""
     # Little is measured, and quickly.
-    collectives.SMALL = Sizes(
+    collectives.SMALL = ProbeSizes(
         collective_bytes=(1 << 10,),
         chain_bytes=1 << 12,
         longest_chain=2,

@@ -447,7 +447,7 @@ def _exchanged(x: jax.Array, axis: str, *, to_heads: bool) -> jax.Array:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class AttentionOption:
     """One way.
 
     Attributes:
@@ -484,7 +484,7 @@ def attention_options(
     mesh: Mesh | None = None,
     platform: str | None = None,
     implementations: Sequence[str] = tuple(KERNELS),
-) -> tuple[Option, ...]:
+) -> tuple[AttentionOption, ...]:
     """Lists all strategies with all implementations; runs nothing.
 
     Args:
@@ -531,6 +531,8 @@ def attention_options(
         for name in implementations:
             reason = refusal(problem, strategy, KERNELS[name], platform)
             found.append(
-                Option(strategy=strategy.roles, implementation=name, reason=reason)
+                AttentionOption(
+                    strategy=strategy.roles, implementation=name, reason=reason
+                )
             )
     return tuple(found)

@@ -65,7 +65,7 @@ MORE_NUDGES = 13
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class NormRange:
     """L2 norms of a leaf.
 
     Attributes:
@@ -102,7 +102,7 @@ class Comparison:
     differences: tuple[Difference, ...] = ()
     rounding: Mapping[str, float] = field(default_factory=dict)
     changes: Mapping[str, float] = field(default_factory=dict)
-    sizes: Mapping[str, Sizes] = field(default_factory=dict)
+    sizes: Mapping[str, NormRange] = field(default_factory=dict)
     margin: float = ROUNDING_MARGIN
 
     def allowed(self, path: str, tolerance: float) -> float:
@@ -294,7 +294,7 @@ def _comparison(
         changes={d.path: d.relative_l2 for d in changes},
         margin=margin,
         sizes={
-            d.path: Sizes(d.size, min(sizes[d.path]), max(sizes[d.path]))
+            d.path: NormRange(d.size, min(sizes[d.path]), max(sizes[d.path]))
             for d in differences
         },
     )

@@ -18,7 +18,7 @@ REMAT_DOC = "rematerialize each layer in the backward pass, and keep only its in
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class ModelOption:
     """One option of a model.
 
     Attributes:
@@ -42,16 +42,16 @@ class Option:
 
 
 def option(default: Scalar, doc: str, *, choices: tuple[str, ...] = ()) -> Any:
-    """Declares a dataclass field that is also an `Option`."""
+    """Declares a dataclass field that is also a `ModelOption`."""
     metadata = {"default": default, "doc": doc, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def options_of(config: type) -> tuple[Option, ...]:
+def options_of(config: type) -> tuple[ModelOption, ...]:
     """Lists the options that a configuration dataclass declares, in order."""
     hints = typing.get_type_hints(config)
     return tuple(
-        Option(
+        ModelOption(
             name=field.name,
             type=_without_none(hints[field.name]),
             **field.metadata,

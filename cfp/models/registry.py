@@ -23,7 +23,7 @@ from cfp.models.gpt import GPTConfig, gpt
 from cfp.models.layers import TOKENS
 from cfp.models.llama import LlamaConfig, llama
 from cfp.models.moe import MoEConfig, moe
-from cfp.models.options import Option, Scalar, options_of
+from cfp.models.options import ModelOption, Scalar, options_of
 from cfp.models.train import (
     Batch,
     Network,
@@ -53,7 +53,7 @@ class Model:
     network: Callable[[Any], Network]
 
     @property
-    def options(self) -> tuple[Option, ...]:
+    def options(self) -> tuple[ModelOption, ...]:
         """All options, the model's own and those of training."""
         return options_of(self.config) + options_of(TrainConfig)
 

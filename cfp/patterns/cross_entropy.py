@@ -17,7 +17,6 @@ from math import prod
 
 from cfp.patterns.expression import (
     COMPARE,
-    CONVERT,
     INDEX,
     KINDS,
     LOGITS,
@@ -667,7 +666,7 @@ class _Finder:
             self._reader.express(value, dims),
             self._reader.express(op.operands[1 - index], others),
         ]
-        args = [_converted(one, dtype) for one in sides]
+        args = [one.cast(dtype) for one in sides]
         name = ("lhs", "rhs")[index]
         batch = numbers(op.attributes, f"{name}_batching_dimensions")
         own = numbers(op.attributes, f"{name}_contracting_dimensions")
@@ -680,10 +679,6 @@ def _precision(op: Op) -> str:
     """The precision of a product's operands; "" if it is the default."""
     found = set(re.findall(r"stablehlo<precision (\w+)>", op.attributes))
     return "" if found <= {"DEFAULT"} else "+".join(sorted(found))
-
-
-def _converted(expr: Expr, dtype: str) -> Expr:
-    return expr if expr.dtype == dtype else Expr(CONVERT, dtype, (expr,))
 
 
 def _summed(reductions: Sequence[Reduction]) -> list[Reduction]:

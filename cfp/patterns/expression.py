@@ -260,6 +260,10 @@ class Expr:
         """True if leaves or ops of these kinds are in it."""
         return any(one.kind in kinds for one in self.walk())
 
+    def cast(self, dtype: str) -> Expr:
+        """The same in a type, converted unless it has it."""
+        return self if self.dtype == dtype else Expr(CONVERT, dtype, (self,))
+
 
 def constant(text: str, dtype: str) -> Expr | None:
     """A constant whose elements are all alike, from its attributes."""

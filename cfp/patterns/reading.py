@@ -371,7 +371,7 @@ class Reader:
             leaf = self.leaf(kind, (op.id, 1 - index), row)
             dtype = self.program.values[op.results[0]].dtype
             args = [self.express(op.operands[index], own), leaf]
-            return Expr("multiply", dtype, tuple(_as(one, dtype) for one in args))
+            return Expr("multiply", dtype, tuple(one.cast(dtype) for one in args))
         raise Unread(
             "the logits are combined with something else over the vocabulary that a "
             "product makes, such as another model's logits",
@@ -412,8 +412,7 @@ class Reader:
                     break
                 self.ops.add(producer)
                 for dtype in reversed(types):
-                    if dtype != found.dtype:
-                        found = Expr(CONVERT, dtype, (found,))
+                    found = found.cast(dtype)
                 return found
             if not self_made:
                 break
@@ -579,10 +578,6 @@ class Reader:
             self._leaves[key] = found
             self.reads[found] = Read(use, dims)
         return self._leaves[key]
-
-
-def _as(expr: Expr, dtype: str) -> Expr:
-    return expr if expr.dtype == dtype else Expr(CONVERT, dtype, (expr,))
 
 
 def elementwise(op: Op, dtype: str, args: list[Expr]) -> Expr:

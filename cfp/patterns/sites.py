@@ -227,7 +227,10 @@ def _at_words(
             dims.resized(sizes) for dims in (one.wide, one.narrow, one.label.dims)
         )
         [result] = op.results
-        shape = [len(coordinates(result, d)) for d in _dims(program, result)]
+        shape = [
+            len(coordinates(result, d))
+            for d in range(len(program.values[result].shape))
+        ]
         [wide] = evaluator.run([op.operands[0]], known, coordinates)
         rows = to_rows(wide, wide_dims, tokens)
         labels = to_rows(known[_value(program, one.label.use)], label_dims, tokens)
@@ -240,10 +243,6 @@ def _at_words(
             updates = to_rows(known[op.operands[2]], narrow_dims, tokens)
             np.add.at(made, places, updates[:, 0])
         known[result] = from_rows(made, dims, tokens, shape)
-
-
-def _dims(program: Program, value: int) -> range:
-    return range(len(program.values[value].shape))
 
 
 _KEY = "cross-entropy"

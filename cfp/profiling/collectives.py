@@ -55,7 +55,7 @@ _TWO_TURNS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class ProbeSizes:
     """Probes of rates: programs long enough to hide caches and launches.
 
     Attributes:
@@ -81,7 +81,7 @@ class Sizes:
         return max(2, min(self.longest_chain, even))
 
 
-SMALL = Sizes(
+SMALL = ProbeSizes(
     collective_bytes=(1 << 14, 1 << 18, 1 << 22),
     chain_bytes=1 << 21,
     longest_chain=16,
@@ -92,7 +92,7 @@ SMALL = Sizes(
 )
 # On 4 H200 with NVLink the chains take 1 to 10 ms. More sizes change what is between
 # them by 7 %, of one kind by 12 %: decisions.md, "Rates of devices are known sooner".
-LARGE = Sizes(
+LARGE = ProbeSizes(
     collective_bytes=(1 << 16, 1 << 22, 1 << 25, 1 << 28),
     chain_bytes=1 << 28,
     longest_chain=64,
@@ -103,7 +103,7 @@ LARGE = Sizes(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class RateProbe:
     """A small program that does one thing over and over.
 
     Attributes:
@@ -143,7 +143,7 @@ class Probe:
         return ((len(self.inputs) - 1, 0),)
 
 
-def probes(mesh: Mesh, sizes: Sizes) -> Iterator[Probe]:
+def probes(mesh: Mesh, sizes: ProbeSizes) -> Iterator[RateProbe]:
     """Everything that is to be known of a mesh."""
     for kind in KINDS:
         for group in axis_groups(mesh.shape.items()):
@@ -157,7 +157,7 @@ def probes(mesh: Mesh, sizes: Sizes) -> Iterator[Probe]:
 
 def _collective(
     kind: str, axes: tuple[str, ...], size: int, count: int, mesh: Mesh
-) -> Probe:
+) -> RateProbe:
     ways = prod(mesh.shape[name] for name in axes)
     # A device's piece is cut again, into one for each of the others.
     elements = max(1, round(size / (4 * ways * ways))) * ways * ways
@@ -176,7 +176,7 @@ def _collective(
         function = partial(_repeat, partial(_with_write, received), count, 1)
     # Of what is reduced every device holds a whole tensor of its own.
     local = elements // ways if kind in ("all-gather", "all-to-all") else elements
-    return Probe(
+    return RateProbe(
         parts=(
             ("what", "collective"),
             ("kind", kind),
@@ -193,11 +193,11 @@ def _collective(
     )
 
 
-def _writes(mesh: Mesh) -> Probe:
+def _writes(mesh: Mesh) -> RateProbe:
     def change(x: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice(x, x[-1:] - x[:1], (0,))
 
-    return Probe(
+    return RateProbe(
         parts=(("what", "write"), ("chain", str(_WRITES))),
         kind=_floats(2, mesh),
         function=partial(_repeat, change, _WRITES, 1),
@@ -206,13 +206,13 @@ def _writes(mesh: Mesh) -> Probe:
     )
 
 
-def _matmul(dtype: str, width: int, mesh: Mesh) -> Probe:
+def _matmul(dtype: str, width: int, mesh: Mesh) -> RateProbe:
     def multiply(x: jax.Array) -> jax.Array:
         # The first outside of the loop, which then needs no copy of its input.
         by_x = partial(lax.dot, rhs=x)
         return _repeat(lambda y: by_x(y), _PRODUCTS - 1, _TWO_TURNS, by_x(x))
 
-    return Probe(
+    return RateProbe(
         parts=(
             ("what", "matmul"),
             ("dtype", dtype),
@@ -227,12 +227,12 @@ def _matmul(dtype: str, width: int, mesh: Mesh) -> Probe:
     )
 
 
-def _memory(sizes: Sizes, mesh: Mesh) -> Probe:
+def _memory(sizes: ProbeSizes, mesh: Mesh) -> RateProbe:
     def change(x: jax.Array) -> jax.Array:
         return jnp.float32(0.01) - x
 
     size, count = sizes.memory_bytes, sizes.memory_passes
-    return Probe(
+    return RateProbe(
         parts=(("what", "memory"), ("bytes", str(size)), ("chain", str(count))),
         kind=_floats(size // 4, mesh),
         function=partial(_repeat, change, count, 1),
@@ -262,7 +262,7 @@ def _with_write(collective: Step, x: jax.Array) -> jax.Array:
 _ON_GPUS = {"xla_gpu_enable_triton_gemm": "False"}
 
 
-def build_probe(key: ProfileKey, probe: Probe, mesh: Mesh) -> Built | ProfileRecord:
+def build_probe(key: ProfileKey, probe: RateProbe, mesh: Mesh) -> Built | ProfileRecord:
     """Compiles a probe: a failure if the compiler made something else of it."""
     started = time.perf_counter()
     sharding = NamedSharding(mesh, partition_spec(probe.kind.spec))
@@ -386,7 +386,7 @@ def known_rates(mesh: Mesh, store: ProfileStore) -> Rates | None:
     return _rates(mesh, [(probe, found[key.digest]) for key, probe in by_key.items()])
 
 
-def _probes_by_key(mesh: Mesh) -> tuple[Mesh, dict[ProfileKey, Probe]]:
+def _probes_by_key(mesh: Mesh) -> tuple[Mesh, dict[ProfileKey, RateProbe]]:
     """The probes, and the mesh that they run on."""
     mesh = planning_mesh(mesh)
     platform = mesh.devices.flat[0].platform
@@ -410,7 +410,7 @@ def _processes(mesh: Mesh) -> Parts:
 
 
 def _run(
-    probe: Probe, mesh: Mesh, built: Built, timing: TimingOptions | None = None
+    probe: RateProbe, mesh: Mesh, built: Built, timing: TimingOptions | None = None
 ) -> ProfileRecord:
     if timing is None:
         is_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -421,7 +421,7 @@ def _run(
 # ------------------------------------------------------------------------ the outcome
 
 
-def _rates(mesh: Mesh, measured: list[tuple[Probe, ProfileRecord]]) -> Rates:
+def _rates(mesh: Mesh, measured: list[tuple[RateProbe, ProfileRecord]]) -> Rates:
     """Rates from what was measured, with defaults where a single thing failed."""
     if not any(record.ok for _, record in measured):
         first = measured[0][1]
@@ -463,7 +463,7 @@ def _rates(mesh: Mesh, measured: list[tuple[Probe, ProfileRecord]]) -> Rates:
     )
 
 
-def _write_ms(measured: list[tuple[Probe, ProfileRecord]]) -> float:
+def _write_ms(measured: list[tuple[RateProbe, ProfileRecord]]) -> float:
     """Derives the time to write one number into an array."""
     for probe, record in measured:
         if dict(probe.parts)["what"] == "write" and record.ok:

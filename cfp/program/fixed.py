@@ -87,11 +87,8 @@ def has_fixed(tree: Any) -> bool:
 
 def is_module(node: Any) -> bool:
     """True for a node of a pytree that is no container of plain Python."""
-    return not isinstance(node, (*_PLAIN, *_NUMBERS, str)) and not _is_leaf(node)
-
-
-def _is_leaf(node: Any) -> bool:
-    return jax.tree_util.all_leaves([node])
+    is_plain = isinstance(node, (*_PLAIN, *_NUMBERS, str))
+    return not is_plain and not jax.tree_util.all_leaves([node])
 
 
 def _is_array(leaf: Any) -> bool:

@@ -237,7 +237,7 @@ class _Replacer:
         types = tuple(str(value.type) for value in reads)
         text = _lowered(one.functions, number, types, self._mesh)
         first = min(self._program.values[v].producer for v in stage.makes)
-        source = ir.Module.parse(_renamed(text, self._mesh_name))
+        source = ir.Module.parse(_with_names(text, {"cfp_mesh": self._mesh_name}))
         self._add_functions(source)
         mapping: dict[ir.Value, ir.Value] = dict(
             zip(_main(source).arguments, reads, strict=True)
@@ -342,10 +342,6 @@ def _lowered(
         if op.name == "func.func" and symbol_name(op) != "main":
             names[symbol_name(op)] = f"cfp_{prefix}_{symbol_name(op)}"
     return _with_names(text, names)
-
-
-def _renamed(text: str, mesh_name: str) -> str:
-    return _with_names(text, {"cfp_mesh": mesh_name})
 
 
 def _with_names(text: str, names: Mapping[str, str]) -> str:

@@ -427,7 +427,7 @@ def _shardings(
         NamedSharding(mesh, partition_spec(spec, len(aval.shape)))
         for spec, aval in zip(arg_specs, step.avals, strict=True)
     )
-    results = _results(step)
+    results = tree_leaves(step.traced.out_info)
     if len(results) != len(output_specs):
         raise PlanMismatch(
             f"The plan is for {len(output_specs)} results, the step has {len(results)}."
@@ -519,10 +519,6 @@ def _check_even(
                 f"on a mesh {dict(mesh.shape)}, which does not divide it. The plan is "
                 "for another step, or damaged. Plan again."
             )
-
-
-def _results(step: FlatStep) -> list[Any]:
-    return tree_leaves(step.traced.out_info)
 
 
 # ------------------------------------------------------------------------ replaced ops

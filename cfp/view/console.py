@@ -119,7 +119,7 @@ class Fitted:
 
 def column_widths(columns: Sequence[Column], width: int) -> list[int]:
     """Computes the width of each column; empty, if they cannot stand side by side."""
-    cells = [_texts(column) for column in columns]
+    cells = [[_plain(one.header), *map(_plain, one.cells)] for one in columns]
     wanted = [max(map(_longest_line, texts)) for texts in cells]
     found = [
         _least(column, texts, most)
@@ -155,10 +155,6 @@ def broken(text: str, width: int) -> list[str]:
 
 def _pieces(text: str, pattern: re.Pattern[str] = _PIECE) -> list[str]:
     return [piece for piece in pattern.findall(text) if piece]
-
-
-def _texts(column: Column) -> list[str]:
-    return [_plain(column.header), *map(_plain, column.cells)]
 
 
 def _plain(cell: object) -> str:

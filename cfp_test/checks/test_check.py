@@ -20,7 +20,7 @@ from cfp.checking.check import (
     Check,
     Comparison,
     Difference,
-    Sizes,
+    NormRange,
     both_sides,
     compile_alone,
 )
@@ -252,7 +252,7 @@ def compared(distance, noise, sizes=None):
 @pytest.mark.parametrize("noise", [0.0, 1e-3, 0.1, 0.5, 3.0, float("inf")])
 @pytest.mark.parametrize("tolerance", [1e-5, 1.0, 1e9])
 def test_a_leaf_of_zeros_never_passes(noise, tolerance):
-    zeros = compared(1.0, noise, Sizes(0.0, 0.9, 1.1))
+    zeros = compared(1.0, noise, NormRange(0.0, 0.9, 1.1))
     assert zeros.allowed("w", tolerance) < 1
     assert len(zeros.failures(tolerance)) == 1
 
@@ -263,11 +263,11 @@ def test_ten_times_the_rounding_passes_and_no_more():
 
 
 def test_where_rounding_decides_the_size_is_compared():
-    noise = compared(1.4, 1.4, Sizes(1.1, 0.9, 1.0))
+    noise = compared(1.4, 1.4, NormRange(1.1, 0.9, 1.0))
     assert noise.failures(1e-5) == []
     assert [d.path for d in noise.undecided(1e-5)] == ["w"]
     for size in (0.0, 0.005, 200.0):
-        assert len(compared(1.4, 1.4, Sizes(size, 0.9, 1.0)).failures(1e-5)) == 1
+        assert len(compared(1.4, 1.4, NormRange(size, 0.9, 1.0)).failures(1e-5)) == 1
     # What is not compared with anything is not known to be alike.
     assert len(compared(1.4, 1.4).failures(1e-5)) == 1
 

@@ -5,7 +5,7 @@ from cfp.checking.check import (
     NARROW_MARGIN,
     Comparison,
     Difference,
-    Sizes,
+    NormRange,
 )
 
 _PATH = "0/params/w"
@@ -17,7 +17,7 @@ def _compared(off: float, change: float) -> Comparison:
         differences=(Difference(path=_PATH, relative_l2=off),),
         rounding={_PATH: 0.0078},
         changes={_PATH: change},
-        sizes={_PATH: Sizes(found=1.0, least=1.0, most=1.0)},
+        sizes={_PATH: NormRange(found=1.0, least=1.0, most=1.0)},
         margin=NARROW_MARGIN,
     )
 

@@ -8,13 +8,13 @@ from jax.sharding import AxisType
 from cfp.errors import DeviceError
 from cfp.profiling import collectives
 from cfp.profiling.builder import Built
-from cfp.profiling.collectives import Sizes, build_probe, measure_rates, probes
+from cfp.profiling.collectives import ProbeSizes, build_probe, measure_rates, probes
 from cfp.profiling.inputs import make_inputs
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.rates import KINDS, Rates
 from cfp.profiling.store import ProfileStore
 
-SIZES = Sizes(
+SIZES = ProbeSizes(
     collective_bytes=(1 << 10, 1 << 13),
     chain_bytes=1 << 14,
     longest_chain=8,

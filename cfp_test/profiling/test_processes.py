@@ -23,10 +23,10 @@ PROGRAM = textwrap.dedent("""\
     from cfp.profiling import collectives
     from cfp.profiling.collectives import measure_rates
     from cfp.profiling.options import MeasureOptions
-    from cfp.profiling.collectives import Sizes
+    from cfp.profiling.collectives import ProbeSizes
     from cfp.profiling.store import ProfileStore
 
-    collectives.SMALL = Sizes(
+    collectives.SMALL = ProbeSizes(
         collective_bytes=(1 << 10, 1 << 13),
         chain_bytes=1 << 12,
         longest_chain=4,

@@ -80,7 +80,7 @@ class Sample:
             dots = op.id in self.found.dots.values() or op.id == self.found.op
             is_dot = op.kind == "dot_general"
             shapes = ("transpose", "convert", "reshape")
-            if is_dot and not self._is_ours(op.id):
+            if is_dot and op.id not in self._contractions():
                 continue
             if outside and not dots and not is_dot and op.id not in path:
                 if not self.view.is_leaf(v) and op.kind not in shapes:
@@ -119,9 +119,6 @@ class Sample:
             found.add(op.id)
             stack += op.operands
         return found
-
-    def _is_ours(self, op: int) -> bool:
-        return op in self._contractions()
 
     def _contractions(self) -> set[int]:
         found = set()

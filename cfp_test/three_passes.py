@@ -192,8 +192,8 @@ def _profile(session: Session, args: argparse.Namespace) -> None:
     for kind, index in enumerate(analysis.representatives):
         segment = analysis.segments[index]
         found = [
-            _profile_data(session, kind, item, made.found.records)
-            for item in made.found.requests
+            _profile_data(session, kind, item, made.records)
+            for item in made.requests
             if item.kind == kind
         ]
         if talks:

@@ -1,6 +1,7 @@
 """The shell entry points, all passes, on models small enough for a CPU."""
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -11,21 +12,22 @@ import pytest
 from cfp_test.cli_runner import ROOT, environment, steady_python
 from cfp_test.waiting import GUARD_SECONDS
 
-SMALL = (
-    "--batch_size 8 --hidden_size 16 --seq_len 16 --num_heads 4 "
-    "--vocab_size 64 --device_num 4 --platform cpu --per_kind 1 --quick"
-).split()
+SIZES = (
+    "--hidden_size 16 --seq_len 16 --num_heads 4 --vocab_size 64 --per_kind 1 --quick"
+)
+SMALL = f"{SIZES} --batch_size 8 --device_num 4 --platform cpu".split()
 EXPERTS = "--num_experts 4 --expert_group_size 32".split()
 
 
-def run(workdir: Path, *words: str, model: str = "moe") -> subprocess.CompletedProcess:
-    script = ROOT / "cfp_test" / model / f"{model}_test.sh"
+def run(
+    script: str, workdir: Path, *words: str, **variables: str
+) -> subprocess.CompletedProcess:
     return subprocess.run(
-        ["sh", str(script), *words, "--workdir", str(workdir)],
+        ["sh", str(ROOT / "cfp_test" / script), *words, "--workdir", str(workdir)],
         capture_output=True,
         text=True,
         cwd=workdir,
-        env={**environment(), "PYTHON": steady_python(workdir)},
+        env={**environment(), "PYTHON": steady_python(workdir), **variables},
         timeout=GUARD_SECONDS,
         check=False,
     )
@@ -43,8 +45,8 @@ def sequences(text: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 def test_analysis_of_the_full_model_needs_no_devices(tmp_path):
     """The artifact's own size: nothing is allocated, so any machine will do."""
     done = run(
-        *(tmp_path, "--num_layer", "4", "--batch_size", "64", "--mode", "analysis"),
-        *("--platform", "cpu"),
+        *("moe/moe_test.sh", tmp_path, "--num_layer", "4", "--batch_size", "64"),
+        *("--mode", "analysis", "--platform", "cpu"),
     )
     assert done.returncode == 0, done.stderr
     assert re.search(r"^global analysis time: [\d.]+$", done.stdout, re.MULTILINE)
@@ -65,6 +67,23 @@ def test_analysis_of_the_full_model_needs_no_devices(tmp_path):
     assert len(json.loads((folder / "segments.json").read_text())) == 6
 
 
+@pytest.fixture(scope="module")
+def passes_of(tmp_path_factory):
+    """Runs a model's search before its profile pass, that pass, and search again."""
+
+    @functools.cache
+    def run_passes(model, layers):
+        folder = tmp_path_factory.mktemp("passes")
+        experts = EXPERTS if model == "moe" else []
+        size = (*SMALL, *experts, "--num_layer", str(layers))
+        return folder, *(
+            run(f"{model}/{model}_test.sh", folder, *size, "--mode", mode)
+            for mode in ("search", "profile", "search")
+        )
+
+    return run_passes
+
+
 @pytest.mark.parametrize(
     ("model", "layers", "segments"),
     [
@@ -74,16 +93,13 @@ def test_analysis_of_the_full_model_needs_no_devices(tmp_path):
         pytest.param("moe", 4, [0, 1, 2, 1, 2, 3], marks=pytest.mark.nightly),
     ],
 )
-def test_profile_and_search(tmp_path, model, layers, segments):
-    experts = EXPERTS if model == "moe" else []
-    size = (*SMALL, *experts, "--num_layer", str(layers))
+def test_profile_and_search(passes_of, model, layers, segments):
     kinds = sorted(set(segments))
-    missing = run(tmp_path, *size, "--mode", "search", model=model)
+    folder, missing, profiled, searched = passes_of(model, layers)
     assert missing.returncode == 2
     assert "Run the profile pass" in missing.stderr
     assert missing.stdout == ""
 
-    profiled = run(tmp_path, *size, "--mode", "profile", model=model)
     assert profiled.returncode == 0, profiled.stderr
     lines = profiled.stdout.splitlines()
     assert lines[0] == f"NUM SEGMENT is {len(kinds)}"
@@ -92,7 +108,7 @@ def test_profile_and_search(tmp_path, model, layers, segments):
         start = lines.index(f"RUN AutoSharding FOR SEGMENT {kind} segment_{kind}")
         space = lines[start + 2].removeprefix("segment PB search space: ")
         spaces[kind] = ast.literal_eval(space)
-        assert (tmp_path / f"debug_segment_{kind}_analysis_segment").is_dir()
+        assert (folder / f"debug_segment_{kind}_analysis_segment").is_dir()
     pattern = re.compile(
         r"SegmentIdx: (\d) ParallelBlock Strategy: (\[.*\]) avgcost: (\S+) "
         r"mem_cost\(GB\): (\S+) storage: (used|optimizer|sharded)"
@@ -106,7 +122,6 @@ def test_profile_and_search(tmp_path, model, layers, segments):
         assert 0 < float(match[3]) < 10
     assert re.fullmatch(r"overlapped_profiling overall time [\d.]+", lines[-1])
 
-    searched = run(tmp_path, *size, "--mode", "search", model=model)
     assert searched.returncode == 0, searched.stderr
     solution, cost, flop, tflops = searched.stdout.splitlines()[:4]
     numbers = ast.literal_eval(
@@ -123,4 +138,53 @@ def test_profile_and_search(tmp_path, model, layers, segments):
     for seconds, rate in zip(map(float, shown[1].split()), rates, strict=True):
         assert rate == pytest.approx(count / seconds, rel=1e-3)
     assert "Race" in searched.stdout
-    assert (tmp_path / "debug_search" / "after_ir.txt").exists()
+    assert (folder / "debug_search" / "after_ir.txt").exists()
+
+
+def test_performance_script_prints_what_the_artifact_does(passes_of):
+    """All passes in one process, which finds measured what those above measured."""
+    folder, searched = passes_of("gpt", 1)[0], passes_of("gpt", 1)[-1]
+    words = f"{SIZES} --platform cpu --devices 4 --settings 8x1 --json rows"
+    done = run(
+        "scripts/gpt_A100_8GPU.sh",
+        folder,
+        *words.split(),
+        DUMP_PROFILE_PARALLEL_BLOCK="0",
+    )
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    note, line, head, analysis, seconds, flop, profiling, *rest = text.splitlines()
+    assert "uses the 4 of cpu that there are" in note
+    assert line == "=" * 120
+    assert head == (
+        "============ GPT test: parallel_block_opt:True config:F batchsize:8 layers:1 "
+        "devices:4 ============"
+    )
+    assert analysis == "***********Analysis Pass****************"
+    assert seconds.startswith("global analysis time: ")
+    assert float(flop.removeprefix("FLOP_COUNT: ")) > 0
+    assert profiling == "***********Profiling Pass****************"
+    assert "Profiling..." in rest
+    assert "SegmentIdx" not in text  # Single profiles were not asked for.
+    place = rest.index("***********Search Pass****************")
+    assert re.fullmatch(r"overlapped_profiling overall time [\d.]+", rest[place - 1])
+    solution, cost, count, rates, end = rest[place + 1 :]
+    assert solution == searched.stdout.splitlines()[0]
+    numbers = ast.literal_eval(
+        solution.removeprefix("searched ParallelBlock Strategies solution: ")
+    )
+    shown = re.fullmatch(
+        r"searched training cost: \[([\d. ]+)\], memory_cost: ([\d.]+)", cost
+    )
+    assert shown is not None
+    tflop = float(count.removeprefix("TFLOP_COUNT: "))
+    for one, rate in zip(
+        shown[1].split(),
+        ast.literal_eval(rates.removeprefix("tflops: ")),
+        strict=True,
+    ):
+        assert rate == pytest.approx(tflop / float(one), rel=1e-3)
+    assert end == "=" * 65
+    (row,) = map(json.loads, (folder / "rows").read_text().splitlines())
+    assert row["solution"] == numbers and row["tflop"] == tflop
+    assert (row["model"], row["devices"], row["batch"]) == ("gpt", 4, 8)

@@ -6,11 +6,10 @@ again.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import prod
@@ -19,7 +18,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, Sharding
 from jax.tree_util import tree_leaves
 
@@ -38,7 +36,6 @@ from cfp.program.signature import Signature, WrongPlace, pack, signature
 
 # What a compiler says when a program does not fit can list every buffer.
 _LONGEST_REASON = 2000
-_CACHE_SETTING = "jax_compilation_cache_dir"
 
 _log = logging.getLogger(__name__)
 
@@ -113,8 +110,6 @@ class BuildEnvironment:
 
     Attributes:
       autotune_dir: XLA's per-fusion autotuning results.
-      compilation_cache_dir: JAX's persistent compilation cache, used where the
-        user has not set one; see `cfp.profiling.runner.profile`.
       executables_dir: executables of whole steps under plans; see
         `cfp.runtime.executables`.
       remote: where programs for the platform are compiled, if not here.
@@ -124,7 +119,6 @@ class BuildEnvironment:
     """
 
     autotune_dir: Path | None = None
-    compilation_cache_dir: Path | None = None
     executables_dir: Path | None = None
     remote: RemoteCompiler | None = None
     always: Mapping[str, str] = field(default_factory=dict)
@@ -163,28 +157,6 @@ class BuildEnvironment:
             return dict(self.always)
         kept = {"xla_gpu_per_fusion_autotune_cache_dir": str(self.autotune_dir)}
         return {**kept, **self.always}
-
-    @contextlib.contextmanager
-    def compilation_cache(self, platform: str) -> Iterator[None]:
-        """Has JAX keep what it compiles meanwhile, unless the user has that already.
-
-        It is a setting of the whole process, which is why `build` leaves it alone.
-        """
-        chosen = getattr(jax.config, _CACHE_SETTING)
-        if (
-            self.compilation_cache_dir is None
-            or chosen
-            or platform not in GPU_PLATFORMS
-        ):
-            yield
-            return
-        jax.config.update(_CACHE_SETTING, str(self.compilation_cache_dir))
-        compilation_cache.reset_cache()  # Or JAX stays with what it began with.
-        try:
-            yield
-        finally:
-            jax.config.update(_CACHE_SETTING, chosen)
-            compilation_cache.reset_cache()
 
     def prepare(self, platform: str) -> None:
         """Makes the directories that `options` names: XLA refuses missing ones."""

@@ -88,8 +88,7 @@ def tune_kernels(
     done = {file.name for file in learnt.iterdir()}
     wanted = {job.key.digest: job for job in jobs}
     todo = [job for key, job in wanted.items() if key not in fatal | done]
-    in_flight = InFlightLog(store.path, options.limits, program.name)
-    with environment.compilation_cache(platform), in_flight:
+    with InFlightLog(store.path, options.limits, program.name) as in_flight:
         orders = SimpleQueue[Mesh]()
         built: dict[str, Built] = {}
         most = min(mesh.devices.size, default_threads(platform))

@@ -134,21 +134,20 @@ def profile(
     environment = replace(environment, remote=there)
     # The scheduler keeps each record before the next run.
     run_next = StopOnDeviceLoss(run)
-    with environment.compilation_cache(platform):
-        summary = run_tasks(
-            jobs,
-            store,
-            build=lambda job: _build(program, mesh, job, environment, built or {}),
-            run=lambda job, built: run_next(built, job, program, mesh, timing=timing),
-            threads=threads or (there.at_once if there else default_threads(platform)),
-            overlap=(bool(there) or overlaps(platform)) if overlap is None else overlap,
-            retry_failures=options.retry_failures,
-            progress=options.tell_of_segments,
-            agreement=Agreement.of(mesh),
-            limits=options.limits,
-            program=program.name,
-            is_late=is_late,
-        )
+    summary = run_tasks(
+        jobs,
+        store,
+        build=lambda job: _build(program, mesh, job, environment, built or {}),
+        run=lambda job, built: run_next(built, job, program, mesh, timing=timing),
+        threads=threads or (there.at_once if there else default_threads(platform)),
+        overlap=(bool(there) or overlaps(platform)) if overlap is None else overlap,
+        retry_failures=options.retry_failures,
+        progress=options.tell_of_segments,
+        agreement=Agreement.of(mesh),
+        limits=options.limits,
+        program=program.name,
+        is_late=is_late,
+    )
     options.outlook.took(Stage.BUILDS, summary.wait_seconds)
     options.outlook.took(Stage.RUNS, summary.run_seconds)
     return summary

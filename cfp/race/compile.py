@@ -168,11 +168,10 @@ def build_each(
         return outcome
 
     found: dict[str, Built | ProfileRecord] = {}
-    cache = environment.compilation_cache(platform)
     first = 0
     if is_untuned:
         first, most = TUNED_FIRST, min(TUNING_AT_ONCE, most)
-    with cache, CompilePool(in_flight.at_once(wanted, most)) as pool:
+    with CompilePool(in_flight.at_once(wanted, most)) as pool:
         builds: dict[str, Future[Built | ProfileRecord | None]] = {}
         for digest, one in wanted.items():
             builds[digest] = pool.start(

@@ -1,6 +1,5 @@
 import dataclasses
 import threading
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -239,31 +238,6 @@ def test_what_the_compiler_gets(case, tmp_path, monkeypatch, platform):
     assert passed == [
         {"xla_gpu": "1", "mine": "3"} if platform == "gpu" else {"mine": "3"}
     ]
-
-
-def test_the_compilation_cache_is_lent(tmp_path):
-    environment = BuildEnvironment(compilation_cache_dir=tmp_path / "compiled")
-    before = jax.config.jax_compilation_cache_dir
-    with environment.compilation_cache("cpu"):
-        assert jax.config.jax_compilation_cache_dir == before
-    with environment.compilation_cache("gpu"):
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compiled")
-    assert jax.config.jax_compilation_cache_dir == before
-    with BuildEnvironment().compilation_cache("gpu"):
-        assert jax.config.jax_compilation_cache_dir == before
-
-
-def test_the_users_own_compilation_cache_stays(tmp_path, monkeypatch):
-    mine = str(Path(tmp_path / "mine"))
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", mine)
-    try:
-        environment = BuildEnvironment(compilation_cache_dir=tmp_path / "ours")
-        with environment.compilation_cache("gpu"):
-            assert jax.config.jax_compilation_cache_dir == mine
-        assert jax.config.jax_compilation_cache_dir == mine
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_a_compiler_that_keeps_no_account(case):

@@ -29,6 +29,7 @@ of the memory unused.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -37,11 +38,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 # Started as a script, Python finds what lies beside it, and not the repository.
@@ -186,9 +189,18 @@ def _open(options: argparse.Namespace, rest: list[str]) -> tuple[Target, Mesh]:
     return open_target(options.target, rest, axes=axes, platform_name=options.platform)
 
 
-def _compilation_cache(workdir: Path, mesh: Mesh) -> Any:
-    kept = BuildEnvironment(compilation_cache_dir=workdir / "compiled")
-    return kept.compilation_cache(mesh.devices.flat[0].platform)
+@contextlib.contextmanager
+def _compilation_cache(workdir: Path, mesh: Mesh) -> Iterator[None]:
+    """Has JAX keep what it compiles for GPUs meanwhile."""
+    setting, before = "jax_compilation_cache_dir", jax.config.jax_compilation_cache_dir
+    is_gpu = mesh.devices.flat[0].platform == "gpu"
+    jax.config.update(setting, str(workdir / "compiled") if is_gpu else before)
+    compilation_cache.reset_cache()  # Or JAX stays with what it began with.
+    try:
+        yield
+    finally:
+        jax.config.update(setting, before)
+        compilation_cache.reset_cache()
 
 
 # ----------------------------------------------------------------------- training

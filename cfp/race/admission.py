@@ -189,7 +189,6 @@ class _Admission:
         found: what was compiled, or skipped.
         queue: what is to be compiled.
         limited: choices that are compiled with the memory limit.
-        refused: choices, at their levels, of what was compiled and does not fit.
     """
 
     memory: MemoryBudget | None
@@ -197,7 +196,6 @@ class _Admission:
     found: Admitted = field(default_factory=Admitted)
     queue: list[_Queued] = field(default_factory=list)
     limited: set[Choice] = field(default_factory=set)
-    refused: set[Any] = field(default_factory=set)
 
     @property
     def fitting(self) -> list[Candidate]:
@@ -240,7 +238,9 @@ class _Admission:
         self.queue.sort(key=lambda one: expected_ms(one.next))
         fitting = self.fitting
         # What was refused as it is, and fits with the memory limit, fits.
-        failed = self.refused - {(one.choice, one.level) for one in fitting}
+        refused = (made.candidate for made in self.found.refused)
+        failed = {(one.choice, one.level) for one in refused}
+        failed -= {(one.choice, one.level) for one in fitting}
         allowed = max(0, MOST_REFUSED - len(failed))
         if self.memory is None:
             allowed = len(self.queue)
@@ -261,7 +261,6 @@ class _Admission:
             self.found.fitting.append(made)
             return
         self.found.refused.append(made)
-        self.refused.add((one.choice, one.level))
         if (
             self.memory is not None
             and not (made.fits or one.choice in self.limited)
@@ -306,7 +305,7 @@ def compile_until_enough_fit(
     is_late = False
     while state.queue:
         chosen = state.select(however_slow, reach)
-        is_late = bool(chosen and (state.fitting or state.refused)) and is_over()
+        is_late = bool(chosen and (state.fitting or state.found.refused)) and is_over()
         if not chosen or is_late:
             break
         state.queue = [one for one in state.queue if one not in chosen]

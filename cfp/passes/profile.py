@@ -69,9 +69,6 @@ def profile_segments(
     """All that was asked for, and what answered.
 
     Args:
-        context: of the plan.
-        analysis: of the program.
-        rates: the devices' rates.
         measure: whether to measure; otherwise no device is used.
     """
     settings, alone = context.settings, context.agreement.alone
@@ -163,12 +160,7 @@ def expected_race(
 
 
 def kernels_of(context: PlanContext, tight: bool = False) -> Kernels:
-    """Returns the kernels that may compute parts of the step.
-
-    Args:
-        context: of the plan.
-        tight: whether memory decides.
-    """
+    """Returns the kernels that may compute parts of the step."""
     rules = context.rules
     found = rules.replacing_for_memory if tight else rules.replacing
     return Kernels(

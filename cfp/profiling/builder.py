@@ -50,12 +50,10 @@ class Job(Task):
 
     Attributes:
       part: the ops, from `cfp.program.graft.cut_part`.
-      constraints: of the values inside.
       in_specs: shardings of the part's inputs.
       out_specs: shardings of the part's outputs.
       feedback: (input position, output position) pairs: the input is donated, and
         the output takes its place in the next iteration.
-      options: compiler options, by name.
       choice: of a whole program what its record is to keep beside the figures.
       kernels: what its kernels follow from. The first of those that have this in common
         is built before the others, for the compiler to try kernels out; None if the
@@ -169,7 +167,6 @@ class Built(CompiledBytes):
     """A compiled program and what the compiler says about it.
 
     Attributes:
-      key: what it is measured under.
       compiled: takes and returns flat arrays.
       collectives: what one run sends.
       build_seconds: tracing, lowering and compiling.
@@ -217,9 +214,6 @@ def build(
     May be called in several threads at once: compiling leaves Python to others.
 
     Args:
-      program: the program that the job's part belongs to.
-      mesh: the devices.
-      job: what to build.
       environment: directories for the compiler, and where that is, if not here.
 
     Returns:
@@ -270,9 +264,6 @@ def compile_lowered(
     """Compiles a lowering and reads what the compiler says about it.
 
     Args:
-      key: what it is to be measured under.
-      lowered: what to compile.
-      options: compiler options.
       started: when its build began, as of `time.perf_counter`.
       how: what compiles it.
 
@@ -311,10 +302,6 @@ class _Compiling:
     """Compiles a program, and one device's computation as a program of its own.
 
     Attributes:
-        job: what to compile.
-        types: of its inputs and outputs.
-        mesh: the devices.
-        options: of the compiler.
         wants_local: whether one device's computation is wanted.
     """
 

@@ -337,9 +337,7 @@ def measure_rates(
     Takes a few seconds, and none if the store knows the devices already.
 
     Args:
-      mesh: the devices.
       store: answers what it can, and keeps every new record.
-      options: how to measure.
 
     Raises:
       DeviceError: if the devices do not even run these small programs.

@@ -53,9 +53,6 @@ class CompilePool:
     `with jax.enable_x64(...)` to the thread that said it. A compile cannot be stopped:
     after an interrupt, or an error, a thread ends what it has begun and begins nothing
     else, and nothing waits for it.
-
-    Args:
-        threads: how many compiles at once.
     """
 
     def __init__(self, threads: int) -> None:
@@ -84,7 +81,6 @@ class CompilePool:
 
         Args:
             label: of the program, which an error is noted with.
-            compiled: compiles it.
             after: compiles that it waits for, which were started before it: threads
                 begin what was started first, so that these have begun.
 
@@ -114,7 +110,6 @@ def awaited(
     """Returns the outcome of a compile, and tells now and then how long that takes.
 
     Args:
-        future: the compile.
         say: called with the seconds so far.
         clock: in seconds.
     """

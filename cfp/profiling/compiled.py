@@ -37,10 +37,6 @@ def compile_right(
     Where that cannot be proved with XLA's rematerialization, it is compiled without,
     and needs more memory.
 
-    Args:
-        lowered: what to compile.
-        options: compiler options.
-
     Returns:
         The compiled program and its text, if there is one.
 

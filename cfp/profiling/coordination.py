@@ -47,7 +47,6 @@ class Coordination:
     """The messages of all processes in turn; one for each client of `jax.distributed`.
 
     Attributes:
-        channel: what carries it.
         timeout_seconds: seconds to wait for another process.
         after_failure: the same, once something failed here.
         epoch: how many times planning began.
@@ -144,7 +143,6 @@ class Coordination:
         Args:
             key: of what is said now.
             other: the process.
-            place: where it says so.
             what: what is expected.
             answered: whether this process has said its part.
         """

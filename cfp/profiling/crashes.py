@@ -56,7 +56,6 @@ class Crash:
     """A process that died during operations.
 
     Attributes:
-      pid: its process id.
       suspects: what it may have died of.
       record: what is known now of the only suspect; None if nothing is.
     """

@@ -106,7 +106,6 @@ def sent_by(one: Instruction, devices: int) -> tuple[str, int, int] | None:
     """Kind, bytes and group size of the collective that an instruction starts.
 
     Args:
-      one: the instruction.
       devices: how many the program is for.
     """
     kind, started, _ = one.opcode.partition("-start")
@@ -254,7 +253,6 @@ class CollectiveSite:
     Attributes:
         kind: as in HLO: "all-reduce", "all-gather", ...
         bytes: of one of them: the larger side's size on one device.
-        group_size: how many devices are in a group.
         count: how often it runs in one step; a loop counts as often as the compiler
             knows it to turn, and all branches of a conditional count.
         scope: JAX's name stack of the op, or "".

@@ -36,7 +36,6 @@ class InFlight:
 
     Attributes:
       parts: of the key that its record will have.
-      label: what progress calls it.
       doing: "build", "run", or "wait": built, and not running yet.
       since: when this began: ISO 8601, UTC.
       limit_seconds: how long it may take; None for ever.
@@ -66,7 +65,6 @@ class ProcessInFlight:
 
     Attributes:
       name: of its files, without suffix.
-      pid: its process id.
       witnessed: its crash record would stand in its `.alive` file.
       oom_kills: how many processes the kernel had ended for want of memory then.
       operations: what it is at.
@@ -246,9 +244,7 @@ class InFlightLog:
         """Makes the folder beside a store.
 
         Args:
-          store_path: the store's file.
           limits: what counts as hung; see `Limits` for the default.
-          program: what all operations belong to, for messages.
         """
         self._program = program
         self.folder = InFlightFolder(store_path)
@@ -321,9 +317,7 @@ class InFlightLog:
 
         Args:
           key: what it is.
-          label: what progress calls it.
           doing: what is done to it.
-          expected_ms: how long a run should take.
           then_wait: log it as waiting afterwards.
         """
         self._set(key, self._begin(key, label, doing, expected_ms))

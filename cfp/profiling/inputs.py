@@ -56,7 +56,6 @@ def counts(program: Program, ops: tuple[int, ...]) -> dict[int, int]:
     """For values that pick something, out of how many: the fewest, if of several.
 
     Args:
-        program: the program.
         ops: ids of top-level ops; their regions count, too.
     """
     inside = [inner for op in ops for inner in (op, *program.ops[op].body)]
@@ -132,7 +131,6 @@ class InputKind:
     Attributes:
       shape: of the whole array.
       dtype: its name, as numpy and JAX write it.
-      spec: how it is sharded.
       signed: whether its floats are of both signs, or all above zero.
       count: of integers that pick something, out of how many; 0 for others.
       given: the bytes of its value, if the caller gave one; otherwise empty.
@@ -212,7 +210,6 @@ def make_inputs(
 
     Args:
       kinds: what to make. Equal ones share an array.
-      mesh: the devices.
       donated: positions that get an array of their own, to be overwritten.
     """
     shared: dict[InputKind, jax.Array] = {}
@@ -314,7 +311,6 @@ def above_zero(program: Program, ops: tuple[int, ...]) -> frozenset[int]:
     """The values that must be above zero for some top-level ops to make sense.
 
     Args:
-        program: the program.
         ops: ids of top-level ops; their regions count, too.
     """
     inside = [inner for op in ops for inner in (op, *program.ops[op].body)]

@@ -27,7 +27,6 @@ def interrupted_text(cache_dir: str | Path | None, again: str) -> str:
     """Makes the message for a user who interrupts.
 
     Args:
-        cache_dir: where measurements are kept.
         again: what goes on from there: "the same command".
     """
     with suppress(CfpError):
@@ -46,9 +45,6 @@ def interrupted_text(cache_dir: str | Path | None, again: str) -> str:
 @contextmanager
 def handle_keyboard_interrupt(cache_dir: str | Path | None) -> Iterator[None]:
     """Delivers Ctrl-C as one KeyboardInterrupt, whose message says what is kept.
-
-    Args:
-        cache_dir: where measurements are kept.
 
     Raises:
         KeyboardInterrupt: the user has interrupted. Its context says where.
@@ -90,7 +86,6 @@ class _Lost:
 
     Args:
         before: the hook for everything else that was raised there.
-        main: the thread to interrupt.
     """
 
     def __init__(self, before: Callable[[Any], Any], main: threading.Thread) -> None:

@@ -60,9 +60,6 @@ def tune_kernels(
     try out.
 
     Args:
-      program: the program that the jobs are parts of.
-      mesh: the devices.
-      jobs: what to build.
       store: beside it lies what the compiler has learnt.
       options: how to build; what a process died of is a failure.
       is_late: whether time is over, so that nothing else is begun.
@@ -134,7 +131,6 @@ def first_of_kernels(
     has with a kernel for it.
 
     Args:
-        jobs: what is to be built.
         tuned: kernels that the compiler has tried out.
     """
     found: dict[Hashable, Job] = {}
@@ -158,11 +154,7 @@ class Measurer:
     """Looks jobs up, and measures those that the store does not know.
 
     Args:
-        program: the program that the jobs are parts of.
-        mesh: the devices.
-        store: where records are kept.
         measure: whether devices may be used.
-        options: how to measure.
         end: from this moment on (`time.monotonic`) nothing else is begun. Several
             processes measure the same, however long it takes.
 
@@ -213,7 +205,6 @@ class Measurer:
         """Records by key; what may not be measured and is not known has none.
 
         Args:
-            jobs: what to look up.
             ignore_end: whether to measure after the end, too.
 
         Raises:

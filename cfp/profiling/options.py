@@ -22,7 +22,6 @@ class MeasureOptions:
     Attributes:
         retry_failures: whether what failed before is tried again, or what failed before
             a moment.
-        limits: what counts as hung.
         progress: called with what is being done.
         remote: where programs are compiled, if not here.
         compiler_options: of every program.

@@ -115,7 +115,6 @@ class Outlook:
         Args:
             stage: what is at work.
             done: how many of its programs are done.
-            total: how many there are.
             seconds: what those that are done took.
 
         Returns:

@@ -46,7 +46,6 @@ class Rates:
     """Rates of computing on a mesh, and of collectives over its axes.
 
     Attributes:
-      mesh: names and sizes of its axes, in order.
       curves: measured points, by kind of collective and axes (in the mesh's order).
       matmul_flops_per_ms: of one device while all compute, for "float32" (as JAX
         computes it by default on the devices) and "bfloat16".

@@ -25,7 +25,6 @@ class Executable:
 
     Attributes:
         data, in_tree, out_tree: of `jax.experimental.serialize_executable`.
-        text: the program, as compiled.
     """
 
     data: bytes

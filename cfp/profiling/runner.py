@@ -107,15 +107,12 @@ def profile(
     """Measures the jobs that the store has no record of.
 
     Args:
-      program: the program that all jobs are parts of.
-      mesh: the devices.
       jobs: what to measure; jobs with equal keys are measured once.
       store: answers what it can, failures too, and keeps every new record.
       options: how to measure; a remote compiler disturbs no run.
       threads: how many builds at once; by default as `default_threads` has it.
       overlap: build while something is timed. By default not on CPUs, which build
         and run with the same cores, nor on GPUs, where compilers try out kernels.
-      timing: how long to measure each.
       environment: the compiler's directories; by default one for autotuning next
         to the store.
       is_late: whether time is over, so that nothing else is begun.
@@ -182,10 +179,7 @@ def run_local(
 
     Args:
       built: with its `local` program.
-      job: what was built.
-      program: the program that its part belongs to.
       mesh: the devices that it was built for, of which one is here.
-      timing: how long to measure.
 
     Returns:
       Every sample, with copies in place of gathers; or why there is none.
@@ -216,12 +210,9 @@ def execute(
     """Times a compiled program, over and over.
 
     Args:
-      built: what to run.
       kinds: its inputs.
-      mesh: the devices.
       feedback: (input position, output position): what the program donates, and
         what takes its place.
-      timing: how long to measure.
       checked: refuse times of a program whose results are not finite, or of a GPU
         that ran at an idle one's clock.
     """

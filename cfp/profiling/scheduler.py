@@ -66,10 +66,8 @@ def run_tasks(
 
     Args:
       tasks: what to measure. Of tasks with one key the first is taken.
-      store: where records are looked up and kept.
       build: builds a task, in a thread; a record if it cannot be built.
       run: runs what was built, in this thread.
-      threads: how many builds at once.
       overlap: build while a task runs, which is faster, and disturbs what runs
         where building needs the devices. Otherwise tasks are built and then run in
         batches of one size, of at most four times the number of threads.
@@ -78,8 +76,6 @@ def run_tasks(
       progress: called with every event, in this thread.
       agreement: settles what is run, where several processes measure together. Each
         then needs the same tasks, and a store of its own.
-      limits: what counts as hung.
-      program: what the tasks belong to, for messages.
       is_late: whether time is over, so that nothing else is begun: what was not
         measured by then has no record. Several processes must run the same, and do
         not ask.
@@ -262,8 +258,6 @@ class _State:
         """Waits for a build, and tells how many are awaited, and how long that takes.
 
         Args:
-            task: what is built.
-            built: its build.
             among: builds that are awaited one after another.
         """
 

@@ -85,9 +85,6 @@ class ProfileStore:
     Several processes and threads may use one file at once; each process opens a
     store of its own. On a network file system only processes of one host may
     share a file: give each host its own, and `merge` them.
-
-    Attributes:
-      path: the database file.
     """
 
     def __init__(
@@ -100,7 +97,6 @@ class ProfileStore:
         """Opens the file, and makes it and its directory if they are missing.
 
         Args:
-          path: the database file.
           busy_seconds: how long to wait for another process that is writing.
           copy: called with what was put, and whether it was to replace, once it is
             in the file.
@@ -182,7 +178,6 @@ class ProfileStore:
         "ok" record comes.
 
         Args:
-          record: what to keep.
           replace: put it in the place of whatever is there.
 
         Returns:
@@ -359,10 +354,6 @@ class CommonStore(ProfileStore):
 
     def __init__(self, path: Path, agreement: Agreement) -> None:
         """Opens the file, in process 0; elsewhere an empty one.
-
-        Args:
-          path: the file.
-          agreement: of the processes.
 
         Raises:
           CacheError: it cannot be made or written.

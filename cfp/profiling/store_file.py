@@ -40,7 +40,6 @@ class OpenFile:
     """A file that has passed its checks, and the way to it.
 
     Attributes:
-      path: where it was opened.
       connection: in autocommit mode; several threads may use it in turn.
       identity: device and inode.
     """

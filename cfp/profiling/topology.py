@@ -67,7 +67,6 @@ def gpu_parts(
     Args:
         ordinals: of the mesh's devices in this process, in the mesh's order, as CUDA
             counts those that it may see.
-        ask: asks the driver.
         ask_bus: asks CUDA for a GPU's address on the PCI bus.
 
     Returns:
@@ -91,7 +90,6 @@ def numbers_of(
 
     Args:
         ordinals: as CUDA counts those that it may see.
-        ask: asks the driver.
         ask_bus: asks CUDA for a GPU's address on the PCI bus.
     """
     gpus = _gpus(ask)

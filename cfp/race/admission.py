@@ -67,7 +67,6 @@ def may_fit(memory: MemoryBudget, size: CompiledBytes) -> bool:
     """True if a program may fit, if the compiler saves what it can.
 
     Args:
-        memory: what it has to fit into.
         size: what it needs otherwise; a failure to compile needs nothing.
     """
     least = size.peak_bytes - (1.0 - LIMITED_MEMORY_AT_LEAST) * size.temp_bytes
@@ -80,7 +79,6 @@ def limit_options(
     """Compiler options with which a program may fit, by name, the fastest first.
 
     Args:
-        memory: what it has to fit into.
         size: what it needs without them.
 
     Returns:
@@ -206,7 +204,6 @@ class _Admission:
         """Queues a candidate, or skips it.
 
         Args:
-            one: the candidate.
             size: what it needs by prediction; None if it is compiled as it is.
         """
         memory, limits = self.memory, {}

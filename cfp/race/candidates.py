@@ -89,8 +89,6 @@ def smaller_than(
     factor. The largest of these factors is applied to all choices.
 
     Args:
-        analysis: of the program.
-        problem: what the profiles say.
         compiled: choices, and what each needs on a device, as compiled.
         most_bytes: memory that there is.
 
@@ -117,9 +115,7 @@ def rematerialized(
     """Presets that fit with some of their segments rematerialized.
 
     Args:
-        analysis: of the program.
         problems: what fits, at first by the strictest reckoning.
-        presets: strategies and storage, by name.
     """
 
     def alike(_: int, option: Option, own: Option) -> bool:
@@ -138,8 +134,6 @@ def with_kernels(
     what its kernels are worth.
 
     Args:
-        analysis: of the program.
-        problem: what the search knows.
         named: choices by name.
     """
     every = (option for options in problem.options for option in options)
@@ -168,11 +162,6 @@ def planned_around(
 
     By estimates plans of one way to shard the layers are close to each other, and those
     of another follow far behind, though estimates cannot tell which is faster.
-
-    Args:
-        analysis: of the program.
-        problem: what the search knows.
-        presets: strategies and storage, by name.
     """
     counts = Counter(problem.kinds)
     if max(counts.values(), default=0) < 2:
@@ -196,9 +185,7 @@ def _best_around(
     Presets with a part that is no option are left out.
 
     Args:
-        analysis: of the program.
         problems: the first in which anything fits decides.
-        presets: strategies and storage, by name.
         may_take: whether an option of a kind may take the place of the preset's own.
             Where a preset has several for segments of one kind, its own is the one of
             the last of these.

@@ -41,15 +41,11 @@ class Builder:
 
     Attributes:
         program: the program, of those that have no other.
-        mesh: the devices.
-        store: where records are kept.
         budget_bytes: what a program may need on each device, or None.
         end: by this moment (`time.monotonic`) what is compiled and timed is expected to
             be: nothing else is begun, once one program is, and none is timed again.
         run_seconds: time to leave for each program's first run, where one device plays
             several, and for building the leader's variants and a run of it; else 0.
-        options: how to build and to time.
-        built: compiled programs by identity: used, and added to.
         stages: of planning: what compiling these is, warming up for them and timing
             them.
     """
@@ -216,7 +212,6 @@ def worth_one_whole(program: Program, programs: Iterable[RaceProgram]) -> int:
     """Returns how many programs take about as long to compile as a whole one.
 
     Args:
-        program: the whole program.
         programs: of it, or truncated ones.
     """
     longest = max((len(one.job.part.ops) for one in programs), default=0)
@@ -234,7 +229,6 @@ def results_of(
     Args:
         programs: in the order of the results.
         outcomes: by key.
-        budget_bytes: memory of one device, or None.
         cached: keys of what the store answered.
     """
     found = []

@@ -36,7 +36,6 @@ class RaceProgram:
     """A program that is compiled, and timed if it fits.
 
     Attributes:
-        candidate: what it is of.
         job: the whole program under its choice, or a truncated one.
         stands_on: the program and the mesh, where they are not those of the race.
         ratios: what it says about the whole program.
@@ -88,7 +87,6 @@ class RaceResult:
     """Result of one program in a race.
 
     Attributes:
-        program: the program.
         outcome: the record of what ran or failed; else what became of it.
         fits: whether what was compiled is within the budget.
         cached: whether it was answered from the store.
@@ -221,12 +219,10 @@ class RaceOutcome:
 
     Attributes:
         winner: what is to be run.
-        result: how it did, if it was timed.
         peak_bytes: what it needs on each device, if it was compiled.
         built: its whole program, if it was compiled just now.
         rows: what raced, and how it did.
         counts: counts and seconds of all passes.
-        raced: what ran, with its step time.
     """
 
     winner: Candidate
@@ -306,7 +302,6 @@ def not_run(
     Args:
         candidates: what is left out.
         needs: memory of each on a device, by prediction.
-        budget_bytes: what there is.
     """
     most = float("inf") if budget_bytes is None else budget_bytes
     rows = []

@@ -174,8 +174,6 @@ def remembered(analysis: Analysis, store: ProfileStore, job: Job) -> list[Rememb
     Failures are left out, but for what was compiled and then refused for its size.
 
     Args:
-        analysis: of the program.
-        store: where races keep their records.
         job: the whole program under any choice, without compiler options.
     """
     like = _apart_from_choice(job.key.parts)
@@ -205,8 +203,6 @@ def known_to_fit(
 
     Args:
         context: with a memory budget.
-        analysis: of the program.
-        problem: what predicts their times, or None.
         candidates: what may race anyway.
         answer: how the race ended the last time. The same choices race again, which
             needs no device then, unless something else has been faster since.
@@ -267,7 +263,6 @@ def _read(
     """The choice as it was compiled, unless another version of cfp has made it.
 
     Args:
-        analysis: of the program.
         options: the strategies of each block.
         record: what has it.
     """
@@ -309,8 +304,6 @@ def of_one_race(
     """Returns the records that a race of just these programs made, by digest.
 
     Args:
-        jobs: the programs by digest.
-        budget_bytes: memory of each device, or None.
         store: what knows them.
     """
     keys = _keys_among(jobs, budget_bytes)

@@ -79,11 +79,9 @@ def no_winner(
     """The error for a race that nothing finished, in a budget and its reserve.
 
     Args:
-        analysis: of the program.
         results: of all that was compiled, or failed.
         budget_bytes: what a program may need on each device.
         reserve_bytes: what the allocator may add.
-        problem: what was searched, for what was predicted.
     """
     # Of what could not be compiled it is not known what it needs.
     compiled = [r for r in results if r.peak_bytes]
@@ -190,7 +188,6 @@ def _error(
     """The error with all lines of its message.
 
     Args:
-        analysis: of the program.
         first: what does not fit.
         needed_bytes: what the leanest needs.
         use: what that is for, in bytes.

@@ -48,8 +48,6 @@ def truncate(
     """Truncates a program for a race of some choices.
 
     Args:
-        analysis: of the program.
-        problem: what the profiles say.
         choices: what is to be raced.
         kept: how many repeats of a stretch of segments stay that are treated alike.
 

@@ -89,7 +89,6 @@ def race_programs(
 
     Args:
         builder: what compiles them, and where they run.
-        programs: what races.
         rounds: number of turns; fewer where measured times have told (`_is_told`): of
             predictions the least wins, and nothing is a tie.
         looks: at some of them, by identity, that ended just now: devices are warm, and
@@ -191,10 +190,8 @@ class _Turns:
     Attributes:
         builder: what compiled them, and where they run.
         programs: all, by key.
-        ready: what was built of them, by key.
         records: by key a failure, a look, or what turns took so far.
         order: keys of those that are timed next.
-        in_flight: the log of what runs.
         rounds: number of turns, at most.
         in_turns: records of turns alone, by key.
         fastest_ms: by the key of what was left out the time of the fastest then.
@@ -292,7 +289,6 @@ class _Turns:
         """Gives each program a turn, of as many steps as last long enough.
 
         Args:
-            number: of the turn.
             is_first: whether no program ran before.
         """
         known = [self.records[d].time_ms for d in self.order if not is_first]
@@ -347,8 +343,6 @@ class _Turns:
         """Times a program, and says so.
 
         Args:
-            digest: the program's key.
-            timing: how.
             doing: the name of a look or a turn.
             rest: how many programs are yet to be timed, this one among them.
         """
@@ -372,7 +366,6 @@ def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:
     """Returns how to time a turn; or a first look, where no time is known yet.
 
     Args:
-        platform: of the devices.
         fastest_ms: the fastest step of those in it, or None for a look.
     """
     if platform == "cpu":
@@ -402,7 +395,6 @@ def second_race(
 
     Args:
         raced: the first race.
-        options: of the compiler, by name.
         reach: what takes more times as long as the fastest does not race again, but for
             the best preset, with which a plan is compared.
 

@@ -18,7 +18,7 @@ from cfp.attention.matching.matches import (
     replacements,
     way_of,
 )
-from cfp.attention.matching.ways import Way, refused
+from cfp.attention.matching.ways import Way, refusal_of
 from cfp.checking.check import Check, Difference, compile_alone
 from cfp.presets.presets import DATA_PARALLEL, plainest, presets
 from cfp.program.replace import Replacement
@@ -60,7 +60,7 @@ class Step:
         """Returns why a kernel cannot compute the attentions on CPUs, if it cannot."""
         for match in self.attentions.matches.values():
             problem, sizes = match.problem, dict(self.mesh.shape)
-            if (why := refused(problem, Way(kernel), sizes, "cpu")) is not None:
+            if (why := refusal_of(problem, Way(kernel), sizes, "cpu")) is not None:
                 return why
         return None
 

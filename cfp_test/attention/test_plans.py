@@ -12,7 +12,7 @@ import pytest
 import cfp
 from cfp.attention import chunked
 from cfp.attention.matching.matches import attentions, replacements
-from cfp.attention.matching.ways import Way, refused
+from cfp.attention.matching.ways import Way, refusal_of
 from cfp.attention.problem import AttentionProblem
 from cfp.checking.check import Check, both_sides
 from cfp.context import open_context
@@ -259,7 +259,7 @@ def test_by_default_no_precision_is_lost(tmp_path):
             dtype="float64",
             scale=1.0,
         )
-        reason = refused(problem, Way("chunked"), {}, "cpu")
+        reason = refusal_of(problem, Way("chunked"), {}, "cpu")
     assert reason == "kernels compute in float32 at most, and it is in float64"
 
 

@@ -38,7 +38,7 @@ from cfp.cost.memory import (
     value_bytes,
     values_eliminated_by_kernel,
 )
-from cfp.cost.terms import Terms, masked_share
+from cfp.cost.terms import Made, Terms, masked_share
 from cfp.patterns.build import passes
 from cfp.profiling.rates import Rates
 from cfp.program.graph import Op, Program, dtype_bytes
@@ -66,15 +66,22 @@ class Costs:
 
     Args:
         may_rematerialize: whether segments may compute their forward pass again.
+        measured: whether segments are measured, which sum what they make: by an
+            estimate gradients are summed on their way to an update in another segment.
 
     Attributes:
         fixed_bytes: what arguments and results that are no state take on each device.
     """
 
     def __init__(
-        self, analysis: Analysis, rates: Rates, may_rematerialize: bool = True
+        self,
+        analysis: Analysis,
+        rates: Rates,
+        may_rematerialize: bool = True,
+        *,
+        measured: bool = True,
     ) -> None:
-        self.analysis, self.rates = analysis, rates
+        self.analysis, self.rates, self._measured = analysis, rates, measured
         program = analysis.frame.program
         copies = copied_bytes(analysis)
         self._new_fixed_bytes = fixed_bytes(analysis, program.outputs) + copies
@@ -305,9 +312,16 @@ class Costs:
         total = 0.0
         for v in values:
             have, want = maker.spec(v), _wanted(reader, v)
-            if have is None or want is None or have == want:
+            if have is None or want is None:
                 continue
-            value = program.values[v]
+            value, turns = program.values[v], self._terms.turns(v)
+            group = self._terms.gradients.get(self._terms.same(v))
+            if group is not None and maker.covers(value.producer):
+                move = value.size_bytes, *self._made(maker, v), want
+                total += turns * self._terms.state_move_ms(group, *move)
+                continue
+            if have == want:
+                continue
             size = value.size_bytes
             if value.producer < 0:
                 views = _views(maker, reader, v)
@@ -316,9 +330,17 @@ class Costs:
                 read = (program.values[program.ops[op].results[0]] for op in views)
                 least = min(dtype_bytes(one.dtype) for one in (value, *read))
                 size = size * least / dtype_bytes(value.dtype)
-            turns = self._terms.turns(v)
             total += turns * self._terms.transition_ms(size, have, (), want)
         return total
+
+    def _made(self, maker: Layout, v: int) -> Made:
+        """Returns how a segment hands on a gradient: where it is measured, summed."""
+        op = maker.frame.program.ops[maker.frame.program.values[v].producer]
+        if self._measured:
+            return maker.value_spec[v], ()
+        natural = maker.natural_spec(op, op.results.index(v))
+        assert natural is not None, "the segment lays out its ops"
+        return natural, maker.unreduced(op)
 
 
 def _in_chunks(way: Way) -> bool:

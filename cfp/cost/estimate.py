@@ -118,9 +118,16 @@ def estimate_segment(
         mode: [
             np.array(
                 [
-                    t.matmul_ms + t.memory_ms + update_ms + moved_ms + gather_ms
+                    sum(
+                        (
+                            t.matmul_ms,
+                            t.memory_ms,
+                            moved_ms,
+                            *terms.state_ms(groups, t, mode),
+                            terms.gradients_ms(segment.groups, t, mode),
+                        )
+                    )
                     for t, moved_ms in zip(row, moved, strict=True)
-                    for update_ms, gather_ms in [terms.state_ms(groups, t, mode)]
                 ]
             )
             for row, moved, groups in zip(blocks, inside, owned, strict=True)

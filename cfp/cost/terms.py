@@ -218,7 +218,7 @@ class Terms:
         steps = transition(size, have, unreduced, want, self.frame.mesh)
         return sum(self.rates.collective_ms(*step) for step in steps)
 
-    def _state_move_ms(
+    def state_move_ms(
         self,
         index: int,
         size: float,
@@ -239,6 +239,33 @@ class Terms:
         return sum(self.rates.combined_ms(*step, count) for step in steps)
 
     @cached_property
+    def gradients(self) -> Mapping[int, int]:
+        """The storage group of every gradient, also of those that are not yet whole.
+
+        What has as many elements, and is read for nothing else, is on its way to one:
+        under :func:`jax.vmap` sums over one dim after another.
+        """
+        program = self.frame.program
+        found: dict[int, int] = {}
+        groups = self.frame.groups
+        stack = [(v, group.index) for group in groups for v in group.gradients]
+        while stack:
+            v, group = stack.pop()
+            found.setdefault(self.same(v), group)
+            producer = program.values[v].producer
+            op = program.ops[producer] if producer >= 0 else None
+            if op is None or op.rule is None or is_contraction(op):
+                continue
+            count = prod(program.values[v].shape)
+            stack += (
+                (before, group)
+                for before in op.operands
+                if prod(program.values[before].shape) == count
+                and len(program.users[before]) == 1
+            )
+        return found
+
+    @cached_property
     def _alike_state(self) -> Counter[tuple[int, str]]:
         """Counts the storage groups of one type that one computation reads."""
         return Counter(map(self._state_key, range(len(self.frame.groups))))
@@ -253,9 +280,12 @@ class Terms:
         if not wants:
             return 0.0
         size = self.frame.program.values[value].size_bytes
-        total = self.transition_ms(size, *made, wants[0])
-        for want in wants[1:]:
-            total += self.transition_ms(size, wants[0], (), want)
+        group = self.gradients.get(value)
+        moves = [(*made, wants[0]), *((wants[0], (), want) for want in wants[1:])]
+        if group is None:
+            total = sum(self.transition_ms(size, *move) for move in moves)
+        else:
+            total = sum(self.state_move_ms(group, size, *move) for move in moves)
         return total * self._repeats.get(value, 1)
 
     # -- state ---------------------------------------------------------------
@@ -289,16 +319,10 @@ class Terms:
             if mode in (Storage.SHARDED, Storage.LARGEST):
                 read = size * self._narrowed(group.reads, main)
                 for want in wants or (used,):
-                    once = self._state_move_ms(index, read, wide, (), want)
+                    once = self.state_move_ms(index, read, wide, (), want)
                     moves += self.turns(main) * once
             elif mode is Storage.OPTIMIZER:
-                moves += self._state_move_ms(index, size, wide, (), used)
-            for v in group.gradients:
-                made = terms.makes.get(self.same(v))
-                if made is not None and len(made[0]) == len(wide):
-                    grad_bytes = program.values[v].size_bytes
-                    once = self._state_move_ms(index, grad_bytes, *made, wide)
-                    moves += self.turns(v) * once
+                moves += self.state_move_ms(index, size, wide, (), used)
             state = sum(program.values[program.args[a]].size_bytes for a in group.args)
             updates = group.ops or group.inner_ops[:1]
             turns = max(map(program.turns, updates), default=1)
@@ -306,6 +330,23 @@ class Terms:
             memory += turns * once
             memory += self._host_ms(group) / spec_ways(wide, frame.mesh)
         return memory, moves
+
+    def gradients_ms(
+        self, groups: Iterable[int], terms: BlockTerms, mode: Storage
+    ) -> float:
+        """Estimates the time to hand gradients that a block makes to their updates."""
+        program, total = self.frame.program, 0.0
+        for index in groups:
+            for v in self.frame.groups[index].gradients:
+                made = terms.makes.get(self.same(v))
+                if made is None:
+                    continue
+                *_, wide = self.state_specs(index, terms, mode)
+                if len(made[0]) == len(wide):
+                    size = program.values[v].size_bytes
+                    once = self.state_move_ms(index, size, *made, wide)
+                    total += self.turns(v) * once
+        return total
 
     def _host_ms(self, group: StorageGroup) -> float:
         """Estimates the time to move what the host has of a group, there and back."""

@@ -200,7 +200,7 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
     started = time.perf_counter()
     profiles = _estimated(context, analysis, started)
     may = Dimension.REMAT in context.rules.dimensions
-    costs = Costs(analysis, profiles.rates, may)
+    costs = Costs(analysis, profiles.rates, may, measured=False)
     problem = build_problem(costs, profiles.estimated, context.budget_bytes)
     best = solve(problem)
     found = best or leanest(problem)
@@ -231,7 +231,8 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
         analysis, rates, named_choices(analysis.frame), dimensions
     )
     named = leading_presets(analysis, estimates, among)
-    costs = Costs(analysis, rates, Dimension.REMAT in dimensions)
+    may = Dimension.REMAT in dimensions
+    costs = Costs(analysis, rates, may, measured=False)
 
     def estimated(tight: bool) -> Profiles:
         return estimate_options(

@@ -60,7 +60,8 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     compiled = decided_by is not DecidedBy.PREDICTION
     # With times in context, and with times alone; or with estimates.
     may = Dimension.REMAT in context.rules.dimensions
-    costs, wanted = Costs(analysis, profiles.rates, may), profiles.requests
+    measured, wanted = not context.rules.estimates, profiles.requests
+    costs = Costs(analysis, profiles.rates, may, measured=measured)
     sets = (
         [profiles.estimated]
         if profiles.estimated
@@ -146,7 +147,8 @@ def with_rematerialization(
     if problem is None or rates is None:
         return None
     may = Dimension.REMAT in context.rules.dimensions
-    costs, estimates = Costs(analysis, rates, may), estimate_kinds(analysis, rates)
+    costs = Costs(analysis, rates, may, measured=not context.rules.estimates)
+    estimates = estimate_kinds(analysis, rates)
     again = [costs.can_rematerialize(kind) for kind in range(len(problem.options))]
     if not any(again):
         return None

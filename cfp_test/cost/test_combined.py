@@ -12,11 +12,15 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Storage
 from cfp.cost.choice import segment_candidate
+from cfp.cost.costs import Costs
 from cfp.cost.terms import Terms
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
+from cfp.search.choices import Kernels, estimate_kinds
+from cfp.search.expected import build_problem, estimate_options
 from cfp.settings import defaults_of
+from cfp.solution import prediction_of
 from cfp_test.checking import make_mesh
 
 LAYERS, WIDTH, ROWS = 12, 256, 4096
@@ -52,6 +56,7 @@ def state_ms(name, rates):
         owned = terms.owned_groups(segment.groups, blocks)
         for groups, block in zip(owned, blocks, strict=True):
             total += terms.state_ms(groups, block, mode)[1]
+            total += terms.gradients_ms(segment.groups, block, mode)
     return total, mode
 
 
@@ -100,3 +105,65 @@ def test_a_compiler_combines_gradients_of_a_program():
     calls = re.findall(r"= (.*) all-reduce\(", text)
     gradients = [call.count(f"f32[{WIDTH},{WIDTH}]") for call in calls]
     assert sum(gradients) == LAYERS and len(calls) < LAYERS / 2
+
+
+def step_by_example(params, tokens):
+    """As classes of layers are mapped: sums over batch and time, one after another."""
+
+    def layer(w, x):
+        return x + jnp.tanh(w["scale"] * x @ w["kernel"] + w["bias"])
+
+    def example(params, tokens):
+        h = params["table"][tokens]
+        for w in params["layers"]:
+            h = jax.vmap(lambda x, w=w: layer(w, x))(h)
+        return (h**2).mean()
+
+    def loss(params):
+        return jax.vmap(lambda row: example(params, row))(tokens).mean()
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
+
+
+def arguments_by_example(rows=64):
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+    layer = {"scale": shape(WIDTH), "bias": shape(WIDTH), "kernel": shape(WIDTH, WIDTH)}
+    params = {"table": shape(64 * WIDTH, WIDTH), "layers": [*repeat(layer, LAYERS)]}
+    return params, jax.ShapeDtypeStruct((rows, 64), jnp.int32)
+
+
+def test_gradients_summed_in_two_steps_and_of_tables_are_launched_once():
+    """A bias has its sum inside a layer, a table its gradient in another segment."""
+    mesh, args = make_mesh(SIZES), arguments_by_example()
+    program, _ = trace(flatten_step(step_by_example, args), mesh)
+    analysis = analyze(program, SIZES)
+    choice = presets(analysis.frame)["data_parallel"]
+    rates = cfp.described("8xh100").rates
+    alone = replace(rates, curves=dict.fromkeys(rates.curves, ((1, 0.0),)))
+
+    def step_ms(rates):
+        costs = Costs(analysis, rates, measured=False)
+        found = estimate_options(
+            estimate_kinds(analysis, rates),
+            {"data_parallel": choice},
+            costs,
+            per_kind=0,
+            budget_bytes=None,
+            kernels=Kernels(),
+        )
+        problem = build_problem(costs, found.estimated, None)
+        return prediction_of(analysis, problem, choice).time_ms
+
+    gradients = sum(leaf.size * 4 for leaf in jax.tree.leaves(args[0]))
+    once_ms = rates.collective_ms("all-reduce", ("x",), gradients)
+    launch_ms = rates.collective_ms("all-reduce", ("x",), 1.0)
+    assert step_ms(rates) - step_ms(alone) == pytest.approx(once_ms, abs=launch_ms)
+    args = arguments_by_example(8)
+    plan = cfp.plan(
+        step_by_example, *args, mesh=mesh, preset="data_parallel", quiet=True
+    )
+    text = plan.compile(step_by_example, *args).as_text()
+    assert len(re.findall(r"all-reduce\(", text)) == 1

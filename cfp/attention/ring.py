@@ -52,15 +52,14 @@ def zigzag_order(length: int, ranks: int) -> np.ndarray:
     return np.concatenate(mine).reshape(-1)
 
 
-def to_zigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
-    """Tokens along a dim in zigzag order, whose positions are `zigzag_order`."""
-    return jnp.take(x, zigzag_order(x.shape[axis], ranks), axis=axis)
+def to_zigzag(x: jax.Array, ranks: int) -> jax.Array:
+    """Tokens, along dim 1, in zigzag order, whose positions are `zigzag_order`."""
+    return jnp.take(x, zigzag_order(x.shape[1], ranks), axis=1)
 
 
-def from_zigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
+def from_zigzag(x: jax.Array, ranks: int) -> jax.Array:
     """Undoes `to_zigzag`."""
-    back = np.argsort(zigzag_order(x.shape[axis], ranks))
-    return jnp.take(x, back, axis=axis)
+    return jnp.take(x, np.argsort(zigzag_order(x.shape[1], ranks)), axis=1)
 
 
 def local_positions(rank: jax.Array, ranks: int, count: int, zigzag: bool) -> jax.Array:

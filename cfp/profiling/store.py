@@ -14,7 +14,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
@@ -223,18 +223,13 @@ class ProfileStore:
             self._copy(records, replace)
         return written
 
-    def keys_like(self, parts: Mapping[str, str] | None = None) -> list[ProfileKey]:
-        """The stored keys that have all these parts; all keys if there are none."""
-        wanted = set((parts or {}).items())
-        return [
-            ProfileKey(record.parts)
-            for record in self.records()
-            if wanted <= set(record.parts)
-        ]
+    def keys(self) -> list[ProfileKey]:
+        """All keys that have a record."""
+        return [ProfileKey(record.parts) for record in self.records()]
 
     def explain(self, key: ProfileKey) -> str:
         """Explains a missing record: the differences from the nearest stored one."""
-        return key.explain(self.keys_like())
+        return key.explain(self.keys())
 
     def export(self, path: str | os.PathLike[str]) -> int:
         """Writes all records to a file of JSON lines, whole or not at all.

@@ -137,7 +137,6 @@ def interleave(
     budget_seconds: float = math.inf,
     min_sample_ms: float = 5.0,
     clock: Callable[[], float] = time.perf_counter,
-    agree: Callable[[float], float] = float,
 ) -> dict[str, Timing]:
     """Times alternatives in turn, so that drift falls on all of them alike.
 
@@ -153,7 +152,6 @@ def interleave(
         each first execution not); one round is always made.
       min_sample_ms: how long one sample should last at least.
       clock: seconds, monotonic.
-      agree: makes a duration the same in all processes of the program.
 
     Returns:
       Name to timing, in the order of `runs`, all with equally many samples.
@@ -161,7 +159,7 @@ def interleave(
     if rounds < 1:
         raise ValueError(f"expected at least 1 round, got {rounds}")
     subjects = {
-        name: _Subject(run, min_sample_ms, clock, agree) for name, run in runs.items()
+        name: _Subject(run, min_sample_ms, clock, float) for name, run in runs.items()
     }
 
     def spent_seconds() -> float:

@@ -478,7 +478,7 @@ def find_misses(context: PlanContext, analysis: Analysis) -> Misses:
     complete = all(
         job.key.digest in answered for item in found.requests for job in item.jobs
     )
-    stored = store.keys_like()
+    stored = store.keys()
     return Misses(
         misses=tuple(
             Miss(label=label, key=key, nearest=key.nearest(stored))

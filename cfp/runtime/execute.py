@@ -311,22 +311,17 @@ class LoweredStep:
         )
 
 
-def compile_step(
-    *args: Any,
-    compiling: Callable[[], AbstractContextManager[None]] = nullcontext,
-    **kwargs: Any,
-) -> CompiledStep:
+def compile_step(*args: Any, **kwargs: Any) -> CompiledStep:
     """Lowers a step under shardings, inserts the constraints, and compiles it.
 
     Args:
         args, kwargs: as of `load_or_lower`.
-        compiling: entered while the compiler is at work, if it has to be.
 
     Raises:
         PlanMismatch: the step's program is not the one that was planned.
         CompilerError: the compiler made another program of it.
     """
-    return load_or_lower(*args, **kwargs).compile(compiling)
+    return load_or_lower(*args, **kwargs).compile()
 
 
 @unchecked()

@@ -85,8 +85,8 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def ticks(most: float, count: int = 4) -> list[float]:
-    """Round numbers from zero up to `most`, about so many."""
+def ticks(most: float) -> list[float]:
+    """Round numbers from zero up to `most`, about four."""
     if most <= 0:
         return [0.0]
     scale = 1.0
@@ -95,7 +95,7 @@ def ticks(most: float, count: int = 4) -> list[float]:
     while most / scale < 1:
         scale /= 10
     steps = (scale * f for f in (0.1, 0.2, 0.25, 0.5, 1, 2, 2.5, 5))
-    step = next((s for s in steps if most / s <= count), scale * 5)
+    step = next((s for s in steps if most / s <= 4), scale * 5)
     return [step * i for i in range(int(most / step + 1e-9) + 1)]
 
 

@@ -99,7 +99,7 @@ def test_which_record_of_a_key_stays(path, first, second, replace, kept):
         assert len(store) == 1
 
 
-def test_keys_like_and_explain(path):
+def test_keys_and_explain(path):
     with ProfileStore(path) as store:
         wanted = ProfileKey(
             (("segment", "gpt"), ("mesh", "4"), ("jax_version", "0.11.2"))
@@ -108,9 +108,7 @@ def test_keys_like_and_explain(path):
         gpt, moe = make("gpt"), make("moe", status="timeout")
         store.put(gpt)
         store.put(moe)
-        assert store.keys_like({"segment": "gpt"}) == [ProfileKey(gpt.parts)]
-        assert len(store.keys_like({"mesh": "4"})) == len(store.keys_like()) == 2
-        assert store.keys_like({"mesh": "gpt"}) == []
+        assert {*store.keys()} == {ProfileKey(gpt.parts), ProfileKey(moe.parts)}
         assert store.explain(wanted).splitlines() == [
             "the nearest measurement differs in",
             "  jax_version: was '0.10.2', is '0.11.2'",

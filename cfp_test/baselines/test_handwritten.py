@@ -12,11 +12,11 @@ import pytest
 
 from alpa_test.handwritten.step import shard_largest, shard_step
 from alpa_test.handwritten.tables import TABLES, table_of
-from cfp.models import MODELS, build, initialise, logical_names
+from cfp.models import MODELS, logical_names
 from cfp.models.layers import attending_by
 from cfp.profiling.hlo import collectives_in
 from cfp.program.trace import planning_mesh
-from cfp_test.models.tiny import TINY, quick_jit
+from cfp_test.models.tiny import TINY, draw_start, quick_jit
 
 STEPS = 3
 TOLERANCE = 1e-4
@@ -70,18 +70,7 @@ def mesh_of(table):
 @functools.cache
 def on_one_device(model):
     """The first state, the batch, and the losses of one device."""
-    step, (shapes, _) = build(model, **options(model))
-    _, make_batch = initialise(model, **options(model))
-    batch = make_batch(jax.random.key(1))
-    # Parameters come from NumPy: to compile a model's own takes seconds.
-    rng = np.random.default_rng(0)
-    state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    state = state._replace(
-        params=jax.tree.map(
-            lambda leaf: jnp.asarray(0.05 * rng.normal(size=leaf.shape), leaf.dtype),
-            state.params,
-        )
-    )
+    step, (state, batch) = draw_start(model, **options(model))
     one, losses, now = quick_jit(step), [], state
     for _ in range(STEPS):
         now, metrics = one(now, batch)

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from cfp.models import MODELS, build, initialise
-from cfp_test.models.tiny import TINY, make_batch, quick_jit
+from cfp.models import MODELS, build
+from cfp_test.models.tiny import TINY, draw_start, quick_jit
 
 ALONE = {
     **{name: {**options, "layers": 1} for name, options in TINY.items()},
@@ -17,17 +17,14 @@ ALONE = {
 }
 
 
-@functools.cache
-def start(name):
-    init_fn, _ = initialise(name, **ALONE[name])
-    return quick_jit(init_fn)(jax.random.key(0))
+start = functools.cache(lambda name: draw_start(name, **ALONE[name])[1])
 
 
 @functools.cache
 def first_step(name, parts):
     """Loss, entropy, and gradients as AdamW's first moments have them after a step."""
     train_step, _ = build(name, **ALONE[name], microbatches=parts)
-    state, metrics = quick_jit(train_step)(start(name), make_batch(name))
+    state, metrics = quick_jit(train_step)(*start(name))
     return metrics, state.opt_state[0].mu
 
 

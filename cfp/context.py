@@ -113,17 +113,6 @@ class PlanContext:
         """Memory that a plan may use on each device."""
         return self.memory.budget_bytes if self.memory else self.device_bytes
 
-    @property
-    def compiles_variants_ahead(self) -> bool:
-        """True if likely leaders are compiled with other options beside candidates.
-
-        Where devices are timed, and neither time nor memory may be short.
-        """
-        is_timed = not defaults_of(dict(self.environment)["platform"]).estimates
-        is_short = self.memory is not None or isfinite(self.end)
-        is_alone = self.agreement.alone and self.predictor is None
-        return is_timed and is_alone and not is_short
-
     def decided_by(self, interrupted: bool = False) -> DecidedBy:
         """Returns the way to choose the plan among candidates.
 

@@ -93,10 +93,6 @@ PLAYED_RUN_SECONDS = 2.0
 # other turn. decisions.md, "Planning in half the time".
 STAY_AFTER_LOOK = 1.04
 STAY_AFTER_TURN = 1.02
-# Of so many candidates, the best by prediction, variants with other compiler options
-# are compiled beside all candidates, so that devices need not rest when the leader is
-# known: it was one of these in 106 of 140 recorded races, one of the first two in 78.
-VARIANTS_AHEAD = 3
 # Programs of a race whose medians differ by no more than this share are a tie, of two
 # samples on: decisions.md, "What 1 % cannot tell apart is a tie at once".
 ALIKE = 0.01

@@ -35,7 +35,7 @@ from cfp.search.requests import (
     rematerialize,
 )
 from cfp.search.solver import leanest, solve
-from cfp.settings import ROUND_SIZE, VARIANTS_AHEAD, Dimension, defaults_of
+from cfp.settings import ROUND_SIZE, Dimension, defaults_of
 from cfp.solution import Estimate
 
 
@@ -139,23 +139,22 @@ def expected_race(
     """Guesses how many programs are compiled and timed for a race.
 
     Each named choice at its levels, and the best by two predictions. The leader races
-    with other options, compiled for some that may lead where there is time; half of the
-    others run beside it. Each of these has a look, and half of them two turns.
+    with other options; half of the others beside it. The first have a look, and half of
+    them two turns.
     """
     rules = context.rules
     count = len(named_candidates(presets, rules.levels)) + 2 * rules.plans
     again = len(rules.compiler_options)
-    looks = count // 2 + again if again else 0
+    near = count // 2 + again if again else 0
     platform = dict(context.environment)["platform"]
     warm = not (defaults_of(platform).estimates or context.plays)
-    ahead = again if context.compiles_variants_ahead else 0
     return {
-        Stage.WHOLE: count + VARIANTS_AHEAD * ahead,
+        Stage.WHOLE: count,
         Stage.WARM_UP: int(warm),
         Stage.LOOKS: count,
-        Stage.VARIANTS: again - ahead,
-        Stage.WARM_UP_AGAIN: int(warm and again > ahead),
-        Stage.TURNS: looks + 2 * (looks // 2),
+        Stage.VARIANTS: again,
+        Stage.WARM_UP_AGAIN: int(warm and again > 0),
+        Stage.TURNS: again + 2 * (near // 2),
     }
 
 

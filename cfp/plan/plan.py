@@ -56,6 +56,7 @@ from cfp.runtime.execute import (
     load_early,
     load_or_lower,
     lower_planned,
+    start_devices,
     told_while,
 )
 from cfp.settings import ConstraintLevel
@@ -316,7 +317,7 @@ class Plan:
         compiled: dict[Any, CompiledStep] = {}
         is_bound = self.step is not None and self.step.fn is fn
         key = self.traced_under if is_bound else None
-        early = None if key is None else load_early(self._load_or_lower, key)
+        early = None if key is None else load_early(self._start_and_load, key)
 
         def step(*args: Any, **kwargs: Any) -> Any:
             nonlocal early
@@ -365,6 +366,10 @@ class Plan:
             PlanMismatch: the plan was loaded, and is not bound to a step.
         """
         return self._compiled(self._load_or_lower(), progress)
+
+    def _start_and_load(self) -> LoweredStep:
+        start_devices(self._on_mesh())
+        return self._load_or_lower()
 
     def _load_or_lower(self) -> LoweredStep:
         return load_or_lower(

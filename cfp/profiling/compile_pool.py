@@ -33,12 +33,19 @@ _T = TypeVar("_T")
 
 
 def default_threads(platform: str) -> int:
-    """Chooses the number of compiles at once, by the host's processors and memory."""
-    cores = os.cpu_count() or 1
+    """Chooses the number of compiles at once, by this process's cores and memory."""
+    cores = _cores()
     if platform == "cpu" and cores <= 4:
         return 1  # The devices are these cores.
     share = cores // 4 if platform == "cpu" else cores * 3 // 8
     return max(1, min(_MOST_THREADS, share, _host_bytes() // _BYTES_EACH))
+
+
+def _cores() -> int:
+    """Returns how many cores this process may use: all, or those of its job's share."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def overlaps(platform: str) -> bool:

@@ -8,8 +8,7 @@ candidates  named, at constraint levels             :mod:`cfp.race.candidates`
 remembered  compiled before and known to fit        :mod:`cfp.race.remembered`
 admission   compiled until enough fit               :mod:`cfp.race.admission`
 turns       timed in turn                           :mod:`cfp.race.turns`
-again       the leader with other compiler options, and what is near; compiled before
-            for those that will probably lead
+again       the leader with other compiler options, and what is near
 ties        the simplest of the fastest wins
 
 Deep programs race truncated, and the winner is timed whole
@@ -36,14 +35,12 @@ from cfp.race.admission import (
     Admitted,
     compile_until_enough_fit,
     exempt_from_reach,
-    expected_ms,
     within_reach,
 )
-from cfp.race.candidates import leanest_of, smaller_than, with_options
+from cfp.race.candidates import leanest_of, smaller_than
 from cfp.race.compile import (
     Builder,
     compile_programs,
-    known_records,
     worth_one_whole,
 )
 from cfp.race.programs import (
@@ -77,7 +74,6 @@ from cfp.settings import (
     STAY_AFTER_LOOK,
     STAY_AFTER_TURN,
     SURELY_TOO_LARGE,
-    VARIANTS_AHEAD,
     WHOLE_TRIES,
     ConstraintLevel,
 )
@@ -121,29 +117,6 @@ class Run:
         programs = programs_of(self.analysis, candidates, environment)
         return self._noted(compile_programs(self.builder, programs))
 
-    def compile_for_race(
-        self, candidates: Sequence[Candidate], truncated: Truncated | None = None
-    ) -> list[RaceResult]:
-        """Compiles candidates, and variants of those that will probably lead.
-
-        None of what was raced before: the leader is known then.
-        """
-        context = self.context
-        programs = programs_of(
-            self.analysis, candidates, context.environment, truncated
-        )
-        digests = {one.job.key.digest for one in programs}
-        is_new = known_records(self.builder, digests).keys() != digests
-        ahead: list[Candidate] = []
-        if context.compiles_variants_ahead and is_new:
-            once = {one.identity: one.candidate for one in programs}.values()
-            likely = sorted(once, key=expected_ms)[:VARIANTS_AHEAD]
-            options = context.rules.compiler_options
-            ahead = [more for one in likely for more in with_options(one, options)]
-        more = programs_of(self.analysis, ahead, context.environment, truncated)
-        results = compile_programs(self.builder, [*programs, *more])
-        return self._noted(results[: len(programs)])
-
     def time(
         self,
         candidates: Sequence[Candidate],
@@ -174,8 +147,6 @@ class Run:
         # One turn is enough if leaders run again, or if times say little.
         say_little = rules.estimates and not context.plays
         rounds = 1 if rules.compiler_options or say_little else rules.rounds
-        if truncated is not None and context.compiles_variants_ahead:
-            self.compile_for_race(candidates, truncated)
         raced = self.time(candidates, rounds, truncated=truncated)
         is_predicted = context.predictor is not None
         reach = STAY_AFTER_TURN if is_predicted else STAY_AFTER_LOOK
@@ -186,21 +157,17 @@ class Run:
             outlook.expect(dict.fromkeys(stages, 0))
             return Ranking((), raced, is_predicted)
         names = {one.name for one in first}
-        again = [*first, *new]
-        programs = programs_of(self.analysis, again, context.environment, truncated)
-        wanted = {one.identity for one in programs}
-        for identity in self.built.keys() - wanted:
+        kept = {one.program.identity for one in raced if one.name in names}
+        for identity in self.built.keys() - kept:
             del self.built[identity]
         looks: dict[str, ProfileRecord] = {}
-        if context.compiles_variants_ahead and wanted == self.built.keys():
-            # Nothing is left to compile, so that devices stay warm.
+        if not (say_little or is_predicted or any(one.cached for one in raced)):
             mine = [one for one in raced if one.name in names]
-            if not any(one.cached for one in mine):
-                looks = {o.program.identity: o.record for o in mine if o.record}
-                outlook.expect(dict.fromkeys(stages[:2], 0))
+            looks = {one.program.identity: one.record for one in mine if one.record}
         if context.predictor is not None:
             kept = [one.program.job for one in raced if one.name in names]
             context.predictor.keep_only(kept)
+        again = [*first, *new]
         ran = self.time(again, rules.rounds, SECOND, truncated, stages, looks)
         outlook.expect(dict.fromkeys(stages, 0))
         # What was not among the leaders has lost already, at another time.
@@ -251,7 +218,7 @@ class Run:
         problem, analysis = self.solution.problem, self.analysis
         return compile_until_enough_fit(
             candidates,
-            self.compile_all if one_is_enough else self.compile_for_race,
+            self.compile_all,
             memory=self.context.memory,
             size_of=lambda one: (
                 self.sizes.get(one.key)

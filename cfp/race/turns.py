@@ -91,8 +91,7 @@ def race_programs(
         builder: what compiles them, and where they run.
         rounds: number of turns; fewer where measured times have told (`_is_told`): of
             predictions the least wins, and nothing is a tie.
-        looks: at some of them, by identity, that ended just now: devices are warm, and
-            these need no other look.
+        looks: at some of them, by identity, as they were just now: these need no other.
 
     Returns:
         One result for each program, in their order.
@@ -161,10 +160,8 @@ def _run_in_turn(
         rounds=rounds,
     )
     has_look = race.is_measured and rounds > 1
-    if looks:
-        race.take_looks(looks)
-    else:
-        race.warm_up()
+    race.warm_up()
+    race.take_looks(looks)
     for number in range(rounds):
         if has_look and number == 0:
             race.look()
@@ -245,7 +242,9 @@ class _Turns:
 
     def is_told(self) -> bool:
         """True if the turns so far tell the fastest."""
-        return self.is_measured and _is_told([*map(self._samples_ms, self.order)])
+        if self.is_measured:
+            return _is_told([*map(self._samples_ms, self.order)])
+        return len(self.order) == 1 and not self.is_predicted
 
     def warm_up(self) -> None:
         """Has devices whose times decide work until their clocks are steady."""

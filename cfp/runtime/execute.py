@@ -127,10 +127,26 @@ def load_early(load: Callable[[], _T], key: Hashable) -> Future[_T | None]:
         loaded = load()
         return loaded if trace_context_key() == key else None
 
-    threads = ThreadPoolExecutor(1, "cfp-loading")
-    future = threads.submit(run)
+    with _unwaited(1, "cfp-loading") as threads:
+        return threads.submit(run)
+
+
+def start_devices(mesh: Mesh) -> list[Future[jax.Array]]:
+    """Puts an array on each of this process's devices, all at once, in threads.
+
+    A GPU takes its memory for the first one, an H100 in 1.3 s, and JAX puts one array
+    after another.
+    """
+    with _unwaited(len(mesh.local_devices), "cfp-starting") as threads:
+        return [threads.submit(jax.device_put, 0, one) for one in mesh.local_devices]
+
+
+@contextmanager
+def _unwaited(count: int, name: str) -> Iterator[ThreadPoolExecutor]:
+    """Threads that end when they have done what they are given meanwhile."""
+    threads = ThreadPoolExecutor(count, name)
+    yield threads
     threads.shutdown(wait=False)
-    return future
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,12 @@ import pytest
 import cfp
 from cfp.plan.parts import _may_be_renamed
 from cfp.program.meaning import trace_context_key
-from cfp.runtime.execute import load_early, load_or_lower, told_while
+from cfp.runtime.execute import (
+    load_early,
+    load_or_lower,
+    start_devices,
+    told_while,
+)
 from cfp_test.cli_runner import ROOT, environment
 from cfp_test.forking import quick_python
 from cfp_test.race import deep
@@ -380,6 +385,12 @@ def test_what_is_kept_is_loaded_before_the_call(loaded, tmp_path, monkeypatch):
         inside = load(lambda: 1, trace_context_key())
     assert inside.result(GUARD_SECONDS) is None
     assert load(lambda: 1, trace_context_key()).result(GUARD_SECONDS) == 1
+
+
+def test_all_devices_of_a_mesh_are_started_at_once():
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    started = [one.result(GUARD_SECONDS) for one in start_devices(mesh)]
+    assert [one.device for one in started] == mesh.local_devices
 
 
 def test_a_plan_decides_alone(loaded):

@@ -90,7 +90,7 @@ def test_threads_have_the_settings_of_what_made_the_pool():
 
 @pytest.mark.parametrize(("gigabytes", "expected"), [(1, 1), (9, 4), (900, 12)])
 def test_memory_of_the_host_bounds_the_threads(monkeypatch, gigabytes, expected):
-    monkeypatch.setattr("os.cpu_count", lambda: 32)
+    monkeypatch.setattr(compile_pool, "_cores", lambda: 32)
     monkeypatch.setattr(compile_pool, "_host_bytes", lambda: gigabytes * 2**30)
     assert default_threads("gpu") == expected
 
@@ -117,3 +117,13 @@ def test_while_a_compile_is_awaited_its_seconds_are_told(monkeypatch):
 
     assert awaited(future, say, lambda: next(ticks)) == "compiled"
     assert told == [5, 10, 15]
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch):
+    """As in a job of Slurm that has a part of its host."""
+    monkeypatch.setattr(compile_pool, "_host_bytes", lambda: 2**40)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(32)}, raising=False)
+    assert default_threads("gpu") == 12
+    monkeypatch.delattr("os.sched_getaffinity")
+    assert default_threads("gpu") == 24

@@ -599,11 +599,10 @@ def test_threads_see_the_64_bit_setting_of_the_caller(shop, store):
         ("gpu", 2, 1),
         ("gpu", 32, 12),
         ("gpu", 224, 24),
-        ("gpu", None, 1),
     ],
 )
 def test_default_threads(monkeypatch, platform, cores, threads):
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr(compile_pool, "_cores", lambda: cores)
     monkeypatch.setattr(compile_pool, "_host_bytes", lambda: 2**40)
     assert default_threads(platform) == threads
 

@@ -19,12 +19,10 @@ from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import PRESETS, PROPAGATED, named_choices
 from cfp.profiling import compile_pool, processes, runner
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building
 from cfp.race import race as steps
 from cfp.race import race as story
-from cfp.race import turns
 from cfp.race.admission import limit_options
 from cfp.race.candidates import with_options
 from cfp.race.programs import TOO_LARGE, TOO_LATE, UNMEASURED
@@ -33,7 +31,6 @@ from cfp.race.truncated import truncate
 from cfp.race.turns import second_race
 from cfp.settings import (
     TUNING_AT_ONCE,
-    VARIANTS_AHEAD,
     defaults_of,
 )
 from cfp.solution import Candidate, Prediction
@@ -228,46 +225,6 @@ def test_the_best_preset_runs_beside_the_leader(plan, monkeypatch, tmp_path, bes
     assert digest_of[best.name] in {digest_of.get(name) for name in names}
     others = set(names) - {f"{leader}, plain", leader, *close}
     assert {digest_of[name] for name in others} <= {digest_of[best.name]}
-
-
-@pytest.mark.parametrize(
-    "asked", [{"repeats": None}, {}, {"repeats": None, "seconds": 3600.0}]
-)
-def test_likely_leaders_are_compiled_with_other_options_at_once(
-    plan, monkeypatch, tmp_path, asked
-):
-    """Devices need not rest then; not where time may be short."""
-    done, build, turn = [], building.build, turns.run
-
-    def note(what, job):
-        """Notes what is done to a program, by its key in any race; "" as it is."""
-        parts = tuple(part for part in job.key.parts if part[0] != "race")
-        done.append((what, ProfileKey(parts).digest if job.options else ""))
-
-    def watched_build(program, mesh, job, environment):
-        note("build", job)
-        return build(program, mesh, job, environment)
-
-    def watched_turn(built, job, program, mesh, *, timing):
-        note("run", job)
-        return turn(built, job, program, mesh, timing=timing)
-
-    monkeypatch.setattr(building, "build", watched_build)
-    monkeypatch.setattr(turns, "run", watched_turn)
-    patient(monkeypatch, estimates=False)
-    options = {"plain": {"xla_backend_optimization_level": "0"}}
-    how = {"compiler_options": options, "cache_dir": tmp_path, **asked}
-    plan(**how)
-    first = [what for what, _ in done].index("run")
-    ahead = {one for what, one in done[:first] if what == "build" and one}
-    leader = next(one for what, one in done if what == "run" and one)
-    later = done[first : done.index(("run", leader))]
-    built = [one for what, one in later if what == "build"]
-    assert len(ahead) == (0 if "seconds" in asked else VARIANTS_AHEAD)
-    assert built == [leader][: leader not in ahead]
-    done.clear()
-    plan(**how)
-    assert not done, "the race is answered, and nothing is compiled for it"
 
 
 def test_a_budget_that_was_asked_for_before_has_its_answer(plan, raced, tmp_path):

@@ -30,6 +30,8 @@ from cfp_test.gpu.place import ON_GPUS
 from cfp_test.models.tiny import TINY
 
 STEPS = 2
+# Of planning, beyond which it ends with the best so far.
+MOST_SECONDS = 120.0
 
 
 def plan_of(target: Target, mesh: jax.sharding.Mesh, folder: Path, **options) -> Plan:
@@ -40,7 +42,9 @@ def plan_of(target: Target, mesh: jax.sharding.Mesh, folder: Path, **options) ->
         mesh=mesh,
         donate_argnums=target.donate,
         cache_dir=folder / "cache",
-        settings=cfp.PlannerSettings(race=options.get("preset") is None),
+        settings=cfp.PlannerSettings(
+            race=options.get("preset") is None, seconds=MOST_SECONDS
+        ),
         **options,
     )
 

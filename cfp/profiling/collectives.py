@@ -389,14 +389,22 @@ def _probes_by_key(mesh: Mesh) -> tuple[Mesh, dict[ProfileKey, RateProbe]]:
     mesh = planning_mesh(mesh)
     platform = mesh.devices.flat[0].platform
     sizes = LARGE if platform in (*GPU_PLATFORMS, "tpu") else SMALL
-    where = (
-        ("mesh", ",".join(f"{name}={size}" for name, size in mesh.shape.items())),
-        *_processes(mesh),
-        *environment_parts(list(mesh.devices.flat)),
-    )
-    return mesh, {
-        ProfileKey((*probe.parts, *where)): probe for probe in probes(mesh, sizes)
-    }
+    every = ",".join(name for name, size in mesh.shape.items() if size > 1)
+    shape = ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+    where = (*_processes(mesh), *environment_parts(list(mesh.devices.flat)))
+
+    def key(probe: RateProbe) -> ProfileKey:
+        # What each device does by itself, or all together, is timed once for all shapes
+        # of a mesh, or else noise would tell them apart.
+        parts = dict(probe.parts)
+        axes = parts.get("axes")
+        if axes == every:
+            parts["axes"] = "all"
+        elif axes is not None:
+            parts["mesh"] = shape
+        return ProfileKey((*parts.items(), *where))
+
+    return mesh, {key(probe): probe for probe in probes(mesh, sizes)}
 
 
 def _processes(mesh: Mesh) -> Parts:

@@ -72,7 +72,7 @@ def test_the_programs_do_what_their_names_say(measured):
         if parts["what"] != "collective":
             assert record.collectives == ()
             continue
-        sizes = {"x": 2, "y": 4, "x,y": 8}
+        sizes = {"x": 2, "y": 4, "all": 8}
         # All of the chain, none of them merged with another.
         [found] = record.collectives
         ways = sizes[parts["axes"]]
@@ -185,15 +185,15 @@ def test_keys_say_what_and_where(measured):
     assert {parts["bytes"] for parts in found} == {"1024", "8192"}
 
 
-def test_other_meshes_are_measured_anew(store):
-    devices = jax.devices()
-    first = jax.make_mesh((2,), ("x",), devices=devices[:2])
-    other = jax.make_mesh((2,), ("y",), devices=devices[:2])
-    measure_rates(first, store)
+def test_axes_of_other_meshes_are_measured_anew(store):
+    devices = jax.devices()[:4]
+    measure_rates(jax.make_mesh((2, 2), ("x", "y"), devices=devices), store)
     count = len(store)
+    other = jax.make_mesh((2, 2), ("x", "z"), devices=devices)
     rates = measure_rates(other, store)
-    assert len(store) == 2 * count
-    assert ("all-reduce", ("y",)) in rates.curves
+    each = 2 * len(KINDS) * len(SIZES.collective_bytes)
+    assert len(store) == count + each
+    assert ("all-reduce", ("z",)) in rates.curves
 
 
 def test_axes_of_any_type_and_of_size_one(store):
@@ -243,3 +243,16 @@ def test_nothing_stays_on_the_devices(store, live_arrays):
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     measure_rates(mesh, store)
     assert live_arrays() == 0
+
+
+def test_shapes_of_a_mesh_share_what_does_not_depend_on_them(measured):
+    """Of one sharding on two shapes, noise would make one the faster."""
+    rates, _, store = measured
+    count = len(store)
+    line = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    on_line = measure_rates(line, store)
+    assert len(store) == count
+    assert on_line.matmul_flops_per_ms == rates.matmul_flops_per_ms
+    assert on_line.memory_bytes_per_ms == rates.memory_bytes_per_ms
+    for kind in KINDS:
+        assert on_line.curves[kind, ("x",)] == rates.curves[kind, ("x", "y")]

@@ -372,7 +372,7 @@ class Throughput:
         model_tflop: of one step, as the program has them; rematerialized ones of the
             step or the plan do not count.
         step_ms: the time that the rates are of: measured if there is one.
-        tflop_per_s: of each device, by its share of the model.
+        tflop_per_s: of each device, by its share of the model, or all of it.
         runs_whole: whether all devices compute the same.
         rate_share: of the devices' nominal matrix rates, by the types of the products;
             None for kinds that are not shipped.
@@ -397,7 +397,7 @@ class Throughput:
             small = self.rate_share <= 5e-4
             percent = "under 0.1%" if small else f"{self.rate_share:.1%}"
             share = f" ({percent} of its rate in {self.rate_dtypes})"
-        where = "for each of the devices, which all compute the same"
+        where = "on each of the devices, which all compute the same"
         where = where if self.runs_whole else "on each device"
         parts = [
             f"{_flop_text(self.model_tflop)} of the model a step",
@@ -439,7 +439,9 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
     if not step_ms or not flops:
         return None
     seconds = step_ms / 1e3
-    rate = flops / seconds / prod(size for _, size in plan.mesh_axes) / 1e12
+    is_whole = runs_whole(plan)
+    devices = 1 if is_whole else prod(size for _, size in plan.mesh_axes)
+    rate = flops / seconds / devices / 1e12
     tokens = search.get("batch_tokens")
     samples = search.get("batch_samples") if tokens is None else None
     narrow = search.get("narrow_share", 0.0)
@@ -454,7 +456,7 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
         model_tflop=flops / 1e12,
         step_ms=step_ms,
         tflop_per_s=rate,
-        runs_whole=runs_whole(plan),
+        runs_whole=is_whole,
         rate_share=share,
         rate_dtypes=" and ".join(
             _RATES.get(dtype, dtype) for dtype, part in shares.items() if part > 0
@@ -592,7 +594,7 @@ def _whole_remarks(plan: Plan) -> Iterator[str]:
     if not is_whole and not runs_whole(plan):
         return
     others = [
-        f" (data parallel: {one.without_ms:.3f} ms, "
+        f" (the best with all blocks data parallel: {one.without_ms:.3f} ms, "
         f"{'measured' if one.is_measured else 'predicted'})"
         for one in (plan.figures.worth if plan.figures else ())
         if one.name == Dimension.SHARDING and one.without_ms is not None
@@ -741,7 +743,7 @@ def _worth_remarks(plan: Plan) -> Iterator[str]:
             if one.without_ms is None:
                 parts.append(f"{one.name}, without which nothing fits")
             elif abs(one.without_ms - one.with_ms) >= SAME_MS:
-                plain = ", against data parallel" * is_sharding
+                plain = ", against all blocks data parallel" * is_sharding
                 gain_ms = one.without_ms - one.with_ms
                 parts.append(f"{one.name} {gain_ms:.3f} ms{plain}")
         if parts:
@@ -753,5 +755,5 @@ def _variant_text(one: VariantFigures, raced: bool) -> str:
     where = " in the race of the variants" * raced
     time = [] if one.step_ms is None else [f"{one.step_ms:.3f} ms{where}"]
     if one.estimated_ms not in (None, one.step_ms):
-        time.append(f"estimated at {one.estimated_ms:.3f} ms before planning")
+        time.append(f"its best by estimate, before planning, {one.estimated_ms:.3f} ms")
     return ", ".join(time) or one.note or "not timed"

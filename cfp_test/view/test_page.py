@@ -188,6 +188,8 @@ def test_rates_have_a_source_where_collectives_have_times():
     ]
     untimed = replace(DEEP, figures=replace(DEEP.figures, blocks=tuple(blocks)))
     assert rates not in words(untimed) and "all-gather" in words(untimed)
+    alone = "Milliseconds are as if each were launched by itself"
+    assert alone in words(DEEP) and alone not in words(untimed)
     described = replace(DEEP, search={**DEEP.search, "was_described": 1.0})
     assert f"{rates} of described devices;" in words(described)
     virtual = replace(DEEP, search={"strategies_estimated": 1.0})

@@ -194,9 +194,12 @@ def test_where_nothing_is_sharded_every_text_says_so():
         assert "orth by prediction" not in said
         said = " ".join(show(sharded).split())
         assert "othing is sharded" not in said
-        assert "sharding 1.500 ms, against data parallel" in said
+        assert "sharding 1.500 ms, against all blocks data parallel" in said
     said = " ".join(repr(whole).split())
-    assert "(data parallel: 11.000 ms, predicted), and every device" in said
+    assert (
+        "(the best with all blocks data parallel: 11.000 ms, predicted), and every"
+        in said
+    )
 
 
 def test_a_plan_whose_blocks_run_whole_says_so_though_some_arguments_are_sharded():
@@ -211,14 +214,17 @@ def test_a_plan_whose_blocks_run_whole_says_so_though_some_arguments_are_sharded
     plan = replace(plan, search={**plan.search, "model_flops": 41e9})
     words = (
         "ll blocks run whole on each of the 4 devices: but for the update of what is "
-        "stored in parts, 4 devices are no faster than one for this step (data "
-        "parallel: 11.000 ms, measured): use one, or a larger batch"
+        "stored in parts, 4 devices are no faster than one for this step (the "
+        "best with all blocks data parallel: 11.000 ms, measured): use one, or a larger"
+        " batch"
     )
     for show in (repr, plan_text, page_html):
         said = " ".join(show(plan).split())
         assert words in said
         assert "othing is sharded" not in said and "orth as measured" not in said
-        assert "1 TFLOP/s for each of the devices, which all compute the same" in said
+        assert (
+            "step; 4 TFLOP/s on each of the devices, which all compute the same" in said
+        )
     one_result = replace(plan, arg_specs=((), ()), output_specs=((("x",),),))
     assert "all blocks run whole" in repr(one_result)
     assert "data parallel" not in repr(replace(plan, figures=None))
@@ -245,20 +251,21 @@ def test_each_variant_that_a_plan_was_chosen_among_has_a_line():
     plan = replace(make_plan([], RACE), figures=Figures(variants=variants))
     found = [line for line in repr(plan).splitlines() if "variant" in line]
     assert found == [
-        "  variant x=4: 9.500 ms, estimated at 8.000 ms before planning (this one)",
+        "  variant x=4: 9.500 ms, its best by estimate, before planning, 8.000 ms "
+        "(this one)",
         "  variant x=2,y=2: Too large.",
     ]
     assert (plan.predicted_ms, plan.measured_ms) == (9.5, 10.25)
     # Measured on other devices since then: no race of variants is guessed.
     verified = {**plan.search, VERIFIED: 1.0}
     [first, _] = variants_of(replace(plan, search=verified))
-    assert first.endswith("planning (this one; 10.250 ms as verified)")
+    assert first.endswith("8.000 ms (this one; 10.250 ms as verified)")
     assert "race of the variants" not in first
     raced = Figures(variants=variants[:1], variants_raced=True)
     plan = replace(plan, figures=raced)
     assert variants_of(plan) == [
-        "variant x=4: 9.500 ms in the race of the variants, estimated at 8.000 ms "
-        "before planning (this one; 10.250 ms in its own race)"
+        "variant x=4: 9.500 ms in the race of the variants, its best by estimate, "
+        "before planning, 8.000 ms (this one; 10.250 ms in its own race)"
     ]
     [line] = variants_of(replace(plan, search=verified))
     assert "in the race of" in line and line.endswith("10.250 ms as verified)")

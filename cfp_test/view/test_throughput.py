@@ -71,7 +71,8 @@ def test_flops_are_the_models(planned):
 def test_rates_follow_from_the_time(planned):
     plan = planned()
     found = one_ms(plan)
-    assert found.tflop_per_s == pytest.approx(plan.search["model_flops"] / 4e9)
+    assert found.runs_whole  # Each of the four computes all of it.
+    assert found.tflop_per_s == pytest.approx(plan.search["model_flops"] / 1e9)
     assert found.tokens_per_s == BATCH * SEQ * 1000
     assert found.samples_per_s is None
     assert throughput(plan).step_ms == plan.predicted_ms
@@ -121,7 +122,7 @@ def test_a_share_that_is_all_but_nothing_is_no_zero(planned):
 def test_they_stand_in_text_table_page_and_file(planned, tmp_path):
     plan = planned()
     line = str(throughput(plan))
-    assert "FLOP/s for each of the devices, which all compute the same (" in line
+    assert "FLOP/s on each of the devices, which all compute the same (" in line
     assert "tokens/s" in line
     flat = " ".join(short_text(plan).split())
     assert line in flat and line in " ".join(plan_text(plan).split())

@@ -456,10 +456,15 @@ def block_moves(
     owner = dict(enumerate(frame.block_of))
     for segment in analysis.segments:
         for group in segment.groups:
+            block = _group_block(frame, group, segment.start)
             for op_id in frame.groups[group].ops:
-                owner.setdefault(op_id, -1)
-                if owner[op_id] < 0:
-                    owner[op_id] = _group_block(frame, group, segment.start)
+                if owner.get(op_id, -1) < 0:
+                    owner[op_id] = block
+            for gradient in frame.groups[group].gradients:
+                # Of a table that is looked up, by ops between other blocks.
+                maker = program.values[gradient].producer
+                if maker >= 0 and frame.block_of[maker] not in segment.blocks:
+                    owner[maker] = block
     done: set[tuple] = set()
     for op in program.ops:
         if (block := owner.get(op.id, -1)) >= 0:

@@ -22,6 +22,7 @@ from cfp.search.expected import build_problem, estimate_options
 from cfp.settings import defaults_of
 from cfp.solution import prediction_of
 from cfp_test.checking import make_mesh
+from cfp_test.cost import recurrent
 
 LAYERS, WIDTH, ROWS = 12, 256, 4096
 SIZES = (("x", 8),)
@@ -107,38 +108,10 @@ def test_a_compiler_combines_gradients_of_a_program():
     assert sum(gradients) == LAYERS and len(calls) < LAYERS / 2
 
 
-def step_by_example(params, tokens):
-    """As classes of layers are mapped: sums over batch and time, one after another."""
-
-    def layer(w, x):
-        return x + jnp.tanh(w["scale"] * x @ w["kernel"] + w["bias"])
-
-    def example(params, tokens):
-        h = params["table"][tokens]
-        for w in params["layers"]:
-            h = jax.vmap(lambda x, w=w: layer(w, x))(h)
-        return (h**2).mean()
-
-    def loss(params):
-        return jax.vmap(lambda row: example(params, row))(tokens).mean()
-
-    value, gradients = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
-
-
-def arguments_by_example(rows=64):
-    def shape(*sizes):
-        return jax.ShapeDtypeStruct(sizes, jnp.float32)
-
-    layer = {"scale": shape(WIDTH), "bias": shape(WIDTH), "kernel": shape(WIDTH, WIDTH)}
-    params = {"table": shape(64 * WIDTH, WIDTH), "layers": [*repeat(layer, LAYERS)]}
-    return params, jax.ShapeDtypeStruct((rows, 64), jnp.int32)
-
-
 def test_gradients_summed_in_two_steps_and_of_tables_are_launched_once():
     """A bias has its sum inside a layer, a table its gradient in another segment."""
-    mesh, args = make_mesh(SIZES), arguments_by_example()
-    program, _ = trace(flatten_step(step_by_example, args), mesh)
+    mesh, args = make_mesh(SIZES), recurrent.arguments(64)
+    program, _ = trace(flatten_step(recurrent.step, args), mesh)
     analysis = analyze(program, SIZES)
     choice = presets(analysis.frame)["data_parallel"]
     rates = cfp.described("8xh100").rates
@@ -161,9 +134,7 @@ def test_gradients_summed_in_two_steps_and_of_tables_are_launched_once():
     once_ms = rates.collective_ms("all-reduce", ("x",), gradients)
     launch_ms = rates.collective_ms("all-reduce", ("x",), 1.0)
     assert step_ms(rates) - step_ms(alone) == pytest.approx(once_ms, abs=launch_ms)
-    args = arguments_by_example(8)
-    plan = cfp.plan(
-        step_by_example, *args, mesh=mesh, preset="data_parallel", quiet=True
-    )
-    text = plan.compile(step_by_example, *args).as_text()
+    own, args = recurrent.step, recurrent.arguments(8)
+    plan = cfp.plan(own, *args, mesh=mesh, preset="data_parallel", quiet=True)
+    text = plan.compile(own, *args).as_text()
     assert len(re.findall(r"all-reduce\(", text)) == 1

@@ -109,7 +109,7 @@ def test_a_compiler_combines_gradients_of_a_program():
 
 
 def test_gradients_summed_in_two_steps_and_of_tables_are_launched_once():
-    """A bias has its sum inside a layer, a table its gradient in another segment."""
+    """Biases have their sums in a layer, a table its gradient in another segment."""
     mesh, args = make_mesh(SIZES), recurrent.arguments(64)
     program, _ = trace(flatten_step(recurrent.step, args), mesh)
     analysis = analyze(program, SIZES)

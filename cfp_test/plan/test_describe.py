@@ -1,4 +1,4 @@
-"""What blocks send, as plans tell it."""
+"""Collectives of blocks, as plans tell them."""
 
 import cfp
 from cfp_test.cost import recurrent

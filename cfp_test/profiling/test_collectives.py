@@ -246,7 +246,7 @@ def test_nothing_stays_on_the_devices(store, live_arrays):
 
 
 def test_shapes_of_a_mesh_share_what_does_not_depend_on_them(measured):
-    """Of one sharding on two shapes, noise would make one the faster."""
+    """Noise would make one shape the faster, of one sharding on two."""
     rates, _, store = measured
     count = len(store)
     line = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))

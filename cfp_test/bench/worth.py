@@ -104,8 +104,9 @@ def collected(folder: Path) -> dict[str, Any]:
     rows = []
     for piece in joined(folder)["pieces"]:
         plans = {"": piece.get("planning", {}), **piece.get("budgets", {})}
+        model = piece["model"] + (", P2P off" if piece["p2p_disabled"] else "")
         rows += [
-            _row(piece["piece"] + (f", {share} of the memory" if share else ""), plan)
+            _row(model + (f", {share} of the memory" if share else ""), piece, plan)
             for share, plan in plans.items()
             if plan.get("worth")
         ]
@@ -122,11 +123,13 @@ def collected(folder: Path) -> dict[str, Any]:
     }
 
 
-def _row(name: str, plan: Mapping[str, Any]) -> dict[str, Any]:
+def _row(
+    name: str, piece: Mapping[str, Any], plan: Mapping[str, Any]
+) -> dict[str, Any]:
     raced = [median(row["samples_ms"]) for row in plan["race"] if row["samples_ms"]]
     return {
         "model": name,
-        "command": f"cfp_test.bench.side_by_side --pieces {name.partition(',')[0]}",
+        "command": f"cfp_test.bench.side_by_side --pieces {piece['piece']}",
         "mesh": dict(AXES),
         "winner": plan["winner"],
         "step_ms": min(raced, default=plan["predicted_ms"]),

@@ -108,8 +108,8 @@ def _one_as_four(data: dict[str, Any]) -> Figures:
     return {"page": "\n".join(one_as_n_page.lines(data))}
 
 
-def _seeds_h200(data: dict[str, Any], *, name: str) -> Figures:
-    return {"page": seeds.page(data, name, "two H200")}
+def _seeds(data: dict[str, Any], *, name: str, devices: str) -> Figures:
+    return {"page": seeds.page(data, name, devices)}
 
 
 def _ray_builds(data: dict[str, Any]) -> Figures:
@@ -221,11 +221,14 @@ def _tutorial(data: Mapping[str, Any]) -> Figures:
 
 
 PAGES: tuple[Page, ...] = (
-    Page(
-        name="worth_described_8xh100_202611",
-        sources=("worth_described_8xh100_202611.json",),
-        figures=worth.page,
-        has_text=False,
+    *(
+        Page(
+            name=f"{name}_202611",
+            sources=(f"{name}_202611.json",),
+            figures=worth.page,
+            has_text=False,
+        )
+        for name in ("worth_described_8xh100", "worth_h100x2")
     ),
     *(
         Page(
@@ -239,6 +242,7 @@ PAGES: tuple[Page, ...] = (
             "suite_again_h200x2",
             "suite_h100x2",
             "suite_slow_h200x2",
+            "suite_budgets_h100x2",
         )
     ),
     *_OPERATORS,
@@ -246,10 +250,14 @@ PAGES: tuple[Page, ...] = (
         Page(
             name=f"{name}_202611",
             sources=(f"{name}_202611.json",),
-            figures=partial(_seeds_h200, name=f"{name}_202611"),
+            figures=partial(_seeds, name=f"{name}_202611", devices=devices),
             has_text=False,
         )
-        for name in ("seeds_h200x2", "seeds_again_h200x2")
+        for name, devices in (
+            ("seeds_h200x2", "two H200"),
+            ("seeds_again_h200x2", "two H200"),
+            ("seeds_h100x2", "two H100"),
+        )
     ),
     _page("analysis_cpu_202611", checked.analysis),
     *(

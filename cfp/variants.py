@@ -32,7 +32,12 @@ from cfp.find import (
 )
 from cfp.outcomes import Basis, Outcome, Variant, with_variants, with_worth
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step
-from cfp.plan.figures import GIVEN_SECONDS, SLOWEST_SECONDS, UNPLANNED
+from cfp.plan.figures import (
+    GIVEN_SECONDS,
+    SLOWEST_SECONDS,
+    UNPLANNED,
+    VARIANTS_SECONDS,
+)
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import Job
@@ -126,6 +131,7 @@ def plan_fastest(
         KeyboardInterrupt: before anything can be chosen from; of several processes, at
             any time.
     """
+    began = now()
     names = [variant.name for variant in variants]
     if not names or len(set(names)) < len(names):
         raise CfpError(f"Expected variants with a name each, got {names}.")
@@ -282,7 +288,7 @@ def plan_fastest(
         )
         for name in names
     )
-    plan = _with_seconds(found[best].plan, outcomes, how)
+    plan = _with_seconds(found[best].plan, outcomes, how, now() - began)
     plan = with_variants(plan, best, outcomes, basis)
     known = [one for one in (*variants, *spares) if one.name in names]
     plan = with_worth(plan, known, outcomes, basis)
@@ -471,13 +477,13 @@ def _seconds(found: FoundPlan | None, tried: float) -> float:
 
 
 def _with_seconds(
-    plan: Plan, outcomes: Sequence[Outcome], settings: PlannerSettings
+    plan: Plan, outcomes: Sequence[Outcome], settings: PlannerSettings, took: float
 ) -> Plan:
-    """The plan with the time that variants took, where there was none for some."""
-    if not any(one.note.startswith(UNPLANNED) for one in outcomes):
-        return plan
-    slowest = max(one.seconds for one in outcomes)
-    seconds = {SLOWEST_SECONDS: slowest, GIVEN_SECONDS: settings.seconds}
+    """The plan with the time that variants took, and what lacked for some."""
+    seconds = {VARIANTS_SECONDS: took} if len(outcomes) > 1 else {}
+    if any(one.note.startswith(UNPLANNED) for one in outcomes):
+        slowest = max(one.seconds for one in outcomes)
+        seconds |= {SLOWEST_SECONDS: slowest, GIVEN_SECONDS: settings.seconds}
     return replace(plan, search={**plan.search, **seconds})
 
 

@@ -25,7 +25,7 @@ from cfp.search.expected import build_problem, estimate_options
 from cfp.search.problem import Assignment
 from cfp.search.solver import solve
 from cfp.view.text import plan_text
-from cfp.view.words import summary_line
+from cfp.view.words import remarks, summary_line
 from cfp_test.checking import make_mesh
 from cfp_test.program.stacks import stack_step
 
@@ -248,6 +248,8 @@ def test_when_time_is_over_one_program_is_compiled(tmp_path):
     plan = cfp.plan(STEP, *ARGS, **how, settings=settings)
     raced = {row.name: row for row in plan.race if row.time_ms is not None}
     late = [row for row in plan.race if "time for planning was over" in row.note]
+    (told,) = (line for line in remarks(plan) if "no comparison" in line)
+    assert f"any of {len(late)} others" in told
     assert [*raced] == [plan.winner] and late
     # What there was no time for is no failure: with more time it races.
     full = cfp.plan(STEP, *ARGS, **how)

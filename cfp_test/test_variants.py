@@ -252,6 +252,7 @@ def test_a_variant_that_is_estimated_like_the_best_is_called_a_tie(
     # What it took is what the plan says that it took.
     [taken] = [one for one in found.outcomes if one.plan is not None]
     assert taken.seconds == found.plan.search["planning_seconds"] > 0.0
+    assert found.plan.search["seconds_of_all_variants"] > 0.0
     assert GIVEN_SECONDS not in found.plan.search
 
 

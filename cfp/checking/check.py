@@ -396,7 +396,20 @@ class Difference:
     size: float = field(default=0.0, compare=False)
 
 
-def compare(found: Any, expected: Any) -> list[Difference]:
+class Differences(list[Difference]):
+    """Differences of all leaves, the largest first; as text the largest few."""
+
+    def __str__(self) -> str:
+        lines = [f"{one.path or 'result'}: {one.relative_l2:.1e}" for one in self]
+        more = len(lines) - _MOST_SHOWN
+        lines[_MOST_SHOWN:] = [f"and {more} more, none larger"] if more > 0 else []
+        return "\n".join(["Relative L2 distances, the largest first:", *lines])
+
+
+_MOST_SHOWN = 5
+
+
+def compare(found: Any, expected: Any) -> Differences:
     """Relative L2 distances of all leaves, largest first; NaN counts as infinite.
 
     Args:
@@ -422,7 +435,7 @@ def compare(found: Any, expected: Any) -> list[Difference]:
         # One after another: what is moved to be compared is let go of at once.
         distance, size = _measured(*brought_together(have, want))
         differences.append(Difference(name, float(distance), float(size)))
-    return sorted(differences, key=lambda d: -d.relative_l2)
+    return Differences(sorted(differences, key=lambda d: -d.relative_l2))
 
 
 def brought_together(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:

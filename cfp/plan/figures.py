@@ -171,6 +171,8 @@ UNPLANNED = "not planned: time was over"
 # Entries of `Plan.search` then: what planning the slowest took, and the time for all.
 SLOWEST_SECONDS = "seconds_of_slowest_variant"
 GIVEN_SECONDS = "seconds_given"
+# What all variants took together, their estimates and last race included.
+VARIANTS_SECONDS = "seconds_of_all_variants"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

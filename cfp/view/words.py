@@ -13,6 +13,7 @@ from cfp.plan.figures import (
     GIVEN_SECONDS,
     SLOWEST_SECONDS,
     UNPLANNED,
+    VARIANTS_SECONDS,
     MoveFigure,
     OptionFigures,
     TensorFigure,
@@ -21,6 +22,7 @@ from cfp.plan.figures import (
 from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN, PlanSegment
 from cfp.plan.plan import Plan
 from cfp.printable import counted, merged_alike
+from cfp.race.programs import TOO_LATE
 from cfp.settings import Dimension
 from cfp.units import format_bytes
 
@@ -258,6 +260,8 @@ def summary_line(plan: Plan) -> str:
     if _ALL in search:
         what = "tracing and compiling" if _has_compiled(plan) else "tracing"
         parts.append(f"{search[_ALL]:.1f} s {IN_ALL}, with {what}")
+    if VARIANTS_SECONDS in search:
+        parts.append(f"all variants {search[VARIANTS_SECONDS]:.1f} s")
     if (took := search.get(f"{COMPILE}_seconds")) is not None:
         parts.append(f"the plan's program compiled in {took:.1f} s, now or earlier")
     return "; ".join(filter(None, parts))
@@ -474,6 +478,12 @@ def remarks(plan: Plan) -> Iterator[str]:
     search, figures = plan.search, plan.figures
     if unplanned := unplanned_text(plan):
         yield unplanned
+    late = sum(row.note == TOO_LATE for row in plan.race)
+    if late and len({row.samples_ms for row in plan.race if row.samples_ms}) == 1:
+        yield (
+            f"no comparison: time was over before any of {late} others was compiled; "
+            "a longer --time-budget, or PlannerSettings(seconds=...), has time for them"
+        )
     yield from _whole_remarks(plan)
     if crossing := plan.environment.get("crosses_hosts"):
         yield f"goes from host to host: {crossing}"

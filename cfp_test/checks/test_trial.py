@@ -159,3 +159,14 @@ def test_arrays_of_one_shape_are_fetched_by_one_program(monkeypatch):
 def test_only_what_has_the_same_shape_is_compared():
     with pytest.raises(ValueError, match=r"w is \(2,\), and \(1,\) expected"):
         compare({"w": np.ones(2)}, {"w": np.ones(1)})
+
+
+def test_differences_are_shown_by_the_largest_few():
+    expected = {f"w{n}": np.ones(4) for n in range(9)}
+    found = {
+        name: (1 + 0.01 * n) * one for n, (name, one) in enumerate(expected.items())
+    }
+    shown = str(compare(found, expected)).splitlines()
+    assert shown[1] == "w8: 8.0e-02" and shown[5] == "w4: 4.0e-02"
+    assert shown[6] == "and 4 more, none larger" and len(shown) == 7
+    assert str(compare(np.ones(2), np.ones(2))).endswith("\nresult: 0.0e+00")

@@ -15,6 +15,7 @@ from jax.experimental import io_callback
 
 import cfp
 from cfp.planner_settings import DetailedSettings, PlannerSettings
+from cfp.program.step import flatten_step
 from cfp_test.covering import cover_values
 
 QUICK = PlannerSettings(per_kind=2, race=False)
@@ -181,6 +182,28 @@ def test_a_counter_that_begins_as_a_number_is_taken_as_restored(
     assert count == 3 and (planned.plan is first) is not is_weak
     wanted = jax.jit(step)((jnp.int32(2), expected[1]), scale)[0][1]
     np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_counter_that_only_a_weak_type_makes_a_loops_carry_stays_weak():
+    traced = []
+
+    def step(state, scale):
+        traced.append(state)
+        count, weights = state
+        total = jax.lax.fori_loop(0, 2, lambda _, carry: carry + scale, count)
+        return (count + 1, weights * total), None
+
+    weights, scale = jnp.ones((8, 4), jnp.bfloat16), jnp.bfloat16(0.5)
+    flat = flatten_step(step, ((0, weights), scale), {}, donate_argnums=0)
+    assert flat.avals[0].weak_type
+    with pytest.raises(TypeError, match="carry"):
+        jax.jit(step)((jnp.int32(0), weights), scale)
+    traced.clear()
+    # Nothing replaces this one: it is traced as it is, and no other time.
+    kept = flatten_step(
+        lambda c, x: step((c, x), x)[1], (0, scale), {}, donate_argnums=0
+    )
+    assert kept.traced is not None and kept.avals[0].weak_type and len(traced) == 1
 
 
 def test_weakly_typed_state_of_one_array_and_of_two_shapes(mesh, cache, tmp_path):

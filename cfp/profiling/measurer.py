@@ -73,7 +73,7 @@ def tune_kernels(
     if not jobs or not environment.options(platform):
         return {}
     record_crashes(store, about={job.key.digest for job in jobs})
-    known = store.get_many({job.key.digest for job in jobs})
+    known = store.common({job.key.digest for job in jobs})
     fatal = {
         k
         for k, record in known.items()
@@ -82,9 +82,14 @@ def tune_kernels(
     learnt = environment.learnt_dir
     make_private_folder(learnt.parent)
     make_private_folder(learnt)
-    done = {file.name for file in learnt.iterdir()}
     wanted = {job.key.digest: job for job in jobs}
-    todo = [job for key, job in wanted.items() if key not in fatal | done]
+    there = [(learnt / key).exists() for key in wanted]
+    there = Agreement.of(mesh).everywhere(there, "whose kernels are tuned")
+    todo = [
+        job
+        for (key, job), is_done in zip(wanted.items(), there, strict=True)
+        if not is_done and key not in fatal
+    ]
     with InFlightLog(store.path, options.limits, program.name) as in_flight:
         orders = SimpleQueue[Mesh]()
         built: dict[str, Built] = {}

@@ -531,10 +531,9 @@ def typed_as_returned(step: FlatStep) -> FlatStep:
         for argument, result in returned:
             weak[argument] &= result.weak_type
         if weak == before:
-            strong = list(weak)
             for argument, _ in returned:
-                strong[argument] = False
-            restored = _with_weak_types(step, strong)
+                weak[argument] = False
+            restored = step if weak == before else _with_weak_types(step, weak)
             return restored if _do_the_same(step, restored) else step
         step = _with_weak_types(step, weak)
     return step
@@ -553,12 +552,17 @@ _OF_A_TRACE = re.compile(r"weak_type=\w+|\b0x[0-9a-f]+")
 
 
 def _do_the_same(one: FlatStep, other: FlatStep) -> bool:
-    """True if two steps are one program but for weak types."""
-    if one.avals == other.avals:
+    """True if two steps are one program but for weak types.
+
+    The other may be none: only what is weakly typed is promoted to a loop's carry.
+    """
+    if one is other:
         return True
-    first, second = (
-        _OF_A_TRACE.sub("", str(step.traced.jaxpr)) for step in (one, other)
-    )
+    try:
+        traces = [step.traced.jaxpr for step in (one, other)]
+    except StepNotTraceable:
+        return False
+    first, second = (_OF_A_TRACE.sub("", str(trace)) for trace in traces)
     return first == second
 
 

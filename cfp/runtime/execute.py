@@ -137,7 +137,7 @@ def start_devices(mesh: Mesh) -> list[Future[jax.Array]]:
     A GPU takes its memory for the first one, an H100 in 1.3 s, and JAX puts one array
     after another.
     """
-    with _unwaited(len(mesh.local_devices), "cfp-starting") as threads:
+    with _unwaited(len(mesh.local_devices) or 1, "cfp-starting") as threads:
         return [threads.submit(jax.device_put, 0, one) for one in mesh.local_devices]
 
 

@@ -100,6 +100,7 @@ def race_programs(
     ratios = {one.job.key.digest: one.ratios.time for one in programs}
     store, budget_bytes = builder.store, builder.budget_bytes
     is_played = builder.options.run is not None
+    says_little = defaults_of(builder.mesh.devices.flat[0].platform).estimates
     known = known_records(builder, jobs)
     # What is known to be too large need not be compiled to find that out again.
     out = {d: r for d, r in known.items() if not (r.ok and fits(r, budget_bytes))}
@@ -119,7 +120,10 @@ def race_programs(
         last = [record for record in ran if len(record.samples_ms) == turns]
         last = [[ratios[one.key] * ms for ms in one.samples_ms] for one in last]
         is_one = len({r.created for r in ran}) <= 1 or len(ran) == len(predicted)
-        is_told = rounds > 1 and not is_played and _is_told(last)
+        times_ms = [median(one) for one in last]
+        near = [ms for ms in times_ms if ms <= STAY_AFTER_LOOK * min(times_ms)]
+        is_alone = says_little and len(near) == 1
+        is_told = rounds > 1 and not is_played and (is_alone or _is_told(last))
         enough = turns >= rounds or is_told
         return len(found) == len(jobs) and is_one and enough
 

@@ -220,8 +220,8 @@ with ocp.StandardCheckpointer() as checkpoints:
 # Nothing is planned. `bind` checks that the plan is one for this step and these
 # shapes, and says in what they differ if it is not. `apply` begins to load the
 # executable that planning kept, and meanwhile the checkpoint is restored, straight
-# into the plan's shardings. On two H200 the first step was done 4.0 s after the
-# definitions, of which 2.9 s passed until JAX had started the GPUs
+# into the plan's shardings. On two H100 the first step was done 3.4 s after the
+# definitions
 # ([measured](results/tutorial_gpux2_202611.md)).
 
 # %%

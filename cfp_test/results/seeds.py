@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
-from cfp_test.results.pages import fixed, gib, table
+from cfp_test.results.pages import RESULTS, fixed, gib, table
 
 _MODES = {
     "eager": "eager: all-to-alls in the model, op by op",
@@ -39,7 +40,7 @@ def page(data: Mapping[str, Any], name: str, devices: str) -> str:
         _ulysses,
         _long,
         _passes,
-        _enumerated,
+        partial(_enumerated, name=name),
         _several,
         _tutorial,
         _faults,
@@ -232,7 +233,7 @@ def _state(command: Mapping[str, Any]) -> str:
     return "well" if code == 0 else f"with exit code {code}"
 
 
-def _enumerated(data: Mapping[str, Any]) -> list[str]:
+def _enumerated(data: Mapping[str, Any], name: str) -> list[str]:
     lines: list[str] = []
     for model in ("gpt", "moe"):
         found = data.get(f"{model}_enum_benchmark_comm_comp")
@@ -260,6 +261,9 @@ def _enumerated(data: Mapping[str, Any]) -> list[str]:
         title = found["headline"].strip("= ")
         lines += [f"## Volume and time in kernels: {title}", "", *_order(found)]
         lines += [table(head, cells), ""]
+        picture = f"{name}_{model}.png"
+        if (RESULTS.parent / "pictures" / picture).exists():
+            lines += [f"![volume and step time](../pictures/{picture})", ""]
     return lines
 
 

@@ -93,7 +93,7 @@ def _layers(analyzed, tmp_path, choose, budget):
     """The options of all kinds, by estimates."""
     settings = PlannerSettings(choose=choose)
     with open_context(analyzed.mesh, tmp_path, budget, settings) as context:
-        found = profile(context, analyzed.analysis).found
+        found = profile(context, analyzed.analysis)
     return [option for row in found.estimated for option in row]
 
 

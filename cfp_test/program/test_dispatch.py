@@ -20,7 +20,9 @@ def mesh():
 
 def arrays(mesh, count=2):
     sharding = NamedSharding(mesh, PartitionSpec("x"))
-    return [jax.device_put(jnp.full(SHAPE, i), sharding) for i in range(count)]
+    return [
+        jax.device_put(jnp.full(SHAPE, i, jnp.int32), sharding) for i in range(count)
+    ]
 
 
 def dispatch(mesh, donate=(0,)):

@@ -163,7 +163,7 @@ print(plan)
 #   and measured times may then differ several times over.
 # - *chosen* says why it is this plan, and which came second. On GPUs the presets
 #   (data parallel, ZeRO, fully sharded, tensor parallel and others) that may be fast
-#   enough race, too; on virtual devices the two best of them by estimate. A plan is never
+#   enough race, too; on virtual devices their two best by estimate. A plan is never
 #   slower than a preset in its race.
 # - *segments* are the parts of the model: the two blocks are alike, and share one
 #   line. Each product is named by its weight, with what the axis `x` splits in

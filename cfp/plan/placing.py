@@ -38,6 +38,24 @@ class Arguments:
         return in_memory([sharding], [memory])[0]
 
 
+def devices_here(
+    axes: Sequence[tuple[str, int]], environment: Mapping[str, str]
+) -> list[jax.Device]:
+    """Lists as many of the first devices as a plan is for.
+
+    Args:
+        axes: the plan's.
+        environment: what it was made for.
+
+    Returns:
+        No devices where there are too few, or they are of another platform.
+    """
+    count, devices = prod(size for _, size in axes), jax.devices()
+    found = devices[0].platform
+    is_right = environment.get("platform", found) == found and len(devices) >= count
+    return devices[:count] if is_right else []
+
+
 def mesh_here(axes: Sequence[tuple[str, int]], environment: Mapping[str, str]) -> Mesh:
     """A plan's mesh, of the first of the devices that are there.
 
@@ -48,21 +66,23 @@ def mesh_here(axes: Sequence[tuple[str, int]], environment: Mapping[str, str]) -
     Raises:
         PlanMismatch: there are too few devices, or they are of another platform.
     """
-    count, devices = prod(size for _, size in axes), jax.devices()
-    platform = environment.get("platform", devices[0].platform)
-    if len(devices) < count or devices[0].platform != platform:
+    devices = devices_here(axes, environment)
+    if not devices:
+        there = jax.devices()
+        count = prod(size for _, size in axes)
+        platform = environment.get("platform", there[0].platform)
         raise PlanMismatch(
             compose(
                 "This plan has no devices yet, and those that are there are not those "
                 "that it is for.",
                 expected=f"{count} devices of platform {platform}",
-                got=f"{len(devices)} of platform {devices[0].platform}",
+                got=f"{len(there)} of platform {there[0].platform}",
                 attempt=_other_devices(count, platform),
             )
         )
     names = tuple(name for name, _ in axes)
     shape = tuple(size for _, size in axes)
-    return planning_mesh(jax.make_mesh(shape, names, devices=devices[:count]))
+    return planning_mesh(jax.make_mesh(shape, names, devices=devices))
 
 
 def _other_devices(count: int, platform: str) -> str:

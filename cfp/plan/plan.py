@@ -12,6 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
@@ -35,7 +36,7 @@ from cfp.plan.parts import (
     static_arguments,
     type_text,
 )
-from cfp.plan.placing import Arguments, made, mesh_here, placed
+from cfp.plan.placing import Arguments, devices_here, made, mesh_here, placed
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.store import store_path
@@ -209,7 +210,8 @@ class Plan:
         Takes what :func:`cfp.plan` takes, so that either may stand in a program. Which
         arguments are static, and which are donated, the plan knows. The step is traced,
         and :meth:`apply` of the same function does not trace it again, unless its state
-        is weakly typed.
+        is weakly typed. Meanwhile the plan's devices, if they are there, take their
+        memory.
 
         Args:
             fn: the step that was planned.
@@ -225,6 +227,7 @@ class Plan:
         """
         check_binding(fn, kwargs)
         plan = self if mesh is None else self.on(mesh)
+        start_devices(plan._devices())
         given = static_argnums, static_argnames, donate_argnums, donate_argnames
         step = plan._flat(fn, args, kwargs, *given)
         out_tree, now = tree_structure(step.traced.out_info), trace_context_key()
@@ -296,6 +299,12 @@ class Plan:
             return mesh_here(self.mesh_axes, self.environment)
         return self.mesh
 
+    def _devices(self) -> Sequence[jax.Device]:
+        """Lists the devices that the step would run on, if they are there."""
+        if self.mesh is None:
+            return devices_here(self.mesh_axes, self.environment)
+        return self.mesh.local_devices
+
     # -- use -----------------------------------------------------------------
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -317,7 +326,7 @@ class Plan:
         compiled: dict[Any, CompiledStep] = {}
         is_bound = self.step is not None and self.step.fn is fn
         key = self.traced_under if is_bound else None
-        early = None if key is None else load_early(self._start_and_load, key)
+        early = None if key is None else load_early(self._load_or_lower, key)
 
         def step(*args: Any, **kwargs: Any) -> Any:
             nonlocal early
@@ -366,10 +375,6 @@ class Plan:
             PlanMismatch: the plan was loaded, and is not bound to a step.
         """
         return self._compiled(self._load_or_lower(), progress)
-
-    def _start_and_load(self) -> LoweredStep:
-        start_devices(self._on_mesh())
-        return self._load_or_lower()
 
     def _load_or_lower(self) -> LoweredStep:
         return load_or_lower(

@@ -388,9 +388,19 @@ def test_what_is_kept_is_loaded_before_the_call(loaded, tmp_path, monkeypatch):
 
 
 def test_all_devices_of_a_mesh_are_started_at_once():
-    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
-    started = [one.result(GUARD_SECONDS) for one in start_devices(mesh)]
-    assert [one.device for one in started] == mesh.local_devices
+    devices = jax.devices()[:4]
+    started = [one.result(GUARD_SECONDS) for one in start_devices(devices)]
+    assert [one.device for one in started] == devices
+
+
+def test_devices_start_while_a_plan_is_bound(loaded, monkeypatch):
+    plan, args = loaded
+    asked = []
+    monkeypatch.setattr("cfp.plan.plan.start_devices", asked.append)
+    plan.bind(step_fn, *args)
+    elsewhere = replace(plan, environment={"platform": "cuda"})
+    elsewhere.bind(step_fn, *args)
+    assert asked == [jax.devices()[:4], []]
 
 
 def test_a_plan_decides_alone(loaded):

@@ -129,6 +129,32 @@ def test_lengths_of_a_ring(tmp_path):
     assert (tmp_path / "ring.png").stat().st_size > 0
 
 
+def test_attention_of_a_layer_alone_in_a_ring(tmp_path):
+    script = str(ROOT / "cfp_test/ring/benchmark_ring.sh")
+    options = "--alone --train --lengths 16 --methods flash,zigzag,ulysses --devices 2"
+    words = ("sh", script, *options.split(), "--dtype", "float32", "--repeats", "1")
+    rows = [json.loads(row) for row in run(tmp_path, *words).splitlines()[:3]]
+    assert [row["method"] for row in rows] == ["flash", "zigzag", "ulysses"]
+    assert [row["devices"] for row in rows] == [1, 2, 2]
+    assert all(row["relative_l2"] < 1e-5 and row["alone"] for row in rows)
+
+
+def test_what_is_out_of_memory_is_tried_at_fewer_tokens(monkeypatch):
+    tried = []
+
+    def measure(options, method, seq):
+        tried.append((method, seq))
+        if method == "xla" and seq > 8:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return {}, np.ones(2)
+
+    monkeypatch.setattr(lengths, "_measured", measure)
+    words = ["benchmark", "--lengths", "16,8,32", "--methods", "xla,flash"]
+    rows = [*lengths.rows(parse(words))]
+    assert ("xla", 8) in tried and ("xla", 32) not in tried
+    assert [row["status"] for row in rows].count("measured") == 4
+
+
 def test_crossovers_name_the_first_length():
     rows = [
         {"method": method, "tokens": tokens, "ms": ms, "status": "measured"}

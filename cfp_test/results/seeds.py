@@ -439,8 +439,16 @@ def _from_to(values: Iterator[Any]) -> str:
 
 def _ring(data: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
-    for what in ("inference", "training"):
-        rows = data.get(f"ring_{what}", [])
+    kinds = [
+        (f"{name}_{what}", f"{title}: {what}")
+        for name, title in (
+            ("ring_alone", "One layer's attention alone"),
+            ("ring", "LLaMA-2-7B's shapes, 4 layers"),
+        )
+        for what in ("inference", "training")
+    ]
+    for kind, title in kinds:
+        rows = data.get(kind, [])
         if not rows:
             continue
         rows = sorted(rows, key=lambda row: row["tokens"])
@@ -473,7 +481,7 @@ def _ring(data: Mapping[str, Any]) -> list[str]:
             "of the ideal | off by, or why not"
         )
         lines += [
-            f"## LLaMA-2-7B's shapes, 4 layers: {what}",
+            f"## {title}",
             "",
             "The ideal is flash on one device, divided by the devices. Off by: the "
             "relative L2 distance from the first method of that length.",

@@ -24,6 +24,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lengths", default="64,128", help="tokens, commas between")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--train", action="store_true", help="with gradients")
+    parser.add_argument("--alone", action="store_true", help="one layer's attention")
     parser.add_argument("--repeats", type=int, default=3, help="timed calls")
     parser.add_argument("--json", type=Path, help="file for all rows")
     parser.add_argument("--plot", type=Path, help="picture of latency and memory")

@@ -5,6 +5,7 @@
 #   sh cfp_test/ring/benchmark_ring.sh --devices 8 --platform cuda --model 7b \
 #       --lengths 2048,8192,32768,131072 --json rows.json --plot ring.png
 #   sh cfp_test/ring/benchmark_ring.sh --train ...
+#   sh cfp_test/ring/benchmark_ring.sh --alone --train ...    # attention of one layer
 #
 # Without options a tiny model on virtual CPU devices. Weights are random, or those of
 # --checkpoint FOLDER (safetensors, with Hugging Face's names). --help lists all options.

@@ -1,4 +1,8 @@
-"""Latency, memory and correctness of a LLaMA for each length and method."""
+"""Latency, memory and correctness of a LLaMA for each length and method.
+
+Or of one layer's attention alone, with `--alone`, which is what published figures of
+rings are of.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +48,9 @@ STRATEGIES: Mapping[str, Mapping[str, str]] = {
 }
 # Heads do not divide into more parts, usually: the other axis takes the rest.
 ULYSSES_OF_BOTH = 2
+# Of attention alone, which is over before the next call has come: a step of a training
+# calls it so, too.
+_IN_A_ROW = 10
 
 
 def config_of(options: argparse.Namespace, seq: int) -> LlamaConfig:
@@ -68,24 +75,38 @@ def mesh_of(options: argparse.Namespace, method: str) -> Mesh:
 def params_of(options: argparse.Namespace, config: LlamaConfig, mesh: Mesh) -> Any:
     """Parameters, on each device of a mesh."""
     everywhere = NamedSharding(mesh, P())
+    # Without gradients nothing needs them in float32, which each call would convert.
+    dtype = jnp.float32 if options.train else config.dtype
+
+    def convert(params: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(dtype), params)
+
     if options.checkpoint:
-        return jax.device_put(checkpoint.load(options.checkpoint, config), everywhere)
-    init = jax.jit(partial(init_params, config), out_shardings=everywhere)
+        loaded = checkpoint.load(options.checkpoint, config)
+        return jax.device_put(convert(loaded), everywhere)
+    init = jax.jit(
+        lambda key: convert(init_params(config, key)), out_shardings=everywhere
+    )
     return init(jax.random.key(0))
 
 
-def attend_of(options: argparse.Namespace, method: str, mesh: Mesh) -> decoder.Attend:
+def attention_of(
+    options: argparse.Namespace, method: str, mesh: Mesh
+) -> Callable[..., jax.Array]:
+    """Attention of queries, keys and values as a method spreads it."""
     flash = options.implementation or ("chunked" if options.platform == "cpu" else None)
-    return decoder.plain_attend(
-        partial(
-            cfp.attention,
-            causal=True,
-            mesh=mesh,
-            strategy=STRATEGIES[method],
-            implementation="xla" if method == "xla" else flash,
-            zigzag_tokens=method == "zigzag",
-        )
+    return partial(
+        cfp.attention,
+        causal=True,
+        mesh=mesh,
+        strategy=STRATEGIES[method],
+        implementation="xla" if method == "xla" else flash,
+        zigzag_tokens=method == "zigzag",
     )
+
+
+def attend_of(options: argparse.Namespace, method: str, mesh: Mesh) -> decoder.Attend:
+    return decoder.plain_attend(attention_of(options, method, mesh))
 
 
 def order_of(method: str, tokens: int, mesh: Mesh) -> np.ndarray:
@@ -96,19 +117,21 @@ def order_of(method: str, tokens: int, mesh: Mesh) -> np.ndarray:
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each length and method; a method that is out of memory once is out."""
-    over: set[str] = set()
+    """A row for each length and method, but of those out of memory at fewer tokens."""
+    over: dict[str, int] = {}
+    measure = _measured_alone if options.alone else _measured
     for seq in map(int, options.lengths.split(",")):
         right: np.ndarray | None = None
         for method in options.methods.split(","):
             row = {"method": method, "tokens": seq, "train": options.train}
-            if method in over:
+            row["alone"] = options.alone
+            if seq >= over.get(method, seq + 1):
                 continue
             try:
-                more, result = _measured(options, method, seq)
+                more, result = measure(options, method, seq)
             except (cfp.AttentionError, jax.errors.JaxRuntimeError) as error:
                 if is_out_of_memory(error):
-                    over.add(method)
+                    over[method] = seq
                 yield {**row, "status": reason_of(error)}
                 continue
             right = result if right is None else right
@@ -138,27 +161,73 @@ def _measured(
         return jax.grad(loss_of)(params)
 
     run = train if options.train else forward
-    compiled = jax.jit(run).lower(params, batch).compile()
-    result, times = jax.block_until_ready(compiled(params, batch)), []
-    for _ in range(options.repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(params, batch))
-        times.append(1e3 * (time.perf_counter() - start))
-    memory = compiled.memory_analysis()
-    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-    peak += memory.output_size_in_bytes
-    figures = {
-        "ms": median(times),
-        "us_per_token": 1e3 * median(times) / seq,
-        "peak_bytes": peak,
-        "devices": mesh.size,
-    }
+    figures, result = _timed(options, run, (params, batch), seq)
     if options.train:
         # Of all gradients that which attention has the most to do with.
         grads = result["layer_0"]["attention"]["key"]
         return figures, np.asarray(grads, np.float32)
     back = np.argsort(order)
     return figures, np.asarray(result, np.float32)[:, back]
+
+
+def _measured_alone(
+    options: argparse.Namespace, method: str, seq: int
+) -> tuple[dict[str, Any], np.ndarray]:
+    """Figures of one layer's attention alone, and its output or gradients."""
+    config, mesh = config_of(options, seq), mesh_of(options, method)
+    attention, order = attention_of(options, method, mesh), order_of(method, seq, mesh)
+    spread = NamedSharding(mesh, P(None, ("r", "u")))
+    size = config.hidden // config.heads
+    q, k, v, dout = (
+        jax.device_put(
+            jax.random.normal(jax.random.key(i), (1, seq, heads, size), config.dtype)[
+                :, order
+            ],
+            spread,
+        )
+        for i, heads in enumerate(
+            (config.heads, config.kv_heads, config.kv_heads, config.heads)
+        )
+    )
+
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attention(q, k, v)
+
+    def train(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> Any:
+        return jax.vjp(attention, q, k, v)[1](dout)
+
+    run, args = (train, (q, k, v, dout)) if options.train else (forward, (q, k, v))
+    figures, result = _timed(options, run, args, seq, _IN_A_ROW)
+    back, kept = np.argsort(order), result[1] if options.train else result
+    return figures, np.asarray(kept, np.float32)[:, back]
+
+
+def _timed(
+    options: argparse.Namespace,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    seq: int,
+    in_a_row: int = 1,
+) -> tuple[dict[str, Any], Any]:
+    """Figures of a function, called so often before its results are waited for."""
+    compiled = jax.jit(run).lower(*args).compile()
+    result, samples = jax.block_until_ready(compiled(*args)), []
+    for _ in range(options.repeats):
+        start = time.perf_counter()
+        for _ in range(in_a_row):
+            last = compiled(*args)
+        jax.block_until_ready(last)
+        samples.append(1e3 * (time.perf_counter() - start) / in_a_row)
+    memory = compiled.memory_analysis()
+    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes
+    figures = {
+        "ms": median(samples),
+        "samples_ms": samples,
+        "us_per_token": 1e3 * median(samples) / seq,
+        "peak_bytes": peak + memory.output_size_in_bytes,
+        "devices": jax.tree.leaves(args)[0].sharding.num_devices,
+    }
+    return figures, result
 
 
 def crossovers(rows: Sequence[Mapping[str, Any]], base: str = "flash") -> list[str]:

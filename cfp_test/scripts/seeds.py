@@ -100,16 +100,20 @@ def commands(options: argparse.Namespace) -> Iterator[Command]:
     yield from _ulysses(sh, options, where)
     yield from _passes(sh, options, [*where, *devices])
     ring = [*where, *devices]
-    sizes = ["--lengths", "64,128"]
+    sizes, long = ["--lengths", "64,128"], "64,128"
     if not options.tiny:
         # A few of 32 layers: all would be compiled for minutes, and states of all do
         # not fit beside what long sequences take. What tells most comes first.
-        lengths = "8192,32768,2048,16384,4096"
+        lengths, long = "8192,32768,2048,16384,4096", "16384,65536,32768,131072"
         sizes = ["--model", "7b", "--layers", "4", "--lengths", lengths]
-    for what in ("inference", "training"):
-        words = [*ring, *sizes, "--json", out / f"ring_{what}.json"]
-        words += ["--train"] if what == "training" else []
-        yield sh("ring/benchmark_ring.sh", f"ring_{what}", "ring", *words)
+    # One layer's attention, of which published figures are.
+    alone = [*sizes[:-1], long, "--alone", "--repeats", 8]
+    alone += ["--methods", "flash,all_gather,ring,zigzag,ulysses"]
+    for name, kind in (("ring_alone", alone), ("ring", sizes)):
+        for what in ("inference", "training"):
+            words = [*ring, *kind, "--json", out / f"{name}_{what}.json"]
+            words += ["--train"] if what == "training" else []
+            yield sh("ring/benchmark_ring.sh", f"{name}_{what}", "ring", *words)
     yield from _own(options)
     yield sh("ring/run_inference.sh", "ring_tokens", "ring", *ring, "--method", "ring")
 

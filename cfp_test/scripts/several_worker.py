@@ -3,7 +3,8 @@
     CFP_COORDINATOR=... CFP_PROCESSES=2 CFP_PROCESS_ID=0 \\
         python cfp_test/scripts/several_worker.py MODEL FOLDER [gpus]
 
-Models are tiny, or with ``gpus`` as large as the checks on GPUs have them.
+Models are tiny, or with ``gpus`` so large that a step computes for milliseconds: what
+is over sooner is bound by its launches, which several processes share.
 
 Prints one line of JSON: the plan, how far its steps are from one device's, and whether
 what it saved came back on another mesh.
@@ -15,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +32,7 @@ from cfp_test.gpu.place import ON_GPUS
 from cfp_test.models.tiny import TINY
 
 STEPS = 2
+_LARGE = {"hidden": 2048, "heads": 16, "batch": 16, "seq": 1024}
 # Of planning, beyond which it ends with the best so far.
 MOST_SECONDS = 120.0
 
@@ -54,17 +57,22 @@ def digest(plan: Plan) -> str:
 
     Each process has its own clock, and so its own seconds of planning.
     """
-    found = json.loads(plan.to_json())
+    found = json.loads(plan.to_json(), parse_int=float)
     search = found["search"].items()
     found["search"] = {name: one for name, one in search if "seconds" not in name}
-    text = json.dumps(found, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return _digest(found)
 
 
 def choice_digest(plan: Plan) -> str:
     """Digest of the program that the step is compiled from alone."""
-    parts = (plan.arg_specs, plan.output_specs, plan.constraints, plan.options)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+    found = json.loads(plan.to_json())
+    names = "arguments", "output_specs", "constraints", "replaced", "options"
+    return _digest([found.get(name) for name in names])
+
+
+def _digest(found: Any) -> str:
+    text = json.dumps(found, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def shardings_digest(plan: Plan) -> str:
@@ -118,7 +126,7 @@ def main(model: str, folder: Path, sizes: str = "") -> None:
     """Joins the others, plans, runs, checks, saves and restores."""
     if is_asked():
         join(join_seconds=600)
-    options = ON_GPUS.models[model] if sizes else TINY[model]
+    options = {**ON_GPUS.models[model], **_LARGE} if sizes else TINY[model]
     target = model_target(model, dict(options))
     mesh = jax.make_mesh((jax.device_count(),), ("x",))
     started = time.perf_counter()

@@ -264,6 +264,7 @@ def _cut(segments: jax.Array | None, where: slice) -> jax.Array | None:
 
 
 Step = int | jax.Array  # Not 0 where it is an array.
+KeysValues = jax.Array | tuple[jax.Array, jax.Array]  # Stacked, or two arrays.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -322,7 +323,7 @@ def ring_gradients(
 
 
 def _forward(q, k, v, query_segments, key_segments, ring: Ring):
-    def attend(so_far: Partial, piece: Piece, kv: jax.Array) -> Partial:
+    def attend(so_far: Partial, piece: Piece, kv: KeysValues) -> Partial:
         attend = ring.kernel.attend
         assert attend is not None, "refused before"
         keys, values = kv[0][:, piece.keys], kv[1][:, piece.keys]
@@ -334,13 +335,12 @@ def _forward(q, k, v, query_segments, key_segments, ring: Ring):
 
     pieces = Pieces.of(ring, q, k, query_segments, key_segments)
 
-    def compute(step: Step, so_far: Partial, kv: jax.Array) -> Partial:
+    def compute(step: Step, so_far: Partial, kv: KeysValues) -> Partial:
         return _run(pieces.of_step(step), attend, so_far, kv)
 
     last = ring.steps(q.shape[1]) - 1
-    kv = jnp.stack([k, v])
     if ring.gather:
-        gathered = _gathered(kv, ring)
+        gathered = _gathered(jnp.stack([k, v]), ring)
         so_far = compute(0, nothing_yet(q), _block(gathered, 0, ring))
         so_far = lax.fori_loop(
             1,
@@ -350,14 +350,14 @@ def _forward(q, k, v, query_segments, key_segments, ring: Ring):
         )
     else:
 
-        def go_on(step: Step, carried: tuple[jax.Array, Partial]) -> Any:
+        def go_on(step: Step, carried: tuple[KeysValues, Partial]) -> Any:
             kv, so_far = carried
             following = _rotated(kv, ring, 1)
             return following, compute(step, so_far, kv)
 
         # A loop, so that no block leaves before its predecessor is used up; unrolled,
         # XLA may have all of them on their way at once.
-        carried = kv, nothing_yet(q)
+        carried = (k, v), nothing_yet(q)
         if last > 0:
             carried = lax.fori_loop(1, last, go_on, go_on(0, carried))
         so_far = compute(last, carried[1], carried[0])
@@ -369,7 +369,7 @@ def _forward(q, k, v, query_segments, key_segments, ring: Ring):
 def _backward(ring: Ring, kept: Any, dout: jax.Array):
     # What goes round here must not look like what went round in the forward pass, or
     # XLA takes both for one and keeps blocks in between. A barrier is not enough: it is
-    # gone when XLA looks for the last time. So values come before keys here.
+    # gone when XLA looks for the last time. So values and keys go as one array here.
     q, k, v, query_segments, key_segments, out, lse = kept
     q, k, v, out, lse, dout = lax.optimization_barrier((q, k, v, out, lse, dout))
 
@@ -382,7 +382,8 @@ def _backward(ring: Ring, kept: Any, dout: jax.Array):
             rows[0], keys, values, *rows[1:], ring.scores, piece.mask
         )
         more = jnp.stack([x.astype(jnp.float32) for x in (dv, dk)])
-        dkv = _put(jnp.zeros(kv.shape, jnp.float32), piece.keys, more, axis=2)
+        left = kv.shape[2] - more.shape[2]  # A piece has all keys, or the first.
+        dkv = jnp.pad(more, ((0, 0), (0, 0), (0, left), (0, 0), (0, 0)))
         row = dq[:, piece.queries] + mine.astype(jnp.float32)
         return _put(dq, piece.queries, row), dkv
 
@@ -425,7 +426,8 @@ def _backward(ring: Ring, kept: Any, dout: jax.Array):
             arrived = _rotated(dkv, ring, 1)
             dq, more = compute(last, dq, kv)
             dkv = arrived + more
-        dkv = _rotated(dkv, ring, -last)
+        # Nothing is computed meanwhile, and nothing is added any more.
+        dkv = _rotated(dkv.astype(k.dtype), ring, -last)
     dv, dk = dkv.astype(k.dtype)
     return dq.astype(q.dtype), dk, dv, None, None
 
@@ -435,9 +437,9 @@ spread_attention.defvjp(_forward, _backward)
 
 def _run(
     pieces: Sequence[Piece],
-    compute: Callable[[Any, Piece, jax.Array], Any],
+    compute: Callable[[Any, Piece, Any], Any],
     so_far: Any,
-    kv: jax.Array,
+    kv: KeysValues,
 ) -> Any:
     """Computes the piece of a step that this rank has."""
     first = pieces[0]
@@ -451,13 +453,11 @@ def _run(
     )
 
 
-def _put(x: jax.Array, where: slice, part: jax.Array, axis: int = 1) -> jax.Array:
-    if part.shape == x.shape:
-        return part
-    return x.at[(slice(None),) * axis + (where,)].set(part)
+def _put(x: jax.Array, where: slice, part: jax.Array) -> jax.Array:
+    return part if part.shape == x.shape else x.at[:, where].set(part)
 
 
-def _rotated(x: jax.Array, ring: Ring, ranks: int) -> jax.Array:
+def _rotated(x: Any, ring: Ring, ranks: int) -> Any:
     if ranks % ring.ranks == 0 or ring.plays is not None:
         return x
     path = [(rank, (rank + ranks) % ring.ranks) for rank in range(ring.ranks)]

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -27,6 +28,7 @@ from cfp.errors import CfpError, MemoryBudgetError
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step, decide
 from cfp.passes.profile import estimate, profile
 from cfp.passes.search import preset_solution, search, with_rematerialization
+from cfp.plan.figures import GIVEN_SECONDS
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.collectives import known_rates
@@ -128,15 +130,19 @@ def find_plan_with_host_fallback(
         MemoryBudgetError: nothing fits.
     """
     check_settings()
-    end = time.monotonic() + settings_or_defaults(options.settings).seconds
+    seconds = settings_or_defaults(options.settings).seconds
+    end = time.monotonic() + seconds
     with options.planning(mesh):
         analyzed = analyze_step(step, mesh, options.pins)
     try:
-        return find_plan(step, mesh, options, analyzed)
+        found = find_plan(step, mesh, options, analyzed)
     except MemoryBudgetError as error:
         if options.preset is not None:
             raise
-        return find_with_state_in_host(step, error, end, analyzed, options)
+        found = find_with_state_in_host(step, error, end, analyzed, options)
+    given = {GIVEN_SECONDS: seconds} if isfinite(seconds) else {}
+    plan = replace(found.plan, search={**found.plan.search, **given})
+    return replace(found, plan=plan)
 
 
 def find_with_state_in_host(

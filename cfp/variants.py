@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
@@ -44,6 +45,7 @@ from cfp.profiling.builder import Job
 from cfp.profiling.coordination import coordinated_planning, interrupting_all
 from cfp.profiling.key import environment_parts
 from cfp.profiling.options import MeasureOptions
+from cfp.profiling.outlook import without_left
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import open_store, store_path
 from cfp.profiling.tasks import Progress
@@ -55,9 +57,14 @@ from cfp.race.shortage import least_short
 from cfp.race.turns import race_programs
 from cfp.report.progress import shown
 from cfp.search.jobs import whole_job
-from cfp.settings import LEAST_VARIANT_SHARE, REACH_BY_ESTIMATE
+from cfp.settings import (
+    ESTIMATES_SHARE,
+    LEAST_VARIANT_SHARE,
+    PLANNED_BY_ESTIMATE,
+    REACH_BY_ESTIMATE,
+)
 from cfp.solution import Estimate
-from cfp.units import parse_bytes
+from cfp.units import clock_text, parse_bytes
 from cfp.view.words import SAME_MS
 
 now = time.monotonic  # Of the time that all variants share.
@@ -243,7 +250,7 @@ def plan_fastest(
                     late.append(one.name)
                     break
                 spares.append(one)
-                estimate = _estimate_of(one, steps, options)
+                estimate = _estimate_of(one, steps, options, one.name)
                 if estimate is None or not estimate.fits:
                     continue
                 estimates[one.name] = estimate
@@ -259,7 +266,9 @@ def plan_fastest(
         tries += ruled_out
         notes = {one.name: one.note for one in tries}
         basis, times = _own_times(found)
-        is_over = deadline.is_within(0.0) or any(one.interrupted for one in tries)
+        # The race compiles what won once more.
+        took = [one.plan.search.get("compile_seconds", 0.0) for one in found.values()]
+        is_over = deadline.is_within(max(took)) or any(one.interrupted for one in tries)
         if basis is Basis.MEASURED and len(times) > 1 and not is_over:
             # Of several processes the others would go on.
             with contextlib.suppress(*[KeyboardInterrupt] if agreement.alone else []):
@@ -422,30 +431,33 @@ def _near_by_estimate(
     """Variants that may be the fastest by estimates, the best first, and the others.
 
     What cannot be estimated is planned, and says why it cannot be; so is what time was
-    too short to estimate, if one was.
+    too short to estimate, if one was. The first of each mesh come first, and all of
+    them have a share of the time.
 
     Returns:
         Both, the estimates, and whether time was too short for some.
     """
     estimates: dict[str, Estimate] = {}
-    took, late = inf, False
-    for variant in variants:
-        late = bool(estimates) and deadline.is_within(LEAST_VARIANT_SHARE * took)
+    took, late, need = inf, False, ""
+    seconds = settings_or_defaults(options.settings).seconds
+    for place, variant in enumerate(_by_turns(variants), start=1):
+        spared = (1.0 - ESTIMATES_SHARE) * seconds
+        late = bool(estimates) and deadline.is_within(spared + took)
         if late:
             break
         started = now()
-        if options.settings and options.settings.progress is not None:
-            options.settings.progress(f"estimating {variant.name}")
-        if (estimate := _estimate_of(variant, steps, options)) is not None:
+        which = f"{variant.name} ({place} of {len(variants)}{need})"
+        if (estimate := _estimate_of(variant, steps, options, which)) is not None:
             estimates[variant.name] = estimate
             took = min(took, now() - started)
+            need = _need_text(len(variants), took, seconds)
     if not estimates:
         return [*variants], [], {}, False
 
     def rank(name: str) -> tuple[bool, float]:
         return _rank(estimates[name])
 
-    best = min(estimates, key=rank)
+    best = min((v.name for v in variants if v.name in estimates), key=rank)
     is_final, (misfit, best_ms) = estimates[best].is_final, rank(best)
     near, far = [], []
     for variant in variants:
@@ -466,6 +478,34 @@ def _near_by_estimate(
     return near, far, estimates, late
 
 
+def _by_turns(variants: Sequence[Variant]) -> list[Variant]:
+    """The first variants of all meshes, then the second of each, and so on."""
+    turns, seen = dict[str, int](), Counter[tuple[tuple[str, int], ...]]()
+    for one in variants:
+        axes = tuple(one.mesh.shape.items())
+        turns[one.name] = seen[axes]
+        seen[axes] += 1
+    return sorted(variants, key=lambda one: turns[one.name])
+
+
+def _need_text(count: int, took: float, seconds: float) -> str:
+    """Describes the time that some variants need, where it is more than there is.
+
+    Args:
+        count: how many they are.
+        took: what it took to estimate one, in seconds.
+        seconds: for all.
+    """
+    each = PLANNED_BY_ESTIMATE * took
+    if not count * each > seconds:
+        return ""
+    enough = max(1, int(seconds / each))
+    return (
+        f"; all need {clock_text(count * each)} or more, {seconds:.0f} s are enough "
+        f"for about {enough}"
+    )
+
+
 def _rank(estimate: Estimate) -> tuple[bool, float]:
     """Sort key: choices that fit come first, then fast ones."""
     return not estimate.fits, estimate.time_ms
@@ -481,9 +521,10 @@ def _with_seconds(
 ) -> Plan:
     """The plan with the time that variants took, and what lacked for some."""
     seconds = {VARIANTS_SECONDS: took} if len(outcomes) > 1 else {}
+    if isfinite(settings.seconds):
+        seconds |= {GIVEN_SECONDS: settings.seconds}
     if any(one.note.startswith(UNPLANNED) for one in outcomes):
-        slowest = max(one.seconds for one in outcomes)
-        seconds |= {SLOWEST_SECONDS: slowest, GIVEN_SECONDS: settings.seconds}
+        seconds |= {SLOWEST_SECONDS: max(one.seconds for one in outcomes)}
     return replace(plan, search={**plan.search, **seconds})
 
 
@@ -508,16 +549,22 @@ def _rank_of(estimate: Estimate | None, late: bool) -> tuple[bool, float]:
 
 
 def _estimate_of(
-    variant: Variant, steps: _Steps, options: PlanOptions
+    variant: Variant, steps: _Steps, options: PlanOptions, which: str
 ) -> Estimate | None:
     """Estimates a variant's best plan; None if it cannot be.
+
+    Args:
+        which: the variant, in events.
 
     Raises:
         ProcessError: the processes do not plan together.
     """
+    told = _telling(settings_or_defaults(options.settings), which)
+    if told.progress is not None:
+        told.progress("reading the step")
     try:
         _, analyzed = steps.analyzed(variant)
-        return estimate_plan(analyzed, options)
+        return estimate_plan(analyzed, replace(options, settings=told))
     except ProcessError:
         raise
     except CfpError:
@@ -655,17 +702,20 @@ def _mesh(found: FoundPlan) -> Mesh:
 
 
 def _telling(settings: PlannerSettings, name: str) -> PlannerSettings:
-    """Settings whose events say which variant they are about."""
+    """Settings whose events say which variant they are about.
+
+    They do not say what time is left, which is that of all variants and of their race.
+    """
     progress = settings.progress
     if progress is None:
         return settings
 
     def tell(event: Progress | str) -> None:
         if isinstance(event, str):
-            progress(f"{name}: {event}")
+            progress(f"{name}: {without_left(event)}")
         else:
             label = f"{name}: {event.label}" if event.label else name
-            progress(replace(event, label=label))
+            progress(replace(event, label=label, left_seconds=inf))
 
     return replace(settings, progress=tell)
 

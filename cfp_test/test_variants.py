@@ -383,6 +383,76 @@ def test_no_estimate_is_begun_that_would_end_late(monkeypatch, tmp_path):
     assert notes(found) == {"flat": "", "cube": over, "line": over}
 
 
+def test_estimates_have_a_third_of_the_time_and_each_mesh_has_one_first(
+    monkeypatch, tmp_path
+):
+    now, whole = [100.0], room.find_plan
+    pairs = [(shape, n) for shape in SHAPES[:2] for n in (1, 2)]
+    variants = [replace(shape, name=f"{shape.name}, {n}") for shape, n in pairs]
+
+    def estimate(analyzed, options):
+        now[0] += 10.0
+        options.settings.progress("estimating")
+        return Estimate(time_ms=1.0, memory_bytes=1, fits=True, is_final=False)
+
+    def find(step, mesh, options, analyzed):
+        now[0] += 50.0
+        return whole(step, mesh, options, analyzed)
+
+    monkeypatch.setattr(room, "estimate_plan", estimate)
+    monkeypatch.setattr(room, "find_plan", find)
+    monkeypatch.setattr(room, "now", lambda: now[0])
+    said: list[str] = []
+    how = small(tmp_path, seconds=96.0)
+    how["settings"] = replace(
+        how["settings"], progress=lambda event: said.append(str(event))
+    )
+    found = cfp.plan_fastest(variants, **how)
+    need = "; all need 2:40 or more, 96 s are enough for about 2"
+    assert [one for one in said if one.endswith(": estimating")] == [
+        "line, 1 (1 of 4): estimating",
+        f"flat, 1 (2 of 4{need}): estimating",
+        f"line, 2 (3 of 4{need}): estimating",
+    ]
+    over = "not planned: time was over"
+    assert notes(found)["flat, 2"] == over  # And has no estimate.
+    assert found.plan.search[GIVEN_SECONDS] == 96.0
+
+
+def test_no_race_begins_whose_compiles_would_end_late(timed, altered, tmp_path):
+    own = {"line": 1.0, "flat": 2.0, "cube": 3.0}
+    ran = timed(own, dict.fromkeys(own, 1.0))
+
+    def slow(found, number):
+        search = {**found.plan.search, "compile_seconds": 1e6}
+        return replace(found, plan=replace(found.plan, search=search))
+
+    altered(slow)
+    settings = cfp.PlannerSettings(seconds=1e5)
+    how = {**PRESET, "cache_dir": tmp_path, "settings": settings}
+    found = cfp.plan_fastest(SHAPES, **how)
+    assert (found.basis, times_of(found)) == (cfp.Basis.MEASURED, own)
+    assert not [label for label in ran if label.startswith(("line", "flat", "cube"))]
+
+
+def test_a_plan_of_one_variant_keeps_the_time_that_it_was_given(tmp_path):
+    [line] = SHAPES[:1]
+    settings = cfp.PlannerSettings(seconds=1e5, race=False)
+    how = {**PRESET, "cache_dir": tmp_path, "settings": settings}
+    plans = (
+        cfp.plan(line.fn, *line.args, mesh=line.mesh, **how),
+        cfp.plan_fastest([line], **how).plan,
+    )
+    assert [plan.search[GIVEN_SECONDS] for plan in plans] == [1e5, 1e5]
+
+
+def test_what_is_left_of_one_variant_is_not_shown_as_what_is_left_of_all():
+    said = []
+    told = room._telling(cfp.PlannerSettings(progress=said.append), "flat (1 of 2)")
+    told.progress("compiling planned, 2 of 3, about 0:30 left")
+    assert said == ["flat (1 of 2): compiling planned, 2 of 3"]
+
+
 def test_what_there_was_no_time_to_estimate_is_planned_last(monkeypatch, tmp_path):
     """Whatever is known of the others."""
     now, asked, whole = [100.0], [], room.find_plan
@@ -400,7 +470,7 @@ def test_what_there_was_no_time_to_estimate_is_planned_last(monkeypatch, tmp_pat
     monkeypatch.setattr(room, "estimate_plan", estimate)
     monkeypatch.setattr(room, "find_plan", find)
     monkeypatch.setattr(room, "now", lambda: now[0])
-    cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
+    cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=180.0))
     assert asked == ["flat", "line", "cube"]
 
 

@@ -168,7 +168,8 @@ class RefusedFigures:
 
 # A variant's note where time was over before it was planned.
 UNPLANNED = "not planned: time was over"
-# Entries of `Plan.search` then: what planning the slowest took, and the time for all.
+# Entries of `Plan.search`: what planning the slowest took then, and the time that was
+# given for all, if it was limited.
 SLOWEST_SECONDS = "seconds_of_slowest_variant"
 GIVEN_SECONDS = "seconds_given"
 # What all variants took together, their estimates and last race included.

@@ -12,6 +12,7 @@ What each stage took is kept, too, for the plan's record.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,14 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from cfp.units import clock_text
+
+# The end of a line that says how long the rest takes.
+_LEFT = re.compile(r", about \d+:\d\d left$")
+
+
+def without_left(text: str) -> str:
+    """A line without what `Outlook.left_text` says."""
+    return _LEFT.sub("", text)
 
 
 class Stage(StrEnum):

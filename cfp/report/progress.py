@@ -198,7 +198,8 @@ def progress_text(event: Progress, clock: bool = True) -> str:
     left = event.left_seconds
     if left is None:
         left = seconds_left(event)
-    if left is not None and math.isfinite(left):
+    # What is at work when time is over takes a while yet: nobody knows how long.
+    if left is not None and math.isfinite(left) and round(left) > 0:
         parts.append(f"about {clock_text(left)} left")
     return ", ".join(parts)
 

@@ -54,7 +54,8 @@ def test_time_that_is_left_is_all_of_plannings_where_that_is_known():
     event = measuring(4, 40.0)
     assert progress_text(event).endswith("0:40, about 1:07 left")
     assert progress_text(replace(event, left_seconds=90.0)).endswith("about 1:30 left")
-    assert progress_text(replace(event, left_seconds=math.inf)).endswith("0:40")
+    for unknown in (math.inf, 0.0, 0.4):  # Work is left though time is over.
+        assert progress_text(replace(event, left_seconds=unknown)).endswith("0:40")
 
 
 def test_the_same_kind_of_work_is_one_phase():

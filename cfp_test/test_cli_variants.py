@@ -113,9 +113,9 @@ def test_variants_are_shown_the_fastest_first(saved_data, folder):
     assert "Plan 'data_parallel'" in several.out
     assert "x=4, microbatches 2" in one.out
     assert "in one race" not in one.out  # There was none.
-    assert "give cfp run the same" in one.out
+    assert "Give cfp run --microbatches 2, too." in one.out
     assert "Variants" not in plain.out
-    assert "give cfp run the same" not in plain.out
+    assert "Give cfp run" not in plain.out
 
 
 def test_memory_of_devices_that_are_not_here_is_shown_as_estimated(folder):

@@ -330,7 +330,7 @@ def variants_view(found: Fastest, border: box.Box) -> RenderableType:
             plan.winner if plan is not None else "-",
             "-" if outcome.step_ms is None else f"{outcome.step_ms:.3f}",
             _memory_text(outcome),
-            f"{outcome.seconds:.1f} s",
+            f"{outcome.seconds:.1f} s" if outcome.seconds else "-",
             outcome.note.partition("\n")[0] or _behind_text(outcome.step_ms, best_ms),
             style="bold" if won else None,
         )
@@ -461,8 +461,9 @@ def plan(
         if several:
             show(lambda b: variants_view(found, b))
         print_plan(found.plan, literal_console())
-        if ", microbatches " in found.name:
-            print("The plan needs its --microbatches: give cfp run the same number.")
+        _, _, count = found.name.partition(", microbatches ")
+        if count not in ("", "1"):
+            print(f"Give cfp run --microbatches {count}, too.")
         suggest(found.plan, output)
         _end_interrupted(found)
 

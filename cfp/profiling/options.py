@@ -46,8 +46,12 @@ class MeasureOptions:
             self.progress(event)
 
     def tell_of_rates(self, event: Progress) -> None:
-        """Passes an event of timing devices on; what follows is not known yet."""
-        self.tell(replace(event, left_seconds=math.inf))
+        """Passes an event of timing devices on; what follows is not known yet.
+
+        Times of different probes do not compare: none is the best.
+        """
+        label = f"rates of the devices: {event.label}" if event.label else ""
+        self.tell(replace(event, label=label, best_ms=math.inf, left_seconds=math.inf))
 
     def tell_of_segments(self, event: Progress) -> None:
         """Passes an event of measuring segments on, with the time that is left."""

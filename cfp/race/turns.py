@@ -303,9 +303,10 @@ class _Turns:
             if self.is_predicted and number > 0 and self.is_late():
                 self.records = before  # Medians of n and n + 1 samples do not compare.
                 break
-            digest = self.order[(place + number) % len(self.order)]
-            rest = left * len(self.order) - place
-            found = self._time(digest, timing, doing, rest)
+            count = len(self.order)
+            digest = self.order[(place + number) % count]
+            which = f"{place + 1} of {count}, " if count > 1 else ""
+            found = self._time(digest, timing, which + doing, left * count - place)
             self.records[digest] = _join(self.in_turns.get(digest), found)
             self.in_turns[digest] = self.records[digest]
         self._drop_failures()

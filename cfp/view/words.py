@@ -150,15 +150,28 @@ def mesh_text(plan: Plan) -> str:
 def figure_texts(plan: Plan) -> list[str]:
     """Lists the time and the memory of a plan, with their sources."""
     parts = []
-    if plan.measured_ms is not None:
-        earlier = " in an earlier race" * bool(plan.search.get("race_cached"))
-        parts.append(f"{plan.measured_ms:.3f} ms per step, measured{earlier}")
+    if (own_ms := plan.measured_ms) is not None:
+        cached, rough = bool(plan.search.get("race_cached")), is_rough(plan)
+        where = " of ".join(["one turn"] * rough + ["an earlier race"] * cached)
+        form = (".3g" if own_ms < 1000 else ".0f") if rough else ".3f"
+        how = f"measured in {where}" if where else "measured"
+        parts.append(f"{own_ms:{form}} ms per step, {how}")
+        figures = plan.figures
+        for one in figures.variants if figures and figures.variants_raced else ():
+            if one.taken and one.step_ms is not None:
+                parts.append(f"{one.step_ms:.3f} ms in the race of the variants")
     if plan.predicted_ms is not None:
         parts.append(f"{plan.predicted_ms:.3f} ms {predicted_how(plan)}")
     if (memory := memory_figure(plan)) is not None:
         size, how = memory
         parts.append(f"{format_bytes(size)} on each device" + (how and f", {how}"))
     return parts
+
+
+def is_rough(plan: Plan) -> bool:
+    """True if a plan's time is of one turn on virtual devices, whose times vary."""
+    others = {WAS_DESCRIBED, VERIFIED} & plan.search.keys()
+    return known_how(plan) == "estimated" and plan.rung == "measured" and not others
 
 
 def predicted_how(plan: Plan) -> str:
@@ -261,7 +274,9 @@ def summary_line(plan: Plan) -> str:
         what = "tracing and compiling" if _has_compiled(plan) else "tracing"
         parts.append(f"{search[_ALL]:.1f} s {IN_ALL}, with {what}")
     if VARIANTS_SECONDS in search:
-        parts.append(f"all variants {search[VARIANTS_SECONDS]:.1f} s")
+        every = search[VARIANTS_SECONDS]
+        rest = max(0.0, every - search.get(_ALL, every))
+        parts.append(f"all variants {every:.1f} s, {rest:.1f} s of it not for this one")
     if (took := search.get(f"{COMPILE}_seconds")) is not None:
         parts.append(f"the plan's program compiled in {took:.1f} s, now or earlier")
     return "; ".join(filter(None, parts))
@@ -478,6 +493,13 @@ def remarks(plan: Plan) -> Iterator[str]:
     search, figures = plan.search, plan.figures
     if unplanned := unplanned_text(plan):
         yield unplanned
+    given = search.get(GIVEN_SECONDS)
+    took = search.get(VARIANTS_SECONDS, search.get(_ALL, 0.0))
+    if given is not None and took >= given + 1.0:
+        yield (
+            f"planning took {took - given:.0f} s more than the {given:g} s asked for: "
+            "what had begun, such as a compile, was awaited"
+        )
     late = sum(row.note == TOO_LATE for row in plan.race)
     if late and len({row.samples_ms for row in plan.race if row.samples_ms}) == 1:
         yield (
@@ -574,15 +596,19 @@ def unplanned_text(plan: Plan) -> str:
     def estimate(one: VariantFigures) -> str:
         if one.estimated_ms is None:
             return f"{one.name}, not estimated"
+        is_tie = own is not None and abs(one.estimated_ms - own) <= SAME_MS
         text = f"{one.name}, estimated at {one.estimated_ms:.3f} ms"
-        if own is None:
-            return text
-        is_tie = abs(one.estimated_ms - own) <= SAME_MS
-        return text + (" like this one" if is_tie else f", this one at {own:.3f}")
+        return text + " like this one" * is_tie
 
+    texts = [estimate(one) for one in late]
+    if (more := len(late) - _MOST_NAMES) > 0:
+        others = counted(more, "other variant", "other variants")
+        texts[_MOST_NAMES:] = [others]
+    if own is not None and any(one.estimated_ms not in (None, own) for one in late):
+        texts.append(f"this one, before it was planned, at {own:.3f} ms")
     text = (
         f"time was over before {counted(len(late), 'variant', 'variants')} of "
-        f"{len(every)} could be planned: {few([estimate(one) for one in late], '; ')}"
+        f"{len(every)} could be planned: {'; '.join(texts)}"
     )
     took = max(plan.search.get(_ALL, 0.0), plan.search.get(SLOWEST_SECONDS, 0.0))
     if took:
@@ -745,7 +771,9 @@ def _worth_remarks(plan: Plan) -> Iterator[str]:
     for how, is_measured in (("as measured", True), ("by prediction", False)):
         parts = []
         for one in figures.worth:
-            if one.is_measured is not is_measured:
+            of_variants = one.name in (Dimension.MESH, Dimension.MICROBATCHES)
+            is_noise = is_measured and is_rough(plan) and not of_variants
+            if one.is_measured is not is_measured or is_noise:
                 continue
             is_sharding = one.name == Dimension.SHARDING
             if is_sharding and (runs_whole(plan) or not is_sharded(plan)):

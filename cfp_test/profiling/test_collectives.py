@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -170,6 +171,10 @@ def test_a_program_that_the_compiler_made_something_else_of_is_a_failure(
 def test_the_second_time_nothing_runs(measured, square):
     rates, events, store = measured
     assert events[-1].total == len(store) == 4 * 3 * 2 + 4
+    # Events name what is measured, of which none is the best.
+    labels = [event.label for event in events if event.label]
+    assert labels and all(one.startswith("rates of the devices: ") for one in labels)
+    assert all(event.best_ms == math.inf for event in events)
     again = []
     assert measure_rates(square, store, MeasureOptions(progress=again.append)) == rates
     assert [event.cached for event in again] == [28]

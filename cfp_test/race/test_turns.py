@@ -285,6 +285,17 @@ def test_what_is_far_behind_is_left_out_of_turns(three):
     assert three(3) == ["a", "b", "c", "b", "a", "a", "b"]
 
 
+def test_events_say_how_many_programs_have_a_turn(three, monkeypatch):
+    told = []
+    monkeypatch.setattr(MeasureOptions, "tell", lambda _, event: told.append(event))
+    three(1)
+    turns = [one.partition(", about ")[0] for one in told if one.startswith("timing ")]
+    assert turns == [
+        f"timing {name}, {place} of 3, turn 1 of 1"
+        for place, name in enumerate("abc", start=1)
+    ]
+
+
 def test_a_program_that_fails_runs_once(case, store, monkeypatch):
     turns = []
 

@@ -17,6 +17,7 @@ from cfp.plan.figures import (
     GIVEN_SECONDS,
     SLOWEST_SECONDS,
     UNPLANNED,
+    VARIANTS_SECONDS,
     Figures,
     VariantFigures,
     WorthFigures,
@@ -304,9 +305,13 @@ def test_variants_that_there_was_no_time_for_are_told_first(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 1
     assert (
         "3 variants of 4 could be planned: x=2,y=2, estimated at 8.000 ms like this "
-        "one; y=4, estimated at 8.500 ms, this one at 8.000; z=4, not estimated; "
+        "one; y=4, estimated at 8.500 ms; z=4, not estimated; this one, before it was "
+        "planned, at 8.000 ms; with "
     ) in " ".join(repr(planned(own, late, *others)).split())
     assert "estimated at 8.500 ms" in unplanned_text(planned(others[0]))
+    many = [variant(f"{n}", 9.0) for n in range(6)]
+    said = unplanned_text(planned(own, *many))
+    assert "; 3, estimated at 9.000 ms; 2 other variants; this one, before" in said
     # A quick winner beside a slow variant, and more time than the shares of all.
     for given, enough in ((150.0, 960), (900.0, 1220)):
         known |= {SLOWEST_SECONDS: 318.5, GIVEN_SECONDS: given}
@@ -314,6 +319,64 @@ def test_variants_that_there_was_no_time_for_are_told_first(tmp_path, capsys):
         assert f"with --time-budget {enough}, " in said
         assert SLOWEST_SECONDS in planned(own, late).search
         assert "318.5" not in summary_line(planned(own, late))
+
+
+def test_a_plan_says_by_how_much_planning_took_longer_than_it_might():
+    def said(**search):
+        plan = make_plan([], RACE)
+        return repr(replace(plan, search={**plan.search, **search}))
+
+    over = "planning took 17 s more than the 120 s asked for"
+    given = {GIVEN_SECONDS: 120.0}
+    assert over in said(**given, planning_seconds=137.2)
+    assert over in said(**given, planning_seconds=40.0, **{VARIANTS_SECONDS: 137.2})
+    assert "planning took" not in said(**given, planning_seconds=120.4)
+    assert "planning took" not in said(planning_seconds=137.2)
+
+
+def test_a_time_of_one_turn_on_virtual_devices_has_few_digits_and_no_worth():
+    def worth(name, is_measured=True):
+        return WorthFigures(
+            name=name, with_ms=9.0, without_ms=11.0, is_measured=is_measured
+        )
+
+    gains = Figures(worth=(worth("storage"), worth("mesh"), worth("remat", False)))
+    exact = replace(make_plan([], RACE), measured_ms=75.3044, figures=gains)
+    search = {**exact.search, "strategies_estimated": 4}
+    rough = replace(exact, search=search)
+    assert "75.304 ms per step, measured;" in repr(exact)
+    assert "75.3 ms per step, measured in one turn;" in repr(rough)
+    again = replace(rough, search={**search, "race_cached": 1.0}, measured_ms=1234.5)
+    assert "1234 ms per step, measured in one turn of an earlier race" in " ".join(
+        repr(again).split()
+    )
+    assert "worth as measured: storage 2.000 ms; mesh 2.000 ms" in repr(exact)
+    assert "worth as measured: mesh 2.000 ms" in repr(rough)
+    for plan in (exact, rough):
+        assert "worth by prediction: remat 2.000 ms" in repr(plan)
+    verified = replace(rough, search={**search, VERIFIED: 1.0})
+    assert "75.304 ms per step, measured;" in repr(verified)
+
+
+def test_a_headline_has_the_time_of_the_race_of_the_variants_too():
+    fields = {"estimated_ms": None, "memory_bytes": None, "note": ""}
+    variants = (
+        VariantFigures(name="x=4", step_ms=292.221, taken=True, **fields),
+        VariantFigures(name="y=4", step_ms=300.0, taken=False, **fields),
+    )
+    raced = Figures(variants=variants, variants_raced=True)
+    plan = replace(make_plan([], RACE), figures=raced)
+    words = "10.250 ms per step, measured; 292.221 ms in the race of the variants; "
+    assert words in plan_text(plan, 500)
+    alone = replace(plan, figures=replace(raced, variants_raced=False))
+    assert "in the race of the variants" not in plan_text(alone, 500)
+
+
+def test_the_time_of_all_variants_is_divided():
+    plan = make_plan([], RACE)
+    times = {"planning_seconds": 13.1, VARIANTS_SECONDS: 33.8}
+    said = summary_line(replace(plan, search={**plan.search, **times}))
+    assert "all variants 33.8 s, 20.7 s of it not for this one" in said
 
 
 @pytest.mark.explained("Left out: the step's own sharding constraints")

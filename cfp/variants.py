@@ -175,7 +175,7 @@ def plan_fastest(
 
         def plan_one(variant: Variant, seconds: float) -> FoundPlan:
             place = [one.name for one in first].index(variant.name) + 1
-            which = f"{variant.name} ({place} of {len(first)})"
+            which = f"{variant.name} ({place} of {len(first)}{need})"
             told = _telling(how, which) if several else how
             started = now()
             step, analyzed = steps.analyzed(variant)
@@ -190,16 +190,16 @@ def plan_fastest(
         def is_late() -> bool:
             return deadline.is_within(_least_seconds(tries))
 
-        first, spares = [*variants], list[Variant]()
+        first, spares, need = [*variants], list[Variant](), ""
         estimates: dict[str, Estimate] = {}
         ruled_out: list[_Try] = []
         tries: list[_Try] = []
         if len(first) > 1 and preset is None and (rule_out or isfinite(how.seconds)):
-            near, far, estimates, few = _near_by_estimate(
+            near, far, estimates, few, need = _near_by_estimate(
                 first, steps, options, deadline
             )
             if rule_out:
-                first, ruled_out = near, far
+                first, ruled_out, need = near, far, ""
             else:  # In the time that there is, the most promising come first.
                 ranks = {v.name: _rank_of(estimates.get(v.name), few) for v in first}
                 first.sort(key=lambda one: ranks[one.name])
@@ -427,7 +427,7 @@ def _near_by_estimate(
     steps: _Steps,
     options: PlanOptions,
     deadline: _Deadline,
-) -> tuple[list[Variant], list[_Try], dict[str, Estimate], bool]:
+) -> tuple[list[Variant], list[_Try], dict[str, Estimate], bool, str]:
     """Variants that may be the fastest by estimates, the best first, and the others.
 
     What cannot be estimated is planned, and says why it cannot be; so is what time was
@@ -435,7 +435,8 @@ def _near_by_estimate(
     them have a share of the time.
 
     Returns:
-        Both, the estimates, and whether time was too short for some.
+        Both, the estimates, whether time was too short for some, and what it would
+        take to plan all, if that is more than there is.
     """
     estimates: dict[str, Estimate] = {}
     took, late, need = inf, False, ""
@@ -452,7 +453,7 @@ def _near_by_estimate(
             took = min(took, now() - started)
             need = _need_text(len(variants), took, seconds)
     if not estimates:
-        return [*variants], [], {}, False
+        return [*variants], [], {}, False, ""
 
     def rank(name: str) -> tuple[bool, float]:
         return _rank(estimates[name])
@@ -475,7 +476,7 @@ def _near_by_estimate(
         else:
             near.append(variant)
     near.sort(key=lambda one: rank(one.name) if one.name in estimates else (True, 0.0))
-    return near, far, estimates, late
+    return near, far, estimates, late, need
 
 
 def _by_turns(variants: Sequence[Variant]) -> list[Variant]:
@@ -501,8 +502,8 @@ def _need_text(count: int, took: float, seconds: float) -> str:
         return ""
     enough = max(1, int(seconds / each))
     return (
-        f"; all need {clock_text(count * each)} or more, {seconds:.0f} s are enough "
-        f"for about {enough}"
+        f"; to plan all takes {clock_text(count * each)} or more, {seconds:.0f} s are "
+        f"enough for about {enough}"
     )
 
 

@@ -90,6 +90,7 @@ PIECES = (
     *("gpt", "llama", "moe", "gpt:off", "llama:off", "moe:off"),
     *("bert", "gpt:budgets", "llama:budgets", "moe:budgets"),
     *("bert:off", "llama4k", "gpt:sharding", "llama:sharding", "moe:sharding"),
+    "bert:budgets",
 )
 SHARES = (1.0, 0.75, 0.6, 0.45)
 TABLES_OF: Mapping[str, Sequence[str]] = {

@@ -243,6 +243,7 @@ PAGES: tuple[Page, ...] = (
             "suite_h100x2",
             "suite_slow_h200x2",
             "suite_budgets_h100x2",
+            "suite_budgets_h200x2",
         )
     ),
     *_OPERATORS,
@@ -257,6 +258,7 @@ PAGES: tuple[Page, ...] = (
             ("seeds_h200x2", "two H200"),
             ("seeds_again_h200x2", "two H200"),
             ("seeds_h100x2", "two H100"),
+            ("seeds_rings_h200x2", "two H200"),
         )
     ),
     _page("analysis_cpu_202611", checked.analysis),

@@ -266,9 +266,11 @@ def plan_fastest(
         tries += ruled_out
         notes = {one.name: one.note for one in tries}
         basis, times = _own_times(found)
-        # The race compiles what won once more.
-        took = [one.plan.search.get("compile_seconds", 0.0) for one in found.values()]
-        is_over = deadline.is_within(max(took)) or any(one.interrupted for one in tries)
+        # The race compiles once more what won in races of other processes.
+        plans = [one.plan for one in found.values() if one.plan.raced is None]
+        took = [plan.search.get("compile_seconds", 0.0) for plan in plans]
+        is_over = deadline.is_within(max(took, default=0.0))
+        is_over = is_over or any(one.interrupted for one in tries)
         if basis is Basis.MEASURED and len(times) > 1 and not is_over:
             # Of several processes the others would go on.
             with contextlib.suppress(*[KeyboardInterrupt] if agreement.alone else []):
@@ -679,6 +681,11 @@ def _race_winners(
                 limits=settings.limits,
             ),
             end=end,
+            built={
+                program.identity: one.plan.raced.built
+                for program, (_, one) in zip(programs, found, strict=True)
+                if one.plan.raced is not None
+            },
         )
         results = race_programs(builder, programs)
     return {result.name: result for result in results}

@@ -426,7 +426,7 @@ def test_no_race_begins_whose_compiles_would_end_late(timed, altered, tmp_path):
 
     def slow(found, number):
         search = {**found.plan.search, "compile_seconds": 1e6}
-        return replace(found, plan=replace(found.plan, search=search))
+        return replace(found, plan=replace(found.plan, search=search, raced=None))
 
     altered(slow)
     settings = cfp.PlannerSettings(seconds=1e5)
@@ -700,12 +700,36 @@ def test_a_last_race_that_time_is_too_short_for_decides_nothing(
 ):
     own = {"line": 3.0, "flat": 1.0, "cube": 2.0}
     ran, race = timed(own, own), room._race_winners
-    monkeypatch.setattr(room, "_race_winners", lambda *how: race(*how[:-1], 0.0))
+
+    def too_late(found, *rest):
+        # As if plans were of another process, and would be compiled now.
+        plans = {name: replace(one.plan, raced=None) for name, one in found}
+        found = [(name, replace(one, plan=plans[name])) for name, one in found]
+        return race(found, *rest[:-1], 0.0)
+
+    monkeypatch.setattr(room, "_race_winners", too_late)
     found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
     assert "line: data_parallel" in ran and "flat: data_parallel" not in ran
     assert not found.plan.figures.variants_raced
     assert (found.name, found.basis) == ("flat", cfp.Basis.MEASURED)
     assert times_of(found) == own
+
+
+def test_the_last_race_compiles_nothing_that_races_of_variants_compiled(
+    timed, monkeypatch, tmp_path
+):
+    own = {"line": 3.0, "flat": 1.0, "cube": 2.0}
+    ran, race = timed(own, own), room._race_winners
+
+    def race_only(*how):
+        with monkeypatch.context() as patched:
+            patched.setattr("cfp.race.compile.build", None)
+            return race(*how)
+
+    monkeypatch.setattr(room, "_race_winners", race_only)
+    found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
+    assert {f"{name}: data_parallel" for name in own} <= {*ran}
+    assert (found.name, found.basis) == ("flat", cfp.Basis.RACED)
 
 
 def test_where_all_fail_each_says_why(tmp_path):

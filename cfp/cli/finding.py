@@ -294,7 +294,8 @@ def _is_open(given: dict[str, Any]) -> bool:
 _BASIS_WORDS = {
     Basis.RACED: "Step times: the fastest plan of each, timed in turn in one race; "
     "what follows about the plan has times of its own race, which are others.",
-    Basis.MEASURED: "Step times: of each plan's own race, which compare only roughly.",
+    Basis.MEASURED: "Step times: of each plan's own race, at another moment each; "
+    "such times compare only roughly.",
     Basis.PREDICTED: "Step times: predicted.",
 }
 
@@ -321,7 +322,8 @@ def variants_view(found: Fastest, border: box.Box) -> RenderableType:
     headings = {"": "word", "variant": "text", "plan": "text", **numbers}
     table = new_table(border, "Variants", {**headings, "note": "text"})
     every = ranked(found.outcomes)
-    best_ms = every[0].step_ms
+    # Times of different moments do not say how far behind something is.
+    best_ms = None if found.basis is Basis.MEASURED else every[0].step_ms
     for outcome in every:
         plan, won = outcome.plan, outcome.name == found.name
         table.add_row(

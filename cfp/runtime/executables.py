@@ -138,11 +138,11 @@ class ReusableExecutable:
     """A compiled program that does all that a step does.
 
     Attributes:
-        compiled: takes and returns the step's flat leaves.
+        built: takes and returns the step's flat leaves.
         content: a digest of the step's program, the values of all constants included.
     """
 
-    compiled: jax.stages.Compiled
+    built: Built
     job: Job = field(repr=False)
     mesh: Mesh = field(repr=False)
     content: str
@@ -154,7 +154,7 @@ class ReusableExecutable:
     ) -> ReusableExecutable:
         """Makes the record of a whole program that was built."""
         types = signature(program, job.part)
-        return cls(built.compiled, job, mesh, program.content, types)
+        return cls(built, job, mesh, program.content, types)
 
     def does(
         self,

@@ -400,7 +400,7 @@ def load_or_lower(
         how |= _UNTUNED
     kept = _executables(mesh, environment) if plain else None
     key = kept.key(lowering.bare_text, mesh, how, step) if kept else ""
-    compiled = raced.compiled if raced else None
+    compiled = raced.built.compiled if raced else None
     if kept is not None and compiled is None:
         compiled = kept.get(key, mesh)
     return LoweredStep(

@@ -125,7 +125,7 @@ def test_what_won_a_race_is_not_compiled_again(step, more, preset, mesh, tmp_pat
     plan = planned(step, args, mesh, tmp_path, preset, donate_argnums=0)
     assert plan.raced is not None
     run = plan.compile(step, *args)
-    assert run.compiled is plan.raced.compiled
+    assert run.compiled is plan.raced.built.compiled
 
     # The first step may share its arguments' memory, and take it.
     weights, wanted = jax.tree.map(jnp.copy, args[0]), args[0]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-LAYERS, WIDTH, BATCH = 12, 16, 8
+LAYERS, WIDTH, BATCH = 9, 16, 8
 ADAM = optax.adam(1e-3)
 
 
@@ -21,7 +21,7 @@ def step(state, x):
     return (optax.apply_updates(params, updates), memory), value
 
 
-def arguments():
+def arguments(depth=LAYERS):
     keys = iter(jax.random.split(jax.random.key(0), 99))
 
     def normal(*shape):
@@ -29,7 +29,7 @@ def arguments():
 
     layers = [
         {"up": normal(WIDTH, 2 * WIDTH), "down": normal(2 * WIDTH, WIDTH)}
-        for _ in range(LAYERS)
+        for _ in range(depth)
     ]
     params = {"layers": layers, "head": normal(WIDTH, WIDTH)}
     return (params, ADAM.init(params)), normal(BATCH, WIDTH)

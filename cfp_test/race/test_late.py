@@ -14,6 +14,8 @@ from cfp.race import race
 from cfp.settings import MOST_REFUSED
 from cfp_test.race.deep import arguments, step
 
+LAYERS = 12
+
 pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 
 
@@ -33,7 +35,7 @@ def late(tmp_path, monkeypatch):
         settings = cfp.PlannerSettings(seconds=seconds)
         how = {"mesh": mesh, "cache_dir": tmp_path, "settings": settings}
         how["donate_argnums"] = donate_argnums
-        return cfp.plan(step, *arguments(), **how)
+        return cfp.plan(step, *arguments(LAYERS), **how)
 
     return make
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-LAYERS, WIDTH, BATCH = 9, 16, 8
+LAYERS, WIDTH, BATCH = 10, 16, 8
 ADAM = optax.adam(1e-3)
 
 

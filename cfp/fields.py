@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 
-from cfp.printable import printable
+from cfp.printable import one_line
 
 MOST_CHARACTERS = 10_000
 MOST_COUNT = 2**53  # JSON holds integers exactly up to here.
@@ -36,7 +36,7 @@ def _name(text: str) -> str:
 
 
 def _words(text: Any) -> Any:
-    return printable(text) if isinstance(text, str) else text
+    return one_line(text) if isinstance(text, str) else text
 
 
 # Text for people, without what a terminal would take for commands.

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 _STAND_IN = "\N{REPLACEMENT CHARACTER}"
 _NUMBER = re.compile(r"\d+")
+_BREAK = re.compile(r"\s*\n\s*")
 
 # How wide text is where nothing says it, and what it is never narrower than.
 USUAL_COLUMNS = 100
@@ -36,6 +37,11 @@ def printable(text: str, kept: str = "") -> str:
         kept: characters that stay although they are not printable.
     """
     return "".join(c if c.isprintable() or c in kept else _STAND_IN for c in text)
+
+
+def one_line(text: str) -> str:
+    """The printable text of some lines, in one."""
+    return printable(_BREAK.sub(" ", text))
 
 
 def merged_name(names: Sequence[str]) -> str:

@@ -40,7 +40,7 @@ class Arguments:
 
 def devices_here(
     axes: Sequence[tuple[str, int]], environment: Mapping[str, str]
-) -> list[jax.Device]:
+) -> list[Any]:
     """Lists as many of the first devices as a plan is for.
 
     Args:

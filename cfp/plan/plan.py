@@ -12,7 +12,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
@@ -299,7 +298,7 @@ class Plan:
             return mesh_here(self.mesh_axes, self.environment)
         return self.mesh
 
-    def _devices(self) -> Sequence[jax.Device]:
+    def _devices(self) -> Sequence[Any]:
         """Lists the devices that the step would run on, if they are there."""
         if self.mesh is None:
             return devices_here(self.mesh_axes, self.environment)

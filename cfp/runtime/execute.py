@@ -131,7 +131,7 @@ def load_early(load: Callable[[], _T], key: Hashable) -> Future[_T | None]:
         return threads.submit(run)
 
 
-def start_devices(devices: Sequence[jax.Device]) -> list[Future[jax.Array]]:
+def start_devices(devices: Sequence[Any]) -> list[Future[jax.Array]]:
     """Puts an array on each of this process's devices, all at once, in threads.
 
     A GPU takes its memory for the first one, an H100 in 1.3 s, and JAX puts one array

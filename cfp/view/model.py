@@ -206,6 +206,8 @@ class PlanView:
     Attributes:
         title, headline: names of it, without figures and with them.
         figures: its time and memory, with their sources.
+        measured: its measured time and the source of it; see
+            `cfp.view.words.measured_figure`.
         predicted_how: the source of its predicted time.
         deviation: of its predicted time from the measured, or "".
         size: bytes on each device and their source; see `cfp.view.words.memory_figure`.
@@ -225,6 +227,7 @@ class PlanView:
     title: str
     headline: str
     figures: str
+    measured: tuple[str, str] | None
     predicted_how: str
     deviation: str
     size: tuple[int, str] | None
@@ -261,6 +264,7 @@ def view_of(plan: Plan) -> PlanView:
         title=words.title(plan),
         headline=words.headline(plan),
         figures="; ".join(words.figure_texts(plan)),
+        measured=words.measured_figure(plan),
         predicted_how=words.predicted_how(plan),
         deviation=words.deviation_text(plan),
         size=words.memory_figure(plan),

@@ -21,7 +21,7 @@ from markupsafe import Markup, escape
 
 from cfp.plan.figures import Figures, OptionFigures, TensorFigure
 from cfp.plan.plan import Plan
-from cfp.printable import counted, printable
+from cfp.printable import counted, one_line
 from cfp.units import format_bytes
 from cfp.view.model import strategy_text, view_of
 from cfp.view.words import (
@@ -505,7 +505,7 @@ def _render(template: str, plan: Plan) -> str:
 
 def _without_controls(value: Any) -> Any:
     is_text = isinstance(value, str) and not isinstance(value, Markup)
-    return printable(value) if is_text else value
+    return one_line(value) if is_text else value
 
 
 def _memory(plan: Plan) -> dict[str, Any] | None:

@@ -150,12 +150,9 @@ def mesh_text(plan: Plan) -> str:
 def figure_texts(plan: Plan) -> list[str]:
     """Lists the time and the memory of a plan, with their sources."""
     parts = []
-    if (own_ms := plan.measured_ms) is not None:
-        cached, rough = bool(plan.search.get("race_cached")), is_rough(plan)
-        where = " of ".join(["one turn"] * rough + ["an earlier race"] * cached)
-        form = (".3g" if own_ms < 1000 else ".0f") if rough else ".3f"
-        how = f"measured in {where}" if where else "measured"
-        parts.append(f"{own_ms:{form}} ms per step, {how}")
+    if (measured := measured_figure(plan)) is not None:
+        text, how = measured
+        parts.append(f"{text} per step, {how}")
         figures = plan.figures
         for one in figures.variants if figures and figures.variants_raced else ():
             if one.taken and one.step_ms is not None:
@@ -166,6 +163,16 @@ def figure_texts(plan: Plan) -> list[str]:
         size, how = memory
         parts.append(f"{format_bytes(size)} on each device" + (how and f", {how}"))
     return parts
+
+
+def measured_figure(plan: Plan) -> tuple[str, str] | None:
+    """A plan's measured step time and its source; None if there is none."""
+    if (own_ms := plan.measured_ms) is None:
+        return None
+    cached, rough = bool(plan.search.get("race_cached")), is_rough(plan)
+    where = " of ".join(["one turn"] * rough + ["an earlier race"] * cached)
+    form = (".3g" if own_ms < 1000 else ".0f") if rough else ".3f"
+    return f"{own_ms:{form}} ms", f"measured in {where}" if where else "measured"
 
 
 def is_rough(plan: Plan) -> bool:

@@ -91,6 +91,15 @@ def test_names_that_mean_harm_are_text():
     assert "49" not in page.text.split("{{ 7 * 7 }}")[1][:4]
 
 
+def test_a_note_of_several_lines_is_one_in_a_page_and_in_a_file(tmp_path):
+    late = replace(RACE[-1], note="ruled out.\n  got: none")
+    plan = replace(make_plan([], []), race=(RACE[0], late))
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert "ruled out. got: none" in page_html(plan)
+    assert loaded.race[1].note == "ruled out. got: none"
+
+
 def test_repeats_stand_once():
     html = page_html(DEEP)
     assert html.count('<details class="segment">') == 1

@@ -103,8 +103,11 @@ def test_a_file_with_another_rung_is_damaged(ahead, folder):
 
 
 def test_without_devices_it_cannot_run(ahead):
-    with pytest.raises(PlanMismatch, match="no devices yet"):
+    with pytest.raises(PlanMismatch, match="no devices yet") as refused:
         ahead.compile_bound()
+    said = " ".join(str(refused.value).split())
+    assert "4 devices of platform gpu: NVIDIA H200" in said
+    assert "cfp show plan.json, which needs none" in said and "XLA_FLAGS" not in said
 
 
 def test_a_budget_holds_by_estimate(folder):
@@ -232,6 +235,22 @@ def test_only_what_ran_counts_as_timed(verified):
     assert verified_text(two)[-1] == "The other one that ran is slower, or as fast."
     three = replace(alone, rows=(own, other, other))
     assert verified_text(three)[-1].startswith("Each of the 2 others that ran is slow")
+
+
+def test_what_had_no_time_says_that_verifying_had_none(verified, mesh, tmp_path):
+    """Not planning, which nobody limited; nor are the times of planning this run's."""
+    _, analysis, flat = verified
+    made = replace(verified[0].plan, search={"planning_seconds": 51.1})
+    where = {"mesh": mesh, "cache_dir": tmp_path, "seconds": 0.0}
+    found = verify(made, analysis, flat, None, **where)
+    late = [one for one in found.best.race if not one.samples_ms]
+    notes = {one.note for one in late}
+    assert notes == {"not compiled within the 0 s that verifying may take"}
+    said = "\n".join(verified_text(found))
+    assert f"before {len(late)} others were compiled: --seconds" in said
+    again = replace(made, search={**made.search, VERIFIED: 1.0})
+    assert "before it was verified: 51.1 s in all" in plan_text(again, width=200)
+    assert "before it" not in plan_text(made, width=200)
 
 
 def test_what_is_written_is_measured_and_the_fastest(verified, folder, mesh):

@@ -28,18 +28,22 @@ from cfp.plan.parts import check_arguments, constraints_to_json
 from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
+from cfp.printable import counted
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import Parts, ProfileKey, environment_parts
 from cfp.profiling.options import MeasureOptions
+from cfp.profiling.outlook import Outlook
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.tasks import Progress
 from cfp.program.outline import other_program
 from cfp.program.step import FlatStep
 from cfp.race.compile import Builder
 from cfp.race.programs import (
+    TOO_LATE,
     RaceOutcome,
     RaceProgram,
     RaceResult,
+    Skipped,
     programs_of,
     race_row,
 )
@@ -149,17 +153,23 @@ def verify(
     distinct = [pair for pair in programs if not _is_same(*pair, mine.job, analysis)]
     rivals, others = [one for one, _ in distinct], [one for _, one in distinct]
     built: dict[str, Built] = {}
+    end = started + seconds
     with ProfileStore(store_path(cache_dir)) as store:
         builder = Builder(
             program=program,
             mesh=mesh,
             store=store,
             budget_bytes=device_memory(mesh),
-            end=started + seconds,
-            options=MeasureOptions(progress=progress),
+            end=end,
+            options=MeasureOptions(progress=progress, outlook=Outlook(end)),
             built=built,
         )
         results = race_programs(builder, [mine, *others], _ROUNDS)
+    too_late = Skipped(f"not compiled within the {seconds:g} s that verifying may take")
+    results = [
+        replace(one, outcome=too_late) if one.outcome == Skipped(TOO_LATE) else one
+        for one in results
+    ]
     best = min(results, key=lambda result: result.time_ms)
     if not best.ran:
         reasons = "; ".join(f"{r.name}: {r.reason}" for r in results)
@@ -326,6 +336,10 @@ def verified_text(found: Verified) -> Sequence[str]:
             f"{off:+.1%}."
         )
     others = sum(row.ran for row in found.rows if row.name != plan.winner)
+    late = [row for row in found.rows if isinstance(row.outcome, Skipped)]
+    if late:
+        count = counted(len(late), "other was", "others were")
+        lines.append(f"Time was over before {count} compiled: --seconds gives more.")
     if found.holds and not others:
         lines.append("Nothing else ran, so that nothing is known to be faster.")
     elif found.holds:

@@ -286,7 +286,8 @@ def summary_line(plan: Plan) -> str:
         parts.append(f"all variants {every:.1f} s, {rest:.1f} s of it not for this one")
     if (took := search.get(f"{COMPILE}_seconds")) is not None:
         parts.append(f"the plan's program compiled in {took:.1f} s, now or earlier")
-    return "; ".join(filter(None, parts))
+    earlier = "before it was verified: " * (VERIFIED in search and _ALL in search)
+    return earlier + "; ".join(filter(None, parts))
 
 
 def _has_compiled(plan: Plan) -> bool:

@@ -71,11 +71,13 @@ def mesh_here(axes: Sequence[tuple[str, int]], environment: Mapping[str, str]) -
         there = jax.devices()
         count = prod(size for _, size in axes)
         platform = environment.get("platform", there[0].platform)
+        kind = environment.get("device_kind", platform)
+        wanted = f"{count} devices of platform {platform}"
         raise PlanMismatch(
             compose(
                 "This plan has no devices yet, and those that are there are not those "
                 "that it is for.",
-                expected=f"{count} devices of platform {platform}",
+                expected=wanted if kind == platform else f"{wanted}: {kind}",
                 got=f"{len(there)} of platform {there[0].platform}",
                 attempt=_other_devices(count, platform),
             )
@@ -89,10 +91,10 @@ def _other_devices(count: int, platform: str) -> str:
     """Suggests how a plan gets its devices, or other ones."""
     text = (
         "Plan.load(path, mesh=mesh) or plan.on(mesh), with a mesh of other devices; "
-        "cfp plan --adapt, for another number of them"
+        "cfp plan TARGET --adapt plan.json, for another number of them, or another kind"
     )
     if platform != "cpu":
-        return text
+        return f"a machine with them; cfp show plan.json, which needs none; {text}"
     virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
     return f"{virtual}, for as many virtual devices; {text}"
 

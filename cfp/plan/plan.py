@@ -216,7 +216,7 @@ class Plan:
             fn: the step that was planned.
             args, kwargs: arrays or ``jax.ShapeDtypeStruct`` s like those planned for.
             mesh: the devices; by default the plan's, or the first of those that are
-                there.
+                there, if they are those that it is for.
             quiet: of no effect: nothing is shown.
             static_argnums, static_argnames, donate_argnums, donate_argnames: as the
                 plan was made; refused where they differ.
@@ -226,7 +226,9 @@ class Plan:
         """
         check_binding(fn, kwargs)
         plan = self if mesh is None else self.on(mesh)
-        start_devices(plan._devices())
+        start_devices(devices := plan._devices())
+        if plan.mesh is None and devices:
+            plan = replace(plan, mesh=plan._on_mesh())
         given = static_argnums, static_argnames, donate_argnums, donate_argnames
         step = plan._flat(fn, args, kwargs, *given)
         out_tree, now = tree_structure(step.traced.out_info), trace_context_key()

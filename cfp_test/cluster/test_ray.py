@@ -51,7 +51,8 @@ mesh = jax.make_mesh((2,), names)
 here = cfp.plan(step, *args, mesh=mesh, cache_dir="here", settings=settings)
 print(json.dumps({
     "there": json.loads(there.to_json()), "here": json.loads(here.to_json()),
-    "said": said, "bound": there.step is not None and there.mesh is None,
+    "said": said, "bound": there.step is not None,
+    "on": [d.id for d in there.mesh.devices.flat],
 }))
 """
 
@@ -88,7 +89,7 @@ def test_a_plan_is_made_on_a_cluster_as_it_is_made_here(tmp_path):
     for plan in (found["there"], found["here"]):
         del plan["search"]  # Seconds, and counts of what was known.
     assert found["there"] == found["here"]
-    assert found["bound"]
+    assert found["bound"] and found["on"] == [0, 1]
     # All records are in the store of the driver; they are those of a planning here.
     there = keys(tmp_path / "there/profiles.sqlite")
     here = keys(tmp_path / "here/profiles.sqlite")

@@ -266,6 +266,19 @@ def test_bind_says_so_of_other_keywords(loaded, more, words):
         plan.bind(step_fn, *args, **more)
 
 
+def test_a_bound_plan_has_the_mesh_that_it_runs_on(loaded):
+    """Where its devices are not there it has none, and is bound all the same."""
+    plan, args = loaded
+    assert plan.mesh is None
+    mesh = plan.bind(step_fn, *args).mesh
+    assert dict(mesh.shape) == {"x": 4} and [*mesh.devices.flat] == jax.devices()[:4]
+    run = cfp.parallelize(step_fn, plan=plan, donate_argnums=0)
+    run(jnp.array(args[0]), args[1])
+    assert run.plan.mesh == mesh
+    elsewhere = replace(plan, environment={"platform": "cuda"})
+    assert elsewhere.bind(step_fn, *args).mesh is None
+
+
 def test_a_loaded_plan_takes_the_first_devices(loaded):
     plan, (state, x) = loaded
     made, scaled = plan.apply(step_fn)(jnp.array(state), x)

@@ -140,6 +140,24 @@ def test_the_readme_has_the_figures_of_plans_beside_all_others(suite, name, riva
     assert ("without P2P" in line) == piece["p2p_disabled"]
 
 
+def test_the_readme_has_the_figures_of_plans_under_budgets():
+    text, found = (ROOT / "README.md").read_text(), 0
+    for suite in ("suite_budgets_h100x2_202611", "suite_budgets_h200x2_202611"):
+        page = (RESULTS / f"{suite}.md").read_text().partition("## Under budgets")[2]
+        for line in page.splitlines():
+            cells = line.strip("| ").split(" | ")
+            if len(cells) < 9 or not cells[4].replace(".", "").isdigit():
+                continue
+            _, share, _, _, plan_ms, _, preset_ms, over, seconds = cells
+            best = f"{float(preset_ms):.1f} ms best preset" if preset_ms else over
+            row = f"| {float(plan_ms):.1f} ms | {best} |"
+            of = f"{share.replace('%', ' %')} of the memory"
+            said = [one for one in text.splitlines() if row in one and of in one]
+            assert all(f"| {seconds} s | " in one and suite in one for one in said)
+            found += len(said)
+    assert found == text.count("% of the memory | ") - 1  # One is of another page.
+
+
 def test_a_guide_says_the_range_of_all_results():
     page = ROOT / "docs" / "performance.md"
     text = re.sub(r"\s+", " ", page.read_text())

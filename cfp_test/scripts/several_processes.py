@@ -89,7 +89,7 @@ def main() -> None:
     models = given.models or list(TINY)
     if given.gpus:
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
-        layouts = ((1,) * len(gpus), (len(gpus),))
+        layouts = ((len(gpus),), (1,) * len(gpus))
         devices = _name_of_gpus()
         models = given.models or ["gpt", "moe"]
     rows, failed = Rows(given.file, {"devices": devices}), False

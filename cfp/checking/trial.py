@@ -63,12 +63,22 @@ class Trial:
         rematerialized: how many instructions the compiler rematerializes by itself, in
             the step and, if checked, in what was compared; None where a program has no
             text.
+        state: names of arguments by the places of the results that replace them; "" is
+            all of the result.
     """
 
     steps: tuple[StepResult, ...]
     tolerance: float
     checked: bool
     rematerialized: tuple[int | None, ...] = ()
+    state: Mapping[str, str] = field(default_factory=dict)
+
+    def named(self, path: str) -> str:
+        """Names a result by its path, and new state as the argument is: ``w/up``."""
+        if "" in self.state:
+            return f"{self.state['']}/{path}".rstrip("/")
+        place, slash, rest = path.partition("/")
+        return f"{self.state.get(place, place)}{slash}{rest}"
 
     @property
     def median_ms(self) -> float:
@@ -144,22 +154,39 @@ def run_trial(
         step = target.flatten()
         # With the step a plan that was loaded knows the static arguments.
         bound = replace(plan, step=step).bind(target.step, *target.args)
-        feedback = _feedback(target, step, plan, steps)
+        feedback, names = _feedback(target, step, plan, steps)
         try:
             tell("compiling")
             compiled = bound.compile_bound(tell)
             checking = None
             if check:
-                tell("compiling in float32, under the plan and for one device")
+                tell(
+                    "compiling for the check, with precise products in float32: under "
+                    "the plan, and for one device"
+                )
                 checking = Check(*both_sides(bound), feedback)
-            tell("making the arguments")
+            tell("making the arguments, by programs that are compiled for their shapes")
             args = list(target.make_args(bound.in_shardings, seed))
             if checking is not None:
+                tell("copying the arguments, for the check, to one device")
                 checking.start(args)
             results = []
             for number in range(steps):
-                tell(f"step {number + 1} of {steps}")
-                results.append(_one_step(compiled, args, feedback, checking))
+                which = f"step {number + 1} of {steps}"
+                tell(which)
+                result, time_ms = _one_step(compiled, args)
+                comparison = Comparison()
+                if checking is not None:
+                    tell(
+                        f"checking {which}: again under the plan, on one device, and "
+                        "all results compared"
+                    )
+                    comparison = checking.step()
+                feed_back(args, result, feedback)
+                metrics = _metrics(result, feedback)
+                results.append(
+                    StepResult(time_ms=time_ms, metrics=metrics, comparison=comparison)
+                )
         except jax.errors.JaxRuntimeError as error:
             agreement.end_of_run(str(error).strip())
             raise DeviceError(
@@ -179,25 +206,18 @@ def run_trial(
         tolerance=tolerance,
         checked=check,
         rematerialized=tuple(count_rematerialized(p.as_text()) for p in programs),
+        state={
+            "" if place is None else str(place): names[position]
+            for position, place in feedback.items()
+        },
     )
 
 
-def _one_step(
-    compiled: CompiledStep,
-    args: list[Any],
-    feedback: dict[int, int | None],
-    check: Check | None,
-) -> StepResult:
+def _one_step(compiled: CompiledStep, args: list[Any]) -> tuple[Any, float]:
+    """A step's result, and its time in milliseconds."""
     started = time.perf_counter()
     result = jax.block_until_ready(compiled(*args))
-    time_ms = (time.perf_counter() - started) * 1000
-    comparison = check.step() if check is not None else Comparison()
-    feed_back(args, result, feedback)
-    return StepResult(
-        time_ms=time_ms,
-        metrics=_metrics(result, feedback),
-        comparison=comparison,
-    )
+    return result, (time.perf_counter() - started) * 1000
 
 
 # ---------------------------------------------------------------- what goes back in
@@ -205,8 +225,11 @@ def _one_step(
 
 def _feedback(
     target: Target, step: FlatStep, plan: Plan, steps: int
-) -> dict[int, int | None]:
+) -> tuple[dict[int, int | None], dict[int, str]]:
     """For each argument that is state the result that replaces it; None for all of it.
+
+    Returns:
+        That, and the arguments' names.
 
     Raises:
         CfpError: a donated argument has no successor, and there is a second step.
@@ -219,6 +242,7 @@ def _feedback(
         else []
     )
     found: dict[int, int | None] = {}
+    names: dict[int, str] = {}
     start = 0
     for position, arg in enumerate(target.args):
         if position in target.static:
@@ -227,6 +251,7 @@ def _feedback(
         count = len(tree_leaves(arrays))
         avals = step.avals[start : start + count]
         name = step.arg_names[start].partition("/")[0] if count else ""
+        names[position] = name
         donated = any(plan.donated[start : start + count])
         start += count
         if not donated and count < 2:
@@ -247,7 +272,7 @@ def _feedback(
                 "nothing of its structure to take its place, so it can run only once. "
                 "Use --steps 1, or plan without donating it."
             )
-    return found
+    return found, names
 
 
 def _types(tree: Any, avals: Sequence[Any]) -> tuple[Any, list[tuple[Any, Any]]]:

@@ -180,7 +180,7 @@ def _print_trial(trial: Trial) -> None:
         row += [f"{value:.6g}" for value in step.metrics.values()]
         if (nearest := step.comparison.nearest(trial.tolerance)) is not None:
             d, share = nearest
-            row += [f"{d.relative_l2:.2g}", f"{share:.0%}", d.path]
+            row += [f"{d.relative_l2:.2g}", f"{share:.0%}", trial.named(d.path)]
         table.add_row(*row)
     console.print(Fitted(table))
     print(f"Median step time: {trial.median_ms:.3f} ms")
@@ -197,10 +197,11 @@ def check_text(trial: Trial) -> str:
     if failures:
         text = (
             "largest relative L2 difference from one device: "
-            f"{largest.relative_l2:.2g} in {largest.path}"
+            f"{largest.relative_l2:.2g} in {trial.named(largest.path)}"
         )
         lines = [
-            f"  step {number}: {d.path} is off by {d.relative_l2:.2g}, may be by "
+            f"  step {number}: {trial.named(d.path)} is off by "
+            f"{d.relative_l2:.2g}, may be by "
             f"{trial.steps[number].comparison.allowed(d.path, trial.tolerance):.2g}"
             for number, d in failures[:_FAILURES_SHOWN]
         ]
@@ -213,7 +214,7 @@ def check_text(trial: Trial) -> str:
     if trial.nearest is not None:
         nearest, share = trial.nearest
         text += (
-            f". Nearest to its limit is {nearest.path}: off by "
+            f". Nearest to its limit is {trial.named(nearest.path)}: off by "
             f"{nearest.relative_l2:.2g} (relative L2), {share:.0%} of what is allowed"
         )
         if nearest.relative_l2 > trial.tolerance:
@@ -221,7 +222,7 @@ def check_text(trial: Trial) -> str:
                 f"; above {trial.tolerance:g}, but no more than rounding does there on "
                 "one device"
             )
-    undecided = sorted(trial.undecided)
+    undecided = sorted(map(trial.named, trial.undecided))
     if undecided:
         names = ", ".join(undecided[:_FAILURES_SHOWN])
         more = len(undecided) - _FAILURES_SHOWN

@@ -56,8 +56,14 @@ def test_one_step_has_its_loss(tmp_path):
     ("name", "donate", "leaves"), [("training", (0, 1), 14), ("updating", (0,), 4)]
 )
 def test_steps_are_checked(name, donate, leaves, tmp_path):
-    trial = trial_of(name, tmp_path, donate=donate, steps=2, check=True)
+    how, told = {"steps": 2, "check": True}, []
+    trial = trial_of(name, tmp_path, donate=donate, progress=told.append, **how)
     assert trial.failures == []
+    # What takes long beside the steps themselves is said.
+    assert any("again under the plan, on one device" in line for line in told)
+    paths = [d.path for d in trial.steps[0].comparison.differences]
+    named = {trial.named(path).partition("/")[0] for path in paths}
+    assert named == ({"net"} if name == "updating" else {"net", "opt", "2"})
     for step in trial.steps:
         # Of arrays alone, and each of them was changed by the step.
         assert len(step.comparison.differences) == leaves

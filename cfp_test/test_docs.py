@@ -158,6 +158,9 @@ AROUND = {
 # Of the blocks that run here those that take a preset, or plan nothing, are quick.
 QUICK = ("reading-plans.md", "troubleshooting.md", "ocp.Standard", "mesh_utils")
 
+# What is not installed here; the page says when its programs were tried by hand.
+BY_HAND = "import keras"
+
 # Their programs follow from each other: plan/test_keep.py, test_tutorial.py.
 FOLLOWING = ("keep-a-plan.md", "tutorial.md")
 
@@ -169,6 +172,8 @@ def programs() -> list:
         if page.name in FOLLOWING:
             continue
         for number, block in enumerate(blocks(page, "python")):
+            if BY_HAND in block:
+                continue
             before, after = next(
                 (
                     around

@@ -24,8 +24,9 @@ from cfp.search.choices import Kernels, estimate_kinds, whole_choice
 from cfp.search.expected import build_problem, estimate_options
 from cfp.search.problem import Assignment
 from cfp.search.solver import solve
+from cfp.view.remarks import remarks
 from cfp.view.text import plan_text
-from cfp.view.words import remarks, summary_line
+from cfp.view.words import summary_line
 from cfp_test.checking import make_mesh
 from cfp_test.program.stacks import stack_step
 

@@ -8,8 +8,8 @@ import pytest
 
 import cfp
 from cfp.errors import nearest
+from cfp.view.remarks import remarks
 from cfp.view.text import explain_text
-from cfp.view.words import remarks
 from cfp_test.cli_runner import run_batch
 
 MB = 2**20

@@ -35,7 +35,8 @@ from cfp.profiling.tasks import Progress
 from cfp.settings import ConstraintLevel
 from cfp.targets import UnknownOption
 from cfp.view.console import console_and_border, literal_console, wrapped
-from cfp.view.words import throughput, unplanned_text
+from cfp.view.remarks import unplanned_text
+from cfp.view.words import throughput
 
 
 def show(view: Callable[[box.Box], RenderableType]) -> None:

@@ -19,6 +19,7 @@ from cfp.race.admission import MEMORY_SHARE
 from cfp.race.programs import RaceRow
 from cfp.units import format_bytes
 from cfp.view import words
+from cfp.view.remarks import remarks, reserve_text
 from cfp.view.words import REMATERIALIZED, STORAGE_WORDS, elided, few, kernels_text
 
 
@@ -220,7 +221,7 @@ class PlanView:
         runs: its segments.
         moves: collectives of all blocks together by kind and axes, most bytes first.
         summary: the number of measurements, and the time of each pass.
-        remarks: see `cfp.view.words.remarks`.
+        remarks: see `cfp.view.remarks.remarks`.
     """
 
     plan: Plan
@@ -278,7 +279,7 @@ def view_of(plan: Plan) -> PlanView:
         moves=_moves(plan),
         race=race,
         summary=words.summary_line(plan),
-        remarks=tuple(words.remarks(plan)),
+        remarks=tuple(remarks(plan)),
     )
 
 
@@ -288,7 +289,7 @@ def _memory_text(plan: Plan) -> str:
     budget, peak = plan.figures.budget_bytes, plan.peak_bytes
     limit = "no limit" if budget is None else f"at most {format_bytes(budget)}"
     needs = f"{format_bytes(peak)} as compiled, " if peak else ""
-    return f"Memory: {needs}{limit} on each device{words.reserve_text(plan)}."
+    return f"Memory: {needs}{limit} on each device{reserve_text(plan)}."
 
 
 def _moves(plan: Plan) -> tuple[MoveFigure, ...]:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import prod
 
 from cfp.analysis.layout import SegmentKernels, Storage
-from cfp.devices.device_kind import kind_of, memory_of
+from cfp.devices.device_kind import kind_of
 from cfp.plan.figures import (
-    GIVEN_SECONDS,
-    SLOWEST_SECONDS,
-    UNPLANNED,
     VARIANTS_SECONDS,
     MoveFigure,
     OptionFigures,
     TensorFigure,
-    VariantFigures,
 )
-from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN, PlanSegment
+from cfp.plan.parts import PlanSegment
 from cfp.plan.plan import Plan
-from cfp.printable import counted, merged_alike
-from cfp.race.programs import TOO_LATE
-from cfp.settings import Dimension
+from cfp.printable import counted
 from cfp.units import format_bytes
 
 REMATERIALIZED = "rematerialized"
@@ -36,8 +29,8 @@ STORAGE_WORDS = {
 STRATEGIES = "strategy", "strategies"  # for `cfp.printable.counted`
 SAME_MS = 0.0005  # Less does not show.
 _NAME_WIDTH = 72
-_MOST_NAMES = 4
-_ALL = "planning_seconds"
+MOST_NAMES = 4
+ALL_SECONDS = "planning_seconds"
 NONE_CAN = "no kernel that may be used can compute it"
 IN_ALL, COMPILE = "in all", "compile"
 # Entries of `Plan.search` after `cfp verify`, which has measured the plan: it was made
@@ -46,8 +39,6 @@ IN_ALL, COMPILE = "in all", "compile"
 VERIFIED, WAS_DESCRIBED, ONE_DEVICE = "verified", "was_described", "one_device"
 # Of a budget that was asked for, what is held back for the allocator.
 RESERVE_BYTES = "reserve_bytes"
-# Of a GPU's memory what JAX takes by default, and what the driver leaves of that.
-_USUAL_SHARE = 0.70, 0.76
 
 
 def storage_text(segment: PlanSegment, *, short: bool = False) -> str:
@@ -107,8 +98,8 @@ def elided(name: str, width: int = _NAME_WIDTH) -> str:
 def few(texts: Sequence[str], between: str = ", ") -> str:
     """The first of some texts, each once, and how many more there are."""
     texts = [*dict.fromkeys(texts)]
-    more = f" and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
-    return between.join(texts[:_MOST_NAMES]) + more
+    more = f" and {len(texts) - MOST_NAMES} more" if len(texts) > MOST_NAMES else ""
+    return between.join(texts[:MOST_NAMES]) + more
 
 
 def common_prefix(names: Sequence[str]) -> str:
@@ -277,16 +268,16 @@ def summary_line(plan: Plan) -> str:
         if name not in (IN_ALL, COMPILE)
     )
     parts = [counts_text(search), seconds]
-    if _ALL in search:
+    if ALL_SECONDS in search:
         what = "tracing and compiling" if _has_compiled(plan) else "tracing"
-        parts.append(f"{search[_ALL]:.1f} s {IN_ALL}, with {what}")
+        parts.append(f"{search[ALL_SECONDS]:.1f} s {IN_ALL}, with {what}")
     if VARIANTS_SECONDS in search:
         every = search[VARIANTS_SECONDS]
-        rest = max(0.0, every - search.get(_ALL, every))
+        rest = max(0.0, every - search.get(ALL_SECONDS, every))
         parts.append(f"all variants {every:.1f} s, {rest:.1f} s of it not for this one")
     if (took := search.get(f"{COMPILE}_seconds")) is not None:
         parts.append(f"the plan's program compiled in {took:.1f} s, now or earlier")
-    earlier = "before it was verified: " * (VERIFIED in search and _ALL in search)
+    earlier = "before it was verified: " * ({VERIFIED, ALL_SECONDS} <= search.keys())
     return earlier + "; ".join(filter(None, parts))
 
 
@@ -304,7 +295,7 @@ def pass_seconds(plan: Plan) -> Iterator[tuple[str, float, str]]:
     for key, value in plan.search.items():
         if key.endswith("_seconds"):
             is_cached = key == "race_seconds" and plan.search.get("race_cached")
-            name = IN_ALL if key == _ALL else key.removesuffix("_seconds")
+            name = IN_ALL if key == ALL_SECONDS else key.removesuffix("_seconds")
             note = ", from the cache" if is_cached else ""
             yield name, value, ", in the race or earlier" if name == COMPILE else note
 
@@ -444,14 +435,14 @@ def _flop_text(tflop: float) -> str:
 
 
 # Guess: some hundred kernels, each launched in some microseconds.
-_SHORT_STEP_MS = 1.0
+SHORT_STEP_MS = 1.0
 
 
 def is_mostly_launches(plan: Plan) -> bool:
     """True if a step is estimated to be so short that launches decide its time."""
     if plan.rung != "estimated" or not plan.environment.get("described"):
         return False
-    return plan.predicted_ms is not None and plan.predicted_ms < _SHORT_STEP_MS
+    return plan.predicted_ms is not None and plan.predicted_ms < SHORT_STEP_MS
 
 
 def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
@@ -491,315 +482,3 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
         tokens_per_s=None if tokens is None else tokens / seconds,
         samples_per_s=None if samples is None else samples / seconds,
     )
-
-
-# ------------------------------------------------------------------------------ remarks
-
-
-def remarks(plan: Plan) -> Iterator[str]:
-    """Lists what a plan does not shard, keep or know, though users may expect it."""
-    search, figures = plan.search, plan.figures
-    if unplanned := unplanned_text(plan):
-        yield unplanned
-    given = search.get(GIVEN_SECONDS)
-    took = search.get(VARIANTS_SECONDS, search.get(_ALL, 0.0))
-    if given is not None and took >= given + 1.0:
-        yield (
-            f"planning took {took - given:.0f} s more than the {given:g} s asked for: "
-            "what had begun, such as a compile, was awaited"
-        )
-    late = sum(row.note == TOO_LATE for row in plan.race)
-    if late and len({row.samples_ms for row in plan.race if row.samples_ms}) == 1:
-        yield (
-            f"no comparison: time was over before any of {late} others was compiled; "
-            "a longer --time-budget, or PlannerSettings(seconds=...), has time for them"
-        )
-    yield from _whole_remarks(plan)
-    if crossing := plan.environment.get("crosses_hosts"):
-        yield f"goes from host to host: {crossing}"
-    if "adapted" in search:
-        still = ""
-        if plan.measured_ms is None:
-            known = plan.predicted_ms is not None
-            how = "not measured" if known else "neither measured nor predicted"
-            still = f", and {how}: cfp verify times it"
-        yield f"carried over from the plan of another program{still}"
-    if is_mostly_launches(plan):
-        yield (
-            f"below {_SHORT_STEP_MS:g} ms launches of kernels and collectives, which "
-            "estimates mostly leave out, take most of a step: expect more"
-        )
-    if known_how(plan) == "estimated" and plan.rung == "measured":
-        raced = sum(bool(row.samples_ms) for row in plan.race)
-        alone = "nothing" if plan.measured_ms is None else "only the plan's own step"
-        timed = f"{'only the race' if raced > 1 else alone} was timed"
-        if WAS_DESCRIBED in search:
-            own = ", that of the plan by one device" if ONE_DEVICE in search else ""
-            yield f"predictions are estimates of described devices{own}; {timed}"
-        else:
-            yield (
-                "predictions are estimates: on virtual devices plans are chosen by "
-                f"them; {timed} (measure=True, --measure: more)"
-            )
-    if ties := search.get("ties", 0):
-        others = "others were" if ties > 1 else "other was"
-        within = f"{search.get('tie_spread', 0.0):.1%}"
-        yield (
-            f"a tie: {ties:.0f} {others} as fast, within {within}; the simplest of "
-            "them is the plan"
-        )
-    if undonated := search.get("undonated_bytes", 0):
-        yield (
-            "the state is there twice: donate it (donate_argnums, --donate), and "
-            f"{format_bytes(undonated)} of each device are free"
-        )
-    yield from _budget_remarks(plan)
-    if remat_untried(plan):
-        yield "rematerialization: not tried, the plan fits by prediction without it"
-    if plan.in_host:
-        yield _in_host_text(plan)
-    if plan.uneven:
-        yield f"whole, since the mesh does not divide it: {few(plan.uneven)}"
-    if plan.replicated_ops:
-        ops = few(plan.replicated_ops)
-        yield f"every device runs in full (of all bytes made): {ops}"
-    foreign = [text for text in plan.replicated_ops if text.startswith("custom_")]
-    if not all(INDIVISIBLE in text or NOT_CHOSEN in text for text in foreign):
-        yield (
-            "a kernel is sharded by a rule that it brings: cfp.discover_rules "
-            "finds one by running it; or custom_partitioning with sharding_rule=, "
-            "or shard_map; see docs/performance.md"
-        )
-    if figures and figures.kernels:
-        yield f"kernels that are sharded: {few(figures.kernels)}"
-    if figures and figures.loops:
-        loops = few(figures.loops, "; ")
-        yield f"communicated in loops that compute no products: {loops}"
-    if plan.host_callbacks_skipped:
-        yield f"not called while it was measured: {few(plan.host_callbacks_skipped)}"
-    yield from _replaced_remarks(plan)
-    if figures is not None:
-        yield from _worth_remarks(plan)
-        for name in dict.fromkeys(one.name for one in figures.left):
-            reasons = [one.reason for one in figures.left if one.name == name]
-            if figures.refused:  # They say it of each kernel.
-                reasons = [one for one in reasons if one != NONE_CAN]
-            if reasons:
-                yield f"{name} as written: {few(reasons, '; ')}"
-        if refused := [f"by {one.kernel}: {one.reason}" for one in figures.refused]:
-            yield f"attention not {few(refused, '; ')}"
-    if count := search.get("constraints_left_out", 0):
-        what = f"{count:.0f} of the step's own sharding constraints"
-        yield f"left out: {what}, since the plan decides"
-
-
-def unplanned_text(plan: Plan) -> str:
-    """Describes the variants that there was no time to plan; "" if there are none."""
-    every = plan.figures.variants if plan.figures else ()
-    late = [one for one in every if one.note.startswith(UNPLANNED)]
-    if not late:
-        return ""
-    own = next((one.estimated_ms for one in every if one.taken), None)
-
-    def estimate(one: VariantFigures) -> str:
-        if one.estimated_ms is None:
-            return f"{one.name}, not estimated"
-        is_tie = own is not None and abs(one.estimated_ms - own) <= SAME_MS
-        text = f"{one.name}, estimated at {one.estimated_ms:.3f} ms"
-        return text + " like this one" * is_tie
-
-    texts = [estimate(one) for one in late]
-    if (more := len(late) - _MOST_NAMES) > 0:
-        others = counted(more, "other variant", "other variants")
-        texts[_MOST_NAMES:] = [others]
-    if own is not None and any(one.estimated_ms not in (None, own) for one in late):
-        texts.append(f"this one, before it was planned, at {own:.3f} ms")
-    text = (
-        f"time was over before {counted(len(late), 'variant', 'variants')} of "
-        f"{len(every)} could be planned: {'; '.join(texts)}"
-    )
-    took = max(plan.search.get(_ALL, 0.0), plan.search.get(SLOWEST_SECONDS, 0.0))
-    if took:
-        # Each has a share, and so has the last race. What was given was too little.
-        given = plan.search.get(GIVEN_SECONDS, 0.0)
-        enough = max((len(every) + 1) * took, given + len(late) * took)
-        most = 10 * ceil(enough / 10)
-        text += (
-            f"; with --time-budget {most}, or PlannerSettings(seconds={most}), there "
-            "should be time for all, and what was measured is kept"
-        )
-    return text
-
-
-def _whole_remarks(plan: Plan) -> Iterator[str]:
-    """Says of a plan that has all blocks on every device that this gains little."""
-    devices = prod(size for _, size in plan.mesh_axes)
-    is_whole = devices > 1 and plan.arg_specs and not is_sharded(plan)
-    if not is_whole and not runs_whole(plan):
-        return
-    others = [
-        f" (the best with all blocks data parallel: {one.without_ms:.3f} ms, "
-        f"{'measured' if one.is_measured else 'predicted'})"
-        for one in (plan.figures.worth if plan.figures else ())
-        if one.name == Dimension.SHARDING and one.without_ms is not None
-    ]
-    slow = f"{devices} devices are no faster than one for this step{''.join(others)}"
-    instead = ": use one, or a larger batch"
-    if is_whole:
-        yield (
-            f"nothing is sharded: {slow}, and every device runs in full what one "
-            f"would{instead}"
-        )
-    else:
-        yield (
-            f"all blocks run whole on each of the {devices} devices: but for the "
-            f"update of what is stored in parts, {slow}{instead}"
-        )
-
-
-def remat_untried(plan: Plan) -> bool:
-    """True if a search under a memory limit had no need to rematerialize anything."""
-    figures = plan.figures
-    if figures is None or figures.budget_bytes is None or unsearched_text(plan):
-        return False
-    if figures.chosen and Dimension.REMAT not in figures.chosen:
-        return False
-    options = [one for kind in figures.kinds for one in kind.options]
-    return (
-        not any(one.rematerialized for one in plan.segments)
-        and not any(one.strategy.rematerialized for one in options)
-        and any(one.taken for one in options)
-        and all(
-            one.memory_bytes <= figures.budget_bytes for one in options if one.taken
-        )
-    )
-
-
-def _budget_remarks(plan: Plan) -> Iterator[str]:
-    """Describes the share of a device's memory that a plan may use."""
-    budget = plan.figures.budget_bytes if plan.figures else None
-    if budget is None:
-        return
-    whole = memory_of(plan.environment.get("device_kind", ""))
-    text, kept = f"a plan may use {format_bytes(budget)} of ", reserve_text(plan)
-    if whole is None or budget > whole:
-        yield f"{text}each device{kept}"
-        return
-    by_default = _USUAL_SHARE[0] <= budget / whole <= _USUAL_SHARE[1]
-    why = ", what JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise"
-    why = kept or why * by_default
-    yield f"{text}the {format_bytes(whole)} of each device{why}"
-
-
-def reserve_text(plan: Plan) -> str:
-    """Describes what of a budget is not for the plan; "" if nothing is held back."""
-    budget = plan.figures.budget_bytes if plan.figures else None
-    reserve = round(plan.search.get(RESERVE_BYTES, 0.0))
-    if budget is None or not reserve:
-        return ""
-    asked, kept = map(format_bytes, (budget + reserve, reserve))
-    return f": the budget of {asked} less {kept} that the allocator may add"
-
-
-def _in_host_text(plan: Plan) -> str:
-    """Describes what a plan keeps in the memory of the host, and its cost.
-
-    What that frees is on each device; the time is what copies take one after another.
-    """
-    names = few(merged_alike([plan.arg_names[i] for i, _ in plan.in_host]))
-    size = plan.search.get("host_bytes")
-    text = f"in the memory of the host between steps: {len(plan.in_host)} arguments"
-    if size is not None:
-        text += f", {format_bytes(round(size))} for each device"
-    text += f" ({names})" + (", without which nothing fits" if size is not None else "")
-    if (moved_ms := plan.search.get("host_ms")) is not None:
-        text += f"; to move it and back takes up to {moved_ms:.3f} ms, estimated"
-    if (unfit_ms := plan.search.get("unfit_ms")) is not None:
-        text += f"; the fastest that does not fit: {unfit_ms:.3f} ms, predicted"
-    return text
-
-
-# An option and a setting by which each part of a step stays as it is written.
-_AS_WRITTEN = {
-    "attention": ("--attention none", "attention=()"),
-    "cross-entropy": ("--cross-entropy 0", "cross_entropy=0"),
-}
-_PLURALS = {
-    "attention": "attentions",
-    "attention gradient": "gradients of attentions",
-    "cross-entropy": "cross-entropies",
-}
-_RINGS = {"ring", "zigzag"}
-
-
-def _replaced_remarks(plan: Plan) -> Iterator[str]:
-    """Describes what the plan replaces in the step."""
-    ops = {(one.name, one.op): one.functions.how for one in plan.constraints.replaced}
-    counts = Counter((name, _way_words(how)) for (name, _), how in ops.items())
-    if not counts:
-        return
-    parts = [
-        f"{count} {name if count == 1 else _PLURALS.get(name, name)} {how}"
-        for (name, how), count in counts.items()
-    ]
-    names = [name for name in _AS_WRITTEN if any(n.startswith(name) for n, _ in counts)]
-    options = " and ".join(_AS_WRITTEN[name][0] for name in names)
-    settings = ", ".join(_AS_WRITTEN[name][1] for name in names)
-    yield (
-        f"replaced, in the same dtypes: {', '.join(parts)}; as written by {options}, "
-        f"or PlannerSettings({settings})"
-    )
-
-
-def _way_words(how: Sequence[str]) -> str:
-    first, *roles = how
-    _, is_vocabulary, parts = first.partition("vocabulary/")
-    if is_vocabulary:
-        return f"in {parts} parts of the vocabulary"
-    rings = {role.rpartition("=")[2] for role in roles} & _RINGS
-    return f"by {first}{''.join(f' in a {ring}' for ring in sorted(rings))}"
-
-
-def _worth_remarks(plan: Plan) -> Iterator[str]:
-    """Describes what a plan was chosen among, and the gain of each kind of choice."""
-    figures = plan.figures
-    assert figures is not None
-    if figures.chosen and len(figures.chosen) < len(Dimension):
-        what = ", ".join(figures.chosen)
-        yield f"chosen among {what} alone, as choose= (--choose) asks"
-    own_ms, how = plan.measured_ms, "in its own race" * figures.variants_raced
-    if VERIFIED in plan.search:
-        how = "as verified"
-    own = f"; {own_ms:.3f} ms {how}" if how and own_ms else ""
-    for one in figures.variants:
-        if one.note.startswith(UNPLANNED):
-            continue
-        this = f" (this one{own})" if one.taken else ""
-        yield f"variant {one.name}: {_variant_text(one, figures.variants_raced)}{this}"
-    for how, is_measured in (("as measured", True), ("by prediction", False)):
-        parts = []
-        for one in figures.worth:
-            of_variants = one.name in (Dimension.MESH, Dimension.MICROBATCHES)
-            is_noise = is_measured and is_rough(plan) and not of_variants
-            if one.is_measured is not is_measured or is_noise:
-                continue
-            is_sharding = one.name == Dimension.SHARDING
-            if is_sharding and (runs_whole(plan) or not is_sharded(plan)):
-                continue
-            if one.without_ms is None:
-                parts.append(f"{one.name}, without which nothing fits")
-            elif abs(one.without_ms - one.with_ms) >= SAME_MS:
-                plain = ", against all blocks data parallel" * is_sharding
-                gain_ms = one.without_ms - one.with_ms
-                parts.append(f"{one.name} {gain_ms:.3f} ms{plain}")
-        if parts:
-            yield f"worth {how}: {'; '.join(parts)}"
-
-
-def _variant_text(one: VariantFigures, raced: bool) -> str:
-    """A variant's time, and its estimate before it was planned: of another plan."""
-    where = " in the race of the variants" * raced
-    time = [] if one.step_ms is None else [f"{one.step_ms:.3f} ms{where}"]
-    if one.estimated_ms not in (None, one.step_ms):
-        time.append(f"its best by estimate, before planning, {one.estimated_ms:.3f} ms")
-    return ", ".join(time) or one.note or "not timed"

@@ -267,7 +267,7 @@ def test_bind_says_so_of_other_keywords(loaded, more, words):
 
 
 def test_a_bound_plan_has_the_mesh_that_it_runs_on(loaded):
-    """Where its devices are not there it has none, and is bound all the same."""
+    """Devices that are not there it lacks, and is bound all the same."""
     plan, args = loaded
     assert plan.mesh is None
     mesh = plan.bind(step_fn, *args).mesh

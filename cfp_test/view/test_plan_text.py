@@ -32,8 +32,9 @@ from cfp.program.trace import trace
 from cfp.race.admission import MEMORY_SHARE
 from cfp.settings import NO_LATENCY_HIDING
 from cfp.view.page import page_html
+from cfp.view.remarks import remarks, unplanned_text
 from cfp.view.text import explain_text, plan_text
-from cfp.view.words import VERIFIED, remarks, summary_line, unplanned_text
+from cfp.view.words import VERIFIED, summary_line
 from cfp_test.checking import make_mesh
 from cfp_test.report.plans import RACE, Block, axis_role, layers, make_plan, row
 

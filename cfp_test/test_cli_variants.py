@@ -5,9 +5,15 @@ import signal
 from pathlib import Path
 
 import pytest
+from rich import box
 
 from cfp import Plan
-from cfp_test.cli_runner import Outcome, environment, run_batch
+from cfp.cli.finding import variants_view
+from cfp.outcomes import Basis, Outcome
+from cfp.variants import Fastest
+from cfp.view.console import plain_text
+from cfp_test import cli_runner
+from cfp_test.cli_runner import environment, run_batch
 from cfp_test.forking import quick_python
 from cfp_test.waiting import end_of, running, until
 
@@ -41,7 +47,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mistakes(folder) -> list[Outcome]:
+def mistakes(folder) -> list[cli_runner.Outcome]:
     return run_batch([["plan", *line] for line, _ in MISTAKES], folder)
 
 
@@ -51,6 +57,18 @@ def test_mistakes_end_in_one_message(mistakes, number):
     outcome = mistakes[number]
     assert (outcome.crash, outcome.code, outcome.out) == ("", 2, ""), line
     assert message in outcome.err, line
+
+
+@pytest.mark.parametrize("basis", Basis)
+def test_what_takes_as_long_as_the_fastest_is_called_a_tie(basis):
+    """Times of different moments are no tie, and none is slower than another."""
+    times = {"x=4,y=2": 0.4822, "x=8": 0.4821, "x=2,y=4": 0.5}
+    outcomes = tuple(Outcome(name=name, step_ms=ms) for name, ms in times.items())
+    found = Fastest(name="x=8", plan=None, outcomes=outcomes, basis=basis)
+    text = plain_text(variants_view(found, box.ASCII), width=120)
+    known = basis is not Basis.MEASURED
+    assert text.count("a tie with x=8") == known
+    assert text.count("3.7 % slower") == known
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,7 @@ from cfp.units import format_bytes, parse_bytes
 from cfp.variants import Basis, Fastest, Outcome, Variant, plan_fastest
 from cfp.view.console import Fitted, literal_console, new_table
 from cfp.view.text import print_plan
+from cfp.view.words import SAME_MS
 
 _ALL = "all"
 
@@ -309,10 +310,12 @@ def _memory_text(outcome: Outcome) -> str:
     return "-"
 
 
-def _behind_text(step_ms: float | None, best_ms: float | None) -> str:
-    """Says how much slower than the fastest something is; empty for the fastest."""
-    if step_ms is None or not best_ms or step_ms <= best_ms:
+def _behind_text(step_ms: float | None, best_ms: float | None, best: str) -> str:
+    """Says how much slower than the fastest something is, or that they are a tie."""
+    if step_ms is None or not best_ms:
         return ""
+    if step_ms - best_ms <= SAME_MS:
+        return f"a tie with {best}"
     return f"{step_ms / best_ms - 1.0:.1%} slower".replace("%", " %")
 
 
@@ -326,6 +329,7 @@ def variants_view(found: Fastest, border: box.Box) -> RenderableType:
     best_ms = None if found.basis is Basis.MEASURED else every[0].step_ms
     for outcome in every:
         plan, won = outcome.plan, outcome.name == found.name
+        behind = "" if won else _behind_text(outcome.step_ms, best_ms, found.name)
         table.add_row(
             "*" if won else "",
             outcome.name,
@@ -333,7 +337,7 @@ def variants_view(found: Fastest, border: box.Box) -> RenderableType:
             "-" if outcome.step_ms is None else f"{outcome.step_ms:.3f}",
             _memory_text(outcome),
             f"{outcome.seconds:.1f} s" if outcome.seconds else "-",
-            outcome.note.partition("\n")[0] or _behind_text(outcome.step_ms, best_ms),
+            outcome.note.partition("\n")[0] or behind,
             style="bold" if won else None,
         )
     compared = sum(outcome.step_ms is not None for outcome in found.outcomes) > 1

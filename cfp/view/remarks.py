@@ -12,13 +12,14 @@ from cfp.plan.figures import (
     SLOWEST_SECONDS,
     UNPLANNED,
     VARIANTS_SECONDS,
+    Figures,
     VariantFigures,
 )
 from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN
 from cfp.plan.plan import Plan
 from cfp.printable import counted, merged_alike
 from cfp.race.programs import TOO_LATE
-from cfp.settings import Dimension
+from cfp.settings import Dimension, defaults_of
 from cfp.units import format_bytes
 from cfp.view.words import (
     ALL_SECONDS,
@@ -313,6 +314,8 @@ def _worth_remarks(plan: Plan) -> Iterator[str]:
     if figures.chosen and len(figures.chosen) < len(Dimension):
         what = ", ".join(figures.chosen)
         yield f"chosen among {what} alone, as choose= (--choose) asks"
+    elif figures.variants and (untried := _untried(plan, figures)):
+        yield f"not tried: {'; '.join(untried)}"
     own_ms, how = plan.measured_ms, "in its own race" * figures.variants_raced
     if VERIFIED in plan.search:
         how = "as verified"
@@ -340,6 +343,27 @@ def _worth_remarks(plan: Plan) -> Iterator[str]:
                 parts.append(f"{one.name} {gain_ms:.3f} ms{plain}")
         if parts:
             yield f"worth {how}: {'; '.join(parts)}"
+
+
+def _untried(plan: Plan, figures: Figures) -> list[str]:
+    """Lists kinds of choices that devices have none of, or for which there was no need.
+
+    None where nothing was searched. `remat_untried` is a remark of its own.
+    """
+    platform = plan.environment.get("platform", "")
+    tried = [one.strategy for kind in figures.kinds for one in kind.options]
+    if not tried or WAS_DESCRIBED in plan.search:
+        return []
+    usual = defaults_of(platform)
+    has_kernels = usual.replacing.attention or any(one.kernels for one in tried)
+    has_options = usual.compiler_options or plan.options
+    none = ["kernels"] * (not has_kernels) + ["compiler options"] * (not has_options)
+    found = [f"{' and '.join(none)} (none by default on {platform})"] if none else []
+    if figures.budget_bytes is None and not any(one.rematerialized for one in tried):
+        found.append("rematerialization (without a memory budget)")
+    if not plan.in_host:
+        found.append("host memory (only where nothing fits)")
+    return found
 
 
 def _variant_text(one: VariantFigures, raced: bool) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.errors import CfpError
-from cfp.plan.figures import AlikeBlocks, StrategyFigures
+from cfp.plan.figures import AlikeBlocks, StrategyFigures, VariantFigures
 from cfp.plan.parts import Role
 from cfp.plan.plan import Plan
 from cfp.printable import USUAL_COLUMNS, distinct_ends
@@ -511,3 +511,22 @@ def test_rematerialization_that_was_not_tried_is_told_under_a_budget():
         replace(fits, segments=(some, *fits.segments[1:])),
     ):
         assert "not tried" not in repr(plan)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_what_variants_were_not_chosen_among_is_told(platform):
+    variant = VariantFigures(
+        name="x=4", step_ms=1.0, estimated_ms=None, memory_bytes=1, note="", taken=True
+    )
+    plan = replace(figured(["a", "b"]), environment={"platform": platform})
+    assert "not tried:" not in repr(plan)  # Nothing but the plan was asked for.
+    figures = replace(plan.figures, variants=(variant,))
+    plan = replace(plan, figures=figures)
+    has_none = platform == "cpu"
+    said = " ".join(repr(plan).split()).partition("not tried: ")[2]
+    none = "kernels and compiler options (none by default on cpu)"
+    assert said.startswith(f"{none}; " * has_none + "rematerialization (without a memo")
+    limited = replace(plan, figures=replace(figures, budget_bytes=550 * KIB))
+    assert "rematerialization (without" not in repr(limited)
+    few = replace(plan, figures=replace(figures, chosen=("sharding",)))
+    assert "not tried:" not in repr(few)

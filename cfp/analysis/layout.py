@@ -104,6 +104,11 @@ class Frame:
     walks: dict[tuple[str, int], list[Any]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
+    # By op id and axes: specs in which it makes its results, and axes over which they
+    # are partial sums. All layouts ask for them.
+    made: dict[tuple[int, FactorAxes], tuple[tuple[Spec, ...], tuple[str, ...]]] = (
+        field(init=False, default_factory=dict, compare=False, repr=False)
+    )
 
 
 class Layout:
@@ -193,8 +198,8 @@ class Layout:
 
     def natural_spec(self, op: Op, index: int) -> Spec | None:
         """Returns the spec in which an op makes its result, before any resharding."""
-        if op.id in self.axes and op.rule is not None:
-            return tensor_spec(op.rule, op.rule.results[index], self.axes[op.id])
+        if op.id in self.axes:
+            return self._made(op)[0][index]
         if op.shardings:
             return self._by_hand(op.shardings[len(op.operands) + index])
         if op.id in self.frame.program.leaf_ops:
@@ -203,9 +208,16 @@ class Layout:
 
     def unreduced(self, op: Op) -> tuple[str, ...]:
         """The axes over which an op leaves partial sums."""
-        if op.rule is None or op.id not in self.axes:
-            return ()
-        return reduced_axes(op.rule, self.axes[op.id])
+        return self._made(op)[1] if op.id in self.axes else ()
+
+    def _made(self, op: Op) -> tuple[tuple[Spec, ...], tuple[str, ...]]:
+        """The specs of an op's results, and the axes over which they are partial."""
+        rule, axes, known = op.rule, self.axes[op.id], self.frame.made
+        if (found := known.get((op.id, axes))) is None:
+            assert rule is not None, "only ops with a rule have axes"
+            specs = tuple(tensor_spec(rule, dims, axes) for dims in rule.results)
+            found = known[op.id, axes] = specs, reduced_axes(rule, axes)
+        return found
 
     def covers(self, op_id: int) -> bool:
         """True if the layout constrains an op."""
@@ -315,10 +327,8 @@ class Layout:
                     self.value_spec[result] = spec
         for op_id in sorted(self.axes):
             op = program.ops[op_id]
-            partial = self.unreduced(op)
-            for index, result in enumerate(op.results):
-                natural = self.natural_spec(op, index)
-                assert natural is not None
+            specs, partial = self._made(op)
+            for result, natural in zip(op.results, specs, strict=True):
                 if partial:
                     natural = self._scattered(result, natural, partial)
                 self.value_spec[result] = natural

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 
 _STAND_IN = "\N{REPLACEMENT CHARACTER}"
 _NUMBER = re.compile(r"\d+")
-_BREAK = re.compile(r"\s*\n\s*")
 
 # How wide text is where nothing says it, and what it is never narrower than.
 USUAL_COLUMNS = 100
@@ -41,7 +40,9 @@ def printable(text: str, kept: str = "") -> str:
 
 def one_line(text: str) -> str:
     """The printable text of some lines, in one."""
-    return printable(_BREAK.sub(" ", text))
+    if "\n" in text:
+        text = " ".join(line.strip() for line in text.split("\n"))
+    return printable(text)
 
 
 def merged_name(names: Sequence[str]) -> str:

@@ -196,10 +196,10 @@ def plan_fastest(
         tries: list[_Try] = []
         if len(first) > 1 and preset is None and (rule_out or isfinite(how.seconds)):
             near, far, estimates, few, need = _near_by_estimate(
-                first, steps, options, deadline
+                first, steps, options, deadline, rule_out
             )
             if rule_out:
-                first, ruled_out, need = near, far, ""
+                first, ruled_out = near, far
             else:  # In the time that there is, the most promising come first.
                 ranks = {v.name: _rank_of(estimates.get(v.name), few) for v in first}
                 first.sort(key=lambda one: ranks[one.name])
@@ -429,12 +429,13 @@ def _near_by_estimate(
     steps: _Steps,
     options: PlanOptions,
     deadline: _Deadline,
+    rule_out: bool,
 ) -> tuple[list[Variant], list[_Try], dict[str, Estimate], bool, str]:
     """Variants that may be the fastest by estimates, the best first, and the others.
 
     What cannot be estimated is planned, and says why it cannot be; so is what time was
-    too short to estimate, if one was. The first of each mesh come first, and all of
-    them have a share of the time.
+    too short to estimate, if one was. The first of each mesh come first. Unless others
+    are ruled out, all of them have a share of the time.
 
     Returns:
         Both, the estimates, whether time was too short for some, and what it would
@@ -444,7 +445,8 @@ def _near_by_estimate(
     took, late, need = inf, False, ""
     seconds = settings_or_defaults(options.settings).seconds
     for place, variant in enumerate(_by_turns(variants), start=1):
-        spared = (1.0 - ESTIMATES_SHARE) * seconds
+        # Where estimates rule variants out they spare more time than they take.
+        spared = 0.0 if rule_out else (1.0 - ESTIMATES_SHARE) * seconds
         late = bool(estimates) and deadline.is_within(spared + took)
         if late:
             break
@@ -453,7 +455,7 @@ def _near_by_estimate(
         if (estimate := _estimate_of(variant, steps, options, which)) is not None:
             estimates[variant.name] = estimate
             took = min(took, now() - started)
-            need = _need_text(len(variants), took, seconds)
+            need = "" if rule_out else _need_text(len(variants), took, seconds)
     if not estimates:
         return [*variants], [], {}, False, ""
 
@@ -664,6 +666,8 @@ def _race_winners(
         )
         for name, one in found
     ]
+    places = zip(programs, found, strict=True)
+    meshes = {program.identity: _mesh(one) for program, (_, one) in places}
     mesh = _mesh(found[0][1])
     agreement = agreement_of(mesh)
     with (
@@ -684,7 +688,8 @@ def _race_winners(
             built={
                 program.identity: one.plan.raced.built
                 for program, (_, one) in zip(programs, found, strict=True)
-                if one.plan.raced is not None
+                # Of programs that are alike the last runs, on its own devices.
+                if one.plan.raced is not None and meshes[program.identity] == _mesh(one)
             },
         )
         results = race_programs(builder, programs)

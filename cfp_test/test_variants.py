@@ -732,6 +732,16 @@ def test_the_last_race_compiles_nothing_that_races_of_variants_compiled(
     assert (found.name, found.basis) == ("flat", cfp.Basis.RACED)
 
 
+def test_the_last_race_runs_what_is_for_other_devices_on_those(tmp_path):
+    """The second one's own race is answered by the first one's."""
+    both = [variant("one", (2,)), variant("two", (2,))]
+    apart = jax.make_mesh((2,), ("x",), devices=jax.devices()[2:4])
+    both[1] = replace(both[1], mesh=apart)
+    found = cfp.plan_fastest(both, **PRESET, cache_dir=tmp_path)
+    assert found.basis is cfp.Basis.RACED
+    assert None not in times_of(found).values()
+
+
 def test_where_all_fail_each_says_why(tmp_path):
     pins = {"w": jax.P("z"), "x": jax.P("y")}
     with pytest.raises(PinError):

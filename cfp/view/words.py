@@ -162,7 +162,7 @@ def measured_figure(plan: Plan) -> tuple[str, str] | None:
         return None
     cached, rough = bool(plan.search.get("race_cached")), is_rough(plan)
     where = " of ".join(["one turn"] * rough + ["an earlier race"] * cached)
-    form = (".3g" if own_ms < 1000 else ".0f") if rough else ".3f"
+    form = (".3g" if own_ms < 999.5 else ".0f") if rough else ".3f"
     return f"{own_ms:{form}} ms", f"measured in {where}" if where else "measured"
 
 

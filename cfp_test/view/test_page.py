@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from cfp.plan.plan import Plan
-from cfp.printable import printable
+from cfp.printable import one_line, printable
 from cfp.view.model import view_of
 from cfp.view.page import (
     drawn_dims,
@@ -98,6 +98,11 @@ def test_a_note_of_several_lines_is_one_in_a_page_and_in_a_file(tmp_path):
     loaded = Plan.load(tmp_path / "plan.json")
     assert "ruled out. got: none" in page_html(plan)
     assert loaded.race[1].note == "ruled out. got: none"
+
+
+def test_text_of_blanks_is_made_one_line_at_once():
+    assert one_line(" " * 10**6) == " " * 10**6
+    assert one_line("a \n\n  b\x1b") == "a  b\ufffd"
 
 
 def test_repeats_stand_once():

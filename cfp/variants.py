@@ -14,7 +14,7 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -191,25 +191,24 @@ def plan_fastest(
             return deadline.is_within(_least_seconds(tries))
 
         first, spares, need = [*variants], list[Variant](), ""
-        estimates: dict[str, Estimate] = {}
+        estimated = _Estimates()
         ruled_out: list[_Try] = []
         tries: list[_Try] = []
-        if len(first) > 1 and preset is None and (rule_out or isfinite(how.seconds)):
-            near, far, estimates, few, need = _near_by_estimate(
-                first, steps, options, deadline, rule_out
-            )
+        if several and preset is None and (rule_out or isfinite(how.seconds)):
+            estimated = _estimates_of(first, steps, options, deadline, rule_out)
             if rule_out:
-                first, ruled_out = near, far
+                first, ruled_out = _near_by_estimate(first, estimated)
             else:  # In the time that there is, the most promising come first.
-                ranks = {v.name: _rank_of(estimates.get(v.name), few) for v in first}
-                first.sort(key=lambda one: ranks[one.name])
+                first.sort(key=estimated.rank)
+                need = _need_text(len(first), estimated.took_seconds, how.seconds)
+        estimates = estimated.by_name
         tries = _plan_all(first, plan_one, deadline)
         late = list[str]()  # There was no time to plan it.
         if ruled_out and _none_fits(tries):
             # Estimates may be wrong of memory: what they left out is planned, too.
             spare = {one.name for one in ruled_out}
             spared = [one for one in variants if one.name in spare]
-            spared.sort(key=lambda one: _rank(estimates[one.name]))
+            spared.sort(key=estimated.rank)
             first = [*first, *spared]
             for place, one in enumerate(spared):
                 if is_late():
@@ -424,63 +423,87 @@ class _Steps:
         return self._known[variant.name]
 
 
-def _near_by_estimate(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Estimates:
+    """Estimates of the best plans of variants.
+
+    Attributes:
+        by_name: of those that can be estimated.
+        took_seconds: what the quickest of them took.
+        is_cut_short: whether there was no time to estimate some.
+    """
+
+    by_name: dict[str, Estimate] = field(default_factory=dict)
+    took_seconds: float = inf
+    is_cut_short: bool = False
+
+    def rank(self, variant: Variant) -> tuple[bool, float]:
+        """Sort key: choices that fit come first, then fast ones.
+
+        What cannot be estimated comes before all, and says why it cannot be; what there
+        was no time to estimate comes last.
+        """
+        if (estimate := self.by_name.get(variant.name)) is None:
+            return (True, inf) if self.is_cut_short else (False, 0.0)
+        return not estimate.fits, estimate.time_ms
+
+
+def _estimates_of(
     variants: Sequence[Variant],
     steps: _Steps,
     options: PlanOptions,
     deadline: _Deadline,
     rule_out: bool,
-) -> tuple[list[Variant], list[_Try], dict[str, Estimate], bool, str]:
-    """Variants that may be the fastest by estimates, the best first, and the others.
+) -> _Estimates:
+    """Estimates variants, the first of each mesh first, in a share of the time.
 
-    What cannot be estimated is planned, and says why it cannot be; so is what time was
-    too short to estimate, if one was. The first of each mesh come first. Unless others
-    are ruled out, all of them have a share of the time.
-
-    Returns:
-        Both, the estimates, whether time was too short for some, and what it would
-        take to plan all, if that is more than there is.
+    Args:
+        rule_out: whether estimates rule some out, which spares more time than they
+            take: then they may take all that there is.
     """
-    estimates: dict[str, Estimate] = {}
-    took, late, need = inf, False, ""
+    found: dict[str, Estimate] = {}
+    took, need = inf, ""
     seconds = settings_or_defaults(options.settings).seconds
+    spared = 0.0 if rule_out else (1.0 - ESTIMATES_SHARE) * seconds
     for place, variant in enumerate(_by_turns(variants), start=1):
-        # Where estimates rule variants out they spare more time than they take.
-        spared = 0.0 if rule_out else (1.0 - ESTIMATES_SHARE) * seconds
-        late = bool(estimates) and deadline.is_within(spared + took)
-        if late:
-            break
+        if found and deadline.is_within(spared + took):
+            return _Estimates(by_name=found, took_seconds=took, is_cut_short=True)
         started = now()
         which = f"{variant.name} ({place} of {len(variants)}{need})"
         if (estimate := _estimate_of(variant, steps, options, which)) is not None:
-            estimates[variant.name] = estimate
+            found[variant.name] = estimate
             took = min(took, now() - started)
             need = "" if rule_out else _need_text(len(variants), took, seconds)
-    if not estimates:
-        return [*variants], [], {}, False, ""
+    return _Estimates(by_name=found, took_seconds=took)
 
-    def rank(name: str) -> tuple[bool, float]:
-        return _rank(estimates[name])
 
-    best = min((v.name for v in variants if v.name in estimates), key=rank)
-    is_final, (misfit, best_ms) = estimates[best].is_final, rank(best)
+def _near_by_estimate(
+    variants: Sequence[Variant], estimates: _Estimates
+) -> tuple[list[Variant], list[_Try]]:
+    """Splits variants into those that may be the fastest by estimates, and others.
+
+    What cannot be estimated may be. The best come first.
+    """
+    known = [one for one in variants if one.name in estimates.by_name]
+    if not known:
+        return [*variants], []
+    best = min(known, key=estimates.rank)
+    is_final = estimates.by_name[best.name].is_final
+    misfit, best_ms = estimates.rank(best)
     near, far = [], []
     for variant in variants:
-        name = variant.name
-        if name not in estimates or name == best:
+        misfits, time_ms = estimates.rank(variant)
+        is_slow = is_final or misfits > misfit or time_ms > REACH_BY_ESTIMATE * best_ms
+        is_known = variant.name in estimates.by_name
+        if variant is best or not is_known or not is_slow:
             near.append(variant)
             continue
-        misfits, time_ms = rank(name)
-        if is_final or misfits > misfit or time_ms > REACH_BY_ESTIMATE * best_ms:
-            memory = "" if estimates[name].fits else ", does not fit in memory"
-            why = f"estimated at {time_ms:.3f} ms{memory}; {best} at {best_ms:.3f}"
-            if not memory and abs(time_ms - best_ms) <= SAME_MS:
-                why = f"estimated at {time_ms:.3f} ms, a tie with {best}"
-            far.append(_Try(name=name, why_not=why))
-        else:
-            near.append(variant)
-    near.sort(key=lambda one: rank(one.name) if one.name in estimates else (True, 0.0))
-    return near, far, estimates, late, need
+        memory = ", does not fit in memory" * misfits
+        why = f"estimated at {time_ms:.3f} ms{memory}; {best.name} at {best_ms:.3f}"
+        if not memory and abs(time_ms - best_ms) <= SAME_MS:
+            why = f"estimated at {time_ms:.3f} ms, a tie with {best.name}"
+        far.append(_Try(name=variant.name, why_not=why))
+    return sorted(near, key=estimates.rank), far
 
 
 def _by_turns(variants: Sequence[Variant]) -> list[Variant]:
@@ -498,22 +521,17 @@ def _need_text(count: int, took: float, seconds: float) -> str:
 
     Args:
         count: how many they are.
-        took: what it took to estimate one, in seconds.
+        took: what it took to estimate one, in seconds; infinite if none was.
         seconds: for all.
     """
     each = PLANNED_BY_ESTIMATE * took
-    if not count * each > seconds:
+    if not isfinite(took) or not count * each > seconds:
         return ""
     enough = max(1, int(seconds / each))
     return (
         f"; to plan all takes {clock_text(count * each)} or more, {seconds:.0f} s are "
         f"enough for about {enough}"
     )
-
-
-def _rank(estimate: Estimate) -> tuple[bool, float]:
-    """Sort key: choices that fit come first, then fast ones."""
-    return not estimate.fits, estimate.time_ms
 
 
 def _seconds(found: FoundPlan | None, tried: float) -> float:
@@ -539,18 +557,6 @@ def _note(note: str, estimate: Estimate | None) -> str:
         return note
     memory = "" if estimate.fits else ", does not fit in memory"
     return f"{note}; estimated at {estimate.time_ms:.3f} ms{memory}"
-
-
-def _rank_of(estimate: Estimate | None, late: bool) -> tuple[bool, float]:
-    """Sort key: what cannot be estimated comes first, and says why it cannot be.
-
-    Args:
-        estimate: of a variant, if there is one.
-        late: whether there may be none because time was over; such variants come last.
-    """
-    if estimate is None:
-        return (True, inf) if late else (False, 0.0)
-    return _rank(estimate)
 
 
 def _estimate_of(

@@ -106,6 +106,57 @@ def altered(monkeypatch):
     return start
 
 
+class Clock:
+    """Time that passes while variants are estimated and planned, and else stands.
+
+    Attributes:
+        estimated, planned: variants, by their meshes, in the order of their turns.
+        given: seconds that planning each was given.
+    """
+
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        self.estimated, self.planned, self.given = [], [], []
+        self._patch, self._plan = monkeypatch, room.find_plan
+        self._patch.setattr(room, "now", lambda: self.now)
+
+    def estimates_take(self, seconds, time_ms=lambda analyzed: 1.0):
+        """Has each estimate take some seconds, and say what a test says."""
+
+        def estimate(analyzed, options):
+            self.estimated.append(BY_AXES[len(analyzed.mesh.axis_names)])
+            self.now += seconds
+            if options.settings.progress is not None:
+                options.settings.progress("estimating")
+            ms = time_ms(analyzed)
+            return Estimate(time_ms=ms, memory_bytes=1, fits=True, is_final=False)
+
+        self._patch.setattr(room, "estimate_plan", estimate)
+
+    def plans_take(self, *seconds, needing=None):
+        """Has planning each variant take some seconds, the last of them again.
+
+        Args:
+            needing: bytes that a variant lacks, by its mesh; of others it has enough.
+        """
+
+        def find(step, mesh, options, analyzed):
+            name = BY_AXES[len(mesh.axis_names)]
+            self.planned.append(name)
+            self.given.append(options.settings.seconds)
+            self.now += [*seconds, *seconds[-1:] * 9][len(self.planned) - 1]
+            if (needed := (needing or {}).get(name)) is not None:
+                raise MemoryBudgetError(f"{needed} B.", smallest_feasible_bytes=needed)
+            return self._plan(step, mesh, options, analyzed)
+
+        self._patch.setattr(room, "find_plan", find)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
 def times_of(fastest):
     return {outcome.name: outcome.step_ms for outcome in fastest.outcomes}
 
@@ -205,6 +256,13 @@ def estimating(monkeypatch, table, is_final=False):
     monkeypatch.setattr(room, "estimate_plan", say)
 
 
+def told(how):
+    """Keywords of planning whose events are kept, and the list of these."""
+    said: list[str] = []
+    settings = replace(how["settings"], progress=lambda event: said.append(str(event)))
+    return said, {**how, "settings": settings}
+
+
 def small(folder, **more):
     """Settings that plan quickly, without a preset."""
     how = {"per_kind": 1, "in_context": False, "race": False, **more}
@@ -256,36 +314,25 @@ def test_a_variant_that_is_estimated_like_the_best_is_called_a_tie(
     assert GIVEN_SECONDS not in found.plan.search
 
 
-def test_what_was_left_out_is_planned_where_nothing_else_fits(monkeypatch, tmp_path):
+def test_what_was_left_out_is_planned_where_nothing_else_fits(
+    monkeypatch, clock, tmp_path
+):
     table = {"line": (9.0, True), "flat": (5.0, True), "cube": (8.0, True)}
     estimating(monkeypatch, table)
-    asked, whole = [], room.find_plan
-
-    def find(step, mesh, options, analyzed):
-        asked.append(BY_AXES[len(mesh.axis_names)])
-        if asked[-1] != "line":
-            raise MemoryBudgetError("It is too large.", smallest_feasible_bytes=1)
-        return whole(step, mesh, options, analyzed)
-
-    monkeypatch.setattr(room, "find_plan", find)
+    clock.plans_take(0.0, needing={"flat": 1, "cube": 1})
     found = cfp.plan_fastest(SHAPES, rule_out=True, **small(tmp_path))
-    assert (found.name, asked) == ("line", ["flat", "cube", "line"])
+    assert (found.name, clock.planned) == ("line", ["flat", "cube", "line"])
     assert [one.estimated_ms for one in found.outcomes] == [9.0, 5.0, 8.0]
 
 
-def test_all_variants_share_one_budget_of_time(monkeypatch, tmp_path):
+def test_all_variants_share_one_budget_of_time(clock, tmp_path):
     """One that takes all of it leaves none for the next; what there is is the plan."""
-    asked, now, whole = [], [100.0], room.find_plan
-
-    def find(step, mesh, options, analyzed):
-        asked.append(options.settings.seconds)
-        now[0] += 15.0 if len(asked) == 1 else 100.0
-        return whole(step, mesh, options, analyzed)
-
-    monkeypatch.setattr(room, "find_plan", find)
-    monkeypatch.setattr(room, "now", lambda: now[0])
+    clock.plans_take(15.0, 100.0)
     found = cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
-    assert asked == [15.0, 15.0]  # A quarter, since the last race has one; a third.
+    assert clock.given == [
+        15.0,
+        15.0,
+    ]  # A quarter, since the last race has one; a third.
     left = [note for note in notes(found).values() if note]
     assert len(left) == 1 and left[0].startswith(
         "not planned: time was over; estimated"
@@ -293,18 +340,10 @@ def test_all_variants_share_one_budget_of_time(monkeypatch, tmp_path):
     assert found.plan is not None and not notes(found)[found.name]
 
 
-def test_what_would_take_longer_than_is_left_is_not_begun(monkeypatch, tmp_path):
-    asked, now, whole = [], [100.0], room.find_plan
-
-    def find(step, mesh, options, analyzed):
-        asked.append(options.settings.seconds)
-        now[0] += 41.0
-        return whole(step, mesh, options, analyzed)
-
-    monkeypatch.setattr(room, "find_plan", find)
-    monkeypatch.setattr(room, "now", lambda: now[0])
+def test_what_would_take_longer_than_is_left_is_not_begun(clock, tmp_path):
+    clock.plans_take(41.0)
     found = cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
-    assert asked == [15.0]
+    assert clock.given == [15.0]
     left = [
         n for n in notes(found).values() if n.startswith("not planned: time was over")
     ]
@@ -312,24 +351,17 @@ def test_what_would_take_longer_than_is_left_is_not_begun(monkeypatch, tmp_path)
 
 
 def test_of_nine_variants_the_most_promising_are_planned_in_the_time_there_is(
-    monkeypatch, tmp_path
+    monkeypatch, clock, tmp_path
 ):
     """They are named, so that with time enough all are planned, in their order."""
-    asked, now, whole = [], [100.0], room.find_plan
     promise = {f"{shape.name} {n}": 9.0 - n for shape in SHAPES for n in range(3)}
     nine = [
         replace(shape, name=f"{shape.name} {n}") for n in range(3) for shape in SHAPES
     ]
 
-    def find(step, mesh, options, analyzed):
-        asked.append(options.settings.seconds)
-        now[0] += 20.0
-        return whole(step, mesh, options, analyzed)
-
-    def estimate(analyzed, options):
+    def promised(analyzed):
         [name] = [n for n, made in known.items() if made is analyzed]
-        time_ms = promise[name] + 0.1 * [s.name for s in SHAPES].index(name.split()[0])
-        return Estimate(time_ms=time_ms, memory_bytes=1, fits=True, is_final=False)
+        return promise[name] + 0.1 * [s.name for s in SHAPES].index(name.split()[0])
 
     known, read = {}, room._Steps.analyzed
 
@@ -339,18 +371,13 @@ def test_of_nine_variants_the_most_promising_are_planned_in_the_time_there_is(
         return step, made
 
     monkeypatch.setattr(room._Steps, "analyzed", analyzed)
-    monkeypatch.setattr(room, "estimate_plan", estimate)
-    monkeypatch.setattr(room, "find_plan", find)
-    monkeypatch.setattr(room, "now", lambda: now[0])
-    said: list[str] = []
-    how = small(tmp_path, seconds=60.0)
-    how["settings"] = replace(
-        how["settings"], progress=lambda event: said.append(str(event))
-    )
+    clock.estimates_take(0.0, promised)
+    clock.plans_take(20.0)
+    said, how = told(small(tmp_path, seconds=60.0))
     found = cfp.plan_fastest(nine, **how)
     planned = [name for name, note in notes(found).items() if not note]
     assert {*planned} == {f"{shape.name} 2" for shape in SHAPES}
-    assert asked == [6.0, 40 / 9, 2.5]
+    assert clock.given == [6.0, 40 / 9, 2.5]
     assert found.name in planned
     left = {name: note for name, note in notes(found).items() if note}
     assert len(left) == 6
@@ -360,53 +387,26 @@ def test_of_nine_variants_the_most_promising_are_planned_in_the_time_there_is(
     assert any(line.startswith(f"{names[2]} 2 (3 of 9): ") for line in said)
 
 
-def test_no_estimate_is_begun_that_would_end_late(monkeypatch, tmp_path):
+def test_no_estimate_is_begun_that_would_end_late(clock, tmp_path):
     """Variants without one come last, and without time are not planned."""
-    now, estimated, whole = [100.0], [], room.find_plan
-
-    def estimate(analyzed, options):
-        estimated.append(BY_AXES[len(analyzed.mesh.axis_names)])
-        now[0] += 40.0
-        return Estimate(time_ms=1.0, memory_bytes=1, fits=True, is_final=False)
-
-    def find(step, mesh, options, analyzed):
-        now[0] += 19.0
-        return whole(step, mesh, options, analyzed)
-
-    monkeypatch.setattr(room, "estimate_plan", estimate)
-    monkeypatch.setattr(room, "find_plan", find)
-    monkeypatch.setattr(room, "now", lambda: now[0])
+    clock.estimates_take(40.0)
+    clock.plans_take(19.0)
     last = [SHAPES[1], SHAPES[2], SHAPES[0]]
     found = cfp.plan_fastest(last, **small(tmp_path, seconds=60.0))
-    assert (estimated, found.name, now[0]) == (["flat"], "flat", 159.0)
+    assert (clock.estimated, found.name, clock.now) == (["flat"], "flat", 159.0)
     over = "not planned: time was over"
     assert notes(found) == {"flat": "", "cube": over, "line": over}
 
 
 def test_estimates_have_a_third_of_the_time_and_each_mesh_has_one_first(
-    monkeypatch, tmp_path
+    clock, tmp_path
 ):
-    now, whole = [100.0], room.find_plan
     pairs = [(shape, n) for shape in SHAPES[:2] for n in (1, 2)]
     variants = [replace(shape, name=f"{shape.name}, {n}") for shape, n in pairs]
 
-    def estimate(analyzed, options):
-        now[0] += 10.0
-        options.settings.progress("estimating")
-        return Estimate(time_ms=1.0, memory_bytes=1, fits=True, is_final=False)
-
-    def find(step, mesh, options, analyzed):
-        now[0] += 50.0
-        return whole(step, mesh, options, analyzed)
-
-    monkeypatch.setattr(room, "estimate_plan", estimate)
-    monkeypatch.setattr(room, "find_plan", find)
-    monkeypatch.setattr(room, "now", lambda: now[0])
-    said: list[str] = []
-    how = small(tmp_path, seconds=96.0)
-    how["settings"] = replace(
-        how["settings"], progress=lambda event: said.append(str(event))
-    )
+    clock.estimates_take(10.0)
+    clock.plans_take(50.0)
+    said, how = told(small(tmp_path, seconds=96.0))
     found = cfp.plan_fastest(variants, **how)
     need = "; to plan all takes 2:40 or more, 96 s are enough for about 2"
     assert [one for one in said if one.endswith(": estimating")] == [
@@ -454,52 +454,30 @@ def test_what_is_left_of_one_variant_is_not_shown_as_what_is_left_of_all():
     assert said == ["flat (1 of 2): compiling planned, 2 of 3"]
 
 
-def test_what_there_was_no_time_to_estimate_is_planned_last(monkeypatch, tmp_path):
+def test_what_there_was_no_time_to_estimate_is_planned_last(clock, tmp_path):
     """Whatever is known of the others."""
-    now, asked, whole = [100.0], [], room.find_plan
-    times = {"line": 5.0, "flat": 4.0}
-
-    def estimate(analyzed, options):
-        now[0] += 26.0
-        time_ms = times[BY_AXES[len(analyzed.mesh.axis_names)]]
-        return Estimate(time_ms=time_ms, memory_bytes=1, fits=True, is_final=False)
-
-    def find(step, mesh, options, analyzed):
-        asked.append(BY_AXES[len(mesh.axis_names)])
-        return whole(step, mesh, options, analyzed)
-
-    monkeypatch.setattr(room, "estimate_plan", estimate)
-    monkeypatch.setattr(room, "find_plan", find)
-    monkeypatch.setattr(room, "now", lambda: now[0])
+    times = {1: 5.0, 2: 4.0}  # By the mesh's axes: line, flat.
+    clock.estimates_take(26.0, lambda analyzed: times[len(analyzed.mesh.axis_names)])
+    clock.plans_take(0.0)
     cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=180.0))
-    assert asked == ["flat", "line", "cube"]
+    assert clock.planned == ["flat", "line", "cube"]
 
 
 @pytest.mark.parametrize("is_over", [False, True])
-def test_the_first_process_says_when_time_is_over(is_over, monkeypatch, tmp_path):
+def test_the_first_process_says_when_time_is_over(
+    is_over, monkeypatch, clock, tmp_path
+):
     """Not a process's own clock, by which each would plan other variants."""
-    now, begun, whole = [100.0], [], room.find_plan
-
-    def estimate(analyzed, options):
-        begun.append("estimate")
-        now[0] += 0.0 if is_over else 1000.0
-        return Estimate(time_ms=1.0, memory_bytes=1, fits=True, is_final=False)
-
-    def find(step, mesh, options, analyzed):
-        begun.append("plan")
-        now[0] += 0.0 if is_over else 1000.0
-        return whole(step, mesh, options, analyzed)
+    clock.estimates_take(0.0 if is_over else 1000.0)
+    clock.plans_take(0.0 if is_over else 1000.0)
 
     def decided(agreement, what, value):
         return is_over if what == "the time" else value
 
     monkeypatch.setattr(Agreement, "decided", decided)
-    monkeypatch.setattr(room, "estimate_plan", estimate)
-    monkeypatch.setattr(room, "find_plan", find)
-    monkeypatch.setattr(room, "now", lambda: now[0])
     cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
     times = 1 if is_over else len(SHAPES)
-    assert begun == ["estimate"] * times + ["plan"] * times
+    assert (len(clock.estimated), len(clock.planned)) == (times, times)
 
 
 @pytest.mark.parametrize("where", ["estimate_plan", "find_plan"])
@@ -516,42 +494,27 @@ def test_processes_that_differ_plan_no_other_variant(where, monkeypatch, tmp_pat
     assert len(asked) == 1
 
 
-def test_a_plan_says_what_the_slowest_variant_took_of_the_time(monkeypatch, tmp_path):
-    now, whole = [100.0], room.find_plan
-
-    def find(step, mesh, options, analyzed):
-        now[0] += 50.0
-        raise MemoryBudgetError("It is too large.", smallest_feasible_bytes=1)
-
-    def quick(step, mesh, options, analyzed):
-        monkeypatch.setattr(room, "find_plan", find)
-        return whole(step, mesh, options, analyzed)
-
-    monkeypatch.setattr(room, "find_plan", quick)
-    monkeypatch.setattr(room, "now", lambda: now[0])
+def test_a_plan_says_what_the_slowest_variant_took_of_the_time(
+    monkeypatch, clock, tmp_path
+):
+    clock.plans_take(0.0, 50.0, needing={"flat": 1, "cube": 1})
     estimating(monkeypatch, {name: (1.0, True) for name in BY_AXES.values()})
     found = cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=50.0))
     search = found.plan.search
     assert (search[SLOWEST_SECONDS], search[GIVEN_SECONDS]) == (50.0, 50.0)
 
 
-def test_tracing_counts_as_time_of_a_variant(monkeypatch, tmp_path):
-    asked, now = [], [100.0]
-    whole, read = room.find_plan, room._Steps.analyzed
-
-    def find(step, mesh, options, analyzed):
-        asked.append(options.settings.seconds)
-        return whole(step, mesh, options, analyzed)
+def test_tracing_counts_as_time_of_a_variant(monkeypatch, clock, tmp_path):
+    read = room._Steps.analyzed
 
     def analyzed(steps, variant):
-        now[0] += 10.0
+        clock.now += 10.0
         return read(steps, variant)
 
     monkeypatch.setattr(room._Steps, "analyzed", analyzed)
-    monkeypatch.setattr(room, "find_plan", find)
-    monkeypatch.setattr(room, "now", lambda: now[0])
+    clock.plans_take(0.0)
     cfp.plan_fastest(SHAPES[:1], **small(tmp_path, seconds=60.0))
-    assert asked == [50.0]
+    assert clock.given == [50.0]
 
 
 def test_what_was_estimated_of_a_variant_is_not_estimated_again(monkeypatch, tmp_path):
@@ -605,17 +568,9 @@ def test_where_nothing_fits_leaner_variants_are_planned(tmp_path):
     assert len(made) == 1
 
 
-def test_where_time_is_over_and_nothing_fits_no_other_is_planned(monkeypatch, tmp_path):
-    now, asked = [100.0], []
-
-    def find(step, mesh, options, analyzed):
-        asked.append(BY_AXES[len(mesh.axis_names)])
-        now[0] += 40.0
-        needed = {"line": 9, "flat": 7, "cube": 8}[asked[-1]]
-        raise MemoryBudgetError(f"{needed} B.", smallest_feasible_bytes=needed)
-
-    monkeypatch.setattr(room, "find_plan", find)
-    monkeypatch.setattr(room, "now", lambda: now[0])
+def test_where_time_is_over_and_nothing_fits_no_other_is_planned(clock, tmp_path):
+    clock.plans_take(40.0, needing={"line": 9, "flat": 7, "cube": 8})
+    asked = clock.planned
     leaner = variant("parts", parts=8)
     how = {"leaner": lambda: [leaner], **small(tmp_path, seconds=99.0)}
     with pytest.raises(MemoryBudgetError) as caught:

@@ -226,11 +226,12 @@ class Plan:
         """
         check_binding(fn, kwargs)
         plan = self if mesh is None else self.on(mesh)
+        given = static_argnums, static_argnames, donate_argnums, donate_argnames
+        step = plan._flat(fn, args, kwargs, *given)
         start_devices(devices := plan._devices())
         if plan.mesh is None and devices:
             plan = replace(plan, mesh=plan._on_mesh())
-        given = static_argnums, static_argnames, donate_argnums, donate_argnames
-        step = plan._flat(fn, args, kwargs, *given)
+        step = typed_as_returned(step)
         out_tree, now = tree_structure(step.traced.out_info), trace_context_key()
         return replace(plan, step=step, out_tree=out_tree, traced_under=now)
 
@@ -244,7 +245,7 @@ class Plan:
         donate_argnums: int | Sequence[int] = (),
         donate_argnames: str | Sequence[str] = (),
     ) -> FlatStep:
-        """A call of the step, traced only if its state is weakly typed; see `bind`.
+        """A call of the step, which is not traced yet; see `bind`.
 
         Raises:
             PlanMismatch: the arguments are not those of the plan.
@@ -266,8 +267,7 @@ class Plan:
         )
         check_arguments(self.arg_names, self.arg_types, step)
         check_donated(self.donated, step)
-        step = step.with_state_in_host(self.in_host).with_donated(self.donated)
-        return typed_as_returned(step)
+        return step.with_state_in_host(self.in_host).with_donated(self.donated)
 
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
         """The plan with the step that it was made for.
@@ -352,7 +352,7 @@ class Plan:
         if not kwargs.keys().isdisjoint(BINDS):
             return False  # Names of arguments of `bind`, which reads them.
         check_binding(step.fn, kwargs)
-        return self._flat(step.fn, args, kwargs) == step
+        return typed_as_returned(self._flat(step.fn, args, kwargs)) == step
 
     def compile(self, fn: Callable[..., Any], *args: Any, **kw: Any) -> CompiledStep:
         """Compiles the step for these arguments (arrays or shapes).

@@ -414,6 +414,9 @@ def test_devices_start_while_a_plan_is_bound(loaded, monkeypatch):
     elsewhere = replace(plan, environment={"platform": "cuda"})
     elsewhere.bind(step_fn, *args)
     assert asked == [jax.devices()[:4], []]
+    with pytest.raises(cfp.PlanMismatch):
+        plan.bind(step_fn, args[0], args[0])
+    assert len(asked) == 2  # For arguments that do not fit none takes its memory.
 
 
 def test_a_plan_decides_alone(loaded):

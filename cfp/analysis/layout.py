@@ -106,9 +106,9 @@ class Frame:
     )
     # By op id and axes: specs in which it makes its results, and axes over which they
     # are partial sums. All layouts ask for them.
-    made: dict[tuple[int, FactorAxes], tuple[tuple[Spec, ...], tuple[str, ...]]] = (
-        field(init=False, default_factory=dict, compare=False, repr=False)
-    )
+    result_specs: dict[
+        tuple[int, FactorAxes], tuple[tuple[Spec, ...], tuple[str, ...]]
+    ] = field(init=False, default_factory=dict, compare=False, repr=False)
 
 
 class Layout:
@@ -199,7 +199,7 @@ class Layout:
     def natural_spec(self, op: Op, index: int) -> Spec | None:
         """Returns the spec in which an op makes its result, before any resharding."""
         if op.id in self.axes:
-            return self._made(op)[0][index]
+            return self._result_specs(op)[0][index]
         if op.shardings:
             return self._by_hand(op.shardings[len(op.operands) + index])
         if op.id in self.frame.program.leaf_ops:
@@ -208,11 +208,11 @@ class Layout:
 
     def unreduced(self, op: Op) -> tuple[str, ...]:
         """The axes over which an op leaves partial sums."""
-        return self._made(op)[1] if op.id in self.axes else ()
+        return self._result_specs(op)[1] if op.id in self.axes else ()
 
-    def _made(self, op: Op) -> tuple[tuple[Spec, ...], tuple[str, ...]]:
+    def _result_specs(self, op: Op) -> tuple[tuple[Spec, ...], tuple[str, ...]]:
         """The specs of an op's results, and the axes over which they are partial."""
-        rule, axes, known = op.rule, self.axes[op.id], self.frame.made
+        rule, axes, known = op.rule, self.axes[op.id], self.frame.result_specs
         if (found := known.get((op.id, axes))) is None:
             assert rule is not None, "only ops with a rule have axes"
             specs = tuple(tensor_spec(rule, dims, axes) for dims in rule.results)
@@ -327,7 +327,7 @@ class Layout:
                     self.value_spec[result] = spec
         for op_id in sorted(self.axes):
             op = program.ops[op_id]
-            specs, partial = self._made(op)
+            specs, partial = self._result_specs(op)
             for result, natural in zip(op.results, specs, strict=True):
                 if partial:
                     natural = self._scattered(result, natural, partial)

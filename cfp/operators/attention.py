@@ -146,12 +146,7 @@ EMBEDDING = Operator(
         Implementation(name="xla", library="jax.numpy", call=_take),
         Implementation(name="float32", library="jax.numpy", call=_take_float32),
         Implementation(name="one_hot", library="jax.nn", call=_one_hot),
-        Implementation(
-            name="flax",
-            library="flax",
-            call=_embed_flax,
-            probe=probe.library("flax.linen"),
-        ),
+        Implementation(name="flax", library="flax", call=_embed_flax),
     ),
 )
 

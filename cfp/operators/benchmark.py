@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from math import isfinite
 from typing import Any
 
 import jax
 
-from cfp.devices.device_kind import kind, kinds
+from cfp.devices.device_kind import DeviceKind, kind_of
 from cfp.operators.cases import (
     Program,
     Shape,
@@ -151,41 +151,6 @@ def needed_bytes(compiled: Any) -> int:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peaks:
-    """Specified rates of a device.
-
-    Attributes:
-        name: of the kind of device.
-        flops_per_ms: by type.
-        memory_bytes_per_ms: read plus written.
-    """
-
-    name: str
-    flops_per_ms: Mapping[str, float]
-    memory_bytes_per_ms: float
-
-
-@cache
-def peaks(device_kind: str) -> Peaks | None:
-    """The peaks of a device, by the name that JAX gives its kind; None if unknown."""
-    for name in sorted(set(kinds().values())):
-        one = kind(name)
-        if one.device_kind == device_kind:
-            numbers = {key: number.value for key, number in one.numbers.items()}
-            half = numbers["bfloat16_tflop_per_s"] * 1e9
-            return Peaks(
-                name=name,
-                flops_per_ms={
-                    "float32": numbers["float32_tflop_per_s"] * 1e9,
-                    "bfloat16": half,
-                    "float16": half,
-                },
-                memory_bytes_per_ms=numbers["memory_gb_per_s"] * 1e6,
-            )
-    return None
-
-
 def least_bytes(operator: Operator, args: Any, *, backward: bool) -> int:
     """Bytes that a pass must read and write, each once.
 
@@ -211,14 +176,17 @@ def bound_ms(
     args: Any,
     shape: Shape,
     dtype: str,
-    found: Peaks,
+    device: DeviceKind,
     *,
     backward: bool,
 ) -> float:
     """The shortest time that a device's specification allows."""
     flops = operator.flops(shape.dims) * (3 if backward else 1)
     moved = least_bytes(operator, args, backward=backward)
-    return max(flops / found.flops_per_ms[dtype], moved / found.memory_bytes_per_ms)
+    wide = "float32" if dtype == "float32" else "bfloat16"
+    flops_per_ms = device.numbers[f"{wide}_tflop_per_s"].value * 1e9
+    bytes_per_ms = device.numbers["memory_gb_per_s"].value * 1e6
+    return max(flops / flops_per_ms, moved / bytes_per_ms)
 
 
 def _bytes(x: Any) -> int:
@@ -230,6 +198,24 @@ MEASURED, WRONG, FAILED = "measured", "incorrect", "failed"
 ABSENT, REFUSED, NO_MEMORY, NO_TIME = "absent", "refused", "no memory", "not reached"
 # Cases of which all programs are compiled before any is timed; a guess.
 GROUP = 6
+
+
+def temp_bytes(compiled: Any) -> int | None:
+    """The most that a program holds besides arguments and results, if that is known."""
+    memory = compiled.memory_analysis()
+    return memory.temp_size_in_bytes if memory else None
+
+
+def repeater(compiled: Any, *args: Any) -> Callable[[int], None]:
+    """A function that runs a program so many times, and waits for the last."""
+
+    def repeat(times: int) -> None:
+        out = None
+        for _ in range(times):
+            out = compiled(*args)
+        jax.block_until_ready(out)
+
+    return repeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -519,19 +505,13 @@ class _Case:
     def _timed(self, compiled: Any, seconds: float, *, backward: bool) -> Pass:
         args, cotangent = self._arguments()
 
-        def repeat(times: int) -> None:
-            out = None
-            for _ in range(times):
-                out = compiled(args, cotangent)
-            jax.block_until_ready(out)
-
         timing = measure(
-            repeat,
+            repeater(compiled, args, cotangent),
             warmup_seconds=0.05,
             min_samples=3,
             budget_seconds=self._how.sample_seconds,
         )
-        found = peaks(jax.devices()[0].device_kind)
+        found = kind_of(jax.devices()[0].device_kind)
         percent = None
         if found is not None:
             least = bound_ms(
@@ -543,12 +523,11 @@ class _Case:
                 backward=backward,
             )
             percent = 100 * least / timing.median_ms
-        memory = compiled.memory_analysis()
         return Pass(
             samples_ms=timing.samples_ms,
             median_ms=timing.median_ms,
             compile_seconds=seconds,
-            temp_bytes=memory.temp_size_in_bytes if memory else None,
+            temp_bytes=temp_bytes(compiled),
             roofline_percent=percent,
         )
 

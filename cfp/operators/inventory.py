@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -103,6 +104,61 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "moe_dispatch": ("up", "down"),
 }
 _TABLE_DEVIATION = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """An operator as a layer.
+
+    Attributes:
+        operator: by name.
+        sizes: of parameters: the name that a layer gives each of their dims.
+    """
+
+    operator: str
+    sizes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def sizes_of_no_input(self) -> dict[str, str]:
+        """The sizes that the inputs of a call do not say."""
+        said = {dim for one in inputs_of(self.operator) for dim in one.dims.split()}
+        return {name: dim for name, dim in self.sizes.items() if dim not in said}
+
+    @property
+    def text(self) -> str:
+        """The operator in a sentence, with its inputs."""
+        inputs = ", ".join(one.name for one in inputs_of(self.operator))
+        return f"{find(self.operator).summary}: ({inputs})."
+
+
+_HIDDEN = {"hidden": "h"}
+# By the name of the layer's class.
+LAYERS: Mapping[str, LayerForm] = {
+    "LayerNorm": LayerForm("layer_norm", _HIDDEN),
+    "RMSNorm": LayerForm("rms_norm", _HIDDEN),
+    "DropoutAddLayerNorm": LayerForm("dropout_add_layer_norm", _HIDDEN),
+    "BiasGelu": LayerForm("bias_gelu", {"hidden": "f"}),
+    "SwiGLU": LayerForm("swiglu", {"hidden": "h", "ffn": "f"}),
+    "QKVProjection": LayerForm("qkv_projection", _HIDDEN),
+    "Embedding": LayerForm("embedding", {"vocab": "v", "hidden": "h"}),
+    "LinearCrossEntropy": LayerForm(
+        "linear_cross_entropy", {"vocab": "v", "hidden": "h"}
+    ),
+    "GroupedMatmul": LayerForm(
+        "grouped_matmul", {"experts": "e", "hidden": "h", "width": "w"}
+    ),
+    "MoEDispatch": LayerForm(
+        "moe_dispatch", {"experts": "e", "hidden": "h", "width": "w"}
+    ),
+    "BertAttention": LayerForm("bert_attention"),
+    "GPTAttention": LayerForm("gpt_attention"),
+    "T5Attention": LayerForm("t5_attention"),
+    "RotaryEmbedding": LayerForm("rotary_embedding"),
+    "Softmax": LayerForm("softmax"),
+    "MaskedSoftmax": LayerForm("masked_softmax"),
+    "CausalSoftmax": LayerForm("causal_softmax"),
+    "CrossEntropy": LayerForm("cross_entropy"),
+}
 
 
 def parameters_of(operator: str) -> tuple[Argument, ...]:

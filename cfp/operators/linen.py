@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
-from types import MappingProxyType
+from types import MappingProxyType, new_class
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from cfp.operators import inventory
-from cfp.operators.inventory import find
+from cfp.operators.inventory import LAYERS, find
 
 
 class Layer(nn.Module):
-    """An operator as a module; see its subclasses.
+    """An operator as a module; the others are made of it.
 
     Attributes:
         implementation: by name; the first that takes the arguments, if not given.
@@ -69,146 +69,36 @@ class Layer(nn.Module):
         )
 
 
-class LayerNorm(Layer):
-    """Layer norm over the last dim: (x)."""
-
-    operator: ClassVar[str] = "layer_norm"
-
-
-class RMSNorm(Layer):
-    """RMS norm over the last dim: (x)."""
-
-    operator: ClassVar[str] = "rms_norm"
-
-
-class DropoutAddLayerNorm(Layer):
-    """Layer norm of residual + dropout(x): (x, residual, key data)."""
-
-    operator: ClassVar[str] = "dropout_add_layer_norm"
+def _layer(name: str) -> Any:
+    """The module of a layer, with an attribute for each size that it is not told."""
+    form = LAYERS[name]
+    sizes = form.sizes_of_no_input
+    text = f"{form.text}\n\nSizes: {', '.join(sizes)}." if sizes else form.text
+    body = {
+        "__doc__": text,
+        "__module__": __name__,
+        "__annotations__": dict.fromkeys(sizes, int),
+        "operator": form.operator,
+        "sizes": sizes,
+    }
+    return new_class(name, (Layer,), {"kw_only": True}, lambda new: new.update(body))
 
 
-class BiasGelu(Layer):
-    """GELU of x + bias: (x)."""
-
-    operator: ClassVar[str] = "bias_gelu"
-
-
-class SwiGLU(Layer, kw_only=True):
-    """silu(x @ gate) * (x @ up): (x).
-
-    Attributes:
-        ffn: width of what is made.
-    """
-
-    ffn: int
-
-    operator: ClassVar[str] = "swiglu"
-    sizes: ClassVar[Mapping[str, str]] = {"ffn": "f"}
-
-
-class QKVProjection(Layer):
-    """Query, key and value of x, stacked: (x)."""
-
-    operator: ClassVar[str] = "qkv_projection"
-
-
-class Embedding(Layer, kw_only=True):
-    """Rows of a table: (tokens).
-
-    Attributes:
-        vocab: rows of the table.
-        hidden: width of the rows.
-    """
-
-    vocab: int
-    hidden: int
-
-    operator: ClassVar[str] = "embedding"
-    sizes: ClassVar[Mapping[str, str]] = {"vocab": "v", "hidden": "h"}
-
-
-class LinearCrossEntropy(Layer, kw_only=True):
-    """Mean cross-entropy of x @ kernel.T: (x, labels).
-
-    Attributes:
-        vocab: rows of the kernel.
-    """
-
-    vocab: int
-
-    operator: ClassVar[str] = "linear_cross_entropy"
-    sizes: ClassVar[Mapping[str, str]] = {"vocab": "v"}
-
-
-class GroupedMatmul(Layer, kw_only=True):
-    """Groups of rows, each with a kernel of its own: (x, groups).
-
-    Attributes:
-        width: width of what is made.
-    """
-
-    width: int
-
-    operator: ClassVar[str] = "grouped_matmul"
-    sizes: ClassVar[Mapping[str, str]] = {"width": "w"}
-
-
-class MoEDispatch(Layer, kw_only=True):
-    """Tokens through the MLPs of their best experts: (x, scores).
-
-    Attributes:
-        width: width inside an expert.
-    """
-
-    width: int
-
-    operator: ClassVar[str] = "moe_dispatch"
-    sizes: ClassVar[Mapping[str, str]] = {"width": "w"}
-
-
-class BertAttention(Layer):
-    """Attention to the first keys: (query, key, value, lengths)."""
-
-    operator: ClassVar[str] = "bert_attention"
-
-
-class GPTAttention(Layer):
-    """Causal attention: (query, key, value)."""
-
-    operator: ClassVar[str] = "gpt_attention"
-
-
-class T5Attention(Layer):
-    """Attention with a bias of the scores: (query, key, value, bias)."""
-
-    operator: ClassVar[str] = "t5_attention"
-
-
-class RotaryEmbedding(Layer):
-    """Turns pairs of features by their place: (x)."""
-
-    operator: ClassVar[str] = "rotary_embedding"
-
-
-class Softmax(Layer):
-    """Softmax over the last dim: (scores)."""
-
-    operator: ClassVar[str] = "softmax"
-
-
-class MaskedSoftmax(Layer):
-    """Softmax over the first keys: (scores, lengths)."""
-
-    operator: ClassVar[str] = "masked_softmax"
-
-
-class CausalSoftmax(Layer):
-    """Softmax over the past: (scores)."""
-
-    operator: ClassVar[str] = "causal_softmax"
-
-
-class CrossEntropy(Layer):
-    """Minus the log probability of each label: (logits, labels)."""
-
-    operator: ClassVar[str] = "cross_entropy"
+LayerNorm = _layer("LayerNorm")
+RMSNorm = _layer("RMSNorm")
+DropoutAddLayerNorm = _layer("DropoutAddLayerNorm")
+BiasGelu = _layer("BiasGelu")
+SwiGLU = _layer("SwiGLU")
+QKVProjection = _layer("QKVProjection")
+Embedding = _layer("Embedding")
+LinearCrossEntropy = _layer("LinearCrossEntropy")
+GroupedMatmul = _layer("GroupedMatmul")
+MoEDispatch = _layer("MoEDispatch")
+BertAttention = _layer("BertAttention")
+GPTAttention = _layer("GPTAttention")
+T5Attention = _layer("T5Attention")
+RotaryEmbedding = _layer("RotaryEmbedding")
+Softmax = _layer("Softmax")
+MaskedSoftmax = _layer("MaskedSoftmax")
+CausalSoftmax = _layer("CausalSoftmax")
+CrossEntropy = _layer("CrossEntropy")

@@ -89,11 +89,6 @@ def tokamax(backend: str, needs: str = "") -> Callable[[], Reason]:
     return partial(tokamax_reason, backend, needs)
 
 
-def library(name: str) -> Callable[[], Reason]:
-    """The probe of a library that needs nothing but to be installed."""
-    return cache(partial(import_reason, name))
-
-
 def load_pallas(module: str) -> ModuleType:
     """A module of `jax.experimental.pallas.ops.gpu`."""
     return load(f"{KERNELS}.{module}")

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from cfp.devices.device_kind import kind
 from cfp.operators import OPERATORS, command, find, layer_norm, probe
 from cfp.operators import benchmark as b
-from cfp.operators.benchmark import bound_ms, least_bytes, peaks
+from cfp.operators.benchmark import bound_ms, least_bytes
 from cfp.operators.cases import Check, Shape, check_dtype, limit_of, sample
 from cfp.operators.command import (
     changes,
@@ -143,8 +144,7 @@ def test_a_limit_is_for_norms_and_for_the_largest_difference():
 
 
 def test_the_roofline_counts_contractions_and_bytes():
-    found = peaks("NVIDIA H200")
-    assert found is not None and peaks("cpu") is None
+    found = kind("h200")
     args, _ = sample(DOUBLE, TINY, "bfloat16")
     # x and the result, 32 elements of two bytes; then x, cotangent and gradient.
     assert least_bytes(DOUBLE, args, backward=False) == 128

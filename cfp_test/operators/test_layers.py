@@ -48,12 +48,9 @@ def test_a_module_computes_what_the_function_does(name):
     right = OPERATORS[name](*args)
     np.testing.assert_array_equal(linen.apply(given, *inputs), right)
 
-    wanted = inspect.signature(NNX[name].__init__).parameters
     dims = {**SHAPE.dims, **OPERATORS[name].bind(by_name)}
-    names = {"hidden": "f" if name == "bias_gelu" else "h", "ffn": "f", "vocab": "v"}
-    names |= {"experts": "e", "width": "w"}
-    sizes = {key: dims[dim] for key, dim in names.items() if key in wanted}
-    made = nnx.eval_shape(lambda: NNX[name](**sizes, rngs=nnx.Rngs(0)))
+    sizes = [dims[dim] for dim in NNX[name].sizes.values()]
+    made = nnx.eval_shape(lambda: NNX[name](*sizes, rngs=nnx.Rngs(0)))
     state = nnx.state(made, nnx.Param)
     assert jax.tree.map(jnp.shape, nnx.to_pure_dict(state)) == (
         jax.tree.map(jnp.shape, parameters)
@@ -71,3 +68,12 @@ def test_modules_compute_in_the_type_of_their_inputs_with_options():
     assert table(jnp.zeros((1, 2), jnp.int32)).dtype == jnp.bfloat16
     with pytest.raises(TypeError, match="needs rngs"):
         of_nnx.LayerNorm(4)
+
+
+def test_modules_take_the_sizes_that_they_name():
+    made = of_nnx.SwiGLU(4, ffn=8, rngs=nnx.Rngs(0))
+    assert made.gate[...].shape == (4, 8)
+    with pytest.raises(TypeError, match="ffn"):
+        of_nnx.SwiGLU(4, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="ffn"):
+        of_linen.SwiGLU()

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -306,7 +307,7 @@ class _Adapter:
     ):
         self._kind = type(part).__name__
         self._policy, self._replacement, self._seen = policy, replacement, seen
-        self._part = _Plain(
+        self._part = SimpleNamespace(
             **{
                 name: value
                 for name, value in vars(part).items()
@@ -327,13 +328,6 @@ class _Adapter:
             ) from error
         self._seen()
         return made
-
-
-class _Plain:
-    """Attributes, and nothing else."""
-
-    def __init__(self, **attributes: Any):
-        self.__dict__.update(attributes)
 
 
 def surgery(

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from cfp.errors import compose
+from cfp.operators.benchmark import repeater, temp_bytes
 from cfp.operators.inject.policy import Policy, PolicyError
 from cfp.profiling.timing import interleave
 from cfp.units import format_bytes
@@ -193,28 +194,15 @@ def worth(
         for name, step in (("before", before), ("after", after))
     }
 
-    def runner(program: Any) -> Callable[[int], None]:
-        def repeat(times: int) -> None:
-            out = None
-            for _ in range(times):
-                out = program(*args)
-            jax.block_until_ready(out)
-
-        return repeat
-
     timings = interleave(
-        {name: runner(one) for name, one in compiled.items()},
+        {name: repeater(one, *args) for name, one in compiled.items()},
         rounds,
         warmup_seconds=0.2,
         budget_seconds=seconds,
     )
-    sizes = {name: one.memory_analysis() for name, one in compiled.items()}
-    temp = {
-        name: one.temp_size_in_bytes if one else None for name, one in sizes.items()
-    }
     return Worth(
         before_ms=timings["before"].median_ms,
         after_ms=timings["after"].median_ms,
-        before_bytes=temp["before"],
-        after_bytes=temp["after"],
+        before_bytes=temp_bytes(compiled["before"]),
+        after_bytes=temp_bytes(compiled["after"]),
     )

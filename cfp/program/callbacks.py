@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from cfp.program.graph import Program
+from cfp.program.jaxprs import closed_with, with_equations, with_inner
 
 _NAME, _RESULTS = "callback", "result_avals"
 
@@ -77,35 +78,16 @@ def guarded(closed: ClosedJaxpr, alarm: Alarm) -> ClosedJaxpr:
     Args:
         alarm: called with what they raise.
     """
-    found = _guarded(closed.jaxpr, alarm)
-    return closed if found is closed.jaxpr else closed.replace(jaxpr=found)
 
+    def guard(jaxpr: Jaxpr) -> Jaxpr:
+        return with_equations(jaxpr, guard_equation)
 
-def _guarded(jaxpr: Jaxpr, alarm: Alarm) -> Jaxpr:
-    eqns = [_guarded_eqn(eqn, alarm) for eqn in jaxpr.eqns]
-    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
-        return jaxpr
-    return jaxpr.replace(eqns=eqns)
+    def guard_equation(eqn: JaxprEqn) -> JaxprEqn:
+        eqn = with_inner(eqn, guard)
+        called = eqn.params.get(_NAME)
+        if not (eqn.primitive.name.endswith(_NAME) and callable(called)):
+            return eqn
+        calls = alarm.guard(called, eqn.params.get(_RESULTS, ()))
+        return eqn.replace(params={**eqn.params, _NAME: calls})
 
-
-def _guarded_eqn(eqn: JaxprEqn, alarm: Alarm) -> JaxprEqn:
-    params = {name: _guarded_value(v, alarm) for name, v in eqn.params.items()}
-    called = params.get(_NAME)
-    if eqn.primitive.name.endswith(_NAME) and callable(called):
-        params[_NAME] = alarm.guard(called, params.get(_RESULTS, ()))
-    if all(params[name] is eqn.params[name] for name in params):
-        return eqn
-    return eqn.replace(params=params)
-
-
-def _guarded_value(value: Any, alarm: Alarm) -> Any:
-    """A parameter of an op, with the programs in it guarded; others as they are."""
-    if isinstance(value, ClosedJaxpr):
-        return guarded(value, alarm)
-    if isinstance(value, Jaxpr):
-        return _guarded(value, alarm)
-    if type(value) in (tuple, list):
-        new = [_guarded_value(one, alarm) for one in value]
-        if any(a is not b for a, b in zip(new, value, strict=True)):
-            return type(value)(new)
-    return value
+    return closed_with(closed, guard)

@@ -37,13 +37,11 @@ def check_names(
     Raises:
         StepNotTraceable: there is one.
     """
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):
+    parameters = _parameters(fn)
+    if parameters is None:
         return
     unknown = [name for name in sequence(names, str) if name not in parameters]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if unknown and not takes_any:
+    if unknown and not _takes_any(parameters):
         raise StepNotTraceable(
             f"{option} names {unknown}, but the step's arguments are "
             f"{list(parameters)}."
@@ -65,11 +63,8 @@ def check_keywords(
     Raises:
         OptionError: there is one.
     """
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):
-        return
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    parameters = _parameters(fn)
+    if parameters is None or _takes_any(parameters):
         return
     for name in kwargs.keys() - parameters.keys():
         raise OptionError(
@@ -129,11 +124,7 @@ def by_position(
     So that it makes no difference whether arguments are passed by keyword.
     """
     placed, named = list(args), dict(kwargs)
-    try:
-        parameters = [*inspect.signature(fn).parameters.values()]
-    except (TypeError, ValueError):
-        parameters = []
-    for one in parameters[len(placed) :]:
+    for one in [*(_parameters(fn) or {}).values()][len(placed) :]:
         if one.kind is not one.POSITIONAL_OR_KEYWORD or one.name not in named:
             break
         placed.append(named.pop(one.name))
@@ -142,12 +133,21 @@ def by_position(
 
 def parameter_names(fn: Callable[..., Any]) -> list[str]:
     """The names of a function's positional parameters, as far as it tells them."""
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p.name for p in parameters if p.kind in kinds]
+    return [p.name for p in (_parameters(fn) or {}).values() if p.kind in kinds]
+
+
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """True if a function takes keywords of any name."""
+    return any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """A function's parameters by name; None if it does not tell them."""
+    try:
+        return inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return None
 
 
 _MOST_NAMED = 3

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-import jax
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -191,7 +190,7 @@ def _mesh_symbol(module: ir.Module, mesh: Mesh | AbstractMesh) -> str:
         names = mesh.shape.keys()
         kept = [axis for axis in there if axis[0] in names or axis[1] != "1"]
         if kept == [(name, str(size)) for name, size in mesh.shape.items()]:
-            return ir.StringAttr(op.attributes["sym_name"]).value
+            return shardy.symbol_name(op.operation)
     with ir.InsertionPoint.at_block_begin(module.body):
         ir.Operation.parse(f"sdy.mesh @cfp_mesh = {wanted}")
     return "cfp_mesh"
@@ -288,10 +287,8 @@ def propagate(
         The sharding of every value that propagation shards, or was constrained, by id.
     """
     where = AbstractMesh(tuple(s for _, s in mesh), tuple(name for name, _ in mesh))
-    empty = jax.jit(lambda: ()).lower().compiler_ir("stablehlo")
-    assert empty is not None, "JAX lowers to StableHLO"
-    with empty.context, ir.Location.unknown():
-        module = ir.Module.parse(program.text)
+    module = shardy.parsed(program.text)
+    with module.context, ir.Location.unknown():
         function = shardy.main_function(module)
         ops = shardy.program_ops(function)
         number = ir.IntegerType.get_signless(64)

@@ -6,9 +6,6 @@ mark in its name stack, the step is lowered once more, and the marks are read ba
 the locations of the ops. The program must come out as it did without marks.
 """
 
-# pyright: reportPrivateImportUsage=false
-# (of jax 0.12, which exports ClosedJaxpr in a way that pyright takes for private)
-
 from __future__ import annotations
 
 import re
@@ -20,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.mlir import ir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -28,6 +25,7 @@ from cfp.program import shardy
 from cfp.program.constrain import Constraints
 from cfp.program.graft import aval
 from cfp.program.graph import Op, Program, Spec
+from cfp.program.jaxprs import inner_jaxprs, with_equations, with_inner
 from cfp.program.step import FlatStep
 from cfp.program.trace import lower_step, read_lowering
 
@@ -77,19 +75,6 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         for inner in inner_jaxprs(eqn):
             yield from equations(inner)
         yield eqn
-
-
-def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The jaxprs among an equation's parameters, by the parameters' names."""
-    found = []
-    for name in sorted(eqn.params):
-        value = eqn.params[name]
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, ClosedJaxpr):
-                found.append(one.jaxpr)
-            elif isinstance(one, Jaxpr):
-                found.append(one)
-    return found
 
 
 def place(
@@ -148,26 +133,13 @@ class _Marker:
         self.count = 0
 
     def mark(self, jaxpr: Jaxpr) -> Jaxpr:
-        eqns = []
-        for eqn in jaxpr.eqns:
-            params = dict(eqn.params)
-            for name in sorted(params):
-                params[name] = self._inside(params[name])
-            stack = eqn.source_info.name_stack.extend(f"cfp-eqn-{self.count}-")
-            self.count += 1
-            info = eqn.source_info.replace(name_stack=stack)
-            eqns.append(eqn.replace(params=params, source_info=info))
-        return jaxpr.replace(eqns=eqns)
+        return with_equations(jaxpr, self._marked)
 
-    def _inside(self, value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr):
-            return value.replace(jaxpr=self.mark(value.jaxpr))
-        if isinstance(value, Jaxpr):
-            return self.mark(value)
-        if isinstance(value, tuple | list):
-            if any(isinstance(one, ClosedJaxpr | Jaxpr) for one in value):
-                return type(value)(self._inside(one) for one in value)
-        return value
+    def _marked(self, eqn: JaxprEqn) -> JaxprEqn:
+        eqn = with_inner(eqn, self.mark)
+        stack = eqn.source_info.name_stack.extend(f"cfp-eqn-{self.count}-")
+        self.count += 1
+        return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
 def _innermost(location: ir.Location) -> int:

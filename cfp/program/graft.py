@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
 from threading import Lock
 from types import MappingProxyType
 
@@ -25,7 +24,7 @@ from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain, partition_spec
 from cfp.program.graph import Op, Program, Spec, numpy_dtype
 from cfp.program.rematerialize import tag_of
-from cfp.program.replace import erase_unread, rewire, symbol_name
+from cfp.program.replace import erase_unread, rewire
 from cfp.program.signature import Part, aval, cut_part, signature
 
 
@@ -170,8 +169,7 @@ def lower_part(
     """
     types = signature(program, part)
     lowered = types.lower(*types.shardings(mesh, in_specs, out_specs), donated)
-    module = lowered.compiler_ir("stablehlo")
-    assert module is not None, "JAX lowers to StableHLO"
+    module = shardy.stablehlo(lowered)
     cut = _excerpt(program, part)
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(cut.program.text)
@@ -201,13 +199,10 @@ def _excerpt(program: Program, part: Part) -> Excerpt:
 
 def _text(program: Program, part: Part) -> bytes:
     """The module of a part alone, without any shardings."""
-    module = signature(program, part).lower().compiler_ir("stablehlo")
-    assert module is not None, "JAX lowers to StableHLO"
-    buffer = BytesIO()
+    module = shardy.stablehlo(signature(program, part).lower())
     with module.context, ir.Location.unknown():
         _transplant(module, ir.Module.parse(program.text), program, part)
-        module.operation.write_bytecode(buffer)
-    return buffer.getvalue()
+        return shardy.bytecode(module.operation)
 
 
 def _transplant(
@@ -389,8 +384,8 @@ def _part_ops(
 
 def _copy_symbols(target: ir.Module, source: ir.Module) -> None:
     """Copies meshes and functions that the part's ops may refer to by name."""
-    known = {symbol_name(op.operation) for op in target.body.operations}
+    known = {shardy.symbol_name(op.operation) for op in target.body.operations}
     with ir.InsertionPoint.at_block_begin(target.body):
         for opview in source.body.operations:
-            if symbol_name(opview.operation) not in known:
+            if shardy.symbol_name(opview.operation) not in known:
                 opview.operation.clone()

@@ -94,8 +94,7 @@ def lower_local(
     specs = [((),) * len(one.shape) for one in (*local.inputs, *local.outputs)]
     count = len(local.inputs)
     lowered = local.lower(*local.shardings(mesh, specs[:count], specs[count:]), donated)
-    module = lowered.compiler_ir("stablehlo")
-    assert module is not None, "JAX lowers to StableHLO"
+    module = shardy.stablehlo(lowered)
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(partitioned)
         meshes = [o for o in source.body.operations if o.operation.name == "sdy.mesh"]
@@ -184,15 +183,11 @@ def _stands_for(op: ir.Operation, sizes: Mapping[str, int]) -> list[ir.Value] | 
     if op.name == "stablehlo.reduce_scatter":
         [part] = _barred(list(op.operands))
         return [_first(part, ir.RankedTensorType(op.results[0].type))]
-    if op.name == "stablehlo.custom_call" and _target(op) == "ragged_all_to_all":
+    if shardy.call_target(op) == "ragged_all_to_all":
         return _barred([op.operands[1]])
     if op.name in ("stablehlo.send", "stablehlo.recv"):
         raise ValueError(f"{op.name} has no result that one device could make")
     return None
-
-
-def _target(op: ir.Operation) -> str:
-    return ir.StringAttr(op.attributes["call_target_name"]).value
 
 
 def _zero(kind: ir.Type) -> ir.Value:

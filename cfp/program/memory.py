@@ -4,21 +4,20 @@ That is the memory of the host that they may be in, their shardings on meshes wi
 explicit axes, which are a part of types there, and the devices of several processes.
 """
 
-# pyright: reportPrivateImportUsage=false
-# (of jax 0.12, which exports ClosedJaxpr in a way that pyright takes for private)
-
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import tree_flatten, tree_unflatten
+
+from cfp.program.jaxprs import inner_jaxprs
 
 # The memory that JAX means by `jax.memory.Space.Host`.
 HOST = "pinned_host"
@@ -53,7 +52,7 @@ def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[st
         given = [kinds.get(id(var), "") for var in eqn.invars]
         if eqn.primitive.name == "optimization_barrier":
             kinds.update((id(v), k) for v, k in zip(eqn.outvars, given, strict=True))
-        for inner in _inner_programs(eqn.params):
+        for inner in inner_jaxprs(eqn):
             takes = len(inner.invars)
             if len(inner.outvars) != len(eqn.outvars) or takes > len(given):
                 continue
@@ -69,16 +68,6 @@ def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[st
         HOST if space == jax.memory.Space.Host else kinds.get(id(var), "")
         for var, space in zip(jaxpr.outvars, spaces, strict=True)
     )
-
-
-def _inner_programs(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
-    """Lists the programs that an equation runs, such as the branches of a cond."""
-    for value in params.values():
-        for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, ClosedJaxpr):
-                yield one.jaxpr
-            elif isinstance(one, Jaxpr):
-                yield one
 
 
 def on_device(tree: Any) -> Any:

@@ -49,6 +49,7 @@ from cfp.program.asked import (
     written,
 )
 from cfp.program.graph import PARTITIONED, inner_flops
+from cfp.program.jaxprs import closed_with, with_equations, with_inner
 from cfp.program.read import read_program
 from cfp.program.rules import Rule, parse_rule
 
@@ -195,40 +196,21 @@ def deferred(closed: ClosedJaxpr) -> ClosedJaxpr:
     JAX refuses to lower custom_partitioning ops, and what becomes one, for a mesh
     without devices. Here they are lowered without. Functions of the host stay.
     """
-    found = _deferred(closed.jaxpr)
-    return closed if found is closed.jaxpr else closed.replace(jaxpr=found)
+    return closed_with(closed, _deferred)
 
 
 def _deferred(jaxpr: Jaxpr) -> Jaxpr:
-    eqns = [_deferred_eqn(eqn) for eqn in jaxpr.eqns]
-    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
-        return jaxpr
-    return jaxpr.replace(eqns=eqns)
+    return with_equations(jaxpr, _deferred_eqn)
 
 
 def _deferred_eqn(eqn: JaxprEqn) -> JaxprEqn:
-    if eqn.primitive in prim_requires_devices_during_lowering:
-        if eqn.primitive.name.endswith(_OF_HOST):
-            return eqn
-        avals = tuple(v.aval for v in eqn.outvars)
-        what = _Op(eqn.primitive, dict(eqn.params))
-        return eqn.replace(primitive=_deferred_p, params={"op": what, "avals": avals})
-    params = {name: _deferred_value(v) for name, v in eqn.params.items()}
-    if all(params[name] is eqn.params[name] for name in params):
+    if eqn.primitive not in prim_requires_devices_during_lowering:
+        return with_inner(eqn, _deferred)
+    if eqn.primitive.name.endswith(_OF_HOST):
         return eqn
-    return eqn.replace(params=params)
-
-
-def _deferred_value(value: Any) -> Any:
-    if isinstance(value, ClosedJaxpr):
-        return deferred(value)
-    if isinstance(value, Jaxpr):
-        return _deferred(value)
-    if type(value) in (tuple, list):
-        new = [_deferred_value(one) for one in value]
-        if any(a is not b for a, b in zip(new, value, strict=True)):
-            return type(value)(new)
-    return value
+    avals = tuple(v.aval for v in eqn.outvars)
+    what = _Op(eqn.primitive, dict(eqn.params))
+    return eqn.replace(primitive=_deferred_p, params={"op": what, "avals": avals})
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,8 +313,7 @@ def _inside(call: ClosedJaxpr, platforms: tuple[str, ...]) -> tuple[str, int]:
         return run(*operands)
 
     traced = jax.jit(inside, keep_unused=True).trace(*_shapes(call.in_avals))
-    module = traced.lower(lowering_platforms=platforms).compiler_ir("stablehlo")
-    assert module is not None, "JAX lowers to StableHLO"
+    module = shardy.stablehlo(traced.lower(lowering_platforms=platforms))
     shardy.normalise(module)
     names = [""] * len(call.in_avals)
     outputs = [""] * len(call.out_avals)
@@ -386,9 +367,7 @@ def unbound(module: ir.Module) -> str | None:
 
 def is_call(op: ir.Operation) -> bool:
     """True if an op calls a custom_partitioning op, which has no effects."""
-    if op.name != "stablehlo.custom_call":
-        return False
-    if ir.StringAttr(op.attributes["call_target_name"]).value != TARGET:
+    if shardy.call_target(op) != TARGET:
         return False
     return ir.StringAttr(op.attributes[_CONFIG]).value.startswith(f"{_PREFIX}:")
 

@@ -11,7 +11,6 @@ it stands for those programs only that have the same.
 from __future__ import annotations
 
 import hashlib
-import io
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -80,11 +79,9 @@ def fingerprints(text: bytes, context: ir.Context) -> Fingerprints:
         for name in _SIGNATURE:
             if name in function.attributes:
                 del function.attributes[name]
-        buffer = io.BytesIO()
-        function.write_bytecode(buffer)
-        exact.update(buffer.getvalue())
+        exact.update(shardy.bytecode(function))
         _blank_constants(function)
-        name = ir.StringAttr(function.attributes["sym_name"]).value
+        name = shardy.symbol_name(function)
         texts[name] = str(function.get_asm(enable_debug_info=False))
         calls[name] = [c for op in shardy.walk(function) if (c := stands_for(op))]
         structure.update(texts[name].encode())
@@ -202,9 +199,7 @@ def read_program(
         erased_constraints: for :attr:`Program.erased_constraints`.
     """
     function = shardy.main_function(module)
-    buffer = io.BytesIO()
-    module.operation.write_bytecode(buffer)
-    text = buffer.getvalue()
+    text = shardy.bytecode(module.operation)
     prints = fingerprints(text, module.context)
     own = {op for op in shardy.walk(function) if shardy.RULE in op.attributes}
     shardy.add_rules(module)
@@ -226,7 +221,7 @@ def read_program(
         text=text,
         fingerprint=prints.structure,
         content=prints.exact,
-        name=ir.StringAttr(module.operation.attributes["sym_name"]).value,
+        name=shardy.symbol_name(module.operation),
         erased_constraints=erased_constraints,
     )
 
@@ -255,7 +250,6 @@ class _Reader:
         self.outputs: list[int] = []
         self._ids: dict[ir.Value, int] = {}
         self._types: dict[ir.Type, tuple[tuple[int, ...], str]] = {}
-        self._constants: dict[int, int] = {}
 
     def read_function(self, function: ir.Operation) -> None:
         block = function.regions[0].blocks[0]
@@ -288,7 +282,7 @@ class _Reader:
         entries: list[int] = []
         body_start = len(self.ops)
         if op.name in shardy.REGION_OPS:
-            trips = self._trip_count(op, operands)
+            trips = _trip_count(op)
             for number, region in enumerate(op.regions):
                 (block,) = region.blocks
                 for argument, origin in zip(block.arguments, operands, strict=False):
@@ -304,7 +298,6 @@ class _Reader:
             if self.ops[i].parent == -2:
                 self.ops[i] = replace(self.ops[i], parent=index)
         results = [self._new_value(r, producer=index) for r in op.results]
-        self._note_constant(op, results)
         attributes = _attributes(op, index)
         alike = not op.regions and op.name not in _WITH_STRUCTURE
         self.ops.append(
@@ -347,58 +340,11 @@ class _Reader:
             return elementwise_rule(shapes[0], len(operands), len(results))
         return None
 
-    def _note_constant(self, op: ir.Operation, results: list[int]) -> None:
-        if op.name != "stablehlo.constant":
-            return
-        value = self.values[results[0]]
-        # The bindings know no attribute class for some other types (complex ones).
-        if value.shape or not value.dtype.removeprefix("u").startswith("i"):
-            return
-        attribute = op.attributes["value"]
-        if isinstance(attribute, ir.DenseIntElementsAttr):
-            self._constants[results[0]] = int(attribute[0])
 
-    def _trip_count(self, op: ir.Operation, operands: list[int]) -> int:
-        """The number of iterations of a counted loop; 1 where it is not known.
-
-        Reads the form that JAX gives to ``scan`` and ``fori_loop``: the condition
-        compares a counter with a constant, the body adds a constant to it.
-        """
-        if op.name != "stablehlo.while":
-            return 1
-        condition = op.regions[0].blocks[0]
-        *_, last = condition.operations
-        test = last.operation.operands[0].owner
-        if not isinstance(test, ir.OpView | ir.Operation):
-            return 1
-        test = test.operation
-        direction = (
-            str(test.attributes["comparison_direction"])
-            if (test.name == "stablehlo.compare")
-            else ""
-        )
-        if "LT" not in direction:
-            return 1
-        counter, limit = test.operands
-        if not isinstance(counter, ir.BlockArgument):
-            return 1
-        start = self._constants.get(operands[counter.arg_number])
-        stop = self._constant_of(limit, condition, operands)
-        return stop - start if start is not None and stop is not None else 1
-
-    def _constant_of(
-        self, value: ir.Value, block: ir.Block, operands: list[int]
-    ) -> int | None:
-        if isinstance(value, ir.BlockArgument):
-            return self._constants.get(operands[value.arg_number])
-        if value in self._ids:
-            return self._constants.get(self._ids[value])
-        defining: Any = value.owner
-        owner = defining.operation
-        attribute = owner.attributes["value"] if "value" in owner.attributes else None
-        if isinstance(attribute, ir.DenseIntElementsAttr):
-            return int(attribute[0])
-        return None
+def _trip_count(op: ir.Operation) -> int:
+    """The number of iterations of a counted loop; 1 where it is not known."""
+    counter = shardy.counter_of(op) if op.name == "stablehlo.while" else None
+    return 1 if counter is None else counter.limit - counter.start
 
 
 def _manual_shardings(op: ir.Operation) -> tuple[Spec, ...]:

@@ -258,10 +258,11 @@ class _Replacer:
         return results
 
     def _add_functions(self, source: ir.Module) -> None:
-        known = {symbol_name(op.operation) for op in self._module.body.operations}
+        there = (op.operation for op in self._module.body.operations)
+        known = set(map(shardy.symbol_name, there))
         with ir.InsertionPoint(self._module.body):
             for opview in source.body.operations:
-                symbol = symbol_name(opview.operation)
+                symbol = shardy.symbol_name(opview.operation)
                 is_helper = opview.operation.name == "func.func" and symbol != "main"
                 if is_helper and symbol not in known:
                     opview.operation.clone()
@@ -292,11 +293,6 @@ def _main(module: ir.Module) -> ir.Block:
     return shardy.main_function(module).regions[0].blocks[0]
 
 
-def symbol_name(op: ir.Operation) -> str:
-    """The name of a function or a mesh in its module."""
-    return ir.StringAttr(op.attributes["sym_name"]).value
-
-
 def rewire(op: ir.Operation, mapping: Mapping[ir.Value, ir.Value]) -> None:
     """Replaces operands of an op and of all ops inside it."""
     for index, operand in enumerate(op.operands):
@@ -325,8 +321,7 @@ def _lowered(
     lowered = traced.lower(
         lowering_platforms=("cuda" if platform == "gpu" else platform,)
     )
-    module = lowered.compiler_ir("stablehlo")
-    assert module is not None, "JAX lowers to StableHLO"
+    module = shardy.stablehlo(lowered)
     # What is whole may be so on a mesh of no axes: it is on the other as well.
     lines = [line for line in str(module).split("\n") if not _EMPTY_MESH.match(line)]
     # Newer JAX has a mesh once as devices and once as shapes: to a program one.
@@ -335,12 +330,12 @@ def _lowered(
         raise AssertionError("a stage is spread over the devices of one mesh")
     text = "\n".join(line for n, line in enumerate(lines) if n not in meshes[1:])
     known = [op for op in module.body.operations if op.operation.name == "sdy.mesh"]
-    names = {symbol_name(op.operation): "cfp_mesh" for op in known}
+    names = {shardy.symbol_name(op.operation): "cfp_mesh" for op in known}
     prefix = hashlib.sha256(text.encode()).hexdigest()[:12]
     for opview in module.body.operations:
         op = opview.operation
-        if op.name == "func.func" and symbol_name(op) != "main":
-            names[symbol_name(op)] = f"cfp_{prefix}_{symbol_name(op)}"
+        if op.name == "func.func" and shardy.symbol_name(op) != "main":
+            names[shardy.symbol_name(op)] = f"cfp_{prefix}_{shardy.symbol_name(op)}"
     return _with_names(text, names)
 
 

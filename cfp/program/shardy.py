@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -34,7 +35,7 @@ MOST_SMALL_ELEMENTS = 1024
 def main_function(module: ir.Module) -> ir.Operation:
     """The module's public function."""
     for op in functions(module.operation):
-        if ir.StringAttr(op.attributes["sym_name"]).value == "main":
+        if symbol_name(op) == "main":
             return op
     raise ValueError("the module has no function named main")
 
@@ -43,6 +44,18 @@ def functions(module: ir.Operation) -> list[ir.Operation]:
     """A module's functions: the main one, and those that composites stand for."""
     every = (op.operation for op in module.regions[0].blocks[0].operations)
     return [op for op in every if op.name == "func.func"]
+
+
+def symbol_name(op: ir.Operation) -> str:
+    """The name of a module, or of a function or a mesh in it."""
+    return ir.StringAttr(op.attributes["sym_name"]).value
+
+
+def call_target(op: ir.Operation) -> str:
+    """The name of the foreign code that an op calls; "" for other ops."""
+    if op.name != "stablehlo.custom_call":
+        return ""
+    return ir.StringAttr(op.attributes["call_target_name"]).value
 
 
 def argument_count(module: ir.Module) -> int:
@@ -67,17 +80,12 @@ def walk(function: ir.Operation) -> Iterator[ir.Operation]:
 
 def calls_host(op: ir.Operation) -> bool:
     """True if an op calls a function of the host."""
-    if op.name != "stablehlo.custom_call":
-        return False
-    return "callback" in ir.StringAttr(op.attributes["call_target_name"]).value
+    return "callback" in call_target(op)
 
 
 def moves_to_memory(op: ir.Operation) -> bool:
     """True if an op moves a value to the memory of the host, or to the device's."""
-    if op.name != "stablehlo.custom_call":
-        return False
-    target = ir.StringAttr(op.attributes["call_target_name"]).value
-    return target == "annotate_device_placement"
+    return call_target(op) == "annotate_device_placement"
 
 
 def memory_of_move(op: ir.Operation) -> str:
@@ -89,8 +97,7 @@ def memory_of_move(op: ir.Operation) -> str:
 def inspects_sharding(module: ir.Module) -> bool:
     """True if JAX is to show how a value inside of the module is sharded."""
     return any(
-        op.name == "stablehlo.custom_call"
-        and ir.StringAttr(op.attributes["call_target_name"]).value == "InspectSharding"
+        call_target(op) == "InspectSharding"
         for function in functions(module.operation)
         for op in walk(function)
     )
@@ -126,22 +133,40 @@ def without_locations(text: bytes, context: ir.Context) -> ir.Module:
     return module
 
 
+def stablehlo(lowered: jax.stages.Lowered) -> ir.Module:
+    """The module of a lowering, which is compiled as it is then."""
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None, "JAX lowers to StableHLO"
+    return module
+
+
 def parsed(text: bytes) -> ir.Module:
     """A module from its text, in a context of its own."""
     # Of the contexts that JAX makes, which know all dialects.
-    lowered = jax.jit(lambda: 0).lower().compiler_ir("stablehlo")
-    assert lowered is not None, "JAX lowers to StableHLO"
-    with lowered.context, ir.Location.unknown():
+    with stablehlo(jax.jit(lambda: 0).lower()).context, ir.Location.unknown():
         return ir.Module.parse(text)
+
+
+def bytecode(op: ir.Operation) -> bytes:
+    """A module, or an op in it, as bytecode."""
+    buffer = io.BytesIO()
+    op.write_bytecode(buffer)
+    return buffer.getvalue()
 
 
 def bare_bytecode(module: ir.Module) -> bytes:
     """A module as bytecode, without locations."""
-    text, bare = io.BytesIO(), io.BytesIO()
-    module.operation.write_bytecode(text)
-    stripped = without_locations(text.getvalue(), module.context)
-    stripped.operation.write_bytecode(bare)
-    return bare.getvalue()
+    text = bytecode(module.operation)
+    return bytecode(without_locations(text, module.context).operation)
+
+
+def replace_body(target: ir.Module, source: ir.Module) -> None:
+    """Gives a module another one's functions and meshes, of the same context."""
+    for op in list(target.body.operations):
+        op.operation.erase()
+    with ir.InsertionPoint(target.body):
+        for op in source.body.operations:
+            op.operation.clone()
 
 
 def normalise(module: ir.Module) -> int:
@@ -288,18 +313,23 @@ def _forward(op: ir.Operation, values: list[ir.Value]) -> None:
 def _inline(call: ir.Operation) -> None:
     """Moves a named computation's ops before it and drops the shell."""
     scope = location_name(call.location)
-    block = call.regions[0].blocks[0]
-    for argument, operand in zip(
-        list(block.arguments), list(call.operands), strict=True
-    ):
-        argument.replace_all_uses_with(operand)
-    *inner, last = [o.operation for o in block.operations]
+    *inner, _ = call.regions[0].blocks[0].operations
     for op in inner:
-        _prefix_scope(op, scope)
-        op.move_before(call)
+        _prefix_scope(op.operation, scope)
+    _put_in_place(call, call.regions[0])
+
+
+def _put_in_place(op: ir.Operation, body: ir.Region) -> None:
+    """Puts what a region computes of its op's operands in the place of the op."""
+    block = body.blocks[0]
+    for argument, operand in zip(list(block.arguments), list(op.operands), strict=True):
+        argument.replace_all_uses_with(operand)
+    *inner, last = [one.operation for one in block.operations]
+    for one in inner:
+        one.move_before(op)
     returned = list(last.operands)
     last.erase()
-    _forward(call, returned)
+    _forward(op, returned)
 
 
 def _prefix_scope(op: ir.Operation, scope: str) -> None:
@@ -348,50 +378,61 @@ def inline_single_iteration(loop: ir.Operation) -> bool:
     """
     if loop.name != _LOOP or not _runs_once(loop):
         return False
-    block = loop.regions[1].blocks[0]
-    for argument, operand in zip(
-        list(block.arguments), list(loop.operands), strict=True
-    ):
-        argument.replace_all_uses_with(operand)
-    *inner, last = [o.operation for o in block.operations]
-    for op in inner:
-        op.move_before(loop)
-    yielded = list(last.operands)
-    last.erase()
-    for result, value in zip(list(loop.results), yielded, strict=True):
-        result.replace_all_uses_with(value)
-    loop.erase()
+    _put_in_place(loop, loop.regions[1])
     return True
 
 
-def _runs_once(loop: ir.Operation) -> bool:
-    """Returns True if the counter is below its limit at first, and then no more.
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """The counter of a loop.
+
+    Attributes:
+        place: of the counter among what the loop carries.
+        start: its first value.
+        limit: at this value the loop ends.
+    """
+
+    place: int
+    start: int
+    limit: int
+
+
+def counter_of(loop: ir.Operation) -> Counter | None:
+    """The counter of a loop; None if it has none, or its range is not known.
 
     Reads the form that JAX gives to ``scan`` and ``fori_loop``: the condition compares
     a counter with a constant, and the body adds a constant to it.
     """
-    condition, body = (region.blocks[0] for region in loop.regions)
+    condition = loop.regions[0].blocks[0]
     *_, returned = condition.operations
     test = _owner(returned.operation.operands[0])
     if test is None or test.name != "stablehlo.compare":
-        return False
+        return None
     if "LT" not in str(test.attributes["comparison_direction"]):
-        return False
+        return None
     place = _place(test.operands[0], condition)
     if place is None:
-        return False
+        return None
     start = _integer(loop.operands[place])
     limit = _integer(_entering(test.operands[1], condition, loop))
+    if start is None or limit is None:
+        return None
+    return Counter(place, start, limit)
+
+
+def _runs_once(loop: ir.Operation) -> bool:
+    """Returns True if the counter is below its limit at first, and then no more."""
+    counter, body = counter_of(loop), loop.regions[1].blocks[0]
+    if counter is None:
+        return False
     *_, last = body.operations
-    step = _owner(last.operation.operands[place])
+    step = _owner(last.operation.operands[counter.place])
     if step is None or step.name != "stablehlo.add":
         return False
-    if _place(step.operands[0], body) != place:
+    if _place(step.operands[0], body) != counter.place:
         return False
     added = _integer(step.operands[1])
-    if start is None or limit is None or added is None:
-        return False
-    return start < limit <= start + added
+    return added is not None and counter.start < counter.limit <= counter.start + added
 
 
 def _owner(value: ir.Value) -> ir.Operation | None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ from jax.extend.core import primitives
 from jax.extend.mlir import ir
 from jax.sharding import Mesh, NamedSharding
 
+from cfp.program import shardy
 from cfp.program.constrain import partition_spec
 from cfp.program.graph import Program, Spec, numpy_dtype
 from cfp.program.memory import in_memory, placed_avals
@@ -320,12 +320,8 @@ def pack(
         types: of what it takes and returns.
         in_specs, out_specs, donated: what it was lowered with.
     """
-    module = lowered.compiler_ir("stablehlo")
-    assert module is not None, "JAX lowers to StableHLO"
-    buffer = BytesIO()
-    module.operation.write_bytecode(buffer)
     return Parcel(
-        module=buffer.getvalue(),
+        module=shardy.bytecode(shardy.stablehlo(lowered).operation),
         inputs=tuple(map(_array, types.inputs)),
         outputs=tuple(map(_array, types.outputs)),
         memory=types.memory,
@@ -355,19 +351,14 @@ def unpack(parcel: Parcel, mesh: Mesh) -> jax.stages.Lowered:
     types = Signature(inputs, outputs, parcel.memory)
     where = types.shardings(mesh, parcel.in_specs, parcel.out_specs)
     lowered = types.lower(*where, parcel.donated)
-    module = lowered.compiler_ir("stablehlo")
-    assert module is not None, "JAX lowers to StableHLO"
+    module = shardy.stablehlo(lowered)
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(parcel.module)
         if (name := unbound(source)) is not None:
             raise WrongPlace(
                 f"expected a program without Python callbacks, got one with {name!r}"
             )
-        for op in list(module.body.operations):
-            op.operation.erase()
-        with ir.InsertionPoint(module.body):
-            for op in source.body.operations:
-                op.operation.clone()
+        shardy.replace_body(module, source)
         ours, theirs = module.operation.attributes, source.operation.attributes
         for named in theirs:
             name = named if isinstance(named, str) else named.name

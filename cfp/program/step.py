@@ -236,14 +236,12 @@ class FlatStep:
         """
         if kwargs:
             args, kwargs = by_position(self.fn, args, kwargs)
-        passed = {**dict(enumerate(args)), **kwargs}
-        for key, value in self.static:
-            got = passed.get(key)
-            if type(got) is not type(value) or got != value:
-                raise PlanMismatch(
-                    f"Static argument {key} was {value!r} when the step was "
-                    f"planned, and is {got!r} now. Plan again for the new value."
-                )
+        if (changed := self._changed_static(args, kwargs)) is not None:
+            key, value, got = changed
+            raise PlanMismatch(
+                f"Static argument {key} was {value!r} when the step was planned, and "
+                f"is {got!r} now. Plan again for the new value."
+            )
         dynamic = dynamic_part(args, kwargs, dict(self.static))
         leaves, tree = tree_flatten(dynamic)
         if tree != self.in_tree:
@@ -262,17 +260,25 @@ class FlatStep:
         if kwargs:
             args, kwargs = by_position(self.fn, args, kwargs)
         if self.static:
-            passed = {**dict(enumerate(args)), **kwargs}
-            for key, value in self.static:
-                got = passed.get(key)
-                if type(got) is not type(value) or got != value:
-                    return None
+            if self._changed_static(args, kwargs) is not None:
+                return None
             args, kwargs = dynamic_part(args, kwargs, dict(self.static))
         try:
             leaves = self.in_tree.flatten_up_to((tuple(args), kwargs))
         except (ValueError, TypeError):
             return None
         return None if NoneType in map(type, leaves) else leaves
+
+    def _changed_static(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[int | str, Any, Any] | None:
+        """The first static argument with another value: its key, the old, the new."""
+        passed = {**dict(enumerate(args)), **kwargs}
+        for key, value in self.static:
+            got = passed.get(key)
+            if type(got) is not type(value) or got != value:
+                return key, value, got
+        return None
 
     def _what_changed(self, dynamic: Any) -> str:
         """Describes briefly how a call's arguments differ from those of the step."""

@@ -180,8 +180,7 @@ def lower_step(
             f"JAX does not lower {step.flat_fn.__name__!r} for several devices: "
             f"{type(error).__name__}: {step.with_paths(str(error))}\n{advice}"
         ) from error
-    module = lowered.compiler_ir("stablehlo")
-    assert module is not None, "JAX lowers to StableHLO"
+    module = shardy.stablehlo(lowered)
     if shardy.argument_count(module) > len(step.avals):  # tokens that keep the order
         raise StepNotTraceable(f"The step has effects in a fixed order. {_ORDERED}")
     if shardy.inspects_sharding(module):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from io import BytesIO
 from typing import Any
 
 import jax
@@ -76,7 +75,9 @@ def widened(
     # the host that it calls are the same, in the same order.
     wide = _wide_step(step)
     outer = lower_step(wide, in_shardings, list(out_shardings))
-    _replace_body(outer.module, lowering.module)
+    body = shardy.bytecode(lowering.module.operation)
+    with outer.module.context, ir.Location.unknown():
+        shardy.replace_body(outer.module, ir.Module.parse(body))
     text = lowering.text
     double = bool(_DOUBLE.search(text)) and not _SINGLE.search(text)
     return Widened(wide, outer, narrow, double)
@@ -113,19 +114,6 @@ def _wide_step(step: FlatStep) -> FlatStep:
         for a in step.avals
     )
     return replace(step, fn=wide, avals=avals)
-
-
-def _replace_body(target: ir.Module, source: ir.Module) -> None:
-    """Gives a module another one's functions and meshes."""
-    buffer = BytesIO()
-    source.operation.write_bytecode(buffer)
-    with target.context, ir.Location.unknown():
-        parsed = ir.Module.parse(buffer.getvalue())
-        for op in list(target.body.operations):
-            op.operation.erase()
-        with ir.InsertionPoint(target.body):
-            for op in parsed.body.operations:
-                op.operation.clone()
 
 
 # ------------------------------------------------------------------------- the module

@@ -37,7 +37,7 @@ from jax.sharding import Mesh
 from cfp.cost.schedule import Computed, Schedule, Sent, schedule_of
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.compiler_options import without_collectives
-from cfp.profiling.hlo_text import modules_in
+from cfp.profiling.hlo_text import modules_in, split_at_commas
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.meter import limits_of
 from cfp.profiling.rates import Rates
@@ -316,17 +316,7 @@ def computation_of(hlo_text: str) -> str:
 
 def parts_of(attributes: str) -> list[str]:
     """The attributes of an instruction, ``name=value``, one by one."""
-    attributes = attributes.removeprefix(")")
-    found, depth, start = [], 0, 0
-    for place, letter in enumerate(attributes):
-        if letter in "([{":
-            depth += 1
-        elif letter in ")]}":
-            depth -= 1
-        elif letter == "," and depth == 0:
-            found.append(attributes[start:place])
-            start = place + 1
-    return [text.strip() for text in (*found, attributes[start:])]
+    return split_at_commas(attributes.removeprefix(")"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,24 +9,19 @@ memory, and is right by the way it was made.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from cfp.errors import CompilerError, compose
+from cfp.profiling.hlo import called_by
 from cfp.profiling.hlo_text import Module, modules_in
 from cfp.profiling.overwritten import has_rematerialized, read_after_overwritten
 
 _OFF = "xla_disable_hlo_passes"
 _PASS = "rematerialization"
 _SCHEDULED = "is_scheduled=true"
-_CALLS = re.compile(
-    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation"
-    r"|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.-]+)"
-)
-_NAME = re.compile(r"[\w.-]+")
 
 
 def compile_right(
@@ -95,8 +90,7 @@ def miscompile_reason(hlo_text: str) -> str | None:
 def _called(module: Module) -> set[str]:
     """Names of the computations that a module's instructions refer to."""
     every = [one for found in module.computations.values() for one in found]
-    texts = [text for one in every for text in _CALLS.findall(one.attributes)]
-    return {name for text in texts for name in _NAME.findall(text)}
+    return {name for one in every for name in called_by(one) if name}
 
 
 def _late(hlo_text: str) -> tuple[str | None, str | None]:

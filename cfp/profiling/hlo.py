@@ -32,22 +32,19 @@ KINDS = (
 _Found = Counter[tuple[str, int, int]]  # (kind, bytes, group size) -> count
 
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([^\]]*)\]")
-_CALLED = re.compile(
-    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation"
-    r"|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.-]+)"
+_CALLING = (
+    "calls",
+    "to_apply",
+    "body",
+    "condition",
+    "true_computation",
+    "false_computation",
+    "branch_computations",
+    "called_computations",
 )
-# What sends, and what `_CALLED` finds.
-_COUNTED = (
-    *KINDS,
-    "calls=",
-    "to_apply=",
-    "body=",
-    "condition=",
-    "true_computation=",
-    "false_computation=",
-    "branch_computations=",
-    "called_computations=",
-)
+_CALLED = re.compile(rf"\b(?:{'|'.join(_CALLING)})=(\{{[^}}]*\}}|%?[\w.-]+)")
+# What sends, and what calls.
+_COUNTED = (*KINDS, *(f"{name}=" for name in _CALLING))
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 _MESH_AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\(\d+\)(\d+))?")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=")
@@ -71,7 +68,11 @@ def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
     """
     total: _Found = Counter()
     for module in modules_in(_lines_that_count(hlo_text)):
-        total.update(_of_module(module))
+        devices = devices_of(module)
+        for name, runs in _runs(module).items():
+            for one in module.computations[name]:
+                if (sent := sent_by(one, devices)) is not None:
+                    total[sent] += runs
     return tuple(
         Collective(kind=kind, bytes=size, group_size=group, count=count)
         for (kind, size, group), count in sorted(
@@ -122,35 +123,28 @@ def called_by(one: Instruction) -> Iterator[str]:
             yield name.strip().lstrip("%")
 
 
-def _of_module(module: Module) -> _Found:
-    devices = devices_of(module)
-    known: dict[str, _Found] = {}
-
-    def total(name: str) -> _Found:
-        if name not in known:
-            known[name] = Counter()
-            for one in module.computations[name]:
-                known[name].update(sent_counts(one, devices))
-                for called, times in calls(one):
-                    if called in module.computations:
-                        for what, count in total(called).items():
-                            known[name][what] += count * times
-        return known[name]
-
-    return total(module.entry)
-
-
-def sent_counts(one: Instruction, devices: int) -> _Found:
-    found = sent_by(one, devices)
-    return Counter() if found is None else Counter({found: 1})
-
-
 def calls(one: Instruction) -> Iterator[tuple[str, int]]:
     """The computations that an instruction calls, and how often each."""
     if one.opcode.partition("-start")[0] in KINDS:
         return  # An asynchronous form may name its own twin.
     for name in called_by(one):
         yield name, one.trips
+
+
+def _runs(module: Module) -> Counter[str]:
+    """Counts the runs of each computation in one run of the module."""
+    found: Counter[str] = Counter()
+    waiting = [(module.entry, 1)]
+    while waiting:
+        name, times = waiting.pop()
+        found[name] += times
+        waiting += [
+            (called, times * trips)
+            for one in module.computations[name]
+            for called, trips in calls(one)
+            if called in module.computations
+        ]
+    return found
 
 
 def _largest_side(kind: str, shape: str, started: bool, group: int) -> int:
@@ -293,9 +287,8 @@ def collective_sites(hlo_text: str) -> tuple[CollectiveSite, ...]:
         for name, runs in _runs(module).items():
             instructions = module.computations[name]
             for one in instructions:
-                for (kind, size, group), count in sent_counts(one, devices).items():
-                    place = _place(one, instructions, places)
-                    found[kind, size, group, place] += count * runs
+                if (sent := sent_by(one, devices)) is not None:
+                    found[*sent, _place(one, instructions, places)] += runs
     ranked = sorted(
         found.items(), key=lambda item: (-item[0][1] * item[1], str(item[0]))
     )
@@ -310,22 +303,6 @@ def collective_sites(hlo_text: str) -> tuple[CollectiveSite, ...]:
         )
         for (kind, size, group, place), count in ranked
     )
-
-
-def _runs(module: Module) -> Counter[str]:
-    """Counts the runs of each computation in one run of the module."""
-    found: Counter[str] = Counter()
-    waiting = [(module.entry, 1)]
-    while waiting:
-        name, times = waiting.pop()
-        found[name] += times
-        waiting += [
-            (called, times * trips)
-            for one in module.computations[name]
-            for called, trips in calls(one)
-            if called in module.computations
-        ]
-    return found
 
 
 def _place(

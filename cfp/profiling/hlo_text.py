@@ -122,16 +122,21 @@ def elements(shape: str) -> list[str]:
     """The elements of a tuple's shape; the shape itself if it is an array's."""
     if not shape.startswith("("):
         return [shape]
-    found, depth, start = [], 0, 1
-    for place, letter in enumerate(shape):
+    return split_at_commas(shape[1 : _closing(shape, 1)])
+
+
+def split_at_commas(text: str) -> list[str]:
+    """Splits a text at those of its commas that stand in no brackets."""
+    found, depth, start = [], 0, 0
+    for place, letter in enumerate(text):
         if letter in "([{":
             depth += 1
         elif letter in ")]}":
             depth -= 1
-        if (letter == "," and depth == 1) or (letter == ")" and depth == 0):
-            found.append(shape[start:place].strip())
+        elif letter == "," and depth == 0:
+            found.append(text[start:place].strip())
             start = place + 1
-    return found
+    return [*found, text[start:].strip()]
 
 
 def _shape_end(text: str) -> int:

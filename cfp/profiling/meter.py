@@ -12,7 +12,7 @@ import importlib
 import statistics
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,42 +25,13 @@ _SECONDS = 0.02
 _LEAST_SHARE = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """Medians while something ran; 0 where the driver does not say.
-
-    Attributes:
-        clock_mhz: of the multiprocessors.
-        most_mhz: the highest clock that the GPU has.
-        power_watts: what it took.
-        most_watts: what it may take.
-    """
-
-    clock_mhz: float = 0.0
-    most_mhz: float = 0.0
-    power_watts: float = 0.0
-    most_watts: float = 0.0
-
-    @property
-    def refusal(self) -> str:
-        """The reason why a time at this clock is no measurement; "" if it is one."""
-        if self.clock_mhz >= _LEAST_SHARE * self.most_mhz:
-            return ""
-        if self.power_watts > _LEAST_SHARE * self.most_watts:
-            return ""
-        return (
-            f"ran at {self.clock_mhz:.0f} MHz of {self.most_mhz:.0f}, the clock of an "
-            "idle GPU, or of one that is held back; expected at least "
-            f"{_LEAST_SHARE * self.most_mhz:.0f}"
-        )
-
-
 @dataclass(slots=True)
 class Meter:
-    """Samples of a GPU's clock and power.
+    """Samples of a GPU's clock and power; empty where the driver does not say.
 
     Attributes:
-        clocks_mhz, powers_watts: as they were taken.
+        clocks_mhz: of the multiprocessors, as they were taken.
+        powers_watts: what it took, likewise.
         most_mhz: the highest clock that the GPU has.
         most_watts: what it may take.
     """
@@ -71,17 +42,32 @@ class Meter:
     most_watts: float = 0.0
 
     @property
-    def load(self) -> Load:
-        """The medians of the later half of the samples, which is behind a warm-up."""
-        half = len(self.clocks_mhz) // 2
-        if not self.clocks_mhz:
-            return Load()
-        return Load(
-            clock_mhz=statistics.median(self.clocks_mhz[half:]),
-            most_mhz=self.most_mhz,
-            power_watts=statistics.median(self.powers_watts[half:]),
-            most_watts=self.most_watts,
+    def clock_mhz(self) -> float:
+        """The median clock behind the warm-up; 0 if it is not known."""
+        return self._usual(self.clocks_mhz)
+
+    @property
+    def power_watts(self) -> float:
+        """The median power behind the warm-up; 0 if it is not known."""
+        return self._usual(self.powers_watts)
+
+    @property
+    def refusal(self) -> str:
+        """The reason why a time at this clock is no measurement; "" if it is one."""
+        if not self.clocks_mhz or self.clock_mhz >= _LEAST_SHARE * self.most_mhz:
+            return ""
+        if self.power_watts > _LEAST_SHARE * self.most_watts:
+            return ""
+        return (
+            f"ran at {self.clock_mhz:.0f} MHz of {self.most_mhz:.0f}, the clock of an "
+            "idle GPU, or of one that is held back; expected at least "
+            f"{_LEAST_SHARE * self.most_mhz:.0f}"
         )
+
+    def _usual(self, samples: list[float]) -> float:
+        """The median of the later half of some samples, which is behind a warm-up."""
+        half = len(self.clocks_mhz) // 2
+        return statistics.median(samples[half:]) if self.clocks_mhz else 0.0
 
 
 @contextmanager
@@ -94,28 +80,18 @@ def metered(device: Device) -> Iterator[Meter]:
         return
 
     def sample() -> None:
-        number = numbers_of([device.local_hardware_id])[0]
-        if number < 0:
-            return
-        try:
-            library.nvmlInit()
-        except library.NVMLError:
-            return  # There is no such driver here.
-        try:
-            gpu = library.nvmlDeviceGetHandleByIndex(number)
-            kind = library.NVML_CLOCK_SM
-            meter.most_mhz = float(library.nvmlDeviceGetMaxClockInfo(gpu, kind))
-            limit = library.nvmlDeviceGetEnforcedPowerLimit(gpu)
-            meter.most_watts = limit / 1e3
-            while not over.wait(_SECONDS):
-                watts = library.nvmlDeviceGetPowerUsage(gpu) / 1e3
-                meter.powers_watts.append(watts)
-                clock = library.nvmlDeviceGetClockInfo(gpu, kind)
-                meter.clocks_mhz.append(float(clock))
-        except library.NVMLError:
-            meter.clocks_mhz.clear()  # A GPU in pieces (MIG) has neither.
-        finally:
-            library.nvmlShutdown()
+        with _handle(library, device) as gpu:
+            if gpu is None:
+                return
+            meter.most_mhz, meter.most_watts = _limits(library, gpu)
+            try:
+                while not over.wait(_SECONDS):
+                    watts = library.nvmlDeviceGetPowerUsage(gpu) / 1e3
+                    meter.powers_watts.append(watts)
+                    clock = library.nvmlDeviceGetClockInfo(gpu, library.NVML_CLOCK_SM)
+                    meter.clocks_mhz.append(float(clock))
+            except library.NVMLError:
+                meter.clocks_mhz.clear()  # A GPU in pieces (MIG) has neither.
 
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
@@ -131,17 +107,33 @@ def limits_of(device: Device) -> tuple[float, float]:
     library = _library(device)
     if library is None:
         return 0.0, 0.0
-    number = numbers_of([device.local_hardware_id])[0]
+    with _handle(library, device) as gpu:
+        return (0.0, 0.0) if gpu is None else _limits(library, gpu)
+
+
+def _limits(library: Any, gpu: Any) -> tuple[float, float]:
     try:
-        library.nvmlInit()
-    except library.NVMLError:
-        return 0.0, 0.0  # There is no such driver here.
-    try:
-        gpu = library.nvmlDeviceGetHandleByIndex(number)
         most_mhz = library.nvmlDeviceGetMaxClockInfo(gpu, library.NVML_CLOCK_SM)
         return float(most_mhz), library.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
     except library.NVMLError:
         return 0.0, 0.0
+
+
+@contextmanager
+def _handle(library: Any, device: Device) -> Iterator[Any]:
+    """What the driver knows a GPU by, while its library is open; None if nothing."""
+    number = numbers_of([device.local_hardware_id])[0]
+    try:
+        library.nvmlInit()
+    except library.NVMLError:
+        yield None  # There is no such driver here.
+        return
+    gpu = None
+    try:
+        if number >= 0:
+            with suppress(library.NVMLError):
+                gpu = library.nvmlDeviceGetHandleByIndex(number)
+        yield gpu
     finally:
         library.nvmlShutdown()
 

@@ -235,8 +235,7 @@ def execute(
                 **options,
                 agree=agreement.seconds,
             )
-        load = meter.load
-        reason = checked and (load.refusal or loop.not_finite())
+        reason = checked and (meter.refusal or loop.not_finite())
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         agreement.end_of_run(reason_of(error))
         return built.record(
@@ -253,7 +252,7 @@ def execute(
         samples_ms=found.samples_ms,
         run_seconds=time.perf_counter() - started,
     )
-    return replace(record, clock_mhz=load.clock_mhz, power_watts=load.power_watts)
+    return replace(record, clock_mhz=meter.clock_mhz, power_watts=meter.power_watts)
 
 
 def _build(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from cfp.profiling import meter
-from cfp.profiling.meter import Load, limits_of, metered
+from cfp.profiling.meter import limits_of, metered
 
 
 class Library:
@@ -62,11 +62,11 @@ def library(monkeypatch):
 
 
 def waited(library):
-    """The load once the library's clocks were all read."""
+    """The meter once the library's clocks were all read."""
     with metered(GPU) as found:
         while len(library.clocks) > 1 or len(found.clocks_mhz) < 4:
             time.sleep(0.001)
-    return found.load
+    return found
 
 
 def test_the_later_half_counts(library):
@@ -75,9 +75,8 @@ def test_the_later_half_counts(library):
     found.clocks_mhz[:] = [345.0, 345.0, 1600.0, 1610.0, 1620.0]
     found.powers_watts[:] = [80.0, 90.0, 600.0, 610.0, 620.0]
     found.most_mhz = 1980.0
-    load = found.load
-    assert (load.clock_mhz, load.power_watts) == (1610.0, 610.0)
-    assert load.refusal == ""
+    assert (found.clock_mhz, found.power_watts) == (1610.0, 610.0)
+    assert found.refusal == ""
 
 
 def test_an_idle_clock_is_refused(library):
@@ -105,14 +104,14 @@ def test_without_a_driver_nothing_is_known(library):
     used.nvmlInit = fail
     with metered(GPU) as found:
         pass
-    assert found.load == Load()
+    assert (found.clock_mhz, found.power_watts) == (0.0, 0.0)
 
 
 def test_what_the_driver_does_not_say_is_not_refused(library):
     used = library([1590], broken=True)
     with metered(GPU) as found:
         time.sleep(0.01)
-    assert found.load == Load() and found.load.refusal == ""
+    assert (found.clock_mhz, found.power_watts, found.refusal) == (0.0, 0.0, "")
     assert used.opened == 0
 
 
@@ -121,7 +120,7 @@ def test_without_the_library_nothing_is_known(monkeypatch, platform):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with metered(SimpleNamespace(platform=platform, local_hardware_id=0)) as found:
         pass
-    assert found.load == Load()
+    assert (found.clock_mhz, found.power_watts) == (0.0, 0.0)
 
 
 def test_the_limits_are_what_the_driver_says(library):

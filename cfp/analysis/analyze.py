@@ -23,7 +23,7 @@ from cfp.analysis.segments import Segment, find_segments, open_loops
 from cfp.analysis.storage import find_storage, pair_outputs
 from cfp.analysis.strategies import BlockSharding, Mesh, Spec
 from cfp.errors import PinError
-from cfp.program.graph import Program
+from cfp.program.graph import Program, reached
 
 # (segment that makes or stores, segment that reads)
 Pair = tuple[int, int]
@@ -215,14 +215,12 @@ def update_blocks(frame: Frame) -> set[int]:
 
 def _downstream(flow: Flow, values: Sequence[int]) -> set[int]:
     """The ops that compute with values, or with what is made of them."""
-    found: set[int] = set()
-    stack = [*values]
-    while stack:
-        for op, _ in flow.readers(stack.pop()):
-            if op.id not in found:
-                found.add(op.id)
-                stack += op.results
-    return found
+
+    def readers(some: Sequence[int]) -> list[int]:
+        return [op.id for value in some for op, _ in flow.readers(value)]
+
+    ops = flow.program.ops
+    return {*reached(readers(values), lambda op: readers(ops[op].results))}
 
 
 def resolve_pins(

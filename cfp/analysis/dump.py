@@ -27,6 +27,7 @@ from cfp.analysis.strategies import (
     axis_choices,
     block_strategies,
     describe,
+    splits_together,
 )
 from cfp.errors import CfpError
 from cfp.program.graph import Op, Program, op_flops
@@ -175,14 +176,8 @@ def op_strategies(frame: Frame, block: Block, member: Member) -> list[Strategy]:
         [c for c in axis_choices(rule, size) if c.exit == NONE]
         for _, size in frame.mesh
     ]
-    found = []
-    for strategy in product(*per_axis):
-        ways: dict[int, int] = {}
-        for (_, size), choice in zip(frame.mesh, strategy, strict=True):
-            ways[choice.inner] = ways.get(choice.inner, 1) * size
-        if all(f == NONE or rule.splits(f, n) for f, n in ways.items()):
-            found.append(strategy)
-    return found
+    every = product(*per_axis)
+    return [one for one in every if splits_together(rule, frame.mesh, one)]
 
 
 def plan_numbers(frame: Frame, block: Block, member: Member) -> list[int]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from cfp.program.graph import Op, Program
+from cfp.program.graph import Op, Program, reached
 
 _BARRIERS = frozenset({"optimization_barrier"})
 
@@ -80,13 +80,7 @@ class Flow:
 
     def makers(self, value: int) -> Iterator[Op]:
         """The ops that compute a value."""
-        stack, seen = [value], {value}
-        while stack:
-            v = stack.pop()
-            for source in self.sources(v):
-                if source not in seen:
-                    seen.add(source)
-                    stack.append(source)
+        for v in reached([value], self.sources):
             producer = self.program.values[v].producer
             if producer >= 0 and not passes(self.program.ops[producer]):
                 yield self.program.ops[producer]
@@ -109,18 +103,16 @@ class Flow:
 
     def readers(self, value: int) -> Iterator[tuple[Op, int]]:
         """The ops that compute with a value, with the operand's index."""
-        stack, seen = [value], {value}
-        while stack:
-            v = stack.pop()
-            for user, index in self.program.users[v]:
-                op = self.program.ops[user]
-                if not passes(op):
-                    yield op, index
-                    continue
-                for other in self.becomes(user, index):
-                    if other not in seen:
-                        seen.add(other)
-                        stack.append(other)
+        ops, users = self.program.ops, self.program.users
+
+        def passed_on(v: int) -> list[int]:
+            places = (place for place in users[v] if passes(ops[place[0]]))
+            return [other for place in places for other in self.becomes(*place)]
+
+        for v in reached([value], passed_on):
+            for user, index in users[v]:
+                if not passes(ops[user]):
+                    yield ops[user], index
 
     @cached_property
     def canonical(self) -> dict[int, int]:

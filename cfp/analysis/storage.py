@@ -15,7 +15,7 @@ from cfp.analysis.contractions import UnionFind, is_contraction
 from cfp.analysis.flow import NEVER, Flow, first_downstream
 from cfp.analysis.numbering import squeeze
 from cfp.analysis.strategies import Mesh, Spec
-from cfp.program.graph import Op, Program
+from cfp.program.graph import Op, Program, reached
 
 __all__ = [
     "USUAL_STORAGE",
@@ -268,15 +268,7 @@ class _Finder:
 
     def _is_argument(self, value: int, arguments: set[int]) -> bool:
         """True if a value is one of some arguments, carried into a loop."""
-        stack, seen = [value], {value}
-        while stack:
-            v = stack.pop()
-            if v in arguments:
-                return True
-            fresh = [s for s in self.flow.sources(v) if s not in seen]
-            seen.update(fresh)
-            stack.extend(fresh)
-        return False
+        return not arguments.isdisjoint(reached([value], self.flow.sources))
 
     def _statistics(
         self,

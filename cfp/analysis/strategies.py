@@ -14,7 +14,7 @@ its gradient reduced.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -90,22 +90,27 @@ def block_strategies(program: Program, block: Block, mesh: Mesh) -> list[Strateg
     anchor = program.ops[block.anchor]
     rule = anchor.rule
     assert rule is not None
-    sizes = dict(mesh)
     options = [axis_choices(rule, size) for _, size in mesh]
     found = []
     for strategy in product(*options):
-        split: dict[int, int] = {}
-        for (name, _), choice in zip(mesh, strategy, strict=True):
-            for factor in (choice.inner, choice.exit):
-                if factor != NONE:
-                    split[factor] = split.get(factor, 1) * sizes[name]
-        splits = all(rule.splits(f, ways) for f, ways in split.items())
-        if not splits or _scatters_wrongly(rule, strategy):
+        if not splits_together(rule, mesh, strategy):
+            continue
+        if _scatters_wrongly(rule, strategy):
             continue
         if anchor.kind == "gather" and _gathers_wrongly(rule, strategy):
             continue
         found.append(strategy)
     return found
+
+
+def splits_together(rule: Rule, mesh: Mesh, strategy: Sequence[AxisChoice]) -> bool:
+    """True if axes split their factors also where several of them split the same."""
+    ways: dict[int, int] = {}
+    for (_, size), choice in zip(mesh, strategy, strict=True):
+        for factor in (choice.inner, choice.exit):
+            if factor != NONE:
+                ways[factor] = ways.get(factor, 1) * size
+    return all(rule.splits(factor, count) for factor, count in ways.items())
 
 
 def _scatters_wrongly(rule: Rule, strategy: Strategy) -> bool:

@@ -20,7 +20,14 @@ from typing import Any
 from cfp.analysis.blocks import Block
 from cfp.analysis.layout import Choice, Frame, Storage, lay_out
 from cfp.analysis.storage import USUAL_STORAGE, stored_spec
-from cfp.analysis.strategies import NONE, AxisChoice, Spec, Strategy, axis_choices
+from cfp.analysis.strategies import (
+    NONE,
+    AxisChoice,
+    Spec,
+    Strategy,
+    axis_choices,
+    splits_together,
+)
 from cfp.presets.roles import ROLES, axis_walk
 from cfp.program.constrain import propagate
 from cfp.program.rules import Dims, Rule
@@ -128,16 +135,11 @@ def compatible(frame: Frame, block: Block, strategy: Strategy) -> Strategy:
     """A strategy without the later of two axes that do not split a factor together."""
     rule = frame.program.ops[block.anchor].rule
     assert rule is not None
-    split: dict[int, int] = {}
-    kept = []
-    for (_, size), choice in zip(frame.mesh, strategy, strict=True):
-        factors = {f for f in (choice.inner, choice.exit) if f != NONE}
-        if not all(rule.splits(f, split.get(f, 1) * size) for f in factors):
-            kept.append(AxisChoice())
-            continue
-        for f in factors:
-            split[f] = split.get(f, 1) * size
+    kept: list[AxisChoice] = []
+    for choice in strategy:
         kept.append(choice)
+        if not splits_together(rule, frame.mesh[: len(kept)], kept):
+            kept[-1] = AxisChoice()
     return tuple(kept)
 
 

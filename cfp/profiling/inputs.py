@@ -11,7 +11,7 @@ with ``0, 1, 2, ...`` up to the number of these.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from cfp.profiling.key import GPU_PLATFORMS
 from cfp.program.graft import Part, Spec, aval, partition_spec
-from cfp.program.graph import Op, Program
+from cfp.program.graph import Op, Program, reached
 from cfp.program.signature import is_key, key_name, signature
 
 _PICKED = re.compile(
@@ -97,22 +97,17 @@ def _counted(program: Program, value: int) -> int:
 
 def _sources(program: Program, value: int) -> set[int]:
     """The values that a value is made of without growing, itself among them."""
-    found: set[int] = set()
-    stack = [value]
-    while stack:
-        v = stack.pop()
-        if v in found:
-            continue
-        found.add(v)
+
+    def before(v: int) -> Iterable[int]:
         one = program.values[v]
         if one.producer < 0:
-            stack.extend([one.origin] if one.origin >= 0 else [])
-            continue
+            return [one.origin] if one.origin >= 0 else []
         op = program.ops[one.producer]
         if op.kind == "concatenate":
-            stack.extend(op.operands)
-        stack.extend(op.operands[i] for i in _SAME.get(op.kind, ()))
-    return found
+            return op.operands
+        return [op.operands[i] for i in _SAME.get(op.kind, ())]
+
+    return {*reached([value], before)}
 
 
 # All floats lie between these, which even eight bits hold as numbers above zero
@@ -314,23 +309,16 @@ def above_zero(program: Program, ops: tuple[int, ...]) -> frozenset[int]:
         ops: ids of top-level ops; their regions count, too.
     """
     inside = [inner for op in ops for inner in (op, *program.ops[op].body)]
-    found: set[int] = set()
-    stack = []
-    for op_id in inside:
-        op = program.ops[op_id]
-        if op.kind in _DOMAINS:
-            stack.append(op.operands[_DOMAINS[op.kind]])
-    while stack:
-        v = stack.pop()
-        if v in found:
-            continue
-        found.add(v)
+    every = (program.ops[op_id] for op_id in inside)
+    first = [op.operands[_DOMAINS[op.kind]] for op in every if op.kind in _DOMAINS]
+
+    def before(v: int) -> Iterable[int]:
         value = program.values[v]
         if value.producer >= 0:
-            stack.extend(_operands(program.ops[value.producer], v))
-        elif value.origin >= 0:
-            stack.append(value.origin)
-    return frozenset(found)
+            return _operands(program.ops[value.producer], v)
+        return [value.origin] if value.origin >= 0 else []
+
+    return frozenset(reached(first, before))
 
 
 def _operands(op: Op, v: int) -> tuple[int, ...]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +23,26 @@ from cfp.program.rules import Rule
 _FIRST_NUMBER = re.compile(r"\d+")
 
 Spec = tuple[tuple[str, ...], ...]  # for each dim the mesh axes it is sharded over
+
+_Node = TypeVar("_Node", bound=Hashable)
+
+
+def reached(
+    start: Iterable[_Node], further: Callable[[_Node], Iterable[_Node]]
+) -> Iterator[_Node]:
+    """Everything that leads from some things to others, each once, depth first.
+
+    Args:
+        start: these come, too.
+        further: gives what a thing leads to.
+    """
+    stack, seen = [*start], set[_Node]()
+    while stack:
+        one = stack.pop()
+        if one not in seen:
+            seen.add(one)
+            yield one
+            stack += further(one)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from jax.extend.mlir import ir
 
-from cfp.program.graph import PARTITIONED, Program
+from cfp.program.graph import PARTITIONED, Program, reached
 
 # Another one where another program comes of it: what was measured does not count then.
 VERSION = "3"
@@ -77,15 +77,12 @@ def rematerializable(
 
 def _read(program: Program, values: Iterable[int], ops: Set[int]) -> set[int]:
     """Some values, and all that those of some ops read that they take."""
-    found = set(values)
-    stack = [*found]
-    while stack:
-        producer = program.values[stack.pop()].producer
-        if producer in ops:
-            fresh = {*program.ops[producer].operands} - found
-            found |= fresh
-            stack.extend(fresh)
-    return found
+
+    def before(v: int) -> Sequence[int]:
+        producer = program.values[v].producer
+        return program.ops[producer].operands if producer in ops else ()
+
+    return {*reached(values, before)}
 
 
 def repeatable(program: Program, op_id: int) -> bool:

@@ -121,7 +121,7 @@ def _limits(library: Any, gpu: Any) -> tuple[float, float]:
 
 @contextmanager
 def _handle(library: Any, device: Device) -> Iterator[Any]:
-    """What the driver knows a GPU by, while its library is open; None if nothing."""
+    """The handle of a GPU while the library of its driver is open; None if unknown."""
     number = numbers_of([device.local_hardware_id])[0]
     try:
         library.nvmlInit()

@@ -382,6 +382,9 @@ BuildTimeout = Annotated[
     ),
 ]
 
+# Colours in the help of commands, where there are any.
+MARKUP: Any = "rich" if sys.stdout.isatty() else None
+
 # Set where the command line has --traceback.
 TRACEBACK = "CFP_TRACEBACK"
 

@@ -41,7 +41,7 @@ from cfp.cli.session import (
     parse_pins,
     target_of,
 )
-from cfp.cluster.on_ray import RunnerNeeds, alone, plan_on_ray
+from cfp.cluster.on_ray import RunnerNeeds, plan_on_ray
 from cfp.context import device_memory
 from cfp.devices import described
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
@@ -552,9 +552,9 @@ def _find_there(
         os.chdir(folder)
     found = find(replace(given, params={**given.params, "workdir": workdir}), remote)
     outcomes = tuple(
-        replace(one, plan=one.plan and alone(one.plan)) for one in found.outcomes
+        replace(one, plan=one.plan and one.plan.as_in_file()) for one in found.outcomes
     )
-    return replace(found, plan=alone(found.plan), outcomes=outcomes)
+    return replace(found, plan=found.plan.as_in_file(), outcomes=outcomes)
 
 
 # -------------------------------------------------------------- modes without a search

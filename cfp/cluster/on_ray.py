@@ -255,19 +255,6 @@ def plan_step(
     return made.bind(fn, *args, **kwargs)
 
 
-def alone(plan: Plan) -> Plan:
-    """A plan as a file would have it: without step, devices and programs."""
-    return replace(
-        plan,
-        sites=plan.found_sites,
-        mesh=None,
-        step=None,
-        out_tree=None,
-        raced=None,
-        tuned=None,
-    )
-
-
 def _plan_there(
     call: Callable[..., Plan],
     axes: tuple[tuple[str, int], ...],
@@ -294,7 +281,7 @@ def _plan_there(
         cache_dir=folder,
         settings=replace(settings, remote=remote),
     )
-    return alone(made)
+    return made.as_in_file()
 
 
 def _shape_of(value: Any) -> Any:

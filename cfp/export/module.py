@@ -26,7 +26,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch, compose
 from cfp.export.runtime import digest, equation_key, equations, numbers
-from cfp.plan.parts import Site, Sites
+from cfp.plan.parts import Site, Sites, shape_of
 from cfp.printable import printable
 from cfp.program.equations import place
 from cfp.program.graft import Constraints
@@ -193,10 +193,7 @@ def spec_code(spec: Spec, kind: str | None = None) -> str:
         spec: for each dim the axes.
         kind: the type of the tensor, where JAX may show fewer dims than the program.
     """
-    rank = len(spec)
-    if kind is not None:
-        dims = kind.rpartition("[")[2].rstrip("]")
-        rank = len(dims.split(",")) if dims else 0
+    rank = len(spec) if kind is None else len(shape_of(kind))
     parts = [
         repr(names[0]) if len(names) == 1 else repr(tuple(names)) if names else "None"
         for names in spec[:rank]

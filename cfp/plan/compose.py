@@ -126,7 +126,7 @@ def common_plan(agreement: Agreement, plan: Plan) -> Plan:
     """
     if agreement.alone:
         return plan
-    plain = replace(plan, sites=None, step=None, mesh=None)
+    plain = replace(plan, sites=None, step=None, mesh=None)  # Sites take a lowering.
     text = agreement.decided("the plan", plain.to_json() if agreement.decides else "")
     if agreement.decides:
         return plan
@@ -142,11 +142,4 @@ def common_plan(agreement: Agreement, plan: Plan) -> Plan:
                     "all; and please report this",
                 )
             )
-    return replace(
-        theirs,
-        mesh=plan.mesh,
-        step=plan.step,
-        out_tree=plan.out_tree,
-        raced=plan.raced,
-        tuned=plan.tuned,
-    )
+    return theirs.placed_like(plan)

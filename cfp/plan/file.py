@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Collection, Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -43,10 +42,16 @@ from cfp.fields import (
     shown,
 )
 from cfp.plan.figures import Figures
-from cfp.plan.parts import PlanRow, PlanSegment, Sites
+from cfp.plan.parts import (
+    PlanRow,
+    PlanSegment,
+    Sites,
+    constraints_to_json,
+    shape_of,
+)
 from cfp.profiling.compiler_options import refused_option
 from cfp.program.graft import Constraints
-from cfp.program.outline import Outline, unpacked
+from cfp.program.outline import Outline, outline_to_json, unpacked
 from cfp.program.rematerialize import Rematerialization
 from cfp.program.replace import Recorded, Replacement
 from cfp.race.programs import RaceRow
@@ -123,7 +128,7 @@ class _Argument(_Part):
     @classmethod
     def _fits(cls, spec: Spec, info: ValidationInfo) -> Spec:
         kind = info.data.get("type", "[]")
-        shape = [int(size) for size in re.findall(r"\d+", kind.partition("[")[2])]
+        shape = shape_of(kind)
         # Inside of a program keys of random numbers have one dim more than JAX shows.
         hidden = 1 if "<" in kind else 0
         if not len(shape) <= len(spec) <= len(shape) + hidden:
@@ -305,6 +310,33 @@ class PlanFile(_Part):
                 raise ValueError("printable names, and positions from 0 to 999")
         _check_once(static or (), "argument")
         return static
+
+
+def plan_data(plan: Any) -> dict[str, Any]:
+    """Returns the fields of a plan's file, as :func:`plan_fields` reads them again."""
+    leaves = plan.arg_names, plan.arg_types, plan.arg_specs, plan.donated
+    inside: Constraints = plan.constraints
+    replaced = {(one.name, one.op): one.functions.how for one in inside.replaced}
+    data = {
+        "format": FORMAT,
+        "arguments": [
+            {"path": name, "type": kind, "spec": spec, "donated": donated}
+            for name, kind, spec, donated in zip(*leaves, strict=True)
+        ],
+        "constraints": constraints_to_json(inside),
+        "recompute": inside.rematerialized,
+        "replaced": [
+            {"name": name, "op": op, "how": how} for (name, op), how in replaced.items()
+        ],
+        # What was never found out is infinite, and JSON has no word for that.
+        "search": {k: v for k, v in plan.search.items() if math.isfinite(v)},
+        "outline": plan.outline and outline_to_json(plan.outline),
+        "sites": plan.found_sites,
+    }
+    fields = PlanFile.model_fields
+    return {
+        name: data[name] if name in data else getattr(plan, name) for name in fields
+    }
 
 
 def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from cfp.program.step import FlatStep
 INDIVISIBLE = "divides none of"
 NOT_CHOSEN = "the plan does not shard it"
 
+_NUMBER = re.compile(r"\d+")
+
 
 class Role(StrEnum):
     """Kinds of factors of a block's anchor that an axis may shard."""
@@ -160,6 +162,11 @@ class PlanRow:
 def type_text(aval: Any) -> str:
     """A leaf's type as text: ``float32[8,16]``."""
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def shape_of(kind: str) -> tuple[int, ...]:
+    """The sizes in a type as text: ``float32[8,16]``."""
+    return tuple(map(int, _NUMBER.findall(kind.partition("[")[2])))
 
 
 def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) -> None:
@@ -373,23 +380,6 @@ def _paths(tree: Any) -> list[tuple[str, str]]:
     ]
 
 
-def arguments_to_json(
-    names: Sequence[str],
-    types: Sequence[str],
-    specs: Sequence[Spec],
-    donated: Sequence[bool],
-) -> list[dict[str, Any]]:
-    """A plan's argument leaves as JSON."""
-    leaves = zip(names, types, specs, donated, strict=True)
-    return [{"path": n, "type": t, "spec": s, "donated": d} for n, t, s, d in leaves]
-
-
-def replaced_to_json(constraints: Constraints) -> list[dict[str, Any]]:
-    """Returns replacements of ops as JSON, each of them once."""
-    found = {(one.name, one.op): one.functions.how for one in constraints.replaced}
-    return [{"name": name, "op": op, "how": how} for (name, op), how in found.items()]
-
-
 def constraints_to_json(constraints: Constraints) -> list[dict[str, Any]]:
     """Constraints as JSON, by sharding: plans name few shardings and many values."""
     groups: dict[Spec, dict[str, Any]] = {}
@@ -404,7 +394,6 @@ def constraints_to_json(constraints: Constraints) -> list[dict[str, Any]]:
 
 _VALUE = r"(in|out|entry|yield) \d{1,6}"
 _WHICH = r"\d{1,8}(-\d{1,8})?(,\d{1,8}(-\d{1,8})?)*"
-_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch, compose
-from cfp.plan.parts import path_text, places_like
+from cfp.plan.parts import path_text, places_like, shape_of, type_text
 from cfp.program.fixed import giving_arrays, released
 from cfp.program.graft import partition_spec
 from cfp.program.memory import in_memory, put
@@ -168,7 +168,7 @@ def _same_types(
         np.shape(leaf) in (shape, _part(arguments.sharding(spec, len(shape)), shape))
         for (_, leaf), shape, spec in zip(
             leaves,
-            (_shape(arguments.types[i]) for i in known.values()),
+            (shape_of(arguments.types[i]) for i in known.values()),
             (arguments.specs[i] for i in known.values()),
             strict=True,
         )
@@ -185,18 +185,9 @@ def _part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sum(end - start for start, end in found) for found in ranges)
 
 
-def _shape(type_text: str) -> tuple[int, ...]:
-    dims = type_text.partition("[")[2].removesuffix("]")
-    return tuple(int(size) for size in dims.split(",") if size)
-
-
-def _dims(shape: Sequence[int]) -> str:
-    return f"{','.join(map(str, shape))}]"
-
-
 def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
     """One array of the batch, or this process's part of it."""
-    dtype, shape = arguments.types[i].partition("[")[0], _shape(arguments.types[i])
+    dtype, shape = arguments.types[i].partition("[")[0], shape_of(arguments.types[i])
     sharding = arguments.sharding(arguments.specs[i], len(shape), arguments.memory[i])
     if isinstance(leaf, jax.Array):
         if leaf.shape != shape:
@@ -220,7 +211,7 @@ def _other_size(arguments: Arguments, i: int, leaf: Any) -> PlanMismatch:
         compose(
             f"The array for {arguments.names[i]} does not fit the plan.",
             expected=arguments.types[i] + (", this process's part" if many else ""),
-            got=f"{leaf.dtype}[{_dims(leaf.shape)}",
+            got=type_text(leaf),
             attempt="a batch of the size that was planned, or plan again",
         )
     )

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,15 @@ from cfp.errors import PlanMismatch
 from cfp.export.module import ExportedProgram, python_module, sites_of
 from cfp.export.runtime import program_digest
 from cfp.plan.figures import Figures
-from cfp.plan.file import FORMAT, plan_fields, read_json
+from cfp.plan.file import plan_data, plan_fields, read_json
 from cfp.plan.parts import (
     BINDS,
     PlanRow,
     PlanSegment,
     Sites,
-    arguments_to_json,
     check_arguments,
     check_binding,
     check_donated,
-    constraints_to_json,
-    replaced_to_json,
     static_arguments,
     type_text,
 )
@@ -44,7 +40,7 @@ from cfp.program.fixed import without_fixed
 from cfp.program.graft import Constraints, partition_spec
 from cfp.program.meaning import trace_context_key
 from cfp.program.memory import HOST, in_memory
-from cfp.program.outline import Outline, outline_to_json
+from cfp.program.outline import Outline
 from cfp.program.step import FlatStep, flatten_step, typed_as_returned
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceRow
@@ -151,9 +147,8 @@ class Plan:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         """A copy with the same step, devices and executables."""
-        shared = ("mesh", "step", "out_tree", "traced_under", "raced", "tuned")
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        copied = {k: v if k in shared else deepcopy(v, memo) for k, v in values.items()}
+        rest = [one.name for one in fields(self) if one.name not in _HERE]
+        copied = {name: deepcopy(getattr(self, name), memo) for name in rest}
         return replace(self, **copied)
 
     def _repr_html_(self) -> str:
@@ -268,6 +263,14 @@ class Plan:
         check_arguments(self.arg_names, self.arg_types, step)
         check_donated(self.donated, step)
         return step.with_state_in_host(self.in_host).with_donated(self.donated)
+
+    def as_in_file(self) -> Plan:
+        """The plan as a file would have it: without step, devices and programs."""
+        return replace(self, sites=self.found_sites, **dict.fromkeys(_HERE))
+
+    def placed_like(self, other: Plan) -> Plan:
+        """The plan with another's step, devices and programs."""
+        return replace(self, **{name: getattr(other, name) for name in _HERE})
 
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
         """The plan with the step that it was made for.
@@ -511,42 +514,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text."""
-        sites, inside = self.found_sites, self.constraints
-        data = {
-            "format": FORMAT,
-            "fingerprint": self.fingerprint,
-            "mesh_axes": self.mesh_axes,
-            "arguments": arguments_to_json(
-                self.arg_names, self.arg_types, self.arg_specs, self.donated
-            ),
-            "output_specs": self.output_specs,
-            "constraints": constraints_to_json(inside),
-            "recompute": [asdict(one) for one in inside.rematerialized],
-            "replaced": replaced_to_json(inside),
-            "winner": self.winner,
-            "predicted_ms": self.predicted_ms,
-            "measured_ms": self.measured_ms,
-            "peak_bytes": self.peak_bytes,
-            "rung": self.rung,
-            "predicted_bytes": self.predicted_bytes,
-            "level": self.level,
-            "segments": [asdict(segment) for segment in self.segments],
-            "rows": [asdict(row) for row in self.rows],
-            "uneven": list(self.uneven),
-            "replicated_ops": list(self.replicated_ops),
-            "host_callbacks_skipped": list(self.host_callbacks_skipped),
-            "race": [asdict(row) for row in self.race],
-            "options": dict(self.options),
-            "environment": dict(self.environment),
-            # What was never found out is infinite, and JSON has no word for that.
-            "search": {k: v for k, v in self.search.items() if isfinite(v)},
-            "in_host": self.in_host,
-            "static": self.static,
-            "figures": self.figures and asdict(self.figures),
-            "outline": self.outline and outline_to_json(self.outline),
-            "sites": sites and asdict(sites),
-        }
-        return json.dumps(data, indent=1)
+        return json.dumps(plan_data(self), indent=1, default=_plain)
 
     @classmethod
     def load(
@@ -601,6 +569,15 @@ class Plan:
                 * bool(self.mesh_axes)
             )
         return replace(self, mesh=mesh, raced=None)
+
+
+# What a plan has in one process alone: its step, its devices and compiled programs.
+_HERE = ("mesh", "step", "out_tree", "traced_under", "raced", "tuned")
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    """A record, or a mapping, as JSON has it."""
+    return dict(value) if isinstance(value, Mapping) else asdict(value)
 
 
 def _mesh_text(axes: Sequence[tuple[str, int]]) -> str:

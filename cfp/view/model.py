@@ -202,46 +202,26 @@ class RaceView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanView:
-    """Everything that is shown of a plan.
+    """Everything of a plan that is worked out to be shown.
+
+    Facts that a sentence tells are in `cfp.view.words`.
 
     Attributes:
-        title, headline: names of it, without figures and with them.
-        figures: its time and memory, with their sources.
-        measured: its measured time and the source of it; see
-            `cfp.view.words.measured_figure`.
-        predicted_how: the source of its predicted time.
-        deviation: of its predicted time from the measured, or "".
-        size: bytes on each device and their source; see `cfp.view.words.memory_figure`.
-        rates: the source of its collectives' times; "" if they have none.
-        unsearched: the reason why its strategies are not known; "" if they are.
-        throughput: in words; "" if it is not known.
         chosen: how it was chosen, briefly.
         why: the same in sentences; "" if it was not searched for.
         memory: memory and the budget, in a sentence, or "".
         runs: its segments.
         moves: collectives of all blocks together by kind and axes, most bytes first.
-        summary: the number of measurements, and the time of each pass.
         remarks: see `cfp.view.remarks.remarks`.
     """
 
     plan: Plan
-    title: str
-    headline: str
-    figures: str
-    measured: tuple[str, str] | None
-    predicted_how: str
-    deviation: str
-    size: tuple[int, str] | None
-    rates: str
-    unsearched: str
-    throughput: str
     chosen: str
     why: str
     memory: str
     runs: tuple[RunView, ...]
     moves: tuple[MoveFigure, ...]
     race: RaceView
-    summary: str
     remarks: tuple[str, ...]
 
     @property
@@ -259,26 +239,14 @@ def view_of(plan: Plan) -> PlanView:
     """Makes the view of a plan."""
     race = _race(plan)
     chosen, why = _reasons(plan, race)
-    rates = words.throughput(plan)
     return PlanView(
         plan=plan,
-        title=words.title(plan),
-        headline=words.headline(plan),
-        figures="; ".join(words.figure_texts(plan)),
-        measured=words.measured_figure(plan),
-        predicted_how=words.predicted_how(plan),
-        deviation=words.deviation_text(plan),
-        size=words.memory_figure(plan),
-        rates=words.rates_text(plan),
-        unsearched=words.unsearched_text(plan),
-        throughput=str(rates) if rates is not None else "",
         chosen=chosen,
         why=why,
         memory=_memory_text(plan),
         runs=tuple(_runs(plan)),
         moves=_moves(plan),
         race=race,
-        summary=words.summary_line(plan),
         remarks=tuple(remarks(plan)),
     )
 

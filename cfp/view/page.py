@@ -23,14 +23,9 @@ from cfp.plan.figures import Figures, OptionFigures, TensorFigure
 from cfp.plan.plan import Plan
 from cfp.printable import counted, one_line
 from cfp.units import format_bytes
+from cfp.view import words
 from cfp.view.model import strategy_text, view_of
-from cfp.view.words import (
-    STRATEGIES,
-    counts_text,
-    known_how,
-    pass_seconds,
-    tensor_text,
-)
+from cfp.view.words import STRATEGIES, tensor_text
 
 Point = tuple[float, float]
 
@@ -468,10 +463,11 @@ def _render(template: str, plan: Plan) -> str:
     estimated = search.get("strategies_estimated")
     return environment.get_template(template).render(
         view=view_of(plan),
+        words=words,
         plan=plan,
         style=style,
         colours=colours,
-        how=known_how(plan),
+        how=words.known_how(plan),
         budget_bytes=figures and figures.budget_bytes,
         memory=_memory(plan),
         kinds=[
@@ -484,8 +480,8 @@ def _render(template: str, plan: Plan) -> str:
             for kind in (figures.kinds if figures else ())
             if figures and kind.options
         ],
-        seconds=[*pass_seconds(plan)],
-        counts=counts_text(search)
+        seconds=[*words.pass_seconds(plan)],
+        counts=words.counts_text(search)
         if estimated is None
         else f"{counted(estimated, *STRATEGIES)} estimated",
         arguments=[

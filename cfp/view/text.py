@@ -21,7 +21,7 @@ from rich.text import Text
 from cfp.analysis.strategies import Spec
 from cfp.errors import CfpError
 from cfp.plan.figures import OptionFigures
-from cfp.plan.parts import Detail, roles_text
+from cfp.plan.parts import Detail, roles_text, shape_of
 from cfp.plan.plan import Plan
 from cfp.printable import (
     columns,
@@ -32,6 +32,7 @@ from cfp.printable import (
     span_text,
 )
 from cfp.units import format_bytes
+from cfp.view import words
 from cfp.view.console import Fitted, new_table, plain_text, wrapped
 from cfp.view.model import (
     BlockView,
@@ -44,17 +45,7 @@ from cfp.view.model import (
     strategy_text,
     view_of,
 )
-from cfp.view.words import (
-    basis_text,
-    elided,
-    few,
-    known_how,
-    memory_figure,
-    mesh_text,
-    move_text,
-    storage_text,
-    tensor_text,
-)
+from cfp.view.words import elided, few
 
 _MOST_RUNS = 4  # as many as a short text has room for
 _NAMES_SHOWN = 12
@@ -65,9 +56,9 @@ _LIKE = 0.6  # of 1: as much of two words is spelt alike
 
 def short_text(plan: Plan) -> str:
     """Returns the most important facts about a plan in a few lines."""
-    view = view_of(plan)
-    lines = [view.title, f"  {view.figures or 'neither predicted nor measured'}"]
-    lines += [f"  {view.throughput}"] if view.throughput else []
+    view, figures = view_of(plan), "; ".join(words.figure_texts(plan))
+    lines = [words.title(plan), f"  {figures or 'neither predicted nor measured'}"]
+    lines += [f"  {rates}"] if (rates := words.throughput(plan)) is not None else []
     lines.append(f"  chosen: {view.chosen}")
     lines += map(_run_text, view.runs[:_MOST_RUNS])
     if len(view.runs) > _MOST_RUNS:
@@ -144,7 +135,7 @@ def _update_collectives(updates: Sequence[BlockView]) -> str:
 def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
     """Everything, for a rich console."""
     view = view_of(plan)
-    parts: list[RenderableType] = [Text(view.headline, style="bold"), Text()]
+    parts: list[RenderableType] = [Text(words.headline(plan), style="bold"), Text()]
     if view.runs:
         parts += [_blocks_table(view, border), Text()]
     race = view.race
@@ -153,7 +144,7 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
         lines = [race.scale, f"Each: {race.shared_note}" if race.shared_note else ""]
         lines.append(race.slower)
         parts += [*(Text(line) for line in lines if line), Text()]
-    lines = [view.throughput, view.summary, *view.notes]
+    lines = [str(words.throughput(plan) or ""), words.summary_line(plan), *view.notes]
     return Group(*parts, *(Text(line) for line in lines if line))
 
 
@@ -251,17 +242,16 @@ def explain_text(plan: Plan, block: str | None = None) -> str:
     """
     view = view_of(plan)
     wanted = _wanted(view, block)
-    lines = [view.headline]
+    lines, rates = [words.headline(plan)], words.rates_text(plan)
+    how = words.known_how(plan)
     if block is None:
-        times = (
-            f"Times of collectives: each launched by itself, by rates {view.rates}; "
-        )
+        times = f"Times of collectives: each launched by itself, by rates {rates}; "
         times += "in a segment's time those that are combined may share a launch."
-        said = (view.why, view.memory, times if view.rates else "")
+        said = (view.why, view.memory, times if rates else "")
         lines += filter(None, said)
         lines += _kernel_lines(plan)
     for run in view.runs:
-        parts = (_segment_lines(one, wanted, known_how(plan)) for one in run.segments)
+        parts = (_segment_lines(one, wanted, how) for one in run.segments)
         found = [line for part in parts for line in part]
         lines += ["", *found] if found else []
     if not plan.rows:
@@ -362,9 +352,9 @@ def _block_lines(block: BlockView) -> Iterator[str]:
     if figures is None:
         yield f"    collectives: {block.collectives}"
         return
-    operands = " x ".join(map(tensor_text, figures.operands))
-    yield f"    tensors: {operands} -> {tensor_text(figures.result)}"
-    moves = "; ".join(map(move_text, figures.moves))
+    operands = " x ".join(map(words.tensor_text, figures.operands))
+    yield f"    tensors: {operands} -> {words.tensor_text(figures.result)}"
+    moves = "; ".join(map(words.move_text, figures.moves))
     yield f"    collectives: {'; '.join([moves or 'none', *block.exceptions])}"
 
 
@@ -412,7 +402,7 @@ def explain_data(plan: Plan, block: str | None = None) -> dict[str, Any]:
                 "segment": row.segment,
                 "source": one.source if (one := drawn.get(row.block)) else "",
                 "sharded": roles_text(row.strategy),
-                "storage": storage_text(plan.segments[row.segment], short=True),
+                "storage": words.storage_text(plan.segments[row.segment], short=True),
                 "repeats": row.repeats,
                 "collectives": [asdict(move) for move in one.moves] if one else [],
                 "taken": _option_data(choices[row.segment].taken),
@@ -497,7 +487,8 @@ def _resized(changes: Mapping[str, Sequence[str]]) -> Iterator[str]:
     """Arguments of which the same dims have other sizes, as with another batch."""
     alike: dict[str, list[str]] = {}
     for name, (before, after) in changes.items():
-        (kind, sizes), (other, others) = map(_type_parts, (before, after))
+        kind, other = (text.partition("[")[0] for text in (before, after))
+        sizes, others = map(shape_of, (before, after))
         pairs = list(zip(sizes, others, strict=False))
         dims = [(d, *pair) for d, pair in enumerate(pairs) if pair[0] != pair[1]]
         what = ", ".join(f"dim {d}: {one} -> {two}" for d, one, two in dims)
@@ -509,12 +500,6 @@ def _resized(changes: Mapping[str, Sequence[str]]) -> Iterator[str]:
         more = len(merged) - _MOST_CHANGES
         rest = f" and {more} more (--json lists all)" if more > 0 else ""
         yield f"  {what}: {', '.join(merged[:_MOST_CHANGES])}{rest}"
-
-
-def _type_parts(text: str) -> tuple[str, list[str]]:
-    """``float32[8,16]`` as the type and its sizes."""
-    kind, _, dims = text.rstrip("]").partition("[")
-    return kind, dims.split(",") if dims else []
 
 
 def _unlike(
@@ -538,16 +523,16 @@ def _facts(view: PlanView, timed: bool, listed: bool) -> dict[str, Mapping[str, 
     plan = view.plan
     figures = {"plan": plan.winner}
     times = {"measured": plan.measured_ms}
-    times[f"predicted {basis_text(plan)}"] = plan.predicted_ms
+    times[f"predicted {words.basis_text(plan)}"] = plan.predicted_ms
     figures |= {name: f"{ms:.3f} ms" for name, ms in times.items() if ms is not None}
-    if (memory := memory_figure(plan)) is not None:
+    if (memory := words.memory_figure(plan)) is not None:
         size, how = memory
         figures["memory on each device"] = format_bytes(size) + (how and f", {how}")
     return {
         "figures": figures,
         "program": {
             "program": plan.fingerprint[:12],
-            "mesh": mesh_text(plan),
+            "mesh": words.mesh_text(plan),
             "constraint level": str(plan.level),
         },
         "environment": plan.environment,
@@ -577,7 +562,7 @@ def _blocks(plan: Plan) -> dict[str, str]:
     for row in plan.rows:
         seen[row.name] += 1
         again = f" ({seen[row.name]})" if seen[row.name] > 1 else ""
-        stored = storage_text(plan.segments[row.segment])
+        stored = words.storage_text(plan.segments[row.segment])
         sharded = roles_text(row.strategy, Detail.DIMS)
         found[row.name + again] = f"{sharded}; parameters {stored}"
     return found

@@ -14,7 +14,7 @@ from cfp.plan.figures import (
     OptionFigures,
     TensorFigure,
 )
-from cfp.plan.parts import PlanSegment
+from cfp.plan.parts import PlanSegment, shape_of
 from cfp.plan.plan import Plan
 from cfp.printable import counted
 from cfp.units import format_bytes
@@ -64,13 +64,11 @@ def kernels_text(kernels: SegmentKernels) -> str:
 
 def tensor_text(tensor: TensorFigure) -> str:
     """A tensor with the axes behind the dims that they shard: ``f32[8/x,16]``."""
-    head, _, dims = tensor.type.rstrip("]").partition("[")
-    sizes = dims.split(",") if dims else []
     parts = [
-        size + "".join(f"/{name}" for name in names)
-        for size, names in zip(sizes, tensor.spec, strict=False)
+        "/".join([str(size), *names])
+        for size, names in zip(shape_of(tensor.type), tensor.spec, strict=False)
     ]
-    return f"{head}[{','.join(parts)}]"
+    return f"{tensor.type.partition('[')[0]}[{','.join(parts)}]"
 
 
 def move_text(move: MoveFigure) -> str:

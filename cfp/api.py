@@ -21,7 +21,6 @@ from cfp.cluster.on_ray import plan_step
 from cfp.context import settings_or_defaults
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, OptionError, PlanMismatch, nearest
-from cfp.find import PlanOptions, find_plan_with_host_fallback
 from cfp.passes.pipeline import Pins
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings, dimensions_of
@@ -136,50 +135,30 @@ def plan(
         "donate_argnums": donate_argnums,
         "donate_argnames": donate_argnames,
     }
-    if mesh is None:
-        may = Dimension.MESH in settings_or_defaults(settings).dimensions
-        meshes = all_meshes(most_axes=2 if may and preset is None else 1)
-        if len(meshes) > 1:
-            fastest = plan_fastest(
-                [
-                    Variant(name=name, fn=fn, args=args, kwargs=kwargs, mesh=one)
-                    for name, one in meshes.items()
-                ],
-                **calls,
-                memory_budget=memory_budget,
-                pins=pins,
-                cache_dir=cache_dir,
-                settings=settings,
-                quiet=quiet,
-                rule_out=True,
-            )
-            if fastest.interrupted:
-                _warn_of_interrupt()
-            return fastest.plan
-        mesh = next(iter(meshes.values()))
-    step = flatten_step(fn, args, kwargs, **calls)
-    doing = f"planning how to shard {getattr(fn, '__name__', 'a step')!r}"
-    silence = "cfp.plan(..., quiet=True) says nothing"
-    with shown(settings, doing, silence, quiet) as how:
-        options = PlanOptions(
-            memory_budget=memory_budget,
-            pins=pins,
-            preset=preset,
-            cache_dir=cache_dir,
-            settings=how,
-        )
-        found = find_plan_with_host_fallback(step, mesh, options)
-    if found.interrupted:
-        _warn_of_interrupt()
-    return found.plan
-
-
-def _warn_of_interrupt() -> None:
-    warnings.warn(
-        "Interrupted: this plan is the best of what was measured by then, without "
-        "a race. To end the program, interrupt it once more.",
-        stacklevel=3,
+    may = Dimension.MESH in settings_or_defaults(settings).dimensions
+    most_axes = 2 if may and preset is None else 1
+    meshes = {"": mesh} if mesh is not None else all_meshes(most_axes)
+    fastest = plan_fastest(
+        [
+            Variant(name=name, fn=fn, args=args, kwargs=kwargs, mesh=one)
+            for name, one in meshes.items()
+        ],
+        **calls,
+        memory_budget=memory_budget,
+        pins=pins,
+        preset=preset,
+        cache_dir=cache_dir,
+        settings=settings,
+        quiet=quiet,
+        rule_out=True,
     )
+    if fastest.interrupted:
+        warnings.warn(
+            "Interrupted: this plan is the best of what was measured by then, without "
+            "a race. To end the program, interrupt it once more.",
+            stacklevel=2,
+        )
+    return fastest.plan
 
 
 _OPTIONS = tuple(signature(plan).parameters)[4:-1]  # not fn, args, mesh, quiet, kwargs

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -20,7 +19,6 @@ from cfp.context import (
     agreement_of,
     device_memory,
     open_context,
-    settings_or_defaults,
 )
 from cfp.cost.memory import host_bytes
 from cfp.devices.described import DescribedMesh
@@ -28,7 +26,6 @@ from cfp.errors import CfpError, MemoryBudgetError
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step, decide
 from cfp.passes.profile import estimate, profile
 from cfp.passes.search import preset_solution, search, with_rematerialization
-from cfp.plan.figures import GIVEN_SECONDS
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.collectives import known_rates
@@ -119,30 +116,6 @@ def find_plan(
         return _find_plan(
             step, analyzed or analyze_step(step, mesh, options.pins), options
         )
-
-
-def find_plan_with_host_fallback(
-    step: FlatStep, mesh: Mesh | DescribedMesh, options: PlanOptions
-) -> FoundPlan:
-    """Runs all passes for a step; where nothing fits, with state in host memory.
-
-    Raises:
-        MemoryBudgetError: nothing fits.
-    """
-    check_settings()
-    seconds = settings_or_defaults(options.settings).seconds
-    end = time.monotonic() + seconds
-    with options.planning(mesh):
-        analyzed = analyze_step(step, mesh, options.pins)
-    try:
-        found = find_plan(step, mesh, options, analyzed)
-    except MemoryBudgetError as error:
-        if options.preset is not None:
-            raise
-        found = find_with_state_in_host(step, error, end, analyzed, options)
-    given = {GIVEN_SECONDS: seconds} if isfinite(seconds) else {}
-    plan = replace(found.plan, search={**found.plan.search, **given})
-    return replace(found, plan=plan)
 
 
 def find_with_state_in_host(

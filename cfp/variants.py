@@ -156,8 +156,10 @@ def plan_fastest(
         "donate_argnames": donate_argnames,
     }
     steps = _Steps(calls, pins)
-    doing = f"planning variants of a step: {', '.join(names)}"
-    silence = "cfp.plan_fastest(..., quiet=True) says nothing"
+    name = getattr(variants[0].fn, "__name__", "a step")
+    doing = f"planning how to shard {name!r}"
+    doing = f"planning variants of a step: {', '.join(names)}" if several else doing
+    silence = "quiet=True says nothing"
     agreement = _agreement(variants)
     with (
         shown(settings, doing, silence, quiet) as how,
@@ -236,8 +238,6 @@ def plan_fastest(
                 return find_with_state_in_host(step, error, rest, analyzed, own)
 
             for one in short:
-                if is_late():
-                    break
                 [again] = _plan_all([one], in_host, deadline)
                 tries = [again if t.name == one.name else t for t in tries]
                 if again.found is not None or again.interrupted:
@@ -414,7 +414,8 @@ class _Steps:
                     variant.fn, variant.args, variant.kwargs, **self._calls
                 )
                 check_settings()
-                with unchecked():
+                alone = agreement_of(variant.mesh).alone
+                with coordinated_planning(alone), unchecked():
                     made = analyze_step(step, variant.mesh, self._pins)
             except StepNotTraceable as error:
                 self._broken[key] = error

@@ -716,8 +716,7 @@ def test_planning_variants_says_what_takes_the_time(altered, tmp_path, capsys):
     cfp.plan_fastest(SHAPES[:2], **how)
     first, *_ = capsys.readouterr().err.splitlines()
     assert first == (
-        "cfp: planning variants of a step: line, flat. "
-        "cfp.plan_fastest(..., quiet=True) says nothing"
+        "cfp: planning variants of a step: line, flat. quiet=True says nothing"
     )
     cfp.plan_fastest(SHAPES[:2], **how, quiet=True)
     assert capsys.readouterr().err == ""

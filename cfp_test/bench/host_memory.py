@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +30,14 @@ from cfp import platform
 from cfp.analysis.host_state import movable_state
 from cfp.devices.described import DescribedMesh, described
 from cfp.errors import MemoryBudgetError
-from cfp.find import FoundPlan, PlanOptions, find_plan, find_plan_with_host_fallback
+from cfp.find import FoundPlan, PlanOptions, find_plan, find_with_state_in_host
 from cfp.models import build as build_model
+from cfp.passes.pipeline import analyze_step
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.key import environment_parts
 from cfp.profiling.runner import TimingOptions, run_local
-from cfp.program.step import flatten_step
+from cfp.program.step import FlatStep, flatten_step
 from cfp.search.jobs import whole_job
 
 DEVICES = 2
@@ -69,20 +71,25 @@ def plans_of(mesh: Any, model: Mapping[str, Any], seconds: float) -> dict[str, A
         found = {"plenty": (None, find_plan(step, mesh, how))}
         state = movable_state(found["plenty"][1].analysis.frame)
         movable = sum(one.size_bytes for one in state) // DEVICES
-        try:
-            find_plan(step, mesh, replace(how, memory_budget=_TOO_LITTLE_BYTES))
-        except MemoryBudgetError as error:
-            smallest = error.smallest_feasible_bytes
-        else:
-            raise AssertionError("a model fits in nothing")
+        smallest = _shortage(step, mesh, how, _TOO_LITTLE_BYTES).smallest_feasible_bytes
         budget = smallest - movable // 2
-        found["in host"] = (
-            budget,
-            find_plan_with_host_fallback(
-                step, mesh, replace(how, memory_budget=budget)
-            ),
-        )
+        shortage, end = _shortage(step, mesh, how, budget), time.monotonic() + seconds
+        lacking = replace(how, memory_budget=budget)
+        analyzed = analyze_step(step, mesh)
+        in_host = find_with_state_in_host(step, shortage, end, analyzed, lacking)
+        found["in host"] = budget, in_host
     return {"plans": found, "smallest_bytes": smallest, "movable_bytes": movable}
+
+
+def _shortage(
+    step: FlatStep, mesh: Any, how: PlanOptions, budget: int
+) -> MemoryBudgetError:
+    """The error of planning with all state on the devices, in too little memory."""
+    try:
+        find_plan(step, mesh, replace(how, memory_budget=budget))
+    except MemoryBudgetError as error:
+        return error
+    raise AssertionError(f"a model fits in {budget} bytes")
 
 
 def built_of(found: FoundPlan, mesh: Any) -> tuple[Built, Any, Any, Any]:

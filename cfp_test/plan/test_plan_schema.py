@@ -9,8 +9,7 @@ import pytest
 
 import cfp
 from cfp.plan.figures import VariantFigures, WorthFigures
-from cfp.plan.file import PlanFile
-from cfp.plan.plan import FORMAT
+from cfp.plan.file import FORMAT, PlanFile
 from cfp_test.report.plans import as_data, layers, make_plan
 from cfp_test.reported import DEEP, HOSTILE
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
@@ -233,10 +232,3 @@ def _by_process(devices: Sequence[Any]) -> str:
         return ""
     each = ", ".join(f"{count} in process {i}" for i, count in sorted(counts.items()))
     return f": {each}"
-
-
-def has_gpu() -> bool:
-    """Returns True if this machine shows an NVIDIA GPU; asks nothing of JAX."""
-    return (
-        os.path.exists("/proc/driver/nvidia") or shutil.which("nvidia-smi") is not None
-    )

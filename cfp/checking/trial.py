@@ -45,12 +45,6 @@ class StepResult:
     metrics: Mapping[str, float]
     comparison: Comparison = field(default_factory=Comparison)
 
-    @property
-    def loss(self) -> float | None:
-        """The metric that is called a loss, if there is one."""
-        found = [v for name, v in self.metrics.items() if "loss" in name.lower()]
-        return found[0] if found else None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:

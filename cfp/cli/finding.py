@@ -26,10 +26,10 @@ from cfp.cli import options as o
 from cfp.cli.options import (
     is_given,
     leave_printing_to_process_0,
+    mode_of,
     only_json,
     plan_json,
     print_error,
-    refuse_others,
     save,
     show,
     suggest,
@@ -49,9 +49,8 @@ from cfp.errors import CfpError, MeshError, compose
 from cfp.passes.profile import measure_all_budgets
 from cfp.plan.adapt import adapt_step, check_axes
 from cfp.plan.plan import Plan
-from cfp.planner_settings import PlannerSettings, dimensions_of
+from cfp.planner_settings import dimensions_of
 from cfp.presets.presets import named_choices
-from cfp.profiling.in_flight import Limits
 from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.store import store_path
 from cfp.report import passes
@@ -372,9 +371,6 @@ def variants_data(found: Fastest) -> dict[str, Any]:
     }
 
 
-_PER_KIND = PlannerSettings().per_kind
-_OTHERS = PlannerSettings().others
-_LIMITS = Limits()
 Output = Annotated[
     Path | None,
     typer.Option("--output", "-o", metavar="FILE", help="Save the plan here, as JSON."),
@@ -418,8 +414,8 @@ def plan(
     static: o.Static = None,
     attention: o.Attention = None,
     cross_entropy: o.CrossEntropy = None,
-    per_kind: o.PerKind = _PER_KIND,
-    others: o.Others = _OTHERS,
+    per_kind: o.PerKind = o.USUAL.per_kind,
+    others: o.Others = o.USUAL.others,
     quick: o.Quick = False,
     measure: o.Measure = False,
     no_race: o.NoRace = False,
@@ -427,8 +423,8 @@ def plan(
     compiled: o.Compile = False,
     ray: _Ray = None,
     retry_failures: o.RetryFailures = False,
-    run_timeout: o.RunTimeout = _LIMITS.run_seconds,
-    build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
+    run_timeout: o.RunTimeout = o.USUAL.limits.run_seconds,
+    build_timeout: o.BuildTimeout = o.USUAL.limits.build_seconds,
     workdir: o.Workdir = None,
     as_json: o.Json = False,
     quiet: o.Quiet = False,
@@ -440,17 +436,12 @@ def plan(
     For devices that are not here: cfp plan gpt --for 2x8xh100 --mesh x=2,y=8. With one
     GPU of the kind its own computation is timed; without, choices are by estimates.
     """
-    for mode, takes in TAKES.items():
-        if is_given(ctx, mode):
-            refuse_others(ctx, mode, takes)
-            if mode == "tradeoff":
-                o.supervise(ctx, workdir)
-            RUN[mode](ctx)
-            return
-    for option in ("points", "plot"):
-        if is_given(ctx, option):
-            raise CfpError(f"--{option} goes with --tradeoff.")
-    o.supervise(ctx, workdir)
+    mode = mode_of(ctx, TAKES, {"points": "tradeoff", "plot": "tradeoff"})
+    if mode in (None, "tradeoff"):
+        o.supervise(ctx, workdir)
+    if mode is not None:
+        RUN[mode](ctx)
+        return
     given = Given(params=dict(ctx.params), args=list(ctx.args), obj=ctx.obj)
     parse_bytes(memory_budget)
     parse_pins(pin)

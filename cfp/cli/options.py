@@ -110,6 +110,8 @@ def leave_printing_to_process_0() -> None:
         sys.stdout = io.StringIO()
 
 
+USUAL = PlannerSettings()  # Where options say nothing.
+
 # Headings of a command's help; options under none are the first.
 VARIANTS = "Meshes, batches and arguments"
 KERNELS = "Kernels"
@@ -540,18 +542,27 @@ def _flags(command: Any) -> list[str]:
     ]
 
 
-def refuse_others(ctx: typer.Context, mode: str, takes: Collection[str]) -> None:
-    """Refuses options that do not go with another one.
+def mode_of(
+    ctx: typer.Context,
+    modes: Mapping[str, Collection[str]],
+    parts: Mapping[str, str],
+) -> str | None:
+    """Returns the parameter by which a command does something else than usual.
 
     Args:
-        mode: the parameter that was given.
-        takes: the parameters that go with it.
+        modes: parameters that go with each of these.
+        parts: parameters that go with one of these alone, and which that is.
 
     Raises:
-        CfpError: another one was given, too.
+        CfpError: a parameter was given that does not go with the others.
     """
     flags = {p.name: max(p.opts, key=len) for p in ctx.command.params}
-    for name in ctx.params:
-        if name != mode and name not in takes and is_given(ctx, name):
+    given = [name for name in ctx.params if is_given(ctx, name)]
+    mode = next((name for name in modes if name in given), None)
+    for name in given:
+        if mode is not None and name != mode and name not in modes[mode]:
             flag = flags[name] if flags[name].startswith("-") else flags[name].upper()
             raise CfpError(f"{flag} does not go with {flags[mode]}. Leave out one.")
+        if mode is None and name in parts:
+            raise CfpError(f"{flags[name]} goes with {flags[parts[name]]}.")
+    return mode

@@ -19,10 +19,9 @@ from cfp import platform as platforms
 from cfp.cli import options as o
 from cfp.cli.finding import Output
 from cfp.cli.options import (
-    is_given,
+    mode_of,
     only_json,
     plan_json,
-    refuse_others,
     save,
     show,
     suggest,
@@ -45,7 +44,6 @@ from cfp.passes.search import search as search_choices
 from cfp.planner_settings import PlannerSettings
 from cfp.printable import columns
 from cfp.profiling.collectives import measure_rates
-from cfp.profiling.in_flight import Limits
 from cfp.profiling.key import environment_parts, other_kind
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import ProfileRecord
@@ -212,9 +210,6 @@ RUN = {
 }
 
 
-_PER_KIND = PlannerSettings().per_kind
-_OTHERS = PlannerSettings().others
-_LIMITS = Limits()
 _Why = Annotated[
     bool,
     typer.Option(
@@ -284,12 +279,12 @@ def profile(
     static: o.Static = None,
     attention: o.Attention = None,
     cross_entropy: o.CrossEntropy = None,
-    per_kind: o.PerKind = _PER_KIND,
-    others: o.Others = _OTHERS,
+    per_kind: o.PerKind = o.USUAL.per_kind,
+    others: o.Others = o.USUAL.others,
     quick: o.Quick = False,
     retry_failures: o.RetryFailures = False,
-    run_timeout: o.RunTimeout = _LIMITS.run_seconds,
-    build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
+    run_timeout: o.RunTimeout = o.USUAL.limits.run_seconds,
+    build_timeout: o.BuildTimeout = o.USUAL.limits.build_seconds,
     workdir: o.Workdir = None,
     as_json: o.Json = False,
     quiet: o.Quiet = False,
@@ -303,22 +298,18 @@ def profile(
 
     Example: cfp profile --curves --mesh x=4 --plot curves.png --link 450
     """
-    for mode, takes in TAKES.items():
-        if is_given(ctx, mode):
-            refuse_others(ctx, mode, takes)
-            if mode == "curves":
-                o.supervise(ctx, workdir)
-            RUN[mode](ctx)
-            return
-    for option in ("plot", "link", "describe"):
-        if is_given(ctx, option):
-            raise CfpError(f"--{option} goes with --curves.")
-    if target is None:
+    of_curves = ("plot", "link", "describe")
+    mode = mode_of(ctx, TAKES, {name: "curves" for name in of_curves})
+    if mode is None and target is None:
         raise CfpError(
             "Name a step to profile: cfp profile TARGET; or give --export, --import or "
             "--curves."
         )
-    o.supervise(ctx, workdir)
+    if mode in (None, "curves"):
+        o.supervise(ctx, workdir)
+    if mode is not None:
+        RUN[mode](ctx)
+        return
     budget = parse_bytes(memory_budget)
     pins = parse_pins(pin)
     with only_json(as_json) as print_json:
@@ -361,8 +352,8 @@ def search(
     output: Output = None,
     as_json: o.Json = False,
     pin: o.Pins = None,
-    per_kind: o.PerKind = _PER_KIND,
-    others: o.Others = _OTHERS,
+    per_kind: o.PerKind = o.USUAL.per_kind,
+    others: o.Others = o.USUAL.others,
     attention: o.Attention = None,
     cross_entropy: o.CrossEntropy = None,
     time_budget: o.TimeBudget = None,
@@ -371,8 +362,8 @@ def search(
     whole_race: o.WholeRace = False,
     explain_why: _Explain = False,
     retry_failures: o.RetryFailures = False,
-    run_timeout: o.RunTimeout = _LIMITS.run_seconds,
-    build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
+    run_timeout: o.RunTimeout = o.USUAL.limits.run_seconds,
+    build_timeout: o.BuildTimeout = o.USUAL.limits.build_seconds,
     donate: o.Donate = None,
     static: o.Static = None,
     quiet: o.Quiet = False,

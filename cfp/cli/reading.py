@@ -14,7 +14,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from cfp import api
 from cfp.cli import options as o
-from cfp.cli.options import is_given, only_json, refuse_others
+from cfp.cli.options import mode_of, only_json
 from cfp.cli.session import check_writable, target_of
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.export.module import Names, Rules, logical_rules, names_by_path
@@ -84,11 +84,7 @@ def show(
 
     Example: cfp show plan.json --html plan.html
     """
-    for mode, takes in _SHOW_TAKES.items():
-        if is_given(ctx, mode):
-            refuse_others(ctx, mode, takes)
-    if block is not None and not explain:
-        raise CfpError("--block goes with --explain.")
+    mode_of(ctx, _SHOW_TAKES, {"block": "explain"})
     check_writable(html, "--html")
     plan = Plan.load(path)
     if html is not None:

@@ -25,7 +25,6 @@ from cfp.cli.options import only_json, save
 from cfp.cli.session import analyse, check_writable, target_of
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
-from cfp.planner_settings import PlannerSettings
 from cfp.report.progress import Display
 from cfp.units import parse_bytes
 from cfp.view.console import (
@@ -39,7 +38,6 @@ from cfp.view.text import print_plan
 from cfp.view.words import throughput
 
 _FAILURES_SHOWN = 5
-_PER_KIND = PlannerSettings().per_kind
 
 
 @o.command
@@ -75,7 +73,7 @@ def run(
     as_json: o.Json = False,
     donate: o.Donate = None,
     static: o.Static = None,
-    per_kind: o.PerKind = _PER_KIND,
+    per_kind: o.PerKind = o.USUAL.per_kind,
     quick: o.Quick = False,
     no_race: o.NoRace = False,
     measure: o.Measure = False,

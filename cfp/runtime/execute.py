@@ -35,7 +35,7 @@ from cfp.profiling.key import GPU_PLATFORMS, environment_parts
 from cfp.program.callbacks import Alarm
 from cfp.program.constrain import Constraints, misfit, uneven
 from cfp.program.dispatch import Dispatch, Look
-from cfp.program.fixed import has_fixed, released, without_fixed
+from cfp.program.fixed import has_fixed, released
 from cfp.program.graft import constrain, partition_spec
 from cfp.program.graph import Program
 from cfp.program.meaning import (
@@ -225,15 +225,6 @@ class CompiledStep:
             if (error := self.alarm.take()) is not None:
                 raise error
         return released(made) if self._has_fixed else made
-
-    def arg_shardings(self) -> tuple[Any, ...]:
-        """The arguments' shardings as a pytree like the dynamic arguments."""
-        args, _ = tree_unflatten(self.step.in_tree, list(self.in_shardings))
-        return without_fixed(args)
-
-    def result_shardings(self) -> Any:
-        """The results' shardings as a pytree like the results."""
-        return without_fixed(tree_unflatten(self.out_tree, list(self.out_shardings)))
 
     def as_text(self) -> str:
         """The compiled program as HLO, which tells its collectives."""

@@ -183,7 +183,7 @@ class Pair:
             worst = trial.largest
             return found | {
                 "tolerance": trial.tolerance,
-                "losses": [step.loss for step in trial.steps],
+                "losses": [step.metrics["loss"] for step in trial.steps],
                 "failures": [str(one) for one in trial.failures],
                 "worst": worst and [worst.path, worst.relative_l2],
             }

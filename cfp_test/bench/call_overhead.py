@@ -72,8 +72,8 @@ def callers(fn: Callable[..., Any], state: Any, batch: Any) -> dict[str, Any]:
         )
         step(state, batch)
     compiled = step.plan.compile(fn, state, batch)
-    ins, outs = compiled.arg_shardings(), compiled.result_shardings()
-    how = {"in_shardings": ins, "out_shardings": outs}
+    ins = step.plan.in_shardings
+    how = {"in_shardings": ins, "out_shardings": step.plan.out_shardings}
     jitted: Any = jax.jit(fn, donate_argnums=donated, **how)
     return {
         BASELINE: jitted.lower(state, batch).compile(),

@@ -15,7 +15,6 @@ from cfp.cli import options as o
 from cfp.cli.session import check_writable
 from cfp.errors import CfpError
 from cfp.models.options import Scalar
-from cfp.planner_settings import PlannerSettings
 from cfp.program.trace import planning_mesh
 from cfp.report.progress import Display
 from cfp.targets import parse_options
@@ -28,9 +27,6 @@ from cfp_test.bench.journal import Journal
 from cfp_test.bench.rows import changes
 from cfp_test.bench.suite import run_suite
 from cfp_test.bench.tables import print_changes, print_configuration
-
-_PER_KIND = PlannerSettings().per_kind
-_LIMITS = PlannerSettings().limits
 
 
 @o.command
@@ -93,7 +89,7 @@ def bench(
             "that planning costs what it costs the first time.",
         ),
     ] = None,
-    per_kind: o.PerKind = _PER_KIND,
+    per_kind: o.PerKind = o.USUAL.per_kind,
     quick: Annotated[
         bool,
         typer.Option(
@@ -102,8 +98,8 @@ def bench(
     ] = False,
     no_race: o.NoRace = False,
     retry_failures: o.RetryFailures = False,
-    run_timeout: o.RunTimeout = _LIMITS.run_seconds,
-    build_timeout: o.BuildTimeout = _LIMITS.build_seconds,
+    run_timeout: o.RunTimeout = o.USUAL.limits.run_seconds,
+    build_timeout: o.BuildTimeout = o.USUAL.limits.build_seconds,
     no_trace: Annotated[
         bool,
         typer.Option("--no-trace", help="Skip tracing, which tells where time goes."),

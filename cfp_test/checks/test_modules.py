@@ -42,14 +42,16 @@ def plain_losses(steps):
 @pytest.mark.parametrize("donate", [(), (0, 1)], ids=["kept", "donated"])
 def test_steps_go_on_from_each_other(donate, tmp_path):
     trial = trial_of("training", tmp_path, donate=donate, steps=STEPS)
-    losses = [step.loss for step in trial.steps]
+    losses = [step.metrics["loss"] for step in trial.steps]
     assert len(set(losses)) == STEPS
     np.testing.assert_allclose(losses, plain_losses(STEPS), rtol=1e-5)
 
 
 def test_one_step_has_its_loss(tmp_path):
     trial = trial_of("training", tmp_path, steps=1)
-    np.testing.assert_allclose(trial.steps[0].loss, *plain_losses(1), rtol=1e-5)
+    np.testing.assert_allclose(
+        trial.steps[0].metrics["loss"], *plain_losses(1), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(

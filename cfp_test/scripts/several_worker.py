@@ -155,7 +155,7 @@ def main(model: str, folder: Path, sizes: str = "") -> None:
         "preset_sharded_arguments": sum(any(spec) for spec in preset.arg_specs),
         "preset_largest": largest_sharded.relative_l2,
         "tolerance": trial.tolerance,
-        "losses": [step.loss for step in trial.steps],
+        "losses": [step.metrics["loss"] for step in trial.steps],
         "restored": same,
         "restored_on": on,
         "step_ms": float(np.round(trial.median_ms, 2)),

@@ -24,6 +24,7 @@ from cfp.errors import CfpError, MeshError, OptionError, PlanMismatch, nearest
 from cfp.passes.pipeline import Pins
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings, dimensions_of
+from cfp.platform import all_meshes
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.interrupts import handle_keyboard_interrupt
 from cfp.profiling.store import store_path
@@ -33,7 +34,7 @@ from cfp.program.step import flatten_step
 from cfp.report.progress import shown
 from cfp.runtime.execute import CompiledStep
 from cfp.settings import Dimension
-from cfp.variants import Variant, all_meshes, plan_fastest
+from cfp.variants import Variant, plan_fastest
 
 
 def plan(

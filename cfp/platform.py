@@ -225,6 +225,18 @@ def make_mesh(
     return jax.make_mesh(sizes, names, devices=devices[:wanted])
 
 
+def all_meshes(most_axes: int) -> dict[str, Mesh]:
+    """Meshes of all devices that are there, by what they are called.
+
+    Raises:
+        DeviceError: there are none that work.
+    """
+    shapes = mesh_shapes(make_mesh(None).size)
+    return {
+        mesh_text(axes): make_mesh(axes) for axes in shapes if len(axes) <= most_axes
+    }
+
+
 def _by_process(devices: Sequence[Any]) -> str:
     """Lists the numbers of devices of all processes; "" if there is one process."""
     counts = Counter(device.process_index for device in devices)

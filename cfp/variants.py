@@ -21,7 +21,6 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from cfp import platform
 from cfp.context import agreement_of, device_memory, settings_or_defaults
 from cfp.errors import CfpError, MemoryBudgetError, ProcessError, StepNotTraceable
 from cfp.find import (
@@ -155,7 +154,6 @@ def plan_fastest(
         "donate_argnums": donate_argnums,
         "donate_argnames": donate_argnames,
     }
-    steps = _Steps(calls, pins)
     name = getattr(variants[0].fn, "__name__", "a step")
     doing = f"planning how to shard {name!r}"
     doing = f"planning variants of a step: {', '.join(names)}" if several else doing
@@ -174,103 +172,30 @@ def plan_fastest(
             settings=how,
         )
         deadline = _Deadline(end=now() + how.seconds, agreement=agreement)
-
-        def plan_one(variant: Variant, seconds: float) -> FoundPlan:
-            place = [one.name for one in first].index(variant.name) + 1
-            which = f"{variant.name} ({place} of {len(first)}{need})"
-            told = _telling(how, which) if several else how
-            started = now()
-            step, analyzed = steps.analyzed(variant)
-            rest = max(0.0, seconds - (now() - started))
-            own = replace(options, settings=replace(told, seconds=rest))
-            known = estimates.get(variant.name)
-            if known is not None and (profiles := known.profiles) is not None:
-                again = analyzed.seconds + profiles.counts["estimate_seconds"]
-                analyzed = replace(analyzed, profiles=profiles, seconds=again)
-            return find_plan(step, variant.mesh, own, analyzed)
-
-        def is_late() -> bool:
-            return deadline.is_within(_least_seconds(tries))
-
-        first, spares, need = [*variants], list[Variant](), ""
-        estimated = _Estimates()
-        ruled_out: list[_Try] = []
-        tries: list[_Try] = []
+        work = _Planning(variants, _Steps(calls, pins), options, deadline)
         if several and preset is None and (rule_out or isfinite(how.seconds)):
-            estimated = _estimates_of(first, steps, options, deadline, rule_out)
-            if rule_out:
-                first, ruled_out = _near_by_estimate(first, estimated)
-            else:  # In the time that there is, the most promising come first.
-                first.sort(key=estimated.rank)
-                need = _need_text(len(first), estimated.took_seconds, how.seconds)
-        estimates = estimated.by_name
-        tries = _plan_all(first, plan_one, deadline)
-        late = list[str]()  # There was no time to plan it.
-        if ruled_out and _none_fits(tries):
-            # Estimates may be wrong of memory: what they left out is planned, too.
-            spare = {one.name for one in ruled_out}
-            spared = [one for one in variants if one.name in spare]
-            spared.sort(key=estimated.rank)
-            first = [*first, *spared]
-            for place, one in enumerate(spared):
-                if is_late():
-                    late += [each.name for each in spared[place:]]
-                    break
-                tries += _plan_all([one], plan_one, deadline)
-                if tries[-1].found is not None or tries[-1].interrupted:
-                    break
-            planned = {one.name for one in tries}
-            ruled_out = [one for one in ruled_out if one.name not in planned]
-        errors = [(one.name, one.error) for one in tries if one.error]
-        nothing_fits = _none_fits(tries)
-        if nothing_fits and preset is None:
-            failed = {one.name: one.error for one in tries}
-            short = [one for one in variants if one.name in failed]
-            short.sort(key=lambda one: _needed_bytes(failed[one.name]))
-
-            def in_host(variant: Variant, seconds: float) -> FoundPlan:
-                told = _telling(how, variant.name) if several else how
-                step, analyzed = steps.analyzed(variant)
-                error = failed[variant.name]
-                assert isinstance(error, MemoryBudgetError), "nothing fits"
-                own = replace(options, settings=replace(told, seconds=seconds))
-                rest = now() + seconds
-                return find_with_state_in_host(step, error, rest, analyzed, own)
-
-            for one in short:
-                [again] = _plan_all([one], in_host, deadline)
-                tries = [again if t.name == one.name else t for t in tries]
-                if again.found is not None or again.interrupted:
-                    break
-            errors = [(one.name, one.error) for one in tries if one.error]
-        if nothing_fits:
-            for one in leaner():
-                if is_late():
-                    late.append(one.name)
-                    break
-                spares.append(one)
-                estimate = _estimate_of(one, steps, options, one.name)
-                if estimate is None or not estimate.fits:
-                    continue
-                estimates[one.name] = estimate
-                names.append(one.name)
-                first = [*first, one]
-                tries += _plan_all([one], plan_one, deadline)
-                if tries[-1].found is not None or tries[-1].interrupted:
-                    break
-        found = {one.name: one.found for one in tries if one.found is not None}
+            work.estimate(rule_out)
+        work.plan(work.turns)
+        if work.ruled_out and work.nothing_fits():
+            work.plan_ruled_out()
+        if work.nothing_fits():
+            if preset is None:
+                work.plan_with_state_in_host()
+            work.plan_leaner(leaner)
+        found = work.found()
         if not found:
-            late += [one.name for one in tries if one.why_not == UNPLANNED]
-            raise _no_plan(errors, late)
-        tries += ruled_out
-        notes = {one.name: one.note for one in tries}
+            raise _no_plan(work.errors(), work.late())
+        every = [*variants, *work.leaner]
+        tries = {one.name: _Try(name=one.name) for one in every} | work.tries
+        tries |= {one.name: one for one in work.ruled_out}
+        notes = {name: one.note for name, one in tries.items()}
         basis, times = _own_times(found)
         # The race compiles once more what won in races of other processes.
         plans = [one.plan for one in found.values() if one.plan.raced is None]
         took = [plan.search.get("compile_seconds", 0.0) for plan in plans]
         is_over = deadline.is_within(max(took, default=0.0))
-        is_over = is_over or any(one.interrupted for one in tries)
-        if basis is Basis.MEASURED and len(times) > 1 and not is_over:
+        interrupted = any(one.interrupted for one in tries.values())
+        if basis is Basis.MEASURED and len(times) > 1 and not (is_over or interrupted):
             # Of several processes the others would go on.
             with contextlib.suppress(*[KeyboardInterrupt] if agreement.alone else []):
                 entrants = [(name, found[name]) for name in times]
@@ -284,24 +209,22 @@ def plan_fastest(
                     basis, times = Basis.RACED, raced
                     notes |= {name: race_row(r).note for name, r in results.items()}
     best = min(times, key=times.__getitem__, default=next(iter(found)))
-    seconds = {one.name: one.seconds for one in tries}
-    too_large = {one.name for one in tries if isinstance(one.error, MemoryBudgetError)}
+    estimates = work.estimates.by_name
     outcomes = tuple(
         Outcome(
             name=name,
             plan=found[name].plan if name in found else None,
             step_ms=times.get(name),
-            seconds=_seconds(found.get(name), seconds.get(name, 0.0)),
-            note=_note(notes.get(name, _INTERRUPTED), estimates.get(name)),
+            seconds=_seconds(found.get(name), one.seconds),
+            note=_note(notes[name], estimates.get(name)),
             estimated_ms=estimates[name].time_ms if name in estimates else None,
-            is_too_large=name in too_large,
+            is_too_large=isinstance(one.error, MemoryBudgetError),
         )
-        for name in names
+        for name, one in tries.items()
     )
     plan = _with_seconds(found[best].plan, outcomes, how, now() - began)
     plan = with_variants(plan, best, outcomes, basis)
-    known = [one for one in (*variants, *spares) if one.name in names]
-    plan = with_worth(plan, known, outcomes, basis)
+    plan = with_worth(plan, every, outcomes, basis)
     outcomes = tuple(
         replace(one, plan=plan) if one.name == best else one for one in outcomes
     )
@@ -310,26 +233,8 @@ def plan_fastest(
         plan=plan,
         outcomes=outcomes,
         basis=basis,
-        interrupted=any(one.interrupted for one in tries),
+        interrupted=interrupted,
     )
-
-
-def all_meshes(most_axes: int = 2) -> dict[str, Mesh]:
-    """Meshes of all devices that are there, by what they are called.
-
-    Raises:
-        DeviceError: there are none that work.
-    """
-    first = platform.make_mesh(None)
-    shapes = platform.mesh_shapes(first.size)
-    return {
-        platform.mesh_text(axes): platform.make_mesh(axes)
-        for axes in shapes
-        if len(axes) <= most_axes
-    }
-
-
-# --------------------------------------------------------------------------- inside
 
 
 _INTERRUPTED = "interrupted"
@@ -507,6 +412,197 @@ def _near_by_estimate(
     return sorted(near, key=estimates.rank), far
 
 
+class _Planning:
+    """Variants that are planned in turn, in the time that all of them share.
+
+    Attributes:
+        turns: variants in the order of their turns.
+        leaner: those among them that were made since nothing else fits in memory.
+        ruled_out: those that estimates leave out.
+        estimates: of those that were estimated.
+        tries: what came of those that had a turn, by name.
+    """
+
+    def __init__(
+        self,
+        variants: Sequence[Variant],
+        steps: _Steps,
+        options: PlanOptions,
+        deadline: _Deadline,
+    ) -> None:
+        self._variants, self._options, self._deadline = variants, options, deadline
+        self._steps = steps
+        self._settings = settings_or_defaults(options.settings)
+        self._need = ""
+        self._late: list[str] = []
+        self.turns = [*variants]
+        self.leaner: list[Variant] = []
+        self.ruled_out: list[_Try] = []
+        self.estimates = _Estimates()
+        self.tries: dict[str, _Try] = {}
+
+    def found(self) -> dict[str, FoundPlan]:
+        """The plans that there are."""
+        tries = self.tries.items()
+        return {name: one.found for name, one in tries if one.found is not None}
+
+    def errors(self) -> list[tuple[str, CfpError]]:
+        """The reasons why the variants that were asked for have no plans."""
+        tries = [self.tries.get(one.name) for one in self._variants]
+        return [(one.name, one.error) for one in tries if one and one.error]
+
+    def late(self) -> list[str]:
+        """Variants that there was no time for."""
+        tries = self.tries.values()
+        return self._late + [one.name for one in tries if one.why_not == UNPLANNED]
+
+    def nothing_fits(self) -> bool:
+        """True if all that were planned need more memory than there is."""
+        tries = self.tries.values()
+        return all(isinstance(one.error, MemoryBudgetError) for one in tries)
+
+    def estimate(self, rule_out: bool) -> None:
+        """Estimates variants, and orders them, or leaves some out.
+
+        Args:
+            rule_out: whether what estimates have far behind is left out.
+        """
+        found = _estimates_of(
+            self.turns, self._steps, self._options, self._deadline, rule_out
+        )
+        self.estimates = found
+        if rule_out:
+            self.turns, self.ruled_out = _near_by_estimate(self.turns, found)
+            return
+        # In the time that there is, the most promising come first.
+        self.turns.sort(key=found.rank)
+        seconds = self._settings.seconds
+        self._need = _need_text(len(self.turns), found.took_seconds, seconds)
+
+    def plan(
+        self,
+        variants: Sequence[Variant],
+        how: Callable[[Variant, float], FoundPlan] | None = None,
+    ) -> None:
+        """Plans one after another, at least one, until the user ends it, or time does.
+
+        Args:
+            how: plans one in so many seconds, if not as it is.
+
+        Raises:
+            ProcessError: the processes do not plan together.
+        """
+        how = how or self._plan_one
+        for place, variant in enumerate(variants):
+            name = variant.name
+            if place and self._is_late():
+                self.tries[name] = _Try(name=name, why_not=UNPLANNED)
+                continue
+            found = error = None
+            started = now()
+            # The last race takes a share, too.
+            shares = len(variants) - place + (len(variants) > 1)
+            try:
+                found = how(variant, max(0.0, (self._deadline.end - started) / shares))
+            except ProcessError:
+                raise
+            except CfpError as reason:
+                error = reason
+            except KeyboardInterrupt:
+                if not (self._deadline.agreement.alone and self.found()):
+                    raise
+            before = self.tries[name].seconds if name in self.tries else 0.0
+            seconds = before + now() - started
+            tried = _Try(name=name, seconds=seconds, found=found, error=error)
+            self.tries[name] = tried
+            if tried.interrupted:
+                return
+
+    def plan_ruled_out(self) -> None:
+        """Plans what estimates left out: they may be wrong of memory."""
+        names = {one.name for one in self.ruled_out}
+        spared = [one for one in self._variants if one.name in names]
+        spared.sort(key=self.estimates.rank)
+        self.turns += spared
+        for place, one in enumerate(spared):
+            if self._is_late():
+                self._late += [each.name for each in spared[place:]]
+                break
+            self.plan([one])
+            if self._is_done(one):
+                break
+        self.ruled_out = [one for one in self.ruled_out if one.name not in self.tries]
+
+    def plan_with_state_in_host(self) -> None:
+        """Plans what does not fit with a part of its state in the host's memory."""
+        lacking = [(n, e) for n, e in self.errors() if isinstance(e, MemoryBudgetError)]
+        errors = dict(lacking)
+        short = [one for one in self._variants if one.name in errors]
+        short.sort(key=lambda one: errors[one.name].smallest_feasible_bytes)
+
+        def in_host(variant: Variant, seconds: float) -> FoundPlan:
+            step, analyzed = self._steps.analyzed(variant)
+            options, end = self._telling(variant.name, seconds), now() + seconds
+            error = errors[variant.name]
+            return find_with_state_in_host(step, error, end, analyzed, options)
+
+        for one in short:
+            self.plan([one], in_host)
+            if self._is_done(one):
+                return
+
+    def plan_leaner(self, leaner: Callable[[], Iterable[Variant]]) -> None:
+        """Plans variants that need less memory, until one of them fits."""
+        for one in leaner():
+            if self._is_late():
+                self._late.append(one.name)
+                return
+            estimate = _estimate_of(one, self._steps, self._options, one.name)
+            if estimate is None or not estimate.fits:
+                continue
+            self.estimates.by_name[one.name] = estimate
+            self.leaner.append(one)
+            self.turns.append(one)
+            self.plan([one])
+            if self._is_done(one):
+                return
+
+    def _plan_one(self, variant: Variant, seconds: float) -> FoundPlan:
+        place = [one.name for one in self.turns].index(variant.name) + 1
+        which = f"{variant.name} ({place} of {len(self.turns)}{self._need})"
+        started = now()
+        step, analyzed = self._steps.analyzed(variant)
+        options = self._telling(which, max(0.0, seconds - (now() - started)))
+        known = self.estimates.by_name.get(variant.name)
+        if known is not None and (profiles := known.profiles) is not None:
+            again = analyzed.seconds + profiles.counts["estimate_seconds"]
+            analyzed = replace(analyzed, profiles=profiles, seconds=again)
+        return find_plan(step, variant.mesh, options, analyzed)
+
+    def _telling(self, which: str, seconds: float) -> PlanOptions:
+        """The options of one variant; its events say which of several it is."""
+        told = self._settings
+        told = _telling(told, which) if len(self._variants) > 1 else told
+        return replace(self._options, settings=replace(told, seconds=seconds))
+
+    def _is_late(self) -> bool:
+        """True if another variant would take longer than there is time.
+
+        However little it is given: a share of the quickest.
+        """
+        took = [
+            one.seconds
+            for one in self.tries.values()
+            if one.found or isinstance(one.error, MemoryBudgetError)
+        ]
+        return self._deadline.is_within(LEAST_VARIANT_SHARE * min(took, default=0.0))
+
+    def _is_done(self, variant: Variant) -> bool:
+        """True if a variant has a plan, or the user has ended planning."""
+        tried = self.tries[variant.name]
+        return tried.found is not None or tried.interrupted
+
+
 def _by_turns(variants: Sequence[Variant]) -> list[Variant]:
     """The first variants of all meshes, then the second of each, and so on."""
     turns, seen = dict[str, int](), Counter[tuple[tuple[str, int], ...]]()
@@ -581,66 +677,6 @@ def _estimate_of(
         raise
     except CfpError:
         return None
-
-
-def _none_fits(tries: Sequence[_Try]) -> bool:
-    return all(isinstance(one.error, MemoryBudgetError) for one in tries)
-
-
-def _needed_bytes(error: CfpError | None) -> int:
-    known = isinstance(error, MemoryBudgetError)
-    return error.smallest_feasible_bytes if known else 0
-
-
-def _plan_all(
-    variants: Sequence[Variant],
-    plan_one: Callable[[Variant, float], FoundPlan],
-    deadline: _Deadline,
-) -> list[_Try]:
-    """Plans one after another, at least one, until the user ends it, or time does.
-
-    Args:
-        variants: in their order.
-        plan_one: plans one in so many seconds.
-        deadline: the end of the time for all.
-
-    Raises:
-        ProcessError: the processes do not plan together.
-    """
-    tries: list[_Try] = []
-    for place, variant in enumerate(variants):
-        if tries and deadline.is_within(_least_seconds(tries)):
-            tries.append(_Try(name=variant.name, why_not=UNPLANNED))
-            continue
-        found = error = None
-        started = now()
-        left = deadline.end - started
-        try:
-            # The last race takes a share, too.
-            shares = len(variants) - place + (len(variants) > 1)
-            found = plan_one(variant, max(0.0, left / shares))
-        except ProcessError:
-            raise
-        except CfpError as reason:
-            error = reason
-        except KeyboardInterrupt:
-            if not (deadline.agreement.alone and any(one.found for one in tries)):
-                raise
-        seconds = now() - started
-        tries.append(_Try(name=variant.name, seconds=seconds, found=found, error=error))
-        if tries[-1].interrupted:
-            break
-    return tries
-
-
-def _least_seconds(tries: Sequence[_Try]) -> float:
-    """Time that another variant takes at least, however little it is given."""
-    took = [
-        one.seconds
-        for one in tries
-        if one.found or isinstance(one.error, MemoryBudgetError)
-    ]
-    return LEAST_VARIANT_SHARE * min(took, default=0.0)
 
 
 def _own_times(found: Mapping[str, FoundPlan]) -> tuple[Basis, dict[str, float]]:

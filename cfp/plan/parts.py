@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from inspect import signature
 from typing import Annotated, Any
 
 import jax
@@ -15,9 +14,10 @@ from pydantic import Field
 
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.analysis.strategies import Spec
-from cfp.errors import OptionError, PlanMismatch, compose, nearest
+from cfp.errors import OptionError, PlanMismatch, compose
 from cfp.fields import Count, Flag, Name, Time, Words, matching
 from cfp.fields import Spec as SpecField
+from cfp.program.calling import check_keywords
 from cfp.program.graft import Constraints
 from cfp.program.step import FlatStep
 
@@ -250,29 +250,15 @@ def check_binding(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         OptionError: the step has no such argument.
     """
     try:
-        parameters = signature(fn).parameters
-    except (TypeError, ValueError):
-        return
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return
-    for name in kwargs:
-        if name in parameters:
-            continue
-        decides = name in _DECIDES
-        meant = nearest(name, [*BINDS, *parameters])
-        raise OptionError(
-            compose(
-                f"{name} decides how a step is planned, and this plan is made."
-                if decides
-                else f"Neither the step nor plan.bind has an argument {name}"
-                + (f"; {meant.strip()}" if meant else "."),
-                expected=f"arguments of the step, {', '.join(BINDS)}",
-                got=f"{name}=...",
-                attempt=f"leave {name} out, or cfp.plan(...), which plans again"
-                if decides
-                else f"one of {', '.join(parameters)}",
-            )
-        )
+        check_keywords(fn, kwargs, BINDS, "plan.bind")
+    except OptionError as error:
+        for name in _DECIDES:
+            if name in kwargs:
+                raise OptionError(
+                    f"{name} decides how a step is planned, and this plan is made. "
+                    f"Leave {name} out; or cfp.plan(...) plans again."
+                ) from error
+        raise
 
 
 def check_donated(planned: Sequence[bool], step: FlatStep) -> None:

@@ -254,7 +254,7 @@ def test_bind_takes_what_plan_takes(loaded):
     ("more", "words"),
     [
         ({"memory_budget": "1GiB"}, "memory_budget decides how a step is planned"),
-        ({"donate": 0}, "Neither the step nor plan.bind has an argument donate"),
+        ({"donate": 0}, "Neither the step nor plan.bind has an argument 'donate'"),
         ({"donate_argnames": "x"}, "donates other arguments"),
     ],
     ids=["planning", "unknown", "donation"],

@@ -6,7 +6,8 @@ join by their log-sum-exp in float32. The backward pass goes round again, with t
 row's output and log-sum-exp, and the gradients of keys and values travel along with
 them in float32 until they are home. Liu et al., "Ring Attention with Blockwise
 Transformers for Near-Infinite Context", 2023. In zigzag order every step of a causal
-mask is the same work on every rank.
+mask is the same work on every rank, and a rank computes with some of its own keys while
+gradients come home.
 
 All of this is for the inside of a `jax.shard_map` that is manual in the axis.
 
@@ -73,7 +74,34 @@ def local_positions(rank: jax.Array, ranks: int, count: int, zigzag: bool) -> ja
     return jnp.concatenate([rank * half + first, last * half + second])
 
 
-_ALL = slice(None)
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """All tokens of a rank, or a half of them.
+
+    Attributes:
+      half: 0 or 1, [] int32 if the rank decides; None if it is all.
+      count: of these.
+    """
+
+    half: int | jax.Array | None
+    count: int
+
+    def of(self, x: jax.Array, dim: int = 1) -> jax.Array:
+        """Returns these tokens of an array of all."""
+        if self.half is None:
+            return x
+        return lax.dynamic_slice_in_dim(x, self.half * self.count, self.count, dim)
+
+    def spread(self, part: jax.Array, fill: float = 0.0) -> jax.Array:
+        """Returns all tokens, along dim 1, where there are only these.
+
+        An elementwise expression, which the compiler makes part of what adds it.
+        """
+        if self.half is None:
+            return part
+        other = jnp.full_like(part, fill)
+        halves = (jnp.where(self.half == n, part, other) for n in range(2))
+        return jnp.concatenate([*halves], axis=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,18 +158,18 @@ class Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The work of a rank in a step: some of its queries with some of the keys there.
+    """Work of a rank in a step: some of its queries with some of the keys there.
 
     Attributes:
-      when: [] bool, whether it is this piece; None if it always is.
-      queries: of the rank, the second half in zigzag order, or all.
-      keys: of the step's block, the first half in zigzag order, or all.
+      when: [] bool, whether there is anything to see; None if there always is.
+      queries: of the rank, half of them in zigzag order, or all.
+      keys: of the step's block, half of them in zigzag order, or all.
       mask: of these.
     """
 
     when: jax.Array | None
-    queries: slice
-    keys: slice
+    queries: Rows
+    keys: Rows
     mask: Mask
 
 
@@ -184,7 +212,7 @@ class Pieces:
         )
 
     def of_step(self, step: int | jax.Array) -> tuple[Piece, ...]:
-        """One piece; or two, the second for ranks that the first is not for.
+        """The pieces of a step, one after the other.
 
         Args:
           step: a number, or one that a loop counts, which is not 0.
@@ -192,63 +220,93 @@ class Pieces:
         ring, mask = self.ring, self.ring.mask
         if not mask.by_position:
             return (self._piece(step),)
-        bounded = mask.left is not None or mask.right is not None
-        bounded = bounded or mask.keys is not None
         if ring.in_one:
-            return (self._located(step, when=None),)
+            return (self._located(step, always=True),)
         if isinstance(step, int) and step == 0:
             # Queries and keys are at the same positions: only distances matter, or in
             # zigzag order which comes first.
-            alike = not bounded if ring.zigzag else mask.keys is None
+            alike = not self._bounded if ring.zigzag else mask.keys is None
             if alike and self.queries == self.keys:
                 return (self._piece(step, mask),)
-            return (self._located(step, when=None),)
+            return (self._located(step, always=True),)
         if not mask.causal:
             return (self._located(step),)
+        make = self._located if self._bounded else self._piece
         earlier = self.rank >= step  # The step's block comes from an earlier rank.
-        make = self._located if bounded else self._piece
         if not ring.zigzag:
             return (make(step, when=earlier),)
-        first, second = slice(0, self.keys // 2), slice(self.queries // 2, None)
-        return (make(step, when=earlier, keys=first), make(step, queries=second))
+        # The second half of the queries sees the first of the keys; besides, of an
+        # earlier rank's keys all queries see the first half, and of a later one's the
+        # second half of the queries sees all.
+        queries, keys = self.queries // 2, self.keys // 2
+        at = jnp.where(earlier, 0, 1)
+        return (
+            make(step, queries=Rows(1, queries), keys=Rows(0, keys)),
+            make(step, queries=Rows(at, queries), keys=Rows(at, keys)),
+        )
+
+    def of_own(self) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+        """The pieces of step 0, those that can as well come last apart."""
+        pieces, half = self.of_step(0), self.keys // 2
+        mask = pieces[0].mask
+        if not self.ring.zigzag or not mask.causal or mask.query_positions is not None:
+            return pieces, ()
+        first, second = Rows(0, half), Rows(1, half)
+        return (self._piece(0, queries=second, keys=first),), tuple(
+            self._piece(0, self.ring.mask, queries=rows, keys=rows)
+            for rows in (first, second)
+        )
+
+    @property
+    def _bounded(self) -> bool:
+        mask = self.ring.mask
+        return not (mask.left is None and mask.right is None and mask.keys is None)
 
     def _piece(
         self,
         step: int | jax.Array,
         mask: Mask | None = None,
         when: jax.Array | None = None,
-        queries: slice = _ALL,
-        keys: slice = _ALL,
+        queries: Rows | None = None,
+        keys: Rows | None = None,
     ) -> Piece:
         mask = self.ring.mask.without_positions() if mask is None else mask
+        queries, keys = queries or Rows(None, self.queries), keys or self._all_keys
+        segments = self.query_segments, self._segments_of(step)
         mask = replace(
             mask,
-            query_segments=_cut(self.query_segments, queries),
-            key_segments=_cut(self._segments_of(step), keys),
+            query_segments=None if segments[0] is None else queries.of(segments[0]),
+            key_segments=None if segments[1] is None else keys.of(segments[1]),
         )
         return Piece(when=when, queries=queries, keys=keys, mask=mask)
 
     def _located(
         self,
         step: int | jax.Array,
-        when: jax.Array | bool | None = True,
-        queries: slice = _ALL,
-        keys: slice = _ALL,
+        when: jax.Array | None = None,
+        queries: Rows | None = None,
+        keys: Rows | None = None,
+        always: bool = False,
     ) -> Piece:
+        """A piece whose mask has positions, computed if any of its tokens may meet."""
         ring = self.ring
+        queries, keys = queries or Rows(None, self.queries), keys or self._all_keys
         if ring.in_one:
             of_keys = local_positions(self.rank * 0, 1, ring.ranks * self.keys, False)
         else:
             source = (self.rank - step) % ring.ranks
             of_keys = local_positions(source, ring.ranks, self.keys, ring.zigzag)
         of_queries = local_positions(self.rank, ring.ranks, self.queries, ring.zigzag)
-        mask = replace(
-            ring.mask, query_positions=of_queries[queries], key_positions=of_keys[keys]
-        )
-        meets = None if when is None else may_meet(mask, of_queries, of_keys)
-        if isinstance(when, jax.Array):
-            meets = when
-        return self._piece(step, mask, meets, queries, keys)
+        where = queries.of(of_queries, 0), keys.of(of_keys, 0)
+        if when is None and not always:
+            when = may_meet(ring.mask, *where)
+        mask = replace(ring.mask, query_positions=where[0], key_positions=where[1])
+        return self._piece(step, mask, when, queries, keys)
+
+    @property
+    def _all_keys(self) -> Rows:
+        ranks = self.ring.ranks if self.ring.in_one else 1
+        return Rows(None, self.keys * ranks)
 
     def _segments_of(self, step: int | jax.Array) -> jax.Array | None:
         if self.key_segments is None or self.ring.in_one:
@@ -257,10 +315,6 @@ class Pieces:
         return lax.dynamic_slice_in_dim(
             self.key_segments, source * self.keys, self.keys, axis=1
         )
-
-
-def _cut(segments: jax.Array | None, where: slice) -> jax.Array | None:
-    return None if segments is None else segments[:, where]
 
 
 Step = int | jax.Array  # Not 0 where it is an array.
@@ -326,12 +380,10 @@ def _forward(q, k, v, query_segments, key_segments, ring: Ring):
     def attend(so_far: Partial, piece: Piece, kv: KeysValues) -> Partial:
         attend = ring.kernel.attend
         assert attend is not None, "refused before"
-        keys, values = kv[0][:, piece.keys], kv[1][:, piece.keys]
-        more = attend(q[:, piece.queries], keys, values, ring.scores, piece.mask)
-        rows = merge(tuple(x[:, piece.queries] for x in so_far), more)
-        return tuple(
-            _put(x, piece.queries, row) for x, row in zip(so_far, rows, strict=True)
-        )
+        keys, values = piece.keys.of(kv[0]), piece.keys.of(kv[1])
+        rows = piece.queries
+        out, lse = attend(rows.of(q), keys, values, ring.scores, piece.mask)
+        return merge(so_far, (rows.spread(out), rows.spread(lse, -jnp.inf)))
 
     pieces = Pieces.of(ring, q, k, query_segments, key_segments)
 
@@ -373,27 +425,27 @@ def _backward(ring: Ring, kept: Any, dout: jax.Array):
     q, k, v, query_segments, key_segments, out, lse = kept
     q, k, v, out, lse, dout = lax.optimization_barrier((q, k, v, out, lse, dout))
 
-    def add(dq: jax.Array, piece: Piece, kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def add(
+        so_far: Sequence[jax.Array], piece: Piece, kv: KeysValues
+    ) -> tuple[jax.Array, ...]:
         gradients = ring.kernel.gradients
         assert gradients is not None, "refused before"
-        rows = [x[:, piece.queries] for x in (q, out, lse, dout)]
-        values, keys = kv[0][:, piece.keys], kv[1][:, piece.keys]
-        mine, dk, dv = gradients(
-            rows[0], keys, values, *rows[1:], ring.scores, piece.mask
+        queries, keys = piece.queries, piece.keys
+        row, *rows = (queries.of(x) for x in (q, out, lse, dout))
+        v, k = keys.of(kv[0]), keys.of(kv[1])
+        dq, dk, dv = gradients(row, k, v, *rows, ring.scores, piece.mask)
+        more = queries.spread(dq), keys.spread(dv), keys.spread(dk)
+        return tuple(
+            x + one.astype(jnp.float32) for x, one in zip(so_far, more, strict=True)
         )
-        more = jnp.stack([x.astype(jnp.float32) for x in (dv, dk)])
-        left = kv.shape[2] - more.shape[2]  # A piece has all keys, or the first.
-        dkv = jnp.pad(more, ((0, 0), (0, 0), (0, left), (0, 0), (0, 0)))
-        row = dq[:, piece.queries] + mine.astype(jnp.float32)
-        return _put(dq, piece.queries, row), dkv
 
     pieces = Pieces.of(ring, q, k, query_segments, key_segments)
 
     def compute(step: Step, dq: jax.Array, kv: jax.Array) -> tuple[jax.Array, ...]:
-        nothing = jnp.zeros(kv.shape, jnp.float32)
-        return _run(
-            pieces.of_step(step), lambda s, p, kv: add(s[0], p, kv), (dq, nothing), kv
-        )
+        """Gradients of queries, added to; of values and keys, as one array."""
+        nothing = jnp.zeros(kv.shape[1:], jnp.float32)
+        dq, *made = _run(pieces.of_step(step), add, (dq, nothing, nothing), kv)
+        return dq, jnp.stack(made)
 
     last = ring.steps(q.shape[1]) - 1
     dq = jnp.zeros(q.shape, jnp.float32)
@@ -417,18 +469,23 @@ def _backward(ring: Ring, kept: Any, dout: jax.Array):
             dq, more = compute(step, dq, kv)
             return following, dq, arrived + more
 
-        if last == 0:
-            dq, dkv = compute(0, dq, kv)
-        else:
-            following = _rotated(kv, ring, 1)
-            dq, dkv = compute(0, dq, kv)
-            kv, dq, dkv = lax.fori_loop(1, last, go_on, (following, dq, dkv))
-            arrived = _rotated(dkv, ring, 1)
+        # What other ranks add to a block's gradients travels with it; its own rank's
+        # part stays, some of it computed while keys leave, some while gradients arrive.
+        begin, end = pieces.of_own()
+        following = _rotated(kv, ring, 1)
+        nothing = jnp.zeros(k.shape, jnp.float32)
+        made = _run(begin, add, (dq, nothing, nothing), (v, k))
+        if last > 0:
+            dq, *own = made
+            others = jnp.zeros(kv.shape, jnp.float32)
+            kv, dq, others = lax.fori_loop(1, last, go_on, (following, dq, others))
+            others = _rotated(others, ring, 1) if last > 1 else others
             dq, more = compute(last, dq, kv)
-            dkv = arrived + more
-        # Nothing is computed meanwhile, and nothing is added any more.
-        dkv = _rotated(dkv.astype(k.dtype), ring, -last)
-    dv, dk = dkv.astype(k.dtype)
+            # Nothing is added any more.
+            arrived = _rotated((others + more).astype(k.dtype), ring, -last)
+            made = dq, own[0] + arrived[0], own[1] + arrived[1]
+        dq, *dkv = _run(end, add, made, (v, k))
+    dv, dk = (x.astype(k.dtype) for x in dkv)
     return dq.astype(q.dtype), dk, dv, None, None
 
 
@@ -441,20 +498,17 @@ def _run(
     so_far: Any,
     kv: KeysValues,
 ) -> Any:
-    """Computes the piece of a step that this rank has."""
-    first = pieces[0]
-    if first.when is None:
-        return compute(so_far, first, kv)
-    return lax.cond(
-        first.when,
-        lambda so_far: compute(so_far, first, kv),
-        lambda so_far: compute(so_far, pieces[1], kv) if pieces[1:] else so_far,
-        so_far,
-    )
+    """Computes the pieces of a step, one after the other."""
+    for piece in pieces:
 
+        def go(so_far: Any, piece: Piece = piece) -> Any:
+            return compute(so_far, piece, kv)
 
-def _put(x: jax.Array, where: slice, part: jax.Array) -> jax.Array:
-    return part if part.shape == x.shape else x.at[:, where].set(part)
+        if piece.when is None:
+            so_far = go(so_far)
+        else:
+            so_far = lax.cond(piece.when, go, lambda so_far: so_far, so_far)
+    return so_far
 
 
 def _rotated(x: Any, ring: Ring, ranks: int) -> Any:

@@ -100,6 +100,52 @@ def test_zigzag_sends_and_keeps_what_the_ring_does(ring):
     assert sent(zigzag) == sent(ring[4])
 
 
+def test_two_ranks_send_gradients_in_the_dtype_of_keys():
+    """Of a block that one other rank sees, nothing is added on the way."""
+    block = 2 * BATCH * LOCAL * KV_HEADS * HEAD_DIM * FLOAT_BYTES
+    half = jax.jit(
+        jax.grad(
+            lambda q, k, v: cfp.attention(
+                q,
+                k,
+                v,
+                causal=True,
+                mesh=mesh_of({"x": 2}),
+                strategy="zigzag",
+                implementation="chunked",
+                zigzag_tokens=True,
+            )
+            .astype(jnp.float32)
+            .sum(),
+            argnums=(0, 1, 2),
+        )
+    )
+    args = [
+        jax.ShapeDtypeStruct((BATCH, 2 * LOCAL, n, HEAD_DIM), jnp.bfloat16)
+        for n in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    program = half.lower(*args).as_text()
+    permutes = re.findall(r"collective_permute.*?-> tensor<([\dx]+)x(\w+)>", program)
+    shape = f"{BATCH}x{LOCAL}x{KV_HEADS}x{HEAD_DIM}"
+    assert sorted(permutes) == sorted(
+        [(shape, "bf16")] * 2 + [(f"2x{shape}", "bf16")] * 2
+    )
+    assert sent(compiled("zigzag", 2)) == {
+        ("collective-permute", block // 2): 2,
+        ("collective-permute", block): 2,
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_zigzag_has_no_branches(ranks):
+    """A rank chooses its rows, not a program; in a plain ring some have no work."""
+    programs = (
+        compiled(strategy, ranks, implementation="xla").as_text()
+        for strategy in ("zigzag", "ring")
+    )
+    assert [" conditional(" in program for program in programs] == [False, True]
+
+
 def test_gathering_sends_keys_once_a_pass():
     tokens = LOCAL * 4
     whole = 2 * BATCH * tokens * KV_HEADS * HEAD_DIM * FLOAT_BYTES

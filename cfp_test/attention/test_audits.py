@@ -105,18 +105,20 @@ def test_two_ranks_send_gradients_in_the_dtype_of_keys():
     block = 2 * BATCH * LOCAL * KV_HEADS * HEAD_DIM * FLOAT_BYTES
     half = jax.jit(
         jax.grad(
-            lambda q, k, v: cfp.attention(
-                q,
-                k,
-                v,
-                causal=True,
-                mesh=mesh_of({"x": 2}),
-                strategy="zigzag",
-                implementation="chunked",
-                zigzag_tokens=True,
-            )
-            .astype(jnp.float32)
-            .sum(),
+            lambda q, k, v: (
+                cfp.attention(
+                    q,
+                    k,
+                    v,
+                    causal=True,
+                    mesh=mesh_of({"x": 2}),
+                    strategy="zigzag",
+                    implementation="chunked",
+                    zigzag_tokens=True,
+                )
+                .astype(jnp.float32)
+                .sum()
+            ),
             argnums=(0, 1, 2),
         )
     )

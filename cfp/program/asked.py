@@ -26,6 +26,8 @@ from jax.extend.core import (
     Jaxpr,
     Literal,
 )
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cfp.program.rules import Rule
@@ -423,46 +425,42 @@ def _least_divisor(size: int) -> int:
     return next(n for n in range(2, size + 1) if size % n == 0)
 
 
-def written(asked: CallbackRule, tensors: Sequence[Shape], count: int) -> str:
-    """A rule as Shardy writes it; dims that may not be sharded have factors alone.
+def written(asked: CallbackRule, tensors: Sequence[Shape], count: int) -> ir.Attribute:
+    """A rule as Shardy has it; dims that may not be sharded have factors alone.
 
     Args:
         asked: the factors.
         tensors: operands and results.
         count: how many are operands.
     """
-    names: list[str] = []
-    sizes: list[int] = []
+    sizes = [*asked.sizes]
+    of = {place: n for n, group in enumerate(asked.groups) for place in group}
 
-    def factor(size: int) -> str:
-        number = len(names)
-        names.append(chr(ord("i") + number) if number < 18 else f"z_{number - 17}")
+    def new(size: int) -> int:
         sizes.append(size)
-        return names[-1]
+        return len(sizes) - 1
 
-    shared = [factor(size) for size in asked.sizes]
-    of = {p: n for group, n in zip(asked.groups, shared, strict=True) for p in group}
-    texts = []
-    for tensor, aval in enumerate(tensors):
-        dims = []
-        for dim, whole in enumerate(aval.shape):
-            name = of.get((tensor, dim))
-            if name is None:
-                dims.append(factor(whole))
-            elif (rest := whole // sizes[names.index(name)]) > 1:
-                dims.append(name + factor(rest))
-            else:
-                dims.append(name)
-        texts.append(f"[{', '.join(dims)}]")
-    own = [n for n in names[len(shared) :] if sizes[names.index(n)] > 1]
-    text = f"({', '.join(texts[:count])})->({', '.join(texts[count:])})"
-    if names:
-        listed = ", ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True))
-        text += f" {{{listed}}}"
-    if asked.reduction:
-        text += (
-            f" reduction={{{', '.join(shared[i] for i in sorted(asked.reduction))}}}"
+    def factors(place: OpDim, whole: int) -> list[int]:
+        if (shared := of.get(place)) is None:
+            return [new(whole)]
+        rest = whole // sizes[shared]
+        return [shared, new(rest)] if rest > 1 else [shared]
+
+    mappings = [
+        sdy.TensorMappingAttr.get(
+            [
+                sdy.DimMappingAttr.get(factors((tensor, dim), whole))
+                for dim, whole in enumerate(aval.shape)
+            ]
         )
-    if own:
-        text += f" need_replication={{{', '.join(own)}}}"
-    return f"#sdy.op_sharding_rule<{text}, custom>"
+        for tensor, aval in enumerate(tensors)
+    ]
+    own = [n for n in range(len(asked.sizes), len(sizes)) if sizes[n] > 1]
+    return sdy.OpShardingRuleAttr.get(
+        sizes,
+        mappings[:count],
+        mappings[count:],
+        sorted(asked.reduction),
+        own,
+        is_custom=True,
+    )

@@ -6,7 +6,6 @@ not survive until it runs.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,8 +19,6 @@ from cfp.program.graph import Program, Spec
 from cfp.program.partitioned import bind
 from cfp.program.rematerialize import Rematerialization, rematerialize, repeatable
 from cfp.program.replace import Replacement, replace_ops
-
-_AXIS = re.compile(r'"([^"]*)"=(\d+)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +183,9 @@ def _mesh_symbol(module: ir.Module, mesh: Mesh | AbstractMesh) -> str:
     for op in module.body.operations:
         if op.operation.name != "sdy.mesh":
             continue
-        there = _AXIS.findall(str(op.attributes["mesh"]))
-        names = mesh.shape.keys()
-        kept = [axis for axis in there if axis[0] in names or axis[1] != "1"]
-        if kept == [(name, str(size)) for name, size in mesh.shape.items()]:
+        there = shardy.mesh_axes(op.operation)
+        kept = {n: size for n, size in there.items() if n in mesh.shape or size != 1}
+        if [*kept.items()] == [*mesh.shape.items()]:
             return shardy.symbol_name(op.operation)
     with ir.InsertionPoint.at_block_begin(module.body):
         ir.Operation.parse(f"sdy.mesh @cfp_mesh = {wanted}")
@@ -309,18 +305,8 @@ def propagate(
         for op in shardy.walk(shardy.main_function(module)):
             if _NUMBER in op.attributes and _SHARDING in op.attributes:
                 index = ir.IntegerAttr(op.attributes[_NUMBER]).value
-                each = sdy.TensorShardingPerValueAttr(op.attributes[_SHARDING])
-                shardings = map(_spec, each.shardings)
+                shardings = shardy.specs_of(op.attributes[_SHARDING])
                 # A call of the host without results has a sharding all the same.
                 results = program.ops[index].results
                 found.update(zip(results, shardings, strict=False))
         return {**found, **values}
-
-
-def _spec(attribute: ir.Attribute) -> Spec:
-    """A sharding as a spec; what shards by a part of an axis only is left out."""
-    dims = sdy.TensorShardingAttr(attribute).dimension_shardings
-    axes = (
-        [sdy.AxisRefAttr(a) for a in sdy.DimensionShardingAttr(d).axes] for d in dims
-    )
-    return tuple(tuple(a.name for a in dim if a.sub_axis_info is None) for dim in axes)

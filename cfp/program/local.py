@@ -42,7 +42,6 @@ _AS_IT_IS = frozenset(
     " stablehlo.cross-replica-sum".split()
 )
 _AXIS = re.compile(r'axis_ref<name = "([^"]+)"')  # Of groups by the axes of a mesh.
-_AXIS_SIZE = re.compile(r'"([^"]+)"=(\d+)')
 _NUMBERS = frozenset(("stablehlo.partition_id", "stablehlo.replica_id"))
 
 
@@ -98,8 +97,8 @@ def lower_local(
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(partitioned)
         meshes = [o for o in source.body.operations if o.operation.name == "sdy.mesh"]
-        found = (_AXIS_SIZE.findall(str(one)) for one in meshes)
-        sizes = {name: int(size) for axes in found for name, size in axes}
+        axes = (shardy.mesh_axes(one.operation) for one in meshes)
+        sizes = {name: size for one in axes for name, size in one.items()}
         for function in shardy.functions(source.operation):
             for name in ("arg_attrs", "res_attrs"):
                 if name in function.attributes:

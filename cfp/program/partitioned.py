@@ -51,7 +51,7 @@ from cfp.program.asked import (
 from cfp.program.graph import PARTITIONED, inner_flops
 from cfp.program.jaxprs import closed_with, with_equations, with_inner
 from cfp.program.read import read_program
-from cfp.program.rules import Rule, parse_rule
+from cfp.program.rules import Rule, rule_of
 
 TARGET = "CustomSPMDPartitioning"
 _CONFIG = "backend_config"
@@ -69,6 +69,7 @@ class PartitionedCall:
         callbacks: the op's own.
         asked: the rule that they keep.
         rule: the same as Shardy writes it.
+        factors: the same as programs have it.
         whole: what it computes, on one device.
         platforms: that it was lowered for.
     """
@@ -77,6 +78,7 @@ class PartitionedCall:
     callbacks: Callbacks
     asked: CallbackRule
     rule: str
+    factors: Rule
     whole: ClosedJaxpr
     platforms: tuple[str, ...]
 
@@ -287,15 +289,17 @@ def _described(
     mesh: Mesh | AbstractMesh,
     platforms: tuple[str, ...],
 ) -> PartitionedCall:
-    parsed: Rule | None = parse_rule(rule) if rule else None
-    asked = ask(callbacks, parsed, mesh)
-    text = written(asked, callbacks.tensors, len(callbacks.operands))
+    own = rule_of(ir.Attribute.parse(rule)) if rule else None
+    asked = ask(callbacks, own, mesh)
+    kept = written(asked, callbacks.tensors, len(callbacks.operands))
+    text = str(kept)
     inside, flops = _inside(call, platforms)
     parts = (inside, text, asked.locals, str(callbacks.in_tree), platforms)
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
     label = re.sub(r"\W", "_", str(call.jaxpr.debug_info.func_name))
     name = f"{_PREFIX}:{label}:{flops}:{digest}"
-    found = PartitionedCall(name, callbacks, asked, text, call, platforms)
+    read = rule_of(kept)
+    found = PartitionedCall(name, callbacks, asked, text, read, call, platforms)
     with _LOCK:
         _CALLS[name] = found
     return found

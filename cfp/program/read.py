@@ -24,7 +24,7 @@ from jax.extend.mlir import ir
 from cfp.program import shardy
 from cfp.program.corrections import correct_rule
 from cfp.program.graph import Op, Program, Spec, Value
-from cfp.program.rules import Rule, elementwise_rule, parse_rule, passthrough_rule
+from cfp.program.rules import Rule, elementwise_rule, passthrough_rule, rule_of
 
 _SIGNATURE = ("arg_attrs", "res_attrs")
 # Operands at and behind this one say where an op reads or writes.
@@ -170,9 +170,6 @@ def _made_of(value: ir.Value) -> Iterator[ir.Value]:
 
 
 _SOURCE = re.compile(r'"([^"]+)":(\d+):\d+')
-_SHARDING = re.compile(r"<@\w+, \[(.*?)\]")
-_BRACED = re.compile(r"\{(.*?)\}")
-_QUOTED = re.compile(r'"(\w+)"')
 _INSTALLED = {"site-packages", "dist-packages"}
 _HERE = str(Path(__file__).parent)
 _CALLER = str(Path(__file__).with_name("step.py"))  # It calls the step.
@@ -250,6 +247,7 @@ class _Reader:
         self.outputs: list[int] = []
         self._ids: dict[ir.Value, int] = {}
         self._types: dict[ir.Type, tuple[tuple[int, ...], str]] = {}
+        self._rules: dict[ir.Attribute, Rule] = {}
 
     def read_function(self, function: ir.Operation) -> None:
         block = function.regions[0].blocks[0]
@@ -326,7 +324,9 @@ class _Reader:
         if op.name in shardy.REGION_OPS:
             return None
         if shardy.RULE in op.attributes:
-            rule = parse_rule(str(op.attributes[shardy.RULE]))
+            given = op.attributes[shardy.RULE]
+            if (rule := self._rules.get(given)) is None:
+                rule = self._rules[given] = rule_of(given)
             shapes = [self.values[v].shape for v in operands]
             return correct_rule(rule, op, shapes)
         shapes = [self.values[v].shape for v in (*operands, *results)]
@@ -351,11 +351,8 @@ def _manual_shardings(op: ir.Operation) -> tuple[Spec, ...]:
     """Returns the specs of a manual computation's operands and results."""
     if op.name != "sdy.manual_computation":
         return ()
-    text = f"{op.attributes['in_shardings']} {op.attributes['out_shardings']}"
-    return tuple(
-        tuple(tuple(_QUOTED.findall(dim)) for dim in _BRACED.findall(dims))
-        for dims in _SHARDING.findall(text)
-    )
+    sides = (op.attributes[name] for name in ("in_shardings", "out_shardings"))
+    return tuple(spec for side in sides for spec in shardy.specs_of(side))
 
 
 def _constant(op: ir.Operation, index: int) -> str:

@@ -1,24 +1,22 @@
 """Sharding rules: how the dims of an op's operands and results share loop indices.
 
 A rule names the loop indices of an op, its *factors*, and says which factors each
-dim of each operand and result runs over. Shardy computes the rules; this module
-reads its notation, for example for a matrix product::
+dim of each operand and result runs over. Shardy computes the rules, and writes them,
+for example for a matrix product, as::
 
     ([i, k], [k, j])->([i, j]) {i=4, j=16, k=8} reduction={k}
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
-_FACTOR = re.compile(r"[a-z](?:_\d+)?")
-_BODY = re.compile(r"\((.*?)\)\s*->\s*\((.*?)\)\s*(?:\{([^}]*)\})?(.*)$", re.DOTALL)
-_TENSOR = re.compile(r"\[([^\]]*)\]")
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
+
 # Padding by more than this costs more than it spreads. XLA pads what does not divide.
 _MOST_PADDING = 4 / 3
-_SET = re.compile(r"(reduction|need_replication|permutation)=\{([^}]*)\}")
 
 Dims = tuple[tuple[int, ...], ...]  # for each dim its factors, major to minor
 
@@ -98,49 +96,24 @@ def padded_size(size: int, ways: int) -> int:
     return -(-size // ways) * ways
 
 
-@lru_cache(maxsize=65536)
-def parse_rule(text: str) -> Rule:
-    """Reads Shardy's notation.
+def rule_of(attribute: ir.Attribute) -> Rule:
+    """Reads a rule that Shardy has for an op."""
+    found = sdy.OpShardingRuleAttr(attribute)
 
-    Args:
-        text: a printed ``#sdy.op_sharding_rule<...>`` attribute, or what stands
-            between its angle brackets.
-
-    Raises:
-        ValueError: the text is not a sharding rule.
-    """
-    inner = text[text.find("<") + 1 : text.rfind(">")] if "<" in text else text
-    match = _BODY.match(inner.strip())
-    if match is None:
-        raise ValueError(f"not a sharding rule: {text!r}")
-    operand_text, result_text, size_text, kinds = match.groups()
-    names: dict[str, int] = {}
-    sizes: list[int] = []
-    for item in filter(None, (s.strip() for s in (size_text or "").split(","))):
-        name, size = item.split("=")
-        names[name.strip()] = len(sizes)
-        sizes.append(int(size))
-
-    def tensors(text: str) -> tuple[Dims, ...]:
+    def tensors(mappings: Iterable[ir.Attribute]) -> tuple[Dims, ...]:
+        dims = (sdy.TensorMappingAttr(one).dim_mappings for one in mappings)
         return tuple(
-            tuple(
-                tuple(names[f] for f in _FACTOR.findall(dim))
-                for dim in filter(None, (d.strip() for d in body.split(",")))
-            )
-            for body in _TENSOR.findall(text)
+            tuple(tuple(sdy.DimMappingAttr(dim).factor_indices) for dim in tensor)
+            for tensor in dims
         )
 
-    sets = {
-        kind: frozenset(names[f] for f in _FACTOR.findall(members))
-        for kind, members in _SET.findall(kinds)
-    }
-    none: frozenset[int] = frozenset()
     return Rule(
-        sizes=tuple(sizes),
-        operands=tensors(operand_text),
-        results=tensors(result_text),
-        reduction=sets.get("reduction", none),
-        fixed=sets.get("need_replication", none) | sets.get("permutation", none),
+        sizes=tuple(found.factor_sizes),
+        operands=tensors(found.operand_mappings),
+        results=tensors(found.result_mappings),
+        reduction=frozenset(found.reduction_factors),
+        fixed=frozenset(found.need_replication_factors)
+        | frozenset(found.permutation_factors),
     )
 
 

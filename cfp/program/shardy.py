@@ -14,8 +14,10 @@ from typing import Any
 
 import jax
 from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import sdy
 
 from cfp.program.corrections import relayout
+from cfp.program.graph import Spec
 
 _INLINE = "builtin.module(inline,symbol-dce,sdy-import-func-calls,symbol-dce)"
 _STRIP = "builtin.module(strip-debuginfo)"
@@ -56,6 +58,25 @@ def call_target(op: ir.Operation) -> str:
     if op.name != "stablehlo.custom_call":
         return ""
     return ir.StringAttr(op.attributes["call_target_name"]).value
+
+
+def mesh_axes(mesh: ir.Operation) -> dict[str, int]:
+    """The names and sizes of a mesh's axes."""
+    axes = map(sdy.MeshAxisAttr, sdy.MeshAttr(mesh.attributes["mesh"]).axes)
+    return {axis.name: axis.size for axis in axes}
+
+
+def specs_of(attribute: ir.Attribute) -> list[Spec]:
+    """Shardings of several values, without what only shards by a part of an axis."""
+    return [*map(_spec, sdy.TensorShardingPerValueAttr(attribute).shardings)]
+
+
+def _spec(attribute: ir.Attribute) -> Spec:
+    dims = sdy.TensorShardingAttr(attribute).dimension_shardings
+    axes = (
+        [sdy.AxisRefAttr(a) for a in sdy.DimensionShardingAttr(d).axes] for d in dims
+    )
+    return tuple(tuple(a.name for a in dim if a.sub_axis_info is None) for dim in axes)
 
 
 def argument_count(module: ir.Module) -> int:

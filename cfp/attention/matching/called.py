@@ -31,7 +31,7 @@ from cfp.attention.strategy import ALL_GATHER, BATCH, HEADS, AttentionStrategy
 from cfp.program.graph import Op, Program, Spec, dtype_bytes
 from cfp.program.partitioned import call_of
 from cfp.program.replace import Replacement, Stage
-from cfp.program.rules import Dims, Rule, parse_rule
+from cfp.program.rules import Dims, Rule
 
 GRADIENT = f"{NAME} gradient"  # The name of replacements of backward passes.
 _KEY = "called attentions"
@@ -161,7 +161,7 @@ def _with_tokens(one: Called, op: Op) -> Rule:
     if rule is None:  # Nothing else of it may be sharded.
         found = call_of(op.attributes)
         assert found is not None, "it was read of it"
-        rule = parse_rule(found.rule)
+        rule = found.factors
     [factor] = rule.operands[0][tokens]
 
     def joined(dims: Dims, place: int) -> Dims:

@@ -5,7 +5,7 @@ Heads that devices do not divide are copied (shared key heads) or padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -24,7 +24,6 @@ from cfp.attention.problem import (
 )
 from cfp.attention.ring import Ring, from_zigzag, spread_attention, to_zigzag
 from cfp.attention.strategy import (
-    ALL_GATHER,
     HEADS,
     ROLES,
     ULYSSES,
@@ -39,13 +38,11 @@ class HeadFit:
     """Padding and repetition that make heads divide into parts.
 
     Attributes:
-      kv_heads: key and value heads as they are.
       repeats: copies of each key and value head, for parts of its queries.
       padded_kv_heads: key and value heads then, with those of zeros behind them.
       group: query heads of each of these.
     """
 
-    kv_heads: int
     repeats: int
     padded_kv_heads: int
     group: int
@@ -54,10 +51,6 @@ class HeadFit:
     def heads(self) -> int:
         """Query heads, with those of zeros."""
         return self.padded_kv_heads * self.group
-
-    @property
-    def changes(self) -> bool:
-        return self.repeats > 1 or self.padded_kv_heads > self.kv_heads
 
     def queries(self, q: jax.Array) -> jax.Array:
         """[batch, tokens, heads, head_dim] with heads of zeros behind."""
@@ -86,7 +79,6 @@ def fit_heads(heads: int, kv_heads: int, parts: int) -> HeadFit:
     group = heads // kv_heads
     fits = [
         HeadFit(
-            kv_heads=kv_heads,
             repeats=repeats,
             padded_kv_heads=-(-kv_heads * repeats // parts) * parts,
             group=group // repeats,
@@ -174,52 +166,17 @@ def attention(
         # Within, shardings are the compiler's: what arrives may be sharded anyhow.
         types = (AxisType.Auto,) * len(mesh.axis_names)
         mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
-    choice = choose_kernel(problem, mesh, strategy, implementation, zigzag_tokens)
-    query_ids, key_ids = segments_of(segment_ids)
-    return _Placed(choice=choice, mesh=mesh, converts=not zigzag_tokens).run(
-        q, k, v, query_ids, key_ids, bias
-    )
+    choice = _choose(problem, mesh, strategy, implementation, zigzag_tokens)
+    return choice.run(q, k, v, *segments_of(segment_ids), bias)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionChoice:
-    """A problem with a strategy and a kernel that can compute it.
-
-    Attributes:
-      problem: of the whole mesh.
-      strategy: what axes do.
-      kernel: what computes on each device.
-      heads: how heads are made to divide.
-    """
-
-    problem: AttentionProblem
-    strategy: AttentionStrategy
-    kernel: Kernel
-    heads: HeadFit
-
-    @property
-    def padded(self) -> tuple[int, int]:
-        """Queries and keys, filled up."""
-        multiple = self.strategy.token_multiple
-        return tuple(  # pyright: ignore[reportReturnType]
-            -(-tokens // multiple) * multiple
-            for tokens in (self.problem.queries, self.problem.keys)
-        )
-
-    @property
-    def mask(self) -> Mask:
-        """Returns the mask over all tokens, by position."""
-        keys = self.problem.keys if _pads_keys(self.problem, self.strategy) else None
-        return replace(self.problem.mask(), keys=keys)
-
-
-def choose_kernel(
+def _choose(
     problem: AttentionProblem,
     mesh: Mesh | None,
     given: Given,
     implementation: str | None,
-    zigzag_tokens: bool = False,
-) -> AttentionChoice:
+    zigzag_tokens: bool,
+) -> _Choice:
     """Finds out how a problem is computed.
 
     Raises:
@@ -250,11 +207,13 @@ def choose_kernel(
         kernel = KERNELS[name]
         reason = refusal(problem, strategy, kernel, platform_of(mesh))
         if reason is None:
-            return AttentionChoice(
+            return _Choice(
                 problem=problem,
+                mesh=mesh,
                 strategy=strategy,
                 kernel=kernel,
                 heads=_fit(problem, strategy),
+                converts=not zigzag_tokens,
             )
         reasons.append(f"{name}: {reason}")
     raise AttentionError(
@@ -287,8 +246,6 @@ def refusal(
     platform: str,
 ) -> str | None:
     """Returns the reason why a problem cannot be computed this way, or None."""
-    if problem.dropout:
-        return "no implementation here drops weights"
     padded = replace(problem, padded_keys=_pads_keys(problem, strategy))
     reason = strategy.refusal(padded, kernel)
     return reason or kernel.refusal(_local(padded, strategy), platform)
@@ -324,12 +281,39 @@ def _local(problem: AttentionProblem, strategy: AttentionStrategy) -> AttentionP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Placed:
-    """A choice on a mesh."""
+class _Choice:
+    """A problem on a mesh, with a strategy and a kernel that can compute it.
 
-    choice: AttentionChoice
+    Attributes:
+      problem: of the whole mesh.
+      mesh: None for one device.
+      strategy: what axes do.
+      kernel: what computes on each device.
+      heads: how heads are made to divide.
+      converts: whether tokens come in natural order where the strategy is zigzag.
+    """
+
+    problem: AttentionProblem
     mesh: Mesh | None
+    strategy: AttentionStrategy
+    kernel: Kernel
+    heads: HeadFit
     converts: bool
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Queries and keys, filled up."""
+        multiple = self.strategy.token_multiple
+        return tuple(  # pyright: ignore[reportReturnType]
+            -(-tokens // multiple) * multiple
+            for tokens in (self.problem.queries, self.problem.keys)
+        )
+
+    @property
+    def mask(self) -> Mask:
+        """Returns the mask over all tokens, by position."""
+        keys = self.problem.keys if _pads_keys(self.problem, self.strategy) else None
+        return replace(self.problem.mask(), keys=keys)
 
     def run(
         self,
@@ -340,16 +324,16 @@ class _Placed:
         key_ids: jax.Array | None,
         bias: jax.Array | None,
     ) -> jax.Array:
-        choice, strategy = self.choice, self.choice.strategy
+        strategy = self.strategy
         if not strategy.roles or self.mesh is None:
             return self._local(q, k, v, query_ids, key_ids, bias)
-        heads = choice.problem.heads
-        q = choice.heads.queries(q)
-        k, v = choice.heads.keys(k), choice.heads.keys(v)
+        heads = self.problem.heads
+        q = self.heads.queries(q)
+        k, v = self.heads.keys(k), self.heads.keys(v)
         if bias is not None and bias.shape[1] > 1:
-            more = choice.heads.heads - heads
+            more = self.heads.heads - heads
             bias = jnp.pad(bias, ((0, 0), (0, more), (0, 0), (0, 0)))
-        queries, keys = choice.padded
+        queries, keys = self.padded
         q, query_ids = self._ordered(q, queries), self._ordered(query_ids, queries)
         k, v, key_ids = (self._ordered(x, keys) for x in (k, v, key_ids))
         if bias is not None:
@@ -374,12 +358,12 @@ class _Placed:
         )(given)
         if strategy.zigzag and self.converts:
             out = from_zigzag(out, strategy.ring_ranks)
-        return out[:, : choice.problem.queries, :heads]
+        return out[:, : self.problem.queries, :heads]
 
     def _ordered(self, x: Any, tokens: int) -> Any:
         if x is None:
             return None
-        strategy = self.choice.strategy
+        strategy = self.strategy
         more = tokens - x.shape[1]
         if more and strategy.zigzag and not self.converts:
             raise AttentionError(
@@ -406,7 +390,7 @@ class _Placed:
         bias: jax.Array | None = None,
     ) -> jax.Array:
         """Computes one device's part, inside `jax.shard_map`."""
-        strategy = self.choice.strategy
+        strategy = self.strategy
         compute: Callable[..., jax.Array] = self._local
         if strategy.spread is not None:
             compute = self._spread
@@ -417,23 +401,12 @@ class _Placed:
         return _exchanged(out, axes[0], to_heads=False)
 
     def _local(self, q, k, v, query_ids, key_ids, bias) -> jax.Array:
-        choice = self.choice
-        mask = replace(choice.mask, query_segments=query_ids, key_segments=key_ids)
-        return choice.kernel.whole(q, k, v, choice.problem.scores, mask, bias)
+        mask = replace(self.mask, query_segments=query_ids, key_segments=key_ids)
+        return self.kernel.whole(q, k, v, self.problem.scores, mask, bias)
 
     def _spread(self, q, k, v, query_ids, key_ids, bias) -> jax.Array:
         assert bias is None, "refused before"
-        choice, strategy = self.choice, self.choice.strategy
-        assert strategy.spread is not None
-        ring = Ring(
-            axis=strategy.spread,
-            ranks=strategy.ring_ranks,
-            zigzag=strategy.zigzag,
-            gather=bool(strategy.axes(ALL_GATHER)),
-            kernel=choice.kernel,
-            scores=choice.problem.scores,
-            mask=choice.mask,
-        )
+        ring = Ring.of(self.strategy, self.kernel, self.problem.scores, self.mask)
         return spread_attention(q, k, v, query_ids, key_ids, ring)
 
 
@@ -480,10 +453,8 @@ def attention_options(
     bias: Any = None,
     softcap: float | None = None,
     scale: float | None = None,
-    dropout: float = 0.0,
     mesh: Mesh | None = None,
     platform: str | None = None,
-    implementations: Sequence[str] = tuple(KERNELS),
 ) -> tuple[AttentionOption, ...]:
     """Lists all strategies with all implementations; runs nothing.
 
@@ -498,10 +469,8 @@ def attention_options(
       bias: see q.
       softcap: see q.
       scale: see q.
-      dropout: share of the weights that are dropped.
       mesh: every axis takes every role, or none.
       platform: of the devices; by default the mesh's, or JAX's.
-      implementations: to be looked at.
 
     Returns:
       Those that are possible and those that are ruled out, with the reason. Whether a
@@ -520,7 +489,6 @@ def attention_options(
         bias=bias,
         softcap=softcap,
         scale=scale,
-        dropout=dropout,
     )
     sizes = dict(mesh.shape) if mesh is not None else {}
     platform = platform or platform_of(mesh)
@@ -528,8 +496,8 @@ def attention_options(
     for roles in product((None, *ROLES), repeat=len(sizes)):
         given = {a: role for a, role in zip(sizes, roles, strict=True) if role}
         strategy = AttentionStrategy.of(given, sizes)
-        for name in implementations:
-            reason = refusal(problem, strategy, KERNELS[name], platform)
+        for name, kernel in KERNELS.items():
+            reason = refusal(problem, strategy, kernel, platform)
             found.append(
                 AttentionOption(
                     strategy=strategy.roles, implementation=name, reason=reason

@@ -94,7 +94,7 @@ def visible(mask: Mask, queries: int, keys: int) -> jax.Array | None:
     if mask.by_position:
         query = positions_of(mask.query_positions, queries)[:, None]
         key = positions_of(mask.key_positions, keys)[None, :]
-        for one in _bounds(mask, query, key):
+        for one in bounds(mask, query, key):
             allowed = one if allowed is None else allowed & one
         assert allowed is not None, "a mask by position has a bound"
         allowed = jnp.broadcast_to(allowed, (queries, keys))[None, None]
@@ -129,7 +129,8 @@ def may_meet(mask: Mask, query: jax.Array, key: jax.Array) -> jax.Array:
     return meets
 
 
-def _bounds(mask: Mask, query: jax.Array, key: jax.Array) -> list[jax.Array]:
+def bounds(mask: Mask, query: Any, key: Any) -> list[Any]:
+    """The keys that each condition by position allows, in arrays of any library."""
     found = []
     if mask.causal:
         found.append(key <= query)
@@ -164,7 +165,6 @@ class AttentionProblem:
       dense_mask: whether that is a mask of queries by keys, and nothing else.
       scale: of the products of queries and keys.
       softcap: bound of a score, or None.
-      dropout: share of the weights that are dropped.
       padded_keys: whether keys at the end are padding.
     """
 
@@ -184,7 +184,6 @@ class AttentionProblem:
     dense_mask: bool = False
     scale: float
     softcap: float | None = None
-    dropout: float = 0.0
     padded_keys: bool = False
 
     @property
@@ -216,7 +215,6 @@ def problem_of(
     bias: Any,
     softcap: float | None,
     scale: float | None,
-    dropout: float = 0.0,
 ) -> AttentionProblem:
     """Checks arguments as they are given, arrays or their shapes and dtypes.
 
@@ -283,7 +281,6 @@ def problem_of(
         bias=bias is not None,
         scale=1 / sqrt(head_dim) if scale is None else float(scale),
         softcap=None if softcap is None else float(softcap),
-        dropout=dropout,
     )
 
 

@@ -31,6 +31,7 @@ from jax import lax
 from cfp.attention.chunked import Partial, merge, nothing_yet
 from cfp.attention.kernels import Kernel
 from cfp.attention.problem import Mask, Scores, may_meet
+from cfp.attention.strategy import ALL_GATHER, AttentionStrategy
 
 
 def zigzag_order(length: int, ranks: int) -> np.ndarray:
@@ -127,6 +128,22 @@ class Ring:
     scores: Scores
     mask: Mask
     plays: int | None = None
+
+    @classmethod
+    def of(
+        cls, strategy: AttentionStrategy, kernel: Kernel, scores: Scores, mask: Mask
+    ) -> Ring:
+        """The ring, or the gathering, of a strategy that has one."""
+        assert strategy.spread is not None, "tokens are sharded"
+        return cls(
+            axis=strategy.spread,
+            ranks=strategy.ring_ranks,
+            zigzag=strategy.zigzag,
+            gather=bool(strategy.axes(ALL_GATHER)),
+            kernel=kernel,
+            scores=scores,
+            mask=mask,
+        )
 
     @property
     def rank(self) -> jax.Array:
@@ -342,41 +359,22 @@ def spread_attention(
     Returns:
       Like q.
     """
-    return _forward(q, k, v, query_segments, key_segments, ring)[0]
+    return forward(q, k, v, query_segments, key_segments, ring)[0]
 
 
-def attend_ring(
-    q: jax.Array, k: jax.Array, v: jax.Array, ring: Ring
-) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp of a rank's queries, without segments.
+Residuals = tuple[Any, ...]
+
+
+def forward(
+    q, k, v, query_segments, key_segments, ring: Ring
+) -> tuple[jax.Array, Residuals]:
+    """The forward pass of `spread_attention`.
 
     Returns:
-      (output like q; log-sum-exp over all keys, [batch, queries, heads] float32).
+      (output, what `backward` takes: the arguments, the output, and its log-sum-exp
+      over all keys, [batch, queries, heads] float32).
     """
-    out, (*_, lse) = _forward(q, k, v, None, None, ring)
-    return out, lse
 
-
-def ring_gradients(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    ring: Ring,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of a rank's queries, keys and values, given what `attend_ring` makes.
-
-    Args:
-      q, k, v, ring: as of `attend_ring`.
-      out, lse: its results.
-    """
-    dq, dk, dv, *_ = _backward(ring, (q, k, v, None, None, out, lse), dout)
-    return dq, dk, dv
-
-
-def _forward(q, k, v, query_segments, key_segments, ring: Ring):
     def attend(so_far: Partial, piece: Piece, kv: KeysValues) -> Partial:
         attend = ring.kernel.attend
         assert attend is not None, "refused before"
@@ -418,7 +416,8 @@ def _forward(q, k, v, query_segments, key_segments, ring: Ring):
     return out, (q, k, v, query_segments, key_segments, out, lse)
 
 
-def _backward(ring: Ring, kept: Any, dout: jax.Array):
+def backward(ring: Ring, kept: Residuals, dout: jax.Array) -> tuple[Any, ...]:
+    """The gradients of all arguments of `spread_attention`."""
     # What goes round here must not look like what went round in the forward pass, or
     # XLA takes both for one and keeps blocks in between. A barrier is not enough: it is
     # gone when XLA looks for the last time. So values and keys go as one array here.
@@ -489,7 +488,7 @@ def _backward(ring: Ring, kept: Any, dout: jax.Array):
     return dq.astype(q.dtype), dk, dv, None, None
 
 
-spread_attention.defvjp(_forward, _backward)
+spread_attention.defvjp(forward, backward)
 
 
 def _run(

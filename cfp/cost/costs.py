@@ -15,7 +15,7 @@ from cfp.analysis.layout import Choice, Layout
 from cfp.analysis.strategies import Spec
 from cfp.attention import chunked
 from cfp.attention.kernels import KERNELS, ScoreMemory
-from cfp.attention.matching.called import called_among, token_axes
+from cfp.attention.matching.called import axes_of, called_among
 from cfp.attention.matching.found import Found, Pass
 from cfp.attention.matching.matches import GATHERED, ROUNDS, Match, among, share_at_once
 from cfp.attention.matching.ways import Way
@@ -217,7 +217,7 @@ class Costs:
         saved = 0.0
         for one in called:
             op, axes = program.ops[one.op], layout.axes[one.op]
-            if token_axes(program, one, axes):
+            if axes_of(program, one, axes)["T"]:
                 saved += sum(terms.compute_ms(op, axes))
                 saved -= sum(terms.attention_ms(one, axes, ways.get(one.op)))
         for one in losses:

@@ -28,9 +28,9 @@ from cfp.analysis.strategies import (
 from cfp.attention.kernels import KERNELS
 from cfp.attention.matching.called import (
     Called,
+    axes_of,
     called_attentions,
     exchanges,
-    token_axes,
     way_of_called,
     work_ratio,
 )
@@ -200,7 +200,8 @@ class Terms:
             kernel = way.implementation
             share *= work_ratio(called, way, self._sizes)
         else:
-            share *= prod(self._sizes[a] for a in token_axes(program, called, axes))
+            tokens = axes_of(program, called, axes)["T"]
+            share *= prod(self._sizes[axis] for axis in tokens)
         dtype = program.values[op.operands[0]].dtype
         share *= masked_share(called.call.causal)
         products = self.rates.matmul_ms(call_flops(op) * share, dtype)

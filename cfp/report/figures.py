@@ -13,7 +13,7 @@ from cfp.attention.matching.matches import (
     Match,
     among,
     attentions,
-    ruled_out,
+    cannot,
     was_searched,
     way_of,
 )
@@ -146,9 +146,11 @@ def _kernels(
 
     def refusal(match: Match, kernel: SegmentKernels) -> str | None:
         where = (dict(analysis.frame.mesh), kernels.platform)
-        reason = ruled_out(program, match, kernel, layout.axes, *where)
         way = way_of(program, match, kernel, layout.axes)
-        if reason is None or match.problem.dtype != "float32" or isinstance(way, str):
+        if isinstance(way, str):
+            return way
+        reason = cannot(match, way, *where)
+        if reason is None or match.problem.dtype != "float32":
             return reason
         narrow = replace(match.problem, dtype="bfloat16")
         can = refusal_of(narrow, way, *where) is None

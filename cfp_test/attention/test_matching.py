@@ -17,6 +17,7 @@ from cfp.program.trace import lower_step, planning_mesh, trace
 from cfp_test.checking import differences, prepare, shardings
 from cfp_test.named_kernels import kernels_named
 from cfp_test.programs import attentive
+from cfp_test.programs.common import normal
 from cfp_test.programs.registry import PROGRAMS
 
 SIZES = (("x", 4),)
@@ -128,6 +129,11 @@ def replaced(make, kernel):
     return found, differences(case, jax.tree.leaves(compiled(*arrays)))
 
 
+def of_one_head():
+    q, k, v = (normal(seed, 4, 16, 1, 8) for seed in range(3))
+    return gradients(jax.nn.softmax), (q, k, v)
+
+
 @pytest.mark.parametrize(
     "make, kernel",
     [
@@ -138,8 +144,9 @@ def replaced(make, kernel):
         (attentive.nnx_attention_step, "chunked"),
         (attentive.gpt2_style_attention_step, "chunked"),
         (attentive.t5_style_attention_step, "xla"),
+        (of_one_head, "chunked"),
     ],
-    ids=["transformer", "equinox", "linen", "haiku", "nnx", "gpt2_style", "t5_style"],
+    ids=lambda one: getattr(one, "__name__", one),
 )
 def test_replaced_it_computes_the_same(make, kernel):
     found, far = replaced(make, kernel)

@@ -275,7 +275,9 @@ def test_products_keep_the_precision_that_was_asked_for(mesh, precision):
     [match] = attentions(program).matches.values()
     for one in replacements(program, match, Way("chunked")):
         function = one.functions.stages(mesh)[0]
-        shapes = [jax.ShapeDtypeStruct(s, d) for s, d, _ in one.functions.reads[0]]
+        shapes = [
+            jax.ShapeDtypeStruct(s, d) for s, d, _ in one.functions.passes[0].reads
+        ]
         text = jax.jit(function).lower(*shapes).as_text()
         assert text.count("precision = [HIGHEST, HIGHEST]") == (
             text.count("stablehlo.dot_general") if precision == "highest" else 0

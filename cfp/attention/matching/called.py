@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -26,9 +27,9 @@ from cfp.attention.kernels import KERNELS
 from cfp.attention.matching.found import Found, LeftAlone, Pass, Tensor
 from cfp.attention.matching.functions import NAME, Way
 from cfp.attention.problem import AttentionProblem, problem_of
-from cfp.attention.ring import Ring, attend_ring, from_zigzag, ring_gradients, to_zigzag
-from cfp.attention.strategy import ALL_GATHER, BATCH, HEADS, AttentionStrategy
-from cfp.program.graph import Op, Program, Spec, dtype_bytes
+from cfp.attention.ring import Ring, backward, forward, from_zigzag, to_zigzag
+from cfp.attention.strategy import BATCH, HEADS, AttentionStrategy
+from cfp.program.graph import Op, Program, Spec, dtype_bytes, numpy_dtype
 from cfp.program.partitioned import call_of
 from cfp.program.replace import Replacement, Stage
 from cfp.program.rules import Dims, Rule
@@ -183,8 +184,13 @@ def _with_tokens(one: Called, op: Op) -> Rule:
     )
 
 
-def token_axes(program: Program, one: Called, axes: FactorAxes) -> tuple[str, ...]:
-    """The axes that shard the tokens of an attention.
+_DIMS = MappingProxyType({"B": "sequences", "T": "tokens", "N": "heads"})
+
+
+def axes_of(
+    program: Program, one: Called, axes: FactorAxes
+) -> dict[str, tuple[str, ...]]:
+    """The axes that shard the sequences "B", tokens "T", heads "N" of an attention.
 
     Args:
         program: it has the rules of `with_token_factors`.
@@ -192,20 +198,14 @@ def token_axes(program: Program, one: Called, axes: FactorAxes) -> tuple[str, ..
     """
     rule = program.ops[one.op].rule
     assert rule is not None, "what has axes has a rule"
-    factor = rule.major(rule.operands[0][one.place("T")])
-    return () if factor is None else axes[factor]
+    factors = {x: rule.major(rule.operands[0][one.place(x)]) for x in _DIMS}
+    return {x: () if f is None else axes[f] for x, f in factors.items()}
 
 
 def dims_over(program: Program, one: Called, axes: FactorAxes) -> dict[str, str]:
     """Words for the dims of an attention that axes shard, by axis."""
-    rule = program.ops[one.op].rule
-    assert rule is not None, "what has axes has a rule"
-    found: dict[str, str] = {}
-    for letter, words in (("B", "sequences"), ("T", "tokens"), ("N", "heads")):
-        factor = rule.major(rule.operands[0][one.place(letter)])
-        if factor is not None:
-            found.update(dict.fromkeys(axes[factor], words))
-    return found
+    found = axes_of(program, one, axes).items()
+    return {axis: _DIMS[letter] for letter, own in found for axis in own}
 
 
 def exchanges(
@@ -214,7 +214,7 @@ def exchanges(
     """Tensors that an attention with sharded tokens sends: keys, values, gradients.
 
     Args:
-        program, one, axes: as of `token_axes`.
+        program, one, axes: as of `axes_of`.
         is_replaced: whether something takes the op's place; otherwise all that it reads
             is gathered.
 
@@ -222,7 +222,7 @@ def exchanges(
         (bytes of the whole tensor, its sharding, axes it is summed over, its sharding
         then), as transitions of a layout have them.
     """
-    op, tokens = program.ops[one.op], token_axes(program, one, axes)
+    op, tokens = program.ops[one.op], axes_of(program, one, axes)["T"]
     assert op.rule is not None, "what has axes has a rule"
     moved = one.call.reads[1:3] if is_replaced else one.call.reads
     for place in moved if tokens else ():
@@ -245,22 +245,19 @@ def way_of_called(
     """Returns the way in which a kernel computes an attention with sharded tokens.
 
     Args:
-        program, one, axes: as of `token_axes`.
+        program, one, axes: as of `axes_of`.
         spread: the role of axes that shard tokens.
 
     Returns:
         The way, or why there is none: what shards no tokens the op computes itself.
     """
-    if not token_axes(program, one, axes):
+    found = axes_of(program, one, axes)
+    if not found["T"]:
         return "a kernel of the step's own computes it"
-    rule = program.ops[one.op].rule
-    assert rule is not None
-    roles = []
-    for letter, role in (("B", BATCH), ("T", spread), ("N", HEADS)):
-        factor = rule.major(rule.operands[0][one.place(letter)])
-        if factor is not None:
-            roles += [(axis, role) for axis in axes[factor]]
-    return Way(implementation, tuple(roles))
+    roles = {"B": BATCH, "T": spread, "N": HEADS}
+    return Way(
+        implementation, tuple((a, roles[x]) for x, own in found.items() for a in own)
+    )
 
 
 def indivisible(
@@ -316,15 +313,12 @@ def replacement_of(program: Program, one: Called, way: Way) -> Replacement:
     """The replacement of an attention's op."""
     op = program.ops[one.op]
     made = tuple(
-        (value.shape, _DTYPES.get(value.dtype, value.dtype))
+        (value.shape, numpy_dtype(value.dtype).name)
         for value in (program.values[v] for v in op.results)
     )
     functions = CalledFunctions(one.problem, way, one.call, made)
     reads = tuple((op.id, place) for place in one.call.reads)
     return Replacement(one.name, op.id, (Stage(reads, op.results),), functions)
-
-
-_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,25 +348,15 @@ class CalledFunctions:
 
     def _run(self, mesh: Mesh, *reads: jax.Array) -> list[jax.Array]:
         strategy = AttentionStrategy.of(dict(self.way.roles), dict(mesh.shape))
-        axis = strategy.spread
-        assert axis is not None, "tokens are sharded"
-        ring = Ring(
-            axis=axis,
-            ranks=strategy.ring_ranks,
-            zigzag=strategy.zigzag,
-            gather=bool(strategy.axes(ALL_GATHER)),
-            kernel=KERNELS[self.way.implementation],
-            scores=self.problem.scores,
-            mask=self.problem.mask(),
-        )
+        kernel = KERNELS[self.way.implementation]
+        ring = Ring.of(strategy, kernel, self.problem.scores, self.problem.mask())
         given = [self._with_tokens_second(x) for x in reads]
         if ring.zigzag:
             given = [to_zigzag(x, ring.ranks) for x in given]
         # All have batch, tokens and heads first; the log-sum-exp has no more.
         spec: PartitionSpec = strategy.spec()
-        compute = _gradients if self.call.is_backward else _output
         made = jax.shard_map(
-            partial(compute, ring),
+            partial(_compute, ring, self.call.is_backward),
             mesh=mesh,
             in_specs=(spec,) * len(given),
             out_specs=(spec,) * (3 if self.call.is_backward else 2),
@@ -390,20 +374,14 @@ class CalledFunctions:
     _as_called = _with_tokens_second  # It is its own inverse.
 
 
-def _output(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-    return attend_ring(q, k, v, ring)
-
-
-def _gradients(
-    ring: Ring,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    lse: jax.Array,
-    out: jax.Array,
-    dout: jax.Array,
-) -> Any:
-    return ring_gradients(q, k, v, out, lse, dout, ring)
+def _compute(ring: Ring, is_backward: bool, *reads: jax.Array) -> tuple[Any, ...]:
+    """Output and log-sum-exp; or, where these are read, too, the gradients."""
+    q, k, v, *more = reads
+    if not is_backward:
+        out, (*_, lse) = forward(q, k, v, None, None, ring)
+        return out, lse
+    lse, out, dout = more
+    return backward(ring, (q, k, v, None, None, out, lse), dout)[:3]
 
 
 def work_ratio(one: Called, way: Way, sizes: Mapping[str, int]) -> float:
@@ -411,10 +389,6 @@ def work_ratio(one: Called, way: Way, sizes: Mapping[str, int]) -> float:
 
     Under a causal mask the last rank of a ring sees the keys of all.
     """
-    ranks = prod(sizes[axis] for axis, _ in way.roles if axis in _spreading(way))
+    ranks = prod(sizes[axis] for axis, r in way.roles if r not in (BATCH, HEADS))
     is_even = any(role == "zigzag" for _, role in way.roles)
     return 1.0 if is_even or not one.problem.causal else 2.0 - 1.0 / ranks
-
-
-def _spreading(way: Way) -> set[str]:
-    return {axis for axis, role in way.roles if role not in (BATCH, HEADS)}

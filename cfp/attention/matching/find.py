@@ -514,21 +514,20 @@ class _Finder:
         result = self.scores.results[0]
         counts = {"b": 0, "q": 0}
         softmaxed = self._softmaxed()
+        query_sides: set[int] = set()
         for d, factors in enumerate(rule.results[0]):
             major = rule.major(factors)
             if major is None:
                 continue
             node = self.dims.of(result, d)
+            name = "k"
             if major in of[0] and major in of[1]:
-                kind = "b"
-            else:
-                mine = 0 if major in of[0] else 1
-                kind = "k" if node == softmaxed else "q"
-                self.query_side = mine if kind == "q" else 1 - mine
-            name = kind
-            if kind != "k":
-                name = f"{kind}{counts[kind]}"
-                counts[kind] += 1
+                name = f"b{counts['b']}"
+            elif node != softmaxed:
+                name = f"q{counts['q']}"
+                query_sides.add(0 if major in of[0] else 1)
+            if name != "k":
+                counts[name[0]] += 1
             if node in names:
                 raise Different(
                     "later ops merge two dims of the scores (a reshape), which is not "
@@ -537,14 +536,9 @@ class _Finder:
             names[node] = name
         if "k" not in names.values():
             raise Different("the softmax is not over keys alone")
-        q_side = {
-            0 if rule.major(f) in of[0] else 1
-            for d, f in enumerate(rule.results[0])
-            if names.get(self.dims.of(result, d), "")[:1] == "q"
-        }
-        if len(q_side) != 1:
+        if len(query_sides) != 1:
             raise Different("no dim of the scores runs over queries alone")
-        [self.query_side] = q_side
+        [self.query_side] = query_sides
         return Lettering(self.dims, names)
 
     def _softmaxed(self) -> Hashable:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from cfp.analysis.contractions import UnionFind
-from cfp.analysis.numbering import Numbers, number_values
+from cfp.analysis.numbering import number_values
 from cfp.program.evaluate import KNOWN
 from cfp.program.graph import Op, Program
 from cfp.program.rules import Rule
@@ -24,10 +24,10 @@ _PASSES = frozenset(
 class View:
     """A program in which what is rematerialized, stacked or cast is one value."""
 
-    def __init__(self, program: Program, numbers: Numbers | None = None) -> None:
-        """Numbers the values, if that was not done already."""
+    def __init__(self, program: Program) -> None:
+        """Numbers the values."""
         self.program = program
-        self.numbers = numbers or number_values(program)
+        self.numbers = number_values(program)
 
     @cached_property
     def values(self) -> dict[int, list[int]]:
@@ -246,8 +246,13 @@ class Dims:
         self.view = view
         self._same = UnionFind()
 
-    def join(self, op: Op) -> None:
-        """Joins dims of an op's operands and results."""
+    def join(self, op: Op, *, leaves: bool = False) -> None:
+        """Joins dims of an op's operands and results.
+
+        Args:
+            leaves: also those of what is the same in every step, which attentions of
+                other dims may share.
+        """
         assert op.rule is not None
         tensors = zip(
             (*op.operands, *op.results),
@@ -256,7 +261,7 @@ class Dims:
         )
         by_factor: dict[int, tuple[int, int]] = {}
         for v, dims in tensors:
-            if self.view.is_leaf(v):
+            if not leaves and self.view.is_leaf(v):
                 continue
             for d, factors in enumerate(dims):
                 major = op.rule.major(factors)

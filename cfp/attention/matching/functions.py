@@ -18,7 +18,7 @@ from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 from cfp.attention.call import attention
 from cfp.attention.kernels import KERNELS
 from cfp.attention.matching.found import Letters
-from cfp.attention.problem import NO_MASK, segments_of, visible
+from cfp.attention.problem import NO_MASK, Mask, bounds, segments_of, visible
 from cfp.attention.strategy import ROLES
 from cfp.errors import PlanMismatch
 
@@ -93,6 +93,11 @@ class Meaning:
     fills: bool = False
 
     @property
+    def by_position(self) -> Mask:
+        """The mask by position."""
+        return replace(NO_MASK, causal=self.causal, left=self.left, right=self.right)
+
+    @property
     def is_dense(self) -> bool:
         """Tell whether what enters is as large as scores, or as rows of them."""
         return any(side.kind in (MASK, BIAS) for side in self.sides)
@@ -142,12 +147,8 @@ class Reference:
         q = q.reshape([-1 if i == here else 1 for i in range(len(shape))])
         k = k.reshape([-1 if i == there else 1 for i in range(len(shape))])
         seen = (q == q) & (k == k)
-        if meaning.causal:
-            seen &= k <= q
-        if meaning.left is not None:
-            seen &= q - k <= meaning.left
-        if meaning.right is not None:
-            seen &= k - q <= meaning.right
+        for allowed in bounds(meaning.by_position, q, k):
+            seen &= allowed
         return seen
 
     def _placed(self, named: Named) -> np.ndarray:
@@ -241,15 +242,35 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
+class PassShapes:
+    """A pass of an attention, by what it reads and makes.
+
+    Attributes:
+        reads: queries, keys, values, masks and biases; of a backward pass the gradient
+            of the output last.
+        makes: the output, or the gradients.
+        out: the output that its function computes.
+    """
+
+    is_backward: bool
+    reads: tuple[Shaped, ...]
+    makes: tuple[Shaped, ...]
+    out: Shaped
+
+    @property
+    def sides(self) -> tuple[Shaped, ...]:
+        """The masks and biases."""
+        return self.reads[3:-1] if self.is_backward else self.reads[3:]
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionFunctions:
     """The functions of a replacement, see `cfp.program.replace`.
 
     Attributes:
         meaning, way: what is computed, and how.
         heads: the letter that keys have their heads by, or "".
-        reads: of the values that each stage reads.
-        makes: of the values that it makes.
-        stage_names: "forward" and "backward", or one of them.
+        passes: one for each stage.
         precision: of matrix products, as JAX names it.
         jax_version: kernels and their times may depend on it.
     """
@@ -257,9 +278,7 @@ class AttentionFunctions:
     meaning: Meaning
     way: Way
     heads: str
-    reads: tuple[tuple[Shaped, ...], ...]
-    makes: tuple[tuple[Shaped, ...], ...]
-    stage_names: tuple[str, ...]
+    passes: tuple[PassShapes, ...]
     precision: str = "default"
     jax_version: str = jax.__version__
 
@@ -270,79 +289,33 @@ class AttentionFunctions:
 
     def stages(self, mesh: Mesh) -> Sequence[Any]:
         """A function for each stage, see `cfp.program.replace`."""
-        made = {"forward": self._forward, "backward": self._backward}
-        return [
-            _on_mesh(made[name], mesh, number, self.precision)
-            for number, name in enumerate(self.stage_names)
-        ]
 
-    def _forward(self, mesh: Mesh, number: int, *reads: jax.Array) -> list[jax.Array]:
-        compute = self._compute(mesh, number)
-        out = self.makes[number]
-        if len(self.stage_names) == 1:
-            return _cast([compute(*reads)], out)
-        made, pull = jax.vjp(compute, *reads)
-        return [*_cast([made], out), *tree_leaves(pull)]
+        def stage(one: PassShapes) -> Any:
+            compute = self._compute(mesh, one)
 
-    def _backward(self, mesh: Mesh, number: int, *given: jax.Array) -> list[jax.Array]:
-        count = len(self.reads[number])
-        *inputs, dout = given[:count]
-        kept = given[count:]
-        compute = self._compute(mesh, number)
+            def run(*given: jax.Array) -> list[jax.Array]:
+                with jax.default_matmul_precision(self.precision):
+                    if one.is_backward:
+                        return _backward(compute, one, given)
+                    return _forward(compute, one, given, len(self.passes) > 1)
 
-        def pulled(*reads: jax.Array) -> Any:
-            return jax.vjp(compute, *reads)[1]
+            return run
 
-        if kept:
-            shapes = jax.eval_shape(pulled, *inputs)
-            pull = tree_unflatten(tree_structure(shapes), kept)
-        else:
-            pull = pulled(*inputs)
-        result = jax.eval_shape(compute, *inputs)
-        letters = self._out_letters(number)
-        dout = _turned(dout, self.reads[number][-1][2], letters, result.shape)
-        grads = pull(dout.astype(result.dtype))
-        return [
-            _turned(grad, read[2], made[2], made[0]).astype(jnp.dtype(made[1]))
-            for grad, read, made in zip(
-                grads[: len(self.makes[number])],
-                self.reads[number],
-                self.makes[number],
-                strict=False,
-            )
-        ]
+        return [stage(one) for one in self.passes]
 
-    def _out_letters(self, number: int) -> Letters:
-        """The letters of the output that a stage's function computes."""
-        if self.stage_names[number] == "forward":
-            return self.makes[number][0][2]
-        if number:
-            return self.makes[0][0][2]
-        return self.reads[number][-1][2]  # it follows no forward stage: as its gradient
-
-    def _compute(self, mesh: Mesh, number: int) -> Any:
-        """The attention of what a stage reads, in the dims that it reads."""
-        sides = [*self.reads[number][3:]]
-        if self.stage_names[number] == "backward":
-            sides = sides[:-1]
-        q_letters, k_letters, v_letters = (r[2] for r in self.reads[number][:3])
-        out_letters = self._out_letters(number)
-        out_shape = (
-            self.reads[number][-1][0]
-            if self.stage_names[number] == "backward"
-            else self.makes[number][0][0]
-        )
-        if self.stage_names[number] == "backward" and number:
-            out_shape = self.makes[0][0][0]
+    def _compute(self, mesh: Mesh, one: PassShapes) -> Any:
+        """The attention of what a pass reads, in the dims that it reads."""
+        q_letters, k_letters, v_letters = (letters for _, _, letters in one.reads[:3])
+        out_shape, _, out_letters = one.out
 
         def compute(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> Any:
-            sizes = self._sizes(number)
+            sizes = self._sizes(one)
             dtype = jnp.result_type(q, k, v)
             order = self._order(sizes)
             q4 = _merged(q.astype(dtype), q_letters, order("q", "d"), sizes)
             k4 = _merged(k.astype(dtype), k_letters, order("k", "d"), sizes)
             v4 = _merged(v.astype(dtype), v_letters, order("k", "e"), sizes)
-            more = self._more(sides, rest, sizes)
+            more = self._more(one.sides, rest, sizes)
             out = _attend(q4, k4, v4, mesh, self.way, self.meaning, more)
             if self.meaning.fills:
                 out = _filled(out, v4, self.meaning, more)
@@ -353,9 +326,9 @@ class AttentionFunctions:
 
         return compute
 
-    def _sizes(self, number: int) -> dict[str, int]:
+    def _sizes(self, one: PassShapes) -> dict[str, int]:
         found: dict[str, int] = {}
-        for shape, _, letters in (*self.reads[number], *self.makes[number]):
+        for shape, _, letters in (*one.reads, *one.makes):
             found.update((x, n) for x, n in zip(letters, shape, strict=True) if x)
         found.setdefault("k", 1)
         found.setdefault(self.meaning.tokens, 1)
@@ -484,12 +457,37 @@ def _bias(
     return total
 
 
-def _on_mesh(function: Any, mesh: Mesh, number: int, precision: str) -> Any:
-    def run(*given: jax.Array) -> list[jax.Array]:
-        with jax.default_matmul_precision(precision):
-            return function(mesh, number, *given)
+def _forward(
+    compute: Any, one: PassShapes, reads: Sequence[jax.Array], keeps_residuals: bool
+) -> list[jax.Array]:
+    if not keeps_residuals:
+        return _cast([compute(*reads)], one.makes)
+    made, pull = jax.vjp(compute, *reads)
+    return [*_cast([made], one.makes), *tree_leaves(pull)]
 
-    return run
+
+def _backward(
+    compute: Any, one: PassShapes, given: Sequence[jax.Array]
+) -> list[jax.Array]:
+    count = len(one.reads)
+    *inputs, dout = given[:count]
+    kept = given[count:]
+
+    def pulled(*reads: jax.Array) -> Any:
+        return jax.vjp(compute, *reads)[1]
+
+    if kept:
+        shapes = jax.eval_shape(pulled, *inputs)
+        pull = tree_unflatten(tree_structure(shapes), kept)
+    else:
+        pull = pulled(*inputs)
+    result = jax.eval_shape(compute, *inputs)
+    dout = _turned(dout, one.reads[-1][2], one.out[2], result.shape)
+    grads = pull(dout.astype(result.dtype))
+    return [
+        _turned(grad, read[2], made[2], made[0]).astype(jnp.dtype(made[1]))
+        for grad, read, made in zip(grads, one.reads, one.makes, strict=False)
+    ]
 
 
 def _attend(q, k, v, mesh: Mesh, way: Way, meaning: Meaning, more: Mapping) -> Any:
@@ -528,14 +526,8 @@ def _filled(
     """The output, with the mean of all values for queries that see no key."""
     queries, keys = out.shape[1], v.shape[1]
     query_ids, key_ids = segments_of(more.get("segment_ids"))
-    mask = replace(
-        NO_MASK,
-        causal=meaning.causal,
-        left=meaning.left,
-        right=meaning.right,
-        query_segments=query_ids,
-        key_segments=key_ids,
-    )
+    mask = meaning.by_position
+    mask = replace(mask, query_segments=query_ids, key_segments=key_ids)
     allowed = visible(mask, queries, keys)
     if (bias := more.get("bias")) is not None:
         shown = bias > _MASKED / 2

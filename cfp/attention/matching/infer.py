@@ -14,9 +14,9 @@ from itertools import product
 
 import numpy as np
 
-from cfp.analysis.contractions import UnionFind
 from cfp.attention.matching.found import (
     Different,
+    Dims,
     Found,
     Letters,
     Pass,
@@ -54,7 +54,7 @@ class Sample:
         self.view, self.found, self.evaluator = view, found, evaluator
         self.program = view.program
         self.random = np.random.default_rng(7)
-        self.dims = UnionFind()
+        self.dims = Dims(view)
         self._join_all()
         self.sizes = found.sizes
         self.tokens = self._tokens()
@@ -64,15 +64,12 @@ class Sample:
 
     def _join_all(self) -> None:
         """Joins the dims of everything that is evaluated."""
-        for t in self.entering():
-            self._join_equal(t.value)
         path = self._to_sides()
         seen: set[int] = set()
         stack = [t.value for p in self.passes() for t in p.makes.values()]
         stack += [t.value for p in self.passes() for t in p.reads.values()]
         while stack:
             v = stack.pop()
-            self._join_equal(v)
             op = self.view.producer(v)
             if op is None or op.id in seen or op.rule is None:
                 continue
@@ -86,21 +83,7 @@ class Sample:
                 if not self.view.is_leaf(v) and op.kind not in shapes:
                     continue
             seen.add(op.id)
-            by_factor: dict[int, tuple[int, int]] = {}
-            tensors = zip(
-                (*op.operands, *op.results),
-                (*op.rule.operands, *op.rule.results),
-                strict=False,
-            )
-            for x, dims in tensors:
-                self._join_equal(x)
-                for d, factors in enumerate(dims):
-                    major = op.rule.major(factors)
-                    if major is not None:
-                        node = (x, d)
-                        if major in by_factor:
-                            self.dims.union(node, by_factor[major])
-                        by_factor.setdefault(major, node)
+            self.dims.join(op, leaves=True)
             stack += op.operands
 
     def _to_sides(self) -> set[int]:
@@ -127,15 +110,6 @@ class Sample:
             for t in p.makes.values():
                 found.add(self.program.values[t.value].producer)
         return found | {self.found.op}
-
-    def _join_equal(self, v: int) -> None:
-        made = self.view.made(v)
-        if made == v:
-            return
-        mine = [d for d, n in enumerate(self.program.values[v].shape) if n > 1]
-        its = [d for d, n in enumerate(self.program.values[made].shape) if n > 1]
-        for a, b in zip(mine, its, strict=True):
-            self.dims.union((v, a), (made, b))
 
     def passes(self) -> list[Pass]:
         return [*self.found.passes]
@@ -177,7 +151,7 @@ class Sample:
             for d, letter in enumerate(t.letters):
                 if not letter:
                     continue
-                root = self.dims.find((t.value, d))
+                root = self.dims.of(t.value, d)
                 known = self.coordinates.setdefault(root, self.at[letter])
                 if not np.array_equal(known, self.at[letter]):
                     raise Different("dims of different kinds are one")
@@ -186,7 +160,7 @@ class Sample:
         size = self.program.values[v].shape[d]
         if size == 1:
             return np.zeros(1, int)
-        found = self.coordinates.get(self.dims.find((v, d)))
+        found = self.coordinates.get(self.dims.of(v, d))
         if found is None:
             if size > _MOST_PLAIN:
                 raise NotEvaluated("a long dim of which nothing is known")

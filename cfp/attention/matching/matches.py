@@ -175,27 +175,6 @@ def way_of(
     return Way(implementation, roles)
 
 
-def ruled_out(
-    program: Program,
-    match: Match,
-    kernels: SegmentKernels,
-    axes: Mapping[int, FactorAxes],
-    mesh: Mapping[str, int],
-    platform: str,
-) -> str | None:
-    """Returns the reason why a kernel cannot compute an attention under a layout.
-
-    Args:
-        program, match, kernels, axes: as of `way_of`.
-        mesh: sizes of its axes.
-        platform: of its devices, such as "cpu" or "gpu".
-    """
-    way = way_of(program, match, kernels, axes)
-    if isinstance(way, str):
-        return way
-    return cannot(match, way, mesh, platform)
-
-
 def cannot(
     match: Match, way: Way, mesh: Mapping[str, int], platform: str
 ) -> str | None:

@@ -15,6 +15,7 @@ from cfp.attention.matching.functions import (
     NAME,
     AttentionFunctions,
     Meaning,
+    PassShapes,
     Shaped,
     Way,
     has_same_segments,
@@ -23,7 +24,7 @@ from cfp.attention.matching.functions import (
 from cfp.attention.problem import AttentionProblem
 from cfp.attention.strategy import AttentionStrategy
 from cfp.errors import AttentionError
-from cfp.program.graph import Program
+from cfp.program.graph import Program, numpy_dtype
 from cfp.program.replace import Replacement, Stage, is_in_order
 
 __all__ = ["NAME", "Way"]
@@ -48,9 +49,8 @@ def problem_of_found(
     groups = [x for x in sizes if x[0] == "q" and x != meaning.tokens]
     kv_heads = sizes.get(heads, 1)
     reads = found.forward[0].reads
-    dtypes = [program.values[reads[name].value].dtype for name in ("q", "k", "v")]
-    names = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
-    known = [names.get(d, d) for d in dtypes]
+    values = [program.values[reads[name].value] for name in ("q", "k", "v")]
+    dtypes = [numpy_dtype(value.dtype) for value in values]
     return AttentionProblem(
         batch=product(sizes, batch),
         queries=sizes.get(meaning.tokens, 1),
@@ -58,7 +58,7 @@ def problem_of_found(
         heads=kv_heads * product(sizes, groups),
         kv_heads=kv_heads,
         head_dim=sizes.get("d", 1),
-        dtype=str(jnp.result_type(*known)),
+        dtype=str(jnp.result_type(*dtypes)),
         causal=meaning.causal,
         left=meaning.left,
         right=meaning.right,
@@ -169,7 +169,8 @@ def _replacement(
     way: Way,
     passes: Sequence[Pass],
 ) -> Replacement:
-    stages, reads, makes, names = [], [], [], []
+    stages: list[Stage] = []
+    passed: list[PassShapes] = []
     for one in passes:
         tensors = [one.reads[name] for name in ("q", "k", "v")]
         number = found.passes.index(one)
@@ -178,49 +179,36 @@ def _replacement(
             for side in found.sides
             for read, use in zip(side.reads, side.uses[number], strict=True)
         ]
-        if "dout" in one.reads:
+        is_backward = "dout" in one.reads
+        if is_backward:
             tensors.append(one.reads["dout"])
-        uses = [t.use for t in tensors]
-        assert all(uses), "all that is read is read by an op"
-        values = [_read(program, t.use) for t in tensors]
-        stages.append(
-            Stage(
-                tuple(use for use in uses if use is not None),
-                tuple(t.value for t in one.makes.values()),
-            )
+        uses = tuple(t.use for t in tensors if t.use is not None)
+        assert len(uses) == len(tensors), "all that is read is read by an op"
+        stages.append(Stage(uses, tuple(t.value for t in one.makes.values())))
+        values = [program.ops[op].operands[index] for op, index in uses]
+        reads = tuple(
+            _shaped(program, v, aligned(t.letters, program.values[v].shape))
+            for v, t in zip(values, tensors, strict=True)
         )
-        reads.append(
-            tuple(
-                _shaped(program, v, aligned(t.letters, program.values[v].shape))
-                for v, t in zip(values, tensors, strict=True)
-            )
+        makes = tuple(_shaped(program, t.value, t.letters) for t in one.makes.values())
+        # A backward pass that follows no forward one computes it like its gradient.
+        out = reads[-1] if is_backward else makes[0]
+        passed.append(
+            PassShapes(is_backward, reads, makes, passed[0].out if passed else out)
         )
-        makes.append(
-            tuple(_shaped(program, t.value, t.letters) for t in one.makes.values())
-        )
-        names.append("backward" if "dout" in one.reads else "forward")
     functions = AttentionFunctions(
         meaning,
         way,
         heads_of(found),
-        tuple(reads),
-        tuple(makes),
-        tuple(names),
+        tuple(passed),
         _precision(program, found),
     )
     return Replacement(NAME, found.op, tuple(stages), functions)
 
 
-def _read(program: Program, use: tuple[int, int] | None) -> int:
-    assert use is not None
-    return program.ops[use[0]].operands[use[1]]
-
-
 def _shaped(program: Program, v: int, letters: Letters) -> Shaped:
     value = program.values[v]
-    names = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
-    dtype = {"i1": "bool"}.get(value.dtype, names.get(value.dtype, value.dtype))
-    return value.shape, dtype, letters
+    return value.shape, numpy_dtype(value.dtype).name, letters
 
 
 def out_of_order(program: Program, found: Found, meaning: Meaning) -> bool:

@@ -9,11 +9,6 @@ from typing import Any
 
 from cfp.analysis.layout import Layout
 from cfp.patterns.chunked import (
-    COLUMNS,
-    HIDDEN_ROWS,
-    KERNEL,
-    ONE,
-    ROWS,
     Array,
     ChunkedCrossEntropy,
     StageParameters,
@@ -32,7 +27,6 @@ from cfp.patterns.cross_entropy import (
 from cfp.patterns.expression import (
     LOGITS,
     NO_DIMS,
-    SCALAR,
     TOKEN,
     VOCABULARY,
     Axes,
@@ -44,7 +38,6 @@ from cfp.program.replace import Replacement, Stage, is_in_order
 
 NAME = "cross-entropy"
 PREFIX = "vocabulary/"
-_FORMS = {TOKEN: ROWS, VOCABULARY: COLUMNS, SCALAR: ONE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +255,8 @@ class _Builder:
             kernel = Read((head.op, head.kernel), NO_DIMS)
             uses = [vectors.use, kernel.use]
             arrays = [
-                self._array(HIDDEN_ROWS, vectors),
-                self._array(KERNEL, kernel, words_dim=head.kernel_dim),
+                self._array(TOKEN, vectors),
+                self._array(VOCABULARY, kernel, words_dim=head.kernel_dim),
             ]
         for one in wanted:
             if one.kind == LOGITS:
@@ -271,9 +264,7 @@ class _Builder:
             read = self._reads[one]
             place = read.dims.place or 0
             uses.append(read.use)
-            arrays.append(
-                self._array(_FORMS[one.kind], read, leaf=one, words_dim=place)
-            )
+            arrays.append(self._array(one.kind, read, leaf=one, words_dim=place))
         return uses, arrays
 
     def _reduced(self, one: Reduction) -> tuple[Stage, Step]:
@@ -283,7 +274,7 @@ class _Builder:
         step = Step(
             one.kind,
             tuple(takes),
-            (self._made(ROWS, one.made, dims=one.dims),),
+            (self._made(TOKEN, one.made, dims=one.dims),),
             (one.wide,),
             one.label,
             one.clamped and one.kind == PICK,
@@ -303,8 +294,8 @@ class _Builder:
                 place = len(uses)
                 read, used_as = self._before(one.other, first)
                 uses.append(read.use)
-                form = KERNEL if one.over == "words" else HIDDEN_ROWS
-                dim = one.words_dim if form == KERNEL else 0
+                form = VOCABULARY if one.over == "words" else TOKEN
+                dim = one.words_dim if form == VOCABULARY else 0
                 takes.append(self._array(form, read, words_dim=dim, used_as=used_as))
             contractions.append((one.over, one.first, place))
             makes.append(self._product(one))
@@ -337,6 +328,5 @@ class _Builder:
 
     def _product(self, one: Product) -> Array:
         if one.over == "words":
-            return self._made(HIDDEN_ROWS, one.made, dims=one.dims)
-        form = COLUMNS if one.other is None else KERNEL
-        return self._made(form, one.made, words_dim=one.words_dim)
+            return self._made(TOKEN, one.made, dims=one.dims)
+        return self._made(VOCABULARY, one.made, words_dim=one.words_dim)

@@ -9,7 +9,6 @@ computes its part, and sums follow.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -26,6 +25,8 @@ from cfp.patterns.expression import (
     LOGITS,
     NO_DIMS,
     OTHER,
+    SCALAR,
+    TOKEN,
     VOCABULARY,
     Axes,
     Cut,
@@ -40,9 +41,7 @@ from cfp.patterns.expression import (
     widened,
 )
 from cfp.program.graph import numpy_dtype
-
-# The ways in which what a stage takes or makes is laid out.
-ROWS, HIDDEN_ROWS, KERNEL, COLUMNS, ONE = "rows", "x", "kernel", "columns", "one"
+from cfp.program.replace import Function
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +49,13 @@ class Array:
     """An array that a stage reads or makes.
 
     Attributes:
-        form: ROWS have an entry for each token, HIDDEN_ROWS a vector for each, COLUMNS
-            an entry for each word, KERNEL a vector for each word, in either order;
-            ONE is the same for all.
+        form: TOKEN has an entry or a vector for each token, VOCABULARY one for each
+            word; SCALAR is the same for all.
         shape: of the whole.
         dtype: element type as MLIR writes it.
         leaf: of an expression, if it is one.
-        words_dim: of a KERNEL or of COLUMNS, the dim that words have.
-        dims: of ROWS and HIDDEN_ROWS.
+        words_dim: of VOCABULARY, the dim that words have.
+        dims: of TOKEN.
         used_as: the element type that it is converted to; "" if it stays as it is.
     """
 
@@ -161,15 +159,24 @@ def resized(step: Step, sizes: Mapping[int, int], types: Mapping[str, str]) -> S
     )
 
 
-class Local:
-    """Runs steps.
+class _Run:
+    """A step with what it takes.
 
     Args:
-        sheet: what they have in common.
+        sheet: what all steps have in common.
+        sizes: of the mesh's axes.
+        args: what the step takes; then, behind the first step that finds the largest,
+            each token's largest and its sum of exponentials.
     """
 
-    def __init__(self, sheet: StageParameters, sizes: Mapping[str, int]):
-        self._sheet, self._sizes = sheet, sizes
+    def __init__(
+        self,
+        step: Step,
+        sheet: StageParameters,
+        sizes: Mapping[str, int],
+        args: Sequence[jax.Array],
+    ):
+        self._step, self._sheet, self._sizes = step, sheet, sizes
         self._axes = sheet.token_axes or ((),) * len(sheet.tokens)
         self._word_axes = sheet.word_axes
         self._tokens = tuple(
@@ -179,49 +186,49 @@ class Local:
         self._rows = prod(self._tokens)
         self._precision = sheet.precision.lower() or None
         self._words = sheet.words // prod(sizes[a] for a in self._word_axes)
-
-    def run(self, step: Step, *args: jax.Array) -> Sequence[jax.Array]:
-        """Runs one step.
-
-        Args:
-            args: what it takes; then, behind the first step that finds the largest,
-                each token's largest and its sum of exponentials.
-
-        Returns:
-            What it makes, and the latter two if they are known.
-        """
-        known = args[len(step.takes) :]
-        reads: list[jax.Array] = []
-        leaves: dict[Expr, jax.Array] = {}
+        self._reads: list[jax.Array] = []
+        self._leaves: dict[Expr, jax.Array] = {}
         for one, array in zip(step.takes, args[: len(step.takes)], strict=True):
-            if one.form in (ROWS, HIDDEN_ROWS):
+            if one.form == TOKEN:
                 array = to_rows(array, one.dims, self._tokens)
             if one.used_as:
                 array = array.astype(numpy_dtype(one.used_as))
-            reads.append(array)
+            self._reads.append(array)
             if one.leaf is None:
                 continue
-            if one.form == COLUMNS:
+            if one.form == VOCABULARY:
                 array = array.reshape(1, self._words)
-            elif one.form == ONE:
+            elif one.form == SCALAR:
                 array = array.reshape(1, 1)
-            leaves[one.leaf] = array
-        for one in {e for wide in step.wide for e in wide.walk() if e.kind == INSIDE}:
-            leaves[one] = inside(self._sheet.cuts[one.number], self._tokens)
-        if step.kind == "products":
-            return [*self._products(step, reads, leaves), *known]
-        if step.kind == "largest":
-            known = self._largest(step, reads, leaves)
+            self._leaves[one.leaf] = array
+        for one in self._kinds(INSIDE):
+            self._leaves[one] = inside(sheet.cuts[one.number], self._tokens)
+
+    def _kinds(self, kind: str) -> set[Expr]:
+        """All leaves of a kind."""
+        return {e for wide in self._step.wide for e in wide.walk() if e.kind == kind}
+
+    def results(self, known: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """The arrays that the step makes, and what is known of each token, if it is.
+
+        Args:
+            known: each token's largest, and its sum of exponentials.
+        """
+        kind = self._step.kind
+        if kind == "products":
+            return [*self._products(), *known]
+        if kind == "largest":
+            known = self._largest()
             found = known[0]
-        elif step.kind == "sum":
-            found = self._sum(step, leaves, *known)
-        elif step.kind == "total":
-            found = self._total(step, reads, leaves)
-        elif step.kind == "argmax":
-            found = self._argmax(step, reads, leaves)
+        elif kind == "sum":
+            found = self._sum(*known)
+        elif kind == "total":
+            found = self._total()
+        elif kind == "argmax":
+            found = self._argmax()
         else:
-            found = self._pick(step, reads, leaves)
-        [made] = step.makes
+            found = self._pick()
+        [made] = self._step.makes
         found = jnp.broadcast_to(found, (self._rows, 1))
         there = made.dims.tokens
         axes = [
@@ -262,11 +269,9 @@ class Local:
             return self._sheet.first_word
         return lax.axis_index(self._word_axes) * self._words
 
-    def _logits(
-        self, step: Step, reads: Sequence[jax.Array], first: Any, size: int
-    ) -> jax.Array:
-        x, kernel = reads[0], reads[1]
-        dim = step.takes[1].words_dim
+    def _logits(self, first: Any, size: int) -> jax.Array:
+        x, kernel = self._reads[:2]
+        dim = self._step.takes[1].words_dim
         part = lax.dynamic_slice_in_dim(kernel, first, size, dim)
         return lax.dot_general(
             x,
@@ -276,40 +281,27 @@ class Local:
             preferred_element_type=numpy_dtype(self._sheet.logits),
         )
 
-    def _known(
-        self,
-        step: Step,
-        reads: Sequence[jax.Array],
-        leaves: Mapping[Expr, jax.Array],
-        first: Any,
-        size: int,
-    ) -> dict[Expr, jax.Array]:
+    def _known(self, first: Any, size: int) -> dict[Expr, jax.Array]:
         """All leaves, of some words."""
-        found = dict(leaves)
+        found = dict(self._leaves)
         for one in found:
             if one.kind == VOCABULARY:
                 found[one] = lax.dynamic_slice_in_dim(found[one], first, size, 1)
-        if any(one.has(LOGITS) for one in step.wide):
-            logits = Expr(LOGITS, self._sheet.logits)
-            found[logits] = self._logits(step, reads, first, size)
+        if any(one.has(LOGITS) for one in self._step.wide):
+            found[Expr(LOGITS, self._sheet.logits)] = self._logits(first, size)
         words = self._first_word() + first + lax.iota(jnp.int32, size)[None]
-        for one in {e for wide in step.wide for e in wide.walk() if e.kind == INDEX}:
+        for one in self._kinds(INDEX):
             found[one] = words.astype(numpy_dtype(one.dtype))
         return found
 
-    def _largest(
-        self,
-        step: Step,
-        reads: Sequence[jax.Array],
-        leaves: Mapping[Expr, jax.Array],
-    ) -> tuple[jax.Array, jax.Array]:
+    def _largest(self) -> tuple[jax.Array, jax.Array]:
         """Each token's largest, and its sum of exponentials less that."""
         normalized = self._sheet.base
         assert normalized is not None, "a largest is one of what is normalized"
 
         def body(carry: Any, first: Any, size: int) -> Any:
             most, total = carry
-            known = self._known(step, reads, leaves, first, size)
+            known = self._known(first, size)
             base = evaluate(normalized, known).astype(jnp.float32)
             more = jnp.maximum(most, base.max(1, keepdims=True))
             shift = _finite(more)
@@ -325,36 +317,29 @@ class Local:
             total = lax.psum(shrunk, self._word_axes)
         return most, total
 
-    def _total(
-        self,
-        step: Step,
-        reads: Sequence[jax.Array],
-        leaves: Mapping[Expr, jax.Array],
-    ) -> jax.Array:
+    def _evaluated(self, wide: Expr, first: Any, size: int) -> jax.Array:
+        """[tokens, size]: an expression of some words."""
+        value = evaluate(wide, self._known(first, size))
+        return jnp.broadcast_to(value, (self._rows, size))
+
+    def _total(self) -> jax.Array:
         """Each token's sum over words."""
-        [wide] = step.wide
+        [wide] = self._step.wide
 
         def body(carry: Any, first: Any, size: int) -> Any:
-            value = evaluate(wide, self._known(step, reads, leaves, first, size))
-            value = jnp.broadcast_to(value, (self._rows, size))
+            value = self._evaluated(wide, first, size)
             return carry + value.astype(jnp.float32).sum(1, keepdims=True)
 
         found = self._over_words(jnp.zeros((self._rows, 1), jnp.float32), body)
         return lax.psum(found, self._word_axes) if self._word_axes else found
 
-    def _argmax(
-        self,
-        step: Step,
-        reads: Sequence[jax.Array],
-        leaves: Mapping[Expr, jax.Array],
-    ) -> jax.Array:
+    def _argmax(self) -> jax.Array:
         """Each token's word with the largest value: the first one, or a NaN's."""
-        [wide] = step.wide
+        [wide] = self._step.wide
 
         def body(carry: Any, first: Any, size: int) -> Any:
             most, place = carry
-            value = evaluate(wide, self._known(step, reads, leaves, first, size))
-            value = jnp.broadcast_to(value, (self._rows, size))
+            value = self._evaluated(wide, first, size)
             own = jnp.argmax(value, 1, keepdims=True).astype(jnp.int32)
             value = jnp.take_along_axis(value, own, 1).astype(jnp.float32)
             better = (value > most) | (jnp.isnan(value) & ~jnp.isnan(most))
@@ -377,53 +362,39 @@ class Local:
 
     # -- of each token -------------------------------------------------------
 
-    def _sum(
-        self,
-        step: Step,
-        leaves: Mapping[Expr, jax.Array],
-        most: jax.Array,
-        total: jax.Array,
-    ) -> jax.Array:
-        known = {**leaves, **self._bases(_finite(most))}
-        return total * evaluate(step.wide[0], known).astype(jnp.float32)
-
-    def _bases(self, value: jax.Array) -> dict[Expr, jax.Array]:
+    def _sum(self, most: jax.Array, total: jax.Array) -> jax.Array:
         base = self._sheet.base
         assert base is not None, "a sum of exponentials is one of what is normalized"
-        found = {base: value.astype(numpy_dtype(base.dtype))}
-        found[stripped(base)] = value.astype(numpy_dtype(stripped(base).dtype))
-        return found
+        value = _finite(most)
+        known = {**self._leaves, base: value.astype(numpy_dtype(base.dtype))}
+        known[stripped(base)] = value.astype(numpy_dtype(stripped(base).dtype))
+        return total * evaluate(self._step.wide[0], known).astype(jnp.float32)
 
-    def _pick(
-        self,
-        step: Step,
-        reads: Sequence[jax.Array],
-        leaves: Mapping[Expr, jax.Array],
-    ) -> jax.Array:
-        assert step.label is not None, "a pick has a label"
-        [wide] = step.wide
-        label = leaves[step.label].astype(jnp.int32)
-        if step.clamped:
+    def _pick(self) -> jax.Array:
+        assert self._step.label is not None, "a pick has a label"
+        [wide] = self._step.wide
+        label = self._leaves[self._step.label].astype(jnp.int32)
+        if self._step.clamped:
             first = self._sheet.first_word
             label = jnp.clip(label, first, first + self._sheet.words - 1)
         place = label - self._first_word()
         here = (place >= 0) & (place < self._words)
         place = jnp.where(here, place, 0)
-        known = dict(leaves)
-        for one in leaves:
+        known = dict(self._leaves)
+        for one in self._leaves:
             if one.kind == VOCABULARY:
-                known[one] = leaves[one][0][place]
+                known[one] = self._leaves[one][0][place]
         for one in wide.walk():
             if one.kind == INDEX:
                 known[one] = label.astype(numpy_dtype(one.dtype))
         if wide.has(LOGITS):
-            dim = step.takes[1].words_dim
-            columns = jnp.take(reads[1], place[:, 0], axis=dim)
+            dim = self._step.takes[1].words_dim
+            columns = jnp.take(self._reads[1], place[:, 0], axis=dim)
             formula = "th,th->t" if dim == 0 else "th,ht->t"
             dtype = numpy_dtype(self._sheet.logits)
             logit = jnp.einsum(
                 formula,
-                reads[0],
+                self._reads[0],
                 columns,
                 precision=self._precision,
                 preferred_element_type=jnp.float32,
@@ -436,13 +407,10 @@ class Local:
 
     # -- of all tokens -------------------------------------------------------
 
-    def _products(
-        self,
-        step: Step,
-        reads: Sequence[jax.Array],
-        leaves: Mapping[Expr, jax.Array],
-    ) -> list[jax.Array]:
-        plans = list(zip(step.contractions, step.wide, step.makes, strict=True))
+    def _products(self) -> list[jax.Array]:
+        plans = list(
+            zip(self._step.contractions, self._step.wide, self._step.makes, strict=True)
+        )
 
         def start(made: Array, over: str) -> jax.Array:
             if over == "words":
@@ -453,7 +421,7 @@ class Local:
             return jnp.zeros(shape, numpy_dtype(made.dtype))
 
         def body(carry: Any, first: Any, size: int) -> Any:
-            known = self._known(step, reads, leaves, first, size)
+            known = self._known(first, size)
             found, done = [], {}
             for held, ((over, is_first, place), wide, made) in zip(
                 carry, plans, strict=True
@@ -462,8 +430,10 @@ class Local:
                     value = evaluate(wide, known)
                     done[wide] = jnp.broadcast_to(value, (self._rows, size))
                 if over == "words":
-                    dim = step.takes[place].words_dim
-                    part = lax.dynamic_slice_in_dim(reads[place], first, size, dim)
+                    dim = self._step.takes[place].words_dim
+                    part = lax.dynamic_slice_in_dim(
+                        self._reads[place], first, size, dim
+                    )
                     found.append(held + self._product(done[wide], part, 1, dim))
                     continue
                 if place < 0:
@@ -473,7 +443,7 @@ class Local:
                     ]
                     part = part.reshape(shape)
                 else:
-                    other = reads[place]
+                    other = self._reads[place]
                     pair = (done[wide], other) if is_first else (other, done[wide])
                     part = self._product(*pair, 0, 0, held.dtype)
                 found.append(
@@ -517,7 +487,13 @@ def _finite(most: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(most), most, 0.0)
 
 
-Function = Callable[..., Sequence[jax.Array]]
+def _function(step: Step, sheet: StageParameters, sizes: Mapping[str, int]) -> Function:
+    """The function of a step, on one device's tokens and words."""
+
+    def run(*args: jax.Array) -> Sequence[jax.Array]:
+        return _Run(step, sheet, sizes, args).results(args[len(step.takes) :])
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -541,16 +517,14 @@ class ChunkedCrossEntropy:
         """A function for each stage; see `cfp.program.replace`."""
         if not self.sheet.word_axes and not any(self.sheet.token_axes):
             return self.plain()
-        local = Local(self.sheet, dict(mesh.shape))
         return [
-            self._spread(mesh, functools.partial(local.run, step), place)
+            self._spread(mesh, _function(step, self.sheet, dict(mesh.shape)), place)
             for place, step in enumerate(self.steps)
         ]
 
     def plain(self) -> Sequence[Function]:
         """The same for one device, whatever the axes."""
-        local = Local(self.sheet.alone(), {})
-        return [functools.partial(local.run, step) for step in self.steps]
+        return [_function(step, self.sheet.alone(), {}) for step in self.steps]
 
     def _spread(self, mesh: Mesh, function: Function, place: int) -> Function:
         kinds = [step.kind for step in self.steps]
@@ -574,9 +548,9 @@ class ChunkedCrossEntropy:
         return whole
 
     def _spec(self, one: Array, sizes: Mapping[str, int]) -> PartitionSpec:
-        if one.form == ONE:
+        if one.form == SCALAR:
             return PartitionSpec()
-        if one.form in (KERNEL, COLUMNS):
+        if one.form == VOCABULARY:
             dims: list[Any] = [()] * len(one.shape)
             dims[one.words_dim] = self.sheet.word_axes
             return PartitionSpec(*dims)

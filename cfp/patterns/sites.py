@@ -9,7 +9,7 @@ first and the last vocabulary entries are tried, since an op may treat some diff
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,14 +27,14 @@ from cfp.patterns.cross_entropy import (
     find_cross_entropies,
 )
 from cfp.patterns.expression import from_rows, numbers, to_rows
-from cfp.program.evaluate import Coordinates, Evaluator, NotEvaluated
+from cfp.patterns.reading import Use
+from cfp.program.evaluate import Evaluator, NotEvaluated
 from cfp.program.graph import Program, numpy_dtype
 from cfp.program.replace import Replacement
 
 # Relative difference of norms, of float32 and sums of a few products.
 TOLERANCE = 1e-4
 _WORDS, _HIDDEN, _TOKENS = 7, 5, 3
-_Stages = Callable[[jax.Array, Any], list[list[jax.Array]]]
 _WIDE = {"bf16": "f32", "f16": "f32"}
 
 
@@ -46,70 +46,153 @@ def objection(
     Args:
         replacement: of one device.
     """
-    functions = replacement.functions
-    assert isinstance(functions, ChunkedCrossEntropy), "a cross-entropy's functions"
-    evaluator = Evaluator(program)
-    # Compiled once for the first words and the last ones.
-    stages_of = functools.cache(_stages)
-    words = functions.sheet.words
-    for seed, last in enumerate((False, True)):
-        first_word = max(words - _WORDS, 0) if last else 0
-        try:
-            reason = _differs(
-                program, found, replacement, evaluator, stages_of, first_word, seed
-            )
-        except NotEvaluated as error:
-            if sum(map(len, found.cuts)) > 1:
-                return "its logits are cut along tokens in several ways"
-            return f"not evaluated: {error}"
-        if reason:
-            return reason
-    return None
+    proof = _Proof(program, found, replacement)
+    try:
+        return proof.differs(last=False) or proof.differs(last=True)
+    except NotEvaluated as error:
+        if sum(map(len, found.cuts)) > 1:
+            return "its logits are cut along tokens in several ways"
+        return f"not evaluated: {error}"
 
 
-def _differs(
-    program: Program,
-    found: CrossEntropy,
-    replacement: Replacement,
-    evaluator: Evaluator,
-    stages_of: Callable[[tuple[Step, ...], StageParameters], _Stages],
-    first_word: int,
-    seed: int,
-) -> str | None:
-    functions: Any = replacement.functions
-    places = _places(program, found, functions, first_word)
-    sizes = {size: len(own) for size, own in places.items()}
-    drawn = _Drawn(program, sizes, functions.sheet.words, first_word, seed)
+class _Proof:
+    def __init__(self, program: Program, found: CrossEntropy, replacement: Replacement):
+        functions = replacement.functions
+        assert isinstance(functions, ChunkedCrossEntropy), "a cross-entropy's functions"
+        self._program, self._found, self._stages = program, found, replacement.stages
+        self._functions, self._evaluator = functions, Evaluator(program)
+        # Compiled once for the first words and the last ones.
+        self._compiled = functools.cache(_compiled)
 
-    def coordinates(value: int, dim: int) -> np.ndarray:
-        size = program.values[value].shape[dim]
-        return places[size] if size in places else np.arange(min(size, _TOKENS))
-
-    wanted = [v for stage in replacement.stages for v in stage.makes]
-    uses = {use for stage in replacement.stages for use in stage.reads}
-    known = {v: drawn.array(v) for v in sorted({_value(program, u) for u in uses})}
-    _at_words(program, found, evaluator, known, coordinates, sizes, first_word)
-    right = dict(zip(wanted, evaluator.run(wanted, known, coordinates), strict=True))
-    steps = tuple(resized(step, sizes, _WIDE) for step in functions.steps)
-    reads = [
-        [
-            jnp.asarray(known[_value(program, use)], numpy_dtype(one.dtype))
-            for use, one in zip(stage.reads, step.takes, strict=True)
+    def differs(self, *, last: bool) -> str | None:
+        """Returns what is not equal for the first words, or for the last ones."""
+        words = self._functions.sheet.words
+        self._first_word = max(words - _WORDS, 0) if last else 0
+        self._random = np.random.default_rng(int(last))
+        self._places = self._placed()
+        self._sizes = {size: len(own) for size, own in self._places.items()}
+        steps = tuple(
+            resized(step, self._sizes, _WIDE) for step in self._functions.steps
+        )
+        known = self._drawn()
+        self._add_words(known)
+        reads = [
+            [
+                jnp.asarray(known[self._read(use)], numpy_dtype(one.dtype))
+                for use, one in zip(stage.reads, step.takes, strict=True)
+            ]
+            for stage, step in zip(self._stages, steps, strict=True)
         ]
-        for stage, step in zip(replacement.stages, steps, strict=True)
-    ]
-    sheet = replace(functions.sheet.resized(sizes, _WIDE), chunks=2)
-    with jax.default_matmul_precision("highest"):
-        compute = stages_of(steps, replace(sheet, first_word=0))
-        every = compute(jnp.int32(first_word), reads)
-    for stage, step, made in zip(replacement.stages, steps, every, strict=True):
-        for v, got in zip(stage.makes, made, strict=True):
-            if not _close(np.asarray(got, np.float64), right[v]):
-                return f"the {step.kind} is not what the program computes"
-    return None
+        sheet = self._functions.sheet.resized(self._sizes, _WIDE)
+        with jax.default_matmul_precision("highest"):
+            compute = self._compiled(steps, replace(sheet, chunks=2, first_word=0))
+            every = compute(jnp.int32(self._first_word), reads)
+        right = iter(
+            self._evaluated([v for stage in self._stages for v in stage.makes], known)
+        )
+        for step, made in zip(steps, every, strict=True):
+            for got in made:
+                if not _close(np.asarray(got, np.float64), next(right)):
+                    return f"the {step.kind} is not what the program computes"
+        return None
+
+    def _read(self, use: Use) -> int:
+        return self._program.ops[use[0]].operands[use[1]]
+
+    def _coordinates(self, value: int, dim: int) -> np.ndarray:
+        size = self._program.values[value].shape[dim]
+        known = self._places.get(size)
+        return np.arange(min(size, _TOKENS)) if known is None else known
+
+    def _evaluated(
+        self, values: Sequence[int], known: Mapping[int, np.ndarray]
+    ) -> list[np.ndarray]:
+        return self._evaluator.run(values, known, self._coordinates)
+
+    def _placed(self) -> dict[int, np.ndarray]:
+        """The coordinates of a dim, by its size."""
+        found, words = self._found, self._functions.sheet.words
+        tokens = found.head.tokens
+        places = {words: self._first_word + np.arange(min(words, _WORDS))}
+        for dim, first, end in (one for cut in found.cuts for one in cut):
+            there = np.arange(min(end - first, _TOKENS))
+            before, behind = [0] * (first > 0), [tokens[dim] - 1] * (end < tokens[dim])
+            places.setdefault(end - first, there)
+            every = np.array([*before, *(first + there), *behind])
+            places.setdefault(tokens[dim], every)
+        for size in (1, *tokens):
+            places.setdefault(size, np.arange(min(size, _TOKENS)))
+        steps = self._functions.steps
+        arrays = [one for step in steps for one in (*step.takes, *step.makes)]
+        shapes = [(one.dims, one.shape) for one in arrays if one.dims.of]
+        shapes += [(dims, self._program.values[v].shape) for v, dims in found.dims]
+        for dims, shape in shapes:
+            own = dims.sizes(tokens)
+            for merged, size in zip(dims.of, shape, strict=True):
+                if len(merged) > 1:
+                    made = np.zeros(1, int)
+                    for one in merged:
+                        made = (made[:, None] * own[one] + places[own[one]]).reshape(-1)
+                    places.setdefault(size, made)
+        for one in arrays:
+            for size in one.shape:
+                places.setdefault(size, np.arange(min(size, _HIDDEN)))
+        return places
+
+    def _drawn(self) -> dict[int, np.ndarray]:
+        """Arrays to be read from outside: normal floats, and words that there are."""
+        end = self._first_word + self._sizes[self._functions.sheet.words]
+        found = {}
+        values = {self._read(use) for stage in self._stages for use in stage.reads}
+        for value in sorted(values):
+            record = self._program.values[value]
+            shape = [self._sizes[size] for size in record.shape]
+            if record.dtype == "i1":
+                found[value] = self._random.integers(0, 2, shape) != 0
+            elif record.dtype.startswith(("i", "ui")):
+                found[value] = self._random.integers(self._first_word, end, shape)
+            else:
+                found[value] = self._random.normal(size=shape)
+        return found
+
+    def _add_words(self, known: dict[int, np.ndarray]) -> None:
+        """Adds what gathers take from one word of each token, and scatters put there.
+
+        That they do is seen in their attributes, where they are found; so are the words
+        that have the largest values.
+        """
+        program = self._program
+        for one in self._found.reductions:
+            if one.kind == ARGMAX:
+                op = program.ops[program.values[one.made].producer]
+                [dim] = numbers(op.attributes, "dimensions")
+                [wide] = self._evaluated(op.operands[:1], known)
+                known[one.made] = self._first_word + wide.argmax(dim)
+        tokens = [self._sizes[size] for size in self._found.head.tokens]
+        for number, one in self._found.indexed:
+            op = program.ops[number]
+            wide_dims, narrow_dims, label_dims = (
+                dims.resized(self._sizes)
+                for dims in (one.wide, one.narrow, one.label.dims)
+            )
+            [result] = op.results
+            rank = len(program.values[result].shape)
+            shape = [len(self._coordinates(result, dim)) for dim in range(rank)]
+            [wide] = self._evaluated(op.operands[:1], known)
+            rows = to_rows(wide, wide_dims, tokens)
+            labels = to_rows(known[self._read(one.label.use)], label_dims, tokens)
+            labels = labels[:, 0].astype(int) - self._first_word
+            places = np.arange(len(rows)), np.clip(labels, 0, rows.shape[1] - 1)
+            if op.kind == "gather":
+                made, dims = rows[places][:, None], narrow_dims
+            else:
+                made, dims = rows.copy(), wide_dims
+                updates = to_rows(known[op.operands[2]], narrow_dims, tokens)
+                np.add.at(made, places, updates[:, 0])
+            known[result] = from_rows(made, dims, tokens, shape)
 
 
-def _stages(steps: tuple[Step, ...], sheet: StageParameters) -> _Stages:
+def _compiled(steps: tuple[Step, ...], sheet: StageParameters) -> Any:
     """Makes one program of all stages; the first word is an argument."""
 
     @jax.jit
@@ -127,10 +210,6 @@ def _stages(steps: tuple[Step, ...], sheet: StageParameters) -> _Stages:
     return run
 
 
-def _value(program: Program, use: tuple[int, int]) -> int:
-    return program.ops[use[0]].operands[use[1]]
-
-
 def _close(got: np.ndarray, right: np.ndarray) -> bool:
     finite = np.isfinite(right)  # Words may be masked by an infinite number.
     if not np.array_equal(got[~finite], right[~finite], equal_nan=True):
@@ -138,111 +217,6 @@ def _close(got: np.ndarray, right: np.ndarray) -> bool:
     size = np.linalg.norm(right[finite])
     off = np.linalg.norm(got[finite] - right[finite])
     return bool(off <= TOLERANCE * max(size, 1e-3))
-
-
-def _places(
-    program: Program,
-    found: CrossEntropy,
-    functions: ChunkedCrossEntropy,
-    first_word: int,
-) -> dict[int, np.ndarray]:
-    """The coordinates of a dim, by its size."""
-    tokens, words = found.head.tokens, functions.sheet.words
-    places = {words: first_word + np.arange(min(words, _WORDS))}
-    for dim, first, end in (one for cut in found.cuts for one in cut):
-        there = np.arange(min(end - first, _TOKENS))
-        before, behind = [0] * (first > 0), [tokens[dim] - 1] * (end < tokens[dim])
-        places.setdefault(end - first, there)
-        every = np.array([*before, *(first + there), *behind])
-        places.setdefault(tokens[dim], every)
-    for size in (1, *tokens):
-        places.setdefault(size, np.arange(min(size, _TOKENS)))
-    arrays = [one for step in functions.steps for one in (*step.takes, *step.makes)]
-    shapes = [(one.dims, one.shape) for one in arrays if one.dims.of]
-    shapes += [(dims, program.values[value].shape) for value, dims in found.dims]
-    for dims, shape in shapes:
-        own = dims.sizes(tokens)
-        for merged, size in zip(dims.of, shape, strict=True):
-            if len(merged) > 1:
-                made = np.zeros(1, int)
-                for one in merged:
-                    made = (made[:, None] * own[one] + places[own[one]]).reshape(-1)
-                places.setdefault(size, made)
-    for one in arrays:
-        for size in one.shape:
-            places.setdefault(size, np.arange(min(size, _HIDDEN)))
-    return places
-
-
-class _Drawn:
-    """Random arrays for what is read from outside."""
-
-    def __init__(
-        self,
-        program: Program,
-        sizes: Mapping[int, int],
-        words: int,
-        first_word: int,
-        seed: int,
-    ):
-        self._program, self._sizes = program, sizes
-        self._words = first_word, first_word + sizes[words]
-        self._random = np.random.default_rng(seed)
-
-    def array(self, value: int) -> np.ndarray:
-        """Normal floats, and words that there are."""
-        record = self._program.values[value]
-        shape = [self._sizes[size] for size in record.shape]
-        if record.dtype == "i1":
-            return self._random.integers(0, 2, shape) != 0
-        if record.dtype.startswith(("i", "ui")):
-            return self._random.integers(*self._words, shape)
-        return self._random.normal(size=shape)
-
-
-def _at_words(
-    program: Program,
-    found: CrossEntropy,
-    evaluator: Evaluator,
-    known: dict[int, np.ndarray],
-    coordinates: Coordinates,
-    sizes: Mapping[int, int],
-    first_word: int,
-) -> None:
-    """Adds what gathers take from one word of each token, and scatters put there.
-
-    That they do is seen in their attributes, where they are found; so are the words
-    that have the largest values.
-    """
-    for one in found.reductions:
-        if one.kind == ARGMAX:
-            op = program.ops[program.values[one.made].producer]
-            [dim] = numbers(op.attributes, "dimensions")
-            [wide] = evaluator.run([op.operands[0]], known, coordinates)
-            known[one.made] = first_word + wide.argmax(dim)
-    tokens = [sizes[size] for size in found.head.tokens]
-    for number, one in found.indexed:
-        op = program.ops[number]
-        wide_dims, narrow_dims, label_dims = (
-            dims.resized(sizes) for dims in (one.wide, one.narrow, one.label.dims)
-        )
-        [result] = op.results
-        shape = [
-            len(coordinates(result, d))
-            for d in range(len(program.values[result].shape))
-        ]
-        [wide] = evaluator.run([op.operands[0]], known, coordinates)
-        rows = to_rows(wide, wide_dims, tokens)
-        labels = to_rows(known[_value(program, one.label.use)], label_dims, tokens)
-        labels = labels[:, 0].astype(int) - first_word
-        places = np.arange(len(rows)), np.clip(labels, 0, rows.shape[1] - 1)
-        if op.kind == "gather":
-            made, dims = rows[places][:, None], narrow_dims
-        else:
-            made, dims = rows.copy(), wide_dims
-            updates = to_rows(known[op.operands[2]], narrow_dims, tokens)
-            np.add.at(made, places, updates[:, 0])
-        known[result] = from_rows(made, dims, tokens, shape)
 
 
 _KEY = "cross-entropy"

@@ -214,11 +214,6 @@ class Check:
             if not (error <= self.limit and self.largest[name] <= _LARGEST * self.limit)
         ]
 
-    @property
-    def worst(self) -> float:
-        """The largest relative difference."""
-        return max(self.errors.values())
-
     def text(self) -> str:
         """The differences in words; empty if there are none."""
         return ", ".join(

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
-from types import MappingProxyType, new_class
+from types import new_class
 from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from cfp.operators import inventory
-from cfp.operators.inventory import LAYERS, find
+from cfp.operators.layers import LAYERS, LayerForm, initial
 
 
 class Layer(nn.Module):
@@ -39,8 +38,7 @@ class Layer(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
 
-    operator: ClassVar[str] = ""
-    sizes: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    form: ClassVar[LayerForm]
 
     @nn.compact
     def __call__(self, *inputs: jax.Array) -> jax.Array:
@@ -49,18 +47,17 @@ class Layer(nn.Module):
         Raises:
             OperatorError: the inputs do not fit, or no implementation takes them.
         """
-        dims = inventory.dims_of_inputs(self.operator, inputs)
-        dims |= {dim: getattr(self, name) for name, dim in self.sizes.items()}
+        form = self.form
+        dims = form.dims(inputs)
+        dims |= {d: getattr(self, name) for name, d in form.sizes_of_no_input.items()}
         parameters = {}
-        for one in inventory.parameters_of(self.operator):
+        for one in form.parameters:
 
-            def begin(key: jax.Array, shape: Any, dtype: Any, one: Any = one) -> Any:
-                return inventory.initial(one, key, shape, dtype)
+            def begin(key: jax.Array, dtype: Any, one: Any = one) -> Any:
+                return initial(one, key, dims, dtype)
 
-            shape = inventory.shape_of(one, dims)
-            parameters[one.name] = self.param(one.name, begin, shape, self.param_dtype)
-        return inventory.apply(
-            find(self.operator),
+            parameters[one.name] = self.param(one.name, begin, self.param_dtype)
+        return form.apply(
             parameters,
             inputs,
             dtype=self.dtype,
@@ -73,13 +70,11 @@ def _layer(name: str) -> Any:
     """The module of a layer, with an attribute for each size that it is not told."""
     form = LAYERS[name]
     sizes = form.sizes_of_no_input
-    text = f"{form.text}\n\nSizes: {', '.join(sizes)}." if sizes else form.text
     body = {
-        "__doc__": text,
+        "__doc__": form.text(Attributes=sizes),
         "__module__": __name__,
         "__annotations__": dict.fromkeys(sizes, int),
-        "operator": form.operator,
-        "sizes": sizes,
+        "form": form,
     }
     return new_class(name, (Layer,), {"kw_only": True}, lambda new: new.update(body))
 

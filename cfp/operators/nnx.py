@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from cfp.operators import inventory
-from cfp.operators.inventory import LAYERS, find
+from cfp.operators.layers import LAYERS, LayerForm, initial
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -30,7 +29,7 @@ class Layer(nnx.Module):
     """An operator as a module; the others are made of it.
 
     Args:
-        given: sizes of the parameters, in the order of `sizes`.
+        given: sizes of the parameters, in the order of the form.
         implementation: by name; the first that takes the arguments, if not given.
         options: of the operator.
         dtype: that everything is computed in; by default that of the inputs.
@@ -39,8 +38,7 @@ class Layer(nnx.Module):
         named: sizes by name.
     """
 
-    operator: ClassVar[str] = ""
-    sizes: ClassVar[Mapping[str, str]] = _NONE
+    form: ClassVar[LayerForm]
 
     def __init__(
         self,
@@ -52,16 +50,16 @@ class Layer(nnx.Module):
         rngs: nnx.Rngs | None = None,
         **named: int,
     ):
-        names = [Parameter(one, Parameter.POSITIONAL_OR_KEYWORD) for one in self.sizes]
+        sizes = self.form.sizes
+        names = [Parameter(one, Parameter.POSITIONAL_OR_KEYWORD) for one in sizes]
         bound = Signature(names).bind(*given, **named).arguments
-        dims = {dim: bound[name] for name, dim in self.sizes.items()}
+        dims = {dim: bound[name] for name, dim in sizes.items()}
         self.implementation, self.dtype = implementation, dtype
         self.options = tuple(options.items())
-        for one in inventory.parameters_of(self.operator):
+        for one in self.form.parameters:
             if rngs is None:
                 raise TypeError(f"{type(self).__name__} needs rngs=nnx.Rngs(...)")
-            shape = inventory.shape_of(one, dims)
-            value = inventory.initial(one, rngs.params(), shape, param_dtype)
+            value = initial(one, rngs.params(), dims, param_dtype)
             setattr(self, one.name, nnx.Param(value))
 
     def __call__(self, *inputs: jax.Array) -> jax.Array:
@@ -71,11 +69,9 @@ class Layer(nnx.Module):
             OperatorError: the inputs do not fit, or no implementation takes them.
         """
         parameters = {
-            one.name: getattr(self, one.name)[...]
-            for one in inventory.parameters_of(self.operator)
+            one.name: getattr(self, one.name)[...] for one in self.form.parameters
         }
-        return inventory.apply(
-            find(self.operator),
+        return self.form.apply(
             parameters,
             inputs,
             dtype=self.dtype,
@@ -87,12 +83,10 @@ class Layer(nnx.Module):
 def _layer(name: str) -> Any:
     """The module of a layer."""
     form = LAYERS[name]
-    text = f"{form.text}\n\nArgs: {', '.join(form.sizes)}." if form.sizes else form.text
     body = {
-        "__doc__": text,
+        "__doc__": form.text(Args=form.sizes),
         "__module__": __name__,
-        "operator": form.operator,
-        "sizes": form.sizes,
+        "form": form,
     }
     return new_class(name, (Layer,), exec_body=lambda new: new.update(body))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from cfp.operators import OPERATORS, inventory
+from cfp.operators import OPERATORS
 from cfp.operators import linen as of_linen
 from cfp.operators import nnx as of_nnx
 from cfp.operators.cases import Shape, sample
@@ -16,9 +16,24 @@ from cfp.operators.cases import Shape, sample
 SHAPE = Shape(batch=2, seq=8, hidden=16, heads=2, vocab=12)
 
 
+# The arguments that are parameters, of operators that have some.
+PARAMETERS = {
+    "layer_norm": ["scale", "bias"],
+    "rms_norm": ["scale"],
+    "dropout_add_layer_norm": ["scale", "bias"],
+    "bias_gelu": ["bias"],
+    "swiglu": ["gate", "up"],
+    "qkv_projection": ["kernel", "bias"],
+    "embedding": ["table"],
+    "linear_cross_entropy": ["kernel"],
+    "grouped_matmul": ["kernels"],
+    "moe_dispatch": ["up", "down"],
+}
+
+
 def classes(module):
     return {
-        one.operator: one
+        one.form.name: one
         for _, one in inspect.getmembers(module, inspect.isclass)
         if issubclass(one, module.Layer) and one is not module.Layer
     }
@@ -29,18 +44,21 @@ LINEN, NNX = classes(of_linen), classes(of_nnx)
 
 def test_every_operator_has_both_modules():
     assert set(LINEN) == set(NNX) == set(OPERATORS)
+    for name, one in LINEN.items():
+        assert [x.name for x in one.form.parameters] == PARAMETERS.get(name, [])
 
 
 # Those with parameters, and one without.
-@pytest.mark.parametrize("name", [*inventory.PARAMETERS, "causal_softmax"])
+@pytest.mark.parametrize("name", [*PARAMETERS, "causal_softmax"])
 def test_a_module_computes_what_the_function_does(name):
     args, _ = sample(OPERATORS[name], SHAPE, "float32")
     by_name = dict(
         zip((one.name for one in OPERATORS[name].arguments), args, strict=True)
     )
-    inputs = [by_name[one.name] for one in inventory.inputs_of(name)]
-    parameters = {one.name: by_name[one.name] for one in inventory.parameters_of(name)}
-    sizes = {key: SHAPE.dims[dim] for key, dim in LINEN[name].sizes.items()}
+    form = LINEN[name].form
+    inputs = [by_name[one.name] for one in form.inputs]
+    parameters = {one: by_name[one] for one in PARAMETERS.get(name, [])}
+    sizes = {key: SHAPE.dims[dim] for key, dim in form.sizes_of_no_input.items()}
     linen = LINEN[name](**sizes)
     begun = jax.eval_shape(linen.init, jax.random.key(0), *inputs)
     given = {"params": parameters} if parameters else {}
@@ -49,7 +67,7 @@ def test_a_module_computes_what_the_function_does(name):
     np.testing.assert_array_equal(linen.apply(given, *inputs), right)
 
     dims = {**SHAPE.dims, **OPERATORS[name].bind(by_name)}
-    sizes = [dims[dim] for dim in NNX[name].sizes.values()]
+    sizes = [dims[dim] for dim in form.sizes.values()]
     made = nnx.eval_shape(lambda: NNX[name](*sizes, rngs=nnx.Rngs(0)))
     state = nnx.state(made, nnx.Param)
     assert jax.tree.map(jnp.shape, nnx.to_pure_dict(state)) == (

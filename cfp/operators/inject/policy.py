@@ -234,15 +234,41 @@ def first_match(policies: Sequence[Policy], part: Any) -> Policy | None:
 
 
 class _Norm(Policy):
-    """A norm over the last dim."""
+    """A norm over the last dim.
 
-    def _check(self, part: Any) -> None:
+    Attributes:
+        kinds: classes of linen and NNX.
+        parameters: names of theirs.
+    """
+
+    kinds: tuple[type, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+    def match(self, part: Any) -> bool:
+        """By the class."""
+        return type(part) in self.kinds
+
+    def build(self, part: Any) -> Replacement:
+        """The operator with the part's epsilon."""
         if part.reduction_axes != -1 or part.feature_axes != -1:
             raise Refused("does not normalise the last dim alone")
         if part.axis_name is not None:
             raise Refused("takes its statistics across devices")
-        if not part.use_scale:
-            raise Refused("has no scale")
+        [operator] = self.operators
+        for name in self.parameters:
+            if not getattr(part, f"use_{name}"):
+                raise Refused(f"has no {name}")
+        eps, wanted = part.epsilon, part.dtype
+
+        def replacement(parameters: Parameters, x: jax.Array) -> jax.Array:
+            """Computes in one type for all, and gives the type that flax would give."""
+            given = [x, *(parameters[name] for name in self.parameters)]
+            result = wanted or jnp.result_type(*given)
+            inner = jnp.result_type(x, result)
+            made = self.call(operator, *(y.astype(inner) for y in given), eps=eps)
+            return made.astype(result)
+
+        return replacement
 
     def adapt(
         self, part: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -253,39 +279,13 @@ class _Norm(Policy):
         return args
 
 
-def _in_types(
-    norm: Callable[..., jax.Array], wanted: Any, x: jax.Array, *parameters: jax.Array
-) -> jax.Array:
-    """Calls a norm with one type for all, and gives the type that flax would give."""
-    result = wanted or jnp.result_type(x, *parameters)
-    inner = jnp.result_type(x, result)
-    return norm(*(y.astype(inner) for y in (x, *parameters))).astype(result)
-
-
 @register_policy
 class FlaxLayerNorm(_Norm):
     """`flax.linen.LayerNorm` and `flax.nnx.LayerNorm`."""
 
     operators = ("layer_norm",)
-
-    def match(self, part: Any) -> bool:
-        """Returns True for a part of this kind."""
-        return type(part) in (nn.LayerNorm, nnx.LayerNorm)
-
-    def build(self, part: Any) -> Replacement:
-        """The operator with the part's epsilon."""
-        self._check(part)
-        if not part.use_bias:
-            raise Refused("has no bias")
-        eps, wanted = part.epsilon, part.dtype
-
-        def replacement(parameters: Parameters, x: jax.Array) -> jax.Array:
-            def norm(*args: jax.Array) -> jax.Array:
-                return self.call("layer_norm", *args, eps=eps)
-
-            return _in_types(norm, wanted, x, parameters["scale"], parameters["bias"])
-
-        return replacement
+    kinds = (nn.LayerNorm, nnx.LayerNorm)
+    parameters = ("scale", "bias")
 
 
 @register_policy
@@ -293,23 +293,8 @@ class FlaxRMSNorm(_Norm):
     """`flax.linen.RMSNorm` and `flax.nnx.RMSNorm`."""
 
     operators = ("rms_norm",)
-
-    def match(self, part: Any) -> bool:
-        """Returns True for a part of this kind."""
-        return type(part) in (nn.RMSNorm, nnx.RMSNorm)
-
-    def build(self, part: Any) -> Replacement:
-        """The operator with the part's epsilon."""
-        self._check(part)
-        eps, wanted = part.epsilon, part.dtype
-
-        def replacement(parameters: Parameters, x: jax.Array) -> jax.Array:
-            def norm(*args: jax.Array) -> jax.Array:
-                return self.call("rms_norm", *args, eps=eps)
-
-            return _in_types(norm, wanted, x, parameters["scale"])
-
-        return replacement
+    kinds = (nn.RMSNorm, nnx.RMSNorm)
+    parameters = ("scale",)
 
 
 # ------------------------------------------------------------------- modules as of HF

@@ -1,0 +1,145 @@
+"""The operators as layers, of which `cfp.operators.linen` and `nnx` make modules.
+
+A layer names the sizes of its parameters: these are the arguments whose dims are all
+among the named ones. It is called with the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cfp.operators.inventory import find
+from cfp.operators.operator import Argument, Operator
+
+_TABLE_DEVIATION = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class LayerForm:
+    """An operator as a layer.
+
+    Attributes:
+        name: of the operator.
+        sizes: the name of each dim of the parameters.
+    """
+
+    name: str
+    sizes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def operator(self) -> Operator:
+        """The operator."""
+        return find(self.name)
+
+    def _is_parameter(self, argument: Argument) -> bool:
+        dims = {dim for dim in argument.dims.split() if not dim.isdigit()}
+        return argument.kind == "float" and {*self.sizes.values()} >= dims
+
+    @property
+    def parameters(self) -> tuple[Argument, ...]:
+        """The arguments that are parameters."""
+        return tuple(filter(self._is_parameter, self.operator.arguments))
+
+    @property
+    def inputs(self) -> tuple[Argument, ...]:
+        """The other arguments, which a layer is called with."""
+        every = self.operator.arguments
+        return tuple(one for one in every if not self._is_parameter(one))
+
+    @property
+    def sizes_of_no_input(self) -> dict[str, str]:
+        """The sizes that the inputs of a call do not say."""
+        said = {dim for one in self.inputs for dim in one.dims.split()}
+        return {name: dim for name, dim in self.sizes.items() if dim not in said}
+
+    def dims(self, inputs: tuple[Any, ...]) -> dict[str, int]:
+        """Sizes of dims as the inputs have them.
+
+        Raises:
+            OperatorError: they contradict each other.
+        """
+        names = (one.name for one in self.inputs)
+        return self.operator.bind(dict(zip(names, inputs, strict=True)))
+
+    def text(self, **sizes: Mapping[str, str]) -> str:
+        """The operator in a sentence, with its inputs; and what sizes a layer takes."""
+        inputs = ", ".join(one.name for one in self.inputs)
+        lines = [f"{self.operator.summary}: ({inputs})."]
+        lines += [f"{title}: {', '.join(of)}." for title, of in sizes.items() if of]
+        return "\n\n".join(lines)
+
+    def apply(
+        self,
+        parameters: Mapping[str, jax.Array],
+        inputs: tuple[Any, ...],
+        *,
+        dtype: Any,
+        implementation: str | None,
+        options: Mapping[str, Any],
+    ) -> jax.Array:
+        """Calls the operator with the parameters in their places.
+
+        Args:
+            parameters: by name.
+            inputs: the other arguments, in their order.
+            dtype: that everything is computed in; None for the type of the first input
+                that is a float, or else of the parameters.
+            implementation: by name, or the first that takes the arguments.
+            options: of the operator.
+        """
+        floats = [x.dtype for x in inputs if jnp.issubdtype(x.dtype, jnp.floating)]
+        wanted = dtype or (floats[0] if floats else None)
+        rest = iter(inputs)
+        every = [parameters.get(one.name) for one in self.operator.arguments]
+        args = [next(rest) if one is None else one for one in every]
+        if wanted is not None:
+            args = [
+                x.astype(wanted) if jnp.issubdtype(x.dtype, jnp.floating) else x
+                for x in args
+            ]
+        return self.operator(*args, implementation=implementation, **options)
+
+
+def initial(
+    argument: Argument, key: jax.Array, dims: Mapping[str, int], dtype: Any
+) -> jax.Array:
+    """Ones for scales, zeros for biases, and random numbers for kernels."""
+    names = argument.dims.split()
+    shape = tuple(int(dim) if dim.isdigit() else dims[dim] for dim in names)
+    if argument.name in ("scale", "bias"):
+        return jnp.full(shape, argument.around, dtype)
+    deviation = _TABLE_DEVIATION
+    if isinstance(argument.spread, str):
+        deviation = shape[{"fan_in": -2, "fan_last": -1}[argument.spread]] ** -0.5
+    return jax.random.normal(key, shape, dtype) * deviation
+
+
+_HIDDEN = {"hidden": "h"}
+_VOCABULARY = {"vocab": "v", "hidden": "h"}
+_EXPERTS = {"experts": "e", "hidden": "h", "width": "w"}
+# By the name of the layer's class.
+LAYERS: Mapping[str, LayerForm] = {
+    "LayerNorm": LayerForm("layer_norm", _HIDDEN),
+    "RMSNorm": LayerForm("rms_norm", _HIDDEN),
+    "DropoutAddLayerNorm": LayerForm("dropout_add_layer_norm", _HIDDEN),
+    "BiasGelu": LayerForm("bias_gelu", {"hidden": "f"}),
+    "SwiGLU": LayerForm("swiglu", {"hidden": "h", "ffn": "f"}),
+    "QKVProjection": LayerForm("qkv_projection", _HIDDEN),
+    "Embedding": LayerForm("embedding", _VOCABULARY),
+    "LinearCrossEntropy": LayerForm("linear_cross_entropy", _VOCABULARY),
+    "GroupedMatmul": LayerForm("grouped_matmul", _EXPERTS),
+    "MoEDispatch": LayerForm("moe_dispatch", _EXPERTS),
+    "BertAttention": LayerForm("bert_attention"),
+    "GPTAttention": LayerForm("gpt_attention"),
+    "T5Attention": LayerForm("t5_attention"),
+    "RotaryEmbedding": LayerForm("rotary_embedding"),
+    "Softmax": LayerForm("softmax"),
+    "MaskedSoftmax": LayerForm("masked_softmax"),
+    "CausalSoftmax": LayerForm("causal_softmax"),
+    "CrossEntropy": LayerForm("cross_entropy"),
+}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from math import ceil
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Frame, Layout, SegmentKernels, Storage, lay_out
+from cfp.analysis.layout import Frame, Layout, SegmentKernels, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import Spec
@@ -19,7 +19,7 @@ from cfp.attention.matching.matches import Match, among, keeps_scores, way_of
 from cfp.attention.matching.ways import Way
 from cfp.cost.fusion import uses_through
 from cfp.patterns.sites import in_parts, no_longer_made
-from cfp.presets.presets import preset
+from cfp.presets.presets import data_parallel
 from cfp.program.graph import Program
 from cfp.program.rematerialize import CHEAP, makeable, rematerializable
 from cfp.program.replace import Replacement
@@ -216,8 +216,7 @@ def fixed_bytes(analysis: Analysis, values: Iterable[int]) -> int:
         What they take on each device.
     """
     frame, program, counted = analysis.frame, analysis.frame.program, set(values)
-    roles = ("data",) * len(frame.mesh)
-    layout = lay_out(frame, preset(frame, roles, Storage.USED))
+    layout = lay_out(frame, data_parallel(frame))
     sizes, renewed = result_bytes(layout), results_beside(frame)
     arguments = sum(
         argument_bytes(layout, position)
@@ -234,8 +233,7 @@ def fixed_bytes(analysis: Analysis, values: Iterable[int]) -> int:
 def copied_bytes(analysis: Analysis) -> int:
     """Computes the bytes of results that are copies, and no state, on each device."""
     frame = analysis.frame
-    roles = ("data",) * len(frame.mesh)
-    layout = lay_out(frame, preset(frame, roles, Storage.USED))
+    layout = lay_out(frame, data_parallel(frame))
     outputs, specs = frame.program.outputs, layout.output_specs()
     return sum(
         value_bytes(layout, outputs[place], specs[place])

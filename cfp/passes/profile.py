@@ -178,15 +178,26 @@ def _tight_by_estimate(
     """True if the fastest of the presets' parts may not fit, by estimates."""
     if context.budget_bytes is None or kernels_of(context, True) == kernels_of(context):
         return False
-    found = estimate_options(
+    return _by_estimate(context, presets, estimates, costs, 0).memory_bound
+
+
+def _by_estimate(
+    context: PlanContext,
+    presets: Mapping[str, Choice],
+    estimates: Sequence[SegmentEstimate],
+    costs: Costs,
+    per_kind: int,
+    tight: bool = False,
+) -> Profiles:
+    """Options by estimates, with the kernels that there are where memory is tight."""
+    return estimate_options(
         estimates,
         presets,
         costs,
-        per_kind=0,
+        per_kind=per_kind,
         budget_bytes=context.budget_bytes,
-        kernels=kernels_of(context),
+        kernels=kernels_of(context, tight),
     )
-    return found.memory_bound
 
 
 def measured_rates(context: PlanContext) -> Rates:
@@ -233,19 +244,10 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
     may = Dimension.REMAT in dimensions
     costs = Costs(analysis, rates, may, measured=False)
 
-    def estimated(tight: bool) -> Profiles:
-        return estimate_options(
-            estimates,
-            named,
-            costs,
-            per_kind=context.settings.per_kind,
-            budget_bytes=context.budget_bytes,
-            kernels=kernels_of(context, tight),
-        )
-
-    found = estimated(False)
+    where = context, named, estimates, costs, context.settings.per_kind
+    found = _by_estimate(*where)
     if found.memory_bound and kernels_of(context, True) != kernels_of(context):
-        found = estimated(True)
+        found = _by_estimate(*where, tight=True)
     counts = {
         "strategies_estimated": sum(map(len, found.estimated)),
         "estimate_seconds": time.perf_counter() - started,

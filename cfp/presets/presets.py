@@ -185,7 +185,7 @@ def activations(frame: Frame) -> Mapping[int, Spec]:
     known = frame.program.looked_for.setdefault("activations", {})
     if frame.mesh not in known:
         program = frame.program
-        layout = lay_out(frame, _data_parallel(frame))
+        layout = lay_out(frame, data_parallel(frame))
         shared = {}
         for value in program.values:
             readers = {frame.block_of[op] for op, _ in program.users[value.id]} - {NONE}
@@ -197,7 +197,8 @@ def activations(frame: Frame) -> Mapping[int, Spec]:
     return known[frame.mesh]
 
 
-def _data_parallel(frame: Frame) -> Choice:
+def data_parallel(frame: Frame) -> Choice:
+    """The choice in which every axis shards the batch, as far as there is one."""
     return preset(frame, ("data",) * len(frame.mesh), Storage.USED)
 
 
@@ -205,7 +206,7 @@ def _propagated(frame: Frame) -> Mapping[str, Choice]:
     if not frame.groups:
         return {}
     program = frame.program
-    layout = lay_out(frame, _data_parallel(frame))
+    layout = lay_out(frame, data_parallel(frame))
     arguments = [layout.arg_spec(position) for position in range(len(program.args))]
     for group in frame.groups:
         used = arguments[group.args[0]]

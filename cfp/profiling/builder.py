@@ -207,7 +207,7 @@ def build(
     program: Program,
     mesh: Mesh,
     job: Job,
-    environment: BuildEnvironment | None = None,
+    environment: BuildEnvironment = BuildEnvironment(),
 ) -> Built | ProfileRecord:
     """Lowers and compiles a job.
 
@@ -220,17 +220,16 @@ def build(
       The compiled part, or the record of why there is none.
     """
     started = time.perf_counter()
-    options = dict(job.options)
+    types = signature(program, job.part)
     platform = mesh.devices.flat[0].platform
     how: Compile = compile_right
-    if environment is not None and environment.remote is not None:
-        types = signature(program, job.part)
+    if environment.remote is not None:
         how = partial(_compile_there, environment.remote, job, types, mesh)
-        options = {**environment.always, **options}  # Directories are of this host.
-    elif environment is not None:
+        usual = environment.always  # Directories are of this host.
+    else:
         environment.prepare(platform)
-        options = {**environment.options(platform), **options}
-    wants_local = environment.wants_local if environment is not None else None
+        usual = environment.options(platform)
+    options = {**usual, **dict(job.options)}
     try:
         lowered = lower_part(
             program,
@@ -241,10 +240,8 @@ def build(
             job.out_specs,
             job.donated,
         )
-        if wants_local is not None:
-            types = signature(program, job.part)
-            compiling = _Compiling(job, types, mesh, options, wants_local)
-            return compiling.both(lowered, started)
+        if (wants := environment.wants_local) is not None:
+            return _Compiling(job, types, mesh, options, wants).both(lowered, started)
         return compile_lowered(job.key, lowered, options, started=started, how=how)
     except AssertionError:
         raise  # A bug of ours says nothing about the part.

@@ -40,18 +40,15 @@ class Executable:
         """
         devices = list(mesh.devices.flat)
         try:
-            return self._load(devices)
+            return deserialize_and_load(
+                self.data,
+                self.in_tree,
+                self.out_tree,
+                backend=devices[0].client,
+                execution_devices=devices,
+            )
         except jax.errors.JaxRuntimeError as error:
             raise WrongPlace(f"it cannot be loaded: {error}") from error
-
-    def _load(self, devices: list[Any]) -> jax.stages.Compiled:
-        return deserialize_and_load(
-            self.data,
-            self.in_tree,
-            self.out_tree,
-            backend=devices[0].client,
-            execution_devices=devices,
-        )
 
 
 class RefusedElsewhere(Exception):

@@ -17,10 +17,10 @@ from importlib.metadata import version
 from math import prod
 
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 
 from cfp.program.rules import Rule
 
-_SCATTER = re.compile(r"scatter_dims_to_operand_dims = \[([\d, ]+)\]")
 # Ops whose padding XLA's partitioner masks, beside the elementwise ones. A scatter
 # writes to where its indices' padding says (jaxlib 0.10.2 and 0.12, plain JAX too).
 _PADDED_WELL = frozenset(
@@ -288,8 +288,8 @@ def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rul
     dim that is written from end to end, as heads are in a cache of keys, has its factor
     in the update, too, and may be sharded.
     """
-    found = _SCATTER.search(str(op.attributes["scatter_dimension_numbers"]))
-    dims = [int(d) for d in found.group(1).split(",")] if found else []
+    numbers = op.attributes["scatter_dimension_numbers"]
+    dims = stablehlo.ScatterDimensionNumbers(numbers).scattered_dims_to_operand_dims
     if prod(indices) != len(dims):
         return rule
     written = rule.operands[: len(rule.results)]

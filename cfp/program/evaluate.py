@@ -8,19 +8,18 @@ float64 here: what is compared is what a program means, and not how it rounds.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 
 from cfp.program import shardy
 from cfp.program.graph import Op, Program
 
 Coordinates = Callable[[int, int], np.ndarray]  # of a value's dim
 
-_NUMBERS = re.compile(r"-?\d+")
 _DOT_DIMS = (
     "lhs_batching_dimensions",
     "rhs_batching_dimensions",
@@ -179,18 +178,15 @@ class Evaluator:
             return [np.where(*reads)]
         attributes = self._ops[op.id].attributes
         if kind == "compare":
-            [name] = [
-                n
-                for n in _COMPARE
-                if f" {n}>" in str(attributes["comparison_direction"])
-            ]
+            direction = attributes["comparison_direction"]
+            name = stablehlo.ComparisonDirectionAttr(direction).value
             return [_COMPARE[name](*reads)]
         if kind == "convert":
             return [_as(self._program.values[op.results[0]].dtype, reads[0])]
         if kind == "constant":
             return [self._constant(op, coordinates)]
         if kind == "iota":
-            [dim] = _ints(attributes["iota_dimension"])[:1]
+            dim = ir.IntegerAttr(attributes["iota_dimension"]).value
             along = [1] * len(sizes[0])
             along[dim] = -1
             values = coordinates(op.results[0], dim).reshape(along)
@@ -305,8 +301,9 @@ class Evaluator:
         return _REDUCE[name](reads[0], axis=dims)
 
     def _dot(self, op: Op, reads: list[np.ndarray]) -> np.ndarray:
-        text = str(self._ops[op.id].attributes["dot_dimension_numbers"])
-        lb, rb, lc, rc = (_listed(text, name) for name in _DOT_DIMS)
+        attribute = self._ops[op.id].attributes["dot_dimension_numbers"]
+        numbers = stablehlo.DotDimensionNumbers(attribute)
+        lb, rb, lc, rc = (getattr(numbers, name) for name in _DOT_DIMS)
         lhs, rhs = reads
         letters = iter(range(lhs.ndim + rhs.ndim))
         left = [next(letters) for _ in range(lhs.ndim)]
@@ -343,17 +340,7 @@ def _as(dtype: str, x: np.ndarray) -> np.ndarray:
 
 
 def _ints(attribute: ir.Attribute) -> list[int]:
-    """The numbers of a printed ``array<i64: 0, 2>`` or ``1 : i64``."""
-    text = str(attribute)
-    text = (
-        text.partition(":")[2] if text.startswith("array") else text.partition(":")[0]
-    )
-    return [int(n) for n in _NUMBERS.findall(text)]
-
-
-def _listed(text: str, name: str) -> list[int]:
-    match = re.search(rf"{name} = \[([^\]]*)\]", text)
-    return [int(n) for n in _NUMBERS.findall(match[1])] if match else []
+    return [*ir.DenseI64ArrayAttr(attribute)]
 
 
 def _broadcast(x: np.ndarray, dims: list[int], size: list[int]) -> np.ndarray:

@@ -25,7 +25,7 @@ from cfp.program.constrain import Constraints, constrain, partition_spec
 from cfp.program.graph import Op, Program, Spec, numpy_dtype
 from cfp.program.rematerialize import tag_of
 from cfp.program.replace import erase_unread, rewire
-from cfp.program.signature import Part, aval, cut_part, signature
+from cfp.program.signature import Part, aval, cut_part, numbered, signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,8 @@ def excerpt(program: Program, part: Part, text: bytes) -> Excerpt:
         part: which ops.
         text: the module that the part is by itself.
     """
-    chosen = sorted({o for top in part.ops for o in (top, *program.ops[top].body)})
-    ops = {old: new for new, old in enumerate(chosen)}
-    values: dict[int, int] = {v: i for i, v in enumerate(part.inputs)}
-    for old in chosen:
-        for v in (*program.ops[old].entries, *program.ops[old].results):
-            values.setdefault(v, len(values))
+    numbers = numbered(program, part)
+    values, ops = numbers.values, numbers.ops
     read = {**values, **{v: values[other] for v, other in part.instead}}
 
     def renumbered(old: int) -> Op:
@@ -114,7 +110,7 @@ def excerpt(program: Program, part: Part, text: bytes) -> Excerpt:
     return Excerpt(
         Program(
             values=tuple(records),
-            ops=tuple(renumbered(old) for old in chosen),
+            ops=tuple(map(renumbered, ops)),
             args=tuple(range(count)),
             outputs=tuple(values[v] for v in part.outputs),
             arg_names=("",) * count,

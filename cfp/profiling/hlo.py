@@ -241,30 +241,19 @@ _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveSite:
+class CollectiveSite(Collective):
     """The collectives of one kind and size that one line of the step leads to.
 
     Attributes:
-        kind: as in HLO: "all-reduce", "all-gather", ...
-        bytes: of one of them: the larger side's size on one device.
-        count: how often it runs in one step; a loop counts as often as the compiler
-            knows it to turn, and all branches of a conditional count.
         scope: JAX's name stack of the op, or "".
         source: ``path:line``, or "".
     """
 
-    kind: str
-    bytes: int
-    group_size: int
-    count: int
     scope: str
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    scope: str
-    source: str
+_Place = tuple[str, str]  # scope and source, as of a `CollectiveSite`
 
 
 def collective_sites(hlo_text: str) -> tuple[CollectiveSite, ...]:
@@ -279,7 +268,7 @@ def collective_sites(hlo_text: str) -> tuple[CollectiveSite, ...]:
     Returns:
         Those of one kind, size, group and place together, most bytes first.
     """
-    found: Counter[tuple[str, int, int, _Place]] = Counter()
+    found: Counter[tuple[str, int, int, str, str]] = Counter()
     texts = re.split(r"^(?=HloModule )", hlo_text, flags=re.MULTILINE)
     for text, module in zip(texts, modules_in(hlo_text), strict=True):
         places = _places(text)
@@ -288,7 +277,7 @@ def collective_sites(hlo_text: str) -> tuple[CollectiveSite, ...]:
             instructions = module.computations[name]
             for one in instructions:
                 if (sent := sent_by(one, devices)) is not None:
-                    found[*sent, _place(one, instructions, places)] += runs
+                    found[*sent, *_place(one, instructions, places)] += runs
     ranked = sorted(
         found.items(), key=lambda item: (-item[0][1] * item[1], str(item[0]))
     )
@@ -298,10 +287,10 @@ def collective_sites(hlo_text: str) -> tuple[CollectiveSite, ...]:
             bytes=size,
             group_size=group,
             count=count,
-            scope=place.scope,
-            source=place.source,
+            scope=scope,
+            source=source,
         )
-        for (kind, size, group, place), count in ranked
+        for (kind, size, group, scope, source), count in ranked
     )
 
 
@@ -311,12 +300,8 @@ def _place(
     places: Mapping[str, _Place],
 ) -> _Place:
     readers = [other.name for other in instructions if one.name in other.operands]
-    nothing = _Place("", "")
-    for name in (one.name, *readers, *one.operands):
-        found = places.get(name, nothing)
-        if found.source:
-            return found
-    return places.get(one.name, nothing)
+    known = (places.get(name) for name in (one.name, *readers, *one.operands))
+    return next((place for place in known if place and place[1]), ("", ""))
 
 
 # ------------------------------------------------------------------------ source lines
@@ -334,7 +319,7 @@ def _places(text: str) -> dict[str, _Place]:
         scope = _SCOPE.search(said)
         source = _source(said, tables)
         name = _plain(scope[1]) if scope and source else ""
-        found[head[1]] = _Place(name, source)
+        found[head[1]] = name, source
     return found
 
 

@@ -313,12 +313,11 @@ def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
     is sharded over some but not all axes of a mesh, the result is wrong (jaxlib
     0.10.2 to 0.12, plain jax.jit with in_shardings too), so it is over all or none.
     """
-    found = _CONVOLUTION.search(str(op.attributes["dimension_numbers"]))
-    assert found is not None
+    layouts = _layouts(op)
     unclean: set[int] = set()
     tensors = (*rule.operands, *rule.results)
-    for labels, dims in zip(found.groups(), tensors, strict=True):
-        for label, dim in zip(labels.split(", "), dims, strict=True):
+    for labels, dims in zip(layouts, tensors, strict=True):
+        for label, dim in zip(labels, dims, strict=True):
             major = rule.major(dim)
             unclean.update(f for f in dim if label.isdigit() or f != major)
     grouped = ir.IntegerAttr(op.attributes["batch_group_count"]).value > 1
@@ -332,6 +331,13 @@ def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
     )
 
 
+def _layouts(op: ir.Operation) -> list[list[str]]:
+    """The names of the dims of a convolution's input, kernel and result."""
+    found = _CONVOLUTION.search(str(op.attributes["dimension_numbers"]))
+    assert found is not None
+    return [names.split(", ") for names in found.groups()]
+
+
 # ---------------------------------------------------------------- grouped convolutions
 
 # Where XLA splits a convolution along its groups, it shards the result by a permutation
@@ -342,7 +348,6 @@ def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
 # layout is written as one whose result is laid out like its input, and a transpose.
 
 _CONVOLUTION_OP = "stablehlo.convolution"
-_NUMBERS = re.compile(r"(.*conv<\[)(.*?)(\]x\[.*?\]->\[)(.*?)(\]>)")
 _SWAPPED = {"b": "f", "f": "b"}
 
 
@@ -353,18 +358,17 @@ def relayout(op: ir.Operation) -> None:
     batch_groups = _count(op, "batch_group_count") > 1
     if not batch_groups and _count(op, "feature_group_count") == 1:
         return
-    numbers = _NUMBERS.fullmatch(str(op.attributes["dimension_numbers"]))
-    assert numbers is not None
+    own, kernel, made = _layouts(op)
     # Groups of the batch become features of the result.
     swapped = _SWAPPED if batch_groups else {}
-    taken = [swapped.get(name, name) for name in numbers[2].split(", ")]
-    made = numbers[4].split(", ")
+    taken = [swapped.get(name, name) for name in own]
     if is_split_right(taken, made):
         return
     permutation = [taken.index(name) for name in made]
     kind = ir.RankedTensorType(op.results[0].type)
     shape = [kind.shape[made.index(name)] for name in taken]
-    layout = f"{numbers[1]}{numbers[2]}{numbers[3]}{', '.join(taken)}{numbers[5]}"
+    before, now, weights = (", ".join(names) for names in (own, taken, kernel))
+    layout = f"#stablehlo.conv<[{before}]x[{weights}]->[{now}]>"
     attributes = {name: op.attributes[name] for name in op.attributes}
     attributes["dimension_numbers"] = ir.Attribute.parse(layout)
     with ir.InsertionPoint(op):

@@ -257,12 +257,8 @@ def _silence_callbacks(function: ir.Operation) -> None:
             continue
         with ir.InsertionPoint(op):
             for result in op.results:
-                zero = ir.Operation.create(
-                    "stablehlo.constant",
-                    results=[result.type],
-                    attributes={"value": _zeros(result.type)},
-                )
-                result.replace_all_uses_with(zero.results[0])
+                zero = shardy.constant(_zero(result.type), result.type)
+                result.replace_all_uses_with(zero)
         op.erase()
 
 
@@ -277,14 +273,13 @@ def _leave_in_place(function: ir.Operation) -> None:
             op.erase()
 
 
-def _zeros(kind: ir.Type) -> ir.Attribute:
+def _zero(kind: ir.Type) -> str:
     element = str(ir.RankedTensorType(kind).element_type)
-    number = "(0.0, 0.0)" if element.startswith("complex") else "0.0"
     if element == "i1":
-        number = "false"
-    elif element.removeprefix("u").startswith("i"):
-        number = "0"
-    return ir.Attribute.parse(f"dense<{number}> : {kind}")
+        return "false"
+    if element.removeprefix("u").startswith("i"):
+        return "0"
+    return "(0.0, 0.0)" if element.startswith("complex") else "0.0"
 
 
 _Every = Sequence[tuple[ir.Operation, Op | None]]  # As `_top_level` has them.

@@ -169,7 +169,7 @@ def _make_local(op: ir.Operation, sizes: Mapping[str, int]) -> None:
 def _stands_for(op: ir.Operation, sizes: Mapping[str, int]) -> list[ir.Value] | None:
     """Makes local values in place of an op's results; None if it needs no others."""
     if op.name in _NUMBERS:
-        return _barred([_zero(op.results[0].type)])
+        return _barred([shardy.constant("0", op.results[0].type)])
     if op.name == "mhlo.copy":
         return [op.operands[0]]  # StableHLO has none.
     if op.name in _AS_IT_IS:
@@ -187,14 +187,6 @@ def _stands_for(op: ir.Operation, sizes: Mapping[str, int]) -> list[ir.Value] | 
     if op.name in ("stablehlo.send", "stablehlo.recv"):
         raise ValueError(f"{op.name} has no result that one device could make")
     return None
-
-
-def _zero(kind: ir.Type) -> ir.Value:
-    value = ir.Attribute.parse(f"dense<0> : {kind}")
-    made = ir.Operation.create(
-        "stablehlo.constant", results=[kind], attributes={"value": value}
-    )
-    return made.results[0]
 
 
 def _summed_over(op: ir.Operation, sizes: Mapping[str, int]) -> int:
@@ -222,14 +214,9 @@ def _scaled(part: ir.Value, times: int) -> ir.Value:
         return part
     if not (is_float or isinstance(kind.element_type, ir.IntegerType)):
         return part
-    text = f"dense<{times}{'.0' if is_float else ''}> : {kind}"
-    made = ir.Operation.create(
-        "stablehlo.constant",
-        results=[kind],
-        attributes={"value": ir.Attribute.parse(text)},
-    )
+    factor = shardy.constant(f"{times}{'.0' if is_float else ''}", kind)
     product = ir.Operation.create(
-        "stablehlo.multiply", results=[kind], operands=[part, made.results[0]]
+        "stablehlo.multiply", results=[kind], operands=[part, factor]
     )
     return product.results[0]
 
@@ -252,9 +239,9 @@ def _copied(part: ir.Value, kind: ir.RankedTensorType) -> ir.Value:
         [dim] = [d for d, size in enumerate(shape) if size != wanted[d]]
         times = wanted[dim] // shape[dim]
         larger = [*shape[:dim], times, *shape[dim:]]
-        dims = ", ".join(str(d + (d >= dim)) for d in range(len(shape)))
+        dims = [d + (d >= dim) for d in range(len(shape))]
         between = ir.RankedTensorType.get(larger, kind.element_type)
-        where = ir.Attribute.parse(f"array<i64: {dims}>")
+        where = ir.DenseI64ArrayAttr.get(dims)
         made = ir.Operation.create(
             "stablehlo.broadcast_in_dim",
             results=[between],
@@ -271,18 +258,14 @@ def _first(part: ir.Value, kind: ir.RankedTensorType) -> ir.Value:
     sizes = list(kind.shape)
     if not sizes:
         return part
-
-    def listed(numbers: Sequence[int]) -> ir.Attribute:
-        return ir.Attribute.parse(f"array<i64: {', '.join(map(str, numbers))}>")
-
     made = ir.Operation.create(
         "stablehlo.slice",
         results=[kind],
         operands=[part],
         attributes={
-            "start_indices": listed([0] * len(sizes)),
-            "limit_indices": listed(sizes),
-            "strides": listed([1] * len(sizes)),
+            "start_indices": ir.DenseI64ArrayAttr.get([0] * len(sizes)),
+            "limit_indices": ir.DenseI64ArrayAttr.get(sizes),
+            "strides": ir.DenseI64ArrayAttr.get([1] * len(sizes)),
         },
     )
     return made.results[0]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from jax.extend.mlir import ir
 
 from cfp.program.graph import PARTITIONED, Program, reached
+from cfp.program.shardy import owner_of
 
 # Another one where another program comes of it: what was measured does not count then.
 VERSION = "3"
@@ -128,7 +129,7 @@ def _without_arguments(body: Sequence[ir.Operation]) -> set[ir.Operation]:
     found: set[ir.Operation] = set()
     for op in body:
         repeats = not len(op.regions) and op.name not in never
-        if repeats and all(_owner(v) in found for v in op.operands):
+        if repeats and all(owner_of(v) in found for v in op.operands):
             found.add(op)
     return found
 
@@ -161,7 +162,7 @@ class _Rematerializer:
         outside: dict[ir.Value, None] = {}
         for op in clones:
             for operand in op.operands:
-                if operand not in made and _owner(operand) not in self.fixed:
+                if operand not in made and owner_of(operand) not in self.fixed:
                     outside[operand] = None
         first = self.readers[0]
         signals = self._signals(made)
@@ -183,9 +184,9 @@ class _Rematerializer:
 
     def _number(self, value: ir.Value) -> int | None:
         """The forward op that a value comes from, seen through constraints."""
-        owner = _owner(value)
+        owner = owner_of(value)
         while owner is not None and owner.name == _CONSTRAINT:
-            owner = _owner(owner.operands[0])
+            owner = owner_of(owner.operands[0])
         return self.number.get(owner) if owner is not None else None
 
     def _needed(self, values: list[ir.Value]) -> list[ir.Operation]:
@@ -194,7 +195,7 @@ class _Rematerializer:
         stack = list(values)
         while stack:
             value = stack.pop()
-            owner = _owner(value)
+            owner = owner_of(value)
             if owner is None or owner in found:
                 continue
             if self._number(value) is None and not _is_gathered(value):
@@ -214,7 +215,7 @@ class _Rematerializer:
             operand: None
             for reader in self.readers
             for operand in reader.operands
-            if (owner := _owner(operand)) is not None
+            if (owner := owner_of(operand)) is not None
             and operand not in made
             and owner not in self.fixed
             and turn < self.place.get(owner, -1) < end
@@ -237,19 +238,14 @@ class _Rematerializer:
         return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
 
 
-def _owner(value: ir.Value) -> ir.Operation | None:
-    owner = value.owner
-    return None if isinstance(owner, ir.Block) else owner.operation
-
-
 def _is_gathered(value: ir.Value) -> bool:
     """True if a value is an argument in another sharding than it is stored in."""
-    owner = _owner(value)
+    owner = owner_of(value)
     if owner is None or owner.name != _CONSTRAINT:
         return False
     while owner is not None and owner.name == _CONSTRAINT:
         value = owner.operands[0]
-        owner = _owner(value)
+        owner = owner_of(value)
     return owner is None
 
 

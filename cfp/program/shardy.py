@@ -124,6 +124,15 @@ def inspects_sharding(module: ir.Module) -> bool:
     )
 
 
+def constant(number: str, kind: ir.Type) -> ir.Value:
+    """Makes a tensor of one number."""
+    value = ir.Attribute.parse(f"dense<{number}> : {kind}")
+    made = ir.Operation.create(
+        "stablehlo.constant", results=[kind], attributes={"value": value}
+    )
+    return made.results[0]
+
+
 def program_ops(function: ir.Operation) -> list[ir.Operation]:
     """The ops that a :class:`~cfp.program.graph.Program` counts, in its order."""
     found: list[ir.Operation] = []
@@ -426,7 +435,7 @@ def counter_of(loop: ir.Operation) -> Counter | None:
     """
     condition = loop.regions[0].blocks[0]
     *_, returned = condition.operations
-    test = _owner(returned.operation.operands[0])
+    test = owner_of(returned.operation.operands[0])
     if test is None or test.name != "stablehlo.compare":
         return None
     if "LT" not in str(test.attributes["comparison_direction"]):
@@ -447,7 +456,7 @@ def _runs_once(loop: ir.Operation) -> bool:
     if counter is None:
         return False
     *_, last = body.operations
-    step = _owner(last.operation.operands[counter.place])
+    step = owner_of(last.operation.operands[counter.place])
     if step is None or step.name != "stablehlo.add":
         return False
     if _place(step.operands[0], body) != counter.place:
@@ -456,7 +465,8 @@ def _runs_once(loop: ir.Operation) -> bool:
     return added is not None and counter.start < counter.limit <= counter.start + added
 
 
-def _owner(value: ir.Value) -> ir.Operation | None:
+def owner_of(value: ir.Value) -> ir.Operation | None:
+    """The op that makes a value; None for an argument."""
     owner = value.owner
     return None if isinstance(owner, ir.Block) else owner.operation
 
@@ -477,7 +487,7 @@ def _entering(value: ir.Value, block: ir.Block, loop: ir.Operation) -> ir.Value:
 
 def _integer(value: ir.Value) -> int | None:
     """The number that a constant of integers without dims is."""
-    owner = _owner(value)
+    owner = owner_of(value)
     if owner is None or owner.name != "stablehlo.constant":
         return None
     attribute: Any = owner.attributes["value"]

@@ -101,7 +101,7 @@ def test_zigzag_sends_and_keeps_what_the_ring_does(ring):
 
 
 def test_two_ranks_send_gradients_in_the_dtype_of_keys():
-    """Of a block that one other rank sees, nothing is added on the way."""
+    """Nothing is added on the way to what one other rank sees of a block."""
     block = 2 * BATCH * LOCAL * KV_HEADS * HEAD_DIM * FLOAT_BYTES
     half = jax.jit(
         jax.grad(

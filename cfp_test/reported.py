@@ -5,17 +5,15 @@ from dataclasses import replace
 from cfp.analysis.layout import AS_WRITTEN, Storage
 from cfp.plan.figures import (
     AlikeBlocks,
-    BlockFigures,
     Figures,
     KindFigures,
-    MoveFigure,
     OptionFigures,
     StrategyFigures,
-    TensorFigure,
 )
+from cfp.plan.parts import TensorFigure
 from cfp.plan.plan import Plan
 from cfp.printable import printable
-from cfp_test.report.plans import RACE, ROWS, make_plan, row
+from cfp_test.report.plans import RACE, ROWS, make_plan, move, row
 
 KIB = 2**10
 HARMFUL = (
@@ -31,29 +29,16 @@ def tensor(kind: str, *spec: tuple[str, ...]) -> TensorFigure:
     return TensorFigure(type=kind, spec=spec)
 
 
-def block(index: int) -> BlockFigures:
-    moves = (
-        MoveFigure(
-            kind="all-gather",
-            axes=("x",),
-            count=2,
-            total_bytes=3 * KIB,
-            time_ms=0.125,
-        ),
-        MoveFigure(
-            kind="all-reduce", axes=("x", "y"), count=1, total_bytes=KIB, time_ms=0.25
-        ),
-    )
-    return BlockFigures(
-        block=index,
-        source="net/layers.py:7",
-        operands=(
-            tensor("f32[8,16]", ("x",), ()),
-            tensor("f32[16,32]", (), ("y",)),
-        ),
-        result=tensor("f32[8,32]", ("x",), ("y",)),
-        moves=moves if index else (),
-    )
+# What a block of a deep plan has beside its name.
+DRAWN = {
+    "source": "net/layers.py:7",
+    "operands": (tensor("f32[8,16]", ("x",), ()), tensor("f32[16,32]", (), ("y",))),
+    "result": tensor("f32[8,32]", ("x",), ("y",)),
+}
+MOVES = (
+    move("all-gather", 3, count=2, time_ms=0.125),
+    move("all-reduce", 1, axes=("x", "y"), time_ms=0.25),
+)
 
 
 def option(name: str, step_ms: float, memory_kib: int, taken: int) -> OptionFigures:
@@ -78,7 +63,10 @@ def option(name: str, step_ms: float, memory_kib: int, taken: int) -> OptionFigu
 def figured(names: list[str], budget_bytes: int | None = None) -> Plan:
     """A plan whose segments are one block each, all of one kind and shardings."""
     count = len(names)
-    rows = [row(i, 0, name, block=i, strategy=(ROWS,)) for i, name in enumerate(names)]
+    rows = [
+        row(i, 0, name, strategy=(ROWS,), moves=MOVES if i else (), **DRAWN)
+        for i, name in enumerate(names)
+    ]
     options = (
         option("zero1", 9.5, 600, count),
         option("#2", 10.5, 500, 0),
@@ -86,7 +74,6 @@ def figured(names: list[str], budget_bytes: int | None = None) -> Plan:
         option("fastest", 9.0, 900, 0),
     )
     figures = Figures(
-        blocks=tuple(block(i) for i in range(count)),
         kinds=(KindFigures(kind=0, name=f"Segments of {names[0]}", options=options),),
         segment_kinds=(0,) * count,
         picks=(0,) * count,
@@ -104,6 +91,15 @@ def figured(names: list[str], budget_bytes: int | None = None) -> Plan:
         donated=(True,) * count,
         figures=figures,
     )
+
+
+def untimed(plan: Plan) -> Plan:
+    """A plan whose collectives have no times."""
+    rows = [
+        replace(one, moves=tuple(replace(m, time_ms=None) for m in one.moves))
+        for one in plan.rows
+    ]
+    return replace(plan, rows=tuple(rows))
 
 
 DEEP = figured([f"Net/layer_{i}/up" for i in range(96)], budget_bytes=650 * KIB)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -26,7 +26,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch, compose
 from cfp.export.runtime import digest, equation_key, equations, numbers
-from cfp.plan.parts import Site, Sites, shape_of
+from cfp.plan.parts import Site, Sites, shape_of, short_source
 from cfp.printable import printable
 from cfp.program.equations import place
 from cfp.program.graft import Constraints
@@ -205,8 +205,6 @@ def spec_code(spec: Spec, kind: str | None = None) -> str:
 
 # ------------------------------------------------------------------------------- sites
 
-_PATH_PARTS = 2
-
 
 def sites_of(
     step: FlatStep, mesh: Mesh, fingerprint: str, constraints: Constraints
@@ -232,7 +230,7 @@ def sites_of(
     for where, spec in placed.places.items():
         primitive, kind = keys[where.equation]
         value = f"{where.value} {where.index}"
-        source = _short(placed.sources[where.equation])
+        source = short_source(placed.sources[where.equation])
         members = groups.setdefault((primitive, kind, value, spec, source), [])
         members.append(numbers[where.equation])
     return Sites(
@@ -262,10 +260,6 @@ def ranges(numbers: list[int]) -> str:
         else:
             spans.append([number, number])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-
-
-def _short(source: str) -> str:
-    return "/".join(PurePath(source).parts[-_PATH_PARTS:]) if source else ""
 
 
 Names = tuple[str | None, ...]

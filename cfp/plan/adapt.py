@@ -27,7 +27,7 @@ from cfp.attention.matching.called import with_token_factors
 from cfp.errors import PlanMismatch, compose
 from cfp.plan.compose import compose_plan
 from cfp.plan.describe import axis_roles, op_text
-from cfp.plan.figures import Figures, block_figures
+from cfp.plan.figures import Figures
 from cfp.plan.parts import PlanRow, PlanSegment, roles_text, type_text
 from cfp.plan.placing import mesh_here
 from cfp.plan.plan import Plan
@@ -186,8 +186,8 @@ def carry_over(
     outcome = RaceOutcome(winner=winner, counts={"adapted": 1.0})
     environment = dict(environment_parts(list(mesh.devices.flat)))
     made = compose_plan(analysis, mesh, environment, outcome)
-    drawn = Figures(blocks=block_figures(analysis, choice, None))
-    return replace(made.bound_to(step, out_tree), rung="estimated", figures=drawn)
+    made = made.bound_to(step, out_tree)
+    return replace(made, rung="estimated", figures=Figures())
 
 
 def _along(plan: Plan, mesh: Sequence[tuple[str, int]]) -> Plan:

@@ -90,7 +90,7 @@ def compose_plan(
         options=dict(winner.options),
         level=winner.level,
         segments=plan_segments(analysis, winner.choice, problem),
-        rows=plan_rows(analysis, winner.choice),
+        rows=plan_rows(analysis, winner.choice, rates),
         uneven=uneven_arguments(layout),
         replicated_ops=whole_ops(layout, rates),
         race=tuple(outcome.rows),

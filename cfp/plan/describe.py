@@ -22,19 +22,23 @@ from cfp.plan.parts import (
     INDIVISIBLE,
     NOT_CHOSEN,
     AxisRole,
+    MoveFigure,
     PlanRow,
     PlanSegment,
     Role,
     StoredParameter,
+    TensorFigure,
+    short_source,
 )
 from cfp.presets.roles import data_arguments
 from cfp.profiling.rates import Rates
 from cfp.program.graph import Op, Program, call_flops, op_flops
 from cfp.program.partitioned import call_of
 from cfp.search.problem import Problem
-from cfp.units import format_bytes
 
 _FUNCTION = re.compile(r"jit\((\w+)\)")
+# A block's anchor is drawn with what it reads, as far as people name it.
+_MOST_OPERANDS = 2
 _WORTH_NAMING = 0.01  # of the bytes that a program's ops make
 
 
@@ -58,10 +62,19 @@ def plan_segments(
     )
 
 
-def plan_rows(analysis: Analysis, choice: Choice) -> tuple[PlanRow, ...]:
-    """One row for each block: what is sharded, and what must be communicated."""
+def plan_rows(
+    analysis: Analysis, choice: Choice, rates: Rates | None = None
+) -> tuple[PlanRow, ...]:
+    """One row for each block: what is sharded, and what must be communicated.
+
+    Args:
+        rates: of the devices, if they are known: collectives have no times else.
+    """
     frame = analysis.frame
-    moved = _moved(analysis, lay_out(frame, choice))
+    layout = lay_out(frame, choice)
+    moves: list[dict[tuple, list[int]]] = [defaultdict(list) for _ in frame.blocks]
+    for block, kind, axes, size, turns in block_moves(analysis, layout):
+        moves[block][kind, axes, turns].append(size)
     updating = update_blocks(frame)
     rows = []
     for segment in analysis.segments:
@@ -75,12 +88,45 @@ def plan_rows(analysis: Analysis, choice: Choice) -> tuple[PlanRow, ...]:
                     name=block.name,
                     op=op_text(frame.program, op),
                     strategy=axis_roles(frame, op, choice.blocks[b]),
-                    collectives=_collective_text(moved[b]),
+                    source=short_source(op.source),
+                    operands=tuple(
+                        _tensor(frame, value, layout.use_spec(op.id, place))
+                        for place, value in enumerate(op.operands[:_MOST_OPERANDS])
+                    ),
+                    result=_tensor(frame, op.results[0], layout.spec(op.results[0])),
+                    moves=_move_figures(moves[b], rates),
                     repeats=op.repeat,
                     updates=b in updating,
                 )
             )
     return tuple(rows)
+
+
+def _tensor(
+    frame: Frame, value: int, spec: Sequence[Sequence[str]] | None
+) -> TensorFigure:
+    record = frame.program.values[value]
+    dims = ((),) * len(record.shape) if spec is None else spec
+    return TensorFigure(type=str(record), spec=tuple(map(tuple, dims)))
+
+
+def _move_figures(
+    moves: dict[tuple, list[int]], rates: Rates | None
+) -> tuple[MoveFigure, ...]:
+    figures = [
+        MoveFigure(
+            kind=kind,
+            axes=axes,
+            turns=turns,
+            count=turns * len(sizes),
+            total_bytes=turns * sum(sizes),
+            time_ms=None
+            if rates is None
+            else turns * sum(rates.collective_ms(kind, axes, one) for one in sizes),
+        )
+        for (kind, axes, turns), sizes in moves.items()
+    ]
+    return tuple(sorted(figures, key=lambda move: -move.total_bytes))
 
 
 def uneven_arguments(layout: Layout) -> tuple[str, ...]:
@@ -428,17 +474,8 @@ def block_collectives(analysis: Analysis, layout: Layout) -> list[Counter]:
         For each block by (kind, axes) the bytes of all together.
     """
     found = [Counter() for _ in analysis.frame.blocks]
-    for block, counter in enumerate(_moved(analysis, layout)):
-        for (kind, axes, times), size in counter.items():
-            found[block][kind, axes] += times * size
-    return found
-
-
-def _moved(analysis: Analysis, layout: Layout) -> list[Counter]:
-    """For each block by (kind, axes, times in one step) the bytes of one time."""
-    found = [Counter() for _ in analysis.frame.blocks]
-    for block, kind, axes, size, times in block_moves(analysis, layout):
-        found[block][kind, ",".join(axes), times] += size
+    for block, kind, axes, size, turns in block_moves(analysis, layout):
+        found[block][kind, ",".join(axes)] += turns * size
     return found
 
 
@@ -548,19 +585,3 @@ def _moves(
         steps = transition(value.size_bytes, have, partial, want, frame.mesh)
         for kind, axes, size in steps:
             yield kind, tuple(axes), int(size)
-
-
-def _collective_text(counter: Counter) -> str:
-    """``all-reduce over x, 4 MiB``; in a loop ``in each of 12 iterations`` behind it.
-
-    Collectives below a kilobyte are left out.
-    """
-    parts = [
-        f"{kind} over {axes}, {format_bytes(size)}"
-        + (f" in each of {times} iterations" if times > 1 else "")
-        for (kind, axes, times), size in sorted(
-            counter.items(), key=lambda item: -item[1] * item[0][2]
-        )
-        if size >= 1024
-    ]
-    return "; ".join(parts) or "-"

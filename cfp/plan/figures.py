@@ -2,65 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 
-from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, Layout, SegmentKernels, Storage, lay_out
-from cfp.fields import Count, Flag, Spec, Time, Words
-from cfp.plan.describe import block_moves
+from cfp.analysis.layout import SegmentKernels, Storage
+from cfp.fields import Count, Flag, Time, Words
 from cfp.plan.parts import AxisRole
-from cfp.profiling.rates import Rates
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorFigure:
-    """A tensor that a block's anchor reads or makes.
-
-    Attributes:
-        type: element type and dims of the whole tensor: ``f32[8,16]``.
-        spec: for each dim the mesh axes that it is sharded over.
-    """
-
-    type: Words
-    spec: Spec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoveFigure:
-    """The collectives of one kind over the same axes that follow a block.
-
-    Attributes:
-        kind: as in HLO: ``all-reduce``, ``all-gather``, ...
-        count: how many in one step.
-        time_ms: one after another, by measured rates; None if there are none.
-    """
-
-    kind: Words
-    axes: tuple[Words, ...]
-    count: Count
-    total_bytes: Count
-    time_ms: Time | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockFigures:
-    """Numbers about one block of a plan.
-
-    Attributes:
-        source: ``file:line`` of its anchor, or "".
-        operands: the tensors that the anchor reads, two at most.
-        result: the tensor that the anchor makes.
-        moves: the collectives that follow.
-    """
-
-    block: Count
-    source: Words
-    operands: tuple[TensorFigure, ...]
-    result: TensorFigure
-    moves: tuple[MoveFigure, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +165,6 @@ class Figures:
     """The figures of a plan.
 
     Attributes:
-        blocks: in the order of the plan's rows.
         kinds: by number; none where nothing was searched.
         segment_kinds: for each segment its kind.
         picks: for each segment the option that the plan takes; empty if part of the
@@ -239,7 +184,6 @@ class Figures:
         chosen: what was chosen among, by the names of `choose`; empty for all.
     """
 
-    blocks: tuple[BlockFigures, ...] = ()
     kinds: tuple[KindFigures, ...] = ()
     segment_kinds: tuple[Count, ...] = ()
     picks: tuple[Count, ...] = ()
@@ -270,79 +214,3 @@ class Figures:
         if not self.picks:
             return None
         return self.kinds[self.segment_kinds[segment]].options[self.picks[segment]]
-
-
-# ------------------------------------------------------------------------- blocks drawn
-
-# A block's anchor is drawn with what it reads, as far as people name it.
-_MOST_OPERANDS = 2
-# Parts of a source file's path that tell files apart, and nothing of the machine.
-_PATH_PARTS = 2
-
-
-def block_figures(
-    analysis: Analysis, choice: Choice, rates: Rates | None
-) -> tuple[BlockFigures, ...]:
-    """Returns each block's tensors and collectives under a choice.
-
-    Args:
-        rates: of the devices, if they are known: collectives have no times else.
-    """
-    layout = lay_out(analysis.frame, choice)
-    moves: dict[int, dict[tuple, list[tuple[int, int]]]]
-    moves = defaultdict(lambda: defaultdict(list))
-    for block, kind, axes, size, times in block_moves(analysis, layout):
-        moves[block][kind, axes].append((size, times))
-    return tuple(
-        _block(analysis, layout, b, _move_figures(moves[b], rates))
-        for segment in analysis.segments
-        for b in segment.blocks
-    )
-
-
-def _block(
-    analysis: Analysis, layout: Layout, index: int, moves: tuple[MoveFigure, ...]
-) -> BlockFigures:
-    program = analysis.frame.program
-    op = program.ops[analysis.frame.blocks[index].anchor]
-
-    def tensor(value: int, spec: Sequence[Sequence[str]] | None) -> TensorFigure:
-        record = program.values[value]
-        dims = spec if spec is not None else ((),) * len(record.shape)
-        return TensorFigure(
-            type=str(record), spec=tuple(tuple(names) for names in dims)
-        )
-
-    return BlockFigures(
-        block=index,
-        source=short_source(op.source),
-        operands=tuple(
-            tensor(value, layout.use_spec(op.id, place))
-            for place, value in enumerate(op.operands[:_MOST_OPERANDS])
-        ),
-        result=tensor(op.results[0], layout.spec(op.results[0])),
-        moves=moves,
-    )
-
-
-def _move_figures(
-    moves: dict[tuple, list[tuple[int, int]]], rates: Rates | None
-) -> tuple[MoveFigure, ...]:
-    figures = [
-        MoveFigure(
-            kind=kind,
-            axes=axes,
-            count=sum(times for _, times in found),
-            total_bytes=sum(times * size for size, times in found),
-            time_ms=None
-            if rates is None
-            else sum(n * rates.collective_ms(kind, axes, size) for size, n in found),
-        )
-        for (kind, axes), found in moves.items()
-    ]
-    return tuple(sorted(figures, key=lambda move: (-move.total_bytes, move.kind)))
-
-
-def short_source(source: str) -> str:
-    """``file:line`` with the end of the file's path: ``models/mlp.py:12``."""
-    return "/".join(PurePath(source).parts[-_PATH_PARTS:]) if source else ""

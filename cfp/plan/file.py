@@ -57,7 +57,7 @@ from cfp.program.replace import Recorded, Replacement
 from cfp.race.programs import RaceRow
 from cfp.settings import ConstraintLevel
 
-FORMAT = 7
+FORMAT = 8
 
 _MOST_BYTES = 64 * 2**20  # The plan of 96 layers has one or two megabytes.
 _MOST_AXES = 16
@@ -212,7 +212,7 @@ class PlanFile(_Part):
             steps, by position.
     """
 
-    format: Literal[7]
+    format: Literal[8]
     fingerprint: Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")]
     mesh_axes: Annotated[tuple[_Axis, ...], Field(max_length=_MOST_AXES)]
     arguments: tuple[_Argument, ...]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from pathlib import PurePath
 from typing import Annotated, Any
 
 import jax
@@ -135,6 +136,39 @@ class PlanSegment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFigure:
+    """A tensor that a block's anchor reads or makes.
+
+    Attributes:
+        type: element type and dims of the whole tensor: ``f32[8,16]``.
+        spec: for each dim the mesh axes that it is sharded over.
+    """
+
+    type: Words
+    spec: SpecField
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveFigure:
+    """Collectives of one kind over the same axes that follow a block.
+
+    Attributes:
+        kind: as in HLO: ``all-reduce``, ``all-gather``, ...
+        turns: how often each runs in one step, which is more than once in a loop.
+        count: how many in one step.
+        total_bytes: of all of them.
+        time_ms: one after another, by the devices' rates; None if these are not known.
+    """
+
+    kind: Words
+    axes: tuple[Words, ...]
+    turns: Annotated[int, Field(strict=True, ge=1)] = 1
+    count: Count
+    total_bytes: Count
+    time_ms: Time | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
     """One block of a plan.
 
@@ -143,7 +177,10 @@ class PlanRow:
         name: the block's place in the user's model.
         op: its anchor, with its shape.
         strategy: for each mesh axis that shards the anchor its role.
-        collectives: the collectives that follow in one step, in words.
+        source: ``file:line`` of the anchor, or "".
+        operands: the tensors that the anchor reads, two at most.
+        result: the tensor that the anchor makes.
+        moves: the collectives that follow, most bytes first.
         repeats: how often the anchor runs in one step, which is more than once in a
             loop.
         updates: whether it is a part of the optimizer's update without products.
@@ -154,7 +191,10 @@ class PlanRow:
     name: Words
     op: Words
     strategy: tuple[AxisRole, ...]
-    collectives: Words
+    source: Words
+    operands: tuple[TensorFigure, ...]
+    result: TensorFigure
+    moves: tuple[MoveFigure, ...]
     repeats: Annotated[int, Field(strict=True, ge=1)]
     updates: Flag = False
 
@@ -162,6 +202,14 @@ class PlanRow:
 def type_text(aval: Any) -> str:
     """A leaf's type as text: ``float32[8,16]``."""
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]"
+
+
+def short_source(source: str) -> str:
+    """``file:line`` with the end of the file's path: ``models/mlp.py:12``.
+
+    It tells files apart, and nothing of the machine.
+    """
+    return "/".join(PurePath(source).parts[-2:]) if source else ""
 
 
 def shape_of(kind: str) -> tuple[int, ...]:

@@ -32,10 +32,8 @@ from cfp.plan.figures import (
     RefusedFigures,
     StrategyFigures,
     WorthFigures,
-    block_figures,
-    short_source,
 )
-from cfp.plan.parts import AxisRole, roles_text
+from cfp.plan.parts import AxisRole, roles_text, short_source
 from cfp.plan.plan import Plan
 from cfp.presets.presets import named_choices, plainest, presets
 from cfp.printable import distinct_ends, merged_name, span_text
@@ -72,10 +70,8 @@ def with_figures(
             here.
     """
     layout = lay_out(analysis.frame, choice)
-    blocks = block_figures(analysis, choice, rates)
     chosen = tuple(str(one) for one in Dimension if one in dimensions)
     found = Figures(
-        blocks=blocks,
         kernels=sharded_kernels(layout),
         loops=communicating_loops(layout, rates),
         chosen=chosen,

@@ -25,7 +25,7 @@ from cfp.analysis.segments import Segment
 from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.plan.describe import block_collectives, op_text
-from cfp.plan.figures import short_source
+from cfp.plan.parts import short_source
 from cfp.printable import counted, merged_alike, printable
 from cfp.profiling.hlo import CollectiveSite
 from cfp.search.requests import Profiles

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from cfp.plan.figures import BlockFigures, MoveFigure, OptionFigures, StrategyFigures
-from cfp.plan.parts import PlanRow, PlanSegment, roles_text
+from cfp.plan.figures import OptionFigures, StrategyFigures
+from cfp.plan.parts import MoveFigure, PlanRow, PlanSegment, roles_text
 from cfp.plan.plan import Plan
 from cfp.printable import counted, merged_name, span_text
 from cfp.profiling.timing import interquartile_range
@@ -76,7 +76,7 @@ class BlockView:
         path: the same without the module that all blocks of the plan stand in.
         sharded: what each axis shards, in words.
         exceptions: the collectives of segments that have others, in words.
-        figures: tensors and collectives of `row`; None where there are none.
+        moves: the collectives of `row` by kind and axes, most bytes first.
     """
 
     row: PlanRow
@@ -85,12 +85,12 @@ class BlockView:
     path: str
     sharded: str
     exceptions: tuple[str, ...]
-    figures: BlockFigures | None
+    moves: tuple[MoveFigure, ...]
 
     @property
     def collectives(self) -> str:
         """The collectives of most, and those of others where they differ."""
-        return "; ".join([self.row.collectives, *self.exceptions])
+        return "; ".join([words.moves_text(self.row.moves), *self.exceptions])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +245,7 @@ def view_of(plan: Plan) -> PlanView:
         why=why,
         memory=_memory_text(plan),
         runs=tuple(_runs(plan)),
-        moves=_moves(plan),
+        moves=merged_moves(move for row in plan.rows for move in row.moves),
         race=race,
         remarks=tuple(remarks(plan)),
     )
@@ -260,24 +260,24 @@ def _memory_text(plan: Plan) -> str:
     return f"Memory: {needs}{limit} on each device{reserve_text(plan)}."
 
 
-def _moves(plan: Plan) -> tuple[MoveFigure, ...]:
+def merged_moves(moves: Iterable[MoveFigure]) -> tuple[MoveFigure, ...]:
+    """Collectives by kind and axes alone, most bytes first."""
     groups: dict[tuple[str, tuple[str, ...]], list[MoveFigure]] = {}
-    for block in plan.figures.blocks if plan.figures else ():
-        for move in block.moves:
-            groups.setdefault((move.kind, move.axes), []).append(move)
+    for move in moves:
+        groups.setdefault((move.kind, move.axes), []).append(move)
     found = []
-    for (kind, axes), moves in groups.items():
-        times = [move.time_ms for move in moves if move.time_ms is not None]
+    for (kind, axes), alike in groups.items():
+        times = [move.time_ms for move in alike if move.time_ms is not None]
         found.append(
             MoveFigure(
                 kind=kind,
                 axes=axes,
-                count=sum(move.count for move in moves),
-                total_bytes=sum(move.total_bytes for move in moves),
-                time_ms=sum(times) if len(times) == len(moves) else None,
+                count=sum(move.count for move in alike),
+                total_bytes=sum(move.total_bytes for move in alike),
+                time_ms=sum(times) if len(times) == len(alike) else None,
             )
         )
-    return tuple(sorted(found, key=lambda move: -move.total_bytes))
+    return tuple(sorted(found, key=lambda move: (-move.total_bytes, move.kind)))
 
 
 # ----------------------------------------------------------------------------- segments
@@ -294,15 +294,13 @@ def _runs(plan: Plan) -> Iterator[RunView]:
         for rows in parts
     ]
     prefix = words.common_prefix([row.name for row in plan.rows])
-    drawn = {one.block: one for one in plan.figures.blocks} if plan.figures else {}
     at = 0
     while at < len(parts):
         period, count = _longest_repeat(marks, at)
         segments = []
         for first in range(at, at + period):
             twins = parts[first : at + period * count : period]
-            columns = zip(*twins, strict=True)
-            blocks = [_block(column, prefix, drawn) for column in columns]
+            blocks = [_block(column, prefix) for column in zip(*twins, strict=True)]
             segments.append(_segment(plan, [t[0].segment for t in twins], blocks))
         yield RunView(
             first=parts[at][0].segment,
@@ -326,9 +324,7 @@ def _longest_repeat(marks: Sequence[tuple], at: int) -> tuple[int, int]:
     return best
 
 
-def _block(
-    twins: Sequence[PlanRow], prefix: str, drawn: Mapping[int, BlockFigures]
-) -> BlockView:
+def _block(twins: Sequence[PlanRow], prefix: str) -> BlockView:
     row, exceptions = _usual_row(twins)
     return BlockView(
         row=row,
@@ -337,7 +333,7 @@ def _block(
         path=merged_name([twin.name.removeprefix(prefix) for twin in twins]),
         sharded=roles_text(row.strategy),
         exceptions=exceptions,
-        figures=drawn.get(row.block),
+        moves=merged_moves(row.moves),
     )
 
 
@@ -349,21 +345,22 @@ def _usual_row(twins: Sequence[PlanRow]) -> tuple[PlanRow, tuple[str, ...]]:
     """
     kinds: dict[str, list[PlanRow]] = {}
     for twin in twins:
-        kinds.setdefault(_SIZE.sub("", twin.collectives), []).append(twin)
+        text = words.moves_text(twin.moves)
+        kinds.setdefault(_SIZE.sub("", text), []).append(twin)
     common, *others = sorted(
         kinds.values(), key=lambda group: (-len(group), -group[-1].segment)
     )
     spans = [span_text([row.segment for row in group]) for group in others]
+    texts = [words.moves_text(group[0].moves) for group in others]
     return common[len(common) // 2], tuple(
-        f"but in segment {span}: "
-        + ("none" if group[0].collectives == "-" else group[0].collectives)
-        for span, group in zip(spans, others, strict=True)
+        f"but in segment {span}: {'none' if text == '-' else text}"
+        for span, text in zip(spans, texts, strict=True)
     )
 
 
 def _segment(plan: Plan, indices: list[int], blocks: list[BlockView]) -> SegmentView:
     segment: PlanSegment = plan.segments[indices[0]]
-    moves = [move for one in blocks if one.figures for move in one.figures.moves]
+    moves = [move for one in blocks for move in one.row.moves]
     return SegmentView(
         indices=tuple(indices),
         span=span_text(indices),

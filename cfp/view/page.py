@@ -19,7 +19,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from cfp.plan.figures import Figures, OptionFigures, TensorFigure
+from cfp.plan.figures import Figures, OptionFigures
+from cfp.plan.parts import TensorFigure
 from cfp.plan.plan import Plan
 from cfp.printable import counted, one_line
 from cfp.units import format_bytes

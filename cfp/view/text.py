@@ -118,15 +118,14 @@ def _update_sharded(updates: Sequence[BlockView]) -> str:
 def _update_collectives(updates: Sequence[BlockView]) -> str:
     """Sums up the collectives of such blocks."""
     sums: dict[tuple[str, tuple[str, ...]], int] = {}
-    for move in (m for b in updates if b.figures for m in b.figures.moves):
+    for move in (move for block in updates for move in block.row.moves):
         key = move.kind, move.axes
         sums[key] = sums.get(key, 0) + move.total_bytes
     texts = [
         f"{kind} over {','.join(axes)}, {format_bytes(size)}"
         for (kind, axes), size in sums.items()
     ]
-    own = (block.collectives for block in updates if block.figures is None)
-    return "; ".join([*texts, *(text for text in own if text != "-")]) or "-"
+    return "; ".join(texts) or "-"
 
 
 # ------------------------------------------------------------------------------- tables
@@ -344,17 +343,14 @@ def _segment_lines(segment: SegmentView, wanted: set[int], how: str) -> Iterator
 
 
 def _block_lines(block: BlockView) -> Iterator[str]:
-    row, figures = block.row, block.figures
-    where = f"  at {figures.source}" if figures and figures.source else ""
+    row = block.row
+    where = f"  at {row.source}" if row.source else ""
     where += f", {row.repeats} times in one step" if row.repeats > 1 else ""
     yield f"  {elided(block.name)}{where}"
     yield f"    sharded: {block.sharded}"
-    if figures is None:
-        yield f"    collectives: {block.collectives}"
-        return
-    operands = " x ".join(map(words.tensor_text, figures.operands))
-    yield f"    tensors: {operands} -> {words.tensor_text(figures.result)}"
-    moves = "; ".join(map(words.move_text, figures.moves))
+    operands = " x ".join(map(words.tensor_text, row.operands))
+    yield f"    tensors: {operands} -> {words.tensor_text(row.result)}"
+    moves = "; ".join(map(words.move_text, block.moves))
     yield f"    collectives: {'; '.join([moves or 'none', *block.exceptions])}"
 
 
@@ -389,7 +385,6 @@ def explain_data(plan: Plan, block: str | None = None) -> dict[str, Any]:
     """The same as plain data."""
     wanted = _wanted(view_of(plan), block)
     figures = plan.figures
-    drawn = {one.block: one for one in figures.blocks} if figures else {}
     choices = [choice_of(plan, index) for index in range(len(plan.segments))]
     return {
         "plan": plan.winner,
@@ -400,11 +395,11 @@ def explain_data(plan: Plan, block: str | None = None) -> dict[str, Any]:
             {
                 "block": row.name,
                 "segment": row.segment,
-                "source": one.source if (one := drawn.get(row.block)) else "",
+                "source": row.source,
                 "sharded": roles_text(row.strategy),
                 "storage": words.storage_text(plan.segments[row.segment], short=True),
                 "repeats": row.repeats,
-                "collectives": [asdict(move) for move in one.moves] if one else [],
+                "collectives": [asdict(move) for move in row.moves],
                 "taken": _option_data(choices[row.segment].taken),
                 "runner_up": _option_data(choices[row.segment].runner_up),
             }
@@ -447,8 +442,7 @@ def diff_data(first: Plan, second: Plan) -> dict[str, Any]:
     views = view_of(first), view_of(second)
     moves = [move for view in views for move in view.moves]
     timed = all(move.time_ms is not None for move in moves)
-    listed = first.figures is not None and second.figures is not None
-    one, two = (_facts(view, timed, listed) for view in views)
+    one, two = (_facts(view, timed) for view in views)
     found = {part: _unlike(one[part], two[part]) for part in _TITLES}
     found["sizes"] = {n: pair for n, pair in found["sizes"].items() if None not in pair}
     return found
@@ -513,12 +507,11 @@ def _unlike(
     }
 
 
-def _facts(view: PlanView, timed: bool, listed: bool) -> dict[str, Mapping[str, str]]:
+def _facts(view: PlanView, timed: bool) -> dict[str, Mapping[str, str]]:
     """Facts about a plan by part, each with its name.
 
     Args:
         timed: whether to give times of collectives, which both plans must know.
-        listed: whether to give collectives, which both plans must list.
     """
     plan = view.plan
     figures = {"plan": plan.winner}
@@ -545,7 +538,7 @@ def _facts(view: PlanView, timed: bool, listed: bool) -> dict[str, Mapping[str, 
         "collectives": {
             f"{one.kind} over {','.join(one.axes)}": format_bytes(one.total_bytes)
             + (f", {one.time_ms:.3f} ms" if timed else "")
-            for one in (view.moves if listed else ())
+            for one in view.moves
         },
     }
 

@@ -8,13 +8,8 @@ from math import prod
 
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.devices.device_kind import kind_of
-from cfp.plan.figures import (
-    VARIANTS_SECONDS,
-    MoveFigure,
-    OptionFigures,
-    TensorFigure,
-)
-from cfp.plan.parts import PlanSegment, shape_of
+from cfp.plan.figures import VARIANTS_SECONDS, OptionFigures
+from cfp.plan.parts import MoveFigure, PlanSegment, TensorFigure, shape_of
 from cfp.plan.plan import Plan
 from cfp.printable import counted
 from cfp.units import format_bytes
@@ -77,6 +72,20 @@ def move_text(move: MoveFigure) -> str:
     took = "" if move.time_ms is None else f", {move.time_ms:.3f} ms"
     size = format_bytes(move.total_bytes)
     return f"{move.kind} over {','.join(move.axes)}, {size}{calls}{took}"
+
+
+def moves_text(moves: Sequence[MoveFigure]) -> str:
+    """``all-reduce over x, 4 MiB``; in a loop ``in each of 12 iterations`` behind it.
+
+    Collectives below a kilobyte are left out.
+    """
+    parts = [
+        f"{move.kind} over {','.join(move.axes)}, {format_bytes(size)}"
+        + (f" in each of {move.turns} iterations" if move.turns > 1 else "")
+        for move in moves
+        if (size := move.total_bytes // move.turns) >= 1024
+    ]
+    return "; ".join(parts) or "-"
 
 
 def elided(name: str, width: int = _NAME_WIDTH) -> str:
@@ -216,8 +225,7 @@ def basis_text(plan: Plan) -> str:
 
 def rates_text(plan: Plan) -> str:
     """Returns the source of the rates that time a plan's collectives; "" if none do."""
-    blocks = plan.figures.blocks if plan.figures else ()
-    if all(move.time_ms is None for block in blocks for move in block.moves):
+    if all(move.time_ms is None for row in plan.rows for move in row.moves):
         return ""
     if described := plan.environment.get("described"):
         return f"of {described}, as it is described"

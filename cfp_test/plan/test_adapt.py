@@ -25,6 +25,7 @@ from cfp.race.programs import RaceOutcome
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
 from cfp.view.text import diff_data, explain_text
+from cfp.view.words import moves_text
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import run_batch
 from cfp_test.models.tiny import TINY
@@ -123,7 +124,7 @@ def test_a_strategy_stays_the_same_strategy(saved, how, name, size):
     assert found.output_specs == wanted.output_specs
     assert found.constraints == wanted.constraints
     assert found.donated == wanted.donated
-    assert any(block.moves for block in found.figures.blocks)
+    assert any(row.moves for row in found.rows)
     assert not diff_data(found, wanted)["collectives"]
 
 
@@ -221,13 +222,13 @@ def test_collectives_of_a_loop_are_counted_in_every_iteration(looped, how):
     def counts(iterations):
         args = scanned(iterations)
         plan = cfp.plan(SCANNED_STEP, *args, preset="tensor_parallel", **how)
-        planned = sum(m.count for b in plan.figures.blocks for m in b.moves)
+        planned = sum(move.count for row in plan.rows for move in row.moves)
         text = plan.compile(SCANNED_STEP, *args).as_text()
         return planned, sum(one.count for one in collectives_in(text))
 
     (few, compiled), (many, more) = counts(3), counts(9)
     assert many - few == more - compiled > 0
-    texts = [row.collectives for row in looped.rows if row.repeats == 4]
+    texts = [moves_text(row.moves) for row in looped.rows if row.repeats == 4]
     assert any("in each of 4 iterations" in text for text in texts)
 
 

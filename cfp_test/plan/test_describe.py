@@ -15,7 +15,7 @@ def test_the_gradient_of_a_table_is_told_with_its_lookup():
     )
     sent = [
         sum(move.total_bytes for move in one.moves if move.kind == "reduce-scatter")
-        for one in sorted(plan.figures.blocks, key=lambda one: one.block)
+        for one in sorted(plan.rows, key=lambda one: one.block)
     ]
     width, words = recurrent.WIDTH, recurrent.WORDS
     kernels = [4 * width * width] * (3 * recurrent.LAYERS)

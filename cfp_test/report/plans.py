@@ -1,8 +1,16 @@
 """Plans of made-up figures."""
 
 from cfp.analysis.layout import SegmentKernels, Storage
-from cfp.plan.parts import AxisRole, PlanSegment, Role, StoredParameter
-from cfp.plan.plan import Plan, PlanRow, RaceRow
+from cfp.plan.parts import (
+    AxisRole,
+    MoveFigure,
+    PlanRow,
+    PlanSegment,
+    Role,
+    StoredParameter,
+    TensorFigure,
+)
+from cfp.plan.plan import Plan, RaceRow
 from cfp.program.graft import Constraints
 
 Block = tuple[PlanSegment, PlanRow]
@@ -17,6 +25,12 @@ ROWS, COLUMNS = axis_role(Role.ROWS, 0, 8), axis_role(Role.COLUMNS, 1, 64)
 STRATEGIES = {"attention": (ROWS,), "mlp": (COLUMNS,)}
 
 
+def move(kind: str, size_kib: float, **changes) -> MoveFigure:
+    values = {"axes": ("x",), "count": 1, "time_ms": None}
+    size = round(1024 * size_kib)
+    return MoveFigure(kind=kind, total_bytes=size, **{**values, **changes})
+
+
 def row(segment: int, kind: int, name: str, **changes) -> Block:
     """A block with its segment."""
     values = {
@@ -25,7 +39,10 @@ def row(segment: int, kind: int, name: str, **changes) -> Block:
         "name": name,
         "op": "dot_general",
         "strategy": STRATEGIES.get(name.rpartition("/")[2], ()),
-        "collectives": f"all-reduce over x, {16 + segment}.25 KiB",
+        "source": "",
+        "operands": (),
+        "result": TensorFigure(type="f32[]", spec=()),
+        "moves": (move("all-reduce", 16.25 + segment),),
         "repeats": 1,
     }
     chosen = PlanSegment(

@@ -15,7 +15,15 @@ from cfp.view.page import page_html
 from cfp.view.text import explain_text, plan_text, print_plan
 from cfp.view.words import summary_line
 from cfp_test.forking import quick_python
-from cfp_test.report.plans import RACE, as_data, axis_role, layers, make_plan, row
+from cfp_test.report.plans import (
+    RACE,
+    as_data,
+    axis_role,
+    layers,
+    make_plan,
+    move,
+    row,
+)
 from cfp_test.scripts.plan_picture import picture
 
 
@@ -53,11 +61,11 @@ def test_the_table_of_a_known_plan():
 def test_an_optimizers_blocks_without_products_share_a_row():
     """They are many, and mostly without names; explanations still have each."""
     dim = axis_role(Role.DIM, 1, 64)
-    made = [("-", (dim,)), ("-", (dim,)), ("all-gather over x, 8.00 KiB", ())]
+    made = [((), (dim,)), ((), (dim,)), ((move("all-gather", 8),), ())]
     blocks = layers([])
     blocks += [
-        row(1, 9, "select_n", updates=True, block=2 + i, strategy=how, collectives=text)
-        for i, (text, how) in enumerate(made)
+        row(1, 9, "select_n", updates=True, block=2 + i, strategy=how, moves=moves)
+        for i, (moves, how) in enumerate(made)
     ]
     plan = make_plan(blocks, RACE)
     shown = [
@@ -98,7 +106,7 @@ def test_segments_that_are_sharded_otherwise_stand_apart():
 
 def test_what_only_some_of_the_segments_send_is_said():
     rows = layers([0, 0, 0])
-    rows[1] = row(1, 0, "Net/layer_0/mlp", collectives="all-to-all over x, 8.00 KiB")
+    rows[1] = row(1, 0, "Net/layer_0/mlp", moves=(move("all-to-all", 8),))
     text = plan_text(make_plan(rows, []), width=160)
     said = "all-reduce over x, 19.25 KiB; but in segment 1: all-to-all over x, 8.00 KiB"
     assert f"| {said} |" in text

@@ -84,7 +84,6 @@ def with_variants(
             name=one.name,
             step_ms=one.step_ms,
             estimated_ms=one.estimated_ms,
-            memory_bytes=one.plan and (one.plan.peak_bytes or one.plan.predicted_bytes),
             note=one.note.partition("\n")[0],
             taken=one.name == best,
         )

@@ -74,10 +74,9 @@ def figured(names: list[str], budget_bytes: int | None = None) -> Plan:
         option("fastest", 9.0, 900, 0),
     )
     figures = Figures(
-        kinds=(KindFigures(kind=0, name=f"Segments of {names[0]}", options=options),),
+        kinds=(KindFigures(name=f"Segments of {names[0]}", options=options),),
         segment_kinds=(0,) * count,
         picks=(0,) * count,
-        reshard_ms=(0.0,) * (count - 1),
         fixed_bytes=KIB,
         budget_bytes=budget_bytes,
     )

@@ -76,7 +76,6 @@ class KindFigures:
         options: its strategies.
     """
 
-    kind: Count
     name: Words
     options: tuple[OptionFigures, ...]
 
@@ -130,7 +129,6 @@ class VariantFigures:
         name: such as ``x=2,y=4``.
         step_ms: of its best plan, or None.
         estimated_ms: of its best plan by estimates, or None.
-        memory_bytes: of its best plan on each device, or None.
         note: why it has no plan, or "".
         taken: whether it is the plan's.
     """
@@ -138,7 +136,6 @@ class VariantFigures:
     name: Words
     step_ms: Time | None
     estimated_ms: Time | None
-    memory_bytes: Count | None
     note: Words
     taken: Flag
 
@@ -169,8 +166,6 @@ class Figures:
         segment_kinds: for each segment its kind.
         picks: for each segment the option that the plan takes; empty if part of the
             plan was not measured.
-        reshard_ms: for each segment but the last what resharding to the next takes,
-            in the same order as `picks`.
         fixed_bytes: memory that every choice needs.
         budget_bytes: memory of one device that the plan may use, or None.
         left: attentions and cross-entropies that are as they are written.
@@ -187,7 +182,6 @@ class Figures:
     kinds: tuple[KindFigures, ...] = ()
     segment_kinds: tuple[Count, ...] = ()
     picks: tuple[Count, ...] = ()
-    reshard_ms: tuple[Time, ...] = ()
     fixed_bytes: Count = 0
     budget_bytes: Count | None = None
     left: tuple[LeftFigures, ...] = ()

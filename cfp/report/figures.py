@@ -273,7 +273,6 @@ def _searched(
     names = option_names(analysis, problem.options)
     kinds = tuple(
         KindFigures(
-            kind=kind,
             name=kind_title(analysis, kind),
             options=tuple(
                 _option(analysis, problem, picks, kind, place, names[kind][place])
@@ -287,7 +286,6 @@ def _searched(
         kinds=kinds,
         segment_kinds=problem.kinds,
         picks=tuple(picks or ()),
-        reshard_ms=_reshard_ms(problem, picks) if picks else (),
         fixed_bytes=problem.fixed_bytes,
         budget_bytes=problem.budget_bytes,
     )
@@ -325,16 +323,6 @@ def _option(
         step_ms=problem.cost_ms(swapped),
         memory_bytes=problem.memory_bytes(swapped),
         taken=taken,
-    )
-
-
-def _reshard_ms(problem: Problem, picks: list[int]) -> tuple[float, ...]:
-    kinds = problem.kinds
-    return tuple(
-        matrix[picks[i]][picks[i + 1]]
-        if (matrix := problem.edge_ms.get((kinds[i], kinds[i + 1]))) is not None
-        else 0.0
-        for i in range(len(picks) - 1)
     )
 
 

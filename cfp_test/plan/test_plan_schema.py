@@ -37,8 +37,8 @@ def test_plans_keep_the_schema(plan):
 
 def test_what_a_plan_was_chosen_among_keeps_the_schema():
     """Variants measured, estimated and refused; a choice that nothing replaces."""
-    fields = {"step_ms": 9.5, "estimated_ms": 8.0, "memory_bytes": 1024, "note": ""}
-    nothing = {"step_ms": None, "estimated_ms": None, "memory_bytes": None}
+    fields = {"step_ms": 9.5, "estimated_ms": 8.0, "note": ""}
+    nothing = {"step_ms": None, "estimated_ms": None}
     figures = replace(
         DEEP.figures,
         variants=(

@@ -495,7 +495,7 @@ def test_rematerialization_that_was_not_tried_is_told_under_a_budget():
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_what_variants_were_not_chosen_among_is_told(platform):
     variant = VariantFigures(
-        name="x=4", step_ms=1.0, estimated_ms=None, memory_bytes=1, note="", taken=True
+        name="x=4", step_ms=1.0, estimated_ms=None, note="", taken=True
     )
     plan = replace(figured(["a", "b"]), environment={"platform": platform})
     assert "not tried:" not in repr(plan)  # Nothing but the plan was asked for.

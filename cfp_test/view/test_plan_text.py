@@ -244,8 +244,8 @@ def variants_of(plan):
 
 
 def test_each_variant_that_a_plan_was_chosen_among_has_a_line():
-    nothing = {"step_ms": None, "estimated_ms": None, "memory_bytes": None}
-    fields = {"step_ms": 9.5, "estimated_ms": 8.0, "memory_bytes": 1024, "note": ""}
+    nothing = {"step_ms": None, "estimated_ms": None}
+    fields = {"step_ms": 9.5, "estimated_ms": 8.0, "note": ""}
     variants = (
         VariantFigures(name="x=4", taken=True, **fields),
         VariantFigures(name="x=2,y=2", taken=False, **nothing, note="Too large."),
@@ -275,7 +275,7 @@ def test_each_variant_that_a_plan_was_chosen_among_has_a_line():
 
 def test_variants_that_there_was_no_time_for_are_told_first(tmp_path, capsys):
     def variant(name, estimated_ms, note=UNPLANNED, **changes):
-        values = {"step_ms": None, "memory_bytes": None, "taken": False, **changes}
+        values = {"step_ms": None, "taken": False, **changes}
         return VariantFigures(name=name, estimated_ms=estimated_ms, note=note, **values)
 
     own = variant("x=4", 8.0, "", step_ms=9.5, taken=True)
@@ -360,7 +360,7 @@ def test_a_time_of_one_turn_on_virtual_devices_has_few_digits_and_no_worth():
 
 
 def test_a_headline_has_the_time_of_the_race_of_the_variants_too():
-    fields = {"estimated_ms": None, "memory_bytes": None, "note": ""}
+    fields = {"estimated_ms": None, "note": ""}
     variants = (
         VariantFigures(name="x=4", step_ms=292.221, taken=True, **fields),
         VariantFigures(name="y=4", step_ms=300.0, taken=False, **fields),

@@ -31,6 +31,12 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.fixture(scope="module")
+def quick(mesh, cache):
+    """Plans with few measurements, and without a race."""
+    return functools.partial(cfp.plan, mesh=mesh, cache_dir=cache, settings=QUICK)
+
+
 OPTIMIZER = optax.adamw(1e-2)
 
 
@@ -261,7 +267,7 @@ def test_weak_types_that_no_call_replaces_stay(mesh, cache):
     np.testing.assert_array_equal(found["a"], expected["a"])
 
 
-def test_a_plan_traces_the_step_that_it_is_applied_to_once(mesh, cache):
+def test_a_plan_traces_the_step_that_it_is_applied_to_once(quick, mesh):
     traced = []
 
     def double(x):
@@ -269,7 +275,7 @@ def test_a_plan_traces_the_step_that_it_is_applied_to_once(mesh, cache):
         return 2 * x
 
     x = jnp.arange(8.0)
-    plan = cfp.plan(double, x, mesh=mesh, cache_dir=cache, settings=QUICK)
+    plan = quick(double, x)
     assert len(traced) == 1
     np.testing.assert_array_equal(plan.apply(double)(x), 2 * np.arange(8.0))
     assert len(traced) == 2
@@ -303,17 +309,9 @@ def test_only_what_the_plan_says_is_given_away(mesh, cache):
     assert made.alias_size_in_bytes == expected.alias_size_in_bytes
 
 
-def test_a_plan_survives_saving(mesh, cache, tmp_path):
+def test_a_plan_survives_saving(quick, mesh, tmp_path):
     state, batch = shapes()
-    plan = cfp.plan(
-        train_step,
-        state,
-        batch,
-        mesh=mesh,
-        donate_argnums=(0,),
-        cache_dir=cache,
-        settings=QUICK,
-    )
+    plan = quick(train_step, state, batch, donate_argnums=(0,))
     plan.save(tmp_path / "plan.json")
     loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
     assert loaded == plan
@@ -331,15 +329,8 @@ def test_a_plan_survives_saving(mesh, cache, tmp_path):
     assert bound.out_shardings == plan.out_shardings
 
 
-def test_shardings_are_pytrees_like_arguments_and_results(mesh, cache):
-    plan = cfp.plan(
-        train_step,
-        *shapes(),
-        mesh=mesh,
-        preset="data_parallel",
-        cache_dir=cache,
-        settings=QUICK,
-    )
+def test_shardings_are_pytrees_like_arguments_and_results(quick):
+    plan = quick(train_step, *shapes(), preset="data_parallel")
     state, batch = plan.in_shardings
     assert batch["x"].spec == jax.P("x")
     assert state[0]["up"]["kernel"].is_fully_replicated
@@ -349,15 +340,8 @@ def test_shardings_are_pytrees_like_arguments_and_results(mesh, cache):
     assert metrics["loss"].is_fully_replicated
 
 
-def test_state_is_initialised_in_the_plans_shardings(mesh, cache):
-    plan = cfp.plan(
-        train_step,
-        *shapes(),
-        mesh=mesh,
-        preset="fully_sharded",
-        cache_dir=cache,
-        settings=QUICK,
-    )
+def test_state_is_initialised_in_the_plans_shardings(quick):
+    plan = quick(train_step, *shapes(), preset="fully_sharded")
     state = plan.init(init, jax.random.key(3))
     found = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
     wanted = jax.tree.map(lambda sharding: sharding.spec, plan.in_shardings[0])
@@ -460,17 +444,9 @@ def test_a_second_plan_measures_nothing(mesh, tmp_path):
     assert {"planned", "data_parallel", "fully_sharded"} <= {r.name for r in first.race}
 
 
-def test_pins_are_kept_exactly(mesh, cache):
+def test_pins_are_kept_exactly(quick):
     pins = {"up/kernel": jax.P(None, "x"), "down/*": jax.P("x"), "batch/x": jax.P()}
-    plan = cfp.plan(
-        train_step,
-        *shapes(),
-        mesh=mesh,
-        pins=pins,
-        donate_argnums=(0,),
-        cache_dir=cache,
-        settings=QUICK,
-    )
+    plan = quick(train_step, *shapes(), pins=pins, donate_argnums=(0,))
     state, batch = plan.in_shardings
     assert state[0]["up"]["kernel"].spec == jax.P(None, "x")
     assert state[0]["down"]["kernel"].spec == jax.P("x")
@@ -555,15 +531,8 @@ def test_keyword_arguments_of_a_step_are_not_taken_for_options(mesh, cache, name
 @pytest.mark.explained(
     "The arguments do not fit the plan, or its program is another one"
 )
-def test_a_plan_refuses_what_it_was_not_made_for(mesh, cache, tmp_path):
-    plan = cfp.plan(
-        train_step,
-        *shapes(),
-        mesh=mesh,
-        preset="data_parallel",
-        cache_dir=cache,
-        settings=QUICK,
-    )
+def test_a_plan_refuses_what_it_was_not_made_for(quick, mesh, tmp_path):
+    plan = quick(train_step, *shapes(), preset="data_parallel")
     state, batch = shapes()
     wide = {**batch, "x": jax.ShapeDtypeStruct((64, 17), jnp.float32)}
     with pytest.raises(
@@ -598,20 +567,16 @@ def scaled(x, mode="gram", times=2):
 X = jnp.arange(64.0).reshape(8, 8)
 
 
-def test_a_plan_refuses_another_static_value(mesh, cache):
-    made = cfp.plan(
-        scaled, X, "gram", mesh=mesh, static_argnums=1, cache_dir=cache, settings=QUICK
-    )
+def test_a_plan_refuses_another_static_value(quick):
+    made = quick(scaled, X, "gram", static_argnums=1)
     step = made.apply(scaled)
     np.testing.assert_allclose(step(X, "gram"), X @ X.T * 2, rtol=1e-6)
     with pytest.raises(cfp.PlanMismatch, match="Static argument 1 was 'gram'"):
         step(X, "plain")
 
 
-def test_a_static_argument_may_be_left_out(mesh, cache):
-    made = cfp.plan(
-        scaled, X, mesh=mesh, static_argnums=(1,), cache_dir=cache, settings=QUICK
-    )
+def test_a_static_argument_may_be_left_out(quick):
+    made = quick(scaled, X, static_argnums=(1,))
     step = made.apply(scaled)
     for x in (X, X + 1):
         np.testing.assert_allclose(step(x), x @ x.T * 2, rtol=1e-6)
@@ -661,41 +626,23 @@ def test_static_arguments_that_cannot_be_told_apart_are_refused(mesh, cache):
         step(X, ["gram"])
 
 
-def test_a_plan_refuses_another_type(mesh, cache):
-    made = cfp.plan(
-        lambda x, n: x * n, X, 1, mesh=mesh, cache_dir=cache, settings=QUICK
-    )
+def test_a_plan_refuses_another_type(quick):
+    made = quick(lambda x, n: x * n, X, 1)
     step = made.apply(lambda x, n: x * n)
     np.testing.assert_allclose(step(X, 3), X * 3)
     with pytest.raises(cfp.PlanMismatch, match="int32, got float32"):
         step(X, 0.5)
 
 
-def test_a_saved_plan_knows_its_static_arguments(mesh, cache, tmp_path):
-    cfp.plan(
-        scaled,
-        X,
-        "gram",
-        3,
-        mesh=mesh,
-        static_argnums=(1, 2),
-        cache_dir=cache,
-        settings=QUICK,
-    ).save(tmp_path / "plan.json")
+def test_a_saved_plan_knows_its_static_arguments(quick, mesh, tmp_path):
+    quick(scaled, X, "gram", 3, static_argnums=(1, 2)).save(tmp_path / "plan.json")
     step = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh).apply(scaled)
     np.testing.assert_allclose(step(X, "gram", 3), X @ X.T * 3, rtol=1e-6)
 
 
-def test_a_pin_may_name_an_axis_of_size_one(cache):
+def test_a_pin_may_name_an_axis_of_size_one(quick):
     mesh = jax.make_mesh((4, 1), ("x", "y"), devices=jax.devices()[:4])
-    made = cfp.plan(
-        scaled,
-        X,
-        mesh=mesh,
-        pins={"x": jax.P("x", "y")},
-        cache_dir=cache,
-        settings=QUICK,
-    )
+    made = quick(scaled, X, mesh=mesh, pins={"x": jax.P("x", "y")})
     assert made.arg_specs[0] == (("x",), ())
 
 
@@ -716,32 +663,27 @@ def test_a_budget_that_is_too_small_spoils_nothing(mesh, tmp_path):
     assert make().measured_ms is not None
 
 
-def test_donated_state_that_is_kept_twice(mesh, cache):
+def test_donated_state_that_is_kept_twice(quick):
     def step(state, x):
         new = state["w"] + x.T @ x + state["prev"]
         return {"w": new, "prev": new}
 
     state = {"w": X, "prev": X + 1}
-    made = cfp.plan(
-        step, state, X, mesh=mesh, donate_argnums=0, cache_dir=cache, settings=QUICK
-    )
+    made = quick(step, state, X, donate_argnums=0)
     found = made.apply(step)(jax.tree.map(jnp.copy, state), X)
     np.testing.assert_allclose(found["w"], X + X.T @ X + X + 1, rtol=1e-6)
 
 
-def test_donated_memory_is_given_away_once(mesh, cache):
+def test_donated_memory_is_given_away_once(quick):
     """A moving average begins with the weights themselves."""
 
     def step(state):
         return {"w": state["w"] + 1, "average": 0.9 * state["average"] + state["w"]}
 
-    made = cfp.plan(
+    made = quick(
         step,
         {"w": X, "average": X},
-        mesh=mesh,
         donate_argnums=0,
-        cache_dir=cache,
-        settings=QUICK,
         pins={"state/*": jax.sharding.PartitionSpec()},
     )
     planned = made.compile(step, {"w": X, "average": X})
@@ -777,29 +719,29 @@ def test_expected_arrays_that_another_step_was_donated(mesh, cache):
     np.testing.assert_allclose(step(again, X), expected, rtol=1e-6)
 
 
-def test_arrays_without_elements(mesh, cache):
+def test_arrays_without_elements(quick):
     def step(w, z):
         return z @ w, w * 2
 
     args = jnp.ones((16, 8)), jnp.zeros((0, 16))
-    made = cfp.plan(step, *args, mesh=mesh, cache_dir=cache, settings=QUICK)
+    made = quick(step, *args)
     empty, doubled = made.apply(step)(*args)
     assert empty.shape == (0, 8)
     np.testing.assert_allclose(doubled, 2 * args[0])
 
 
-def test_sorts_are_measured(mesh, cache):
+def test_sorts_are_measured(quick):
     def step(p, x):
         return jnp.sort(x @ p, -1) @ p.T, jnp.median(x @ p, axis=-1)
 
     args = jnp.ones((16, 12)), jnp.arange(128.0).reshape(8, 16)
-    made = cfp.plan(step, *args, mesh=mesh, cache_dir=cache, settings=QUICK)
+    made = quick(step, *args)
     for have, want in zip(made.apply(step)(*args), step(*args), strict=True):
         np.testing.assert_allclose(have, want, rtol=1e-6)
 
 
-def test_a_planned_step_is_not_traced_again(mesh, cache):
-    made = cfp.plan(scaled, X, mesh=mesh, cache_dir=cache, settings=QUICK)
+def test_a_planned_step_is_not_traced_again(quick):
+    made = quick(scaled, X)
     with pytest.raises(cfp.PlanMismatch, match="Plan the outer function"):
         jax.jit(made.apply(scaled))(X)
 

@@ -26,6 +26,8 @@ from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
 from typing import Any
 
+from cfp.profiling.files import cache_dir
+
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -41,7 +43,6 @@ class Machine:
         python: the interpreter that runs the probes.
         version: of that interpreter: major, minor, micro.
         search_path: folders of installed packages, as in `sys.path`.
-        home: the user's home directory; None where there is none.
         proc: the folder /proc.
         cache: the folder of cfp's measurements.
         timeout_s: the time limit of one probe.
@@ -53,7 +54,6 @@ class Machine:
     version: tuple[int, int, int]
     environ: Mapping[str, str]
     search_path: tuple[str, ...]
-    home: Path | None
     proc: Path
     cache: Path | None
     timeout_s: float
@@ -68,15 +68,13 @@ class Machine:
             cache: another folder than the one that cfp would choose.
             timeout_s: the time limit of one probe.
         """
-        home = _home(os.environ)
         return cls(
             python=sys.executable,
             version=sys.version_info[:3],
             environ=dict(os.environ),
             search_path=tuple(sys.path),
-            home=home,
             proc=Path("/proc"),
-            cache=cache or cache_dir(os.environ, home),
+            cache=cache or cache_dir(),
             timeout_s=timeout_s,
             tool_timeout_s=min(30.0, timeout_s),
             free_bytes=_free_bytes,
@@ -91,26 +89,6 @@ class Machine:
         """True if there is a sign of NVIDIA's driver."""
         driver = self.proc / "driver" / "nvidia"
         return driver.exists() or self.which("nvidia-smi") is not None
-
-
-def _home(environ: Mapping[str, str]) -> Path | None:
-    try:
-        return Path(environ.get("HOME") or Path.home())
-    except RuntimeError:  # The user has no entry in the password database.
-        return None
-
-
-def cache_dir(environ: Mapping[str, str], home: Path | None) -> Path | None:
-    """Returns the folder of cfp's measurements; None if nothing says where.
-
-    The same as `cfp.profiling.store.default_cache_dir`, which needs JAX.
-    """
-    if chosen := environ.get("CFP_CACHE_DIR"):
-        return Path(chosen).expanduser()
-    base = environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):
-        return Path(base) / "cfp"
-    return home / ".cache" / "cfp" if home else None
 
 
 # ------------------------------------------------------------------ installed packages

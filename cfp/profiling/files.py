@@ -25,6 +25,23 @@ _OTHERS = 0o077
 _opener = partial(os.open, mode=_FILE_MODE)
 
 
+def cache_dir() -> Path | None:
+    """`$CFP_CACHE_DIR`, else `$XDG_CACHE_HOME/cfp`, else `~/.cache/cfp`.
+
+    None if none of them says where.
+    """
+    if chosen := os.environ.get("CFP_CACHE_DIR"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification has relative paths ignored.
+    if os.path.isabs(base):
+        return Path(base) / "cfp"
+    try:
+        return Path.home() / ".cache" / "cfp"
+    except RuntimeError:  # The user has no entry in the password database.
+        return None
+
+
 def make_private_folder(path: Path) -> None:
     """Makes a folder, and those above it, if it is missing; one that is there stays.
 

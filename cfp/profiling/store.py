@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from cfp.errors import CacheError, compose
-from cfp.profiling.files import close_to_others
+from cfp.profiling.files import cache_dir, close_to_others
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
@@ -37,28 +37,21 @@ _Result = TypeVar("_Result")
 
 
 def default_cache_dir() -> Path:
-    """`$CFP_CACHE_DIR`, else `$XDG_CACHE_HOME/cfp`, else `~/.cache/cfp`.
+    """The folder that `cfp.profiling.files.cache_dir` names.
 
     Raises:
-      CacheError: if none of them says where.
+      CacheError: nothing names one.
     """
-    if chosen := os.environ.get("CFP_CACHE_DIR"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification has relative paths ignored.
-    if os.path.isabs(base):
-        return Path(base) / "cfp"
-    try:
-        return Path.home() / ".cache" / "cfp"
-    except RuntimeError as error:
-        raise CacheError(
-            compose(
-                "There is no place for the profile cache.",
-                expected="CFP_CACHE_DIR, XDG_CACHE_HOME or a home directory",
-                got="none of them",
-                attempt="set CFP_CACHE_DIR to a directory that can be written",
-            )
-        ) from error
+    if (found := cache_dir()) is not None:
+        return found
+    raise CacheError(
+        compose(
+            "There is no place for the profile cache.",
+            expected="CFP_CACHE_DIR, XDG_CACHE_HOME or a home directory",
+            got="none of them",
+            attempt="set CFP_CACHE_DIR to a directory that can be written",
+        )
+    )
 
 
 def store_path(folder: str | os.PathLike[str] | None = None) -> Path:

@@ -33,7 +33,6 @@ def machine(folder: Path, **fields: Any) -> Machine:
         # An empty folder: nothing of the machine that runs the tests is found.
         environ={"PATH": str(folder / "bin")},
         search_path=(str(folder / "packages"),),
-        home=folder / "home",
         proc=folder / "proc",
         cache=folder / "home" / ".cache" / "cfp",
         free_bytes=lambda _: 64 << 30,

@@ -173,7 +173,7 @@ FAULTS = {
         "unset CUDA_VISIBLE_DEVICES",
     ),
     "no place for the cache": (
-        lambda f: machine(f, home=None, cache=None),
+        lambda f: machine(f, cache=None),
         "cache",
         ("no place",),
         "CFP_CACHE_DIR",

@@ -122,13 +122,14 @@ def _select(platform: str, axes: Axes | None) -> None:
     # JAX has read the variable when it was imported.
     jax.config.update("jax_platforms", platform)
     if platform == "cpu":
-        kept = [
-            flag
-            for flag in os.environ.get("XLA_FLAGS", "").split()
-            if not flag.startswith(_COUNT_FLAG)
-        ]
-        share = _share(count)
-        os.environ["XLA_FLAGS"] = " ".join([*kept, f"{_COUNT_FLAG}={share}"])
+        os.environ["XLA_FLAGS"] = flags_for_devices(_share(count))
+
+
+def flags_for_devices(count: int) -> str:
+    """``XLA_FLAGS`` as they are, but for so many virtual devices."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    kept = [flag for flag in flags if not flag.startswith(_COUNT_FLAG)]
+    return " ".join([*kept, f"{_COUNT_FLAG}={count}"])
 
 
 def _share(count: int) -> int:

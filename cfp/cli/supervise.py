@@ -32,8 +32,6 @@ from cfp.profiling.store import ProfileStore
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 _LOOK_SECONDS = 1.0
-# The child notes by itself what is overdue, if it still can, and is given time to.
-_GRACE_SECONDS = 2.0
 _STOPPED_SECONDS = 3.0
 # Strategies do kill processes, but not one after another.
 _MOST_IN_A_ROW = 10
@@ -147,7 +145,7 @@ class _Parent:
             # Both were stopped, and the child has not had its time.
             was_stopped = now - looked > _STOPPED_SECONDS
             looked = now
-            if not was_stopped and self._is_late(now):
+            if not was_stopped and self._folder.is_late(self._child):
                 self._overdue = True
                 os.kill(self._child, signal.SIGKILL)
 
@@ -162,20 +160,9 @@ class _Parent:
         if event.si_code <= 0:
             os.kill(self._child, event.si_signo)
 
-    def _names(self) -> list[str]:
-        found = self._folder.path.glob(f"{self._child}-*.alive")
-        return [path.stem for path in found]
-
-    def _is_late(self, now: float) -> bool:
-        return any(
-            one.overdue or (one.deadline or now) < now - _GRACE_SECONDS
-            for name in self._names()
-            for one in self._folder.read(name).operations
-        )
-
     def may_go_on(self) -> bool:
         """Returns True if the child died of a known cause, and another may start."""
-        if not self._names():
+        if not self._folder.of_process(self._child):
             return False  # It has tidied up: an end like any other.
         stopped = self._stop is not None
         how = ProcessEnd(status=self._status, overdue=self._overdue)
@@ -188,7 +175,7 @@ class _Parent:
 
     def among_several(self) -> int:
         """The exit code of one process of several, and why it died if it did."""
-        if not self._names():
+        if not self._folder.of_process(self._child):
             return self.exit_code
         _clear_line()
         with ProfileStore(self._store_path) as store:

@@ -10,7 +10,6 @@ import hashlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +21,7 @@ import ray
 from ray.exceptions import RayError, WorkerCrashedError
 
 from cfp.errors import CfpError
+from cfp.platform import flags_for_devices
 from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.in_flight import InFlightFolder
 from cfp.profiling.record import ProfileRecord, Status
@@ -37,7 +37,6 @@ _WAITING_BESIDE_CPUS = 4
 _MOST_AT_ONCE = 256
 # Variables of these names decide what compilers make, and what programs cost.
 _FORWARDED = ("JAX_", "LIBTPU_", "NCCL_", "XLA_")
-_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +120,10 @@ class RayPlace:
     @cached_property
     def _task(self) -> Any:
         # Workers with other variables are other processes: JAX reads them once.
-        flags = [
-            flag
-            for flag in os.environ.get("XLA_FLAGS", "").split()
-            if not flag.startswith(_COUNT_FLAG)
-        ]
-        count = f"{_COUNT_FLAG}={len(jax.devices())}"
         variables = {
             **forwarded(os.environ),
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": " ".join([*flags, count]),
+            "XLA_FLAGS": flags_for_devices(len(jax.devices())),
         }
         return ray.remote(compile_there).options(
             num_cpus=1,
@@ -141,8 +134,6 @@ class RayPlace:
 
 
 _LOOK_SECONDS = 1.0
-# What is overdue is noted by the log's own thread first.
-_GRACE_SECONDS = 2.0
 
 # Gets the place to compile in, and the folder of the runner's store.
 Work = Callable[[RayPlace, Path], Any]
@@ -213,8 +204,5 @@ def _end_if_late(path: Path, ends: threading.Event) -> None:
     """Ends this process if something hangs: then it is known what, and what is next."""
     folder = InFlightFolder(path)
     while not ends.wait(_LOOK_SECONDS):
-        now = time.monotonic()
-        for file in folder.path.glob(f"{os.getpid()}-*.alive"):
-            operations = folder.read(file.stem).operations
-            if any((one.deadline or now) < now - _GRACE_SECONDS for one in operations):
-                os.kill(os.getpid(), signal.SIGKILL)
+        if folder.is_late(os.getpid()):
+            os.kill(os.getpid(), signal.SIGKILL)

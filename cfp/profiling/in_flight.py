@@ -129,6 +129,22 @@ class InFlightFolder:
         except (OSError, ValueError, TypeError, KeyError):
             return ProcessInFlight(name=name, pid=0)
 
+    def of_process(self, pid: int) -> list[str]:
+        """Names the logs that a process has not tidied up."""
+        return [path.stem for path in self.path.glob(f"{pid}-*.alive")]
+
+    def is_late(self, pid: int) -> bool:
+        """True if a process does something that is past its deadline.
+
+        It notes that by itself, if it still can, and is given time to.
+        """
+        late = time.monotonic() - _GRACE_SECONDS
+        return any(
+            one.overdue or (one.deadline is not None and one.deadline < late)
+            for name in self.of_process(pid)
+            for one in self.read(name).operations
+        )
+
     def crash_record(self, name: str) -> str:
         """Reads Python's line about a fatal signal; "" if there is none."""
         words = (self.path / f"{name}.alive").read_text(errors="replace").strip()
@@ -200,6 +216,8 @@ def write_whole(path: Path, data: Any) -> None:
 # --------------------------------------------------------- the folder of all processes
 
 _WATCH_SECONDS = 1.0
+# A process notes by itself what is overdue, and is given time to.
+_GRACE_SECONDS = 2.0
 # A process that slept longer than this between two looks was stopped, and all else
 # with it.
 _STOPPED_SECONDS = 3.0

@@ -86,29 +86,17 @@ class LeftFigures:
 
     Attributes:
         source: where they are from.
-        reason: why they are as they are written.
+        reason: why they are as they are written, or why a kernel cannot compute them.
         name: "attention" or "cross-entropy".
+        kernel: one that was asked for and cannot compute them; "" of what is as
+            written.
     """
 
     source: Words
     reason: Words
     count: Count
     name: Words = "attention"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefusedFigures:
-    """A kernel that was asked for and cannot compute some attentions.
-
-    Attributes:
-        source: where the attentions are from.
-        reason: why it cannot.
-    """
-
-    kernel: Words
-    source: Words
-    reason: Words
-    count: Count
+    kernel: Words = ""
 
 
 # A variant's note where time was over before it was planned.
@@ -168,9 +156,8 @@ class Figures:
             plan was not measured.
         fixed_bytes: memory that every choice needs.
         budget_bytes: memory of one device that the plan may use, or None.
-        left: attentions and cross-entropies that are as they are written.
-        refused: kernels that cannot compute attentions, of those that were preferred
-            to what does.
+        left: attentions and cross-entropies that are as they are written, and kernels
+            that cannot compute attentions, of those that were preferred to what does.
         kernels: kernels of the step that are sharded, with the axes that shard them.
         loops: loops without rows in which something is communicated, and what.
         variants: meshes and microbatches that the plan was chosen among.
@@ -185,7 +172,6 @@ class Figures:
     fixed_bytes: Count = 0
     budget_bytes: Count | None = None
     left: tuple[LeftFigures, ...] = ()
-    refused: tuple[RefusedFigures, ...] = ()
     kernels: tuple[Words, ...] = ()
     loops: tuple[Words, ...] = ()
     variants: tuple[VariantFigures, ...] = ()

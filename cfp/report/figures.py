@@ -29,7 +29,6 @@ from cfp.plan.figures import (
     KindFigures,
     LeftFigures,
     OptionFigures,
-    RefusedFigures,
     StrategyFigures,
     WorthFigures,
 )
@@ -80,7 +79,7 @@ def with_figures(
         found = _searched(found, analysis, choice, problem)
         found = replace(found, worth=worth(analysis, problem, raced))
     trials = _Trials(found, problem)
-    left, refused = _kernels(analysis, layout, choice, kernels, failed, trials)
+    left = _kernels(analysis, layout, choice, kernels, failed, trials)
     left += _losses(analysis, layout, choice, kernels, trials)
     if unasked is not None and unasked.names and rates is not None:
         left += _forgone(analysis, choice, rates, unasked)
@@ -89,7 +88,7 @@ def with_figures(
         none = LeftFigures(source="", reason=reason, count=1, name="cross-entropy")
         if not any(one.name == none.name for one in left):
             left += (none,)
-    return replace(plan, figures=replace(found, left=left, refused=refused))
+    return replace(plan, figures=replace(found, left=left))
 
 
 @dataclass(frozen=True)
@@ -128,17 +127,16 @@ def _kernels(
     kernels: Kernels,
     failed: Mapping[SegmentKernels, str],
     trials: _Trials,
-) -> tuple[tuple[LeftFigures, ...], tuple[RefusedFigures, ...]]:
+) -> tuple[LeftFigures, ...]:
     """Attentions that no kernel computes, and kernels that cannot, if some were tried.
 
     Of the kernels that were asked for those count that were preferred to what computes
     an attention.
     """
     program = analysis.frame.program
-    left: Counter[tuple[str, str]] = Counter()
-    refused: Counter[tuple[str, str, str]] = Counter()
+    left: Counter[tuple[str, str, str]] = Counter()  # By kernel, source and reason.
     if not was_searched(program) or not (kernels.names or choice.kernels):
-        return (), ()
+        return ()
 
     def refusal(match: Match, kernel: SegmentKernels) -> str | None:
         where = (dict(analysis.frame.mesh), kernels.platform)
@@ -153,7 +151,7 @@ def _kernels(
         return reason + "; it would with q, k and v in bfloat16" * can
 
     for one in attentions(program).left_alone:
-        left[short_source(one.source), one.reason] += 1
+        left["", short_source(one.source), one.reason] += 1
     for segment in analysis.segments:
         own = choice.kernels_of(segment.index)
         taken, names = own.attention, [*kernels.names]
@@ -164,26 +162,21 @@ def _kernels(
             if match.called is not None and not isinstance(way, Way):
                 continue  # What the step calls is what computes it.
             if taken and isinstance(way, str):
-                left[source, way] += 1
+                left["", source, way] += 1
                 continue
             reasons = {
                 name: refusal(match, replace(own, attention=name)) for name in preferred
             }
             for name, reason in reasons.items():
                 if reason is not None:
-                    refused[name, source, reason] += 1
+                    left[name, source, reason] += 1
             if not taken:
                 able = [name for name, reason in reasons.items() if reason is None]
-                left[source, _unused(able, failed, segment.kind, trials)] += 1
-    return (
-        tuple(
-            LeftFigures(source=source, reason=reason, count=count)
-            for (source, reason), count in left.items()
-        ),
-        tuple(
-            RefusedFigures(kernel=kernel, source=source, reason=reason, count=count)
-            for (kernel, source, reason), count in refused.items()
-        ),
+                reason = _unused(able, failed, segment.kind, trials)
+                left["", source, reason] += 1
+    return tuple(
+        LeftFigures(source=source, reason=reason, count=count, kernel=kernel)
+        for (kernel, source, reason), count in left.items()
     )
 
 

@@ -128,13 +128,15 @@ def remarks(plan: Plan) -> Iterator[str]:
     yield from _replaced_remarks(plan)
     if figures is not None:
         yield from _worth_remarks(plan)
-        for name in dict.fromkeys(one.name for one in figures.left):
-            reasons = [one.reason for one in figures.left if one.name == name]
-            if figures.refused:  # They say it of each kernel.
+        refused = [f"by {o.kernel}: {o.reason}" for o in figures.left if o.kernel]
+        as_written = [one for one in figures.left if not one.kernel]
+        for name in dict.fromkeys(one.name for one in as_written):
+            reasons = [one.reason for one in as_written if one.name == name]
+            if refused:  # They say it of each kernel.
                 reasons = [one for one in reasons if one != NONE_CAN]
             if reasons:
                 yield f"{name} as written: {few(reasons, '; ')}"
-        if refused := [f"by {one.kernel}: {one.reason}" for one in figures.refused]:
+        if refused:
             yield f"attention not {few(refused, '; ')}"
     if count := search.get("constraints_left_out", 0):
         what = f"{count:.0f} of the step's own sharding constraints"

@@ -307,14 +307,11 @@ def _kernel_lines(plan: Plan) -> Iterator[str]:
     figures = plan.figures
     if figures is None:
         return
-    for one in figures.left:
+    for one in sorted(figures.left, key=lambda one: bool(one.kernel)):
+        how = f"not by {one.kernel}" if one.kernel else "as written"
         where = f", at {one.source}" if one.source else ""
         times = f"{one.count} times: " if one.count > 1 else ""
-        yield f"{one.name.capitalize()} as written{where}: {times}{one.reason}."
-    for one in figures.refused:
-        times = f"{one.count} times: " if one.count > 1 else ""
-        where = f"Attention not by {one.kernel}, at {one.source}"
-        yield f"{where}: {times}{one.reason}."
+        yield f"{one.name.capitalize()} {how}{where}: {times}{one.reason}."
     for text in figures.kernels:
         yield f"Kernel that is sharded: {text}."
     for text in figures.loops:
@@ -384,13 +381,13 @@ def _change(now: float, before: float) -> str:
 def explain_data(plan: Plan, block: str | None = None) -> dict[str, Any]:
     """The same as plain data."""
     wanted = _wanted(view_of(plan), block)
-    figures = plan.figures
+    left = plan.figures.left if plan.figures else ()
     choices = [choice_of(plan, index) for index in range(len(plan.segments))]
     return {
         "plan": plan.winner,
         "measured_ms": plan.measured_ms,
-        "attentions_as_written": [asdict(o) for o in figures.left] if figures else [],
-        "kernels_refused": [asdict(o) for o in figures.refused] if figures else [],
+        "attentions_as_written": [asdict(one) for one in left if not one.kernel],
+        "kernels_refused": [asdict(one) for one in left if one.kernel],
         "blocks": [
             {
                 "block": row.name,

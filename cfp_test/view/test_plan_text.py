@@ -380,6 +380,14 @@ def test_the_time_of_all_variants_is_divided():
     assert "all variants 33.8 s, 20.7 s of it not for this one" in said
 
 
+def data_parallel(step, *args, devices=2, **more):
+    """A plan of the preset, which nothing is measured for."""
+    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
+    settings = cfp.PlannerSettings(race=False)
+    how = {"preset": "data_parallel", "settings": settings, **more}
+    return cfp.plan(step, *args, mesh=mesh, **how)
+
+
 @pytest.mark.explained("Left out: the step's own sharding constraints")
 def test_a_plan_says_which_wishes_it_does_not_keep():
     auto = (jax.sharding.AxisType.Auto,)
@@ -389,9 +397,7 @@ def test_a_plan_says_which_wishes_it_does_not_keep():
     def step(w, x):
         return jax.lax.with_sharding_constraint(x @ w, wanted).sum()
 
-    given, settings = jnp.ones((8, 8)), cfp.PlannerSettings(race=False)
-    how = {"mesh": mesh, "preset": "data_parallel", "settings": settings}
-    plan = cfp.plan(step, given, given, **how)
+    plan = data_parallel(step, jnp.ones((8, 8)), jnp.ones((8, 8)))
     words = "eft out: 1 of the step's own sharding constraints, since the plan decides"
     assert words in repr(plan)
     assert words in plan_text(plan)
@@ -399,15 +405,10 @@ def test_a_plan_says_which_wishes_it_does_not_keep():
 
 
 def test_a_plan_says_what_is_too_uneven_to_be_sharded(tmp_path):
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-
     def step(w, x, y):
         return (x @ w).sum(), y @ w
 
-    settings = cfp.PlannerSettings(race=False)
-    how = {"mesh": mesh, "preset": "data_parallel", "settings": settings}
-    args = jnp.ones((8, 8)), jnp.ones((7, 8)), jnp.ones((6, 8))
-    plan = cfp.plan(step, *args, **how)
+    plan = data_parallel(step, *(jnp.ones((rows, 8)) for rows in (8, 7, 6)))
     assert plan.uneven == ("x (7 over x=2)",)
     words = "hole, since the mesh does not divide it: x (7 over x=2)"
     plan.save(tmp_path / "plan.json")
@@ -418,7 +419,6 @@ def test_a_plan_says_what_is_too_uneven_to_be_sharded(tmp_path):
 
 def test_a_plan_says_what_every_device_runs_in_full(tmp_path):
     """A loop over a batch of one, an op without a rule; not what is sharded."""
-    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
 
     def step(w, x):
         def body(h, row):
@@ -426,10 +426,8 @@ def test_a_plan_says_what_every_device_runs_in_full(tmp_path):
 
         return jax.lax.scan(body, x[0], x)[1].sum(), jax.lax.top_k(x @ w, 2)
 
-    settings = cfp.PlannerSettings(race=False)
-    how = {"mesh": mesh, "preset": "data_parallel", "settings": settings}
-    how["cache_dir"] = tmp_path  # Without the devices' rates.
-    plan = cfp.plan(step, jnp.ones((8, 8)), jnp.ones((5, 1, 8)), **how)
+    how = {"cache_dir": tmp_path}  # Without the devices' rates.
+    plan = data_parallel(step, jnp.ones((8, 8)), jnp.ones((5, 1, 8)), **how)
     sites = [re.sub(r"\d+", "#", one) for one in plan.replicated_ops]
     assert sites == [f"{op} at test_plan_text.py:# (#%)" for op in ("while", "top_k")]
     plan.save(tmp_path / "plan.json")
@@ -441,7 +439,8 @@ def test_a_plan_says_what_every_device_runs_in_full(tmp_path):
         jax.debug.callback(lambda _: None, x)  # It makes nothing.
         return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=5)[0].sum()
 
-    assert not cfp.plan(even, jnp.ones((8, 8)), jnp.ones((4, 8)), **how).replicated_ops
+    plan = data_parallel(even, jnp.ones((8, 8)), jnp.ones((4, 8)), **how)
+    assert not plan.replicated_ops
 
 
 def own_norm(scaled):
@@ -477,11 +476,8 @@ def test_a_plan_says_over_what_a_kernel_is_sharded_or_that_it_is_whole(
     rows, told, tmp_path
 ):
     step = own_norm(lambda x: x / (1 + jnp.abs(x).sum(-1, keepdims=True)))
-    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
-    settings = cfp.PlannerSettings(race=False)
-    how = {"mesh": mesh, "settings": settings, "cache_dir": tmp_path}
     args = jnp.ones((64, 64)), jnp.ones((rows, 64))
-    plan = cfp.plan(step, *args, preset="data_parallel", **how)
+    plan = data_parallel(step, *args, devices=4, cache_dir=tmp_path)
     is_whole = rows % 4 > 0
     plan.save(tmp_path / "plan.json")
     for one in (plan, cfp.Plan.load(tmp_path / "plan.json")):
@@ -506,11 +502,8 @@ def test_a_plan_says_what_is_communicated_in_loops_without_products(tmp_path):
 
         return (jax.lax.scan(body, x @ w, length=turns)[0] @ w).sum()
 
-    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
-    settings = cfp.PlannerSettings(race=False)
-    how = {"mesh": mesh, "settings": settings, "cache_dir": tmp_path}
     args = jnp.ones((64, 64)), jnp.ones((32, 64))
-    plan = cfp.plan(step, *args, preset="data_parallel", **how)
+    plan = data_parallel(step, *args, devices=4, cache_dir=tmp_path)
     [told] = plan.figures.loops
     assert told.startswith("while ")
     assert f": 1 all-gather in each of {turns} iterations" in told

@@ -231,7 +231,16 @@ class _Admission:
         however_slow: Collection[Any],
         reach: Mapping[ConstraintLevel, float] | None,
     ) -> list[_Queued]:
-        """Selects what is compiled next; nothing if enough is compiled."""
+        """Selects what is compiled next; nothing if enough is compiled.
+
+        The plan, and what is known to fit, come first, however many others were
+        refused; then what is near, the best preset before the others: there may be no
+        time for all of them.
+
+        Args:
+            however_slow: keys of what is compiled however slow it is.
+            reach: as for :func:`compile_until_enough_fit`.
+        """
         self.queue.sort(key=lambda one: expected_ms(one.next))
         fitting = self.fitting
         # What was refused as it is, and fits with the memory limit, fits.
@@ -241,15 +250,15 @@ class _Admission:
         allowed = max(0, MOST_REFUSED - len(failed))
         if self.memory is None:
             allowed = len(self.queue)
-        near = _next(
-            [one.next for one in self.queue],
-            fitting,
-            self.exempt_from_refusals,
-            however_slow,
-            allowed,
-            reach,
-        )
-        return [queued for one in near for queued in self.queue if queued.next is one]
+        exempt = self.exempt_from_refusals
+        first = [one for one in self.queue if one.next.key in exempt]
+        if reach is None:
+            return [] if fitting else [*(self.queue if allowed else first)][:1]
+        queued = [one.next for one in self.queue]
+        near = within_reach(queued, however_slow, reach, fitting)
+        others = [o for o in self.queue if o.next in near and o not in first]
+        others.sort(key=lambda one: one.next.key not in however_slow)
+        return [*first, *others][: max(allowed, len(first))]
 
     def sort_in(self, tried: _Queued, made: RaceResult) -> None:
         """Adds what was compiled to what fits, or does not; then to the queue again."""
@@ -317,32 +326,3 @@ def compile_until_enough_fit(
     why = TOO_LATE if is_late else MANY_REFUSED
     state.found.left.extend((one, why if one in near else TOO_FAR) for one in rest)
     return state.found
-
-
-def _next(
-    rest: Sequence[Candidate],
-    fitting: Sequence[Candidate],
-    exempt_from_refusals: Collection[Any],
-    however_slow: Collection[Any],
-    allowed: int,
-    reach: Mapping[ConstraintLevel, float] | None,
-) -> list[Candidate]:
-    """Selects the next candidates to compile.
-
-    Args:
-        rest: what is not compiled yet, the fastest first.
-        fitting: what is compiled and fits.
-        exempt_from_refusals: keys of the plan, and of what is known to fit.
-        however_slow: keys of what is compiled however slow it is, as far as is allowed.
-        allowed: how many may be compiled, by what was refused; what is exempt counts,
-            and is compiled even if it is more.
-        reach: as for :func:`compile_until_enough_fit`.
-    """
-    first = [one for one in rest if one.key in exempt_from_refusals]
-    if reach is None:
-        return [] if fitting else [*(rest if allowed else first)][:1]
-    near = within_reach(rest, however_slow, reach, fitting)
-    others = [one for one in near if one not in first]
-    # The best preset comes second: there may be no time for all of them.
-    others.sort(key=lambda one: one.key not in however_slow)
-    return [*first, *others][: max(allowed, len(first))]

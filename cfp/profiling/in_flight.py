@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -384,8 +384,7 @@ class InFlightLog:
             lost = now - looked if now - looked > _STOPPED_SECONDS else 0.0
             looked = now
             with self._lock:
-                late = self._change(lambda one, by=lost: _later(one, by))
-                late = self._change(lambda one, now=now: _judged(one, now))
+                late = self._judge(lost, now)
             for one in late:
                 _log.warning(
                     "%s: %s for more than %.0f s; it may hang. If this process is "
@@ -395,26 +394,26 @@ class InFlightLog:
                     one.limit_seconds,
                 )
 
-    def _change(self, change: Callable[[InFlight], InFlight]) -> list[InFlight]:
-        """Changes operations, and returns those that are new."""
-        changed = {key: change(one) for key, one in self._operations.items()}
-        new = [one for key, one in changed.items() if one != self._operations[key]]
-        if new and not self._closed.is_set():
-            self._operations = changed
+    def _judge(self, lost: float, now: float) -> list[InFlight]:
+        """Notes which operations are overdue, and returns those that were not before.
+
+        Args:
+            lost: seconds that the process was stopped for, which do not count.
+        """
+        before = self._operations
+        judged = {key: _judged(one, lost, now) for key, one in before.items()}
+        if judged != before and not self._closed.is_set():
+            self._operations = judged
             self._write()
-        return new
+        every = judged.items()
+        return [one for key, one in every if one.overdue and not before[key].overdue]
 
 
-def _later(one: InFlight, seconds: float) -> InFlight:
-    if one.deadline is None or not seconds:
+def _judged(one: InFlight, lost: float, now: float) -> InFlight:
+    if one.deadline is None:
         return one
-    return replace(one, deadline=one.deadline + seconds)
-
-
-def _judged(one: InFlight, now: float) -> InFlight:
-    if one.deadline is None or now <= one.deadline:
-        return one
-    return replace(one, overdue=True)
+    deadline = one.deadline + lost
+    return replace(one, deadline=deadline, overdue=one.overdue or now > deadline)
 
 
 def oom_kills() -> int:

@@ -78,18 +78,13 @@ def attend(
     v: jax.Array,
     scores: Scores,
     mask: Mask,
-    chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Like `plain.attend`, which see, without a bias.
-
-    Tokens of a chunk are `CHUNK` by default.
-    """
-    chunk = chunk or CHUNK
+    """Like `plain.attend`, which see, without a bias."""
     queries = q.shape[1]
-    if max(queries, k.shape[1]) <= chunk:
+    if max(queries, k.shape[1]) <= CHUNK:
         return plain.attend(q, k, v, scores, mask)
-    mask, (q,), (k, v) = _even(mask, (q,), (k, v), chunk)
-    size_q, size_k = min(chunk, q.shape[1]), min(chunk, k.shape[1])
+    mask, (q,), (k, v) = _even(mask, (q,), (k, v))
+    size_q, size_k = min(CHUNK, q.shape[1]), min(CHUNK, k.shape[1])
     rounds = k.shape[1] // size_k
 
     def rows(start: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -121,15 +116,13 @@ def gradients(
     dout: jax.Array,
     scores: Scores,
     mask: Mask,
-    chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Like `plain.gradients`, which see."""
-    chunk = chunk or CHUNK
     queries, keys = q.shape[1], k.shape[1]
-    if max(queries, keys) <= chunk:
+    if max(queries, keys) <= CHUNK:
         return plain.gradients(q, k, v, out, lse, dout, scores, mask)
-    mask, (q, out, lse, dout), (k, v) = _even(mask, (q, out, lse, dout), (k, v), chunk)
-    size_q, size_k = min(chunk, q.shape[1]), min(chunk, k.shape[1])
+    mask, (q, out, lse, dout), (k, v) = _even(mask, (q, out, lse, dout), (k, v))
+    size_q, size_k = min(CHUNK, q.shape[1]), min(CHUNK, k.shape[1])
     rounds = q.shape[1] // size_q
 
     def columns(dq: jax.Array, start: jax.Array) -> tuple[jax.Array, _Arrays]:
@@ -171,11 +164,11 @@ def _if_met(mask: Mask, meet, so_far: _Arrays) -> _Arrays:
 
 
 def _even(
-    mask: Mask, by_query: _Arrays, by_key: _Arrays, chunk: int
+    mask: Mask, by_query: _Arrays, by_key: _Arrays
 ) -> tuple[Mask, list[jax.Array], list[jax.Array]]:
     """Fills queries and keys up to whole chunks; keys that fill up are not seen."""
     queries, keys = by_query[0].shape[1], by_key[0].shape[1]
-    more_q, more_k = _missing(queries, chunk), _missing(keys, chunk)
+    more_q, more_k = _missing(queries), _missing(keys)
     query = positions_of(mask.query_positions, queries)
     key = positions_of(mask.key_positions, keys)
     bound = mask.keys if mask.keys is not None or not more_k else BEYOND
@@ -193,8 +186,8 @@ def _even(
     return mask, filled_q, [jnp.asarray(_pad(one, more_k)) for one in by_key]
 
 
-def _missing(count: int, chunk: int) -> int:
-    return 0 if count <= chunk else -count % chunk
+def _missing(count: int) -> int:
+    return 0 if count <= CHUNK else -count % CHUNK
 
 
 def _pad(x: jax.Array | None, more: int) -> jax.Array | None:

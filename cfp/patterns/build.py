@@ -55,7 +55,7 @@ class Spread:
     def how(self, chunks: int) -> tuple[str, ...]:
         """As plans record it: how many parts, then ``axis=role``."""
         roles = [f"{a}=tokens{dim}" for dim, one in enumerate(self.tokens) for a in one]
-        return (name_of(chunks), *roles, *(f"{a}=words" for a in self.words))
+        return (f"{PREFIX}{chunks}", *roles, *(f"{a}=words" for a in self.words))
 
 
 def read_how(how: Sequence[str], rank: int) -> tuple[int, Spread]:
@@ -71,22 +71,14 @@ def read_how(how: Sequence[str], rank: int) -> tuple[int, Spread]:
     first, *words = how
     roles = [(w.rpartition("=")[0], w.rpartition("=")[2]) for w in words]
     names = [f"tokens{dim}" for dim in range(rank)]
-    if not is_chunked(first) or not {role for _, role in roles} <= {*names, "words"}:
+    number = first.removeprefix(PREFIX)
+    known = first == PREFIX + number and number.isdecimal()
+    in_parts = known and 1 < int(number) < 10_000
+    if not in_parts or not {role for _, role in roles} <= {*names, "words"}:
         raise ValueError(f"cfp computes no cross-entropy by {', '.join(how)}")
     tokens = tuple(tuple(a for a, role in roles if role == name) for name in names)
     word_axes = tuple(a for a, role in roles if role == "words")
-    return int(first.removeprefix(PREFIX)), Spread(tokens, word_axes)
-
-
-def name_of(chunks: int) -> str:
-    """Returns the name under which plans record a number of parts."""
-    return f"{PREFIX}{chunks}"
-
-
-def is_chunked(name: str) -> bool:
-    """True if a recorded name stands for a number of parts."""
-    number = name.removeprefix(PREFIX)
-    return name.startswith(PREFIX) and number.isdecimal() and 1 < int(number) < 10_000
+    return int(number), Spread(tokens, word_axes)
 
 
 def spread_of(layout: Layout, found: CrossEntropy) -> Spread | None:

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from cfp.analysis.layout import constraints, lay_out
-from cfp.patterns.build import build, is_chunked, name_of, read_how, spread_of
+from cfp.patterns.build import build, read_how, spread_of
 from cfp.patterns.chunked import ChunkedCrossEntropy
 from cfp.patterns.sites import cross_entropies
 from cfp.presets.presets import presets
@@ -169,6 +169,7 @@ def test_what_spreads_the_hidden_dim_stays_as_written():
 
 
 def test_names():
-    assert is_chunked(name_of(8)) and not is_chunked("cudnn")
-    with pytest.raises(ValueError, match="computes no cross-entropy by"):
-        read_how(("cudnn", "x=heads"), 2)
+    assert read_how(("vocabulary/8",), 2)[0] == 8
+    for how in (("cudnn", "x=heads"), ("vocabulary/1",), ("vocabulary/8", "x=heads")):
+        with pytest.raises(ValueError, match="computes no cross-entropy by"):
+            read_how(how, 2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import jax
@@ -30,9 +31,15 @@ def real(letters: Letters) -> list[str]:
     return [letter for letter in letters if letter]
 
 
-def squeezed(x: np.ndarray, letters: Letters) -> np.ndarray:
+def squeezed(x: Any, letters: Letters) -> Any:
     """An array without the dims that have no letter."""
     return x.reshape([n for n, letter in zip(x.shape, letters, strict=True) if letter])
+
+
+def turned(x: Any, have: Letters, want: Letters) -> Any:
+    """An array with its dims in another order; dims of size 1 are left out."""
+    names = real(have)
+    return squeezed(x, have).transpose([names.index(a) for a in real(want)])
 
 
 ORDER = ("b0", "b1", "b2", "b3", "q0", "q1", "q2", "q3", "k", "d", "e")
@@ -548,20 +555,14 @@ def _cast(arrays: Sequence[jax.Array], made: Sequence[Shaped]) -> list[jax.Array
 
 def product(sizes: Mapping[str, int], names: Sequence[str]) -> int:
     """Returns the product of some letters' sizes."""
-    found = 1
-    for name in names:
-        found *= sizes[name]
-    return found
+    return prod(sizes[name] for name in names)
 
 
 def _turned(
     x: jax.Array, have: Letters, want: Letters, shape: Sequence[int]
 ) -> jax.Array:
     """An array with its dims in another order; dims of size 1 come and go."""
-    names = [a for a in have if a]
-    x = x.reshape([n for n, a in zip(x.shape, have, strict=True) if a])
-    wanted = [a for a in want if a]
-    return jnp.transpose(x, [names.index(a) for a in wanted]).reshape(shape)
+    return turned(x, have, want).reshape(shape)
 
 
 def _merged(

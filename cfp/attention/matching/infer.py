@@ -18,8 +18,6 @@ from cfp.attention.matching.found import (
     Different,
     Dims,
     Found,
-    Letters,
-    Pass,
     Side,
     Tensor,
     View,
@@ -38,6 +36,7 @@ from cfp.attention.matching.functions import (
     index,
     real,
     squeezed,
+    turned,
 )
 from cfp.program.evaluate import Evaluator, NotEvaluated
 
@@ -66,8 +65,8 @@ class Sample:
         """Joins the dims of everything that is evaluated."""
         path = self._to_sides()
         seen: set[int] = set()
-        stack = [t.value for p in self.passes() for t in p.makes.values()]
-        stack += [t.value for p in self.passes() for t in p.reads.values()]
+        stack = [t.value for p in self.found.passes for t in p.makes.values()]
+        stack += [t.value for p in self.found.passes for t in p.reads.values()]
         while stack:
             v = stack.pop()
             op = self.view.producer(v)
@@ -105,14 +104,11 @@ class Sample:
 
     def _contractions(self) -> set[int]:
         found = set()
-        for p in self.passes():
+        for p in self.found.passes:
             found |= {t.use[0] for t in p.reads.values() if t.use}
             for t in p.makes.values():
                 found.add(self.program.values[t.value].producer)
         return found | {self.found.op}
-
-    def passes(self) -> list[Pass]:
-        return [*self.found.passes]
 
     def entering(self) -> list[Tensor]:
         """Tensors that masks and biases are made of, and those that are read."""
@@ -144,7 +140,7 @@ class Sample:
         self.at[self.tokens], self.at["k"] = positions
         self.coordinates: dict[object, np.ndarray] = {}
         tensors = [
-            t for p in self.passes() for t in (*p.reads.values(), *p.makes.values())
+            t for p in self.found.passes for t in (*p.reads.values(), *p.makes.values())
         ]
         tensors += [self.found.scores, self.found.argument, *self.entering()]
         for t in tensors:
@@ -170,8 +166,7 @@ class Sample:
     # -- evaluation --------------------------------------------------------------------
 
     def drawn_at(self, v: int) -> np.ndarray:
-        shape = [len(self._at(v, d)) for d in range(len(self.program.values[v].shape))]
-        return self.random.normal(size=shape)
+        return self.random.normal(size=self.shape_of(v))
 
     def evaluated(self, wanted: list[Tensor], known: Mapping[int, np.ndarray]) -> list:
         found = self.evaluator.run(
@@ -199,19 +194,11 @@ class Sample:
         value = np.broadcast_to(np.asarray(scores, np.float64), self.shape_of(t.value))
         known = {self.view.made(t.value): value, **self.spread(given)}
         [x] = self.evaluated([self.found.argument], known)
-        return self.ordered(x, self.found.argument.letters, t.letters)
+        return turned(x, self.found.argument.letters, t.letters)
 
     def spread(self, given: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
         """Values in their sizes."""
         return {v: np.broadcast_to(x, self.shape_of(v)) for v, x in given.items()}
-
-    @staticmethod
-    def ordered(x: np.ndarray, have: Letters, want: Letters) -> np.ndarray:
-        """An array with its dims in another order; dims of size 1 are left out."""
-        x = x.reshape([n for n, letter in zip(x.shape, have, strict=True) if letter])
-        names = [letter for letter in have if letter]
-        wanted = [letter for letter in want if letter]
-        return np.transpose(x, [names.index(letter) for letter in wanted])
 
 
 _MASKED = -5e3  # What is added to, or stands for, the score of a key that is not seen.
@@ -431,8 +418,8 @@ class _Proof(Sample):
             letters = [n for n in self.found.scores.letters if n]
             order = [letters.index(n) for n in letters if n not in (self.tokens, "k")]
             rest = [letters.index(n) for n in (self.tokens, "k") if n in letters]
-            seen = np.transpose(x, [*order, *rest]) > _MASKED
             value = np.transpose(x, [*order, *rest])
+            seen = value > _MASKED
             seen = seen.reshape(-1, len(self.at[self.tokens]), len(self.at["k"]))
             if not (seen == seen[0]).all():
                 raise Different("another mask for each sequence or head")
@@ -482,18 +469,18 @@ class _Proof(Sample):
             Different: they are others.
         """
         roots: dict[int, np.ndarray] = {}
-        for p in self.passes():
+        for p in self.found.passes:
             for t in p.reads.values():
                 roots.setdefault(self._root(t.value), np.empty(0))
         known = {v: self.drawn_at(v) for v in roots}
         known |= drawn
-        tensors = [t for p in self.passes() for t in p.reads.values()]
+        tensors = [t for p in self.found.passes for t in p.reads.values()]
         arrays = self.evaluated(tensors, known)
-        made = [t for p in self.passes() for t in p.makes.values()]
+        made = [t for p in self.found.passes for t in p.makes.values()]
         results = iter(self.evaluated(made, known))
         inputs = iter(arrays)
         named = self._named(drawn, meaning)
-        for p in self.passes():
+        for p in self.found.passes:
             given = {
                 name: (squeezed(next(inputs), t.letters), real(t.letters))
                 for name, t in p.reads.items()

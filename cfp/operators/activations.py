@@ -95,7 +95,7 @@ SWIGLU = Operator(
             library="jax.nn, jax.checkpoint",
             call=_swiglu_rematerialized,
         ),
-        *tokamaxes(functools.partial(_swiglu_tokamax), ("xla", "triton", "mosaic")),
+        *tokamaxes(_swiglu_tokamax, ("xla", "triton", "mosaic")),
     ),
 )
 

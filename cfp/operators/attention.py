@@ -256,7 +256,7 @@ def _implementations(
             name="cudnn",
             library="cuDNN by jax.nn",
             call=by_jax_nn("cudnn"),
-            probe=probe.cudnn_reason,
+            probe=functools.partial(probe.gpu_reason, 8.0),
             refuses=_cudnn_refuses,
         ),
         Implementation(name="jax_nn", library="jax.nn", call=by_jax_nn("xla")),

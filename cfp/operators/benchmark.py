@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite
 from typing import Any
@@ -266,19 +266,6 @@ class Row:
     def key(self) -> tuple[str, str, str, str]:
         """Returns the key of a row."""
         return self.operator, self.implementation, self.shape, self.dtype
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Row:
-        """From plain data."""
-        passes = {
-            name: Pass(**{**one, "samples_ms": tuple(one["samples_ms"])})
-            for name, one in data["passes"].items()
-        }
-        return cls(**{**data, "passes": passes})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

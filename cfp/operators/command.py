@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -192,6 +193,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
 
 FORMAT = 1
 KIND = "cfp operators"
+_ROWS = TypeAdapter(list[Row])
 
 
 def to_json(environment: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
@@ -200,7 +202,7 @@ def to_json(environment: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, An
         "kind": KIND,
         "format": FORMAT,
         "environment": dict(environment),
-        "rows": [row.to_json() for row in rows],
+        "rows": _ROWS.dump_python([*rows], mode="json"),
     }
 
 
@@ -229,7 +231,7 @@ def read(file: Path) -> tuple[dict[str, Any], list[Row]]:
         data = json.loads(file.read_text())
         if data["kind"] != KIND or data["format"] != FORMAT:
             raise ValueError(f"kind {data['kind']!r}, format {data['format']!r}")
-        return data["environment"], [Row.from_json(row) for row in data["rows"]]
+        return data["environment"], _ROWS.validate_python(data["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OperatorError(
             compose(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ from cfp.attention.pallas import KERNELS, load
 from cfp.operators.operator import Reason
 
 
+@cache
 def import_reason(name: str) -> Reason:
     """Returns the reason why a module cannot be imported."""
     top = name.partition(".")[0]
@@ -49,44 +50,26 @@ def gpu_reason(least_capability: float = 0.0) -> Reason:
     return None
 
 
-@cache
-def pallas_reason(module: str) -> Reason:
-    """Returns the reason why a kernel of Pallas is refused on this machine."""
-    return gpu_reason(8.0) or import_reason(f"{KERNELS}.{module}")
+def pallas(module: str) -> Callable[[], Reason]:
+    """The probe of a kernel of Pallas."""
+    return lambda: gpu_reason(8.0) or import_reason(f"{KERNELS}.{module}")
 
 
-def cudnn_reason() -> Reason:
-    """Returns the reason why cuDNN's attention cannot be used."""
-    return gpu_reason(8.0)
-
-
-@cache
-def tokamax_reason(backend: str, needs: str = "") -> Reason:
-    """Returns the reason why tokamax with one of its implementations cannot be used.
+def tokamax(backend: str, needs: str = "") -> Callable[[], Reason]:
+    """The probe of one of tokamax's implementations.
 
     Args:
         backend: its name for it.
         needs: a module that this implementation needs besides.
     """
-    if reason := import_reason("tokamax"):
-        return reason
-    if needs and (reason := import_reason(needs)):
-        return reason
-    return {
-        "triton": gpu_reason(8.0),
-        "mosaic": gpu_reason(9.0),
-        "mosaic_gpu": gpu_reason(9.0),
-    }.get(backend)
+    modules = ("tokamax", needs) if needs else ("tokamax",)
+    capability = {"triton": 8.0, "mosaic": 9.0, "mosaic_gpu": 9.0}.get(backend)
 
+    def reason() -> Reason:
+        missing = next(filter(None, map(import_reason, modules)), None)
+        return missing or (gpu_reason(capability) if capability else None)
 
-def pallas(module: str) -> Callable[[], Reason]:
-    """The probe of a kernel of Pallas."""
-    return partial(pallas_reason, module)
-
-
-def tokamax(backend: str, needs: str = "") -> Callable[[], Reason]:
-    """The probe of an implementation of tokamax."""
-    return partial(tokamax_reason, backend, needs)
+    return reason
 
 
 def load_pallas(module: str) -> ModuleType:

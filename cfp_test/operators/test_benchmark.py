@@ -20,6 +20,7 @@ from cfp.operators.command import (
     print_list,
     print_results,
     read,
+    to_json,
     write,
 )
 from cfp.operators.inject import Worth
@@ -285,7 +286,7 @@ def test_a_library_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
 
 
 def test_a_page_is_made_of_what_the_script_writes(rows):
-    made = [row.to_json() for row in rows.values()]
+    made = to_json({}, list(rows.values()))["rows"]
     attention = [
         {
             **made[0],

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -30,6 +29,7 @@ from cfp.program.trace import planning_mesh, trace
 from cfp.settings import RUNS_PLAYED, ConstraintLevel, defaults_of
 from cfp.view.text import plan_text
 from cfp_test.analysis.stacks import ADAM, plain, stack_of
+from cfp_test.updown import arguments, step
 
 # What one GPU has in its environment that virtual devices lack.
 _OF_A_GPU = (
@@ -41,20 +41,6 @@ _OF_A_GPU = (
     ("driver", "580.1"),
     ("host", "a processor, 16 cores"),
 )
-
-
-def step(params, x):
-    def loss(params):
-        return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2)
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-
-def arguments(batch=64):
-    shapes = {"up": (256, 512), "down": (512, 256)}
-    params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
-    return params, jax.ShapeDtypeStruct((batch, 256), jnp.float32)
 
 
 def playing(text, **axes):

@@ -24,24 +24,7 @@ from cfp.settings import ConstraintLevel
 from cfp.view.page import page_html
 from cfp.view.text import plan_text
 from cfp.view.words import VERIFIED, basis_text
-
-_SHAPES = (
-    {"up": (256, 512), "down": (512, 256)},
-    jax.ShapeDtypeStruct((64, 256), jnp.float32),
-)
-
-
-def step(params, x):
-    def loss(params):
-        return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2)
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-
-def arguments(batch=64):
-    params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in _SHAPES[0].items()}
-    return params, jax.ShapeDtypeStruct((batch, 256), jnp.float32)
+from cfp_test.updown import SHAPES, arguments, step
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +68,7 @@ def test_the_chosen_is_estimated_no_slower_than_the_presets(ahead):
 def test_it_is_saved_and_applied_on_devices_later(ahead, folder, mesh):
     file = folder / "plan.json"
     ahead.save(file)
-    params = {n: jnp.full(s, 0.01, jnp.float32) for n, s in _SHAPES[0].items()}
+    params = {n: jnp.full(s, 0.01, jnp.float32) for n, s in SHAPES.items()}
     x = jnp.linspace(-1, 1, 64 * 256).reshape(64, 256)
     expected, value = step(params, x)
     loaded = cfp.Plan.load(file, mesh=mesh)
@@ -259,7 +242,7 @@ def test_what_is_written_is_measured_and_the_fastest(verified, folder, mesh):
     assert best.measured_ms == pytest.approx(verified[0].rows[0].time_ms)
     best.save(folder / "measured.json")
     loaded = cfp.Plan.load(folder / "measured.json", mesh=mesh)
-    params = {n: jnp.full(s, 0.01, jnp.float32) for n, s in _SHAPES[0].items()}
+    params = {n: jnp.full(s, 0.01, jnp.float32) for n, s in SHAPES.items()}
     x = jnp.ones((64, 256))
     expected = step(params, x)[1]
     assert float(loaded.apply(step)(params, x)[1]) == pytest.approx(

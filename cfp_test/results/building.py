@@ -304,3 +304,50 @@ def _miscompiled(row: Mapping[str, Any]) -> list[str]:
         fixed(row["temp_bytes"] / 1e9),
         fixed(row["right"]["temp_bytes"] / 1e9),
     ]
+
+
+def tuning(data: Mapping[str, Any]) -> dict[str, str]:
+    """Tables of compiles and plans with fewer kernels to try out."""
+    parts = [name for name in data["plans"][0]["parts"]]
+    named = [name.removeprefix("seconds_in_").replace("_", " ") for name in parts]
+    return {
+        **{name: data[name] for name in ("device", "jax", "python", "date", "commit")},
+        "refused": ", ".join(f"`{one}`" for one in sorted({*data["refused"].values()})),
+        "steps": table(
+            "kernels tried | fully sharded, compile s | processor s | step ms | "
+            "data parallel, compile s | processor s | step ms",
+            [
+                [_TRIED[row["name"]]]
+                + [
+                    fixed(row[f"{kind}_{what}"])
+                    for kind in ("fsdp", "dp")
+                    for what in ("compile_s", "cpu_s", "ms")
+                ]
+                for row in data["steps"]
+                if row["name"] in _TRIED
+            ],
+        ),
+        "plans": table(
+            f"Triton's products | planned in s | {' | '.join(named)} | plan | step ms",
+            [
+                [
+                    "no" if "triton" in row["xla_flags"] else "yes",
+                    fixed(row["seconds"]),
+                    *(fixed(row["parts"][name]) for name in parts),
+                    row["winner"],
+                    fixed(row["measured_ms"]),
+                ]
+                for row in data["plans"]
+            ],
+        ),
+    }
+
+
+_TRIED = {
+    "base": "XLA's defaults",
+    "max8": "8 of the library's",
+    "notriton": "none of Triton's",
+    "costtop4": "4 by the cost model",
+    "level1": "level 1",
+    "nocudnn": "none of cuDNN's",
+}

@@ -328,6 +328,7 @@ PAGES: tuple[Page, ...] = (
         "budgets_named_h200x2_202611.json",
     ),
     _page("building_h200x2_202611", building.building),
+    _page("tuning_h200x2_202611", building.tuning),
     _page("check_margin_cpu_202611", checked.margin),
     Page(
         name="call_overhead_cpu_202611",

@@ -14,11 +14,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from cfp.plan.parts import AxisRole, PlanSegment, roles_text
-from cfp.view.words import scale_text, storage_text
+from cfp.plan.parts import AxisRole, MoveFigure, PlanSegment, roles_text
+from cfp.view.words import moves_text, scale_text, storage_text
 
 _SEGMENT = TypeAdapter(PlanSegment)
 _STRATEGY = TypeAdapter(tuple[AxisRole, ...])
+_MOVES = TypeAdapter(tuple[MoveFigure, ...])
 
 _SHOWN = (
     "platform",
@@ -85,6 +86,9 @@ def _as_text(row: Mapping[str, Any], segments: Sequence[Any]) -> dict[str, Any]:
         "kind": segment.kind,
         "sharded": roles_text(_STRATEGY.validate_python(row["strategy"])),
         "storage": storage_text(segment, short=True),
+        # In words up to format 7.
+        "collectives": row.get("collectives")
+        or moves_text(_MOVES.validate_python(row["moves"])),
     }
 
 

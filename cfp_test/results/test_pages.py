@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from cfp.plan.parts import roles_text
-from cfp.view.words import storage_text
+from cfp.view.words import moves_text, storage_text
 from cfp_test.cli_runner import ROOT
 from cfp_test.reported import DEEP
 from cfp_test.results import side_by_side
@@ -78,7 +78,9 @@ def test_a_page_of_a_plan_that_was_saved_now(tmp_path):
     for row in DEEP.rows[:2]:
         sharded = roles_text(row.strategy)
         storage = storage_text(DEEP.segments[row.segment], short=True)
-        assert f"| {row.name} | {sharded} | {storage} | {row.collectives} |" in text
+        assert (
+            f"| {row.name} | {sharded} | {storage} | {moves_text(row.moves)} |" in text
+        )
 
 
 def test_tables_have_a_cell_for_each_heading():

@@ -48,6 +48,7 @@ from cfp.race.programs import (
     race_row,
 )
 from cfp.race.turns import race_programs
+from cfp.runtime.execute import resolved
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
 from cfp.view.words import ONE_DEVICE, VERIFIED, WAS_DESCRIBED, basis_text
@@ -148,7 +149,7 @@ def verify(
     environment = environment_parts(list(mesh.devices.flat))
     rivals = _rivals(plan, analysis, cache_dir)
     where = (*environment, ("race", "verified"))
-    mine = _program(plan, analysis, where)
+    mine = _program(plan, analysis, mesh, where)
     programs = zip(rivals, programs_of(analysis, rivals, where), strict=True)
     distinct = [pair for pair in programs if not _is_same(*pair, mine.job, analysis)]
     rivals, others = [one for one, _ in distinct], [one for _, one in distinct]
@@ -268,26 +269,33 @@ def _described(plan: Plan) -> DescribedMesh | None:
         return None  # A kind that this version does not know.
 
 
-def _program(plan: Plan, analysis: Analysis, environment: Parts) -> RaceProgram:
-    """The whole program under a plan from elsewhere, of which no choice is known."""
+def _program(
+    plan: Plan, analysis: Analysis, mesh: Mesh, environment: Parts
+) -> RaceProgram:
+    """The whole program under a plan from elsewhere, of which no choice is known.
+
+    Raises:
+        PlanMismatch: a kernel of the plan's cannot compute what it is to replace.
+    """
     frame = analysis.frame
     any_choice = next(iter(presets(frame).values()))
     blank = Candidate(_NAME, any_choice, plan.predicted_ms, options=plan.options)
     [program] = programs_of(analysis, [blank], environment)
-    job = program.job
+    job, constraints = program.job, resolved(frame.program, mesh, plan.constraints)
     argument = {value: i for i, value in enumerate(frame.program.args)}
     output = {value: i for i, value in enumerate(frame.program.outputs)}
     shardings = [
         plan.arg_specs,
         plan.output_specs,
         constraints_to_json(plan.constraints),
-        [repr(one) for one in plan.constraints.rematerialized],
+        [repr(one) for one in constraints.rematerialized],
+        [(one.name, one.op, one.functions.how) for one in constraints.replaced],
     ]
     digest = hashlib.sha256(json.dumps(shardings).encode()).hexdigest()
     job = replace(
         job,
         key=ProfileKey((*job.key.parts, ("plan", digest))),
-        constraints=plan.constraints,
+        constraints=constraints,
         in_specs=tuple(plan.arg_specs[argument[v]] for v in job.part.inputs),
         out_specs=tuple(plan.output_specs[output[v]] for v in job.part.outputs),
         choice="",

@@ -79,7 +79,7 @@ class Recorded:
 
     def stages(self, mesh: Mesh) -> Sequence[Function]:
         """None: see `cfp.runtime.execute`."""
-        raise AssertionError("what a file records is found again before it is lowered")
+        raise AssertionError("it is found again before it is lowered")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +188,8 @@ class _Replacer:
 
     def run(self, one: Replacement) -> dict[int, ir.Value]:
         """Replaces what one replacement names; returns what stands for its values."""
+        if not one.stages:
+            raise AssertionError(f"{one.name} is of a file, and was not found again")
         stands: dict[int, ir.Value] = {}
         kept: list[ir.Value] = []
         again: list[ir.Value] | None = None  # residuals that are rematerialized

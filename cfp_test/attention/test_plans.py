@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import pytest
 
 import cfp
+from cfp.analysis.analyze import analyze
 from cfp.attention import chunked
 from cfp.attention.matching.matches import attentions, replacements
 from cfp.attention.matching.ways import Way, refusal_of
 from cfp.attention.problem import AttentionProblem
 from cfp.checking.check import Check, both_sides
+from cfp.checking.verify import verify
 from cfp.context import open_context
 from cfp.cost.choice import segment_candidate
 from cfp.errors import PlanMismatch
@@ -23,6 +25,7 @@ from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
+from cfp.program.trace import trace
 from cfp.report.figures import with_figures
 from cfp.search.choices import Kernels
 from cfp.settings import Replacing
@@ -117,6 +120,21 @@ def test_it_is_the_same_behind_its_file(planned, mesh, tmp_path):
     assert_same(applied(*arguments()))
     with pytest.raises(PlanMismatch, match="made from the step"):
         loaded.export_python(tmp_path / "sharded.py")
+
+
+def test_a_file_is_verified_with_its_kernels(planned, mesh, tmp_path):
+    """As written the step needs more memory than the plan's budget."""
+    plan, _ = planned
+    plan.save(tmp_path / "plan.json")
+    loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
+    flat = flatten_step(step, arguments())
+    program, lowering = trace(flat, mesh)
+    analysis = analyze(program, (("x", 4),))
+    where = {"mesh": mesh, "cache_dir": tmp_path, "seconds": 0.0}
+    found = verify(loaded, analysis, flat, lowering.out_tree, **where)
+    [own] = (row for row in found.rows if row.ran)
+    assert own.name == plan.winner
+    assert own.peak_bytes == plan.peak_bytes
 
 
 def test_a_module_computes_by_its_kernels_and_refuses_another_step(

@@ -215,7 +215,7 @@ def train(options: argparse.Namespace, rest: list[str], folder: Path) -> dict[st
     program, lowering = trace(step, mesh)
     plan = Plan.load(folder / options.phase, mesh=mesh)
     plan = plan.bound_to(step, lowering.out_tree)
-    job = training_job(program, plan)
+    job = training_job(program, plan, mesh)
     clock.tell("traced; compiling, or loading what the race compiled")
     environment = BuildEnvironment.beside(store_path(options.workdir))
     with _compilation_cache(options.workdir, mesh):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.errors import PlanMismatch
 from cfp.plan.plan import Plan
@@ -16,10 +16,11 @@ from cfp.profiling.key import ProfileKey
 from cfp.program.graph import Program
 from cfp.program.signature import whole
 from cfp.program.step import FlatStep
+from cfp.runtime.execute import resolved
 from cfp.targets import Target
 
 
-def training_job(program: Program, plan: Plan) -> Job:
+def training_job(program: Program, plan: Plan, mesh: Mesh) -> Job:
     """A plan's whole program as the race ran it: what is donated goes back in.
 
     Raises:
@@ -42,7 +43,7 @@ def training_job(program: Program, plan: Plan) -> Job:
         key=ProfileKey((("what", "whole program, trained"),)),
         label=plan.winner,
         part=part,
-        constraints=plan.constraints,
+        constraints=resolved(program, mesh, plan.constraints),
         in_specs=tuple(plan.arg_specs[position[v]] for v in part.inputs),
         out_specs=tuple(specs[v] for v in part.outputs),
         feedback=tuple(feedback),

@@ -159,7 +159,7 @@ def test_what_was_raced_is_trained_on_new_data_every_step(name):
     plan = compose_plan(session.analysis, session.mesh, {}, outcome)
     plan = plan.bound_to(session.step, session.lowering.out_tree)
 
-    job = training_job(program, plan)
+    job = training_job(program, plan, session.mesh)
     raced = whole_job(session.analysis, choice, (), name)
     for what in ("part", "constraints", "in_specs", "out_specs", "feedback", "options"):
         assert getattr(job, what) == getattr(raced, what), what
@@ -197,4 +197,4 @@ def test_a_plan_for_another_program_is_not_trained():
     plan = compose_plan(session.analysis, session.mesh, {}, outcome)
     other = analyse(model_target("gpt", {**TINY, "layers": 2}), mesh)
     with pytest.raises(PlanMismatch, match="another program"):
-        training_job(other.analysis.frame.program, plan)
+        training_job(other.analysis.frame.program, plan, other.mesh)

@@ -351,3 +351,39 @@ _TRIED = {
     "level1": "level 1",
     "nocudnn": "none of cuDNN's",
 }
+
+
+def raced_whole(data: Mapping[str, Any]) -> dict[str, str]:
+    """The race of a whole model."""
+    per_device = data["flops"] / data["devices"]
+    ran = [row for row in data["plan"]["race"] if row["samples_ms"]]
+    ran.sort(key=lambda row: row["samples_ms"][0])
+    return {
+        **{
+            name: data[name]
+            for name in ("device", "jax", "python", "date", "commit", "command")
+        },
+        "tflop": fixed(data["flops"] / 1e12),
+        "seconds": fixed(sum(data["phases_seconds"].values())),
+        "parts": ", ".join(
+            f"{name} {fixed(seconds)}"
+            for name, seconds in data["phases_seconds"].items()
+        ),
+        "race": table(
+            "plan | predicted ms | measured ms | tokens/s | of 989.5 TFLOP/s | "
+            "of the measured rate | GiB",
+            [
+                [
+                    row["name"].replace("_", " "),
+                    fixed(row["predicted_ms"]),
+                    fixed(ms),
+                    f"{data['tokens'] / ms * 1e3:,.0f}",
+                    f"{per_device / ms / 989.5e9:.1%}",
+                    f"{per_device / ms / data['bfloat16_flops_per_ms']:.1%}",
+                    fixed(row["peak_bytes"] / 2**30),
+                ]
+                for row in ran
+                for ms in row["samples_ms"][:1]
+            ],
+        ),
+    }

@@ -244,6 +244,7 @@ PAGES: tuple[Page, ...] = (
             "suite_slow_h200x2",
             "suite_budgets_h100x2",
             "suite_budgets_h200x2",
+            "suite_cost_model_h200x2",
         )
     ),
     *_OPERATORS,
@@ -259,6 +260,7 @@ PAGES: tuple[Page, ...] = (
             ("seeds_again_h200x2", "two H200"),
             ("seeds_h100x2", "two H100"),
             ("seeds_rings_h200x2", "two H200"),
+            ("seeds_zigzag_h200x2", "two H200"),
         )
     ),
     _page("analysis_cpu_202611", checked.analysis),
@@ -329,6 +331,7 @@ PAGES: tuple[Page, ...] = (
     ),
     _page("building_h200x2_202611", building.building),
     _page("tuning_h200x2_202611", building.tuning),
+    _page("full_models_kernels_h200x2_202611", building.raced_whole),
     _page("check_margin_cpu_202611", checked.margin),
     Page(
         name="call_overhead_cpu_202611",

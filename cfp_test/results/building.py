@@ -387,3 +387,42 @@ def raced_whole(data: Mapping[str, Any]) -> dict[str, str]:
             ],
         ),
     }
+
+
+def planning_parts(*suites: Mapping[str, Any]) -> dict[str, str]:
+    """A table of the seconds that plans from empty stores took, by part."""
+    rows = []
+    for suite in suites:
+        for piece in suite["pieces"]:
+            counts = (piece.get("planning") or {}).get("counts", {})
+            seconds = {
+                name.removeprefix(_PART): value
+                for name, value in counts.items()
+                if name.startswith(_PART)
+            }
+            if not seconds:
+                continue
+            kind = piece["environment"]["device_kind"].removeprefix("NVIDIA ")
+            model, _, what = piece["piece"].partition(":")
+            links = "without P2P" if what == "off" else "NVLink"
+            row = [model, links, kind.partition(" ")[0], piece["date"][:10]]
+            row.append(fixed(piece["planning"]["planning_s"]))
+            rows.append([*row, *(fixed(seconds.get(name, 0.0)) for name in _PARTS)])
+    names = " | ".join(name.replace("_", " ") for name in _PARTS)
+    columns = f"model | links | GPUs | date | planned in s | {names}"
+    return {"parts": table(columns, sorted(rows))}
+
+
+_PART = "seconds_in_"
+_PARTS = (
+    "rates",
+    "tuning",
+    "builds",
+    "runs",
+    "whole",
+    "warm_up",
+    "looks",
+    "variants",
+    "warm_up_again",
+    "turns",
+)

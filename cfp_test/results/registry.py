@@ -331,6 +331,20 @@ PAGES: tuple[Page, ...] = (
     ),
     _page("building_h200x2_202611", building.building),
     _page("tuning_h200x2_202611", building.tuning),
+    Page(
+        name="planning_parts_gpux2_202611",
+        sources=tuple(
+            f"suite_{name}_202611.json"
+            for name in (
+                "again_h200x2",
+                "slow_h200x2",
+                "budgets_h100x2",
+                "budgets_h200x2",
+                "cost_model_h200x2",
+            )
+        ),
+        figures=building.planning_parts,
+    ),
     _page("full_models_kernels_h200x2_202611", building.raced_whole),
     _page("check_margin_cpu_202611", checked.margin),
     Page(

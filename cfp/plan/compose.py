@@ -127,12 +127,17 @@ def common_plan(agreement: Agreement, plan: Plan) -> Plan:
     if agreement.alone:
         return plan
     plain = replace(plan, sites=None, step=None, mesh=None)  # Sites take a lowering.
-    text = agreement.decided("the plan", plain.to_json() if agreement.decides else "")
+    own = plain.to_json()
+    text = agreement.decided("the plan", own)
     if agreement.decides:
         return plan
-    theirs = Plan.from_json(json.loads(text), allowed_options=tuple(plan.options))
+    theirs, ours = (
+        Plan.from_json(json.loads(one), allowed_options=tuple(plan.options))
+        for one in (text, own)
+    )
     for name in _DECIDED:
-        if getattr(theirs, name) != getattr(plan, name):
+        # A file says what is replaced, and by what; not with which functions.
+        if getattr(theirs, name) != getattr(ours, name):
             raise ProcessError(
                 compose(
                     f"The processes have come to different plans: the {name} differ.",
@@ -142,4 +147,4 @@ def common_plan(agreement: Agreement, plan: Plan) -> Plan:
                     "all; and please report this",
                 )
             )
-    return theirs.placed_like(plan)
+    return replace(theirs.placed_like(plan), constraints=plan.constraints)

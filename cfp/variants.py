@@ -48,7 +48,7 @@ from cfp.profiling.outlook import without_left
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import open_store, store_path
 from cfp.profiling.tasks import Progress
-from cfp.program.meaning import check_settings, unchecked
+from cfp.program.meaning import check_settings
 from cfp.program.step import FlatStep, flatten_step
 from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram, RaceResult, Skipped, race_row
@@ -172,7 +172,7 @@ def plan_fastest(
             settings=how,
         )
         deadline = _Deadline(end=now() + how.seconds, agreement=agreement)
-        work = _Planning(variants, _Steps(calls, pins), options, deadline)
+        work = _Planning(variants, _Steps(calls, options), options, deadline)
         if several and preset is None and (rule_out or isfinite(how.seconds)):
             work.estimate(rule_out)
         work.plan(work.turns)
@@ -296,11 +296,11 @@ class _Steps:
 
     Args:
         calls: which arguments are static, and which are donated.
-        pins: shardings to keep.
+        options: how to plan.
     """
 
-    def __init__(self, calls: Mapping[str, Any], pins: Pins | None) -> None:
-        self._calls, self._pins = calls, pins
+    def __init__(self, calls: Mapping[str, Any], options: PlanOptions) -> None:
+        self._calls, self._options = calls, options
         self._known: dict[str, tuple[FlatStep, Analyzed]] = {}
         self._broken: dict[int, StepNotTraceable] = {}
 
@@ -319,9 +319,8 @@ class _Steps:
                     variant.fn, variant.args, variant.kwargs, **self._calls
                 )
                 check_settings()
-                alone = agreement_of(variant.mesh).alone
-                with coordinated_planning(alone), unchecked():
-                    made = analyze_step(step, variant.mesh, self._pins)
+                with self._options.planning(variant.mesh):
+                    made = analyze_step(step, variant.mesh, self._options.pins)
             except StepNotTraceable as error:
                 self._broken[key] = error
                 raise

@@ -172,6 +172,16 @@ def test_planning_ends_though_the_collector_is_interrupted(tmp_path, dropped):
     assert left == [] and dropped == []
 
 
+@pytest.mark.parametrize("mesh", [make_mesh, None], ids=["one mesh", "all"])
+def test_reading_a_step_is_interrupted_as_calmly(tmp_path, mesh):
+    def step(x):
+        raise KeyboardInterrupt
+
+    mesh = mesh and mesh((("x", 4),))
+    with pytest.raises(KeyboardInterrupt, match="Nothing was measured yet"):
+        cfp.plan(step, jnp.ones((8, 8)), mesh=mesh, cache_dir=tmp_path)
+
+
 def test_compiling_what_was_planned_is_interrupted_as_calmly(folder, monkeypatch):
     def interrupted(plan, tell):
         raise KeyboardInterrupt

@@ -297,16 +297,16 @@ def check_binding(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     Raises:
         OptionError: the step has no such argument.
     """
-    try:
-        check_keywords(fn, kwargs, BINDS, "plan.bind")
-    except OptionError as error:
-        for name in _DECIDES:
-            if name in kwargs:
-                raise OptionError(
-                    f"{name} decides how a step is planned, and this plan is made. "
-                    f"Leave {name} out; or cfp.plan(...) plans again."
-                ) from error
-        raise
+    for name, value in kwargs.items():
+        try:
+            check_keywords(fn, {name: value}, BINDS, "plan.bind")
+        except OptionError as error:
+            if name not in _DECIDES:
+                raise
+            raise OptionError(
+                f"{name} decides how a step is planned, and this plan is made. "
+                f"Leave {name} out; or cfp.plan(...) plans again."
+            ) from error
 
 
 def check_donated(planned: Sequence[bool], step: FlatStep) -> None:

@@ -266,6 +266,15 @@ def test_bind_says_so_of_other_keywords(loaded, more, words):
         plan.bind(step_fn, *args, **more)
 
 
+def test_bind_says_so_of_the_keyword_that_the_step_does_not_have(loaded):
+    def step(state, x, settings):
+        return step_fn(state, x)
+
+    plan, args = loaded
+    with pytest.raises(cfp.OptionError, match="has an argument 'donate'"):
+        plan.bind(step, *args, settings=None, donate=0)
+
+
 def test_a_bound_plan_has_the_mesh_that_it_runs_on(loaded):
     """Devices that are not there it lacks, and is bound all the same."""
     plan, args = loaded

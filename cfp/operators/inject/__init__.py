@@ -2,7 +2,7 @@
 
 from cfp.operators.inject import inject, injection
 
-injected = inject(model)          # A module of linen or NNX, or a function.
+injected = inject(model)          # A module of linen or NNX.
 print(injected.report)            # What was replaced, what was not, and why.
 
 with injection() as inside:       # While models of linen are called.
@@ -12,9 +12,7 @@ with injection() as inside:       # While models of linen are called.
 
 from cfp.operators.inject import policy as _policies  # Registers what is there.
 from cfp.operators.inject.injecting import (
-    FunctionPolicy,
     Injection,
-    NamedJit,
     inject,
     injection,
 )
@@ -32,9 +30,7 @@ del _policies
 
 __all__ = [
     "Choices",
-    "FunctionPolicy",
     "Injection",
-    "NamedJit",
     "Part",
     "Policy",
     "PolicyError",

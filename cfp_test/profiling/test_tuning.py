@@ -20,7 +20,9 @@ from cfp_test.waiting import GUARD_SECONDS
 def tunable(monkeypatch):
     """Has the virtual devices pass for some whose compiler keeps what it tuned."""
     monkeypatch.setattr(
-        BuildEnvironment, "options", lambda self, platform: {"kept": platform}
+        BuildEnvironment,
+        "options",
+        lambda self, platform: {"xla_llvm_disable_expensive_passes": "False"},
     )
     built = []
     monkeypatch.setattr(measurer, "build", lambda *job: built.append(job[2].label))
@@ -121,7 +123,9 @@ def test_what_was_tuned_for_the_mesh_itself_is_not_built_again(
 ):
     """A program that was built for another device order is another one."""
     monkeypatch.setattr(
-        BuildEnvironment, "options", lambda self, platform: {"kept": platform}
+        BuildEnvironment,
+        "options",
+        lambda self, platform: {"xla_llvm_disable_expensive_passes": "False"},
     )
     seen = {}
     together = threading.Barrier(2)

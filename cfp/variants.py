@@ -403,7 +403,7 @@ def _near_by_estimate(
         if variant is best or not is_known or not is_slow:
             near.append(variant)
             continue
-        memory = ", does not fit in memory" * misfits
+        memory = ", does not fit in memory" if misfits else ""
         why = f"estimated at {time_ms:.3f} ms{memory}; {best.name} at {best_ms:.3f}"
         if not memory and abs(time_ms - best_ms) <= SAME_MS:
             why = f"estimated at {time_ms:.3f} ms, a tie with {best.name}"

@@ -220,17 +220,18 @@ def build(
       The compiled part, or the record of why there is none.
     """
     started = time.perf_counter()
-    types = signature(program, job.part)
     platform = mesh.devices.flat[0].platform
     how: Compile = compile_right
-    if environment.remote is not None:
-        how = partial(_compile_there, environment.remote, job, types, mesh)
-        usual = environment.always  # Directories are of this host.
-    else:
+    if environment.remote is None:
         environment.prepare(platform)
         usual = environment.options(platform)
+    else:
+        usual = environment.always  # Directories are of this host.
     options = {**usual, **dict(job.options)}
     try:
+        types = signature(program, job.part)
+        if environment.remote is not None:
+            how = partial(_compile_there, environment.remote, job, types, mesh)
         lowered = lower_part(
             program,
             job.part,

@@ -125,7 +125,7 @@ def test_it_is_the_same_behind_its_file(planned, mesh, tmp_path):
 
 
 def test_several_processes_agree_on_a_plan_with_kernels(planned):
-    """Text that process 0 sends says which functions replace ops, and has none itself."""
+    """Text that process 0 sends says which functions replace ops, and has none."""
     plan, _ = planned
     sent = replace(plan, predicted_ms=123.0)
 

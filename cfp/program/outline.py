@@ -72,12 +72,17 @@ def first_difference(program: Program, planned: Outline) -> str:
     now = [*_described(program)]
 
     def place(i: int) -> str:
-        where = source_of(program, i)
+        op = program.ops[i]
+        # A constant stands where it was made, which is no line of what reads it.
+        readers = (
+            [] if op.operands else [r for v in op.results for r, _ in program.users[v]]
+        )
+        where = source_of(program, min(readers, default=i))
         return f"operation {i + 1} of {len(now)}" + (f", at {where}" if where else "")
 
     for i, (kind, reads) in enumerate(now):
         if i >= len(planned.ops):
-            return f"{place(i)}: {_bare(kind)}, planned was nothing more"
+            return f"{place(i)}: {_bare(kind)}, behind the end of the planned"
         number, planned_reads = planned.ops[i]
         before = planned.kinds[number]
         if before != kind:
@@ -88,12 +93,12 @@ def first_difference(program: Program, planned: Outline) -> str:
             return f"{place(i)}: {_bare(kind)}, which reads other values"
     if len(planned.ops) > len(now):
         more = planned.kinds[planned.ops[len(now)][0]]
-        return f"after {len(now)} operations: nothing more, planned was {_bare(more)}"
+        return f"it ends after {len(now)} operations, planned was {_bare(more)}"
     return "no operation; the order of results, or a function of a library"
 
 
 def _bare(kind: str) -> str:
-    return kind.rpartition(" #")[0]
+    return " ".join(kind.rpartition(" #")[0].split())
 
 
 def outline_to_json(outline: Outline) -> dict[str, Any]:

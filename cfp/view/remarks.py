@@ -58,8 +58,9 @@ def remarks(plan: Plan) -> Iterator[str]:
         )
     late = sum(row.note == TOO_LATE for row in plan.race)
     if late and len({row.samples_ms for row in plan.race if row.samples_ms}) == 1:
+        others = "the other" if late == 1 else f"any of {late} others"
         yield (
-            f"no comparison: time was over before any of {late} others was compiled; "
+            f"no comparison: time was over before {others} was compiled; "
             "a longer --time-budget, or PlannerSettings(seconds=...), has time for them"
         )
     yield from _whole_remarks(plan)

@@ -22,13 +22,13 @@ from cfp.program.trace import Lowering, planning_mesh, read_lowering, trace
 W, X = jnp.ones((8, 16)), jnp.ones((4, 8))
 
 
-def make_step(activation=jnp.tanh, sign=1.0, more=False, swapped=False):
+def make_step(activation=jnp.tanh, sign=1.0, more=None, swapped=False):
     def step(w, x):
         h = activation(x @ w)
         pair = w.sum(), h.sum()
         pair = pair[::-1] if swapped else pair
         loss = sign * (pair[0] - pair[1])
-        return w - 0.1, jnp.exp(loss) if more else loss
+        return w - 0.1, more(loss) if more else loss
 
     return step
 
@@ -59,9 +59,16 @@ def plan(mesh, tmp_path_factory):
     [
         ({"activation": jnp.sin}, "sine f32[4,16] -> f32[4,16], planned was tanh"),
         ({"swapped": True}, "which reads other values"),
-        ({"more": True}, "exponential f32[] -> f32[], planned was"),
+        (
+            {"more": jnp.exp},
+            "exponential f32[] -> f32[], behind the end of the planned",
+        ),
+        (
+            {"more": lambda x: x * 3.0},
+            "constant -> f32[], behind the end of the planned",
+        ),
     ],
-    ids=["op", "wiring", "more"],
+    ids=["op", "wiring", "more", "behind"],
 )
 def test_the_first_operation_that_differs_is_shown(plan, change, words):
     with pytest.raises(cfp.PlanMismatch) as refused:

@@ -7,7 +7,7 @@ the same order after :func:`normalise`; plans rely on it to name ops by number.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -62,8 +62,8 @@ def call_target(op: ir.Operation) -> str:
 
 def mesh_axes(mesh: ir.Operation) -> dict[str, int]:
     """The names and sizes of a mesh's axes."""
-    axes = map(sdy.MeshAxisAttr, sdy.MeshAttr(mesh.attributes["mesh"]).axes)
-    return {axis.name: axis.size for axis in axes}
+    axes: Iterable[Any] = sdy.MeshAttr(mesh.attributes["mesh"]).axes
+    return {one.name: one.size for one in (sdy.MeshAxisAttr(axis) for axis in axes)}
 
 
 def specs_of(attribute: ir.Attribute) -> list[Spec]:

@@ -127,11 +127,7 @@ def test_on_arrival_the_plan_its_rivals_and_the_presets_are_timed(verified, ahea
     assert times == sorted(times)
     data = verified_data(found)
     assert data["rung"] == "estimated" and data["measured_ms"] == found.measured_ms
-    assert "by estimates: for other devices." in "\n".join(verified_text(found))
-    kind = {"device_kind": found.best.environment["device_kind"]}
-    there = replace(ahead, environment={**ahead.environment, **kind})
-    same = "\n".join(verified_text(replace(found, plan=there)))
-    assert f"off by {found.off:+.1%}" in same
+    assert f"off by {found.off:+.1%}" in "\n".join(verified_text(found))
 
 
 def test_a_prediction_by_estimates_is_called_one_though_its_plan_raced(verified):

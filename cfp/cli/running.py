@@ -257,8 +257,7 @@ def verify(
     with only_json(as_json) as print_json:
         plan = Plan.load(path)
         with Display(quiet) as display:
-            virtual = "--platform cpu --other-devices, to time it on virtual devices"
-            found, mesh = target_of(ctx, plan, f"{ELSEWHERE}; {virtual}")
+            found, mesh = target_of(ctx, plan, ELSEWHERE)
             if not other_devices:
                 check_devices(plan, mesh)
             session = analyse(found, mesh, plan=plan)

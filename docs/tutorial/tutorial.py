@@ -218,7 +218,7 @@ with ocp.StandardCheckpointer() as checkpoints:
 # The run was stopped. In a new process (in a notebook: restart the kernel) run what
 # defines model, step and batches again, all above `one_step`, and then go on here.
 # Nothing is planned. `bind` checks that the plan is for arguments like these, and the
-# first call that it is for this step; errors say what differs. `apply` begins to load the
+# first call that it is for this step. `apply` begins to load the
 # executable that planning kept, and meanwhile the checkpoint is restored, straight
 # into the plan's shardings. On two H100 the first step was done 3.4 s after the
 # definitions

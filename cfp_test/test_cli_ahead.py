@@ -98,10 +98,16 @@ def test_mistakes_end_in_one_message(outcomes, number):
 def test_without_a_plans_devices_only_what_helps_there_is_suggested(tmp_path):
     # Each process has the devices that its first command asks for.
     run_batch([[*PLAN, "4xh200", "-o", "plan.json"]], tmp_path)
-    lines = [["verify", "plan.json", TOY], ["run", TOY, "--plan", "plan.json"]]
+    verify = ["verify", "plan.json", TOY]
+    lines = [verify, ["run", TOY, "--plan", "plan.json"]]
     verified, ran = run_batch(lines, tmp_path, JAX_PLATFORMS="cpu")
     assert "4 devices of NVIDIA H200 for the mesh x=4\n  got: 1 of" in verified.err
     assert "try: cfp verify on a machine with the devices that the" in verified.err
-    assert "--devices" not in verified.err and "--platform" not in verified.err
+    # On virtual devices alone it would be refused for these.
+    here = "--platform cpu --other-devices"
+    assert f"; {here}, to time it here all the same, on 4 virtual" in verified.err
+    assert "--devices" not in verified.err and verified.err.count("--platform") == 1
     assert "try: this command on a machine with the plan's devices; or" in ran.err
     assert "--devices" not in ran.err
+    [here] = run_batch([[*verify, *here.split(), "-q"]], tmp_path, JAX_PLATFORMS="cpu")
+    assert here.code == 0 and "times of these are not compared" in here.out, here.err

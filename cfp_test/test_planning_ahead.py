@@ -122,12 +122,26 @@ def test_on_arrival_the_plan_its_rivals_and_the_presets_are_timed(verified, ahea
     names = {row.name for row in found.rows}
     assert {ahead.winner, "data_parallel", "fully_sharded"} <= names
     assert found.measured_ms > 0
-    assert found.off == pytest.approx(ahead.predicted_ms / found.measured_ms - 1)
     times = [row.time_ms for row in found.rows]
     assert times == sorted(times)
     data = verified_data(found)
     assert data["rung"] == "estimated" and data["measured_ms"] == found.measured_ms
+
+
+def test_a_prediction_is_compared_with_times_of_devices_that_it_is_of(
+    verified, folder, mesh
+):
+    found, analysis, flat = verified
+    text = "\n".join([*verified_text(found), page_html(found.best)])
+    assert found.off is None and verified_data(found)["off"] is None
+    assert "of other devices, with which times of these are not compared" in text
+    assert "off by" not in text and "of the measured" not in text
+    here = {**found.plan.environment, "device_kind": "cpu"}
+    made = replace(found.plan, environment=here)
+    found = verify(made, analysis, flat, None, mesh=mesh, cache_dir=folder)
+    assert found.off == pytest.approx(made.predicted_ms / found.measured_ms - 1)
     assert f"off by {found.off:+.1%}" in "\n".join(verified_text(found))
+    assert "of the measured" in page_html(found.best)
 
 
 def test_a_prediction_by_estimates_is_called_one_though_its_plan_raced(verified):

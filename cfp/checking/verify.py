@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,7 +52,13 @@ from cfp.race.turns import race_programs
 from cfp.runtime.execute import resolved
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
-from cfp.view.words import ONE_DEVICE, VERIFIED, WAS_DESCRIBED, basis_text
+from cfp.view.words import (
+    ONE_DEVICE,
+    OTHER_DEVICES,
+    VERIFIED,
+    WAS_DESCRIBED,
+    basis_text,
+)
 
 _ROUNDS = 2
 _RUNNERS_UP = 2
@@ -60,6 +67,10 @@ _NAME = "the plan"
 ELSEWHERE = (
     "cfp verify on a machine with the devices that the plan is for, which it times the "
     "plan on; cfp show prints the plan on any machine"
+)
+_RANDOM = (
+    ", unless the step draws random numbers, which JAX lowers in another way for each "
+    "platform"
 )
 
 
@@ -81,8 +92,10 @@ class Verified:
 
     @property
     def off(self) -> float | None:
-        """Predicted over measured, less one; None if either is not known."""
+        """Predicted over measured, less one; None if unknown, or of other devices."""
         if self.plan.predicted_ms is None or self.measured_ms is None:
+            return None
+        if OTHER_DEVICES in self.best.search:
             return None
         return self.plan.predicted_ms / self.measured_ms - 1
 
@@ -90,6 +103,17 @@ class Verified:
     def holds(self) -> bool:
         """True if nothing that was timed is faster than the plan."""
         return self.best.winner == self.plan.winner
+
+
+def elsewhere(plan: Plan) -> str:
+    """Suggests what to try where a plan's devices are missing."""
+    if plan.environment.get("platform") == "cpu":
+        return ELSEWHERE
+    count = prod(size for _, size in plan.mesh_axes)
+    return (
+        f"{ELSEWHERE}; --platform cpu --other-devices, to time it here all the same, "
+        f"on {counted(count, 'virtual device', 'virtual devices')}{_RANDOM}"
+    )
 
 
 def check_devices(plan: Plan, mesh: Mesh) -> None:
@@ -103,10 +127,7 @@ def check_devices(plan: Plan, mesh: Mesh) -> None:
     if wanted and kinds != [wanted]:
         all_the_same = "--other-devices, to time it here all the same"
         if plan.environment.get("platform") != mesh.devices.flat[0].platform:
-            all_the_same += (
-                ", unless the step draws random numbers, which JAX lowers in another "
-                "way for each platform"
-            )
+            all_the_same += _RANDOM
         raise DeviceError(
             compose(
                 "These are other devices than the plan is for.",
@@ -189,6 +210,9 @@ def verify(
     # The environment of what was verified is that of these devices.
     is_described = "described" in plan.environment or WAS_DESCRIBED in plan.search
     source = {VERIFIED: 1.0} | ({WAS_DESCRIBED: 1.0} if is_described else {})
+    kinds = {plan.environment.get("device_kind"), dict(environment)["device_kind"]}
+    if OTHER_DEVICES in plan.search or len(kinds - {None}) > 1:
+        source |= {OTHER_DEVICES: 1.0}
     if best is own:
         source |= {ONE_DEVICE: 1.0} if plan.rung == "one device" else {}
         made = replace(
@@ -338,10 +362,14 @@ def verified_text(found: Verified) -> Sequence[str]:
         lines.append(f"The plan {plan.winner!r} does not run here.")
     else:
         lines.append(f"The plan {plan.winner!r} takes {found.measured_ms:.3f} ms.")
-    if off is not None:
+    if plan.predicted_ms is not None and found.measured_ms is not None:
+        how_far = (
+            f"off by {off:+.1%}"
+            if off is not None
+            else "of other devices, with which times of these are not compared"
+        )
         lines.append(
-            f"Predicted were {plan.predicted_ms:.3f} ms, {basis_text(plan)}: off by "
-            f"{off:+.1%}."
+            f"Predicted were {plan.predicted_ms:.3f} ms, {basis_text(plan)}: {how_far}."
         )
     others = sum(row.ran for row in found.rows if row.name != plan.winner)
     late = [row for row in found.rows if isinstance(row.outcome, Skipped)]

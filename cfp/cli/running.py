@@ -13,8 +13,8 @@ from rich.console import Console
 from cfp import api
 from cfp.checking.trial import Trial, run_trial
 from cfp.checking.verify import (
-    ELSEWHERE,
     check_devices,
+    elsewhere,
     verified_data,
     verified_text,
 )
@@ -257,7 +257,7 @@ def verify(
     with only_json(as_json) as print_json:
         plan = Plan.load(path)
         with Display(quiet) as display:
-            found, mesh = target_of(ctx, plan, ELSEWHERE)
+            found, mesh = target_of(ctx, plan, elsewhere(plan))
             if not other_devices:
                 check_devices(plan, mesh)
             session = analyse(found, mesh, plan=plan)

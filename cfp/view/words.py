@@ -29,9 +29,11 @@ ALL_SECONDS = "planning_seconds"
 NONE_CAN = "no kernel that may be used can compute it"
 IN_ALL, COMPILE = "in all", "compile"
 # Entries of `Plan.search` after `cfp verify`, which has measured the plan: it was made
-# for described devices, and its own prediction is by one device that ran its part. The
-# environment is that of the devices on which it was verified.
+# for described devices, and its own prediction is by one device that ran its part; it
+# was made for devices of another kind. The environment is that of the devices on which
+# it was verified.
 VERIFIED, WAS_DESCRIBED, ONE_DEVICE = "verified", "was_described", "one_device"
+OTHER_DEVICES = "other_devices"
 # Of a budget that was asked for, what is held back for the allocator.
 RESERVE_BYTES = "reserve_bytes"
 
@@ -185,9 +187,10 @@ def predicted_how(plan: Plan) -> str:
 
 
 def deviation_text(plan: Plan) -> str:
-    """Returns a prediction's deviation; "" if unknown, or of virtual devices."""
+    """Returns a prediction's deviation; "" if unknown, or of virtual or other ones."""
     is_virtual = known_how(plan) == "estimated" and WAS_DESCRIBED not in plan.search
-    if is_virtual or not plan.measured_ms or plan.predicted_ms is None:
+    is_compared = not is_virtual and OTHER_DEVICES not in plan.search
+    if not is_compared or not plan.measured_ms or plan.predicted_ms is None:
         return ""
     return f"{plan.predicted_ms / plan.measured_ms - 1:+.1%} of the measured"
 

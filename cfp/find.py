@@ -37,13 +37,13 @@ from cfp.program.memory import has_host_memory
 from cfp.program.step import FlatStep
 from cfp.race.programs import RaceOutcome
 from cfp.report.figures import with_figures
-from cfp.search.choices import Kernels
 from cfp.search.problem import Problem
 from cfp.search.requests import Profiles
 from cfp.settings import (
     HOST_BYTES_PER_MS,
     LEAST_VARIANT_SHARE,
     Dimension,
+    Replacing,
     defaults_of,
 )
 from cfp.solution import Candidate, Estimate, Solution
@@ -250,7 +250,7 @@ def complete_plan(
         outcome.winner.choice,
         solution.problem,
         solution.rates,
-        profiles.kernels if profiles else Kernels(),
+        profiles.replacing if profiles else Replacing(),
         profiles.failed_kernels if profiles else {},
         outcome.raced,
         dimensions=rules.dimensions,
@@ -298,16 +298,14 @@ def _decided(
     return *decide(context, analysis, again), again
 
 
-def _unasked(context: PlanContext) -> Kernels:
+def _unasked(context: PlanContext) -> Replacing | None:
     """Returns the platform's kernels for attentions, where the user wanted none.
 
     None either where the user left the choice out: that is a remark of its own.
     """
-    platform, rules = dict(context.environment)["platform"], context.rules
-    is_chosen = Dimension.KERNELS in rules.dimensions
-    usual = defaults_of(platform).replacing.attention
-    is_unwanted = is_chosen and not rules.replacing.attention
-    return Kernels(names=usual if is_unwanted else (), platform=platform)
+    rules, asked = context.rules, context.rules.replacing
+    is_unwanted = Dimension.KERNELS in rules.dimensions and not asked.attention
+    return defaults_of(asked.platform).replacing if is_unwanted else None
 
 
 def estimate_plan(analyzed: Analyzed, options: PlanOptions) -> Estimate:

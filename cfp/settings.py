@@ -159,13 +159,16 @@ class Replacing:
     """Kernels and parts that may compute what a step has there otherwise.
 
     Attributes:
-        attention: kernels of attention, the preferred first.
+        attention: kernels of attention, the preferred first: of each candidate the
+            first that can.
         cross_entropy: over so many parts of the vocabulary a cross-entropy may be
             computed; 0 for none.
+        platform: of the devices, by JAX's name: a kernel may run on some only.
     """
 
     attention: tuple[str, ...] = ()
     cross_entropy: int = 0
+    platform: str = "cpu"
 
 
 _CHUNKED = Replacing(attention=("chunked",), cross_entropy=CROSS_ENTROPY_PARTS)
@@ -272,4 +275,9 @@ _PLATFORMS = {"cpu": _CPU, "gpu": _GPU, "cuda": _GPU, "rocm": _GPU}
 
 def defaults_of(platform: str) -> PlatformDefaults:
     """Returns the settings of a platform, by JAX's name for it."""
-    return _PLATFORMS.get(platform, PlatformDefaults(reach=_REACH))
+    found = _PLATFORMS.get(platform, PlatformDefaults(reach=_REACH))
+    return replace(
+        found,
+        replacing=replace(found.replacing, platform=platform),
+        replacing_for_memory=replace(found.replacing_for_memory, platform=platform),
+    )

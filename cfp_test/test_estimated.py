@@ -20,10 +20,11 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
 from cfp.runtime import execute
-from cfp.search.choices import Kernels, estimate_kinds, whole_choice
+from cfp.search.choices import estimate_kinds, whole_choice
 from cfp.search.expected import build_problem, estimate_options
 from cfp.search.problem import Assignment
 from cfp.search.solver import solve
+from cfp.settings import Replacing
 from cfp.view.remarks import remarks
 from cfp.view.text import plan_text
 from cfp.view.words import summary_line
@@ -81,7 +82,7 @@ def test_a_plan_says_that_its_predictions_are_estimates(planned):
 def test_the_best_of_all_options_is_found(parts):
     """And it costs what its parts and what moves between them are estimated to."""
     analysis, estimates, presets, costs = parts
-    given = {"per_kind": 2, "budget_bytes": None, "kernels": Kernels()}
+    given = {"per_kind": 2, "budget_bytes": None, "replacing": Replacing()}
     found = estimate_options(estimates, presets, costs, **given)
     problem = build_problem(costs, found.estimated, None)
     best = solve(problem)
@@ -116,7 +117,7 @@ def test_the_best_of_all_options_is_found(parts):
 
 def test_what_follows_a_segment_is_not_counted_twice(parts):
     _, estimates, presets, costs = parts
-    given = {"per_kind": 2, "budget_bytes": None, "kernels": Kernels()}
+    given = {"per_kind": 2, "budget_bytes": None, "replacing": Replacing()}
     found = estimate_options(estimates, presets, costs, **given)
     for kind, options in enumerate(found.estimated):
         alone = estimates[kind].without_twin()
@@ -127,7 +128,7 @@ def test_what_follows_a_segment_is_not_counted_twice(parts):
 def test_where_memory_decides_segments_may_be_rematerialized(parts):
     analysis, estimates, presets, costs = parts
     where = (estimates, presets, costs)
-    given = {"per_kind": 2, "kernels": Kernels()}
+    given = {"per_kind": 2, "replacing": Replacing()}
     plenty = estimate_options(*where, budget_bytes=2**40, **given)
     small = estimate_options(*where, budget_bytes=1, **given)
     assert not plenty.memory_bound and small.memory_bound

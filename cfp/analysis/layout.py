@@ -38,9 +38,9 @@ QuerySpread = Literal["", "ring", "zigzag"]
 class SegmentKernels:
     """Kernels that compute parts of a segment; false where there are none.
 
-    Three types have such a name: `Kernel` (`cfp.attention.kernels`) is one
-    implementation of attention, `Kernels` (`cfp.search.choices`) what may be proposed
-    for a program, and this what is chosen for one segment.
+    `Kernel` (`cfp.attention.kernels`) is one implementation of attention, `Replacing`
+    (`cfp.settings`) what may be proposed for a program, and this what is chosen for one
+    segment.
 
     Attributes:
         attention: name of the kernel of its attentions; "" as the program has them.

@@ -23,7 +23,7 @@ from cfp.profiling.measurer import Measurer
 from cfp.profiling.outlook import Stage
 from cfp.profiling.rates import Rates
 from cfp.race.candidates import named_candidates
-from cfp.search.choices import Kernels, estimate_among, leading_presets
+from cfp.search.choices import estimate_among, leading_presets
 from cfp.search.expected import build_problem, estimate_options
 from cfp.search.guided import measure_candidates
 from cfp.search.problem import Problem
@@ -35,7 +35,7 @@ from cfp.search.requests import (
     rematerialize,
 )
 from cfp.search.solver import leanest, solve
-from cfp.settings import ROUND_SIZE, Dimension, defaults_of
+from cfp.settings import ROUND_SIZE, Dimension, Replacing, defaults_of
 from cfp.solution import Estimate
 
 
@@ -72,16 +72,16 @@ def profile_segments(
         measure: whether to measure; otherwise no device is used.
     """
     settings, alone = context.settings, context.agreement.alone
-    dimensions = context.rules.dimensions
+    rules = context.rules
     estimates, among = estimate_among(
-        analysis, rates, named_choices(analysis.frame), dimensions
+        analysis, rates, named_choices(analysis.frame), rules.dimensions
     )
     every = leading_presets(analysis, estimates, among)
     # What saves memory is worth measuring however long it takes, if need be, and so are
     # all where one could not be built or run; which depends on times, too, that several
     # processes may know differently.
-    near = leading_presets(analysis, estimates, every, context.rules.estimate_reach)
-    costs = Costs(analysis, rates, Dimension.REMAT in dimensions)
+    near = leading_presets(analysis, estimates, every, rules.estimate_reach)
+    costs = Costs(analysis, rates, Dimension.REMAT in rules.dimensions)
     memory = context.memory
     if memory is not None:
         needs = {name: costs.least_peak_bytes(c) for name, c in every.items()}
@@ -89,7 +89,7 @@ def profile_segments(
         every = able or every
     first = near if memory is None and alone else every
     tight = _tight_by_estimate(context, every, estimates, costs)
-    kernels = kernels_of(context, tight)
+    replacing = rules.replacing_for_memory if tight else rules.replacing
     measurer = Measurer(
         analysis.frame.program,
         context.devices,
@@ -109,7 +109,7 @@ def profile_segments(
             estimates=estimates,
             environment=context.environment,
             in_context=settings.in_context,
-            kernels=kernels,
+            replacing=replacing,
         )
         return measure_candidates(
             maker,
@@ -158,17 +158,6 @@ def expected_race(
     }
 
 
-def kernels_of(context: PlanContext, tight: bool = False) -> Kernels:
-    """Returns the kernels that may compute parts of the step."""
-    rules = context.rules
-    found = rules.replacing_for_memory if tight else rules.replacing
-    return Kernels(
-        names=found.attention,
-        parts=found.cross_entropy,
-        platform=dict(context.environment)["platform"],
-    )
-
-
 def _tight_by_estimate(
     context: PlanContext,
     presets: Mapping[str, Choice],
@@ -176,9 +165,11 @@ def _tight_by_estimate(
     costs: Costs,
 ) -> bool:
     """True if the fastest of the presets' parts may not fit, by estimates."""
-    if context.budget_bytes is None or kernels_of(context, True) == kernels_of(context):
+    rules = context.rules
+    if context.budget_bytes is None or rules.replacing_for_memory == rules.replacing:
         return False
-    return _by_estimate(context, presets, estimates, costs, 0).memory_bound
+    where = context, presets, estimates, costs
+    return _by_estimate(*where, 0, rules.replacing).memory_bound
 
 
 def _by_estimate(
@@ -187,16 +178,16 @@ def _by_estimate(
     estimates: Sequence[SegmentEstimate],
     costs: Costs,
     per_kind: int,
-    tight: bool = False,
+    replacing: Replacing,
 ) -> Profiles:
-    """Options by estimates, with the kernels that there are where memory is tight."""
+    """Options by estimates."""
     return estimate_options(
         estimates,
         presets,
         costs,
         per_kind=per_kind,
         budget_bytes=context.budget_bytes,
-        kernels=kernels_of(context, tight),
+        replacing=replacing,
     )
 
 
@@ -236,18 +227,18 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
     else:
         # What lies between processes may be anything, and is found out in seconds.
         rates = measured_rates(context)
-    dimensions = context.rules.dimensions
+    rules = context.rules
     estimates, among = estimate_among(
-        analysis, rates, named_choices(analysis.frame), dimensions
+        analysis, rates, named_choices(analysis.frame), rules.dimensions
     )
     named = leading_presets(analysis, estimates, among)
-    may = Dimension.REMAT in dimensions
+    may = Dimension.REMAT in rules.dimensions
     costs = Costs(analysis, rates, may, measured=False)
 
     where = context, named, estimates, costs, context.settings.per_kind
-    found = _by_estimate(*where)
-    if found.memory_bound and kernels_of(context, True) != kernels_of(context):
-        found = _by_estimate(*where, tight=True)
+    found = _by_estimate(*where, rules.replacing)
+    if found.memory_bound and rules.replacing_for_memory != rules.replacing:
+        found = _by_estimate(*where, rules.replacing_for_memory)
     counts = {
         "strategies_estimated": sum(map(len, found.estimated)),
         "estimate_seconds": time.perf_counter() - started,

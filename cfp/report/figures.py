@@ -37,10 +37,10 @@ from cfp.plan.plan import Plan
 from cfp.presets.presets import named_choices, plainest, presets
 from cfp.printable import distinct_ends, merged_name, span_text
 from cfp.profiling.rates import Rates
-from cfp.search.choices import Kernels, picks_of
+from cfp.search.choices import kernel_variants, picks_of
 from cfp.search.problem import Option, Problem
 from cfp.search.solver import solve
-from cfp.settings import ALL_DIMENSIONS, Dimension
+from cfp.settings import ALL_DIMENSIONS, Dimension, Replacing
 from cfp.solution import Candidate
 from cfp.view.words import NONE_CAN, REMATERIALIZED, kernels_text
 
@@ -51,17 +51,17 @@ def with_figures(
     choice: Choice,
     problem: Problem | None,
     rates: Rates | None,
-    kernels: Kernels,
+    replacing: Replacing,
     failed: Mapping[SegmentKernels, str] = MappingProxyType({}),
     raced: Sequence[tuple[Candidate, float]] = (),
     dimensions: Set[Dimension] = ALL_DIMENSIONS,
     parts_asked: int = 0,
-    unasked: Kernels | None = None,
+    unasked: Replacing | None = None,
 ) -> Plan:
     """The plan with its figures.
 
     Args:
-        kernels: what might have computed its attentions and cross-entropies.
+        replacing: what might have computed its attentions and cross-entropies.
         failed: kernels that did not run, with the reason.
         parts_asked: over so many parts of the vocabulary a cross-entropy was asked to
             be computed; 0 if that was not asked for.
@@ -79,9 +79,9 @@ def with_figures(
         found = _searched(found, analysis, choice, problem)
         found = replace(found, worth=worth(analysis, problem, raced))
     trials = _Trials(found, problem)
-    left = _kernels(analysis, layout, choice, kernels, failed, trials)
-    left += _losses(analysis, layout, choice, kernels, trials)
-    if unasked is not None and unasked.names and rates is not None:
+    left = _kernels(analysis, layout, choice, replacing, failed, trials)
+    left += _losses(analysis, layout, choice, replacing, trials)
+    if unasked is not None and unasked.attention and rates is not None:
         left += _forgone(analysis, choice, rates, unasked)
     if parts_asked and not cross_entropies(analysis.frame.program).found:
         reason = "cfp recognizes none in this step"
@@ -124,7 +124,7 @@ def _kernels(
     analysis: Analysis,
     layout: Layout,
     choice: Choice,
-    kernels: Kernels,
+    replacing: Replacing,
     failed: Mapping[SegmentKernels, str],
     trials: _Trials,
 ) -> tuple[LeftFigures, ...]:
@@ -135,11 +135,11 @@ def _kernels(
     """
     program = analysis.frame.program
     left: Counter[tuple[str, str, str]] = Counter()  # By kernel, source and reason.
-    if not was_searched(program) or not (kernels.names or choice.kernels):
+    if not was_searched(program) or not (replacing.attention or choice.kernels):
         return ()
 
     def refusal(match: Match, kernel: SegmentKernels) -> str | None:
-        where = (dict(analysis.frame.mesh), kernels.platform)
+        where = (dict(analysis.frame.mesh), replacing.platform)
         way = way_of(program, match, kernel, layout.axes)
         if isinstance(way, str):
             return way
@@ -154,7 +154,7 @@ def _kernels(
         left["", short_source(one.source), one.reason] += 1
     for segment in analysis.segments:
         own = choice.kernels_of(segment.index)
-        taken, names = own.attention, [*kernels.names]
+        taken, names = own.attention, [*replacing.attention]
         preferred = names[: names.index(taken)] if taken in names else names
         for match in among(program, segment.ops):
             source = short_source(match.found.source)
@@ -181,7 +181,7 @@ def _kernels(
 
 
 def _forgone(
-    analysis: Analysis, choice: Choice, rates: Rates, unasked: Kernels
+    analysis: Analysis, choice: Choice, rates: Rates, unasked: Replacing
 ) -> tuple[LeftFigures, ...]:
     """Attentions that stay as written since that was asked for, with what it costs."""
     costs, saved_ms = Costs(analysis, rates), 0.0
@@ -190,7 +190,7 @@ def _forgone(
         own = segment_candidate(analysis, segment.index, choice)
         times = {
             one.kernels.attention: costs.saved_by_kernel_ms(segment.kind, one)
-            for one in unasked.variants(analysis, segment.kind, own)
+            for one in kernel_variants(analysis, segment.kind, own, unasked)
         }
         best = max(times, key=times.__getitem__, default="")
         if not best or times[best] <= 0.0:
@@ -213,11 +213,11 @@ def _losses(
     analysis: Analysis,
     layout: Layout,
     choice: Choice,
-    kernels: Kernels,
+    replacing: Replacing,
     trials: _Trials,
 ) -> tuple[LeftFigures, ...]:
     """Cross-entropies that are not computed in parts, if that was asked for."""
-    if not kernels.parts:
+    if not replacing.cross_entropy:
         return ()
     program = analysis.frame.program
     found = Counter(
@@ -229,9 +229,9 @@ def _losses(
         if choice.kernels_of(segment.index).vocabulary_parts:
             continue
         for one in losses_among(program, segment.ops):
-            reason = f"in {kernels.parts} parts of the vocabulary, "
+            reason = f"in {replacing.cross_entropy} parts of the vocabulary, "
             reason += trials.outcome(segment.kind, lambda k: k.vocabulary_parts > 0)
-            if not in_parts(layout, segment.ops, kernels.parts):
+            if not in_parts(layout, segment.ops, replacing.cross_entropy):
                 reason = "as the plan shards it, it cannot be computed in parts"
             found[short_source(program.ops[one.contraction].source), reason] += 1
     return tuple(

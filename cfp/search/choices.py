@@ -10,7 +10,7 @@ unless they are estimated to take far longer than the best of all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -34,7 +34,7 @@ from cfp.presets.presets import (
 )
 from cfp.profiling.rates import Rates
 from cfp.search.problem import Assignment, Problem
-from cfp.settings import MIXED_PRESETS, Dimension
+from cfp.settings import MIXED_PRESETS, Dimension, Replacing
 
 # Partial choices that a search for the best by estimate goes on with.
 BEAM_WIDTH = 256
@@ -133,7 +133,7 @@ def first_candidates(
     analysis: Analysis,
     estimates: Sequence[SegmentEstimate],
     parts: Sequence[Iterable[SegmentChoice]],
-    kernels: Kernels,
+    replacing: Replacing,
     *,
     others: int,
     per_kind: int | None = None,
@@ -161,8 +161,9 @@ def first_candidates(
             if len(found) >= count:
                 break
             found.setdefault(candidate)
-        changed = [v for one in found for v in kernels.variants(analysis, kind, one)]
-        every.append([*found, *changed])
+        every.append([*found])
+        for one in found:
+            every[-1] += kernel_variants(analysis, kind, one, replacing)
     return every
 
 
@@ -256,63 +257,50 @@ def leading_presets(
 _SPREADS: tuple[QuerySpread, ...] = ("", "ring")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
-    """Kernels that may compute parts of a program.
+def kernel_variants(
+    analysis: Analysis, kind: int, candidate: SegmentChoice, replacing: Replacing
+) -> list[SegmentChoice]:
+    """A candidate with kernels in place, in each way that is worth a look."""
+    if candidate.kernels:
+        return []
+    index, parts = analysis.representatives[kind], replacing.cross_entropy
+    frame, ops = analysis.frame, analysis.segments[index].ops
+    matches = among(frame.program, ops) if replacing.attention else []
+    losses = patterns_among(frame.program, ops) if parts else []
+    if not matches and not losses:
+        return []
+    layout, sizes = layout_of(analysis, {index: candidate}), dict(frame.mesh)
 
-    Attributes:
-        names: of kernels, the preferred first: of each candidate the first that can.
-        parts: over so many parts of the vocabulary a cross-entropy may be computed;
-            0 leaves it as it is.
+    def can(kernels: SegmentKernels) -> bool:
+        """True if they can compute all attentions that they apply to."""
+        ways = [(m, way_of(frame.program, m, kernels, layout.axes)) for m in matches]
+        able = [(match, way) for match, way in ways if isinstance(way, Way)]
+        return bool(able) and not any(
+            cannot(match, way, sizes, replacing.platform) for match, way in able
+        )
+
+    kernels = []
+    for spread in _SPREADS:
+        every = [
+            SegmentKernels(attention=n, spread=spread) for n in replacing.attention
+        ]
+        kernels += [*islice(filter(can, every), 1)]
+    if losses and in_parts(layout, ops, parts):
+        alone, *both = (
+            replace(one, vocabulary_parts=parts) for one in (AS_WRITTEN, *kernels)
+        )
+        kernels = [alone, *kernels, *both]
+    return [replace(candidate, kernels=one) for one in kernels]
+
+
+def preferred_variant(
+    analysis: Analysis, kind: int, candidate: SegmentChoice, replacing: Replacing
+) -> SegmentChoice:
+    """A candidate with the kernels that it most likely has in a plan, if any.
+
+    Where cross-entropies may be computed in parts it is as written: there memory
+    decides.
     """
-
-    names: Sequence[str] = ()
-    parts: int = 0
-    platform: str = "cpu"
-
-    def variants(
-        self, analysis: Analysis, kind: int, candidate: SegmentChoice
-    ) -> list[SegmentChoice]:
-        """A candidate with kernels in place, in each way that is worth a look."""
-        if candidate.kernels:
-            return []
-        index = analysis.representatives[kind]
-        frame, ops = analysis.frame, analysis.segments[index].ops
-        matches = among(frame.program, ops) if self.names else []
-        losses = patterns_among(frame.program, ops) if self.parts else []
-        if not matches and not losses:
-            return []
-        layout, sizes = layout_of(analysis, {index: candidate}), dict(frame.mesh)
-
-        def can(kernels: SegmentKernels) -> bool:
-            """True if they can compute all attentions that they apply to."""
-            ways = [
-                (m, way_of(frame.program, m, kernels, layout.axes)) for m in matches
-            ]
-            able = [(match, way) for match, way in ways if isinstance(way, Way)]
-            return bool(able) and not any(
-                cannot(match, way, sizes, self.platform) for match, way in able
-            )
-
-        kernels = []
-        for spread in _SPREADS:
-            every = [SegmentKernels(attention=n, spread=spread) for n in self.names]
-            kernels += [*islice(filter(can, every), 1)]
-        if losses and in_parts(layout, ops, self.parts):
-            alone, *both = (
-                replace(one, vocabulary_parts=self.parts)
-                for one in (AS_WRITTEN, *kernels)
-            )
-            kernels = [alone, *kernels, *both]
-        return [replace(candidate, kernels=one) for one in kernels]
-
-    def preferred(
-        self, analysis: Analysis, kind: int, candidate: SegmentChoice
-    ) -> SegmentChoice:
-        """A candidate with the kernels that it most likely has in a plan, if any.
-
-        Where cross-entropies may be computed in parts it is as written: there memory
-        decides.
-        """
-        variants = [] if self.parts else self.variants(analysis, kind, candidate)
-        return [*variants, candidate][0]
+    if replacing.cross_entropy:
+        return candidate
+    return [*kernel_variants(analysis, kind, candidate, replacing), candidate][0]

@@ -17,11 +17,15 @@ from cfp.analysis.layout import Choice
 from cfp.cost.choice import SegmentChoice
 from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
-from cfp.search.choices import Kernels, first_candidates, preset_parts
+from cfp.search.choices import first_candidates, preset_parts
 from cfp.search.problem import Option, Problem
 from cfp.search.requests import Profiles
 from cfp.search.solver import solve
-from cfp.settings import REMATERIALIZED_TIME_EXPECTED, SAFE_ESTIMATED_MEMORY_SHARE
+from cfp.settings import (
+    REMATERIALIZED_TIME_EXPECTED,
+    SAFE_ESTIMATED_MEMORY_SHARE,
+    Replacing,
+)
 
 
 def expect(
@@ -109,7 +113,7 @@ def estimate_options(
     *,
     per_kind: int,
     budget_bytes: int | None,
-    kernels: Kernels,
+    replacing: Replacing,
 ) -> Profiles:
     """The parts of the presets and the best others, with estimated costs.
 
@@ -119,7 +123,7 @@ def estimate_options(
     """
     parts = preset_parts(costs.analysis, presets.values())
     candidates = first_candidates(
-        costs.analysis, estimates, parts, kernels, others=per_kind
+        costs.analysis, estimates, parts, replacing, others=per_kind
     )
 
     def expected(kind: int, remat: bool) -> list[Option]:
@@ -142,7 +146,7 @@ def estimate_options(
         rates=costs.rates,
         memory_bound=tight,
         estimated=every,
-        kernels=kernels,
+        replacing=replacing,
     )
 
 

@@ -20,7 +20,7 @@ from cfp.cost.choice import SegmentChoice
 from cfp.profiling.builder import Job
 from cfp.profiling.measurer import Measurer
 from cfp.profiling.record import ProfileRecord
-from cfp.search.choices import ranked_candidates
+from cfp.search.choices import kernel_variants, ranked_candidates
 from cfp.search.expected import build_problem, expect
 from cfp.search.problem import Option, Problem
 from cfp.search.requests import (
@@ -94,7 +94,7 @@ def measure_candidates(
         memory_bound=tight,
         rounds=rounds,
         records=records,
-        kernels=maker.kernels,
+        replacing=maker.replacing,
     )
 
 
@@ -119,7 +119,7 @@ def _written_twice(
 
     None where cross-entropies may be computed in parts, too: there memory decides.
     """
-    if maker.kernels.parts:
+    if maker.replacing.cross_entropy:
         return []
     found = []
     for kind, estimate in enumerate(maker.estimates):
@@ -309,7 +309,7 @@ class _Round:
         number = sum(w.kind == kind for w in (*self._wanted, *self._found)) + 1
         if plain not in asked:
             estimate_ms = maker.estimates[kind].total_ms(plain)
-            variants = maker.kernels.variants(analysis, kind, plain)
+            variants = kernel_variants(analysis, kind, plain, maker.replacing)
             for one in (replace(plain, estimate_ms=estimate_ms), *variants):
                 if one not in asked:
                     asked[one] = maker.make(kind, one, number)

@@ -30,14 +30,14 @@ from cfp.profiling.key import Parts
 from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
 from cfp.search.choices import (
-    Kernels,
     first_candidates,
+    preferred_variant,
     preset_parts,
     ranked_candidates,
 )
 from cfp.search.jobs import part_job
 from cfp.search.problem import Option
-from cfp.settings import LEAST_ADDED_SHARE, SMALL_SHARE
+from cfp.settings import LEAST_ADDED_SHARE, SMALL_SHARE, Replacing
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Profiles:
     rounds: Sequence[Sequence[MeasurementRequest]] = field(default=((),), repr=False)
     records: Mapping[str, ProfileRecord] = field(default_factory=dict, repr=False)
     estimated: tuple[tuple[Option, ...], ...] = field(default=(), repr=False)
-    kernels: Kernels = field(default_factory=Kernels)
+    replacing: Replacing = field(default_factory=Replacing)
     counts: Mapping[str, float] = field(default_factory=dict)
     interrupted: bool = False
 
@@ -233,7 +233,7 @@ class RequestBuilder:
     estimates: Sequence[SegmentEstimate]
     environment: Parts
     in_context: bool = True
-    kernels: Kernels = field(default_factory=Kernels)
+    replacing: Replacing = field(default_factory=Replacing)
 
     def first(self, per_kind: int, others: int) -> list[MeasurementRequest]:
         """For each kind the parts of the presets, and the best others by estimate.
@@ -246,7 +246,7 @@ class RequestBuilder:
             self.costs.analysis,
             self.estimates,
             self._parts,
-            self.kernels,
+            self.replacing,
             others=others,
             per_kind=per_kind,
         )
@@ -281,7 +281,9 @@ class RequestBuilder:
             options = [candidate]
         elif preset is not None:
             options = [segment_candidate(analysis, near, preset)]
-        options = [self.kernels.preferred(analysis, other, one) for one in options]
+        options = [
+            preferred_variant(analysis, other, one, self.replacing) for one in options
+        ]
         ways = [
             (self.costs.reshard_ms(index, near, candidate, option), option)
             for option in options

@@ -29,7 +29,7 @@ from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.report.figures import with_figures
-from cfp.search.choices import Kernels
+from cfp.search.choices import kernel_variants
 from cfp.settings import Replacing
 from cfp.view.text import explain_data, explain_text, plan_text
 from cfp_test.programs.common import normal
@@ -387,7 +387,7 @@ def test_a_kernel_that_could_and_was_not_chosen_is_named(planned, mesh):
     analysis = analyze_step(flatten_step(step, arguments()), mesh).analysis
     assert attentions(analysis.frame.program).matches
     choice = presets(analysis.frame)["data_parallel"]
-    kernels = Kernels(names=("cudnn", "chunked", "xla"), platform="cpu")
+    kernels = Replacing(attention=("cudnn", "chunked", "xla"), platform="cpu")
     told = with_figures(planned[0], analysis, choice, None, None, kernels)
     why = "chunked or xla can compute it; nothing was searched for this plan"
     left = {one.kernel: one.reason for one in told.figures.left}
@@ -418,10 +418,10 @@ def test_no_kernel_is_offered_that_one_of_two_attentions_refuses(mesh, biased):
     analysis = analyze_step(step, mesh).analysis
     assert len(attentions(analysis.frame.program).matches) == 2
     choice = presets(analysis.frame)["data_parallel"]
-    kernels = Kernels(names=("chunked",), platform="cpu")
+    kernels = Replacing(attention=("chunked",), platform="cpu")
     [index] = analysis.representatives
     candidate = segment_candidate(analysis, index, choice)
-    found = kernels.variants(analysis, 0, candidate)
+    found = kernel_variants(analysis, 0, candidate, kernels)
     assert [one.kernels.attention for one in found] == ([] if biased else ["chunked"])
 
 

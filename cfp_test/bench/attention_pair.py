@@ -194,14 +194,15 @@ class Pair:
     ) -> tuple[tuple[int, Any], ...]:
         """The kernel in each segment that can have it under a choice."""
         from cfp.cost.choice import segment_candidate
-        from cfp.search.choices import Kernels
+        from cfp.search.choices import kernel_variants
+        from cfp.settings import Replacing
 
         platform = self.mesh.devices.flat[0].platform
-        known = Kernels(names=(kernel,), platform=platform)
+        known = Replacing(attention=(kernel,), platform=platform)
         found = []
         for segment in analysis.segments:
             candidate = segment_candidate(analysis, segment.index, choice)
-            variants = known.variants(analysis, segment.kind, candidate)
+            variants = kernel_variants(analysis, segment.kind, candidate, known)
             found += [(segment.index, one.kernels) for one in variants[:1]]
         return tuple(found)
 

@@ -90,8 +90,9 @@ def tokens_spread(frame: Any) -> Any:
 def estimated(analyzed: Any, choice: Any, rates: Any) -> dict[str, Any]:
     """Estimates time and memory of a choice as plans are chosen by."""
     from cfp.cost.costs import Costs
-    from cfp.search.choices import Kernels, estimate_kinds
+    from cfp.search.choices import estimate_kinds
     from cfp.search.expected import build_problem, estimate_options
+    from cfp.settings import Replacing
     from cfp.solution import prediction_of
 
     analysis = analyzed.analysis
@@ -102,7 +103,7 @@ def estimated(analyzed: Any, choice: Any, rates: Any) -> dict[str, Any]:
         costs,
         per_kind=0,
         budget_bytes=None,
-        kernels=Kernels(),
+        replacing=Replacing(),
     )
     problem = build_problem(costs, options.estimated, None)
     found = prediction_of(analysis, problem, choice)
@@ -335,15 +336,18 @@ class Maker:
     ) -> tuple[tuple[int, Any], ...]:
         """The first kernel that each segment can have under a choice, or its ring."""
         from cfp.cost.choice import segment_candidate
-        from cfp.search.choices import Kernels
+        from cfp.search.choices import kernel_variants
+        from cfp.settings import Replacing
 
         platform = self.mesh.stand_in.devices.flat[0].platform
         parts = PARTS_OF_VOCABULARY
-        known = Kernels(names=self.kernels, parts=parts, platform=platform)
+        known = Replacing(
+            attention=self.kernels, cross_entropy=parts, platform=platform
+        )
         found = []
         for segment in analysis.segments:
             candidate = segment_candidate(analysis, segment.index, choice)
-            variants = known.variants(analysis, segment.kind, candidate)
+            variants = kernel_variants(analysis, segment.kind, candidate, known)
             rings = [one for one in variants if is_ring and one.kernels.spread]
             best = rings or variants
             found += [(segment.index, one.kernels) for one in best[:1]]

@@ -70,10 +70,10 @@ from cfp.race.admission import MEMORY_SHARE
 from cfp.race.programs import RaceResult
 from cfp.race.turns import Ranking
 from cfp.search import jobs, requests, solver, tradeoff
-from cfp.search.choices import Kernels, estimate_kinds
+from cfp.search.choices import estimate_kinds
 from cfp.search.expected import build_problem, estimate_options
 from cfp.search.problem import Problem
-from cfp.settings import ConstraintLevel
+from cfp.settings import ConstraintLevel, Replacing
 from cfp.solution import Candidate
 from cfp.targets import resolve
 from cfp_test.bench.mechanisms_list import MECHANISMS, Mechanism, without
@@ -444,7 +444,7 @@ def search_problems() -> dict[str, Problem]:
             costs,
             per_kind=8,
             budget_bytes=1,
-            kernels=Kernels(),
+            replacing=Replacing(),
         ).estimated
         found[name] = build_problem(costs, options, None)
     return found

@@ -23,7 +23,8 @@ from cfp.cost.choice import segment_candidate
 from cfp.devices.described import described
 from cfp.passes.pipeline import analyze_step
 from cfp.presets.presets import presets
-from cfp.search.choices import Kernels
+from cfp.search.choices import kernel_variants
+from cfp.settings import Replacing
 from cfp.targets import resolve
 from cfp_test.bench.attention_planned import (
     PARTS_OF_VOCABULARY,
@@ -121,11 +122,11 @@ def choice_of(analysis: Analysis, one: Recorded) -> Choice | None:
         return None
     is_ring = one.strategy == RING
     choice = tokens_spread(analysis.frame) if is_ring else known[one.strategy]
-    kernels = Kernels(names=one.kernels, parts=one.parts, platform="gpu")
+    kernels = Replacing(attention=one.kernels, cross_entropy=one.parts, platform="gpu")
     found = []
     for segment in analysis.segments:
         candidate = segment_candidate(analysis, segment.index, choice)
-        variants = kernels.variants(analysis, segment.kind, candidate)
+        variants = kernel_variants(analysis, segment.kind, candidate, kernels)
         every = [c.kernels for c in variants]
         # With both the last has both; of kernels alone the second is a ring.
         both = [one for one in every if one.attention and one.vocabulary_parts]

@@ -18,8 +18,9 @@ from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.choices import Kernels
+from cfp.search.choices import kernel_variants
 from cfp.search.jobs import whole_job
+from cfp.settings import Replacing
 from cfp_test.bench.attention_planned import tokens_spread
 from cfp_test.checking import make_mesh
 
@@ -63,12 +64,13 @@ def estimated_and_compiled(tokens, name, spread=""):
     frame = analysis.frame
     known = presets(frame)
     choice = tokens_spread(frame) if name == "queries" else known[name]
-    kernels, costs = Kernels(names=("chunked",)), Costs(analysis, Rates.default([]))
+    costs = Costs(analysis, Rates.default([]))
+    replacing = Replacing(attention=("chunked",))
     [segment] = analysis.segments
     plain = segment_candidate(analysis, segment.index, choice)
     [one] = [
         one
-        for one in kernels.variants(analysis, segment.kind, plain)
+        for one in kernel_variants(analysis, segment.kind, plain, replacing)
         if one.kernels.spread == spread
     ]
     estimated = costs.temp_bytes(segment.kind, one)

@@ -17,9 +17,9 @@ from cfp.cost.terms import Terms
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.choices import Kernels, estimate_kinds
+from cfp.search.choices import estimate_kinds
 from cfp.search.expected import build_problem, estimate_options
-from cfp.settings import defaults_of
+from cfp.settings import Replacing, defaults_of
 from cfp.solution import prediction_of
 from cfp_test.checking import make_mesh
 from cfp_test.cost import recurrent
@@ -125,7 +125,7 @@ def test_gradients_summed_in_two_steps_and_of_tables_are_launched_once():
             costs,
             per_kind=0,
             budget_bytes=None,
-            kernels=Kernels(),
+            replacing=Replacing(),
         )
         problem = build_problem(costs, found.estimated, None)
         return prediction_of(analysis, problem, choice).time_ms

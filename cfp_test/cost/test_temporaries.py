@@ -13,9 +13,10 @@ from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.choices import Kernels, estimate_kinds
+from cfp.search.choices import estimate_kinds
 from cfp.search.expected import estimate_options
 from cfp.search.jobs import whole_job
+from cfp.settings import Replacing
 from cfp_test.checking import make_mesh
 from cfp_test.programs.common import normal
 
@@ -55,7 +56,7 @@ def kept_and_needed(remat, name):
         Costs(analysis, rates),
         per_kind=1,
         budget_bytes=None,
-        kernels=Kernels(),
+        replacing=Replacing(),
     )
     kept = needed = 0
     for segment in analysis.segments:

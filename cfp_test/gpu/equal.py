@@ -23,9 +23,9 @@ from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.runtime.execute import CompiledStep
-from cfp.search.choices import Kernels
+from cfp.search.choices import kernel_variants
 from cfp.search.jobs import constraints_of
-from cfp.settings import ConstraintLevel
+from cfp.settings import ConstraintLevel, Replacing
 from cfp_test.attention.matrix import ALLOWED, STRATEGIES, packed
 from cfp_test.gpu.place import Failed, Place, note
 from cfp_test.programs.kernels import differentiable, kernel
@@ -106,7 +106,7 @@ def in_parts(subject: Subject) -> dict[str, Choice]:
         Failed: it can be under none.
     """
     analysis, found = subject.analysis, {}
-    named, kernels = presets(analysis.frame), Kernels(parts=_PARTS)
+    named, kernels = presets(analysis.frame), Replacing(cross_entropy=_PARTS)
     for name in _IN_PARTS:
         choice, chosen = named[name], []
         for segment in analysis.segments:
@@ -115,7 +115,8 @@ def in_parts(subject: Subject) -> dict[str, Choice]:
                 continue
             own = segment_candidate(analysis, index, choice)
             chosen += [
-                (index, one.kernels) for one in kernels.variants(analysis, kind, own)
+                (index, one.kernels)
+                for one in kernel_variants(analysis, kind, own, kernels)
             ]
         if chosen:
             found[f"{name} in parts"] = replace(choice, kernels=tuple(chosen))

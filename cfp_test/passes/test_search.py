@@ -7,9 +7,9 @@ import pytest
 from cfp.cost.costs import Costs
 from cfp.passes.search import _fastest
 from cfp.presets.presets import presets
-from cfp.search.choices import Kernels, picks_of
+from cfp.search.choices import picks_of
 from cfp.search.expected import build_problem, estimate_options
-from cfp.settings import PRESETS_BY_ESTIMATE
+from cfp.settings import PRESETS_BY_ESTIMATE, Replacing
 from cfp.solution import Prediction, prediction_of
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of
@@ -23,7 +23,7 @@ def found():
     analysis, estimates = estimated(*PROGRAMS["mlp"]()[:2], SQUARE)
     named = presets(analysis.frame)
     costs = Costs(analysis, rates_of(SQUARE))
-    given = {"per_kind": 2, "budget_bytes": None, "kernels": Kernels()}
+    given = {"per_kind": 2, "budget_bytes": None, "replacing": Replacing()}
     options = estimate_options(estimates, named, costs, **given)
     return analysis, named, build_problem(costs, options.estimated, None)
 

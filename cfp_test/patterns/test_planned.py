@@ -21,7 +21,8 @@ from cfp.presets.presets import presets
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.search.choices import Kernels
+from cfp.search.choices import kernel_variants
+from cfp.settings import Replacing
 from cfp.view.text import explain_text, plan_text
 from cfp_test.checking import make_mesh
 from cfp_test.models.tiny import TINY
@@ -128,13 +129,13 @@ def test_a_segment_may_have_both_and_then_holds_less_than_with_either():
     analysis = analyze(program, (("x", 4),))
     costs = Costs(analysis, Rates.default(analysis.frame.mesh))
     choice = presets(analysis.frame)["data_parallel"]
-    kernels = Kernels(names=("chunked",), parts=4)
+    kernels = Replacing(attention=("chunked",), cross_entropy=4)
     held = {}
     for kind, index in enumerate(analysis.representatives):
         plain = segment_candidate(analysis, index, choice)
         own = {
             name_of(one.kernels): costs.least_bytes(kind, one).residual_bytes
-            for one in (plain, *kernels.variants(analysis, kind, plain))
+            for one in (plain, *kernel_variants(analysis, kind, plain, kernels))
         }
         if "chunked+vocabulary/4" in own:
             held = own

@@ -11,8 +11,8 @@ from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.cost.choice import segment_candidate
 from cfp.presets.presets import presets
-from cfp.search.choices import Kernels
-from cfp.settings import ConstraintLevel
+from cfp.search.choices import kernel_variants
+from cfp.settings import ConstraintLevel, Replacing
 
 # Where a choice is from.
 PRESET, PLANNED, BUDGET = "preset", "planned", "planned within a budget"
@@ -83,13 +83,15 @@ def sharding_of(analysis: Analysis, way: Way) -> Sharding:
 
 def _with_kernels(analysis: Analysis, choice: Choice, rng: random.Random) -> Choice:
     """A choice with what computes attentions and cross-entropies in other ways."""
-    kernels = Kernels(names=(rng.choice(NAMES),), parts=rng.choice((2, 4, 8)))
+    kernels = Replacing(
+        attention=(rng.choice(NAMES),), cross_entropy=rng.choice((2, 4, 8))
+    )
     found = []
     for segment in analysis.segments:
         if analysis.representatives[segment.kind] != segment.index:
             continue
         own = segment_candidate(analysis, segment.index, choice)
-        known = kernels.variants(analysis, segment.kind, own)
+        known = kernel_variants(analysis, segment.kind, own, kernels)
         if known and rng.random() < 0.7:
             found.append((segment.index, rng.choice(known).kernels))
     return replace(choice, kernels=tuple(found))

@@ -13,13 +13,13 @@ from cfp.cost.costs import Costs
 from cfp.models import registry
 from cfp.presets.presets import PRESETS, presets
 from cfp.search.choices import (
-    Kernels,
     leading_presets,
     picks_of,
     ranked_candidates,
     whole_choice,
 )
 from cfp.search.expected import build_problem, estimate_options
+from cfp.settings import Replacing
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of
@@ -104,7 +104,7 @@ def test_a_choice_is_one_option_of_each_segment_and_the_options_are_the_choice(s
     named, rates = presets(analysis.frame), rates_of(analysis.frame.mesh)
     costs = Costs(analysis, rates)
     found = estimate_options(
-        estimates, named, costs, per_kind=2, budget_bytes=None, kernels=Kernels()
+        estimates, named, costs, per_kind=2, budget_bytes=None, replacing=Replacing()
     )
     problem = build_problem(costs, found.estimated, None)
     for choice in named.values():

@@ -15,7 +15,7 @@ from cfp.errors import DeviceError
 from cfp.models import registry
 from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
-from cfp.search.choices import Kernels, leading_presets, ranked_candidates
+from cfp.search.choices import leading_presets, ranked_candidates
 from cfp.search.expected import build_problem
 from cfp.search.guided import _Round, _written_twice, measure_candidates
 from cfp.search.problem import Option
@@ -25,6 +25,7 @@ from cfp.search.requests import (
     rematerialize,
 )
 from cfp.search.solver import leanest, solve
+from cfp.settings import Replacing
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.ilp import solve_ilp
@@ -424,7 +425,7 @@ def test_what_has_a_kernel_is_rematerialized_however_many_strategies_there_are(m
     """It takes no other strategy's place, and the same without that was asked for."""
     analysis, estimates = model
     devices = Devices(analysis, estimates)
-    maker = replace(devices.maker, kernels=Kernels(parts=4))
+    maker = replace(devices.maker, replacing=Replacing(cross_entropy=4))
     wanted = maker.first(100, 1)
     records = devices.look([job for item in wanted for job in item.jobs])
     options = measured_options(maker.costs, wanted, records)
@@ -452,7 +453,7 @@ class WithKernels(Devices):
 
     def __init__(self, analysis, estimates, gain_ms, **options):
         super().__init__(analysis, estimates, **options)
-        self.maker = replace(self.maker, kernels=Kernels(names=("chunked",)))
+        self.maker = replace(self.maker, replacing=Replacing(attention=("chunked",)))
         self.gain_ms = gain_ms
 
     def time_ms(self, kind, candidate):

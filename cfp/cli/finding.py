@@ -61,7 +61,7 @@ from cfp.settings import Dimension
 from cfp.targets import MICROBATCHES, Target, resolve
 from cfp.units import format_bytes, parse_bytes
 from cfp.variants import Basis, Fastest, Outcome, Variant, plan_fastest
-from cfp.view.console import Fitted, literal_console, new_table
+from cfp.view.console import Fitted, literal_console, new_table, wrapped
 from cfp.view.text import print_plan
 from cfp.view.words import SAME_MS
 
@@ -642,7 +642,7 @@ def show_trade_off(ctx: typer.Context) -> None:
         budget = budget or device_memory(session.mesh)
         with Display(given["quiet"]) as display:
             settings = o.settings(ctx, measure=True, progress=display.tell)
-            problem = measure_all_budgets(
+            problem, cut = measure_all_budgets(
                 session.analysis, session.mesh, given["workdir"], settings
             )
             display.tell("Solving under one budget after another")
@@ -651,9 +651,11 @@ def show_trade_off(ctx: typer.Context) -> None:
             plot_trade_off(problem, found, plot, budget)
         if given["as_json"]:
             data = trade_off_data(session.analysis, problem, found, budget)
-            print_json(json.dumps(data, indent=1))
+            print_json(json.dumps({**data, "cut": cut}, indent=1))
             return
         show(lambda b: trade_off_view(session.analysis, problem, found, budget, b))
+        if cut:
+            print(wrapped(cut))
         if plot is not None:
             print(f"Saved {plot}")
 

@@ -18,6 +18,7 @@ from cfp.cost.memory import can_rematerialize
 from cfp.devices.described import DescribedMesh
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.presets import named_choices
+from cfp.printable import counted
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.measurer import Measurer
 from cfp.profiling.outlook import Stage
@@ -257,17 +258,22 @@ def measure_all_budgets(
     mesh: Mesh,
     cache_dir: str | Path | None,
     settings: PlannerSettings,
-) -> Problem:
+) -> tuple[Problem, str]:
     """The search problem of choices for budgets of any size, and no budget.
 
     It has what a search with plenty of memory asks for, the presets among it, and
     the fastest of every kind of segment with their forward pass rematerialized: of
     these, if the time of the settings is over, only what is known.
 
+    Returns:
+        It, and a sentence that says what was not measured, and why; "" if all was.
+
     Raises:
         CfpError: nothing can be measured.
     """
     with open_context(mesh, cache_dir, _PLENTY_BYTES, settings) as context:
+        # Rounds follow until one asks for nothing, and nothing races.
+        context.measure.outlook.leave_open()
         rates = measured_rates(context)
         found, measurer = profile_segments(context, analysis, rates, measure=True)
         wanted, records = [*found.requests], dict(found.records)
@@ -281,7 +287,31 @@ def measure_all_budgets(
                 measurer(jobs[start : start + ROUND_SIZE])
             records |= context.store.get_many(job.key.digest for job in jobs)
     costs = Costs(analysis, rates)
-    return build_problem(costs, measured_options(costs, wanted, records), None)
+    problem = build_problem(costs, measured_options(costs, wanted, records), None)
+    missing = [item for item in wanted if item.outcome(records) is None]
+    return problem, _cut_text(wanted, missing, measurer.interrupted)
+
+
+def _cut_text(
+    wanted: Sequence[MeasurementRequest],
+    missing: Sequence[MeasurementRequest],
+    interrupted: bool,
+) -> str:
+    """Says what was not measured, and why; "" if all was."""
+    if not missing and not interrupted:
+        return ""
+    why = "it was interrupted" if interrupted else "time was over"
+    again = sum(item.candidate.remat for item in missing)
+    what = f"{len(missing)} of {counted(len(wanted), 'strategy', 'strategies')}"
+    if interrupted:
+        what += ", and all that rematerialize"
+    elif again:
+        what += f", {again} of them rematerialized"
+    more = "" if interrupted else " with a longer --time-budget"
+    return (
+        f"Not measured, since {why}: {what}. The curve may be better with them: run it "
+        f"again{more}, for what is measured is kept"
+    )
 
 
 def _again(

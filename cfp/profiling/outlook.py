@@ -80,6 +80,7 @@ class Outlook:
         self._rest: dict[Stage, int] = {}
         self._each: dict[Stage, float] = {}
         self._took: dict[Stage, float] = {}
+        self._is_open = False
 
     @property
     def counts(self) -> Mapping[str, float]:
@@ -102,6 +103,10 @@ class Outlook:
             yield
         finally:
             self.took(stage, time.monotonic() - started)
+
+    def leave_open(self) -> None:
+        """Takes note that nobody knows how much is asked for: no rest is known."""
+        self._is_open = True
 
     def expect(self, counts: Mapping[Stage, int]) -> None:
         """Takes note of how many programs stages are to have."""
@@ -128,8 +133,11 @@ class Outlook:
 
         Returns:
             None if nothing is known: the stage was not expected, and nothing is done.
+            Infinity if nothing can be: see `leave_open`.
         """
         self.note(stage, done, total, seconds)
+        if self._is_open:
+            return math.inf
         if stage not in self._each:
             return None
         order = [*Stage]
@@ -141,8 +149,9 @@ class Outlook:
 
     def left_text(self, stage: Stage, done: int, total: int, seconds: float) -> str:
         """The same as the end of a line: ``, about 0:40 left``; empty if not known."""
-        left = round(self.left_seconds(stage, done, total, seconds) or 0.0)
-        return f", about {clock_text(left)} left" if left else ""
+        left = self.left_seconds(stage, done, total, seconds) or 0.0
+        is_known = math.isfinite(left) and round(left)
+        return f", about {clock_text(round(left))} left" if is_known else ""
 
     def _usual(self, stage: Stage) -> float:
         """Seconds for each program of a stage, by an earlier one if that is known."""

@@ -1,6 +1,7 @@
 """Measurements for budgets of all sizes, and their end."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import jax
@@ -10,6 +11,7 @@ from cfp.analysis.analyze import analyze
 from cfp.passes import profile as profile_pass
 from cfp.planner_settings import DetailedSettings
 from cfp.profiling.runner import profile
+from cfp.profiling.tasks import Progress
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp_test.program.stacks import stack_step
@@ -39,8 +41,8 @@ find_again = profile_pass._again
 def measured(analysis, mesh, folder, monkeypatch):
     """Measures under a budget of seconds, of which one is over with each round.
 
-    Tells the labels of each round, and what in the end may be chosen of what is
-    rematerialized, as (kind, candidate).
+    Tells the labels of each round, what in the end may be chosen of what is
+    rematerialized, as (kind, candidate), and what is said of what was not measured.
     """
 
     def go(seconds):
@@ -69,25 +71,41 @@ def measured(analysis, mesh, folder, monkeypatch):
         monkeypatch.setattr(
             "cfp.profiling.measurer.time", SimpleNamespace(monotonic=now)
         )
-        settings = DetailedSettings(per_kind=3, in_context=False, seconds=seconds)
-        problem = profile_pass.measure_all_budgets(analysis, mesh, folder, settings)
+        told = []
+        settings = DetailedSettings(
+            per_kind=3, in_context=False, seconds=seconds, progress=told.append
+        )
+        problem, cut = profile_pass.measure_all_budgets(
+            analysis, mesh, folder, settings
+        )
+        assert told and all(
+            one.left_seconds in (None, math.inf)
+            for one in told
+            if isinstance(one, Progress) and one.done < one.total
+        )
         again = {
             (kind, option.candidate)
             for kind, options in enumerate(problem.options)
             for option in options
             if option.candidate.remat
         }
-        return rounds, again
+        return rounds, again, cut
 
     return go
 
 
 def test_what_is_computed_again_is_measured_until_time_is_over(measured):
-    none, nothing = measured(0.0)
+    none, nothing, cut = measured(0.0)
     assert (none, nothing) == ([], set())
-    one, two = measured(1.0)
+    said = r"Not measured, since time was over: (\d+) of \d+ strategies, \1 of them rem"
+    before = re.match(said, cut)
+    assert before and "a longer --time-budget" in cut
+    one, two, cut = measured(1.0)
+    after = re.match(said, cut)
+    assert after and int(after[1]) < int(before[1])
     assert len(one) == 1 and {kind for kind, _ in two} == {0, 1}
-    rounds, every = measured(float("inf"))
+    rounds, every, cut = measured(float("inf"))
+    assert not cut
     assert rounds[0] == one[0] and len(rounds) > 2
     # The fastest of each kind come first.
     numbers = [int(label.split()[1]) for labels in rounds for label in labels]
@@ -95,4 +113,4 @@ def test_what_is_computed_again_is_measured_until_time_is_over(measured):
     # Of two ways to shard that are one program both are known.
     assert two < every and len(every) >= len(numbers)
     # What is known counts, however late it is.
-    assert measured(0.0) == ([], every)
+    assert measured(0.0) == ([], every, "")

@@ -1,5 +1,6 @@
 """The time that is left, as lines of progress state it."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -134,6 +135,14 @@ def test_without_expectations_a_stage_goes_on_as_it_went():
     assert about == ", about 2:00 left"
     assert without_left(f"compiling planned{about}") == "compiling planned"
     assert outlook.left_text(Stage.WHOLE, 4, 4, 40.0) == ""
+
+
+def test_of_rounds_that_nobody_knows_no_rest_is_said():
+    outlook = Outlook()
+    outlook.leave_open()
+    outlook.expect({Stage.BUILDS: 4})
+    assert outlook.left_seconds(Stage.BUILDS, 1, 4, 40.0) == math.inf
+    assert outlook.left_text(Stage.TUNING, 1, 4, 40.0) == ""
 
 
 def test_what_will_not_be_takes_no_time():

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 from types import new_class
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -79,21 +79,8 @@ def _layer(name: str) -> Any:
     return new_class(name, (Layer,), {"kw_only": True}, lambda new: new.update(body))
 
 
-LayerNorm = _layer("LayerNorm")
-RMSNorm = _layer("RMSNorm")
-DropoutAddLayerNorm = _layer("DropoutAddLayerNorm")
-BiasGelu = _layer("BiasGelu")
-SwiGLU = _layer("SwiGLU")
-QKVProjection = _layer("QKVProjection")
-Embedding = _layer("Embedding")
-LinearCrossEntropy = _layer("LinearCrossEntropy")
-GroupedMatmul = _layer("GroupedMatmul")
-MoEDispatch = _layer("MoEDispatch")
-BertAttention = _layer("BertAttention")
-GPTAttention = _layer("GPTAttention")
-T5Attention = _layer("T5Attention")
-RotaryEmbedding = _layer("RotaryEmbedding")
-Softmax = _layer("Softmax")
-MaskedSoftmax = _layer("MaskedSoftmax")
-CausalSoftmax = _layer("CausalSoftmax")
-CrossEntropy = _layer("CrossEntropy")
+# A class for each layer, by its name.
+globals().update({name: _layer(name) for name in LAYERS})
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

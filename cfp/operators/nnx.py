@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from inspect import Parameter, Signature
 from types import MappingProxyType, new_class
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -91,21 +91,8 @@ def _layer(name: str) -> Any:
     return new_class(name, (Layer,), exec_body=lambda new: new.update(body))
 
 
-LayerNorm = _layer("LayerNorm")
-RMSNorm = _layer("RMSNorm")
-DropoutAddLayerNorm = _layer("DropoutAddLayerNorm")
-BiasGelu = _layer("BiasGelu")
-SwiGLU = _layer("SwiGLU")
-QKVProjection = _layer("QKVProjection")
-Embedding = _layer("Embedding")
-LinearCrossEntropy = _layer("LinearCrossEntropy")
-GroupedMatmul = _layer("GroupedMatmul")
-MoEDispatch = _layer("MoEDispatch")
-BertAttention = _layer("BertAttention")
-GPTAttention = _layer("GPTAttention")
-T5Attention = _layer("T5Attention")
-RotaryEmbedding = _layer("RotaryEmbedding")
-Softmax = _layer("Softmax")
-MaskedSoftmax = _layer("MaskedSoftmax")
-CausalSoftmax = _layer("CausalSoftmax")
-CrossEntropy = _layer("CrossEntropy")
+# A class for each layer, by its name.
+globals().update({name: _layer(name) for name in LAYERS})
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...

@@ -272,7 +272,7 @@ def test_an_error_of_all_variants_is_said_once(tmp_path):
 # ----------------------------------------------------------------------------- options
 
 
-def test_an_option_is_no_file_name(tmp_path):
+def test_exported_files_have_names_and_what_is_not_read_is_named(tmp_path):
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     cfp.plan(
         train_step,
@@ -283,10 +283,11 @@ def test_an_option_is_no_file_name(tmp_path):
         settings=cfp.PlannerSettings(race=False),
         cache_dir=tmp_path,
     ).save(tmp_path / "plan.json")
-    wrong, short = run_batch(
+    wrong, short, named = run_batch(
         [
             ["export", "plan.json", "--python", "-o", "x.py"],
             ["export", "plan.json", "-o", "x.py"],
+            ["export", "plan.json", "step.py:step", "-o", "y.py"],
         ],
         tmp_path,
     )
@@ -294,3 +295,5 @@ def test_an_option_is_no_file_name(tmp_path):
     assert not (tmp_path / "-o").exists()
     assert short.code == 0, short.err
     compile((tmp_path / "x.py").read_text(), "x.py", "exec")
+    assert (tmp_path / "y.py").read_text() == (tmp_path / "x.py").read_text()
+    assert short.out == "Saved x.py\n" and "step.py:step was not read: " in named.out

@@ -24,7 +24,7 @@ from cfp.printable import printable
 from cfp.profiling.hlo import collective_sites
 from cfp.report.passes import sites_data, sites_text
 from cfp.targets import Target, parse_options, resolve
-from cfp.view.console import literal_console
+from cfp.view.console import literal_console, wrapped
 from cfp.view.text import diff_data, diff_text, explain_data, explain_text, print_plan
 from cfp.view.words import headline
 
@@ -189,6 +189,13 @@ def export(
             maxtext.write_text(maxtext_text(plan, rules), encoding="utf-8")
     for file in wanted.values():
         print(f"Saved {file}")
+    if target is not None and not plan.changes_ops and [*wanted] == ["--python"]:
+        print(
+            wrapped(
+                f"{target} was not read: the plan replaces no kernels, rematerializes "
+                "nothing, and has all that the module needs"
+            )
+        )
 
 
 @o.command

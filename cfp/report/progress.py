@@ -23,6 +23,7 @@ from rich.text import Text
 from cfp import units
 from cfp.devices.joining import is_follower
 from cfp.planner_settings import PlannerSettings
+from cfp.profiling.outlook import without_left
 from cfp.profiling.tasks import Progress
 from cfp.units import clock_text, waiting_text
 from cfp.view.console import literal_console
@@ -44,14 +45,20 @@ class PlainLines:
     every_seconds: float = 30.0
     _doing: str = ""
     _shown_seconds: float = 0.0
+    _event: Progress | str = ""
+    _begun_seconds: float = 0.0
 
     def due(self, event: Progress | str, seconds: float) -> str | None:
         """The line that is due, if one is.
+
+        Of what goes on since the last line, it says for how long.
 
         Args:
             event: the latest.
             seconds: how long everything has taken so far.
         """
+        if event != self._event:
+            self._event, self._begun_seconds = event, seconds
         if seconds < self.silent_seconds:
             return None
         doing = "measuring" if isinstance(event, Progress) else event.split(" ", 1)[0]
@@ -61,6 +68,9 @@ class PlainLines:
         self._doing, self._shown_seconds = doing, seconds
         if isinstance(event, Progress):
             event = f"measuring {progress_text(event, clock=False)}"
+        elif (so_far := seconds - self._begun_seconds) >= self.every_seconds:
+            # Expected was the rest at its beginning.
+            event = f"{without_left(event)}, {clock_text(so_far)} so far"
         return f"cfp {clock_text(seconds)}: {event}"
 
 

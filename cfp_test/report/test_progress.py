@@ -35,8 +35,10 @@ def measuring(done: int, seconds: float) -> Progress:
 def test_a_line_stands_at_each_beginning_and_every_half_minute():
     lines = PlainLines()
     found = {}
-    for second in range(120):
-        event = measuring(second // 10, second) if second < 80 else "compiling planned"
+    for second in range(150):
+        event = measuring(second // 10, second)
+        if second >= 80:
+            event = "compiling planned, 1 of 2, about 0:20 left"
         if (line := lines.due(event, second)) is not None:
             found[second] = line
     assert found == {
@@ -45,8 +47,9 @@ def test_a_line_stands_at_each_beginning_and_every_half_minute():
         "about 1:07 left",
         70: "cfp 1:10: measuring 7/9, 1 cached, running segment 0: 7, best 1.25 ms, "
         "about 0:23 left",
-        80: "cfp 1:20: compiling planned",
-        110: "cfp 1:50: compiling planned",
+        80: "cfp 1:20: compiling planned, 1 of 2, about 0:20 left",
+        110: "cfp 1:50: compiling planned, 1 of 2, 0:30 so far",
+        140: "cfp 2:20: compiling planned, 1 of 2, 1:00 so far",
     }
 
 

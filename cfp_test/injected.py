@@ -15,7 +15,7 @@ import pytest
 
 from cfp.profiling.builder import Built
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.timing import Timing
+from cfp.profiling.timing import Timing, TimingOptions
 
 # Where compiled programs are timed, under the name that each module has for it.
 _TIMED_IN = ("collectives", "runner")
@@ -33,13 +33,13 @@ def execute(built: Built, *args: object, **options: object) -> ProfileRecord:
     return built.record("ok", samples_ms=[time_ms(built.compiled)], run_seconds=0.01)
 
 
-def measure(run: Any, *, min_samples: int, **options: object) -> Timing:
+def measure(run: Any, timing: TimingOptions, **options: object) -> Timing:
     """Stands for `cfp.profiling.timing.measure`; everything runs, twice.
 
     So what a program donates is fed back to it, and what cannot run fails.
     """
     run(2)
-    samples_ms = (time_ms(run._compiled),) * min_samples
+    samples_ms = (time_ms(run._compiled),) * timing.min_samples
     return Timing(samples_ms=samples_ms, warmup_ms=())
 
 

@@ -42,8 +42,9 @@ from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.meter import limits_of
 from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import TimingOptions, run_local
+from cfp.profiling.runner import run_local
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.timing import TimingOptions
 from cfp.program.graph import Program
 from cfp.settings import RUNS_PLAYED
 

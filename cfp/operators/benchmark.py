@@ -43,7 +43,7 @@ from cfp.operators.cases import (
 from cfp.operators.operator import Implementation, Operator, OperatorError
 from cfp.operators.probe import first_line, memory_limit
 from cfp.profiling.compile_pool import CompilePool
-from cfp.profiling.timing import measure
+from cfp.profiling.timing import ON_CPUS, measure
 from cfp.units import format_bytes
 
 # What a library's or a compiler's message has if memory is short.
@@ -494,9 +494,13 @@ class _Case:
 
         timing = measure(
             repeater(compiled, args, cotangent),
-            warmup_seconds=0.05,
-            min_samples=3,
-            budget_seconds=self._how.sample_seconds,
+            replace(
+                ON_CPUS,
+                warmup_seconds=0.05,
+                max_samples=100,
+                target_spread=0.005,
+                budget_seconds=self._how.sample_seconds,
+            ),
         )
         found = kind_of(jax.devices()[0].device_kind)
         percent = None

@@ -38,10 +38,11 @@ from cfp.profiling.outlook import Stage
 from cfp.profiling.processes import Agreement
 from cfp.profiling.rates import KINDS, Rates, axis_groups, rising
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import TimingOptions, execute
+from cfp.profiling.runner import execute
 from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import Task
+from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp.program.graft import partition_spec
 from cfp.program.trace import planning_mesh
 
@@ -323,7 +324,11 @@ _ONCE = replace(
 )
 # Virtual devices are there to try things out: what they take is soon said.
 _CPU_TIMING = replace(
-    _TIMING, warmup_seconds=0.01, budget_seconds=0.06, min_sample_ms=2.0
+    _TIMING,
+    warmup_seconds=0.01,
+    warmup_window=ON_CPUS.warmup_window,
+    budget_seconds=0.06,
+    min_sample_ms=2.0,
 )
 
 

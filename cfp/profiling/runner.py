@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -44,50 +44,8 @@ from cfp.profiling.remote import remote_for
 from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import ProfileSummary
-from cfp.profiling.timing import measure
+from cfp.profiling.timing import TimingOptions, measure, usual_timing
 from cfp.program.graph import Program
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimingOptions:
-    """Timing limits of one measurement; see `cfp.profiling.timing.measure`.
-
-    Where None, it follows from the platform: on a CPU programs run one at a time; on
-    others as in training, where one is launched while the one before still runs.
-    """
-
-    warmup_seconds: float | None = None
-    warmup_window: int | None = None
-    min_samples: int | None = None
-    max_samples: int = 50
-    target_spread: float = 0.01
-    budget_seconds: float | None = None
-    min_sample_ms: float | None = None
-    min_repeat: int | None = None
-
-
-_ON_CPUS = TimingOptions(
-    warmup_seconds=0.1,
-    warmup_window=3,
-    min_samples=3,
-    budget_seconds=2.0,
-    min_sample_ms=5.0,
-    min_repeat=1,
-)
-# On 4 H200 a step of 76 ms took 2.3 ms less if three ran in a row; without peer-to-peer
-# access, where times vary by some percent, half of a profile's runs last until their
-# time is over. On 2 H200 two samples that agree, or what there is after 0.7 s, are off
-# by 1.0% on average, in place of 0.5% with three and 1 s.
-# A warm-up that ends with two that agree, and samples half as long, make a third less
-# of that; two machines then differ by 1.7% on average in place of 1.5%.
-_ELSEWHERE = TimingOptions(
-    warmup_seconds=0.05,
-    warmup_window=1,
-    min_samples=2,
-    budget_seconds=0.7,
-    min_sample_ms=30.0,
-    min_repeat=3,
-)
 
 
 def profile(
@@ -124,7 +82,7 @@ def profile(
     Raises:
       DeviceError: if the devices answer no more after something crashed on them.
     """
-    timing, options = timing or TimingOptions(), options or MeasureOptions()
+    options = options or MeasureOptions()
     environment = environment or BuildEnvironment.beside(store.build_path)
     platform = mesh.devices.flat[0].platform
     there = remote_for(platform, options.remote)
@@ -216,10 +174,7 @@ def execute(
       checked: refuse times of a program whose results are not finite, or of a GPU
         that ran at an idle one's clock.
     """
-    options = asdict(timing or TimingOptions())
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    for name, usual in asdict(_ON_CPUS if on_cpu else _ELSEWHERE).items():
-        options[name] = usual if options[name] is None else options[name]
+    timing = timing or usual_timing(mesh.devices.flat[0].platform)
     started = time.perf_counter()
     agreement = Agreement.of(mesh)
     shortage = _shortage(built, mesh)
@@ -230,11 +185,7 @@ def execute(
     try:
         loop.inputs = make_inputs(kinds, mesh, [place for place, _ in feedback])
         with metered(mesh.local_devices[0]) as meter:
-            found = measure(
-                loop,
-                **options,
-                agree=agreement.seconds,
-            )
+            found = measure(loop, timing, agree=agreement.seconds)
         reason = checked and (meter.refusal or loop.not_finite())
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         agreement.end_of_run(reason_of(error))

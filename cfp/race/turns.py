@@ -13,7 +13,8 @@ from cfp.profiling.builder import Built
 from cfp.profiling.in_flight import InFlightLog
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, utc_now
-from cfp.profiling.runner import StopOnDeviceLoss, TimingOptions, run
+from cfp.profiling.runner import StopOnDeviceLoss, run
+from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp.race.candidates import with_options
 from cfp.race.compile import (
     Builder,
@@ -36,8 +37,8 @@ from cfp.solution import Candidate
 
 # What one program gets in a turn. Turns are short, so that a drift of the clocks meets
 # all alike. Devices give each program a look before, which tells what is far behind.
-_ON_CPUS = TimingOptions(
-    warmup_seconds=0.15, min_samples=2, max_samples=4, budget_seconds=0.6
+_ON_CPUS = replace(
+    ON_CPUS, warmup_seconds=0.15, min_samples=2, max_samples=4, budget_seconds=0.6
 )
 # Devices at their power limit slow down as they work: on 2 H200 the same step took
 # 141 ms after 0.4 s, 151 ms after 0.9 s and 146 ms in the long run. Only samples that

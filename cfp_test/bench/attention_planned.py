@@ -392,7 +392,8 @@ class Maker:
         """Times the computation of one device, collectives left out."""
         from statistics import median
 
-        from cfp.profiling.runner import TimingOptions, run_local
+        from cfp.profiling.runner import run_local
+        from cfp.profiling.timing import TimingOptions
 
         timing = TimingOptions(
             warmup_seconds=0.4, min_samples=3, max_samples=5, budget_seconds=6

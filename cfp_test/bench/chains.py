@@ -41,8 +41,9 @@ from cfp.profiling.builder import Built
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.key import environment_parts
 from cfp.profiling.rates import KINDS
-from cfp.profiling.runner import TimingOptions, run
+from cfp.profiling.runner import run
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.timing import TimingOptions
 from cfp.program.trace import planning_mesh
 from cfp.report.plots import curves_data
 from cfp_test.bench.one_as_four import build_all

@@ -8,20 +8,21 @@ all alike.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import jax
 from jax.sharding import Mesh
 
 from cfp.profiling.inputs import make_inputs
-from cfp.profiling.runner import TimingOptions
+from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp_test.bench.case import Ready
 from cfp_test.bench.kernels import Split, trace_split
 
 TURN = TimingOptions(
     warmup_seconds=0.5, min_samples=4, max_samples=10, budget_seconds=2.0
 )
-QUICK_TURN = TimingOptions(
-    warmup_seconds=0.0, min_samples=2, max_samples=2, budget_seconds=0.2
+QUICK_TURN = replace(
+    ON_CPUS, warmup_seconds=0.0, min_samples=2, max_samples=2, budget_seconds=0.2
 )
 
 

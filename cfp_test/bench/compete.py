@@ -19,8 +19,9 @@ from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.in_flight import Doing
 from cfp.profiling.key import Parts, ProfileKey, environment_parts
-from cfp.profiling.runner import TimingOptions, execute
+from cfp.profiling.runner import execute
 from cfp.profiling.store import store_path
+from cfp.profiling.timing import TimingOptions
 from cfp_test.bench import clock, gate
 from cfp_test.bench.case import Ready
 from cfp_test.bench.competitors import GROUPS, Competitor, mesh_text

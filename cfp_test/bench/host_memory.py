@@ -36,7 +36,8 @@ from cfp.passes.pipeline import analyze_step
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.key import environment_parts
-from cfp.profiling.runner import TimingOptions, run_local
+from cfp.profiling.runner import run_local
+from cfp.profiling.timing import TimingOptions
 from cfp.program.step import FlatStep, flatten_step
 from cfp.search.jobs import whole_job
 

@@ -48,7 +48,8 @@ from cfp.profiling.inputs import generator, input_kinds, local_kinds, make_input
 from cfp.profiling.key import ProfileKey, environment_parts
 from cfp.profiling.meter import limits_of
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import TimingOptions, execute, run_local
+from cfp.profiling.runner import execute, run_local
+from cfp.profiling.timing import TimingOptions
 from cfp.program.graft import Constraints
 from cfp.program.rematerialize import Rematerialization
 from cfp.program.trace import planning_mesh

@@ -42,8 +42,9 @@ from cfp.profiling.builder import BuildEnvironment, Built, Job, build, one_devic
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.inputs import generator, input_kinds, local_kinds
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import TimingOptions, execute
+from cfp.profiling.runner import execute
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.timing import TimingOptions
 from cfp.program.graph import Program
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh

@@ -1,7 +1,7 @@
 """A small training step, and jobs that measure it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from cfp.profiling.builder import Job
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.runner import TimingOptions
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp.program.graft import Constraints, Part, Spec, cut_part
 from cfp.program.graph import Program
 from cfp.program.step import flatten_step
@@ -24,7 +24,8 @@ def steady_times():
     """Nothing: what measures is what is tested here, and each test says how."""
 
 
-QUICK = TimingOptions(
+QUICK = replace(
+    ON_CPUS,
     warmup_seconds=0.0,
     min_samples=2,
     max_samples=2,

@@ -1,5 +1,4 @@
 import contextlib
-import dataclasses
 import itertools
 import math
 from functools import partial
@@ -30,12 +29,12 @@ def failing(message: str, times: int = 1):
     """A stand-in for `measure` that fails at first."""
     left = [times]
 
-    def measure(loop, **options):
+    def measure(loop, timing, **options):
         loop(1)
         if left[0]:
             left[0] -= 1
             raise jax.errors.JaxRuntimeError(message)
-        return timing_measure(loop, **options)
+        return timing_measure(loop, timing, **options)
 
     return measure
 
@@ -59,15 +58,14 @@ def test_a_run_gives_samples(case, built, quick, monkeypatch):
 def test_timing_options_are_passed_on(case, built, quick, monkeypatch):
     seen = {}
 
-    def measure(loop, **options):
-        seen.update(options)
-        return timing_measure(loop, **options)
+    def measure(loop, timing, **options):
+        seen.update(options, timing=timing)
+        return timing_measure(loop, timing, **options)
 
     monkeypatch.setattr(runner, "measure", measure)
     run(built, case.job(), case.program, case.mesh, timing=quick)
     assert seen.pop("agree")(0.25) == 0.25
-    usual = {"min_repeat": 1, "warmup_window": 3}
-    assert seen == dataclasses.asdict(quick) | usual
+    assert seen == {"timing": quick}
 
 
 def test_nothing_stays_on_the_devices(case, built, quick, live_arrays):
@@ -84,7 +82,7 @@ def test_outputs_take_the_place_of_donated_inputs(case, built, quick, monkeypatc
         made.extend(make_inputs(*args))
         return list(made)
 
-    def measure(loop, **options):
+    def measure(loop, timing, **options):
         first = list(loop.inputs)
         assert all(now is then for now, then in zip(first, made, strict=True))
         loop(3)
@@ -95,7 +93,7 @@ def test_outputs_take_the_place_of_donated_inputs(case, built, quick, monkeypatc
         seen.append(int(loop.inputs[count]))
         loop(2)
         seen.append(int(loop.inputs[count]))
-        return timing_measure(loop, **options)
+        return timing_measure(loop, timing, **options)
 
     monkeypatch.setattr(runner, "make_inputs", note)
     monkeypatch.setattr(runner, "measure", measure)
@@ -243,11 +241,11 @@ def test_an_interrupt_while_running_keeps_records(case, store, quick, monkeypatc
     jobs = [case.job("a"), case.job("b"), case.job("c")]
     runs = []
 
-    def measure(loop, **options):
+    def measure(loop, timing, **options):
         runs.append(loop)
         if len(runs) == 2:
             raise KeyboardInterrupt
-        return timing_measure(loop, **options)
+        return timing_measure(loop, timing, **options)
 
     monkeypatch.setattr(runner, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
@@ -329,7 +327,7 @@ def test_a_crash_does_not_end_a_profile(case, store, quick, monkeypatch):
 def test_lost_devices_end_a_profile(case, store, quick, monkeypatch):
     lost = []
 
-    def measure(loop, **_):
+    def measure(loop, *_, **__):
         lost.append(True)
         raise jax.errors.JaxRuntimeError("INTERNAL: illegal address")
 
@@ -354,9 +352,9 @@ def test_after_a_crash_the_devices_are_asked_whether_they_answer(
     kept, crashed = [], []
     crash = failing("INTERNAL: illegal address")
 
-    def measure(loop, **options):
+    def measure(loop, timing, **options):
         crashed.append(True)
-        return crash(loop, **options)
+        return crash(loop, timing, **options)
 
     def make(*args):
         if crashed and lost:

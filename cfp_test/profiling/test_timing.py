@@ -2,18 +2,43 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cfp.profiling import timing as room
 from cfp.profiling.timing import (
+    Timing,
+    TimingOptions,
     interleave,
     interquartile_range,
-    measure,
     relative_spread,
 )
+
+LONG = TimingOptions(
+    warmup_seconds=1.0,
+    warmup_window=3,
+    min_samples=5,
+    max_samples=100,
+    target_spread=0.005,
+    budget_seconds=10.0,
+    min_sample_ms=5.0,
+    min_repeat=1,
+)
+
+
+def measure(
+    run: room.Run,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    agree: Callable[[float], float] = float,
+    **limits: float,
+) -> Timing:
+    """Measures with long limits, or others in their place."""
+    return room.measure(run, replace(LONG, **limits), clock=clock, agree=agree)
 
 
 class FakeDevice:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import jax
 import pytest
@@ -559,8 +559,7 @@ def test_on_gpus_every_program_executes_as_often_in_a_turn(step_ms):
             runs.append(times)
             now[0] += times * step_ms / 1e3
 
-        options = {k: v for k, v in asdict(timing).items() if v is not None}
-        found = measure(run, **options, clock=lambda: now[0])
+        found = measure(run, timing, clock=lambda: now[0])
         assert len(found.samples_ms) == 1
         return runs
 

@@ -32,7 +32,8 @@ from cfp.cli.session import analyse
 from cfp.devices import described
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
-from cfp.profiling.runner import TimingOptions, run_local
+from cfp.profiling.runner import run_local
+from cfp.profiling.timing import TimingOptions
 from cfp.program.trace import planning_mesh
 from cfp.search.jobs import whole_job
 from cfp.targets import resolve

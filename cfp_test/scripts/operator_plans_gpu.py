@@ -139,7 +139,8 @@ def measured_step(options: argparse.Namespace, row: dict[str, Any]) -> dict[str,
     from cfp.devices import described
     from cfp.presets.presets import presets
     from cfp.profiling.builder import BuildEnvironment, Built, build
-    from cfp.profiling.runner import TimingOptions, run_local
+    from cfp.profiling.runner import run_local
+    from cfp.profiling.timing import TimingOptions
     from cfp.program.trace import planning_mesh
     from cfp.search.jobs import whole_job
     from cfp.targets import resolve

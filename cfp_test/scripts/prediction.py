@@ -32,7 +32,8 @@ from cfp.passes.search import search
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.compile_pool import CompilePool, default_threads
-from cfp.profiling.runner import TimingOptions, run
+from cfp.profiling.runner import run
+from cfp.profiling.timing import TimingOptions
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.jobs import whole_job
 from cfp.search.problem import Problem

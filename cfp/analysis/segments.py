@@ -318,8 +318,16 @@ def _restart(
 
 def _group_owners(frame: Frame) -> list[int]:
     """For each storage group the block that first uses its parameter."""
+    return [min(blocks, default=-1) for blocks in group_readers(frame)]
+
+
+def group_readers(frame: Frame) -> list[set[int]]:
+    """For each storage group the blocks that use its parameter, or make its gradient.
+
+    Those that make the gradient count where none uses the parameter.
+    """
     program = frame.program
-    owners = []
+    readers = []
     for group in frame.groups:
         inside = set(group.ops)
         candidates = [
@@ -331,8 +339,8 @@ def _group_owners(frame: Frame) -> list[int]:
         if not candidates:
             producers = [program.values[v].producer for v in group.gradients]
             candidates = [frame.block_of[p] for p in producers if p >= 0]
-        owners.append(min((c for c in candidates if c >= 0), default=-1))
-    return owners
+        readers.append({c for c in candidates if c >= 0})
+    return readers
 
 
 def _reach(program: Program, value: int, inside: set[int]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -13,6 +13,7 @@ from cfp.analysis.analyze import Analysis, update_blocks
 from cfp.analysis.contractions import is_contraction, is_product
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out, program_flops
+from cfp.analysis.segments import Segment, group_readers
 from cfp.analysis.storage import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.attention.matching.called import called_attentions, dims_over, exchanges
@@ -46,14 +47,23 @@ def plan_segments(
     analysis: Analysis, choice: Choice, problem: Problem | None
 ) -> tuple[PlanSegment, ...]:
     """Returns the choice for each segment, with its time as far as that is known."""
-    groups = analysis.frame.groups
+    readers = group_readers(analysis.frame)
+
+    def stored(groups: Iterable[int]) -> tuple[StoredParameter, ...]:
+        every = analysis.frame.groups
+        return tuple(
+            StoredParameter(argument=every[g].args[0], storage=choice.storage[g])
+            for g in groups
+        )
+
+    def read(segment: Segment) -> list[int]:
+        return [g for g, blocks in enumerate(readers) if blocks & {*segment.blocks}]
+
     return tuple(
         PlanSegment(
             kind=segment.kind,
-            parameters=tuple(
-                StoredParameter(argument=groups[g].args[0], storage=choice.storage[g])
-                for g in segment.groups
-            ),
+            parameters=stored(segment.groups),
+            shared=() if segment.groups else stored(read(segment)),
             rematerialized=segment.index in choice.remat,
             kernels=choice.kernels_of(segment.index),
             time_ms=_segment_ms(analysis, problem, segment.index, choice),

@@ -44,7 +44,7 @@ class OptionFigures:
     """A strategy of a kind of segment, as it was measured.
 
     Attributes:
-        name: of the preset whose part it is, or a number: ``#7``.
+        name: of the preset whose part it is, or a number: ``strategy 7 (no preset)``.
         strategy: what it shards, and what else it chooses.
         state_bytes: parameters and optimizer state of one segment, on each device;
             twice what is not donated.

@@ -270,6 +270,9 @@ class PlanFile(_Part):
         stored = [one.argument for segment in segments for one in segment.parameters]
         if len({*stored}) < len(stored) or not all(i < count for i in stored):
             raise ValueError("every parameter once, of the arguments there are")
+        shared = {one.argument for segment in segments for one in segment.shared}
+        if not shared <= {*stored}:
+            raise ValueError("as shared what is another segment's parameter")
         if not {segment.kernels.attention for segment in segments} <= {"", *KERNELS}:
             raise ValueError(f"kernels of attention: {', '.join(KERNELS)}")
         parts = {segment.kernels.vocabulary_parts for segment in segments}

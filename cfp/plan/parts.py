@@ -112,6 +112,8 @@ class PlanSegment:
     Attributes:
         kind: segments of one kind have the same options.
         parameters: the parameters that belong to it.
+        shared: where none do, those of other segments that it reads, as a head reads
+            the table of an embedding to which it is tied.
         rematerialized: whether its forward pass is rematerialized.
         kernels: kernels that compute parts of it.
         time_ms: measured time; None if not measured.
@@ -122,11 +124,12 @@ class PlanSegment:
     rematerialized: Flag
     kernels: SegmentKernels
     time_ms: Time | None
+    shared: tuple[StoredParameter, ...] = ()
 
     @property
     def storage(self) -> Storage | None:
-        """Storage of most of its parameters; None if it has none."""
-        modes = [one.storage for one in self.parameters]
+        """Storage of most of its parameters, or of shared ones; None without any."""
+        modes = [one.storage for one in self.parameters or self.shared]
         return max(dict.fromkeys(modes), key=modes.count) if modes else None
 
     @property

@@ -19,7 +19,7 @@ from cfp.passes.profile import profile_segments
 from cfp.profiling.collectives import measure_rates, rate_keys
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.rates import Rates
-from cfp.report.figures import kind_title, option_names, strategy_figures
+from cfp.report.figures import NO_PRESET, kind_title, option_names, strategy_figures
 from cfp.report.plots import figure
 from cfp.search.explain import Alternative, Explanation, KindExplanation
 from cfp.search.problem import Assignment, Problem
@@ -343,7 +343,7 @@ def _meanings(
     }
     for kind, option in sorted(used):
         name = names[kind][option]
-        if name.startswith("#"):
+        if NO_PRESET in name:
             candidate = problem.options[kind][option].candidate
             words = _words(analysis, kind, candidate)
             yield f"  {name} of kind {kind}: {words}"

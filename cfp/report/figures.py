@@ -423,13 +423,16 @@ def _predicted(
 # ----------------------------------------------------- names and words for choices
 
 
+NO_PRESET = "no preset"
+
+
 def option_names(
     analysis: Analysis, options: Sequence[Sequence[Option]]
 ) -> list[list[str]]:
     """A short name for each option of each kind of segment.
 
-    That of the first preset whose part it is, or else its number: ``#7``. What is
-    rematerialized has the name of what is not, and says so.
+    That of the first preset whose part it is, or else its number: ``strategy 7 (no
+    preset)``. What is rematerialized has the name of what is not, and says so.
     """
     by_name = named_choices(analysis.frame)
     found = []
@@ -442,9 +445,10 @@ def option_names(
         for number, option in enumerate(options[kind], 1):
             candidate = option.candidate
             alike = candidate.strategies, candidate.storage
-            name = names.setdefault(alike, f"#{number}")
+            name = names.setdefault(alike, f"strategy {number}")
             kernels = candidate.kernels
-            also = [kernels_text(kernels)] if kernels else []
+            also = [] if name in by_name else [NO_PRESET]
+            also += [kernels_text(kernels)] if kernels else []
             also += [REMATERIALIZED] if candidate.remat else []
             texts.append(f"{name} ({', '.join(also)})" if also else name)
         found.append(texts)

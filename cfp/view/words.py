@@ -45,7 +45,11 @@ def storage_text(segment: PlanSegment, *, short: bool = False) -> str:
         short: whether to use the short name of the storage.
     """
     stored = segment.storage
-    words = STORAGE_WORDS[stored] if stored and not short else str(stored or "-")
+    if short:
+        words = str(stored or "-")
+    else:
+        words = STORAGE_WORDS[stored] if stored else "none of its own"
+        words += ", those of another segment" if segment.shared else ""
     kernels = [kernels_text(segment.kernels)] if segment.kernels else []
     return ", ".join([words, *kernels, *[REMATERIALIZED] * segment.rematerialized])
 

@@ -1,6 +1,11 @@
-"""Collectives of blocks, as plans tell them."""
+"""Collectives of blocks and parameters of segments, as plans tell them."""
+
+import json
+from dataclasses import replace
 
 import cfp
+from cfp.targets import resolve
+from cfp.view.words import storage_text
 from cfp_test.cost import recurrent
 
 
@@ -20,3 +25,17 @@ def test_the_gradient_of_a_table_is_told_with_its_lookup():
     width, words = recurrent.WIDTH, recurrent.WORDS
     kernels = [4 * width * width] * (3 * recurrent.LAYERS)
     assert sent == [4 * words * width, *kernels]
+
+
+def test_a_head_tied_to_an_embedding_says_how_its_parameters_are_stored():
+    """They belong to the segment of the embedding."""
+    words = "--tied --layers 2 --hidden 64 --seq 32 --vocab 256"
+    target = resolve("gpt", words.split())
+    how = {"mesh": cfp.described("4xh100"), "preset": "fully_sharded", "quiet": True}
+    plan = cfp.plan(target.step, *target.args, **how)
+    embedding, *_, head = plan.segments
+    assert not head.parameters and head.shared[0] in embedding.parameters
+    stored = storage_text(embedding)
+    assert storage_text(head) == f"{stored}, those of another segment"
+    assert cfp.Plan.from_json(json.loads(plan.to_json())).segments == plan.segments
+    assert storage_text(replace(head, shared=())) == "none of its own"

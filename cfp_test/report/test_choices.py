@@ -119,7 +119,7 @@ def test_choices_have_names_and_words(analysis, problem):
         "data_parallel",
         "data_parallel (rematerialized)",
         "fully_sharded",
-        "#4",
+        "strategy 4 (no preset)",
     ]
     data, again, full, odd = (o.candidate for o in problem.options[1])
 
@@ -152,7 +152,7 @@ def test_the_explanation_of_a_plan_that_memory_binds(analysis, problem):
     ]
     assert data[7] == "but: not rematerialized"
     assert full[:5] == ["", "fully_sharded", "-", "5.000", "20.000"]
-    assert odd[1:5] == ["#4", "-", "9.000", "36.000"]
+    assert odd[1:5] == ["strategy 4 (no preset)", "-", "9.000", "36.000"]
     assert "Memory: the best choice needs 181.00 MiB of 184.00 MiB." in text
     assert "without a budget the step would take 8.000 ms, in 241.00 MiB" in text
     assert "With 20.00 MiB more: 10.000 ms, 9.1% faster." in text
@@ -208,7 +208,7 @@ def test_the_curve_as_a_table(analysis, problem):
     assert within[4].startswith(
         "1: 3 x data_parallel (rematerialized) + 1 x data_parallel"
     )
-    assert "#4 of kind 1: " in text
+    assert "strategy 4 (no preset) of kind 1: " in text
     assert "* the fastest within the budget of 184.00 MiB" in text
     assert "There may be more" not in text
     as_data = trade_off_data(analysis, problem, found, budget)

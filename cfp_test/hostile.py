@@ -380,6 +380,11 @@ PLANS = (
         _raw('"peak_bytes": 4096', f'"peak_bytes": {"9" * 5000}'),
         "Cannot read",
     ),
+    Mutation(
+        "dim of 5000 digits",
+        _put(f"f32[{'9' * 5000}]", "rows", 0, "result", "type"),
+        "a type such as",
+    ),
     Mutation("name of 20000 characters", _put("a" * 20_000, "winner"), "characters"),
     Mutation("unknown field", _put("os.system", "hook"), "hook"),
     Mutation("field twice", _raw('"options":', '"options": {}, "options":'), "twice"),

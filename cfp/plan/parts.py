@@ -28,6 +28,8 @@ INDIVISIBLE = "divides none of"
 NOT_CHOSEN = "the plan does not shard it"
 
 _NUMBER = re.compile(r"\d+")
+# Longer numbers than Python reads are damaged.
+_TYPE = r"[^\[]*\[(\d{1,15}(,\d{1,15})*)?\]"
 
 
 class Role(StrEnum):
@@ -147,7 +149,7 @@ class TensorFigure:
         spec: for each dim the mesh axes that it is sharded over.
     """
 
-    type: Words
+    type: Annotated[Words, matching(_TYPE, "a type such as f32[8,16]")]
     spec: SpecField
 
 

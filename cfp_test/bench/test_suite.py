@@ -6,11 +6,15 @@ from dataclasses import replace
 
 import jax
 import pytest
+from typer.main import get_command
 
+from cfp.cli import app
+from cfp.cli.options import OF_BENCH
 from cfp.models import find
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.in_flight import InFlightFolder
 from cfp_test.bench import clock, gate
+from cfp_test.bench.command import command
 from cfp_test.bench.compete import SuiteOptions, compete
 from cfp_test.bench.competitors import handwritten
 from cfp_test.bench.configs import SUITES, configs, small
@@ -225,3 +229,9 @@ def test_every_configuration_has_a_small_size_that_splits(name):
             assert sizes["dtype"] == "float32"
             for dim in ("batch", "heads", "hidden", "vocab", "seq"):
                 assert sizes[dim] % devices == 0
+
+
+def test_other_commands_know_what_is_an_option_of_bench_alone():
+    plan = get_command(app).commands["plan"]
+    here, known = ({f for p in c.params for f in p.opts} for c in (command(), plan))
+    assert {*OF_BENCH} == here - known

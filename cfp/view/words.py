@@ -406,9 +406,10 @@ class Throughput:
         tflop_per_s: of each device, by its share of the model, or all of it.
         runs_whole: whether all devices compute the same.
         rate_share: of the devices' nominal matrix rates, by the types of the products;
-            None for kinds that are not shipped.
+            None for kinds that are not shipped, and for products of float32 that are
+            not computed in TF32.
         rate_dtypes: the types that these rates are of: "bfloat16", "float32 (TF32)" or
-            both.
+            both; "" where there is no share.
         tokens_per_s: None where the batch does not show tokens.
         samples_per_s: None where it does, or the batch is not known.
     """
@@ -441,6 +442,14 @@ class Throughput:
 
 # Rates of a kind of device that are not of what their types say; see its file.
 _RATES = {"float32": "float32 (TF32)"}
+# Precisions of JAX's with which GPUs compute products of float32 in TF32.
+_TF32 = ("None", "default", "fastest", "tensorfloat32")
+
+
+def _is_tf32(environment: Mapping[str, str]) -> bool:
+    """True if products of float32 are in TF32 with what a plan was made with."""
+    is_off = "NVIDIA_TF32_OVERRIDE=0" in environment.get("cuda", "")
+    return environment.get("matmul_precision", "None") in _TF32 and not is_off
 
 
 def _flop_text(tflop: float) -> str:
@@ -477,11 +486,12 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
     samples = search.get("batch_samples") if tokens is None else None
     narrow = search.get("narrow_share", 0.0)
     shares = {"bfloat16": narrow, "float32": 1.0 - narrow}
-    share = None
-    if (kind := kind_of(plan.environment.get("device_kind", ""))) is not None:
+    used = {dtype: part for dtype, part in shares.items() if part > 0}
+    share, kind = None, kind_of(plan.environment.get("device_kind", ""))
+    if kind is not None and ("float32" not in used or _is_tf32(plan.environment)):
         share = rate * sum(
             part / kind.numbers[f"{dtype}_tflop_per_s"].value
-            for dtype, part in shares.items()
+            for dtype, part in used.items()
         )
     return Throughput(
         model_tflop=flops / 1e12,
@@ -489,9 +499,9 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
         tflop_per_s=rate,
         runs_whole=is_whole,
         rate_share=share,
-        rate_dtypes=" and ".join(
-            _RATES.get(dtype, dtype) for dtype, part in shares.items() if part > 0
-        ),
+        rate_dtypes=""
+        if share is None
+        else " and ".join(_RATES.get(dtype, dtype) for dtype in used),
         tokens_per_s=None if tokens is None else tokens / seconds,
         samples_per_s=None if samples is None else samples / seconds,
     )

@@ -104,7 +104,15 @@ def test_other_kinds_have_no_share_and_no_time_no_figures(planned):
 
 
 def test_float32_is_told_as_what_its_rate_is_of(planned):
-    assert one_ms(planned(float)).rate_dtypes == "float32 (TF32)"
+    plan = planned(float)
+    assert one_ms(plan).rate_dtypes == "float32 (TF32)"
+    wide = {"matmul_precision": "highest"}, {"cuda": "NVIDIA_TF32_OVERRIDE=0"}
+    for precise in ({"device_kind": "cpu"}, *wide):
+        found = one_ms(replace(plan, environment=plan.environment | precise))
+        assert (found.rate_share, found.rate_dtypes) == (None, "")
+    narrow = planned(jnp.bfloat16)
+    found = one_ms(replace(narrow, environment=narrow.environment | wide[0]))
+    assert found.rate_dtypes == "bfloat16" and found.rate_share
 
 
 def test_launches_are_named_where_a_described_step_is_short(planned):

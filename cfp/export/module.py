@@ -10,13 +10,13 @@ written so if every tensor wants the same axes for the same name.
 from __future__ import annotations
 
 import base64
+import inspect
 import pprint
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,9 +25,11 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch, compose
+from cfp.export import runtime
 from cfp.export.runtime import digest, equation_key, equations, numbers
 from cfp.plan.parts import Site, Sites, shape_of, short_source
 from cfp.printable import printable
+from cfp.program import fixed
 from cfp.program.equations import place
 from cfp.program.graft import Constraints
 from cfp.program.step import FlatStep
@@ -36,9 +38,10 @@ if TYPE_CHECKING:
     from cfp.plan.plan import Plan
 
 
-_RUNTIME = Path(__file__).parent / "runtime.py"
 _HEAD = "# The tables. In the module that is written they are filled.\n"
 _TAIL = "# ----"
+_IMPORTS = "from __future__ import annotations\n"
+_OF_CFP = "from cfp.program.fixed import fixed, released\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +98,13 @@ def python_module(
             "from the step: cfp export plan.json TARGET --python FILE, or "
             "plan.bind(step, *args).export_python(FILE)."
         )
-    imports, rest = _RUNTIME.read_text(encoding="utf-8").split(_HEAD)
-    runtime = rest[rest.index(_TAIL) :]
-    imports = imports[imports.index("from __future__") :]
+    text, leaves = (
+        inspect.getsource(one).partition(_IMPORTS)[2] for one in (runtime, fixed)
+    )
+    imports, rest = text.replace(_OF_CFP, "").split(_HEAD)
     tables = "\n".join([*_tables(plan, sites), *_program(program)])
-    head = f"{_docstring(plan, sites, title)}\n\n{imports}P = PartitionSpec\n"
-    return f"{head}\n{tables}\n\n{runtime}"
+    head = f"{_docstring(plan, sites, title)}\n\n{_IMPORTS}{imports}P = PartitionSpec\n"
+    return f"{head}\n{tables}\n\n{rest[rest.index(_TAIL) :]}{leaves}"
 
 
 def _docstring(plan: Plan, sites: Sites, title: str) -> str:

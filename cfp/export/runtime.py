@@ -1,6 +1,7 @@
 """Functions that an exported module contains, beside its tables.
 
-It imports nothing but JAX, and reads the tables that stand before it in the module.
+It imports nothing but JAX, and reads the tables that stand before it in the module. The
+text of the one module of cfp that it names stands behind it.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -13,7 +14,7 @@ import hashlib
 import inspect
 import zlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +26,9 @@ from jax.sharding import (
     PartitionSpec,
     SingleDeviceSharding,
 )
-from jax.tree_util import all_leaves, tree_flatten, tree_leaves, tree_unflatten
+from jax.tree_util import tree_flatten, tree_unflatten
+
+from cfp.program.fixed import fixed, released
 
 # The tables. In the module that is written they are filled.
 MESH: Mapping[str, int] = {}
@@ -63,18 +66,18 @@ def shard(
     """
     mesh = _own_mesh(make_mesh() if mesh is None else mesh)
     static, leaves, tree = _flatten(step, args, kwargs)
-    made: list[Structure] = []
+    made: list[Any] = []
 
     def flat(*leaves: Any) -> Any:
         here = in_space(leaves, [i for i, _ in IN_HOST], jax.memory.Space.Device)
-        dynamic, named = joined(tree, here)
+        dynamic, named = released(tree_unflatten(tree, here))
         given = list(dynamic)
         for key, value in sorted(static.items(), key=str):
             if isinstance(key, int):
                 given.insert(key, value)
             else:
                 named[key] = value
-        results, structure = split(step(*given, **named))
+        results, structure = tree_flatten(fixed(step(*given, **named)))
         made.append(structure)
         return in_space(results, [j for _, j in IN_HOST], jax.memory.Space.Host)
 
@@ -200,68 +203,6 @@ def put_program(lowered: jax.stages.Lowered) -> None:
                 op.operation.clone()
 
 
-# A pytree without its arrays: its structure, and place, type and value of those leaves
-# that are part of the program.
-Structure = tuple[Any, tuple[tuple[int, type, Any], ...]]
-
-
-def split(tree: Any) -> tuple[list[Any], Structure]:
-    """The arrays of a pytree, and all else: modules may hold functions and settings."""
-    leaves, structure = tree_flatten(tree)
-    fixed = in_program(tree)
-    kept = [(i, type(x), x) for i, x in enumerate(leaves) if fixed[i]]
-    return [x for i, x in enumerate(leaves) if not fixed[i]], (structure, tuple(kept))
-
-
-def joined(structure: Structure, arrays: Sequence[Any]) -> Any:
-    """The pytree that was split."""
-    leaves = list(arrays)
-    for place, _, value in structure[1]:
-        leaves.insert(place, value)
-    return tree_unflatten(structure[0], leaves)
-
-
-def in_program(tree: Any) -> list[bool]:
-    """For each leaf whether it is part of the program, as it was when planned.
-
-    All that is no array in a module in which something is no number either, and in a
-    module inside of one that has a bool and no arrays. Modules are nodes of a pytree
-    that are no containers of plain Python.
-    """
-    if not any(isinstance(x, bool) or not _may_be_array(x) for x in tree_leaves(tree)):
-        return [False] * len(tree_leaves(tree))
-    parts = tree_leaves(tree, is_leaf=_is_module)
-    return [found for part in parts for found in _in_module(part)]
-
-
-def _in_module(module: Any) -> list[bool]:
-    if not _is_module(module):
-        return [False]
-    leaves = tree_leaves(module)
-    has_bool = any(isinstance(x, bool) for x in leaves)
-    if not all(map(_may_be_array, leaves)) or (
-        has_bool and not any(map(_is_array, leaves))
-    ):
-        return [not _is_array(x) and isinstance(x, Hashable) for x in leaves]
-    if not has_bool:
-        return [False] * len(leaves)
-    parts = tree_leaves(module, is_leaf=lambda x: x is not module and _is_module(x))
-    return [found for part in parts for found in _in_module(part)]
-
-
-def _is_module(node: Any) -> bool:
-    plain = (dict, list, tuple, type(None), bool, int, float, complex, str)
-    return not isinstance(node, plain) and not all_leaves([node])
-
-
-def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
-def _may_be_array(leaf: Any) -> bool:
-    return _is_array(leaf) or isinstance(leaf, bool | int | float | complex)
-
-
 class Sharded(NamedTuple):
     """The step, compiled, that is called like the function it came from.
 
@@ -278,8 +219,8 @@ class Sharded(NamedTuple):
     compiled: jax.stages.Compiled
     shardings: tuple[NamedSharding, ...]
     static: Mapping[Any, Any]
-    tree: Structure
-    results: Structure
+    tree: Any
+    results: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; arguments go to their shardings where they are elsewhere."""
@@ -292,7 +233,7 @@ class Sharded(NamedTuple):
             else jax.device_put(leaf, sharding)
             for leaf, sharding in zip(leaves, self.shardings, strict=True)
         ]
-        return joined(self.results, self.compiled(*placed))
+        return released(tree_unflatten(self.results, self.compiled(*placed)))
 
 
 def constrained(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
@@ -457,7 +398,7 @@ def _own_mesh(mesh: Mesh) -> Mesh:
 
 def _flatten(
     step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[dict[Any, Any], list[Any], Structure]:
+) -> tuple[dict[Any, Any], list[Any], Any]:
     """Static arguments, and the array leaves of all others with their structure."""
     placed, named = list(args), dict(kwargs)
     for one in [*inspect.signature(step).parameters.values()][len(placed) :]:
@@ -468,7 +409,7 @@ def _flatten(
     static |= {name: a for name, a in named.items() if name in STATIC}
     dynamic = tuple(a for i, a in enumerate(placed) if i not in STATIC)
     named = {name: a for name, a in named.items() if name not in STATIC}
-    return static, *split((dynamic, named))
+    return static, *tree_flatten(fixed((dynamic, named)))
 
 
 def _check_arguments(avals: Sequence[Any]) -> None:

@@ -15,7 +15,7 @@ from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch, compose
 from cfp.plan.parts import path_text, places_like, shape_of, type_text
-from cfp.program.fixed import giving_arrays, released
+from cfp.program.fixed import fixed, released
 from cfp.program.graft import partition_spec
 from cfp.program.memory import in_memory, put
 from cfp.program.trace import planning_mesh
@@ -110,7 +110,10 @@ def made(
     Raises:
         PlanMismatch: it looks like none.
     """
-    arrays = giving_arrays(init_fn)
+
+    def arrays(*args: Any, **kwargs: Any) -> Any:
+        return fixed(init_fn(*args, **kwargs))
+
     shape = jax.eval_shape(arrays, *args, **kwargs)
     leaves, tree = tree_flatten(shape)
     places = places_like(shape, arguments.names, arguments.types)

@@ -36,7 +36,7 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.store import store_path
 from cfp.program.calling import sequence
-from cfp.program.fixed import without_fixed
+from cfp.program.fixed import released
 from cfp.program.graft import Constraints, partition_spec
 from cfp.program.meaning import trace_context_key
 from cfp.program.memory import HOST, in_memory
@@ -173,7 +173,7 @@ class Plan:
             for spec, aval in zip(self.arg_specs, step.avals, strict=True)
         ]
         leaves = in_memory(leaves, step.memory_kinds)
-        return without_fixed(tree_unflatten(step.in_tree, leaves)[0])
+        return released(tree_unflatten(step.in_tree, leaves)[0], lambda _: None)
 
     @property
     def out_shardings(self) -> Any:
@@ -185,7 +185,7 @@ class Plan:
             for spec, result in zip(self.output_specs, results, strict=True)
         ]
         leaves = in_memory(leaves, step.result_memory_kinds)
-        return without_fixed(tree_unflatten(self.out_tree, leaves))
+        return released(tree_unflatten(self.out_tree, leaves), lambda _: None)
 
     def bind(
         self,

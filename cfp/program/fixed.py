@@ -8,12 +8,11 @@ part of the pytree's structure, for the time that the step is traced and called.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.tree_util import register_static, tree_flatten, tree_leaves, tree_map
+from jax.tree_util import all_leaves, register_static, tree_leaves, tree_map
 
 # Containers of plain Python. What stands in them is what jax.jit says it is.
 _PLAIN = (dict, list, tuple, type(None))
@@ -21,9 +20,11 @@ _NUMBERS = (bool, int, float, complex)
 
 
 @register_static
-@dataclass(frozen=True, slots=True)
-class Fixed:
+class Fixed(NamedTuple):
     """A value that is part of a pytree's structure.
+
+    No dataclass: these need a module that is in `sys.modules`, and the text of this one
+    is part of modules that plans are exported as.
 
     Attributes:
         value: the leaf.
@@ -43,19 +44,9 @@ def fixed(tree: Any) -> Any:
     inside of it that has no arrays at all and a bool, which holds settings. What
     cannot be hashed stays, to be refused.
     """
-    leaves, _ = tree_flatten(tree)
-    if not any(_may_be_fixed(leaf) for leaf in leaves):
+    if not any(map(_may_be_fixed, tree_leaves(tree))):
         return tree
-    return _each_module(_with_fixed, tree)
-
-
-def giving_arrays(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that returns :func:`fixed` of what another returns."""
-
-    def arrays(*args: Any, **kwargs: Any) -> Any:
-        return fixed(fn(*args, **kwargs))
-
-    return arrays
+    return tree_map(_with_fixed, tree, is_leaf=is_module)
 
 
 def released(tree: Any, instead: Callable[[Any], Any] | None = None) -> Any:
@@ -74,11 +65,6 @@ def released(tree: Any, instead: Callable[[Any], Any] | None = None) -> Any:
     )
 
 
-def without_fixed(tree: Any) -> Any:
-    """The pytree with None in place of what :func:`fixed` made part of it."""
-    return released(tree, lambda _: None)
-
-
 def has_fixed(tree: Any) -> bool:
     """True if any part of a pytree is a :class:`Fixed`."""
     found = tree_leaves(tree, is_leaf=lambda node: isinstance(node, Fixed))
@@ -88,7 +74,7 @@ def has_fixed(tree: Any) -> bool:
 def is_module(node: Any) -> bool:
     """True for a node of a pytree that is no container of plain Python."""
     is_plain = isinstance(node, (*_PLAIN, *_NUMBERS, str))
-    return not is_plain and not jax.tree_util.all_leaves([node])
+    return not is_plain and not all_leaves([node])
 
 
 def _is_array(leaf: Any) -> bool:
@@ -99,33 +85,18 @@ def _may_be_fixed(leaf: Any) -> bool:
     return isinstance(leaf, bool) or not (_is_array(leaf) or isinstance(leaf, _NUMBERS))
 
 
-def _each_module(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Applies something to the outermost modules of a pytree."""
-    return tree_map(
-        lambda node: change(node) if is_module(node) else node, tree, is_leaf=is_module
-    )
-
-
-def _with_fixed(module: Any) -> Any:
-    leaves = tree_leaves(module)
-    if any(not _is_array(leaf) and not isinstance(leaf, _NUMBERS) for leaf in leaves):
-        return tree_map(_fix, module)
-    return _settings_fixed(module)
-
-
-def _settings_fixed(module: Any) -> Any:
-    """Fixes modules, at any depth, that have a bool and no arrays."""
-    leaves = tree_leaves(module)
-    if not any(isinstance(leaf, bool) for leaf in leaves):
-        return module
-    if not any(_is_array(leaf) for leaf in leaves):
-        return tree_map(_fix, module)
-    inside = lambda node: node is not module and is_module(node)  # noqa: E731
-    return tree_map(
-        lambda node: _settings_fixed(node) if inside(node) else node,
-        module,
-        is_leaf=inside,
-    )
+def _with_fixed(node: Any) -> Any:
+    if not is_module(node):
+        return node
+    leaves = tree_leaves(node)
+    has_bool = any(isinstance(leaf, bool) for leaf in leaves)
+    are_numbers = all(_is_array(leaf) or isinstance(leaf, _NUMBERS) for leaf in leaves)
+    if not are_numbers or (has_bool and not any(map(_is_array, leaves))):
+        return tree_map(_fix, node)
+    if not has_bool:
+        return node
+    is_inside = lambda part: part is not node and is_module(part)  # noqa: E731
+    return tree_map(_with_fixed, node, is_leaf=is_inside)
 
 
 def _fix(leaf: Any) -> Any:

@@ -1,5 +1,7 @@
 """Exported plans of steps whose modules hold functions and settings."""
 
+from collections.abc import Hashable
+
 import equinox as eqx
 import flax.struct
 import jax
@@ -8,10 +10,10 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
+from jax.tree_util import all_leaves, tree_leaves
 
 import cfp
-from cfp.export.runtime import in_program, joined, split
-from cfp.program.fixed import Fixed, fixed
+from cfp.program.fixed import Fixed, fixed, released
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import ROOT, run_exported
 from cfp_test.module_steps import Net, training, updating
@@ -91,6 +93,7 @@ CASES = [
     Numbers(0.5, (X, DROP)),
     Numbers(0.5, {"x": [X, Numbers(1.0, DROP)], "y": Numbers(2.0, X)}),
     Numbers(0.5, [jnp.tanh, X, Numbers(1, 2)]),
+    Numbers(0.5, {"dtype": np.float32, "w": X}),
     State(step=1, done=True, params={"w": X}),
     State(step=1, done=True, params=DROP),
     TrainState.create(apply_fn=None, params={"w": X}, tx=optax.adam(1e-3)),
@@ -99,15 +102,56 @@ CASES = [
 ]
 
 
+def in_program(tree):
+    """For each leaf whether it is part of the program, as it was when planned.
+
+    All that is no array in a module in which something is no number either, and in a
+    module inside of one that has a bool and no arrays. Modules are nodes of a pytree
+    that are no containers of plain Python.
+    """
+    if not any(isinstance(x, bool) or not _may_be_array(x) for x in tree_leaves(tree)):
+        return [False] * len(tree_leaves(tree))
+    parts = tree_leaves(tree, is_leaf=_is_module)
+    return [found for part in parts for found in _in_module(part)]
+
+
+def _in_module(module):
+    if not _is_module(module):
+        return [False]
+    leaves = tree_leaves(module)
+    has_bool = any(isinstance(x, bool) for x in leaves)
+    if not all(map(_may_be_array, leaves)) or (
+        has_bool and not any(map(_is_array, leaves))
+    ):
+        return [not _is_array(x) and isinstance(x, Hashable) for x in leaves]
+    if not has_bool:
+        return [False] * len(leaves)
+    parts = tree_leaves(module, is_leaf=lambda x: x is not module and _is_module(x))
+    return [found for part in parts for found in _in_module(part)]
+
+
+def _is_module(node):
+    plain = (dict, list, tuple, type(None), bool, int, float, complex, str)
+    return not isinstance(node, plain) and not all_leaves([node])
+
+
+def _is_array(leaf):
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and leaf is not np.float32
+
+
+def _may_be_array(leaf):
+    return _is_array(leaf) or isinstance(leaf, bool | int | float | complex)
+
+
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_a_module_splits_pytrees_as_cfp_does(case):
-    """A plan and its exported module go by one rule."""
+def test_pytrees_are_split_by_one_rule_and_joined(case):
+    """Arrays are arguments; what else a module holds is part of the program."""
     tree = CASES[case]
     kept = jax.tree.leaves(fixed(tree), is_leaf=lambda x: isinstance(x, Fixed))
     assert in_program(tree) == [isinstance(leaf, Fixed) for leaf in kept]
-    arrays, structure = split(tree)
-    assert len(arrays) == len(jax.tree.leaves(fixed(tree)))
-    again = joined(structure, arrays)
+    arrays, structure = jax.tree.flatten(fixed(tree))
+    assert len(arrays) == in_program(tree).count(False)
+    again = released(jax.tree.unflatten(structure, arrays))
     assert jax.tree.structure(again) == jax.tree.structure(tree)
     pairs = zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True)
     assert all(mine is given for mine, given in pairs)

@@ -155,8 +155,8 @@ def plan_fastest(
         "donate_argnames": donate_argnames,
     }
     name = getattr(variants[0].fn, "__name__", "a step")
-    doing = f"planning how to shard {name!r}"
-    doing = f"planning variants of a step: {', '.join(names)}" if several else doing
+    variants_text = f"variants of a step: {', '.join(names)}"
+    doing = f"planning {variants_text if several else f'how to shard {name!r}'}"
     silence = "quiet=True says nothing"
     agreement = _agreement(variants)
     with (
@@ -541,7 +541,7 @@ class _Planning:
 
         def in_host(variant: Variant, seconds: float) -> FoundPlan:
             step, analyzed = self._steps.analyzed(variant)
-            options, end = self._telling(variant.name, seconds), now() + seconds
+            options, end = self._options_of(variant.name, seconds), now() + seconds
             error = errors[variant.name]
             return find_with_state_in_host(step, error, end, analyzed, options)
 
@@ -571,14 +571,14 @@ class _Planning:
         which = f"{variant.name} ({place} of {len(self.turns)}{self._need})"
         started = now()
         step, analyzed = self._steps.analyzed(variant)
-        options = self._telling(which, max(0.0, seconds - (now() - started)))
+        options = self._options_of(which, max(0.0, seconds - (now() - started)))
         known = self.estimates.by_name.get(variant.name)
         if known is not None and (profiles := known.profiles) is not None:
             again = analyzed.seconds + profiles.counts["estimate_seconds"]
             analyzed = replace(analyzed, profiles=profiles, seconds=again)
         return find_plan(step, variant.mesh, options, analyzed)
 
-    def _telling(self, which: str, seconds: float) -> PlanOptions:
+    def _options_of(self, which: str, seconds: float) -> PlanOptions:
         """The options of one variant; its events say which of several it is."""
         told = self._settings
         told = _telling(told, which) if len(self._variants) > 1 else told

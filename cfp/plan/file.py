@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Never, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Never, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -56,6 +56,9 @@ from cfp.program.rematerialize import Rematerialization
 from cfp.program.replace import Recorded, Replacement
 from cfp.race.programs import RaceRow
 from cfp.settings import ConstraintLevel
+
+if TYPE_CHECKING:
+    from cfp.plan.plan import Plan
 
 FORMAT = 8
 
@@ -315,10 +318,10 @@ class PlanFile(_Part):
         return static
 
 
-def plan_data(plan: Any) -> dict[str, Any]:
+def plan_data(plan: Plan) -> dict[str, Any]:
     """Returns the fields of a plan's file, as :func:`plan_fields` reads them again."""
     leaves = plan.arg_names, plan.arg_types, plan.arg_specs, plan.donated
-    inside: Constraints = plan.constraints
+    inside = plan.constraints
     replaced = {(one.name, one.op): one.functions.how for one in inside.replaced}
     data = {
         "format": FORMAT,

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from cfp.cost.step_time import UNTUNED, StepPredictor
 from cfp.devices import described
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError, MeshError, compose
+from cfp.errors import CfpError, MeshError
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.builder import Job
 from cfp.profiling.coordination import coordinated_planning
@@ -294,14 +294,12 @@ def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:
         theirs = {device.process_index for device in mesh.devices.flat}
         if without := sorted(set(range(jax.process_count())) - theirs):
             raise MeshError(
-                compose(
-                    "The mesh leaves out processes of this program.",
-                    expected="a mesh with devices of all processes, or of one only",
-                    got=f"{dict(mesh.shape)} of devices of processes "
-                    f"{sorted(theirs)}, without {without}",
-                    attempt=f"a mesh of all {jax.device_count()} devices, or fewer "
-                    "processes",
-                )
+                "The mesh leaves out processes of this program.",
+                expected="a mesh with devices of all processes, or of one only",
+                got=f"{dict(mesh.shape)} of devices of processes "
+                f"{sorted(theirs)}, without {without}",
+                attempt=f"a mesh of all {jax.device_count()} devices, or fewer "
+                "processes",
             )
     return agreement
 

@@ -79,11 +79,21 @@ def place_of(error: BaseException) -> str:
 class CfpError(Exception):
     """Base of all errors that a user can mend.
 
+    Args:
+      summary: the message, or its first line, where the others are given.
+      expected, got, attempt: as of `compose`.
+
     Attributes:
       interrupted: whether the user had interrupted what it ended.
     """
 
     interrupted = False
+
+    def __init__(
+        self, summary: str, *, expected: str = "", got: str = "", attempt: str = ""
+    ):
+        lines = {"expected": expected, "got": got, "attempt": attempt}
+        super().__init__(compose(summary, **lines) if any(lines.values()) else summary)
 
 
 class OptionError(CfpError, TypeError):

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from cfp.devices.joining import Membership, join_if_asked
-from cfp.errors import CfpError, DeviceError, MeshError, compose
+from cfp.errors import CfpError, DeviceError, MeshError
 
 PLATFORMS = ("cpu", "cuda")
 DEFAULT_CPU_DEVICES = 4
@@ -43,12 +43,10 @@ def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
         names = [part[1] for part in parts if part]
         if not all(parts) or len(set(names)) < len(parts):
             raise MeshError(
-                compose(
-                    "The mesh cannot be read.",
-                    expected="each axis once, as in x=4 or x=2,y=2",
-                    got=mesh,
-                    attempt="--mesh x=4",
-                )
+                "The mesh cannot be read.",
+                expected="each axis once, as in x=4 or x=2,y=2",
+                got=mesh,
+                attempt="--mesh x=4",
             )
         axes = tuple((part[1], int(part[2])) for part in parts if part)
         if devices is not None and devices != prod(size for _, size in axes):
@@ -102,21 +100,17 @@ def _select(platform: str, axes: Axes | None) -> None:
     count = prod(size for _, size in axes) if axes else DEFAULT_CPU_DEVICES
     if platform not in PLATFORMS:
         raise CfpError(
-            compose(
-                "There is no such platform.",
-                expected=" or ".join(PLATFORMS),
-                got=platform,
-                attempt="--platform cpu",
-            )
+            "There is no such platform.",
+            expected=" or ".join(PLATFORMS),
+            got=platform,
+            attempt="--platform cpu",
         )
     if platform == "cpu" and count > MOST_CPU_DEVICES:
         raise MeshError(
-            compose(
-                "There cannot be so many virtual devices.",
-                expected=f"up to {MOST_CPU_DEVICES}, each with threads of its own",
-                got=str(count),
-                attempt="a smaller mesh",
-            )
+            "There cannot be so many virtual devices.",
+            expected=f"up to {MOST_CPU_DEVICES}, each with threads of its own",
+            got=str(count),
+            attempt="a smaller mesh",
         )
     os.environ["JAX_PLATFORMS"] = platform
     # JAX has read the variable when it was imported.
@@ -139,12 +133,10 @@ def _share(count: int) -> int:
         return count
     if count < member.processes:
         raise MeshError(
-            compose(
-                "There is a process without a device.",
-                expected=f"{member.processes} devices or more, one for each process",
-                got=str(count),
-                attempt="a larger mesh, or fewer processes",
-            )
+            "There is a process without a device.",
+            expected=f"{member.processes} devices or more, one for each process",
+            got=str(count),
+            attempt="a larger mesh, or fewer processes",
         )
     each, more = divmod(count, member.processes)
     return each + (member.process_id < more)
@@ -161,13 +153,11 @@ def make_asked_mesh(axes: Axes | None) -> Mesh:
     mesh = make_mesh(axes)
     if axes is None and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu":
         raise MeshError(
-            compose(
-                "This machine has one device, a CPU.",
-                expected="GPUs, or a number of devices that is asked for",
-                got="neither --devices nor --mesh",
-                attempt="--devices 4 --platform cpu, which makes virtual devices; "
-                "--for 4xh200, which plans for GPUs that are not here; --devices 1",
-            )
+            "This machine has one device, a CPU.",
+            expected="GPUs, or a number of devices that is asked for",
+            got="neither --devices nor --mesh",
+            attempt="--devices 4 --platform cpu, which makes virtual devices; "
+            "--for 4xh200, which plans for GPUs that are not here; --devices 1",
         )
     return mesh
 
@@ -191,17 +181,15 @@ def make_mesh(
         # JAX asserts that some platform works, where the one named has no plugin.
         reason = (str(error).strip().splitlines() or ["no plugin for the platform"])[0]
         raise DeviceError(
-            compose(
-                "JAX finds no device.",
-                expected=f"devices of {device_kind}"
-                if device_kind
-                else "devices of the platform that was asked for",
-                got=reason,
-                attempt=attempt
-                or "--for 4xh200, which plans for GPUs that are not here; "
-                "--platform cpu, which makes virtual devices; for GPUs, "
-                'install "cfp[cuda]" and check that nvidia-smi lists them',
-            )
+            "JAX finds no device.",
+            expected=f"devices of {device_kind}"
+            if device_kind
+            else "devices of the platform that was asked for",
+            got=reason,
+            attempt=attempt
+            or "--for 4xh200, which plans for GPUs that are not here; "
+            "--platform cpu, which makes virtual devices; for GPUs, "
+            'install "cfp[cuda]" and check that nvidia-smi lists them',
         ) from error
     if axes is None:
         axes = parse_mesh(len(devices), None)
@@ -214,12 +202,10 @@ def make_mesh(
             attempt = f"{fewer}--platform cpu, which makes virtual devices"
         of_kind = f" of {device_kind}" if device_kind else ""
         raise DeviceError(
-            compose(
-                "There are too few devices.",
-                expected=f"{wanted} devices{of_kind} for the mesh {mesh_text(axes)}",
-                got=f"{len(devices)} of platform {kind}{_by_process(devices)}",
-                attempt=attempt,
-            )
+            "There are too few devices.",
+            expected=f"{wanted} devices{of_kind} for the mesh {mesh_text(axes)}",
+            got=f"{len(devices)} of platform {kind}{_by_process(devices)}",
+            attempt=attempt,
         )
     names = tuple(name for name, _ in axes)
     sizes = tuple(size for _, size in axes)

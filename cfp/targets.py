@@ -112,15 +112,13 @@ def resolve(
         close = difflib.get_close_matches(text, registry.MODELS, 1)
         attempt = close[0] if close else f"{text.removesuffix('.py')}.py:function"
         raise CfpError(
-            compose(
-                f"There is no target {text!r}.",
-                expected=f"a model ({', '.join(registry.MODELS)}), file.py:function, "
-                "or package.module:function",
-                got=text,
-                attempt=f"{attempt}, with the function's name"
-                if text.endswith(".py")
-                else attempt,
-            )
+            f"There is no target {text!r}.",
+            expected=f"a model ({', '.join(registry.MODELS)}), file.py:function, "
+            "or package.module:function",
+            got=text,
+            attempt=f"{attempt}, with the function's name"
+            if text.endswith(".py")
+            else attempt,
         )
     if donate or static:
         raise CfpError(
@@ -222,12 +220,10 @@ def _parse(option: ModelOption, flag: str, text: str) -> Scalar:
         return option.type(text)
     except (KeyError, ValueError) as error:
         raise CfpError(
-            compose(
-                f"{flag} cannot be {text!r}.",
-                expected=f"{option.doc}, of type {option.type.__name__}",
-                got=text,
-                attempt=f"{flag} {option.default if option.default is not None else 1}",
-            )
+            f"{flag} cannot be {text!r}.",
+            expected=f"{option.doc}, of type {option.type.__name__}",
+            got=text,
+            attempt=f"{flag} {option.default if option.default is not None else 1}",
         ) from error
 
 
@@ -246,13 +242,11 @@ def _function_target(
         functions = _callable_as_they_are(module)
         near = difflib.get_close_matches(name, functions, n=1) or functions
         raise CfpError(
-            compose(
-                f"{where} has no function {name!r}.",
-                expected="a function without required arguments that returns "
-                "(train_step, args)",
-                got=f"such functions there: {', '.join(functions) or '(none)'}",
-                attempt=f"{where}:{near[0]}" if near else _EXAMPLE,
-            )
+            f"{where} has no function {name!r}.",
+            expected="a function without required arguments that returns "
+            "(train_step, args)",
+            got=f"such functions there: {', '.join(functions) or '(none)'}",
+            attempt=f"{where}:{near[0]}" if near else _EXAMPLE,
         )
     parameters = _parameters(found)
     options = [o for o in (MICROBATCHES,) if o.name in parameters]
@@ -264,13 +258,11 @@ def _function_target(
     ]
     if required:
         raise CfpError(
-            compose(
-                f"{text} needs arguments: {', '.join(required)}.",
-                expected="a function without required arguments that returns "
-                "(train_step, args)",
-                got=f"{name}{inspect.signature(found)}",
-                attempt="give them defaults, or wrap it:\n    " + _EXAMPLE,
-            )
+            f"{text} needs arguments: {', '.join(required)}.",
+            expected="a function without required arguments that returns "
+            "(train_step, args)",
+            got=f"{name}{inspect.signature(found)}",
+            attempt="give them defaults, or wrap it:\n    " + _EXAMPLE,
         )
     made = _guarded(lambda: found(**given), f"{text} raised")
     if not (
@@ -280,13 +272,11 @@ def _function_target(
         and isinstance(made[1], list | tuple)
     ):
         raise CfpError(
-            compose(
-                f"{text} does not return a step and its arguments.",
-                expected="(train_step, args), the second a tuple with one entry for "
-                "each argument",
-                got=_type_text(made),
-                attempt=_EXAMPLE,
-            )
+            f"{text} does not return a step and its arguments.",
+            expected="(train_step, args), the second a tuple with one entry for "
+            "each argument",
+            got=_type_text(made),
+            attempt=_EXAMPLE,
         )
     step, args = made[0], tuple(made[1])
     for option, positions in (("--donate", donate), ("--static", static)):
@@ -331,12 +321,10 @@ def _load_file(where: str) -> ModuleType:
     if not path.is_file():
         near = sorted(p.name for p in path.parent.glob("*.py"))[:5]
         raise CfpError(
-            compose(
-                f"There is no file {where}.",
-                expected="a Python file",
-                got=f"nothing there; beside it: {', '.join(near) or 'no .py files'}",
-                attempt="the path from the current folder, or an absolute one",
-            )
+            f"There is no file {where}.",
+            expected="a Python file",
+            got=f"nothing there; beside it: {', '.join(near) or 'no .py files'}",
+            attempt="the path from the current folder, or an absolute one",
         )
     # As for a script: what stands beside it can be imported.
     sys.path.insert(0, str(path.resolve().parent))
@@ -360,13 +348,11 @@ def _load_module(where: str, text: str) -> ModuleType:
         missing = True
     if missing:
         raise CfpError(
-            compose(
-                f"There is no target {text!r}.",
-                expected="package.module:function, where Python finds the package, or "
-                "file.py:function",
-                got=f"no module {top!r} in the current folder or among the installed",
-                attempt=f"{where.replace('.', '/')}.py:{text.rpartition(':')[2]}",
-            )
+            f"There is no target {text!r}.",
+            expected="package.module:function, where Python finds the package, or "
+            "file.py:function",
+            got=f"no module {top!r} in the current folder or among the installed",
+            attempt=f"{where.replace('.', '/')}.py:{text.rpartition(':')[2]}",
         )
     return _guarded(
         lambda: importlib.import_module(where), f"{where} cannot be imported:"

@@ -19,7 +19,10 @@ def test_every_error_is_a_cfp_error():
 
 
 def test_message_says_expected_got_and_attempt():
-    message = errors.compose("Bad mesh.", expected="8", got="6", attempt="mesh (2, 3)")
+    parts = {"expected": "8", "got": "6", "attempt": "mesh (2, 3)"}
+    message = errors.compose("Bad mesh.", **parts)
+    error = errors.OptionError("Bad mesh.", **parts)
+    assert str(error) == str(pickle.loads(pickle.dumps(error))) == message
     assert message.splitlines() == [
         "Bad mesh.",
         "  expected: 8",

@@ -30,7 +30,7 @@ from cfp.attention.strategy import (
     AttentionStrategy,
     Given,
 )
-from cfp.errors import AttentionError, compose
+from cfp.errors import AttentionError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,21 +186,17 @@ def _choose(
     names = (implementation,) if implementation else preferred(platform_of(mesh))
     if unknown := [name for name in names if name not in KERNELS]:
         raise AttentionError(
-            compose(
-                "No such implementation of attention.",
-                expected=", ".join(KERNELS),
-                got=", ".join(unknown),
-                attempt='implementation="xla"',
-            )
+            "No such implementation of attention.",
+            expected=", ".join(KERNELS),
+            got=", ".join(unknown),
+            attempt='implementation="xla"',
         )
     if zigzag_tokens and not strategy.zigzag:
         raise AttentionError(
-            compose(
-                "Tokens in zigzag order need a strategy that knows of it.",
-                expected='a strategy with "zigzag"',
-                got=str(strategy),
-                attempt="zigzag_tokens=False, with tokens in natural order",
-            )
+            "Tokens in zigzag order need a strategy that knows of it.",
+            expected='a strategy with "zigzag"',
+            got=str(strategy),
+            attempt="zigzag_tokens=False, with tokens in natural order",
         )
     reasons = []
     for name in names:
@@ -217,12 +213,10 @@ def _choose(
             )
         reasons.append(f"{name}: {reason}")
     raise AttentionError(
-        compose(
-            "This attention is ruled out.",
-            expected="a strategy and an implementation that can compute it",
-            got=f"strategy {strategy}; " + "; ".join(reasons),
-            attempt="cfp.attention_options(...) lists all, with reasons",
-        )
+        "This attention is ruled out.",
+        expected="a strategy and an implementation that can compute it",
+        got=f"strategy {strategy}; " + "; ".join(reasons),
+        attempt="cfp.attention_options(...) lists all, with reasons",
     )
 
 
@@ -367,12 +361,10 @@ class _Choice:
         more = tokens - x.shape[1]
         if more and strategy.zigzag and not self.converts:
             raise AttentionError(
-                compose(
-                    "Tokens in zigzag order are whole chunks.",
-                    expected=f"a multiple of {strategy.token_multiple} tokens",
-                    got=str(x.shape[1]),
-                    attempt="padding sequences before they are converted",
-                )
+                "Tokens in zigzag order are whole chunks.",
+                expected=f"a multiple of {strategy.token_multiple} tokens",
+                got=str(x.shape[1]),
+                attempt="padding sequences before they are converted",
             )
         if more:
             x = jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))

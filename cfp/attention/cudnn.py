@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from cfp.attention.problem import AttentionProblem, Mask, Scores
-from cfp.errors import AttentionError, compose
+from cfp.errors import AttentionError
 
 FORWARD = "dot_product_attention_fwd_wrapper"
 BACKWARD = "dot_product_attention_bwd_wrapper"
@@ -226,12 +226,10 @@ def _find(
         if equation.primitive.name == name:
             return equation
     raise AttentionError(
-        compose(
-            "This JAX traces cuDNN's attention in a form that a ring cannot use.",
-            expected=f"an operation {name}, as in jax 0.10.2 to 0.12",
-            got=f"jax {jax.__version__}",
-            attempt='implementation="chunked"',
-        )
+        "This JAX traces cuDNN's attention in a form that a ring cannot use.",
+        expected=f"an operation {name}, as in jax 0.10.2 to 0.12",
+        got=f"jax {jax.__version__}",
+        attempt='implementation="chunked"',
     )
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from cfp.attention.kernels import Kernel
 from cfp.attention.problem import AttentionProblem
-from cfp.errors import AttentionError, compose
+from cfp.errors import AttentionError
 
 BATCH, HEADS = "batch", "heads"
 ULYSSES, ALL_GATHER = "ulysses", "all_gather"
@@ -54,13 +54,11 @@ class AttentionStrategy:
         unknown = [a for a in given if a not in sizes]
         if unknown or not set(given.values()) <= set(ROLES):
             raise AttentionError(
-                compose(
-                    "No such strategy of an attention.",
-                    expected=f"a role ({', '.join(ROLES)}) for axes of the mesh "
-                    f"({', '.join(sizes)})",
-                    got=str({axis or "?": role for axis, role in given.items()}),
-                    attempt=str({axis: RING for axis in list(sizes)[:1]}),
-                )
+                "No such strategy of an attention.",
+                expected=f"a role ({', '.join(ROLES)}) for axes of the mesh "
+                f"({', '.join(sizes)})",
+                got=str({axis or "?": role for axis, role in given.items()}),
+                attempt=str({axis: RING for axis in list(sizes)[:1]}),
             )
         roles = tuple((axis, given[axis]) for axis in sizes if axis in given)
         return cls(roles=roles, sizes=tuple(sizes.items()))

@@ -21,7 +21,7 @@ from cfp.checking.check import (
     feed_back,
 )
 from cfp.context import agreement_of
-from cfp.errors import CfpError, DeviceError, compose
+from cfp.errors import CfpError, DeviceError
 from cfp.plan.plan import Plan
 from cfp.profiling.coordination import coordinated_planning
 from cfp.profiling.overwritten import count_rematerialized
@@ -184,13 +184,11 @@ def run_trial(
         except jax.errors.JaxRuntimeError as error:
             agreement.end_of_run(str(error).strip())
             raise DeviceError(
-                compose(
-                    "The step failed on the devices.",
-                    expected="a step that runs under its plan",
-                    got=str(error).strip().splitlines()[0],
-                    attempt="a plan with a memory budget (--memory-budget, "
-                    "memory_budget=), a smaller batch, or more devices",
-                )
+                "The step failed on the devices.",
+                expected="a step that runs under its plan",
+                got=str(error).strip().splitlines()[0],
+                attempt="a plan with a memory budget (--memory-budget, "
+                "memory_budget=), a smaller batch, or more devices",
             ) from error
     if tolerance is None:
         tolerance = checking.tolerance if checking is not None else FULL_TOLERANCE

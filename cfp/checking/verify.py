@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.context import device_memory, open_context
 from cfp.devices.described import DescribedMesh, cluster_of, mesh_of
-from cfp.errors import CfpError, DeviceError, TargetError, compose
+from cfp.errors import CfpError, DeviceError, TargetError
 from cfp.passes.profile import profile
 from cfp.passes.search import search
 from cfp.plan.compose import compose_plan
@@ -129,13 +129,10 @@ def check_devices(plan: Plan, mesh: Mesh) -> None:
         if plan.environment.get("platform") != mesh.devices.flat[0].platform:
             all_the_same += _RANDOM
         raise DeviceError(
-            compose(
-                "These are other devices than the plan is for.",
-                expected=f"{mesh.size} of {wanted}",
-                got=f"{mesh.size} of {', '.join(kinds)}",
-                attempt=f"{ELSEWHERE}; cfp plan, for a plan of these; or "
-                f"{all_the_same}",
-            )
+            "These are other devices than the plan is for.",
+            expected=f"{mesh.size} of {wanted}",
+            got=f"{mesh.size} of {', '.join(kinds)}",
+            attempt=f"{ELSEWHERE}; cfp plan, for a plan of these; or {all_the_same}",
         )
 
 
@@ -196,12 +193,10 @@ def verify(
     if not best.ran:
         reasons = "; ".join(f"{r.name}: {r.reason}" for r in results)
         raise DeviceError(
-            compose(
-                "Nothing of what was to be timed runs on these devices.",
-                expected="the plan, or a preset, to run",
-                got=reasons[:2000],
-                attempt="cfp plan, which finds plans for these devices",
-            )
+            "Nothing of what was to be timed runs on these devices.",
+            expected="the plan, or a preset, to run",
+            got=reasons[:2000],
+            attempt="cfp plan, which finds plans for these devices",
         )
     own, *rest = results
     winner = replace(own.candidate, name=plan.winner)

@@ -45,7 +45,7 @@ from cfp.cluster.on_ray import RunnerNeeds, plan_on_ray
 from cfp.context import device_memory
 from cfp.devices import described
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
-from cfp.errors import CfpError, MeshError, compose
+from cfp.errors import CfpError, MeshError
 from cfp.passes.profile import measure_all_budgets
 from cfp.plan.adapt import adapt_step, check_axes
 from cfp.plan.plan import Plan
@@ -217,12 +217,10 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
     for option in ("platform", "devices", "measure"):
         if given.get(option):
             raise CfpError(
-                compose(
-                    f"--{option} does not go with --for.",
-                    expected="--for CLUSTER, and --mesh for other axes than its own",
-                    got=f"--for {text} --{option} {given[option]}",
-                    attempt=f"--for {text} by itself",
-                )
+                f"--{option} does not go with --for.",
+                expected="--for CLUSTER, and --mesh for other axes than its own",
+                got=f"--for {text} --{option} {given[option]}",
+                attempt=f"--for {text} by itself",
             )
     return cluster_of(text)
 
@@ -249,12 +247,10 @@ def _counts(text: str | None) -> list[int | None]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise CfpError(
-            compose(
-                "The numbers of microbatches cannot be read.",
-                expected="positive numbers with commas in between",
-                got=text,
-                attempt="--microbatches 1,2,4",
-            )
+            "The numbers of microbatches cannot be read.",
+            expected="positive numbers with commas in between",
+            got=text,
+            attempt="--microbatches 1,2,4",
         )
     return list(dict.fromkeys(map(int, words)))
 
@@ -273,12 +269,10 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
     }
     if len(set(sizes.values())) > 1:
         raise MeshError(
-            compose(
-                "The mesh shapes are not of the same devices.",
-                expected="shapes of equally many devices",
-                got="; ".join(f"{text} of {n}" for text, n in sizes.items()),
-                attempt="--mesh-shapes all, with --devices N",
-            )
+            "The mesh shapes are not of the same devices.",
+            expected="shapes of equally many devices",
+            got="; ".join(f"{text} of {n}" for text, n in sizes.items()),
+            attempt="--mesh-shapes all, with --devices N",
         )
     return list(shapes), _ALL in texts or _is_open(given)
 

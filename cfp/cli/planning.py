@@ -37,7 +37,7 @@ from cfp.cli.session import (
 )
 from cfp.context import PlanContext, open_context
 from cfp.devices.device_kind import description_of
-from cfp.errors import CfpError, MeshError, compose
+from cfp.errors import CfpError, MeshError
 from cfp.find import FoundPlan, complete_plan
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
@@ -183,12 +183,10 @@ def measure_curves(ctx: typer.Context) -> None:
             devices_mesh = platforms.make_mesh(axes)
             if devices_mesh.size == 1:
                 raise MeshError(
-                    compose(
-                        "One device sends nothing.",
-                        expected="a mesh of two devices or more",
-                        got="one device",
-                        attempt="--devices 4 --platform cpu, to see how it works",
-                    )
+                    "One device sends nothing.",
+                    expected="a mesh of two devices or more",
+                    got="one device",
+                    attempt="--devices 4 --platform cpu, to see how it works",
                 )
             rates = measure_rates(
                 devices_mesh, store, MeasureOptions(progress=display.tell)

@@ -84,13 +84,11 @@ class Supervision:
             done = now
             if in_a_row >= _MOST_IN_A_ROW:
                 raise DeviceError(
-                    compose(
-                        f"{in_a_row} worker processes crashed in a row.",
-                        expected="devices that run most programs",
-                        got="no program that ran to its end",
-                        attempt="see whether JAX runs anything on them; then go on "
-                        "with --retry-failures",
-                    )
+                    f"{in_a_row} worker processes crashed in a row.",
+                    expected="devices that run most programs",
+                    got="no program that ran to its end",
+                    attempt="see whether JAX runs anything on them; then go on "
+                    "with --retry-failures",
                 )
 
 

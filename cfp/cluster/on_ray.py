@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from cfp.errors import CfpError, DeviceError, compose
+from cfp.errors import CfpError, DeviceError
 from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.remote import RemoteCompiler
@@ -138,13 +138,11 @@ def plan_on_ray(
             found, problem = ray.get(runner.plan.remote(keeper, work))
         except ray.exceptions.RayActorError as error:
             raise DeviceError(
-                compose(
-                    f"{RUNNER_RESTARTS + 1} runners crashed in a row.",
-                    expected="devices that run most programs",
-                    got=str(error),
-                    attempt="the same command again, which goes on from what is "
-                    "measured; or see whether JAX runs anything on them",
-                )
+                f"{RUNNER_RESTARTS + 1} runners crashed in a row.",
+                expected="devices that run most programs",
+                got=str(error),
+                attempt="the same command again, which goes on from what is "
+                "measured; or see whether JAX runs anything on them",
             ) from error
         finally:
             ray.kill(runner)
@@ -164,12 +162,10 @@ def connected(address: str) -> Iterator[Any]:
     """
     if importlib.util.find_spec("ray") is None:
         raise CfpError(
-            compose(
-                "Ray is not installed.",
-                expected="Ray in this Python, and on all nodes of the cluster",
-                got="no module named ray",
-                attempt='pip install "cfp[cluster]"',
-            )
+            "Ray is not installed.",
+            expected="Ray in this Python, and on all nodes of the cluster",
+            got="no module named ray",
+            attempt='pip install "cfp[cluster]"',
         )
     import ray
 
@@ -188,13 +184,11 @@ def connected(address: str) -> Iterator[Any]:
         ray.init(logging_level=logging.WARNING, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise CfpError(
-            compose(
-                "There is no Ray cluster to plan on.",
-                expected=f"a cluster at {address}, of the same versions of Python and "
-                "Ray, of which this machine is a node",
-                got=str(error).strip().partition("\n")[0],
-                attempt="ray start --head here, or --ray local",
-            )
+            "There is no Ray cluster to plan on.",
+            expected=f"a cluster at {address}, of the same versions of Python and "
+            "Ray, of which this machine is a node",
+            got=str(error).strip().partition("\n")[0],
+            attempt="ray start --head here, or --ray local",
         ) from error
     try:
         yield ray
@@ -208,12 +202,10 @@ def _no_node(needs: RunnerNeeds, nodes: list[dict[str, Any]]) -> DeviceError:
         f"{one.get('CPU', 0):.0f} CPUs, {one.get('GPU', 0):.0f} GPUs" for one in found
     )
     return DeviceError(
-        compose(
-            "No node of the Ray cluster can run this.",
-            expected=f"a node with {needs.gpus} free GPUs and a free CPU",
-            got=f"nodes with {shown}; some may be in use",
-            attempt="fewer devices; for a mesh of several hosts see docs/launching.md",
-        )
+        "No node of the Ray cluster can run this.",
+        expected=f"a node with {needs.gpus} free GPUs and a free CPU",
+        got=f"nodes with {shown}; some may be in use",
+        attempt="fewer devices; for a mesh of several hosts see docs/launching.md",
     )
 
 
@@ -268,13 +260,11 @@ def _plan_there(
     count = AbstractMesh(sizes, names).size
     if len(devices) < count:
         raise DeviceError(
-            compose(
-                "The runner has too few devices.",
-                expected=f"{count} devices",
-                got=f"{len(devices)} of platform {devices[0].platform}",
-                attempt="a smaller mesh; for virtual CPU devices, XLA_FLAGS="
-                f"--xla_force_host_platform_device_count={count} where this runs",
-            )
+            "The runner has too few devices.",
+            expected=f"{count} devices",
+            got=f"{len(devices)} of platform {devices[0].platform}",
+            attempt="a smaller mesh; for virtual CPU devices, XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={count} where this runs",
         )
     made = call(
         mesh=jax.make_mesh(sizes, names, devices=devices[:count]),

@@ -44,7 +44,7 @@ from cfp.devices.device_kind import (
     kinds,
     read,
 )
-from cfp.errors import DeviceError, MeshError, TargetError, compose
+from cfp.errors import DeviceError, MeshError, TargetError
 from cfp.profiling.processes import TOPOLOGY_SETTING, mocked_topology
 from cfp.profiling.rates import Curve, Rates, axis_groups, sent_share
 from cfp.profiling.topology import ask_driver
@@ -83,12 +83,10 @@ def play_one_of(count: int) -> None:
     """
     if count < 2:
         raise MeshError(
-            compose(
-                "One GPU can only play one of several.",
-                expected="two devices or more",
-                got=str(count),
-                attempt="the GPU itself: --devices 1, or a mesh of one device",
-            )
+            "One GPU can only play one of several.",
+            expected="two devices or more",
+            got=str(count),
+            attempt="the GPU itself: --devices 1, or a mesh of one device",
         )
     # One of several would do; JAX takes all that it may see.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
@@ -118,14 +116,12 @@ def mocked_mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
     here = len(jax.local_devices())
     if len(devices) != wanted or here != 1 or not mocked_topology():
         raise DeviceError(
-            compose(
-                "This process does not play the devices that were asked for.",
-                expected=f"{wanted} devices, of which one is here",
-                got=f"{len(devices)} of platform {devices[0].platform}, of which "
-                f"{here} are here",
-                attempt="a machine with one GPU (or CUDA_VISIBLE_DEVICES=0), and "
-                "play_one_of before anything asks JAX for its devices",
-            )
+            "This process does not play the devices that were asked for.",
+            expected=f"{wanted} devices, of which one is here",
+            got=f"{len(devices)} of platform {devices[0].platform}, of which "
+            f"{here} are here",
+            attempt="a machine with one GPU (or CUDA_VISIBLE_DEVICES=0), and "
+            "play_one_of before anything asks JAX for its devices",
         )
     return Mesh(np.array(devices).reshape(sizes), names, axis_types=types)
 
@@ -141,12 +137,10 @@ def compiling_mesh(axes: tuple[tuple[str, int], ...], target: str) -> Mesh:
     """
     if cuda_plugin() is None:
         raise DeviceError(
-            compose(
-                "Nothing here compiles for GPUs.",
-                expected="JAX's CUDA plugin and nvcc, of JAX's own version; no GPU",
-                got="neither of jax-cuda12-plugin and jax-cuda13-plugin",
-                attempt='install "cfp[cuda]", or plan without --compile',
-            )
+            "Nothing here compiles for GPUs.",
+            expected="JAX's CUDA plugin and nvcc, of JAX's own version; no GPU",
+            got="neither of jax-cuda12-plugin and jax-cuda13-plugin",
+            attempt='install "cfp[cuda]", or plan without --compile',
         )
     names, sizes = zip(*axes, strict=True)
     # One process has them all: no other is waited for.
@@ -222,13 +216,11 @@ class DescribedMesh:
         found, wanted = mesh.devices.flat[0].device_kind, self.cluster.kind.device_kind
         if found != wanted:
             raise DeviceError(
-                compose(
-                    "The GPU of this machine is of another kind than those described.",
-                    expected=f"one {wanted}",
-                    got=found,
-                    attempt="a machine with one GPU of that kind, or none at all, for "
-                    "a plan by estimates",
-                )
+                "The GPU of this machine is of another kind than those described.",
+                expected=f"one {wanted}",
+                got=found,
+                attempt="a machine with one GPU of that kind, or none at all, for "
+                "a plan by estimates",
             )
         return replace(self, stand_in=mesh, runs=True)
 
@@ -388,26 +380,22 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
     count = prod(size for _, size in axes)
     if count != cluster.count or any(size < 1 for _, size in axes):
         raise MeshError(
-            compose(
-                "The mesh is not of the cluster's devices.",
-                expected=f"a mesh of all devices of {cluster.text}, {cluster.count}"
-                f" (hosts = {cluster.hosts}, devices_per_host = {cluster.per_host})",
-                got=" x ".join(f"{name}={size}" for name, size in axes) or "one device",
-                attempt=f"one axis of all devices, x={cluster.count} (--mesh "
-                f"x={cluster.count})",
-            )
+            "The mesh is not of the cluster's devices.",
+            expected=f"a mesh of all devices of {cluster.text}, {cluster.count}"
+            f" (hosts = {cluster.hosts}, devices_per_host = {cluster.per_host})",
+            got=" x ".join(f"{name}={size}" for name, size in axes) or "one device",
+            attempt=f"one axis of all devices, x={cluster.count} (--mesh "
+            f"x={cluster.count})",
         )
     kind_name = cluster.kind.name
     if cluster.hosts > 1 and "network_gb_per_s" not in cluster.kind.numbers:
         raise TargetError(
-            compose(
-                f"Nothing is known of a network between hosts of {kind_name}.",
-                expected="network_gb_per_s, what one device sends to another host",
-                got=f"{cluster.hosts} hosts, and no such number",
-                attempt=f'a file: kind = "{kind_name}", hosts = '
-                f"{cluster.hosts}, devices_per_host = {cluster.per_host}, "
-                "network_gb_per_s = 25",
-            )
+            f"Nothing is known of a network between hosts of {kind_name}.",
+            expected="network_gb_per_s, what one device sends to another host",
+            got=f"{cluster.hosts} hosts, and no such number",
+            attempt=f'a file: kind = "{kind_name}", hosts = '
+            f"{cluster.hosts}, devices_per_host = {cluster.per_host}, "
+            "network_gb_per_s = 25",
         )
     return DescribedMesh(cluster=cluster, axes=axes)
 
@@ -423,13 +411,11 @@ def cluster_of(text: str) -> Cluster:
     match = _SHORT.fullmatch(text.strip())
     if match is None:
         raise TargetError(
-            compose(
-                "The description of a cluster cannot be read.",
-                expected="4xh200, 2x8xh100 (hosts x devices of each x kind), or the "
-                "name of a .toml file; kinds are " + ", ".join(kinds()),
-                got=repr(text),
-                attempt='cfp.described("4xh200") (--for 4xh200)',
-            )
+            "The description of a cluster cannot be read.",
+            expected="4xh200, 2x8xh100 (hosts x devices of each x kind), or the "
+            "name of a .toml file; kinds are " + ", ".join(kinds()),
+            got=repr(text),
+            attempt='cfp.described("4xh200") (--for 4xh200)',
         )
     counts = {"hosts": int(match[1] or 1), "devices_per_host": int(match[2])}
     return _cluster({**counts, "kind": match[3]}, text, text)
@@ -440,12 +426,10 @@ def _from_file(path: Path) -> Cluster:
         data: dict[str, Any] = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise TargetError(
-            compose(
-                f"The description {path} cannot be read.",
-                expected="a file in TOML",
-                got=f"{type(error).__name__}: {error}",
-                attempt="see docs/planning-ahead.md for one",
-            )
+            f"The description {path} cannot be read.",
+            expected="a file in TOML",
+            got=f"{type(error).__name__}: {error}",
+            attempt="see docs/planning-ahead.md for one",
         ) from error
     return _cluster(data, path.name, str(path))
 

@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from cfp.errors import MeshError, TargetError, compose, nearest
+from cfp.errors import MeshError, TargetError, nearest
 from cfp.profiling.rates import KINDS, Curve, Rates, rising
 
 Basis = Literal["measured", "specified"]
@@ -165,22 +165,18 @@ def read(data: Mapping[str, Any], where: str) -> Description:
             known = sorted(field.alias or name for name, field in fields)
             near = get_close_matches(str(first["loc"][0]), known, 1, 0.0)
             raise TargetError(
-                compose(
-                    f"{where} has an unknown name.",
-                    expected=f"some of {', '.join(known)}",
-                    got=path,
-                    attempt=f"{near[0]} in place of {path}",
-                )
+                f"{where} has an unknown name.",
+                expected=f"some of {', '.join(known)}",
+                got=path,
+                attempt=f"{near[0]} in place of {path}",
             ) from error
         raise TargetError(
-            compose(
-                f"{where} has an impossible value.",
-                expected=f"{path}: {first['msg']}",
-                got=f"{path} = {first['input']!r}"[:200],
-                attempt="a value such as link_gb_per_s = { value = 450, basis = "
-                '"specified", source = "datasheet" } or hosts = 2; see '
-                "docs/planning-ahead.md",
-            )
+            f"{where} has an impossible value.",
+            expected=f"{path}: {first['msg']}",
+            got=f"{path} = {first['input']!r}"[:200],
+            attempt="a value such as link_gb_per_s = { value = 450, basis = "
+            '"specified", source = "datasheet" } or hosts = 2; see '
+            "docs/planning-ahead.md",
         ) from error
 
 
@@ -197,12 +193,10 @@ def description_of(mesh: Mesh, rates: Rates) -> str:
     sizes = [(name, size) for name, size in mesh.shape.items() if size > 1]
     if len(sizes) != 1:
         raise MeshError(
-            compose(
-                "Curves of one axis describe the links of a host.",
-                expected="a mesh with one axis, of the devices of one host",
-                got=" x ".join(f"{n}={s}" for n, s in mesh.shape.items()),
-                attempt=f"--mesh x={mesh.size} --describe FILE",
-            )
+            "Curves of one axis describe the links of a host.",
+            expected="a mesh with one axis, of the devices of one host",
+            got=" x ".join(f"{n}={s}" for n, s in mesh.shape.items()),
+            attempt=f"--mesh x={mesh.size} --describe FILE",
         )
     [(axis, count)] = sizes
     device = mesh.local_devices[0]
@@ -334,12 +328,10 @@ def compiler_target(name: str) -> str:
             if one.name.endswith(".txtpb")
         )
         raise TargetError(
-            compose(
-                "The compiler has no description of that kind of device.",
-                expected=f"one of {', '.join(known)}",
-                got=name,
-                attempt="without --compile, by estimates",
-            )
+            "The compiler has no description of that kind of device.",
+            expected=f"one of {', '.join(known)}",
+            got=name,
+            attempt="without --compile, by estimates",
         )
     return file.read_text(encoding="utf-8")
 
@@ -354,14 +346,12 @@ def kind(name: str) -> DeviceKind:
     known = kinds()
     if name.lower() not in known:
         raise TargetError(
-            compose(
-                "There is no such kind of device.",
-                expected=f"one of {', '.join(known)}",
-                got=repr(name),
-                attempt=f"{nearest(name, known)}a file describes another kind: "
-                'cfp.described("cluster.toml") (--for cluster.toml); see '
-                "docs/planning-ahead.md",
-            )
+            "There is no such kind of device.",
+            expected=f"one of {', '.join(known)}",
+            got=repr(name),
+            attempt=f"{nearest(name, known)}a file describes another kind: "
+            'cfp.described("cluster.toml") (--for cluster.toml); see '
+            "docs/planning-ahead.md",
         )
     file = known[name.lower()]
     text = resources.files("cfp.devices").joinpath("kinds", f"{file}.toml").read_text()
@@ -397,14 +387,12 @@ def kind_from(given: Description, name: str, where: str) -> DeviceKind:
     missing = [key for key in needed if key not in numbers]
     if missing:
         raise TargetError(
-            compose(
-                f"{where} does not say all of a device.",
-                expected=f"numbers for {', '.join(needed)}",
-                got=f"none for {', '.join(missing)}",
-                attempt=f'{missing[0]} = {{ value = 1.0, basis = "specified", '
-                'source = "the vendor\'s datasheet" }, or kind = "h200" to start from '
-                "a shipped kind",
-            )
+            f"{where} does not say all of a device.",
+            expected=f"numbers for {', '.join(needed)}",
+            got=f"none for {', '.join(missing)}",
+            attempt=f'{missing[0]} = {{ value = 1.0, basis = "specified", '
+            'source = "the vendor\'s datasheet" }, or kind = "h200" to start from '
+            "a shipped kind",
         )
     curves, devices, source = curves_from(given, where)
     return DeviceKind(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cfp.discovery.rule import OpDim
-from cfp.errors import CfpError, compose
+from cfp.errors import CfpError
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
@@ -398,14 +398,12 @@ def check_operand(name: str, aval: jax.ShapeDtypeStruct, value: Array | None) ->
             got = f"{name}, integers that are all {value.flat[0]}"
     if got:
         raise CfpError(
-            compose(
-                "A rule cannot be discovered with this argument.",
-                expected="arrays of floating point numbers, and integers or booleans "
-                "with values that vary, since others like them are drawn",
-                got=got,
-                attempt="give an example as the function meets it; keys of "
-                "jax.random as their data; or write a rule: cfp.ShardingRule",
-            )
+            "A rule cannot be discovered with this argument.",
+            expected="arrays of floating point numbers, and integers or booleans "
+            "with values that vary, since others like them are drawn",
+            got=got,
+            attempt="give an example as the function meets it; keys of "
+            "jax.random as their data; or write a rule: cfp.ShardingRule",
         )
 
 

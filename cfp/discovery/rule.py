@@ -17,7 +17,7 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cfp.errors import CfpError, compose
+from cfp.errors import CfpError
 
 OpDim = tuple[int, int]  # (number among operands and then results, dim)
 Names = tuple[tuple[str, ...], ...]  # for each tensor the factors of its dims
@@ -90,13 +90,11 @@ class ShardingRule:
         wrong = [name for name in names if not _NAME.fullmatch(name)]
         if len(sides) != 2 or wrong:
             raise CfpError(
-                compose(
-                    "This is not a sharding rule.",
-                    expected="the factors of all operands and results, as in "
-                    "'a b, b -> a b'",
-                    got=repr(self.text),
-                    attempt="cfp.discover_rules, which finds rules and prints them",
-                )
+                "This is not a sharding rule.",
+                expected="the factors of all operands and results, as in "
+                "'a b, b -> a b'",
+                got=repr(self.text),
+                attempt="cfp.discover_rules, which finds rules and prints them",
             )
         _, results = self.tensors
         known = dict(self.multiples).keys() | dict(self.sums).keys() | {*self.whole}
@@ -107,13 +105,11 @@ class ShardingRule:
         ]
         if unknown := sorted(known - {*names}) + summed:
             raise CfpError(
-                compose(
-                    "The rule names what it does not have.",
-                    expected=f"factors of {self.text!r}, and sums of results that lack "
-                    "the factor",
-                    got=", ".join(unknown),
-                    attempt="cfp.discover_rules, which finds rules and prints them",
-                )
+                "The rule names what it does not have.",
+                expected=f"factors of {self.text!r}, and sums of results that lack "
+                "the factor",
+                got=", ".join(unknown),
+                attempt="cfp.discover_rules, which finds rules and prints them",
             )
 
     @property
@@ -325,10 +321,8 @@ def _check(shapes: Sequence[Sequence[int]], names: Names, text: str) -> None:
     ranks, wanted = [len(shape) for shape in shapes], [len(dims) for dims in names]
     if ranks != wanted:
         raise CfpError(
-            compose(
-                "A function is called with other arguments than its rule is for.",
-                expected=f"operands and results with the dims of {text!r}",
-                got=f"shapes {', '.join(str(tuple(shape)) for shape in shapes)}",
-                attempt="cfp.discover_rules with arguments like these",
-            )
+            "A function is called with other arguments than its rule is for.",
+            expected=f"operands and results with the dims of {text!r}",
+            got=f"shapes {', '.join(str(tuple(shape)) for shape in shapes)}",
+            attempt="cfp.discover_rules with arguments like these",
         )

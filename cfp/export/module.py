@@ -24,7 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from cfp.analysis.strategies import Spec
-from cfp.errors import PlanMismatch, compose
+from cfp.errors import PlanMismatch
 from cfp.export import runtime
 from cfp.export.runtime import digest, equation_key, equations, numbers
 from cfp.plan.parts import Site, Sites, shape_of, short_source
@@ -314,12 +314,10 @@ def logical_rules(plan: Plan, names: Mapping[str, Sequence[str | None]]) -> Rule
     if not any(any(dims) for dims in known.values()):
         what = f"{len(names)} names for other paths" if names else "none"
         raise PlanMismatch(
-            compose(
-                "The plan's arguments have no logical names.",
-                expected=f"names for arguments such as {next(iter(specs), 'none')}",
-                got=what,
-                attempt=_TRY,
-            )
+            "The plan's arguments have no logical names.",
+            expected=f"names for arguments such as {next(iter(specs), 'none')}",
+            got=what,
+            attempt=_TRY,
         )
     axes: dict[str, tuple[Axes, str]] = {}
     for path, dims in known.items():
@@ -391,12 +389,10 @@ def _ordered(
     except CycleError as error:
         names = ", ".join(map(repr, dict.fromkeys(error.args[1])))
         raise PlanMismatch(
-            compose(
-                "No order of the logical names fits all tensors.",
-                expected="one of two names to go first wherever they share an axis",
-                got=f"tensors that want it otherwise: {names}",
-                attempt=_TRY,
-            )
+            "No order of the logical names fits all tensors.",
+            expected="one of two names to go first wherever they share an axis",
+            got=f"tensors that want it otherwise: {names}",
+            attempt=_TRY,
         ) from error
 
 
@@ -406,10 +402,8 @@ def _text(axes: Axes) -> str:
 
 def _refuse(path: str, expected: str, got: str) -> None:
     raise PlanMismatch(
-        compose(
-            f"Rules for logical names cannot say how {path} is sharded.",
-            expected=expected,
-            got=got,
-            attempt=_TRY,
-        )
+        f"Rules for logical names cannot say how {path} is sharded.",
+        expected=expected,
+        got=got,
+        attempt=_TRY,
     )

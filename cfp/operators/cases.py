@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cfp.errors import compose
 from cfp.operators.operator import FLOAT_TYPES, Argument, Operator, OperatorError
 
 EXPERTS = 8
@@ -46,13 +45,11 @@ class Shape:
             numbers = []
         if len(numbers) != 5 or min(numbers) < 1 or numbers[2] % numbers[3]:
             raise OperatorError(
-                compose(
-                    f"{text!r} is no shape.",
-                    expected="batch,seq,hidden,heads,vocab: five whole numbers above 0 "
-                    "with hidden a multiple of heads",
-                    got=repr(text),
-                    attempt="--shapes 8,1024,1024,16,50257",
-                )
+                f"{text!r} is no shape.",
+                expected="batch,seq,hidden,heads,vocab: five whole numbers above 0 "
+                "with hidden a multiple of heads",
+                got=repr(text),
+                attempt="--shapes 8,1024,1024,16,50257",
             )
         batch, seq, hidden, heads, vocab = numbers
         return cls(batch=batch, seq=seq, hidden=hidden, heads=heads, vocab=vocab)
@@ -87,12 +84,10 @@ def check_dtype(name: str) -> str:
     """
     if name not in FLOAT_TYPES:
         raise OperatorError(
-            compose(
-                f"{name!r} is no type that operators are tried in.",
-                expected=" or ".join(FLOAT_TYPES),
-                got=repr(name),
-                attempt="--dtypes bfloat16",
-            )
+            f"{name!r} is no type that operators are tried in.",
+            expected=" or ".join(FLOAT_TYPES),
+            got=repr(name),
+            attempt="--dtypes bfloat16",
         )
     return name
 

@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cfp.errors import CfpError, compose
+from cfp.errors import CfpError
 from cfp.operators import benchmark as b
 from cfp.operators.benchmark import ABSENT, FAILED, MEASURED, Pass, Row
 from cfp.operators.cases import Shape, check_dtype
@@ -234,12 +234,10 @@ def read(file: Path) -> tuple[dict[str, Any], list[Row]]:
         return data["environment"], _ROWS.validate_python(data["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OperatorError(
-            compose(
-                f"{file} holds no results of operators.",
-                expected=f'what --json writes: kind "{KIND}", format {FORMAT}',
-                got=f"{type(error).__name__}: {error}",
-                attempt="python -m cfp.operators --json FILE",
-            )
+            f"{file} holds no results of operators.",
+            expected=f'what --json writes: kind "{KIND}", format {FORMAT}',
+            got=f"{type(error).__name__}: {error}",
+            attempt="python -m cfp.operators --json FILE",
         ) from error
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cfp.errors import CfpError, compose
+from cfp.errors import CfpError
 
 # What an implementation or a probe says against something; None if nothing.
 Reason = str | None
@@ -136,14 +136,12 @@ class Operator:
             against[one.name] = reason
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in args)
         raise OperatorError(
-            compose(
-                f"No implementation of {self.name} takes these arguments."
-                if implementation is None
-                else f"{self.name} by {implementation} does not take these arguments.",
-                expected="; ".join(f"{name}: {why}" for name, why in against.items()),
-                got=shapes,
-                attempt=f"python -m cfp.operators --list --only-run {self.name}",
-            )
+            f"No implementation of {self.name} takes these arguments."
+            if implementation is None
+            else f"{self.name} by {implementation} does not take these arguments.",
+            expected="; ".join(f"{name}: {why}" for name, why in against.items()),
+            got=shapes,
+            attempt=f"python -m cfp.operators --list --only-run {self.name}",
         )
 
     def implementation(self, name: str) -> Implementation:
@@ -166,12 +164,10 @@ class Operator:
         """
         if len(args) != len(self.arguments):
             raise OperatorError(
-                compose(
-                    f"{self.name} takes {len(self.arguments)} arguments.",
-                    expected=", ".join(a.name for a in self.arguments),
-                    got=f"{len(args)} arguments",
-                    attempt=f"help(cfp.operators.{self.name})",
-                )
+                f"{self.name} takes {len(self.arguments)} arguments.",
+                expected=", ".join(a.name for a in self.arguments),
+                got=f"{len(args)} arguments",
+                attempt=f"help(cfp.operators.{self.name})",
             )
         names = (argument.name for argument in self.arguments)
         return self.bind(dict(zip(names, args, strict=True)))
@@ -211,13 +207,11 @@ class Operator:
                 for name, size in known.items()
             )
             raise OperatorError(
-                compose(
-                    f"The shapes of the arguments of {self.name} do not fit.",
-                    expected=f"{argument.name} [{expected}]",
-                    got=f"{list(shape)}",
-                    attempt="arguments "
-                    + ", ".join(f"{a.name} [{a.dims}]" for a in self.arguments),
-                )
+                f"The shapes of the arguments of {self.name} do not fit.",
+                expected=f"{argument.name} [{expected}]",
+                got=f"{list(shape)}",
+                attempt="arguments "
+                + ", ".join(f"{a.name} [{a.dims}]" for a in self.arguments),
             )
         found |= {n: s for n, s in zip(names, sizes, strict=True) if not n.isdigit()}
 
@@ -231,10 +225,8 @@ def unknown(what: str, name: str, known: list[str]) -> OperatorError:
     """The error for a name that there is not."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return OperatorError(
-        compose(
-            f"There is no {what} called {name!r}.",
-            expected="one of " + ", ".join(known) if known else "none: it takes none",
-            got=repr(name),
-            attempt=near[0] if near else "python -m cfp.operators --list",
-        )
+        f"There is no {what} called {name!r}.",
+        expected="one of " + ", ".join(known) if known else "none: it takes none",
+        got=repr(name),
+        attempt=near[0] if near else "python -m cfp.operators --list",
     )

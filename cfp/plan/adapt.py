@@ -24,7 +24,7 @@ from cfp.analysis.layout import Choice, Storage, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.attention.matching.called import with_token_factors
-from cfp.errors import PlanMismatch, compose
+from cfp.errors import PlanMismatch
 from cfp.plan.compose import compose_plan
 from cfp.plan.describe import axis_roles, op_text
 from cfp.plan.figures import Figures
@@ -142,14 +142,12 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
     if names != [name for name in planned if mesh.shape.get(name) != 1]:
         axes = f"a mesh with the axes {', '.join(planned)}" if planned else "one device"
         raise PlanMismatch(
-            compose(
-                "A plan is carried over along axes of the same names.",
-                expected=axes,
-                got=f"a mesh {dict(mesh.shape)}",
-                attempt="such a mesh with as many devices as there are, or plan again"
-                if planned
-                else "plan again",
-            )
+            "A plan is carried over along axes of the same names.",
+            expected=axes,
+            got=f"a mesh {dict(mesh.shape)}",
+            attempt="such a mesh with as many devices as there are, or plan again"
+            if planned
+            else "plan again",
         )
 
 
@@ -473,4 +471,4 @@ def _segment_ms(analysis: Analysis, pair: _Pair) -> float | None:
 
 
 def _refuse(summary: str, expected: str, got: str) -> Never:
-    raise PlanMismatch(compose(summary, expected=expected, got=got, attempt=_TRY))
+    raise PlanMismatch(summary, expected=expected, got=got, attempt=_TRY)

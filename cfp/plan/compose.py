@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import lay_out, model_work
 from cfp.devices.described import DescribedMesh
-from cfp.errors import ProcessError, compose
+from cfp.errors import ProcessError
 from cfp.plan.describe import (
     plan_rows,
     plan_segments,
@@ -139,12 +139,10 @@ def common_plan(agreement: Agreement, plan: Plan) -> Plan:
         # A file says what is replaced, and by what; not with which functions.
         if getattr(theirs, name) != getattr(ours, name):
             raise ProcessError(
-                compose(
-                    f"The processes have come to different plans: the {name} differ.",
-                    expected=f"process 0's plan, {theirs.winner!r}",
-                    got=f"{plan.winner!r}",
-                    attempt="plan in one process with --for, or load a saved plan in "
-                    "all; and please report this",
-                )
+                f"The processes have come to different plans: the {name} differ.",
+                expected=f"process 0's plan, {theirs.winner!r}",
+                got=f"{plan.winner!r}",
+                attempt="plan in one process with --for, or load a saved plan in "
+                "all; and please report this",
             )
     return replace(theirs.placed_like(plan), constraints=plan.constraints)

@@ -28,7 +28,7 @@ from pydantic import (
 
 from cfp.analysis.strategies import Spec
 from cfp.attention.kernels import KERNELS
-from cfp.errors import PlanFileError, compose
+from cfp.errors import PlanFileError
 from cfp.fields import (
     Count,
     Flag,
@@ -394,12 +394,10 @@ def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, A
 
 def _damaged(where: str, expected: str, got: str) -> PlanFileError:
     return PlanFileError(
-        compose(
-            f"The file is a damaged plan, in {where or 'its fields'}.",
-            expected=expected,
-            got=got,
-            attempt="a plan as cfp saved it, or plan again",
-        )
+        f"The file is a damaged plan, in {where or 'its fields'}.",
+        expected=expected,
+        got=got,
+        attempt="a plan as cfp saved it, or plan again",
     )
 
 

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.analysis.strategies import Spec
-from cfp.errors import OptionError, PlanMismatch, compose
+from cfp.errors import OptionError, PlanMismatch
 from cfp.fields import Count, Flag, Name, Time, Words, matching
 from cfp.fields import Spec as SpecField
 from cfp.program.calling import check_keywords
@@ -333,12 +333,10 @@ def check_donated(planned: Sequence[bool], step: FlatStep) -> None:
     there = {root for root, one in zip(roots, planned, strict=True) if one}
     if there - asked:
         raise PlanMismatch(
-            compose(
-                "The plan donates other arguments than it is asked to.",
-                expected=f"donation of {', '.join(sorted(there))}, as it was planned",
-                got=", ".join(sorted(asked)),
-                attempt="leave donate_argnums out, since the plan knows, or plan again",
-            )
+            "The plan donates other arguments than it is asked to.",
+            expected=f"donation of {', '.join(sorted(there))}, as it was planned",
+            got=", ".join(sorted(asked)),
+            attempt="leave donate_argnums out, since the plan knows, or plan again",
         )
 
 

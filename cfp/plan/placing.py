@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from cfp.analysis.strategies import Spec
-from cfp.errors import PlanMismatch, compose
+from cfp.errors import PlanMismatch
 from cfp.plan.parts import path_text, places_like, shape_of, type_text
 from cfp.program.fixed import fixed, released
 from cfp.program.graft import partition_spec
@@ -74,13 +74,11 @@ def mesh_here(axes: Sequence[tuple[str, int]], environment: Mapping[str, str]) -
         kind = environment.get("device_kind", platform)
         wanted = f"{count} devices of platform {platform}"
         raise PlanMismatch(
-            compose(
-                "This plan has no devices yet, and those that are there are not those "
-                "that it is for.",
-                expected=wanted if kind == platform else f"{wanted}: {kind}",
-                got=f"{len(there)} of platform {there[0].platform}",
-                attempt=_other_devices(count, platform),
-            )
+            "This plan has no devices yet, and those that are there are not those "
+            "that it is for.",
+            expected=wanted if kind == platform else f"{wanted}: {kind}",
+            got=f"{len(there)} of platform {there[0].platform}",
+            attempt=_other_devices(count, platform),
         )
     names = tuple(name for name, _ in axes)
     shape = tuple(size for _, size in axes)
@@ -148,13 +146,11 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
     exact = [root for root in fits if _same_types(arguments, known[root], leaves)]
     if not fits:
         raise PlanMismatch(
-            compose(
-                "The batch does not look like an argument of the plan.",
-                expected=f"the leaves of one of {', '.join(known)}",
-                got=f"{len(paths)} leaves, the first of them {paths[:3]}",
-                attempt="plan.place(batch, argument=NAME), with the tree that the step "
-                "takes there",
-            )
+            "The batch does not look like an argument of the plan.",
+            expected=f"the leaves of one of {', '.join(known)}",
+            got=f"{len(paths)} leaves, the first of them {paths[:3]}",
+            attempt="plan.place(batch, argument=NAME), with the tree that the step "
+            "takes there",
         )
     root = (exact or fits)[0]
     found = [
@@ -211,10 +207,8 @@ def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
 def _other_size(arguments: Arguments, i: int, leaf: Any) -> PlanMismatch:
     many = jax.process_count() > 1
     return PlanMismatch(
-        compose(
-            f"The array for {arguments.names[i]} does not fit the plan.",
-            expected=arguments.types[i] + (", this process's part" if many else ""),
-            got=type_text(leaf),
-            attempt="a batch of the size that was planned, or plan again",
-        )
+        f"The array for {arguments.names[i]} does not fit the plan.",
+        expected=arguments.types[i] + (", this process's part" if many else ""),
+        got=type_text(leaf),
+        attempt="a batch of the size that was planned, or plan again",
     )

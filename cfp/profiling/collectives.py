@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from cfp.errors import DeviceError, compose
+from cfp.errors import DeviceError
 from cfp.profiling.builder import Built, build_failure, compile_lowered
 from cfp.profiling.compile_pool import default_threads, overlaps
 from cfp.profiling.inputs import InputKind, generator
@@ -437,13 +437,11 @@ def _rates(mesh: Mesh, measured: list[tuple[RateProbe, ProfileRecord]]) -> Rates
     if not any(record.ok for _, record in measured):
         first = measured[0][1]
         raise DeviceError(
-            compose(
-                "The devices ran none of the small programs that time them.",
-                expected="devices that can be used, with free memory",
-                got=f"{first.status}: {first.reason}",
-                attempt="stop other programs that use them; then "
-                "PlannerSettings(retry_failures=True), or --retry-failures",
-            )
+            "The devices ran none of the small programs that time them.",
+            expected="devices that can be used, with free memory",
+            got=f"{first.status}: {first.reason}",
+            attempt="stop other programs that use them; then "
+            "PlannerSettings(retry_failures=True), or --retry-failures",
         )
     fallback = Rates.default(mesh)
     points: dict[tuple[str, tuple[str, ...]], list[tuple[int, float]]] = {}

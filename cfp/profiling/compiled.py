@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from cfp.errors import CompilerError, compose
+from cfp.errors import CompilerError
 from cfp.profiling.hlo import called_by
 from cfp.profiling.hlo_text import Module, modules_in
 from cfp.profiling.overwritten import has_rematerialized, read_after_overwritten
@@ -48,12 +48,10 @@ def compile_right(
     text = compiled.as_text() or ""
     if (found := _late(text)[0]) is not None:
         raise CompilerError(
-            compose(
-                "XLA compiled a program that computes something else than it should.",
-                expected="values that are read before others are written there",
-                got=found,
-                attempt="another version of jaxlib, or a plan with more memory",
-            )
+            "XLA compiled a program that computes something else than it should.",
+            expected="values that are read before others are written there",
+            got=found,
+            attempt="another version of jaxlib, or a plan with more memory",
         )
     return compiled, text
 

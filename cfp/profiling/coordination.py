@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from cfp.errors import ProcessError, compose
+from cfp.errors import ProcessError
 from cfp.program.channel import Channel, open_channel
 
 # How long others may take for what this process has finished: a build may take half an
@@ -97,14 +97,12 @@ class Coordination:
         except ProcessError as error:
             first, *_ = str(error).splitlines()
             raise ProcessError(
-                compose(
-                    "A program failed in this process of several, which cannot go on "
-                    "without the others.",
-                    expected="the same outcome in all processes",
-                    got=f"{failure.splitlines()[0]}. {first}",
-                    attempt="see what the other processes printed, and whether one of "
-                    "them has ended; then start all again: what was measured is kept",
-                )
+                "A program failed in this process of several, which cannot go on "
+                "without the others.",
+                expected="the same outcome in all processes",
+                got=f"{failure.splitlines()[0]}. {first}",
+                attempt="see what the other processes printed, and whether one of "
+                "them has ended; then start all again: what was measured is kept",
             ) from error
         finally:
             self.timeout_seconds = timeout_seconds
@@ -182,24 +180,20 @@ class Coordination:
                 time.sleep(_LOOK_SECONDS)
         other = 0 if which == "all" else int(which)
         raise ProcessError(
-            compose(
-                "The processes of this program are not at the same point of planning.",
-                expected=f"{ours}, as process {self.channel.process} does",
-                got=f"{theirs} from process {other}",
-                attempt="the same program in all processes, which calls cfp in the "
-                "same order; if it is the same, please report this",
-            )
+            "The processes of this program are not at the same point of planning.",
+            expected=f"{ours}, as process {self.channel.process} does",
+            got=f"{theirs} from process {other}",
+            attempt="the same program in all processes, which calls cfp in the "
+            "same order; if it is the same, please report this",
         )
 
     def _silent(self, other: int, what: str, waited: float) -> ProcessError:
         return ProcessError(
-            compose(
-                f"Process {other} of {self.channel.count} does not answer.",
-                expected=f"{what} from it",
-                got=f"nothing for {waited:.0f} s; it is gone, or hangs",
-                attempt="see what it printed; then start all processes again: what "
-                "was measured is kept",
-            )
+            f"Process {other} of {self.channel.count} does not answer.",
+            expected=f"{what} from it",
+            got=f"nothing for {waited:.0f} s; it is gone, or hangs",
+            attempt="see what it printed; then start all processes again: what "
+            "was measured is kept",
         )
 
 
@@ -208,13 +202,11 @@ def lost(failed: dict[int, str]) -> ProcessError:
     numbers = ", ".join(map(str, sorted(failed)))
     first, *more = failed[min(failed)].splitlines()
     return ProcessError(
-        compose(
-            f"Process {numbers} of this program has failed, and so this one ends.",
-            expected="all processes to go on together",
-            got="\n    ".join([first, *more]),
-            attempt="see what it printed; then start all processes again: what was "
-            "measured is kept",
-        )
+        f"Process {numbers} of this program has failed, and so this one ends.",
+        expected="all processes to go on together",
+        got="\n    ".join([first, *more]),
+        attempt="see what it printed; then start all processes again: what was "
+        "measured is kept",
     )
 
 

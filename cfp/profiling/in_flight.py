@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import jax
 
-from cfp.errors import CacheError, compose
+from cfp.errors import CacheError
 from cfp.profiling.files import lock_file, make_private_folder, open_private
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import utc_now
@@ -204,12 +204,10 @@ def write_whole(path: Path, data: Any) -> None:
         unfinished.replace(path)
     except OSError as error:
         raise CacheError(
-            compose(
-                "What is being measured cannot be noted.",
-                expected=f"a file that can be written at {path}",
-                got=str(error),
-                attempt="free some room, or set CFP_CACHE_DIR to another directory",
-            )
+            "What is being measured cannot be noted.",
+            expected=f"a file that can be written at {path}",
+            got=str(error),
+            attempt="free some room, or set CFP_CACHE_DIR to another directory",
         ) from error
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import jax
 
-from cfp.errors import DeviceError, compose
+from cfp.errors import DeviceError
 from cfp.profiling.processes import Agreement, mocked_topology
 from cfp.profiling.topology import gpu_parts
 from cfp.program.meaning import compiler_settings
@@ -149,12 +149,10 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
     """
     if not devices:
         raise DeviceError(
-            compose(
-                "There is no device to measure on.",
-                expected="at least one device",
-                got="an empty list",
-                attempt="pass jax.devices(), or the devices of your mesh",
-            )
+            "There is no device to measure on.",
+            expected="at least one device",
+            got="an empty list",
+            attempt="pass jax.devices(), or the devices of your mesh",
         )
     platform_name = devices[0].platform
     parts = {

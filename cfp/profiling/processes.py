@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from cfp.errors import ProcessError, compose
+from cfp.errors import ProcessError
 from cfp.profiling.coordination import AFTER_A_RUN, Coordination, coordination
 
 TOPOLOGY_SETTING = "jax_mock_gpu_topology"
@@ -124,13 +124,11 @@ class Agreement:
         if failed and len(failed) < len(failures):
             which = _numbered([i for i, text in enumerate(failures) if text])
             raise ProcessError(
-                compose(
-                    f"A program failed in {which}, and ran in the others.",
-                    expected="the same outcome in all processes",
-                    got=failed[0],
-                    attempt="free the memory of all devices; then start all processes "
-                    "again: what was measured is kept",
-                )
+                f"A program failed in {which}, and ran in the others.",
+                expected="the same outcome in all processes",
+                got=failed[0],
+                attempt="free the memory of all devices; then start all processes "
+                "again: what was measured is kept",
             )
 
     def least(self, count: int) -> int:
@@ -168,12 +166,10 @@ def differing(all_facts: Sequence[Mapping[str, str]]) -> ProcessError | None:
         )
         remedies = [text for key, text in _REMEDIES.items() if key in name]
         return ProcessError(
-            compose(
-                f"The processes of this program differ in the {name}.",
-                expected="the same in all processes",
-                got=got,
-                attempt=next(iter(remedies), _REMEDY),
-            )
+            f"The processes of this program differ in the {name}.",
+            expected="the same in all processes",
+            got=got,
+            attempt=next(iter(remedies), _REMEDY),
         )
     return None
 
@@ -187,13 +183,10 @@ def _talk() -> Coordination:
     found = coordination()
     if found is None:
         raise ProcessError(
-            compose(
-                "The mesh has devices of processes that cannot be talked to.",
-                expected="processes that jax.distributed.initialize has brought "
-                "together",
-                got="a mesh of several processes without its client",
-                attempt="cfp.join() or jax.distributed.initialize() in every process, "
-                "before any other use of JAX",
-            )
+            "The mesh has devices of processes that cannot be talked to.",
+            expected="processes that jax.distributed.initialize has brought together",
+            got="a mesh of several processes without its client",
+            attempt="cfp.join() or jax.distributed.initialize() in every process, "
+            "before any other use of JAX",
         )
     return found

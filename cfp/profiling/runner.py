@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from cfp.errors import DeviceError, compose
+from cfp.errors import DeviceError
 from cfp.profiling.builder import (
     BuildEnvironment,
     Built,
@@ -272,13 +272,11 @@ def _check_devices(mesh: Mesh, crash: ProfileRecord) -> None:
         jax.block_until_ready(make_inputs([probe], mesh))
     except jax.errors.JaxRuntimeError as error:
         raise DeviceError(
-            compose(
-                "The devices answer no more.",
-                expected="devices that still work after a program failed on them",
-                got=f"{reason_of(error)}, after {crash.reason}",
-                attempt="start again: what was measured is kept, and what crashed "
-                "is not tried again",
-            )
+            "The devices answer no more.",
+            expected="devices that still work after a program failed on them",
+            got=f"{reason_of(error)}, after {crash.reason}",
+            attempt="start again: what was measured is kept, and what crashed "
+            "is not tried again",
         ) from error
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-from cfp.errors import CacheError, compose
+from cfp.errors import CacheError
 from cfp.profiling.files import cache_dir, close_to_others
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.processes import Agreement
@@ -45,12 +45,10 @@ def default_cache_dir() -> Path:
     if (found := cache_dir()) is not None:
         return found
     raise CacheError(
-        compose(
-            "There is no place for the profile cache.",
-            expected="CFP_CACHE_DIR, XDG_CACHE_HOME or a home directory",
-            got="none of them",
-            attempt="set CFP_CACHE_DIR to a directory that can be written",
-        )
+        "There is no place for the profile cache.",
+        expected="CFP_CACHE_DIR, XDG_CACHE_HOME or a home directory",
+        got="none of them",
+        attempt="set CFP_CACHE_DIR to a directory that can be written",
     )
 
 
@@ -244,12 +242,10 @@ class ProfileStore:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
             raise CacheError(
-                compose(
-                    "The profiles cannot be exported.",
-                    expected=f"a file that can be written at {target}",
-                    got=str(error),
-                    attempt="name another file, or free some room",
-                )
+                "The profiles cannot be exported.",
+                expected=f"a file that can be written at {target}",
+                got=str(error),
+                attempt="name another file, or free some room",
             ) from error
         return len(records)
 
@@ -293,14 +289,12 @@ class ProfileStore:
             yield
         except (OSError, sqlite3.Error) as error:
             raise CacheError(
-                compose(
-                    f"The profile cache {self.path} cannot be used.",
-                    expected="a file that can be made, read and written, on a disk "
-                    "with room, and a directory too",
-                    got=str(error),
-                    attempt="set CFP_CACHE_DIR to another directory, or "
-                    f"make {self.path.parent} writable and free some room",
-                )
+                f"The profile cache {self.path} cannot be used.",
+                expected="a file that can be made, read and written, on a disk "
+                "with room, and a directory too",
+                got=str(error),
+                attempt="set CFP_CACHE_DIR to another directory, or "
+                f"make {self.path.parent} writable and free some room",
             ) from error
 
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cfp.errors import CacheError, compose
+from cfp.errors import CacheError
 from cfp.printable import printable
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.files import (
@@ -221,12 +221,10 @@ def read_export(path: str | os.PathLike[str]) -> list[ProfileRecord]:
                 records.append(_record(line))
     except (OSError, ValueError) as error:
         raise CacheError(
-            compose(
-                f"Nothing was merged from {path}.",
-                expected="a file that ProfileStore.export of this version wrote",
-                got=f"{printable(str(error))}, after {len(records)} good lines",
-                attempt="export it again with the same version of cfp",
-            )
+            f"Nothing was merged from {path}.",
+            expected="a file that ProfileStore.export of this version wrote",
+            got=f"{printable(str(error))}, after {len(records)} good lines",
+            attempt="export it again with the same version of cfp",
         ) from error
     return records
 

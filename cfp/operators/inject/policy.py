@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from cfp.errors import CfpError, compose
+from cfp.errors import CfpError
 from cfp.operators.inventory import find
 
 # A part's parameters: nested dicts of arrays.
@@ -139,12 +139,10 @@ def register_policy(policy: _P) -> _P:
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise PolicyError(
-            compose(
-                f"{policy!r} is no policy.",
-                expected="a class derived from cfp.operators.inject.Policy",
-                got=type(policy).__name__,
-                attempt="class MyPolicy(Policy): with match and build",
-            )
+            f"{policy!r} is no policy.",
+            expected="a class derived from cfp.operators.inject.Policy",
+            got=type(policy).__name__,
+            attempt="class MyPolicy(Policy): with match and build",
         )
     for name in policy.operators:
         find(name)
@@ -191,13 +189,11 @@ def check_mapping(policy: Policy, parameters: Parameters, where: str) -> None:
         back = jax.eval_shape(policy.to_original, there)
     except (KeyError, TypeError, ValueError) as error:
         raise PolicyError(
-            compose(
-                f"{policy.name} cannot map the parameters of {where}.",
-                expected=", ".join(before),
-                got=f"{type(error).__name__}: {error}",
-                attempt="to_injected takes the part's parameters, to_original gives "
-                "them back",
-            )
+            f"{policy.name} cannot map the parameters of {where}.",
+            expected=", ".join(before),
+            got=f"{type(error).__name__}: {error}",
+            attempt="to_injected takes the part's parameters, to_original gives "
+            "them back",
         ) from error
     after = paths(back)
     lost = [
@@ -209,15 +205,12 @@ def check_mapping(policy: Policy, parameters: Parameters, where: str) -> None:
     added = [name for name in after if name not in before]
     if lost or added:
         raise PolicyError(
-            compose(
-                f"{policy.name} "
-                + (f"drops {', '.join(lost)}" if lost else f"adds {', '.join(added)}")
-                + f" of {where}.",
-                expected=f"to_original(to_injected(p)) has {_shapes(before)}",
-                got=_shapes(after) or "nothing",
-                attempt="map every parameter both ways, so that checkpoints can be "
-                "loaded",
-            )
+            f"{policy.name} "
+            + (f"drops {', '.join(lost)}" if lost else f"adds {', '.join(added)}")
+            + f" of {where}.",
+            expected=f"to_original(to_injected(p)) has {_shapes(before)}",
+            got=_shapes(after) or "nothing",
+            attempt="map every parameter both ways, so that checkpoints can be loaded",
         )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from cfp.errors import compose
 from cfp.operators.benchmark import repeater, temp_bytes
 from cfp.operators.inject.policy import Policy, PolicyError
 from cfp.profiling.timing import interleave
@@ -102,12 +101,10 @@ class Report:
                 for part in list(self.left)[:5]
             )
             raise PolicyError(
-                compose(
-                    "Nothing was replaced.",
-                    expected="a part that a policy matches",
-                    got=seen or "no part at all",
-                    attempt="@register_policy for this model, or strict=False",
-                )
+                "Nothing was replaced.",
+                expected="a part that a policy matches",
+                got=seen or "no part at all",
+                attempt="@register_policy for this model, or strict=False",
             )
 
 

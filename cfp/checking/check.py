@@ -300,13 +300,17 @@ def _comparison(
     )
 
 
-def both_sides(plan: Plan) -> tuple[CompiledStep, CompiledStep]:
+def both_sides(
+    plan: Plan, compiled: CompiledStep | None = None
+) -> tuple[CompiledStep, CompiledStep]:
     """Compiles a plan's step, with the plan's compiler options, and one device's.
 
     Both compute in float32, or in float64 what does so anyway.
 
     Args:
         plan: bound to its step, on its mesh.
+        compiled: its step as it is, if it is there: the plan's side where it computes
+            in no less than float32, with precise products.
     """
     step, mesh = plan.step, plan.mesh
     assert step is not None and mesh is not None
@@ -320,6 +324,7 @@ def both_sides(plan: Plan) -> tuple[CompiledStep, CompiledStep]:
         # A memory limit, too: in wider types more is rematerialized for it, not less.
         plan.options,
         wide=True,
+        unwidened=compiled,
     )
     return planned, compile_alone(step, mesh.local_devices[0])
 

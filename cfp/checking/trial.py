@@ -158,7 +158,7 @@ def run_trial(
                     "compiling for the check, with precise products in float32: under "
                     "the plan, and for one device"
                 )
-                checking = Check(*both_sides(bound), feedback)
+                checking = Check(*both_sides(bound, compiled), feedback)
             tell("making the arguments, by programs that are compiled for their shapes")
             args = list(target.make_args(bound.in_shardings, seed))
             if checking is not None:

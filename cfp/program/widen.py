@@ -46,12 +46,14 @@ class Widened:
         lowering: of it.
         narrow: what still computes in less.
         double: whether it computes in float64 throughout.
+        unchanged: whether it is the same program.
     """
 
     step: FlatStep
     lowering: Lowering
     narrow: tuple[str, ...]
     double: bool
+    unchanged: bool
 
 
 def widened(
@@ -62,14 +64,16 @@ def widened(
 ) -> Widened:
     """A lowered step with every float of less than 32 bits as float32.
 
-    Matrix products have the highest precision. What computes in float32 or more does
-    so already, and stays as it is.
+    Matrix products have the highest precision; CPUs have one. What computes in float32
+    or more does so already, and stays as it is.
 
     Args:
         lowering: of the step, constraints inserted; changed in place.
         in_shardings, out_shardings: that it was lowered with, one for each leaf.
     """
-    narrow = widen(lowering.module)
+    platforms = {d.platform for one in in_shardings for d in one.device_set}
+    text = lowering.text
+    narrow = widen(lowering.module, precise=platforms != {"cpu"})
     # JAX knows the types of arguments and results apart from the module. So a function
     # that has the wide ones is lowered, and gets the other's module: the functions of
     # the host that it calls are the same, in the same order.
@@ -78,9 +82,9 @@ def widened(
     body = shardy.bytecode(lowering.module.operation)
     with outer.module.context, ir.Location.unknown():
         shardy.replace_body(outer.module, ir.Module.parse(body))
-    text = lowering.text
-    double = bool(_DOUBLE.search(text)) and not _SINGLE.search(text)
-    return Widened(wide, outer, narrow, double)
+    wide_text = lowering.text
+    double = bool(_DOUBLE.search(wide_text)) and not _SINGLE.search(wide_text)
+    return Widened(wide, outer, narrow, double, unchanged=wide_text == text)
 
 
 def wide_dtype(dtype: Any) -> Any:
@@ -119,8 +123,11 @@ def _wide_step(step: FlatStep) -> FlatStep:
 # ------------------------------------------------------------------------- the module
 
 
-def widen(module: ir.Module) -> tuple[str, ...]:
+def widen(module: ir.Module, *, precise: bool = True) -> tuple[str, ...]:
     """Has a normalised module compute in float32 what it computes in less, in place.
+
+    Args:
+        precise: whether matrix products are to have the highest precision.
 
     Returns:
         What keeps its types, and computes in less: kernels from elsewhere.
@@ -137,7 +144,7 @@ def widen(module: ir.Module) -> tuple[str, ...]:
                 value.set_type(_wide(value.type))
             kind = op.name.partition(".")[2]
             if kind in _PRODUCTS:
-                _make_precise(op)
+                _make_precise(op, precise)
             elif kind == "reduce_precision":
                 _drop_rounding(op)
         for one in fixed:
@@ -219,10 +226,11 @@ def _convert(value: ir.Value, kind: ir.Type) -> ir.Operation:
     return ir.Operation.create("stablehlo.convert", results=[kind], operands=[value])
 
 
-def _make_precise(op: ir.Operation) -> None:
-    dialect = op.name.partition(".")[0]
-    highest = f"#{dialect}<precision HIGHEST>"
-    op.attributes["precision_config"] = ir.Attribute.parse(f"[{highest}, {highest}]")
+def _make_precise(op: ir.Operation, precise: bool) -> None:
+    highest = f"#{op.name.partition('.')[0]}<precision HIGHEST>"
+    if precise:
+        config = ir.Attribute.parse(f"[{highest}, {highest}]")
+        op.attributes["precision_config"] = config
     if "algorithm" in op.attributes:
         del op.attributes["algorithm"]  # It names types, narrower ones as a rule.
 

@@ -343,6 +343,7 @@ def load_or_lower(
     options: Mapping[str, str] | None = None,
     *,
     wide: bool = False,
+    unwidened: CompiledStep | None = None,
     raced: ReusableExecutable | None = None,
     planned: tuple[Outline | None, Mapping[str, str]] = (None, {}),
     environment: BuildEnvironment | None = None,
@@ -356,6 +357,8 @@ def load_or_lower(
         options: XLA compiler options.
         wide: compute in float32 what the step computes in less, with precise matrix
             products; arguments and results are float32, too.
+        unwidened: with `wide`, the same step under the same plan, compiled as it is:
+            used where nothing of it computes in less.
         raced: what a race compiled: used if it is the same program, under the same
             shardings and options, and does all that the step does.
         planned: the operations of the program with that fingerprint, and what it was
@@ -378,11 +381,12 @@ def load_or_lower(
     constraints = _fitting(program, mesh, constraints)
     _constrain(lowering, program, mesh, constraints)
     narrow: tuple[str, ...] = ()
-    double = False
+    double = is_same = False
     if wide:
         found = widened(step, lowering, ins, outs)
         step, lowering, narrow = found.step, found.lowering, found.narrow
         double = found.double
+        is_same = found.unchanged and not lowering.calls_host
     platform = mesh.devices.flat[0].platform
     environment = environment or BuildEnvironment()
     environment.prepare(platform)
@@ -392,6 +396,8 @@ def load_or_lower(
     kept = _executables(mesh, environment) if plain else None
     key = kept.key(lowering.bare_text, mesh, how, step) if kept else ""
     compiled = raced.built.compiled if raced else None
+    if is_same and unwidened is not None:
+        compiled = unwidened.compiled
     if kept is not None and compiled is None:
         compiled = kept.get(key, mesh)
     return LoweredStep(

@@ -325,6 +325,33 @@ def test_the_plans_own_compiler_options_are_used(monkeypatch, tmp_path):
     assert asked == [options, {}]
 
 
+@pytest.mark.parametrize(("dtype", "programs"), [("float32", 1), ("bfloat16", 2)])
+def test_what_computes_in_float32_already_is_checked_as_it_is(
+    dtype, programs, monkeypatch, tmp_path
+):
+    """And not compiled once more; one device's program is another."""
+    plan = api.plan(
+        make_step(dtype, "sgd"),
+        *make_args("sgd"),
+        mesh=make_mesh((("x", 4),)),
+        preset="data_parallel",
+        cache_dir=tmp_path,
+        settings=PlannerSettings(race=False),
+    )
+    asked, compile_right = [], execute.compile_right
+    monkeypatch.setattr(
+        execute, "compile_right", lambda *how: asked.append(how) or compile_right(*how)
+    )
+    compiled = plan.compile_bound()
+    asked.clear()
+    planned, alone = both_sides(plan, compiled)
+    assert len(asked) == programs
+    assert (planned.compiled is compiled.compiled) == (dtype == "float32")
+    check = Check(planned, alone, {0: 0})
+    check.start(make_args("sgd"))
+    assert check.step().failures(check.tolerance) == []
+
+
 class Alone:
     """One device, on which rounding does as much as is given, call by call."""
 

@@ -1,5 +1,7 @@
 """A step in float32 where it computes in less: what its ops are, and what they give."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step
-from cfp.program.widen import wide_dtype, widened, with_dtype
+from cfp.program.widen import wide_dtype, widen, widened, with_dtype
 
 X = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 NARROW = ("bf16", "f16>", "f8")
@@ -16,6 +18,12 @@ NARROW = ("bf16", "f16>", "f8")
 
 def lowered(fn, *args):
     """A step, widened, for one device."""
+    step, lowering, *shardings = as_it_is(fn, *args)
+    return widened(step, lowering, *shardings)
+
+
+def as_it_is(fn, *args):
+    """A step, lowered for one device, and its shardings."""
     step = flatten_step(fn, args)
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     results = jax.tree.leaves(step.traced.out_info)
@@ -23,7 +31,7 @@ def lowered(fn, *args):
         [NamedSharding(mesh, PartitionSpec())] * len(leaves)
         for leaves in (step.avals, results)
     )
-    return widened(step, lower_step(step, ins, outs), ins, outs)
+    return step, lower_step(step, ins, outs), ins, outs
 
 
 def run(wide, *args):
@@ -103,15 +111,21 @@ def test_products_are_precise():
         algorithm = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
         return x @ y, jnp.dot(x, y, precision=algorithm)
 
-    wide = lowered(step, X, X)
-    products = [
-        line
-        for line in wide.lowering.lowered.as_text().splitlines()
-        if "dot_general" in line
-    ]
+    _, lowering, *_ = as_it_is(step, X, X)
+    widen(lowering.module)
+    products = [one for one in lowering.text.splitlines() if "dot_general" in one]
     assert len(products) == 2
     assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
     assert not any("algorithm" in line for line in products)
+
+
+def test_what_computes_in_float32_is_the_same_program_on_cpus():
+    """These have one precision of its products."""
+    assert lowered(jnp.matmul, X, X).unchanged
+    for x in (X.astype(jnp.bfloat16), X.astype(np.float16)):
+        assert not lowered(jnp.matmul, X, x).unchanged
+    algorithm = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+    assert not lowered(partial(jnp.dot, precision=algorithm), X, X).unchanged
 
 
 def test_code_from_elsewhere_keeps_its_types():

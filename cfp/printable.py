@@ -32,7 +32,6 @@ def printable(text: str, kept: str = "") -> str:
     halves of surrogate pairs cannot be written at all.
 
     Args:
-        text: anything.
         kept: characters that stay although they are not printable.
     """
     return "".join(c if c.isprintable() or c in kept else _STAND_IN for c in text)

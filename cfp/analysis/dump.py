@@ -44,7 +44,6 @@ def dump_analysis(folder: Path, analysis: Analysis, module: str) -> list[Path]:
 
     Args:
         folder: is made if it is missing.
-        analysis: what to write.
 
     Returns:
         The files.

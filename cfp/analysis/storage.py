@@ -492,8 +492,6 @@ def stored_spec(
     """The widest sharding of a storage group.
 
     Args:
-        group: what is stored.
-        mode: how.
         used: how the first block that reads its parameter wants it.
         is_pinned: whether the user has said how its parameter is sharded.
     """

@@ -26,7 +26,6 @@ def attend(
       q: [batch, query, heads, head_dim].
       k: [batch, key, kv_heads, head_dim].
       v: [batch, key, kv_heads, head_dim].
-      scores: how products become scores.
       mask: which keys a query sees; one that sees none gets zeros.
       bias: what is added to the scores, [1 or batch, 1 or heads, query, key].
 

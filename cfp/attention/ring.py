@@ -354,7 +354,6 @@ def spread_attention(
       k: [batch, keys of this rank, kv_heads, head_dim].
       query_segments: [batch, queries of this rank] int32, or None.
       key_segments: of all keys, [batch, keys], in the order of ranks; or None.
-      ring: how tokens are spread.
 
     Returns:
       Like q.

@@ -494,7 +494,6 @@ def find(given: Given, remote: RemoteCompiler | None = None) -> Fastest:
     """Runs all passes on the devices of this process.
 
     Args:
-        given: the command's parameters.
         remote: another process to compile programs and keep records, if any.
     """
     options = given.params

@@ -297,7 +297,6 @@ def names_of(plan: Plan, target: Target, words: Sequence[str]) -> dict[str, Name
     boxes such as `nn.LogicallyPartitioned`.
 
     Args:
-        plan: of the target.
         words: the options that followed its name.
     """
     if target.name in MODELS:

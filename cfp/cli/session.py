@@ -77,7 +77,6 @@ def open_target(
     Args:
         text, options: the target, as on the command line.
         axes, platform_name: of the devices, if asked for.
-        donate, static: positions of arguments.
         plan: whose mesh and platform it is where none are asked for.
         attempt: what to try where the plan's devices are missing.
 
@@ -106,7 +105,6 @@ def analyse(
     """Traces and analyses a target.
 
     Args:
-        pins: shardings to keep.
         plan: of the step, which may keep state in the memory of the host.
 
     Raises:
@@ -182,7 +180,6 @@ def check_writable(path: Path | None, option: str = "-o") -> None:
     """Says before anything is measured that the outcome could not be saved.
 
     Args:
-        path: where to, if anywhere.
         option: the one that named it.
 
     Raises:

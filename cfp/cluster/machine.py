@@ -209,11 +209,7 @@ class ProcessAnswer:
 
 
 def tool(machine: Machine, *command: str) -> ProcessAnswer:
-    """Runs a command of the system.
-
-    Args:
-        command: its name and arguments.
-    """
+    """Runs a command of the system."""
     path = machine.which(command[0])
     if path is None:
         return ProcessAnswer(trouble=f"{command[0]} is not on the PATH")
@@ -231,7 +227,6 @@ def probe(
     """Runs a probe of `cfp.cluster.probes`, in a process of its own.
 
     Args:
-        arguments: of the probe.
         variables: environment variables that it needs beside the machine's.
     """
     environ = {**machine.environ, **(variables or {})}
@@ -378,7 +373,6 @@ def row(result: Result, width: int) -> str:
     """Formats one result, with the reason and the remedy beside it.
 
     Args:
-        result: of a check.
         width: of the console, in characters.
     """
     indent = " " * (_NAME_WIDTH + _STATUS_WIDTH)

@@ -501,7 +501,6 @@ def working_bytes(
 
     Args:
         way: how it is computed, in chunks.
-        is_backward: which pass.
     """
 
     def ranks(roles: Iterable[str]) -> int:

@@ -104,7 +104,6 @@ def kernel_sites(
 
     Args:
         ops: top-level ops, such as those of a segment.
-        kernels: of a segment's choice.
 
     Returns:
         Attentions, each with the way in which it is computed, and what takes the place

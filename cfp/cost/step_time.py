@@ -112,7 +112,6 @@ def step_time(
             it from the rates.
         highest_clock: of the device, by the clock at which it computed; 1 where
             neither is known.
-        constants: of the device kind.
     """
     constants = constants or Constants()
     parts_ms = _computation(schedule, rates, computation_ms, constants)

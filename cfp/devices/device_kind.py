@@ -185,7 +185,6 @@ def description_of(mesh: Mesh, rates: Rates) -> str:
 
     Args:
         mesh: the devices, of one host, on one axis.
-        rates: measured on them.
 
     Raises:
         MeshError: the mesh has several axes.
@@ -375,8 +374,6 @@ def kind_from(given: Description, name: str, where: str) -> DeviceKind:
     """Makes a kind of device of its description.
 
     Args:
-        given: the description.
-        name: for the kind.
         where: the file, for messages.
 
     Raises:

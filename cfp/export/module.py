@@ -68,7 +68,6 @@ def python_module(
     """Writes the text of a module that runs the plan's step with plain JAX.
 
     Args:
-        plan: the plan.
         sites: of its constraints.
         program: of the step under the plan, which a plan needs that rematerializes or
             replaces parts of it.
@@ -217,8 +216,6 @@ def sites_of(
 
     Args:
         step: the step that was planned.
-        mesh: the devices.
-        fingerprint: of its program.
         constraints: by the program's values and ops.
     """
     placed = place(step, mesh, fingerprint, constraints)
@@ -277,7 +274,6 @@ def names_by_path(plan: Plan, names: Sequence[Any]) -> dict[str, Names]:
     """Names of dims for a plan's arguments, by the arguments' paths.
 
     Args:
-        plan: the plan.
         names: for each argument of the step that is not static a pytree like it, with
             a ``PartitionSpec`` of names in place of each array; None for an argument,
             or a part of one, without names.
@@ -299,7 +295,6 @@ def logical_rules(plan: Plan, names: Mapping[str, Sequence[str | None]]) -> Rule
     """Rules that shard all tensors that have names as a plan does.
 
     Args:
-        plan: the plan.
         names: for arguments, by path as in ``plan.arg_names``, a name for each dim, or
             None for a dim without.
 

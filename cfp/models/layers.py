@@ -302,7 +302,6 @@ def scan_layers(layer: type[nn.Module], length: int) -> type[nn.Module]:
 
     Args:
       layer: maps an array to one like it.
-      length: how many.
 
     Returns:
       A class with the attributes of `layer`; it maps (array, None) to (array, None).

@@ -121,7 +121,6 @@ def compile_program(function: Callable[..., Any], *args: Any) -> tuple[Any, floa
     """A compiled program that fits into memory, and the seconds that it took.
 
     Args:
-        function: what to compile.
         args: its arguments, or their shapes and types.
 
     Raises:
@@ -155,7 +154,6 @@ def least_bytes(operator: Operator, args: Any, *, backward: bool) -> int:
     """Bytes that a pass must read and write, each once.
 
     Args:
-        operator: the operator.
         args: its arguments, or their shapes and types.
         backward: whether the backward pass follows the forward one.
     """
@@ -300,10 +298,6 @@ def run(
     """Checks and times operators, the first shape of all operators first.
 
     Args:
-        operators: what to measure.
-        shapes: at which.
-        dtypes: and in which types.
-        settings: how.
         known: rows of an earlier run; what they measured is not measured again.
 
     Yields:
@@ -348,9 +342,6 @@ class _Case:
     """One operator at one shape and type; its arguments are made when needed.
 
     Args:
-        operator, shape, dtype: of the case.
-        how: how it is measured.
-        ahead: what compiles.
         done: keys of rows that are not wanted.
     """
 

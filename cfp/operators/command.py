@@ -165,7 +165,6 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     """Draws times and memory of everything that was measured.
 
     Args:
-        rows: what was measured.
         file: an image; its ending says which kind.
 
     Raises:
@@ -286,9 +285,6 @@ INTERRUPTED = 130
 
 def main(words: Sequence[str]) -> int:
     """Measures operators.
-
-    Args:
-        words: the command's own words.
 
     Returns:
         0; 1 if an implementation computes something else than the oracle, or became

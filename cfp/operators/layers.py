@@ -85,12 +85,10 @@ class LayerForm:
         """Calls the operator with the parameters in their places.
 
         Args:
-            parameters: by name.
             inputs: the other arguments, in their order.
             dtype: that everything is computed in; None for the type of the first input
                 that is a float, or else of the parameters.
             implementation: by name, or the first that takes the arguments.
-            options: of the operator.
         """
         floats = [x.dtype for x in inputs if jnp.issubdtype(x.dtype, jnp.floating)]
         wanted = dtype or (floats[0] if floats else None)

@@ -164,7 +164,6 @@ class _Run:
 
     Args:
         sheet: what all steps have in common.
-        sizes: of the mesh's axes.
         args: what the step takes; then, behind the first step that finds the largest,
             each token's largest and its sum of exponentials.
     """

@@ -106,11 +106,6 @@ class Reader:
     def follow(self, op: Op, index: int, dims: Dims) -> Dims | None:
         """Returns the dims of an op's result if that has all words, too; or None.
 
-        Args:
-            op: reads a wide value.
-            index: as which operand.
-            dims: of the value.
-
         Raises:
             Unread: the result has the same words, but its tokens are other ones.
             Split: see `Dims.reshaped`.

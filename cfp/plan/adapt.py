@@ -97,8 +97,6 @@ def adapt_step(plan: Plan, step: FlatStep, mesh: Mesh) -> Plan:
     """Carries a plan over to a step over flat arguments; see :func:`adapt`.
 
     Args:
-        plan: of another step.
-        step: the step.
         mesh: the devices, with axes of the plan's names.
 
     Raises:
@@ -157,9 +155,7 @@ def carry_over(
     """A plan for an analysed step; see :func:`adapt`.
 
     Args:
-        plan: of another step.
         analysis: of the step on the mesh.
-        step: the step.
         out_tree: the structure of its results.
         mesh: the devices, with axes of the plan's names.
 

@@ -297,7 +297,6 @@ def check_binding(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
 
     Args:
         fn: the step, which may have arguments of these names.
-        kwargs: of the call.
 
     Raises:
         OptionError: the step has no such argument.

@@ -44,7 +44,6 @@ def devices_here(
     """Lists as many of the first devices as a plan is for.
 
     Args:
-        axes: the plan's.
         environment: what it was made for.
 
     Returns:
@@ -60,7 +59,6 @@ def mesh_here(axes: Sequence[tuple[str, int]], environment: Mapping[str, str]) -
     """A plan's mesh, of the first of the devices that are there.
 
     Args:
-        axes: the plan's.
         environment: what it was made for.
 
     Raises:
@@ -128,7 +126,6 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
     """A batch of the host's on the devices, as one argument of the step has it.
 
     Args:
-        arguments: the plan's.
         batch: a pytree of arrays, as :meth:`cfp.Plan.place` takes it.
         argument: which argument it is; by default the first with its leaves.
 

@@ -263,7 +263,6 @@ def compile_lowered(
 
     Args:
       started: when its build began, as of `time.perf_counter`.
-      how: what compiles it.
 
     Raises:
       CompilerError: it does not compute what it should.

@@ -118,7 +118,6 @@ def awaited(
 
     Args:
         say: called with the seconds so far.
-        clock: in seconds.
     """
     started = clock()
     while not wait([future], timeout=_TELL_SECONDS).done:

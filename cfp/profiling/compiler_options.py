@@ -56,7 +56,6 @@ def refused_option(options: Any, allowed: Collection[str] = ()) -> str | None:
     """Returns the reason why options of a file are refused; None if they may be used.
 
     Args:
-        options: what was read.
         allowed: names of further options that the caller trusts, whatever their value.
     """
     if not isinstance(options, Mapping):

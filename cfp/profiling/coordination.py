@@ -140,8 +140,6 @@ class Coordination:
 
         Args:
             key: of what is said now.
-            other: the process.
-            what: what is expected.
             answered: whether this process has said its part.
         """
         began, said = time.monotonic(), False

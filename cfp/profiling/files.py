@@ -98,7 +98,6 @@ def lock_file(file: IO[bytes], *, wait: bool = True) -> bool | None:
     """Locks an open file for its opener alone, until it is closed.
 
     Args:
-      file: what to lock.
       wait: for whoever holds it now.
 
     Returns:

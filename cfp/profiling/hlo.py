@@ -262,9 +262,6 @@ def collective_sites(hlo_text: str) -> tuple[CollectiveSite, ...]:
     Of a collective that the compiler says nothing about, the place is that of the
     first op that reads its result, or else of the one that makes its operand.
 
-    Args:
-        hlo_text: what `jax.stages.Compiled.as_text` gives.
-
     Returns:
         Those of one kind, size, group and place together, most bytes first.
     """

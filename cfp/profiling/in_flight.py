@@ -332,7 +332,6 @@ class InFlightLog:
         """Logs something for as long as the body takes.
 
         Args:
-          key: what it is.
           doing: what is done to it.
           then_wait: log it as waiting afterwards.
         """

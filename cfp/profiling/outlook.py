@@ -127,7 +127,6 @@ class Outlook:
         """Estimates the time until planning ends.
 
         Args:
-            stage: what is at work.
             done: how many of its programs are done.
             seconds: what those that are done took.
 

@@ -135,7 +135,6 @@ class Rates:
         Args:
           kind: as in HLO: "all-reduce", "all-gather", ...
           axes: names of the mesh's axes, in any order.
-          size: bytes, as above.
 
         Raises:
           KeyError: if the mesh has no such axis, or the kind is unknown.

@@ -136,7 +136,6 @@ def run_local(
     """Times one device's computation of a built job, as a program of its own.
 
     Args:
-      built: with its `local` program.
       mesh: the devices that it was built for, of which one is here.
 
     Returns:
@@ -168,7 +167,6 @@ def execute(
     """Times a compiled program, over and over.
 
     Args:
-      kinds: its inputs.
       feedback: (input position, output position): what the program donates, and
         what takes its place.
       checked: refuse times of a program whose results are not finite, or of a GPU

@@ -143,7 +143,6 @@ def measure(
 
     Args:
       run: `run(n)` executes n times and blocks until the devices are done.
-      clock: seconds, monotonic.
       agree: makes a duration the same in all processes of the program.
 
     Returns:
@@ -186,7 +185,6 @@ def interleave(
       warmup_seconds: the shortest warm-up, shared by all alternatives.
       budget_seconds: no new round starts once this is spent (warm-up included,
         each first execution not); one round is always made.
-      clock: seconds, monotonic.
 
     Returns:
       Name to timing, in the order of `runs`, all with equally many samples.

@@ -217,7 +217,6 @@ def ask(
     """Finds the factors that an op's callbacks let be sharded.
 
     Args:
-        callbacks: the op's.
         rule: what came with the op.
         mesh: its axes' names are what the callbacks may know. Sizes are put in
             their place that divide a factor, so that the answer is one for meshes of
@@ -426,13 +425,7 @@ def _least_divisor(size: int) -> int:
 
 
 def written(asked: CallbackRule, tensors: Sequence[Shape], count: int) -> ir.Attribute:
-    """A rule as Shardy has it; dims that may not be sharded have factors alone.
-
-    Args:
-        asked: the factors.
-        tensors: operands and results.
-        count: how many are operands.
-    """
+    """A rule as Shardy has it; dims that may not be sharded have factors alone."""
     sizes = [*asked.sizes]
     of = {place: n for n, group in enumerate(asked.groups) for place in group}
 

@@ -58,7 +58,6 @@ def check_keywords(
 
     Args:
         kwargs: of the call, without the options.
-        function: its name.
 
     Raises:
         OptionError: there is one.
@@ -214,7 +213,6 @@ def lost_changes(
 
     Args:
         run: the step over flat leaves; returns its results and what it changed.
-        avals: shapes of the leaves.
     """
     paths: list[str] = []
     count = 0

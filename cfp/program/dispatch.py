@@ -64,7 +64,6 @@ class Apart:
         """Puts copies into a list of placed leaves, where memory is shared.
 
         Args:
-            leaves: all of them.
             unknown: which may share memory with others; of the rest no two do.
 
         Returns:
@@ -297,7 +296,6 @@ class Dispatch:
         """Learns which arguments are the latest results.
 
         Args:
-            look: the arguments.
             there: those of the new ones that are where the step takes them.
 
         Returns:

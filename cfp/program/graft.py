@@ -77,7 +77,6 @@ def excerpt(program: Program, part: Part, text: bytes) -> Excerpt:
     """Renumbers a part.
 
     Args:
-        part: which ops.
         text: the module that the part is by itself.
     """
     numbers = numbered(program, part)
@@ -158,7 +157,6 @@ def lower_part(
     the host is there in a whole program, and on the devices in a part of one.
 
     Args:
-        part: which ops.
         constraints: shardings, by the program's value and op ids.
         in_specs, out_specs: shardings of the part's inputs and outputs.
         donated: positions of inputs whose memory the part may overwrite.

@@ -65,12 +65,7 @@ class Fingerprints:
 
 
 def fingerprints(text: bytes, context: ir.Context) -> Fingerprints:
-    """Computes a module's fingerprints.
-
-    Args:
-        text: the module, as bytecode.
-        context: to read it in.
-    """
+    """Computes a module's fingerprints."""
     structure, exact = hashlib.sha256(), hashlib.sha256()
     module = shardy.without_locations(text, context)
     texts: dict[str, str] = {}

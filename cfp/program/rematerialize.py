@@ -107,7 +107,6 @@ def rematerialize(
         function: the function, its sharding constraints in place: clones have those
             of their originals.
         ops: the program's ops, by id.
-        wanted: what to rematerialize.
     """
     if not wanted:
         return

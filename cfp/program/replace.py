@@ -156,7 +156,6 @@ def replace_ops(
             rematerialized.
         ops: the program's ops, by id.
         mesh_name: the symbol of the mesh in the module.
-        wanted: what to replace.
 
     Returns:
         What now stands for values of the program, by id.

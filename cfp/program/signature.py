@@ -316,7 +316,6 @@ def pack(
     """Writes a lowering down.
 
     Args:
-        lowered: from :func:`cfp.program.graft.lower_part`.
         types: of what it takes and returns.
         in_specs, out_specs, donated: what it was lowered with.
     """

@@ -130,7 +130,6 @@ def given_bytes(leaf: Any, dtype: Any) -> bytes:
 
     Args:
         leaf: what the caller passed, or None.
-        dtype: of the program's argument.
     """
     if leaf is None:
         return b""
@@ -456,7 +455,6 @@ def flatten_step(
 
     Args:
         args: arrays, ``jax.ShapeDtypeStruct`` s, or pytrees of them.
-        kwargs: the same, by keyword.
         static_argnums, static_argnames: arguments whose values are part of the program.
         donate_argnums, donate_argnames: arguments whose arrays the step may overwrite.
 

@@ -40,7 +40,6 @@ def named_candidates(
 
     Args:
         named: choices by name; what is rematerialized says so behind a comma.
-        levels: those that may race.
     """
     found = []
     for level in levels:
@@ -132,9 +131,6 @@ def with_kernels(
 
     A person who shards by hand takes them, too: as written a preset would only show
     what its kernels are worth.
-
-    Args:
-        named: choices by name.
     """
     every = (option for options in problem.options for option in options)
     if not any(option.candidate.kernels for option in every):

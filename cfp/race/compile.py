@@ -228,7 +228,6 @@ def results_of(
 
     Args:
         programs: in the order of the results.
-        outcomes: by key.
         cached: keys of what the store answered.
     """
     found = []

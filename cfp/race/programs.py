@@ -300,7 +300,6 @@ def not_run(
     """Candidates for devices that are not there, as a plan keeps them.
 
     Args:
-        candidates: what is left out.
         needs: memory of each on a device, by prediction.
     """
     most = float("inf") if budget_bytes is None else budget_bytes

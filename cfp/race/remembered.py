@@ -202,8 +202,6 @@ def known_to_fit(
     that is known to do (docs/decisions.md, "What was compiled is remembered").
 
     Args:
-        context: with a memory budget.
-        candidates: what may race anyway.
         answer: how the race ended the last time. The same choices race again, which
             needs no device then, unless something else has been faster since.
     """
@@ -264,7 +262,6 @@ def _read(
 
     Args:
         options: the strategies of each block.
-        record: what has it.
     """
     try:
         kept = _Kept.model_validate_json(record.choice)
@@ -301,11 +298,7 @@ def _is_asked_for(context: PlanContext, choice: Choice) -> bool:
 def of_one_race(
     jobs: Mapping[str, Job], budget_bytes: int | None, store: ProfileStore
 ) -> dict[str, ProfileRecord]:
-    """Returns the records that a race of just these programs made, by digest.
-
-    Args:
-        store: what knows them.
-    """
+    """Returns the records that a race of just these programs made, by digest."""
     keys = _keys_among(jobs, budget_bytes)
     found = store.common(key.digest for key in keys.values())
     return {

@@ -41,11 +41,7 @@ def explanation_view(
     found: Explanation,
     border: box.Box,
 ) -> RenderableType:
-    """A table for each kind of segment, and what memory has to do with it.
-
-    Args:
-        found: the explanation.
-    """
+    """A table for each kind of segment, and what memory has to do with it."""
     names = option_names(analysis, problem.options)
     parts: list[RenderableType] = [Text("Why this plan", style="bold")]
     parts += map(Text, _headlines(problem, found))
@@ -386,7 +382,6 @@ def plot_trade_off(
     """Draws the frontier: steps, since memory in between buys nothing.
 
     Args:
-        found: its frontier.
         file: an image; its ending says which kind.
         budget_bytes: drawn as a line, if given.
 

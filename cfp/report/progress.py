@@ -54,7 +54,6 @@ class PlainLines:
         Of what goes on since the last line, it says for how long.
 
         Args:
-            event: the latest.
             seconds: how long everything has taken so far.
         """
         if event != self._event:

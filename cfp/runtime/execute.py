@@ -80,7 +80,6 @@ def told_while(
     """Says what is being done, at once or, on standard error, if it takes long.
 
     Args:
-        doing: what.
         tell: what shows it; None for lines on standard error.
         wait: waits for an event so many seconds, and says whether it came.
     """
@@ -117,7 +116,6 @@ def load_early(load: Callable[[], _T], key: Hashable) -> Future[_T | None]:
     None comes of it where that thread has another configuration of JAX.
 
     Args:
-        load: what loads it.
         key: of the configuration that it is for; see `trace_context_key`.
     """
 

@@ -204,7 +204,6 @@ class _Round:
         per_kind: how many of each kind of segment to measure, and as many
             rematerialized.
         wanted: what was asked for before.
-        records: what it takes.
     """
 
     def __init__(

@@ -134,7 +134,6 @@ class MeasurementRequest:
         """Returns the bytes kept from the forward to the backward pass.
 
         Args:
-            records: of its jobs.
             least: what it must keep by its program.
         """
         alone_bytes = self._alone(records).temp_bytes
@@ -370,7 +369,6 @@ def measured_options(
 
     Args:
         wanted: what was to be measured.
-        records: what was measured.
         alone: take what segments take alone for what they cost.
 
     Raises:
@@ -409,11 +407,7 @@ def measured_options(
 
 
 def _as_written(costs: Costs, kind: int, known: Sequence[Option]) -> list[Option]:
-    """Options as they are written, derived from the same with kernels.
-
-    Args:
-        known: its measured options.
-    """
+    """Options as they are written, derived from the same with kernels."""
     there = {one.candidate: one for one in known if not one.candidate.remat}
     with_kernels = [one for one in there.values() if one.candidate.kernels]
     pairs = [

@@ -352,7 +352,6 @@ def _walk(chain: Chain, most_ms: float, price: float) -> tuple[list[int] | None,
     """The cheapest choice that fits and costs no more; of several the leanest.
 
     Args:
-        most_ms: what it may cost.
         price: of a byte, in ms, for bounds.
 
     Returns:

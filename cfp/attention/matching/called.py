@@ -263,11 +263,7 @@ def way_of_called(
 def indivisible(
     problem: AttentionProblem, way: Way, mesh: Mapping[str, int]
 ) -> str | None:
-    """Returns the reason why ranks would not have equal parts, or None.
-
-    Args:
-        mesh: sizes of its axes.
-    """
+    """Returns the reason why ranks would not have equal parts, or None."""
     strategy = AttentionStrategy.of(dict(way.roles), dict(mesh))
     for what, count, parts in (
         ("tokens", problem.queries, strategy.token_multiple),

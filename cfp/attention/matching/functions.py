@@ -125,10 +125,8 @@ class Reference:
         """Takes what it is computed of.
 
         Args:
-            meaning: what is computed.
             given: "q", "k", "v", and "dout" for gradients.
             at: for each letter the coordinates that there are.
-            biases: what is added.
             masks: true where a key is seen.
             ids: of queries and of keys, equal where a key is seen.
         """

@@ -182,7 +182,6 @@ def cannot(
 
     Args:
         match, way: the attention, and the way.
-        mesh: sizes of its axes.
         platform: of its devices, such as "cpu" or "gpu".
     """
     reason = refusal_of(match.problem, way, mesh, platform)

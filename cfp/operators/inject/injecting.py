@@ -448,9 +448,6 @@ class Inside:
         """Makes a module of NNX with its parts replaced while it is made.
 
         In one compiled program, so what is replaced never takes memory.
-
-        Args:
-            make: makes the module.
         """
 
         @nnx.jit

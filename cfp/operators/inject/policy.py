@@ -173,8 +173,6 @@ def check_mapping(policy: Policy, parameters: Parameters, where: str) -> None:
     """Sees that a policy maps all parameters there and back; computes nothing.
 
     Args:
-        policy: maps them.
-        parameters: of a part.
         where: the part's path, for the message.
 
     Raises:

@@ -27,7 +27,6 @@ class Member:
     """A contraction of a block.
 
     Attributes:
-        op: its op id.
         factors: for each of its factors the anchor's factor, or -1.
         cotangent: the operand index that holds the cotangent of the anchor's
             result; -1 for the anchor and its rematerializations.

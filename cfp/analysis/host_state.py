@@ -21,7 +21,6 @@ class HostState:
     """An argument that may be in the memory of the host between steps.
 
     Attributes:
-        argument: its position.
         result: which result is its new value.
         size_bytes: of the whole array.
     """

@@ -281,7 +281,6 @@ class _Choice:
     Attributes:
       problem: of the whole mesh.
       mesh: None for one device.
-      strategy: what axes do.
       kernel: what computes on each device.
       heads: how heads are made to divide.
       converts: whether tokens come in natural order where the strategy is zigzag.

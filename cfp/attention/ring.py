@@ -81,7 +81,6 @@ class Rows:
 
     Attributes:
       half: 0 or 1, [] int32 if the rank decides; None if it is all.
-      count: of these.
     """
 
     half: int | jax.Array | None
@@ -110,10 +109,8 @@ class Ring:
     """The spread of a sequence over a mesh axis, and the kernel of its blocks.
 
     Attributes:
-      axis: of the mesh.
       zigzag: whether tokens are in zigzag order.
       gather: whether keys and values are gathered at once; otherwise they rotate.
-      kernel: of one block.
       scores: how products become scores.
       mask: of the whole sequence, by position, without segments.
       plays: the rank that one device plays by itself: its blocks stay where they are,
@@ -181,7 +178,6 @@ class Piece:
       when: [] bool, whether there is anything to see; None if there always is.
       queries: of the rank, half of them in zigzag order, or all.
       keys: of the step's block, half of them in zigzag order, or all.
-      mask: of these.
     """
 
     when: jax.Array | None

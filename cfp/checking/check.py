@@ -69,7 +69,6 @@ class NormRange:
     """L2 norms of a leaf.
 
     Attributes:
-        found: under the plan.
         least, most: on one device, from several arguments in the neighbourhood.
     """
 
@@ -392,7 +391,6 @@ class Difference:
     """Distance of a result from one device's, of one leaf.
 
     Attributes:
-        relative_l2: the distance.
         size: the result's L2 norm; what is not finite counts as 0.
     """
 

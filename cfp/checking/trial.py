@@ -51,7 +51,6 @@ class Trial:
     """Some steps under a plan.
 
     Attributes:
-        steps: in order.
         tolerance: what a checked step may differ by.
         checked: whether they were compared with one device's.
         rematerialized: how many instructions the compiler rematerializes by itself, in

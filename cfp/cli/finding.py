@@ -475,7 +475,6 @@ class Given:
     """The command's parameters as data, under the names of `typer.Context`.
 
     Attributes:
-        params: its options.
         args: the target's own options.
         obj: the command's supervision.
     """

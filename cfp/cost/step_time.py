@@ -83,7 +83,6 @@ class StepTime:
     """A predicted step, in milliseconds.
 
     Attributes:
-        total_ms: the whole step.
         computation_ms: what computing alone takes.
         exposed_ms: while something is sent and nothing computed.
         hidden_ms: of sending, beside computation.

@@ -168,8 +168,6 @@ class Cluster:
 
     Attributes:
         text: as it was named.
-        kind: of all devices.
-        per_host: devices of each.
     """
 
     text: str
@@ -188,7 +186,6 @@ class DescribedMesh:
     """A mesh of a cluster that is not there; stands for one where steps are planned.
 
     Attributes:
-        cluster: the devices.
         axes: names and sizes, in order; the last ones are neighbours.
         stand_in: as many devices that programs are compiled for in place of those
             described; None where nothing is compiled. See `on_one_device`.

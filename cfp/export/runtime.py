@@ -207,9 +207,7 @@ class Sharded(NamedTuple):
     """The step, compiled, that is called like the function it came from.
 
     Attributes:
-        step: that function.
         compiled: the program over flat argument leaves.
-        shardings: of these leaves.
         static: the arguments that are part of the program.
         tree: the structure of all others.
         results: the structure of what it returns.

@@ -150,7 +150,6 @@ class ExpertDense(nn.Module):
     """A dense layer per expert, in one contraction batched over the experts.
 
     Attributes:
-      features: of the result.
       names: of the last two dims of the kernel.
       dtype: what is computed in.
     """

@@ -221,8 +221,6 @@ class Pass:
     """Times of one pass, forward or forward and backward.
 
     Attributes:
-        samples_ms: every sample.
-        median_ms: of these.
         compile_seconds: tracing, lowering and compiling.
         temp_bytes: the most that the program holds besides arguments and results.
         roofline_percent: the shortest time that the device's specification allows, as

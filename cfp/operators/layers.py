@@ -24,7 +24,6 @@ class LayerForm:
     """An operator as a layer.
 
     Attributes:
-        name: of the operator.
         sizes: the name of each dim of the parameters.
     """
 

@@ -32,7 +32,6 @@ class Argument:
     """One argument of an operator.
 
     Attributes:
-        name: of the argument.
         dims: names of its dims, such as "* h"; the star stands for any leading dims.
         kind: "float", or what random integers are made of it: "below" (0 up to the dim
             `below`), "lengths" (1 up to the dim `below`), "groups" (sizes that add up
@@ -77,7 +76,6 @@ class Operator:
     """An operator and its implementations; call it like a function.
 
     Attributes:
-        name: of the operator.
         summary: what it computes, in one line.
         arguments: in the order in which they are given.
         oracle: the plain formula, which is given float32.

@@ -42,7 +42,6 @@ class Analyzed:
 
     Attributes:
         mesh: the devices, which may only be described.
-        lowering: its module.
         analysis: its blocks and segments.
         seconds: how long tracing and analysing took, and making the profiles.
         profiles: the profile pass's, if an estimate has made them.

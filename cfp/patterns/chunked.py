@@ -51,7 +51,6 @@ class Array:
     Attributes:
         form: TOKEN has an entry or a vector for each token, VOCABULARY one for each
             word; SCALAR is the same for all.
-        shape: of the whole.
         dtype: element type as MLIR writes it.
         leaf: of an expression, if it is one.
         words_dim: of VOCABULARY, the dim that words have.
@@ -504,7 +503,6 @@ class ChunkedCrossEntropy:
             what those take that make logits.
         sheet: what they have in common.
         how: as plans record it.
-        version: of this code.
     """
 
     steps: tuple[Step, ...]

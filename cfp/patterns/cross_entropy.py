@@ -45,7 +45,6 @@ class Product:
     """A contraction with something wide, or its sum over tokens.
 
     Attributes:
-        made: the value.
         wide: what is contracted, or summed.
         over: "words" or "tokens".
         first: whether the wide operand is the first of the two.
@@ -69,10 +68,8 @@ class Reduction:
     """Something of each token, or its sum over some of the tokens' dims.
 
     Attributes:
-        made: the value.
         kind: LARGEST, SUM of exponentials, TOTAL of anything, PICK, or ARGMAX.
         wide: what is reduced.
-        dims: of the value.
         label: of a PICK, the token's word.
         clamped: whether a word out of range is the nearest; otherwise it has nothing.
     """
@@ -91,7 +88,6 @@ class Head:
 
     Attributes:
         op: the id of the op that makes the logits.
-        logits: the value.
         kernel: which of its operands has a vector for each word.
         kernel_dim: the dim of that operand that words have.
         words_dim: the dim of the logits that words have.
@@ -174,8 +170,6 @@ class LeftAlone:
     """A contraction that a softmax follows, and why it stays.
 
     Attributes:
-        contraction: the op's id.
-        reason: why.
         op: the op that it is for, or -1.
         is_loss: whether it takes a label's word out of logits, as losses do and the
             softmaxes of routers do not.

@@ -204,10 +204,8 @@ class _Pair:
     """A segment of the new program, and the segment of a plan that it takes after.
 
     Attributes:
-        segment: the segment.
         old: the one that it takes after.
         rows: blocks of that.
-        scaled: whether sizes differ.
     """
 
     segment: Segment

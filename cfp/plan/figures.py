@@ -73,7 +73,6 @@ class KindFigures:
 
     Attributes:
         name: which segments are of it.
-        options: its strategies.
     """
 
     name: Words

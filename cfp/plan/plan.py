@@ -85,7 +85,6 @@ class Plan:
             sharding rule.
         host_callbacks_skipped: functions of the host that are not called while it is
             measured.
-        race: the candidates.
         options: XLA compiler options that the plan was measured with.
         environment: versions and devices that the plan was made for.
         search: counts of the search: strategies measured, answered from the cache,

@@ -66,7 +66,6 @@ class ProbeSizes:
         which has two.
       matmul_width: of square matrices, by dtype.
       memory_bytes: what is read, and written.
-      memory_passes: how often.
     """
 
     collective_bytes: tuple[int, ...]

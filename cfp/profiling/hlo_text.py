@@ -29,8 +29,6 @@ class Instruction:
     Attributes:
         name: unique in its module.
         shape: of its result, as text.
-        opcode: what it does.
-        operands: names of instructions.
         attributes: what follows the operands, without what is quoted.
         root: whether it is the computation's result.
         trips: how often a loop turns, as far as the compiler knows; or 1.

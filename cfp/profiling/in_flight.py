@@ -82,7 +82,6 @@ class CrashCandidate:
     """Evidence against an operation during which processes died.
 
     Attributes:
-      crashes: how many.
       since: when the last of them had begun with it: ISO 8601, UTC.
       what: what it is, and what was done to it, in words.
     """

@@ -24,7 +24,6 @@ class MeasureOptions:
             a moment.
         progress: called with what is being done.
         remote: where programs are compiled, if not here.
-        compiler_options: of every program.
         run: times a program in place of `cfp.profiling.runner.run`, where not all of
             its devices are here.
         wants_local: see `cfp.profiling.builder.BuildEnvironment`.

@@ -125,7 +125,6 @@ class _Computation:
 
     Attributes:
         root: the name of the result, if there is one.
-        parameters: names, by number.
     """
 
     def __init__(

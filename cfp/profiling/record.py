@@ -56,8 +56,6 @@ class CompiledBytes:
     """Memory that a program needs on one device: compiled, or by prediction.
 
     Attributes:
-      argument_bytes: of the arguments.
-      output_bytes: of the results.
       alias_bytes: of results that live in a donated argument's memory.
       temp_bytes: the largest need for temporaries.
       code_bytes: of the generated code.

@@ -85,7 +85,6 @@ class ProfileSummary:
       cached: answered from the store, whether good or failures.
       failed: failed now. The three add up to the number of records.
       build_seconds: of all builds, side by side ones added up.
-      run_seconds: of all runs.
       wait_seconds: in which builds were awaited, and nothing ran.
     """
 

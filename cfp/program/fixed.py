@@ -27,7 +27,6 @@ class Fixed(NamedTuple):
     is part of modules that plans are exported as.
 
     Attributes:
-        value: the leaf.
         kind: its type, so that True and 1 differ.
     """
 

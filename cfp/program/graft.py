@@ -34,7 +34,6 @@ class Excerpt:
 
     Attributes:
         program: the part's ops and values, renumbered in their order.
-        part: all of it.
         values: the new ids of values, by their ids in the program it was cut from.
         ops: the same of ops.
     """

@@ -66,7 +66,6 @@ class PartitionedCall:
 
     Attributes:
         name: what stands in programs: equal for ops that compute the same.
-        callbacks: the op's own.
         asked: the rule that they keep.
         rule: the same as Shardy writes it.
         factors: the same as programs have it.

@@ -54,7 +54,6 @@ class Fingerprints:
     """Digests of a module, blind to names, locations and shardings.
 
     Attributes:
-        structure: of its structure.
         exact: of all of it, the values of all constants included.
         functions: of the structure of what composites stand for, by name.
     """

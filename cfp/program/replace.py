@@ -88,7 +88,6 @@ class Stage:
 
     Attributes:
         reads: (op id, operand index) pairs.
-        makes: ids of values.
     """
 
     reads: tuple[tuple[int, int], ...]

@@ -43,7 +43,6 @@ class Widened:
 
     Attributes:
         step: the same on wider arguments; its results are wider, too.
-        lowering: of it.
         narrow: what still computes in less.
         double: whether it computes in float64 throughout.
         unchanged: whether it is the same program.

@@ -74,7 +74,6 @@ class Skipped:
     """Outcome of a program that was not compiled.
 
     Attributes:
-        reason: why not.
         size: memory that it needs, which is not known.
     """
 

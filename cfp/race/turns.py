@@ -191,7 +191,6 @@ class _Turns:
 
     Attributes:
         builder: what compiled them, and where they run.
-        programs: all, by key.
         records: by key a failure, a look, or what turns took so far.
         order: keys of those that are timed next.
         rounds: number of turns, at most.

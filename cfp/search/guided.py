@@ -103,7 +103,6 @@ class _Written:
     """A candidate as it is written, and the same with kernels.
 
     Attributes:
-        replaced: the others.
         is_reference: whether it is the one of its kind that is measured both ways.
     """
 

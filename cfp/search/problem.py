@@ -143,7 +143,6 @@ class Assignment:
 
     Attributes:
         picks: the option index for each segment.
-        cost_ms: its predicted time.
         memory_bytes: its predicted peak memory on each device.
     """
 

@@ -325,7 +325,6 @@ class _Partials(NamedTuple):
         cost_ms: their time, resharding included.
         kept: state and residuals of all, in bytes.
         peak: state of all, and the most that any needs besides while it runs.
-        pick: the last pick.
         before: which row of those one segment shorter they go on from.
         open: by maker the class of what is read later on.
     """

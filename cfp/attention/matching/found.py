@@ -191,7 +191,6 @@ class Found:
         op: the contraction that makes the scores.
         scope, source: where it is from.
         sizes: of each letter.
-        scores: the contraction's result.
         argument: the value whose softmax is taken, and its letters.
         inside: ids of the ops between the contractions.
         between: ids of the values between them, scores and weights and their gradients,

@@ -314,9 +314,6 @@ class InjectedLinen:
     """A module of linen with operators in the places of some of its parts.
 
     It has the module's `init` and `apply`, with the original's variables.
-
-    Attributes:
-        module: the original.
     """
 
     def __init__(self, module: nn.Module, policies: Sequence[Policy], report: Report):

@@ -64,7 +64,6 @@ class Policy(ABC):
 
     Attributes:
         operators: names of the operators that it puts in.
-        choices: of the user.
     """
 
     operators: tuple[str, ...] = ()
@@ -229,7 +228,6 @@ class _Norm(Policy):
 
     Attributes:
         kinds: classes of linen and NNX.
-        parameters: names of theirs.
     """
 
     kinds: tuple[type, ...] = ()

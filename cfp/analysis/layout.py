@@ -29,7 +29,7 @@ from cfp.analysis.strategies import (
 )
 from cfp.fields import Count, Name
 from cfp.program.graft import Constraints
-from cfp.program.graph import Op, Program, Value, call_flops, op_flops
+from cfp.program.graph import Op, Program, call_flops, op_flops
 
 QuerySpread = Literal["", "ring", "zigzag"]
 
@@ -259,10 +259,10 @@ class Layout:
             self.value_spec[program.args[position]] = stored
         if mode in (Storage.SHARDED, Storage.LARGEST):
             # Casts and slices a sharded parameter before it is gathered, not after.
-            for op_id, axes in sharding.read_axes(wide).items():
+            for op_id, axes in sharding.group_axes(wide, reads=True).items():
                 if op_id in self.axes:
                     self.axes[op_id] = axes
-        self.axes.update(sharding.update_axes(wide))
+        self.axes.update(sharding.group_axes(wide, reads=False))
 
     def read_spec(self, value: int) -> Spec | None:
         """Returns the spec in which the first reader of a value, in order, reads it."""
@@ -448,19 +448,13 @@ class GroupSharding:
         self._classes: dict[tuple[bool, int], DimClasses] = {}
         self._known: dict[tuple[bool, Spec], dict[int, FactorAxes]] = {}
 
-    def update_axes(self, spec: Spec) -> dict[int, FactorAxes]:
+    def group_axes(self, spec: Spec, reads: bool) -> dict[int, FactorAxes]:
         """The axes that split the factors of the update ops.
 
         Args:
             spec: how the group's arguments are stored.
+            reads: of the ops that bring the parameter to the blocks instead.
         """
-        return self._axes(False, spec)
-
-    def read_axes(self, spec: Spec) -> dict[int, FactorAxes]:
-        """The same for the ops that bring the parameter to the blocks."""
-        return self._axes(True, spec)
-
-    def _axes(self, reads: bool, spec: Spec) -> dict[int, FactorAxes]:
         if (reads, spec) not in self._known:
             self._known[reads, spec] = self._follow(reads, spec)
         return self._known[reads, spec]
@@ -555,8 +549,9 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
     leaves = [program.values[program.args[p]] for p, rank in batch.items() if not rank]
     if sizes := [leaf.shape[0] for leaf in leaves if leaf.shape]:
         found["batch_samples"] = float(max(set(sizes), key=sizes.count))
-    if tokens := [prod(leaf.shape) for leaf in leaves if _has_tokens(leaf)]:
-        found["batch_tokens"] = float(max(tokens))
+    tokens = [leaf.shape for leaf in leaves if leaf.dtype in _COUNTED]
+    if sizes := [prod(shape) for shape in tokens if len(shape) >= 2]:
+        found["batch_tokens"] = float(max(sizes))
     return found
 
 
@@ -569,7 +564,3 @@ def _narrow_share(program: Program) -> float:
         if all(program.values[v].dtype in _NARROW for v in op.operands[:2]):
             narrow += flops
     return narrow / total if total else 0.0
-
-
-def _has_tokens(value: Value) -> bool:
-    return value.dtype in _COUNTED and len(value.shape) >= 2

@@ -53,7 +53,8 @@ def find_segments(frame: Frame) -> tuple[Segment, ...]:
     loops = [_is_loop(frame, unit) for unit in units]
     cuts = _Cutter(marks, before, loops).cut(0, len(units))
     kinds: dict[tuple, int] = {}
-    owners = _group_owners(frame)
+    # For each storage group the block that first uses its parameter.
+    owners = [min(blocks, default=-1) for blocks in group_readers(frame)]
     ranges = []
     for low, high in cuts:
         kind = kinds.setdefault(tuple(marks[low:high]), len(kinds))
@@ -314,11 +315,6 @@ def _restart(
             if same and any(_reads_from(units, low, at) for units in own):
                 return at
     return None
-
-
-def _group_owners(frame: Frame) -> list[int]:
-    """For each storage group the block that first uses its parameter."""
-    return [min(blocks, default=-1) for blocks in group_readers(frame)]
 
 
 def group_readers(frame: Frame) -> list[set[int]]:

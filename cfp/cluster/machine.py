@@ -31,10 +31,6 @@ from cfp.profiling.files import cache_dir
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
-def _free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(folder).free
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """The interpreter, environment and folders that checks read.
@@ -77,7 +73,7 @@ class Machine:
             cache=cache or cache_dir(),
             timeout_s=timeout_s,
             tool_timeout_s=min(30.0, timeout_s),
-            free_bytes=_free_bytes,
+            free_bytes=lambda folder: shutil.disk_usage(folder).free,
         )
 
     def which(self, tool: str) -> str | None:

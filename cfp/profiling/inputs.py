@@ -323,14 +323,11 @@ def above_zero(program: Program, ops: tuple[int, ...]) -> frozenset[int]:
 
 def _operands(op: Op, v: int) -> tuple[int, ...]:
     """The operands that the sign of a result follows from."""
-    if op.kind in _BARRIERS or _is_square(op):
+    is_square = op.kind == "multiply" and op.operands[0] == op.operands[1]
+    if op.kind in _BARRIERS or is_square:
         return ()
     if not op.has_regions:
         return op.operands
     each = len(op.results)
     place = op.results.index(v)
     return tuple(w for i, w in enumerate(op.yields) if i % each == place)
-
-
-def _is_square(op: Op) -> bool:
-    return op.kind == "multiply" and op.operands[0] == op.operands[1]

@@ -79,11 +79,6 @@ ON_CPUS = TimingOptions(
 )
 
 
-def usual_timing(platform: str) -> TimingOptions:
-    """Limits for a platform's devices."""
-    return ON_CPUS if platform == "cpu" else TimingOptions()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """Times of one measurement: every sample, none discarded.

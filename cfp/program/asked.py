@@ -124,8 +124,12 @@ class Callbacks:
         tensors: Sequence[Shape],
     ) -> list[Shape]:
         return [
-            Shape(t.shape, t.dtype, sharding=_sharding(mesh, dims, first + i, t))
-            for i, t in enumerate(tensors)
+            Shape(
+                t.shape,
+                t.dtype,
+                sharding=NamedSharding(mesh, spec_of(dims, number, len(t.shape))),
+            )
+            for number, t in enumerate(tensors, first)
         ]
 
 
@@ -146,12 +150,6 @@ def _constants(value: Any) -> str:
         array = np.asarray(value)
         return f"{array.dtype}{hashlib.sha256(array.tobytes()).hexdigest()}"
     return ""
-
-
-def _sharding(
-    mesh: Mesh | AbstractMesh, dims: Dims, tensor: int, aval: Any
-) -> NamedSharding:
-    return NamedSharding(mesh, spec_of(dims, tensor, len(aval.shape)))
 
 
 def spec_of(dims: Dims, tensor: int, rank: int) -> PartitionSpec:

@@ -320,11 +320,13 @@ def _held(fn: Any) -> Iterator[tuple[str, Any]]:
         around = {**found.globals, **found.nonlocals}
     if owner is not None and hasattr(owner, "__dict__"):
         around |= {f"self.{name}": value for name, value in vars(owner).items()}
+    # Looking at these would use them up, or JAX refuses to look.
+    stay = lambda node: isinstance(node, Iterator | MappingView)  # noqa: E731
     for name, value in around.items():
         if inspect.ismodule(value) or isinstance(value, type):
             continue
         try:
-            leaves, _ = tree_flatten_with_path(value, is_leaf=_is_used_up)
+            leaves, _ = tree_flatten_with_path(value, is_leaf=stay)
         except (TypeError, ValueError):
             # No pytree, such as a dict whose keys do not compare: a step may read it.
             continue
@@ -332,11 +334,6 @@ def _held(fn: Any) -> Iterator[tuple[str, Any]]:
             if isinstance(leaf, jax.Array):
                 rest = keystr(path, simple=True, separator="/")
                 yield f"{name}/{rest}" if rest else name, leaf
-
-
-def _is_used_up(node: Any) -> bool:
-    """True if looking at something would use it up, or JAX refuses to look."""
-    return isinstance(node, Iterator | MappingView)
 
 
 def lost_surroundings_text(name: str, lost: Sequence[str]) -> str:

@@ -33,6 +33,8 @@ _SUMS = frozenset(
 _LOGIC = frozenset({"stablehlo.and", "stablehlo.or"})
 _CONVOLUTION = re.compile(r"conv<\[(.*?)\]x\[(.*?)\]->\[(.*?)\]>")
 
+_TRIED = ("0.10", "0.12")  # releases, in order
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
@@ -46,7 +48,7 @@ class Fault:
 
     name: str
     correction: str
-    seen: tuple[str, ...]
+    seen: tuple[str, ...] = _TRIED
 
     def is_in(self, release: str) -> bool:
         """True if a release of jaxlib has it, or the last one tried before it had."""
@@ -54,59 +56,48 @@ class Fault:
         return bool(before) and before[-1] in self.seen
 
 
-_TRIED = ("0.10", "0.12")  # releases, in order
-
 FAULTS = (
     Fault(
         name="grouped convolutions whose result has other dims first are wrong",
         correction="cfp.program.corrections.relayout",
-        seen=("0.10", "0.12"),
     ),
     Fault(
         name="gradients of grouped convolutions' kernels are wrong where some of "
         "several axes shard the batch",
         correction="cfp.program.corrections._convolution_rule",
-        seen=("0.10", "0.12"),
     ),
     Fault(
         name="gradients of convolutions' kernels are wrong, or end the process, where "
         "some of several axes shard space",
         correction="cfp.program.corrections._convolution_rule",
-        seen=("0.10", "0.12"),
     ),
     Fault(
         name="products over several dims, sharded along different ones of these by "
         "several axes, sum the wrong pairs",
         correction="cfp.program.corrections._product_rule",
-        seen=("0.10", "0.12"),
     ),
     Fault(
         name="sums that only some of their axes scatter to a batch dim that another "
         "axis shards are wrong",
         correction="cfp.analysis.strategies._scatters_wrongly",
-        seen=("0.10", "0.12"),
     ),
     Fault(
         name="reductions of a sharded dim by logic on integers, or by several ops, do "
         "not compile",
         correction="cfp.program.corrections._reduce_rule",
-        seen=("0.10", "0.12"),
     ),
     Fault(
         name="pads that cut off and spread a sharded dim end the process",
         correction="cfp.program.corrections._pad_rule",
-        seen=("0.10", "0.12"),
     ),
     Fault(
         name="a write of one place outside of a sharded dim is lost",
         correction="cfp.program.corrections._update_rule",
-        seen=("0.10", "0.12"),
     ),
     Fault(
         name="slices of every n-th row read other rows where n is more than a device "
         "has",
         correction="cfp.program.corrections.correct_rule",
-        seen=("0.10", "0.12"),
     ),
     Fault(
         name="Fourier transforms whose result is sharded along a transformed dim end "
@@ -117,7 +108,6 @@ FAULTS = (
     Fault(
         name="Fourier transforms with a dim that does not divide do not run on CPUs",
         correction="cfp.program.corrections._unpadded",
-        seen=("0.10", "0.12"),
     ),
     Fault(
         name="a scatter to a single place writes into shards that do not have it",
@@ -127,13 +117,11 @@ FAULTS = (
     Fault(
         name="scatters of indices that do not divide write to where their padding says",
         correction="cfp.program.corrections._unpadded",
-        seen=("0.10", "0.12"),
     ),
     Fault(
         name="gradients of the largest in windows that overlap are wrong where a dim "
         "of the windows is sharded",
         correction="cfp.program.corrections.correct_rule",
-        seen=("0.10", "0.12"),
     ),
 )
 
@@ -156,7 +144,8 @@ def correct_rule(
     Args:
         rule: the rule that Shardy gives to the op.
     """
-    if not (op.name.removeprefix("stablehlo.") in _PADDED_WELL or _elementwise(rule)):
+    is_elementwise = len({*rule.operands, *rule.results}) <= 1
+    if not (op.name.removeprefix("stablehlo.") in _PADDED_WELL or is_elementwise):
         rule = _unpadded(rule)
     if op.name == "stablehlo.convolution":
         return _convolution_rule(rule, op)
@@ -186,11 +175,6 @@ def correct_rule(
     if op.name == "stablehlo.pad":
         return _pad_rule(rule, op)
     return _call_rule(rule) if op.name == "stablehlo.custom_call" else rule
-
-
-def _elementwise(rule: Rule) -> bool:
-    """True if all tensors have the same dims."""
-    return len({*rule.operands, *rule.results}) <= 1
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,6 @@ from typing import Any
 
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
-from jax.extend.mlir import ir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.program import shardy
@@ -100,7 +99,9 @@ def place(
     if program.fingerprint != fingerprint:
         return None
     ops = shardy.program_ops(shardy.main_function(lowering.module))
-    finder = _Finder(program, every, [_innermost(op.location) for op in ops])
+    # Of the equations that a location names, those inside of one have smaller numbers.
+    marks = (map(int, _MARK.findall(str(op.location))) for op in ops)
+    finder = _Finder(program, every, [min(numbers, default=-1) for numbers in marks])
     finder.enter(closed.jaxpr, program.args)
     places: dict[EqnValue, Spec] = {}
     lost = []
@@ -140,14 +141,6 @@ class _Marker:
         stack = eqn.source_info.name_stack.extend(f"cfp-eqn-{self.count}-")
         self.count += 1
         return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
-
-
-def _innermost(location: ir.Location) -> int:
-    """The number of the innermost equation that a location names, or -1.
-
-    Equations inside of one have smaller numbers than it.
-    """
-    return min(map(int, _MARK.findall(str(location))), default=-1)
 
 
 class _Finder:

@@ -211,19 +211,14 @@ class Program:
         depends = [v.producer == -1 for v in self.values]
         leaves = set()
         for op in self.ops:
-            if any(depends[v] for v in (*op.operands, *op.yields)) or op.has_regions:
-                for r in op.results:
-                    depends[r] = True
-            elif self._is_stateful(op):
+            is_stateful = op.kind in ("custom_call", "rng", "infeed", "partition_id")
+            reads = (depends[v] for v in (*op.operands, *op.yields))
+            if op.has_regions or is_stateful or any(reads):
                 for r in op.results:
                     depends[r] = True
             else:
                 leaves.add(op.id)
         return frozenset(leaves)
-
-    @staticmethod
-    def _is_stateful(op: Op) -> bool:
-        return op.kind in ("custom_call", "rng", "infeed", "partition_id")
 
     def is_top_level(self, op: int) -> bool:
         """True if an op stands in no loop or branch, but for opened ones."""
@@ -267,10 +262,6 @@ class Program:
             found.add(op)
             found.update(self.ops[op].body)
         return found
-
-    def value(self, index: int) -> Value:
-        """The value with that id."""
-        return self.values[index]
 
 
 # ------------------------------------------------------------------------------ dtypes

@@ -174,7 +174,8 @@ def _lower(
     platforms = tuple(context.module_context.platforms)
     what = (str(call), partition, infer, static_args, in_tree, rule, platforms)
     where = (tuple(mesh.shape.items()), isinstance(mesh, AbstractMesh))
-    found = _known((*what, *where), call, callbacks, rule, mesh, platforms)
+    describe = partial(_described, call, callbacks, rule, mesh, platforms)
+    found = _known((*what, *where), describe)
     made = ir.Operation.create(
         "stablehlo.custom_call",
         results=results,
@@ -231,13 +232,12 @@ _deferred_p.multiple_results = True
 _deferred_p.def_abstract_eval(lambda *_, op, avals: list(avals))
 
 
-def _lower_deferred(
-    context: Any, *values: ir.Value, op: _Op, avals: Any
-) -> Sequence[ir.Value]:
-    return mlir.lower_fun(op, multiple_results=True)(context, *values)
-
-
-mlir.register_lowering(_deferred_p, _lower_deferred)
+mlir.register_lowering(
+    _deferred_p,
+    lambda context, *values, op, avals: mlir.lower_fun(op, multiple_results=True)(
+        context, *values
+    ),
+)
 
 
 def _own_rule(
@@ -263,21 +263,15 @@ def _own_rule(
 
 
 def _known(
-    key: tuple[Any, ...],
-    call: ClosedJaxpr,
-    callbacks: Callbacks,
-    rule: str | None,
-    mesh: Mesh | AbstractMesh,
-    platforms: tuple[str, ...],
+    key: tuple[Any, ...], describe: Callable[[], PartitionedCall]
 ) -> PartitionedCall:
     """The description of an op; made once for ops that are the same in all."""
     try:
         known = _DESCRIBED.get(key)
     except TypeError:  # a static argument cannot be hashed
-        return _described(call, callbacks, rule, mesh, platforms)
+        return describe()
     if known is None:
-        known = _described(call, callbacks, rule, mesh, platforms)
-        _DESCRIBED[key] = known
+        known = _DESCRIBED[key] = describe()
     return known
 
 

@@ -79,11 +79,6 @@ def _spec(attribute: ir.Attribute) -> Spec:
     return tuple(tuple(a.name for a in dim if a.sub_axis_info is None) for dim in axes)
 
 
-def argument_count(module: ir.Module) -> int:
-    """The number of arguments of the main function."""
-    return len(main_function(module).regions[0].blocks[0].arguments)
-
-
 def _descend(block: ir.Block) -> Iterator[ir.Operation]:
     for opview in list(block.operations):
         op = opview.operation

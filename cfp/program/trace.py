@@ -181,7 +181,8 @@ def lower_step(
             f"{type(error).__name__}: {step.with_paths(str(error))}\n{advice}"
         ) from error
     module = shardy.stablehlo(lowered)
-    if shardy.argument_count(module) > len(step.avals):  # tokens that keep the order
+    [block] = shardy.main_function(module).regions[0].blocks
+    if len(block.arguments) > len(step.avals):  # tokens that keep the order
         raise StepNotTraceable(f"The step has effects in a fixed order. {_ORDERED}")
     if shardy.inspects_sharding(module):
         raise StepNotTraceable(

@@ -100,12 +100,13 @@ def _kind_table(
     options = problem.options[item.kind]
     base = options[item.chosen[0].option].candidate
     count = sum(a.taken for a in item.chosen)
+    best = {*zip(problem.kinds, found.best.picks, strict=True)}
     for alternative in (*item.chosen, *item.runners_up, *item.too_large):
         option = options[alternative.option]
         first = alternative is item.chosen[0]
         words = _words(analysis, item.kind, option.candidate, None if first else base)
         table.add_row(
-            "*" if _in_best(problem, found, item.kind, alternative.option) else "",
+            "*" if (item.kind, alternative.option) in best else "",
             names[item.kind][alternative.option],
             f"{alternative.taken} of {count}" if alternative.taken else "-",
             f"{option.time_ms:.3f}",
@@ -114,10 +115,6 @@ def _kind_table(
             style="bold" if alternative.taken else None,
         )
     return Fitted(table)
-
-
-def _in_best(problem: Problem, found: Explanation, kind: int, option: int) -> bool:
-    return (kind, option) in zip(problem.kinds, found.best.picks, strict=True)
 
 
 def _outcome(alternative: Alternative, best_ms: float) -> tuple[str, str, str]:

@@ -213,7 +213,9 @@ class Sides:
             return []
         sides = sorted(reads, key=lambda one: "k" in one.letters)
         queries, keys = (self._unshaped(one, path) for one in sides)
-        if not _is_by_query(queries[-1].letters) or not _is_by_key(keys[-1].letters):
+        of = queries[-1].letters
+        is_by_query = "k" not in of and any(x[:1] == "q" for x in of)
+        if not is_by_query or not _is_by_key(keys[-1].letters):
             return []
         dtypes = {self._dtype(x[-1]) for x in (queries, keys)}
         return [(queries, keys)] if dtypes <= _ID_DTYPES else []
@@ -311,10 +313,6 @@ class Sides:
 
 def _is_by_key(letters: Letters) -> bool:
     return "k" in letters and not any(x[:1] == "q" for x in letters)
-
-
-def _is_by_query(letters: Letters) -> bool:
-    return "k" not in letters and any(x[:1] == "q" for x in letters)
 
 
 def _is_dense(term: Term) -> bool:

@@ -28,7 +28,7 @@ from cfp.analysis.strategies import (
     tensor_spec,
 )
 from cfp.fields import Count, Name
-from cfp.program.graft import Constraints
+from cfp.program.constrain import Constraints
 from cfp.program.graph import Op, Program, call_flops, op_flops
 
 QuerySpread = Literal["", "ring", "zigzag"]

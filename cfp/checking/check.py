@@ -21,8 +21,9 @@ from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_structure
 
 from cfp.plan.plan import Plan
+from cfp.program.constrain import Constraints
 from cfp.program.fixed import fixed, released
-from cfp.program.graft import Constraints, Spec
+from cfp.program.graph import Spec
 from cfp.program.memory import fetch, on_device
 from cfp.program.step import FlatStep
 from cfp.program.widen import wide_dtype, with_dtype

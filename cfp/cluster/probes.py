@@ -128,7 +128,8 @@ def run_graft() -> dict[str, Any]:
     from jax.sharding import Mesh
 
     from cfp.program.constrain import Constraints
-    from cfp.program.graft import cut_part, lower_part
+    from cfp.program.graft import lower_part
+    from cfp.program.signature import cut_part
     from cfp.program.step import flatten_step
     from cfp.program.trace import trace
 

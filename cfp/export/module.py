@@ -30,8 +30,8 @@ from cfp.export.runtime import digest, equation_key, equations, numbers
 from cfp.plan.parts import Site, Sites, shape_of, short_source
 from cfp.printable import printable
 from cfp.program import fixed
+from cfp.program.constrain import Constraints
 from cfp.program.equations import place
-from cfp.program.graft import Constraints
 from cfp.program.step import FlatStep
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from cfp.plan.placing import mesh_here
 from cfp.plan.plan import Plan
 from cfp.profiling.key import environment_parts
 from cfp.program.calling import check_keywords
-from cfp.program.graft import aval
+from cfp.program.signature import aval
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import RaceOutcome

@@ -27,8 +27,8 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.key import configuration
 from cfp.profiling.processes import Agreement
 from cfp.profiling.rates import Rates
-from cfp.program.graft import aval
 from cfp.program.outline import outline_of
+from cfp.program.signature import aval
 from cfp.race.programs import RaceOutcome, programs_of
 from cfp.runtime.executables import ReusableExecutable
 from cfp.search.jobs import constraints_of

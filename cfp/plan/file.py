@@ -50,7 +50,7 @@ from cfp.plan.parts import (
     shape_of,
 )
 from cfp.profiling.compiler_options import refused_option
-from cfp.program.graft import Constraints
+from cfp.program.constrain import Constraints
 from cfp.program.outline import Outline, outline_to_json, unpacked
 from cfp.program.rematerialize import Rematerialization
 from cfp.program.replace import Recorded, Replacement

@@ -19,7 +19,7 @@ from cfp.errors import OptionError, PlanMismatch
 from cfp.fields import Count, Flag, Name, Time, Words, matching
 from cfp.fields import Spec as SpecField
 from cfp.program.calling import check_keywords
-from cfp.program.graft import Constraints
+from cfp.program.constrain import Constraints
 from cfp.program.step import FlatStep
 
 # Reasons why a kernel with a rule is whole on every device; the sizes that its rule

@@ -36,8 +36,8 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.store import store_path
 from cfp.program.calling import sequence
+from cfp.program.constrain import Constraints, partition_spec
 from cfp.program.fixed import released
-from cfp.program.graft import Constraints, partition_spec
 from cfp.program.meaning import trace_context_key
 from cfp.program.memory import HOST, in_memory
 from cfp.program.outline import Outline

@@ -28,11 +28,12 @@ from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
 from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Status
 from cfp.profiling.remote import RefusedElsewhere, RemoteCompiler
 from cfp.profiling.tasks import Task
-from cfp.program.graft import Constraints, Part, Spec, lower_part
-from cfp.program.graph import Program
+from cfp.program.constrain import Constraints
+from cfp.program.graft import lower_part
+from cfp.program.graph import Program, Spec
 from cfp.program.local import dump_options, lower_local, partitioned_program
 from cfp.program.memory import is_in_host
-from cfp.program.signature import Signature, WrongPlace, pack, signature
+from cfp.program.signature import Part, Signature, WrongPlace, pack, signature
 
 # What a compiler says when a program does not fit can list every buffer.
 _LONGEST_REASON = 2000
@@ -49,7 +50,7 @@ class Job(Task):
     """One part of a program to measure under one set of shardings.
 
     Attributes:
-      part: the ops, from `cfp.program.graft.cut_part`.
+      part: the ops, from `cfp.program.signature.cut_part`.
       in_specs: shardings of the part's inputs.
       out_specs: shardings of the part's outputs.
       feedback: (input position, output position) pairs: the input is donated, and

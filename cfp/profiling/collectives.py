@@ -43,7 +43,7 @@ from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import Task
 from cfp.profiling.timing import ON_CPUS, TimingOptions
-from cfp.program.graft import partition_spec
+from cfp.program.constrain import partition_spec
 from cfp.program.trace import planning_mesh
 
 Step = Callable[[jax.Array], jax.Array]

@@ -22,9 +22,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from cfp.profiling.key import GPU_PLATFORMS
-from cfp.program.graft import Part, Spec, aval, partition_spec
-from cfp.program.graph import Op, Program, reached
-from cfp.program.signature import is_key, key_name, signature
+from cfp.program.constrain import partition_spec
+from cfp.program.graph import Op, Program, Spec, reached
+from cfp.program.signature import Part, aval, is_key, key_name, signature
 
 _PICKED = re.compile(
     r"(?:start_index_map|scatter_dims_to_operand_dims) = \[([\d, ]*)\]"

@@ -22,9 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.program import shardy
 from cfp.program.constrain import Constraints
-from cfp.program.graft import aval
 from cfp.program.graph import Op, Program, Spec
 from cfp.program.jaxprs import inner_jaxprs, with_equations, with_inner
+from cfp.program.signature import aval
 from cfp.program.step import FlatStep
 from cfp.program.trace import lower_step, read_lowering
 

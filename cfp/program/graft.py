@@ -21,11 +21,11 @@ from jax.extend.mlir import ir
 from jax.sharding import Mesh
 
 from cfp.program import shardy
-from cfp.program.constrain import Constraints, constrain, partition_spec
-from cfp.program.graph import Op, Program, Spec, numpy_dtype
+from cfp.program.constrain import Constraints, constrain
+from cfp.program.graph import Op, Program, Spec
 from cfp.program.rematerialize import tag_of
 from cfp.program.replace import erase_unread, rewire
-from cfp.program.signature import Part, aval, cut_part, numbered, signature
+from cfp.program.signature import Part, numbered, signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +125,6 @@ def excerpt(program: Program, part: Part, text: bytes) -> Excerpt:
         values,
         ops,
     )
-
-
-__all__ = [
-    "Constraints",
-    "Part",
-    "Spec",
-    "aval",
-    "constrain",
-    "cut_part",
-    "lower_part",
-    "numpy_dtype",
-    "partition_spec",
-    "signature",
-]
 
 
 def lower_part(

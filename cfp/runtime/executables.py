@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.files import make_private_folder, open_private
 from cfp.profiling.key import environment_parts
-from cfp.program.graft import Constraints
+from cfp.program.constrain import Constraints
 from cfp.program.graph import Program
 from cfp.program.meaning import compiler_settings
 from cfp.program.signature import Signature, signature

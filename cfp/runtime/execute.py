@@ -33,10 +33,9 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiled import compile_right
 from cfp.profiling.key import GPU_PLATFORMS, environment_parts
 from cfp.program.callbacks import Alarm
-from cfp.program.constrain import Constraints, misfit, uneven
+from cfp.program.constrain import Constraints, constrain, misfit, partition_spec, uneven
 from cfp.program.dispatch import Dispatch, Look
 from cfp.program.fixed import has_fixed, released
-from cfp.program.graft import constrain, partition_spec
 from cfp.program.graph import Program
 from cfp.program.meaning import (
     check_numbers,

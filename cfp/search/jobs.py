@@ -26,10 +26,10 @@ from cfp.cost.memory import kernel_sites, turning_point
 from cfp.presets.presets import activations
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
-from cfp.program.graft import Constraints, Part, cut_part
+from cfp.program.constrain import Constraints
 from cfp.program.rematerialize import VERSION, rematerializable
 from cfp.program.replace import Replacement
-from cfp.program.signature import numbered, whole
+from cfp.program.signature import Part, cut_part, numbered, whole
 from cfp.program.step import deciding
 from cfp.settings import ConstraintLevel
 

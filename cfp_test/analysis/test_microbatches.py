@@ -17,8 +17,9 @@ from cfp.presets.presets import presets
 from cfp.profiling.rates import KINDS, Rates
 from cfp.program import shardy
 from cfp.program.constrain import constrain
-from cfp.program.graft import cut_part, lower_part
+from cfp.program.graft import lower_part
 from cfp.program.rematerialize import rematerializable, tag_of
+from cfp.program.signature import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, trace
 from cfp_test.checking import differences, make_mesh, prepare, shardings, spec_of

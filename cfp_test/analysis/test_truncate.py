@@ -25,7 +25,8 @@ from cfp.analysis.truncate import (
 from cfp.cost.memory import can_rematerialize
 from cfp.presets.presets import presets
 from cfp.profiling.builder import build
-from cfp.program.graft import aval, partition_spec
+from cfp.program.constrain import partition_spec
+from cfp.program.signature import aval
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh
 from cfp.search.jobs import whole_job

@@ -10,7 +10,7 @@ from cfp.analysis.layout import constraints, lay_out
 from cfp.attention.matching.matches import attentions, replacements, way_of
 from cfp.attention.matching.ways import Way
 from cfp.presets.presets import plainest, presets
-from cfp.program.graft import constrain
+from cfp.program.constrain import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, planning_mesh, trace

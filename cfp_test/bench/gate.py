@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from cfp.models import build, initialise
 from cfp.models.options import Scalar
-from cfp.program.graft import partition_spec
+from cfp.program.constrain import partition_spec
 from cfp_test.bench.case import Ready
 
 STEPS = 10

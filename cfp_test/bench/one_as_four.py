@@ -50,7 +50,7 @@ from cfp.profiling.meter import limits_of
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import execute, run_local
 from cfp.profiling.timing import TimingOptions
-from cfp.program.graft import Constraints
+from cfp.program.constrain import Constraints
 from cfp.program.rematerialize import Rematerialization
 from cfp.program.trace import planning_mesh
 from cfp.search.jobs import whole_job

@@ -64,7 +64,7 @@ from cfp.profiling.outlook import PART
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress
-from cfp.program.graft import partition_spec
+from cfp.program.constrain import partition_spec
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceOutcome
 from cfp.race.race import race

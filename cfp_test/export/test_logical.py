@@ -16,7 +16,7 @@ from cfp.cli.reading import boxed_names, flax_text, maxtext_text, names_of
 from cfp.export.module import applied, logical_rules, names_by_path
 from cfp.models import logical_names
 from cfp.profiling.hlo import collectives_in
-from cfp.program.graft import partition_spec
+from cfp.program.constrain import partition_spec
 from cfp.targets import Target, resolve
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import run_batch

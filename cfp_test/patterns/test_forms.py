@@ -14,7 +14,7 @@ from cfp.analysis.layout import constraints, lay_out
 from cfp.patterns.build import build, spread_of
 from cfp.patterns.sites import cross_entropies
 from cfp.presets.presets import presets
-from cfp.program.graft import constrain
+from cfp.program.constrain import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.trace import lower_step
 from cfp_test.checking import differences, draw, prepare, shardings

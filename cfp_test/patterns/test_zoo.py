@@ -11,7 +11,7 @@ from cfp.analysis.layout import lay_out
 from cfp.errors import PlanMismatch
 from cfp.patterns.sites import cross_entropies
 from cfp.presets.presets import presets
-from cfp.program.graft import constrain
+from cfp.program.constrain import constrain
 from cfp.program.replace import Recorded, erase_unread
 from cfp.program.trace import lower_step
 from cfp.runtime.execute import resolved

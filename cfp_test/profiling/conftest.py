@@ -13,8 +13,9 @@ from cfp.profiling.builder import Job
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.timing import ON_CPUS, TimingOptions
-from cfp.program.graft import Constraints, Part, Spec, cut_part
-from cfp.program.graph import Program
+from cfp.program.constrain import Constraints
+from cfp.program.graph import Program, Spec
+from cfp.program.signature import Part, cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 

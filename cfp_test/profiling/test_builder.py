@@ -21,7 +21,7 @@ from cfp.profiling.builder import (
 from cfp.profiling.inputs import input_kinds, make_inputs
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
-from cfp.program.graft import cut_part
+from cfp.program.signature import cut_part
 
 KEY = ProfileKey((("test", "builder"),))
 

@@ -13,7 +13,7 @@ from cfp.profiling.inputs import (
     local_kinds,
     make_inputs,
 )
-from cfp.program.graft import cut_part
+from cfp.program.signature import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.jobs import whole_job

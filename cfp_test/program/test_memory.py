@@ -13,7 +13,8 @@ from cfp.analysis.layout import lay_out
 from cfp.cost.memory import argument_bytes
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
-from cfp.program.graft import Constraints, lower_part
+from cfp.program.constrain import Constraints
+from cfp.program.graft import lower_part
 from cfp.program.signature import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace

@@ -19,7 +19,7 @@ from cfp.errors import StepNotTraceable
 from cfp.plan.parts import NOT_CHOSEN
 from cfp.planner_settings import DetailedSettings
 from cfp.program import partitioned
-from cfp.program.graft import Constraints, constrain
+from cfp.program.constrain import Constraints, constrain
 from cfp.program.signature import Signature, WrongPlace, pack, unpack
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, trace

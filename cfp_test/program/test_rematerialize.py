@@ -14,8 +14,8 @@ from cfp.cost.memory import turning_point
 from cfp.presets.presets import presets
 from cfp.program import shardy
 from cfp.program.constrain import constrain
-from cfp.program.graft import cut_part
 from cfp.program.rematerialize import makeable, rematerializable, tag_of
+from cfp.program.signature import cut_part
 from cfp.program.trace import lower_step
 from cfp.search.jobs import whole_job
 from cfp_test.checking import (

@@ -11,9 +11,10 @@ from cfp.analysis.layout import Choice, Storage, constraints, lay_out
 from cfp.analysis.segments import find_segments
 from cfp.cost.memory import turning_point
 from cfp.presets.presets import presets
-from cfp.program.graft import constrain, cut_part
+from cfp.program.constrain import constrain
 from cfp.program.rematerialize import rematerializable
 from cfp.program.replace import Replacement, Stage, erase_unread, is_in_order
+from cfp.program.signature import cut_part
 from cfp.program.trace import lower_step
 from cfp_test.checking import (
     differences,

@@ -27,10 +27,11 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.analysis.storage import even_spec
 from cfp.analysis.strategies import FactorAxes, legal_axes, reduced_axes, tensor_spec
 from cfp.program import shardy
-from cfp.program.graft import Constraints, aval, lower_part, partition_spec
+from cfp.program.constrain import Constraints, partition_spec
+from cfp.program.graft import lower_part
 from cfp.program.graph import Op, Program, Spec
 from cfp.program.read import read_program
-from cfp.program.signature import Part, Signature, numbered, whole
+from cfp.program.signature import Part, Signature, aval, numbered, whole
 from cfp_test.checking import difference, to_host
 
 _COLLECTIVE = re.compile(

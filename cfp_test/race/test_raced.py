@@ -11,7 +11,7 @@ import cfp
 from cfp.find import PlanOptions, find_plan
 from cfp.planner_settings import DetailedSettings
 from cfp.profiling.compiled import compile_right
-from cfp.program.graft import Constraints
+from cfp.program.constrain import Constraints
 from cfp.program.step import flatten_step
 from cfp_test.checking import make_mesh
 from cfp_test.planned import RACED

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from cfp.program.graft import Constraints
+from cfp.program.constrain import Constraints
 from cfp_test.random_steps.check import WRONG, Subject, check
 from cfp_test.random_steps.program import NO_OPTIMIZER, Block, Spec, draw_spec
 from cfp_test.random_steps.run import ways_of

@@ -11,7 +11,7 @@ from cfp.plan.parts import (
     TensorFigure,
 )
 from cfp.plan.plan import Plan, RaceRow
-from cfp.program.graft import Constraints
+from cfp.program.constrain import Constraints
 
 Block = tuple[PlanSegment, PlanRow]
 

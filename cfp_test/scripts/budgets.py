@@ -53,7 +53,7 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.inputs import InputKind, above_zero, make_inputs
 from cfp.profiling.key import environment_parts
 from cfp.profiling.store import ProfileStore, store_path
-from cfp.program.graft import aval
+from cfp.program.signature import aval
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.compile import Builder
 from cfp.race.programs import programs_of

@@ -42,39 +42,6 @@ if TYPE_CHECKING:
     # Names that `plan(..., preset=...)` knows on a mesh of any shape.
     PRESETS: tuple[str, ...]
 
-# Where each public name is defined.
-_HOMES = {
-    "cfp.plan.adapt": ("adapt",),
-    "cfp.api": ("ParallelStep", "parallelize", "plan"),
-    "cfp.attention.call": ("attention", "attention_options"),
-    "cfp.devices.described": ("described",),
-    "cfp.checking.check": ("compare",),
-    "cfp.errors": (
-        "AttentionError",
-        "CacheError",
-        "CfpError",
-        "CompilerError",
-        "DeviceError",
-        "SettingsError",
-        "MemoryBudgetError",
-        "MeshError",
-        "OptionError",
-        "PinError",
-        "PlanFileError",
-        "PlanMismatch",
-        "ProcessError",
-        "StepNotTraceable",
-        "TargetError",
-    ),
-    "cfp.devices.joining": ("join",),
-    "cfp.discovery.discover": ("discover_rules",),
-    "cfp.discovery.rule": ("ShardingRule",),
-    "cfp.plan.plan": ("Plan",),
-    "cfp.planner_settings": ("PlannerSettings",),
-    "cfp.variants": ("Basis", "Fastest", "Outcome", "Variant", "plan_fastest"),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
 __all__ = [
     "PRESETS",
     "AttentionError",
@@ -111,6 +78,22 @@ __all__ = [
     "plan",
     "plan_fastest",
 ]
+# Where public names are defined; those that are not here are errors.
+_HOMES = {
+    "cfp.plan.adapt": ("adapt",),
+    "cfp.api": ("ParallelStep", "parallelize", "plan"),
+    "cfp.attention.call": ("attention", "attention_options"),
+    "cfp.devices.described": ("described",),
+    "cfp.checking.check": ("compare",),
+    "cfp.devices.joining": ("join",),
+    "cfp.discovery.discover": ("discover_rules",),
+    "cfp.discovery.rule": ("ShardingRule",),
+    "cfp.plan.plan": ("Plan",),
+    "cfp.planner_settings": ("PlannerSettings",),
+    "cfp.variants": ("Basis", "Fastest", "Outcome", "Variant", "plan_fastest"),
+}
+_HOME_OF = dict.fromkeys(__all__, "cfp.errors")
+_HOME_OF |= {name: home for home, names in _HOMES.items() for name in names}
 __version__ = "0.1.0"
 
 

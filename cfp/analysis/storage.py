@@ -17,14 +17,6 @@ from cfp.analysis.numbering import squeeze
 from cfp.analysis.strategies import Mesh, Spec
 from cfp.program.graph import Op, Program, reached
 
-__all__ = [
-    "USUAL_STORAGE",
-    "Storage",
-    "StorageGroup",
-    "find_storage",
-    "pair_outputs",
-]
-
 _VIEWS = frozenset({"transpose", "reshape", "convert"})
 _LOOKUPS = frozenset({"gather", "scatter"})
 

@@ -17,8 +17,8 @@ from cfp.attention import chunked
 from cfp.attention.kernels import KERNELS, ScoreMemory
 from cfp.attention.matching.called import axes_of, called_among
 from cfp.attention.matching.found import Found, Pass
+from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import GATHERED, ROUNDS, Match, among, share_at_once
-from cfp.attention.matching.ways import Way
 from cfp.attention.problem import AttentionProblem
 from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
 from cfp.cost.fusion import FUSED, is_in_memory, uses_through

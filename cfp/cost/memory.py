@@ -15,8 +15,8 @@ from cfp.analysis.layout import Frame, Layout, SegmentKernels, lay_out
 from cfp.analysis.segments import Segment
 from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import Spec
+from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import Match, among, keeps_scores, way_of
-from cfp.attention.matching.ways import Way
 from cfp.cost.fusion import uses_through
 from cfp.patterns.sites import in_parts, no_longer_made
 from cfp.presets.presets import data_parallel

@@ -34,7 +34,7 @@ from cfp.attention.matching.called import (
     way_of_called,
     work_ratio,
 )
-from cfp.attention.matching.ways import Way
+from cfp.attention.matching.functions import Way
 from cfp.cost.fusion import moved_bytes
 from cfp.profiling.rates import Rates
 from cfp.program.graph import Op, call_flops, dtype_bytes

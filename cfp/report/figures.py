@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, SegmentKernels, Storage, lay_out
+from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import (
     Match,
     among,
@@ -17,7 +18,7 @@ from cfp.attention.matching.matches import (
     was_searched,
     way_of,
 )
-from cfp.attention.matching.ways import Way, refusal_of
+from cfp.attention.matching.ways import refusal_of
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.costs import Costs
 from cfp.patterns.sites import among as losses_among

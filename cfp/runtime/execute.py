@@ -22,8 +22,8 @@ from jax.tree_util import keystr, tree_leaves, tree_leaves_with_path, tree_unfla
 
 from cfp.analysis.strategies import Spec
 from cfp.attention.matching.called import GRADIENT
+from cfp.attention.matching.functions import NAME, Way
 from cfp.attention.matching.matches import attentions, cannot, replacements
-from cfp.attention.matching.ways import NAME, Way
 from cfp.devices.joining import is_follower
 from cfp.errors import PlanMismatch
 from cfp.patterns.build import NAME as CROSS_ENTROPY

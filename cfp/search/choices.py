@@ -19,8 +19,8 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import AS_WRITTEN, Choice, QuerySpread, SegmentKernels, Storage
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import Strategy
+from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import among, cannot, way_of
-from cfp.attention.matching.ways import Way
 from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
 from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.terms import Terms

@@ -19,8 +19,8 @@ from cfp.analysis.storage import even_spec
 from cfp.analysis.strategies import Spec
 from cfp.analysis.truncate import TruncatedProgram
 from cfp.attention.matching.called import GRADIENT
+from cfp.attention.matching.functions import NAME as ATTENTION
 from cfp.attention.matching.matches import replacements
-from cfp.attention.matching.ways import NAME as ATTENTION
 from cfp.cost.choice import SegmentChoice, layout_of
 from cfp.cost.memory import kernel_sites, turning_point
 from cfp.presets.presets import activations

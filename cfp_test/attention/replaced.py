@@ -12,13 +12,14 @@ from jax.sharding import Mesh
 
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.layout import Frame, constraints, lay_out
+from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import (
     Attentions,
     attentions,
     replacements,
     way_of,
 )
-from cfp.attention.matching.ways import Way, refusal_of
+from cfp.attention.matching.ways import refusal_of
 from cfp.checking.check import Check, Difference, compile_alone
 from cfp.presets.presets import DATA_PARALLEL, plainest, presets
 from cfp.program.replace import Replacement

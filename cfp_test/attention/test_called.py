@@ -25,8 +25,8 @@ from cfp.attention.matching.called import (
     replacement_of,
     with_token_factors,
 )
+from cfp.attention.matching.functions import NAME, Way
 from cfp.attention.matching.matches import attentions
-from cfp.attention.matching.ways import NAME, Way
 from cfp.context import open_context
 from cfp.cost.terms import Terms
 from cfp.passes.pipeline import analyze_step, decide

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.analysis.layout import constraints, lay_out
+from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import attentions, replacements, way_of
-from cfp.attention.matching.ways import Way
 from cfp.presets.presets import plainest, presets
 from cfp.program.constrain import constrain
 from cfp.program.replace import erase_unread

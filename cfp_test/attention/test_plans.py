@@ -13,8 +13,9 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.attention import chunked
+from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import attentions, replacements
-from cfp.attention.matching.ways import Way, refusal_of
+from cfp.attention.matching.ways import refusal_of
 from cfp.attention.problem import AttentionProblem
 from cfp.checking.check import Check, both_sides
 from cfp.checking.verify import verify

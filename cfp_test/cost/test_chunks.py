@@ -9,7 +9,7 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.attention import chunked
-from cfp.attention.matching.ways import Way
+from cfp.attention.matching.functions import Way
 from cfp.attention.problem import AttentionProblem
 from cfp.cost.choice import segment_candidate
 from cfp.cost.costs import Costs, working_bytes

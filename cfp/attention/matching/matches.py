@@ -20,10 +20,9 @@ from cfp.attention.matching.called import (
 )
 from cfp.attention.matching.find import candidates, dropout
 from cfp.attention.matching.found import Different, Found, LeftAlone, View
-from cfp.attention.matching.functions import Meaning
+from cfp.attention.matching.functions import Meaning, Way
 from cfp.attention.matching.infer import Prover
 from cfp.attention.matching.ways import (
-    Way,
     make_replacements,
     out_of_order,
     problem_of_found,

@@ -27,8 +27,6 @@ from cfp.errors import AttentionError
 from cfp.program.graph import Program, numpy_dtype
 from cfp.program.replace import Replacement, Stage, is_in_order
 
-__all__ = ["NAME", "Way"]
-
 
 def heads_of(found: Found) -> str:
     """The letter by which keys have heads; "" if all queries share theirs."""

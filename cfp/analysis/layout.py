@@ -431,22 +431,20 @@ def _is_constrained_behind(layout: Layout, value: int, ops: Set[int] | None) -> 
 # ---------------------------------------------------------------------- storage groups
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class GroupSharding:
     """Follows the sharding of a group's arguments through the ops of the group."""
 
-    def __init__(
-        self,
-        program: Program,
-        group: StorageGroup,
-        mesh: Mesh,
-        canonical: Mapping[int, int],
-    ) -> None:
-        self._program = program
-        self._group = group
-        self._mesh = mesh
-        self._canonical = canonical
-        self._classes: dict[tuple[bool, int], DimClasses] = {}
-        self._known: dict[tuple[bool, Spec], dict[int, FactorAxes]] = {}
+    program: Program
+    group: StorageGroup
+    mesh: Mesh
+    canonical: Mapping[int, int]
+    classes: dict[tuple[bool, int], DimClasses] = field(
+        default_factory=dict, init=False
+    )
+    known: dict[tuple[bool, Spec], dict[int, FactorAxes]] = field(
+        default_factory=dict, init=False
+    )
 
     def group_axes(self, spec: Spec, reads: bool) -> dict[int, FactorAxes]:
         """The axes that split the factors of the update ops.
@@ -455,16 +453,16 @@ class GroupSharding:
             spec: how the group's arguments are stored.
             reads: of the ops that bring the parameter to the blocks instead.
         """
-        if (reads, spec) not in self._known:
-            self._known[reads, spec] = self._follow(reads, spec)
-        return self._known[reads, spec]
+        if (reads, spec) not in self.known:
+            self.known[reads, spec] = self._follow(reads, spec)
+        return self.known[reads, spec]
 
     def _follow(self, reads: bool, spec: Spec) -> dict[int, FactorAxes]:
-        group, program = self._group, self._program
+        group, program = self.group, self.program
         ops = group.reads if reads else (*group.ops, *group.inner_ops)
         positions = group.args[:1] if reads else group.args
         marks: dict[str, set] = {}
-        for name, size in self._mesh:
+        for name, size in self.mesh:
             classes = self._classes_for(reads, ops, size)
             marks[name] = {
                 classes.of_dim(program.args[position], dim)
@@ -477,20 +475,20 @@ class GroupSharding:
             rule = program.ops[op_id].rule
             assert rule is not None
             wanted: list[list[str]] = [[] for _ in rule.sizes]
-            for name, size in self._mesh:
+            for name, size in self.mesh:
                 classes = self._classes_for(reads, ops, size)
                 for factor in range(len(rule.sizes)):
                     if classes.of_factor(op_id, factor) in marks[name]:
                         wanted[factor].append(name)
-            found[op_id] = legal_axes(rule, wanted, dict(self._mesh))
+            found[op_id] = legal_axes(rule, wanted, dict(self.mesh))
         return found
 
     def _classes_for(self, reads: bool, ops: Iterable[int], size: int) -> DimClasses:
-        if (reads, size) not in self._classes:
-            self._classes[reads, size] = DimClasses(
-                self._program, ops, (), self._canonical, size
+        if (reads, size) not in self.classes:
+            self.classes[reads, size] = DimClasses(
+                self.program, ops, (), self.canonical, size
             )
-        return self._classes[reads, size]
+        return self.classes[reads, size]
 
 
 def program_flops(program: Program) -> int:

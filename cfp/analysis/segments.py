@@ -10,7 +10,7 @@ before every feed-forward block, dense or not) is cut there. Equal segments get 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cfp.analysis.blocks import Block
 from cfp.analysis.layout import Frame
@@ -203,29 +203,26 @@ def _reads_from(before: int, low: int, high: int) -> bool:
     return before >> low & (1 << high - low) - 1 != 0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Cutter:
     """Cuts a sequence of units into segments.
 
     Loops over layers stand by themselves, but not those inside of a repeated layer.
     """
 
-    def __init__(
-        self,
-        marks: Sequence[Hashable],
-        before: Sequence[int],
-        loops: Sequence[bool],
-    ) -> None:
-        self.marks = marks
-        self.before = before
-        self.loops = loops
-        self._known: dict[tuple[int, int, bool], list[tuple[int, int]]] = {}
+    marks: Sequence[Hashable]
+    before: Sequence[int]
+    loops: Sequence[bool]
+    known: dict[tuple[int, int, bool], list[tuple[int, int]]] = field(
+        default_factory=dict, init=False
+    )
 
     def cut(self, low: int, high: int, inner: bool = False) -> list[tuple[int, int]]:
         """The segments of ``[low, high)``; ``inner`` inside of a repeated layer."""
         key = low, high, inner
-        if key not in self._known:
-            self._known[key] = self._cut(low, high, inner) if low < high else []
-        return self._known[key]
+        if key not in self.known:
+            self.known[key] = self._cut(low, high, inner) if low < high else []
+        return self.known[key]
 
     def _cut(self, low: int, high: int, inner: bool) -> list[tuple[int, int]]:
         ways = [

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
 
@@ -105,20 +106,14 @@ def _names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
     ]
 
 
+@dataclass(slots=True)
 class _Factor:
     """Dims that passed all tests."""
 
-    def __init__(
-        self,
-        dims: tuple[OpDim, ...],
-        roles: tuple[Role, ...],
-        parts: list[int],
-        most: int,
-    ) -> None:
-        self.dims = dims
-        self.roles = roles
-        self.parts = parts
-        self.multiple = most
+    dims: tuple[OpDim, ...]
+    roles: tuple[Role, ...]
+    parts: list[int]
+    multiple: int
 
     def places(self, operands: int) -> list[OpDim]:
         """All dims, of results too."""

@@ -23,6 +23,7 @@ from cfp.models.options import (
     SCAN_DOC,
     check_heads,
     check_options,
+    dtype_option,
     option,
 )
 from cfp.models.train import Network, random_text
@@ -38,11 +39,7 @@ class GPTConfig:
     layers: int = option(4, "decoder layers")
     heads: int = option(16, "attention heads; they divide hidden")
     ffn: int | None = option(None, "width inside the MLP; 4 * hidden if not given")
-    dtype: str = option(
-        "bfloat16",
-        "what is computed in; parameters are float32",
-        choices=("float32", "bfloat16"),
-    )
+    dtype: str = dtype_option()
     tied: bool = option(False, "use the token embedding as the head's kernel")
     scan: bool = option(False, SCAN_DOC)
     remat: bool = option(False, REMAT_DOC)

@@ -33,6 +33,7 @@ from cfp.models.options import (
     SCAN_DOC,
     check_heads,
     check_options,
+    dtype_option,
     option,
 )
 from cfp.models.train import Batch, Network, random_text
@@ -77,11 +78,7 @@ class LlamaConfig:
     ffn: int | None = option(
         None, "width inside the MLP; 8/3 * hidden, up to a multiple of 256, by default"
     )
-    dtype: str = option(
-        "bfloat16",
-        "what is computed in; parameters are float32",
-        choices=("float32", "bfloat16"),
-    )
+    dtype: str = dtype_option()
     scan: bool = option(False, SCAN_DOC)
     remat: bool = option(False, REMAT_DOC)
 

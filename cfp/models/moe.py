@@ -38,6 +38,7 @@ from cfp.models.options import (
     SCAN_DOC,
     check_heads,
     check_options,
+    dtype_option,
     option,
 )
 from cfp.models.train import Network, random_text
@@ -68,11 +69,7 @@ class MoEConfig:
     expert_group_size: int = option(
         2048, "tokens that are routed together; it divides batch * seq"
     )
-    dtype: str = option(
-        "bfloat16",
-        "what is computed in; parameters and gates are float32",
-        choices=("float32", "bfloat16"),
-    )
+    dtype: str = dtype_option("parameters and gates")
     scan: bool = option(False, f"{SCAN_DOC}; two layers a round")
     remat: bool = option(False, REMAT_DOC)
 

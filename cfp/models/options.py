@@ -47,6 +47,12 @@ def option(default: Scalar, doc: str, *, choices: tuple[str, ...] = ()) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def dtype_option(float32: str = "parameters") -> Any:
+    """Declares the type that a model computes in, beside what stays in float32."""
+    doc = f"what is computed in; {float32} are float32"
+    return option("bfloat16", doc, choices=("float32", "bfloat16"))
+
+
 def options_of(config: type) -> tuple[ModelOption, ...]:
     """Lists the options that a configuration dataclass declares, in order."""
     hints = typing.get_type_hints(config)

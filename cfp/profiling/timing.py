@@ -16,7 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Run = Callable[[int], object]
 
@@ -212,26 +212,19 @@ def interleave(
     }
 
 
+@dataclass(slots=True)
 class _Subject:
     """One thing under the clock: how often a sample repeats it, what was spent."""
 
-    def __init__(
-        self,
-        run: Run,
-        options: TimingOptions,
-        clock: Callable[[], float],
-        agree: Callable[[float], float] = float,
-    ):
-        self._run = run
-        self._options = options
-        self._min_sample_seconds = options.min_sample_ms / 1e3
-        self._clock = clock
-        self._agree = agree
-        self._repeat = 1
-        self._sample_repeat = 1
-        self.calibrated = False
-        self.spent_seconds = 0.0
-        self.warmup_ms: list[float] = []
+    run: Run
+    options: TimingOptions
+    clock: Callable[[], float]
+    agree: Callable[[float], float] = float
+    repeat: int = 1
+    sample_repeat: int = 1
+    calibrated: bool = False
+    spent_seconds: float = 0.0
+    warmup_ms: list[float] = field(default_factory=list)
 
     @property
     def steady(self) -> bool:
@@ -240,7 +233,7 @@ class _Subject:
         warmup_ms = self.warmup_ms[1:]
         # Windows grow with the warm-up: a drop over seconds does not show between
         # neighbours that are milliseconds apart.
-        window = max(self._options.warmup_window, len(warmup_ms) // 4)
+        window = max(self.options.warmup_window, len(warmup_ms) // 4)
         if len(warmup_ms) < 2 * window:
             return False
         before = statistics.median(warmup_ms[-2 * window : -window])
@@ -249,40 +242,41 @@ class _Subject:
 
     def warm_up(self) -> None:
         """Executes once more, and finds how often a sample should repeat."""
-        seconds = self._time(self._repeat)
-        self.warmup_ms.append(seconds / self._repeat * 1e3)
+        seconds = self._time(self.repeat)
+        self.warmup_ms.append(seconds / self.repeat * 1e3)
         if len(self.warmup_ms) == 1:
             # Loading code and opening communicators: no measure of anything.
             self.spent_seconds = 0.0
             return
-        least = self._min_sample_seconds / _WARMUP_PART
-        if self._repeat < _LARGEST_REPEAT and seconds < least:
+        wanted = self.options.min_sample_ms / 1e3
+        least = wanted / _WARMUP_PART
+        if self.repeat < _LARGEST_REPEAT and seconds < least:
             # A short sample is mostly launch and wait: do not believe its ratio
             # beyond a factor of ten.
-            self._repeat = self._grown(least, seconds, at_most=10.0)
+            self.repeat = self._grown(least, seconds, at_most=10.0)
         else:
             self.calibrated = True
-            repeat = self._repeat
-            if seconds < self._min_sample_seconds:
-                repeat = self._grown(self._min_sample_seconds, seconds)
+            repeat = self.repeat
+            if seconds < wanted:
+                repeat = self._grown(wanted, seconds)
             # The first that was long enough may have been held up once: the later
             # ones tell, too.
-            least_repeat = self._options.min_repeat
-            self._sample_repeat = max(self._sample_repeat, repeat, least_repeat)
+            least_repeat = self.options.min_repeat
+            self.sample_repeat = max(self.sample_repeat, repeat, least_repeat)
 
     def sample(self) -> float:
         """Milliseconds per execution, of one sample."""
-        return self._time(self._sample_repeat) / self._sample_repeat * 1e3
+        return self._time(self.sample_repeat) / self.sample_repeat * 1e3
 
     def _grown(self, wanted: float, seconds: float, at_most: float = math.inf) -> int:
         """Computes the repeats that last as long as needed, and a tenth more."""
         growth = min(1.1 * wanted / max(seconds, 1e-9), at_most)
-        repeat = math.ceil(self._repeat * growth)
-        return min(max(repeat, self._repeat + 1), _LARGEST_REPEAT)
+        repeat = math.ceil(self.repeat * growth)
+        return min(max(repeat, self.repeat + 1), _LARGEST_REPEAT)
 
     def _time(self, repeat: int) -> float:
-        start = self._clock()
-        self._run(repeat)
-        seconds = self._agree(self._clock() - start)
+        start = self.clock()
+        self.run(repeat)
+        seconds = self.agree(self.clock() - start)
         self.spent_seconds += seconds
         return seconds

@@ -31,9 +31,6 @@ def compose(summary: str, *, expected: str, got: str, attempt: str) -> str:
       expected: what would have been right.
       got: what came instead.
       attempt: what the user can do about it.
-
-    Returns:
-      The message, one line for each.
     """
     return f"{summary}\n  expected: {expected}\n  got: {got}{ATTEMPT}{attempt}"
 

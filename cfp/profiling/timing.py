@@ -139,9 +139,6 @@ def measure(
     Args:
       run: `run(n)` executes n times and blocks until the devices are done.
       agree: makes a duration the same in all processes of the program.
-
-    Returns:
-      All samples.
     """
     subject = _Subject(run, options, clock, agree)
     while not subject.calibrated or (

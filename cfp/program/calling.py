@@ -293,7 +293,6 @@ class Surroundings:
     """The arrays around a step: in its closure, globals and object."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
-        """Remembers them before the step is traced."""
         self._fn = fn
         self._arrays = {
             path for path, leaf in _held(fn) if not isinstance(leaf, Tracer)

@@ -48,7 +48,6 @@ class Apart:
         shardings: Sequence[Sharding],
         donated: Sequence[bool],
     ) -> None:
-        """Takes each argument leaf's type, sharding, and whether it is overwritten."""
         self._donated = tuple(donated)
         alike: dict[Any, list[int]] = defaultdict(list)
         for i, (aval, sharding) in enumerate(zip(avals, shardings, strict=True)):
@@ -170,7 +169,6 @@ class Dispatch:
     """Looks at the arguments of a compiled step's calls, and places them."""
 
     def __init__(self, step: FlatStep, shardings: Sequence[NamedSharding]) -> None:
-        """Takes a step, and where it takes each leaf of its arguments."""
         self._step = step
         self._shardings = tuple(shardings)
         self._all = range(len(step.avals))

@@ -219,8 +219,9 @@ def normalise(module: ir.Module) -> int:
             elif op.name not in REGION_OPS:
                 _sink_constants(op)
                 relayout(op)
-            else:
-                inline_single_iteration(op)
+            elif op.name == "stablehlo.while" and _runs_once(op):
+                # A scan over a single microbatch hides nothing then.
+                _put_in_place(op, op.regions[1])
         for each in functions(module.operation):
             _separate_constants(each)
         _tidy_moves(function)
@@ -384,27 +385,6 @@ def missing_pipelines() -> dict[str, str]:
             except ValueError as error:
                 missing[pipeline] = str(error)
     return missing
-
-
-_LOOP = "stablehlo.while"
-
-
-def inline_single_iteration(loop: ir.Operation) -> bool:
-    """Puts a loop's body in its place if that runs exactly once.
-
-    A scan over a single microbatch hides nothing then: its body's ops stand where it
-    stood.
-
-    Args:
-        loop: an op of any kind; of one that is no such loop nothing changes.
-
-    Returns:
-        True if the loop is gone.
-    """
-    if loop.name != _LOOP or not _runs_once(loop):
-        return False
-    _put_in_place(loop, loop.regions[1])
-    return True
 
 
 @dataclass(frozen=True, slots=True)

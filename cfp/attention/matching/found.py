@@ -25,7 +25,6 @@ class View:
     """A program in which what is rematerialized, stacked or cast is one value."""
 
     def __init__(self, program: Program) -> None:
-        """Numbers the values."""
         self.program = program
         self.numbers = number_values(program)
 
@@ -241,7 +240,6 @@ class Dims:
     """Dims of tensors that run over the same; those of size 1 do not count."""
 
     def __init__(self, view: View) -> None:
-        """No dim is known yet."""
         self.view = view
         self._same = UnionFind()
 
@@ -289,7 +287,6 @@ class Lettering:
     """Letters of the dims of an attention's tensors."""
 
     def __init__(self, dims: Dims, names: Mapping[Hashable, str]) -> None:
-        """Takes the letters of what dims run over."""
         self._dims, self._names = dims, names
 
     def of_value(self, v: int) -> Letters:

@@ -212,7 +212,6 @@ class Prover:
     """Reads off what attentions of one program compute, and proves it."""
 
     def __init__(self, view: View) -> None:
-        """Parses the program once."""
         self.view = view
         self.evaluator = Evaluator(view.program)
 

@@ -353,37 +353,69 @@ _TRIED = {
 }
 
 
-def raced_whole(data: Mapping[str, Any]) -> dict[str, str]:
-    """The race of a whole model."""
-    per_device = data["flops"] / data["devices"]
-    ran = [row for row in data["plan"]["race"] if row["samples_ms"]]
-    ran.sort(key=lambda row: row["samples_ms"][0])
+def whole_models(data: Mapping[str, Any]) -> Figures:
+    """The races and the trainings of whole models."""
+    planned = {
+        row["target"][0]: row for row in data["rows"] if row["what"] == "planned"
+    }
+    trained = [row for row in data["rows"] if row["what"] == "trained"]
+
+    def shares(model: str, ms: float) -> list[str]:
+        """Shares of the nominal rate of an H200, in FLOP a millisecond, and the measured."""
+        done = planned[model]["flops"] / planned[model]["devices"] / ms
+        rate = planned[model]["bfloat16_flops_per_ms"]
+        return [f"{done / 989.5e9:.1%}", f"{done / rate:.1%}"]
+
     return {
         **{
             name: data[name]
             for name in ("device", "jax", "python", "date", "commit", "command")
         },
-        "tflop": fixed(data["flops"] / 1e12),
-        "seconds": fixed(sum(data["phases_seconds"].values())),
-        "parts": ", ".join(
-            f"{name} {fixed(seconds)}"
-            for name, seconds in data["phases_seconds"].items()
-        ),
-        "race": table(
-            "plan | predicted ms | measured ms | tokens/s | of 989.5 TFLOP/s | "
-            "of the measured rate | GiB",
+        "trained": table(
+            "model | plan | alone ms | in a row ms | tokens/s | of 989.5 TFLOP/s | "
+            "of the measured rate | device GiB | loss",
             [
                 [
-                    row["name"].replace("_", " "),
-                    fixed(row["predicted_ms"]),
-                    fixed(ms),
-                    f"{data['tokens'] / ms * 1e3:,.0f}",
-                    f"{per_device / ms / 989.5e9:.1%}",
-                    f"{per_device / ms / data['bfloat16_flops_per_ms']:.1%}",
-                    fixed(row["peak_bytes"] / 2**30),
+                    row["target"][0],
+                    plain(row["plan"]) + (", the plan" if row["is_the_plan"] else ""),
+                    fixed(row["step_ms"], 1),
+                    fixed(row["in_a_row_ms"], 1),
+                    f"{row['tokens_per_second']:,.0f}",
+                    *shares(row["target"][0], row["in_a_row_ms"]),
+                    gib(row["device_peak_bytes"]),
+                    f"{row['losses'][0]:.3f} to {row['losses'][-1]:.3f}",
                 ]
-                for row in ran
-                for ms in row["samples_ms"][:1]
+                for row in trained
+            ],
+        ),
+        "race": table(
+            "model | candidate | predicted ms | measured ms | GiB",
+            [
+                [
+                    model,
+                    plain(one["name"]),
+                    fixed(one["predicted_ms"], 1),
+                    fixed(statistics.median(one["samples_ms"]), 1),
+                    gib(one["peak_bytes"]),
+                ]
+                for model, row in planned.items()
+                for one in row["plan"]["race"]
+                if one["samples_ms"]
+            ],
+        ),
+        "planning": table(
+            "model | TFLOP a step | planned in s | of it",
+            [
+                [
+                    model,
+                    fixed(row["flops"] / 1e12, 1),
+                    fixed(sum(row["phases_seconds"].values()), 1),
+                    ", ".join(
+                        f"{name} {fixed(seconds, 1)}"
+                        for name, seconds in row["phases_seconds"].items()
+                    ),
+                ]
+                for model, row in planned.items()
             ],
         ),
     }

@@ -345,7 +345,7 @@ PAGES: tuple[Page, ...] = (
         ),
         figures=building.planning_parts,
     ),
-    _page("full_models_kernels_h200x2_202611", building.raced_whole),
+    _page("full_models_kernels_h200x2_202611", building.whole_models),
     _page("check_margin_cpu_202611", checked.margin),
     Page(
         name="call_overhead_cpu_202611",
@@ -517,5 +517,6 @@ PAGES: tuple[Page, ...] = (
     _page("recompute_compiled_h200_202611", building.compiled),
     _page("recompute_h200x4_202611", building.recompute),
     _page("several_cpu_202611", several.processes),
+    _page("several_gpus_h200x2_202611", several.processes_on_gpus),
     _page("slow_link_cpu_202611", several.slow_link),
 )

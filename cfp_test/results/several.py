@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cfp_test.results.pages import Figures, table
+from cfp_test.results.pages import Figures, fixed, table
 
 
 def processes(data: Mapping[str, Any]) -> Figures:
@@ -39,6 +39,26 @@ def processes(data: Mapping[str, Any]) -> Figures:
         "commits": commits,
         "dates": ", ".join(dict.fromkeys(row["date"] for row in data["rows"])),
     }
+
+
+def processes_on_gpus(data: Mapping[str, Any]) -> Figures:
+    """The same, and the plans that they chose."""
+    choices = [
+        [
+            row["model"],
+            row["layout"],
+            ", ".join(dict.fromkeys(row["shardings"])),
+            row["winner"].replace("_", " "),
+            fixed(row["predicted_ms"], 1),
+            ", ".join(fixed(ms, 1) for ms in row["step_ms"]),
+        ]
+        for row in data["rows"]
+    ]
+    head = (
+        "model | devices of each process | shardings | plan | predicted ms | "
+        "second step ms"
+    )
+    return {**processes(data), "choices": table(head, choices)}
 
 
 def _all_alike(values: list[Any]) -> str:

@@ -162,7 +162,7 @@ def figure_texts(plan: Plan) -> list[str]:
             if one.taken and one.step_ms is not None:
                 parts.append(f"{one.step_ms:.3f} ms in the race of the variants")
     if plan.predicted_ms is not None:
-        parts.append(f"{plan.predicted_ms:.3f} ms {_PREDICTED[plan.rung]}")
+        parts.append(f"{plan.predicted_ms:.3f} ms {predicted_how(plan)}")
     if (memory := memory_figure(plan)) is not None:
         size, how = memory
         parts.append(f"{format_bytes(size)} on each device" + (how and f", {how}"))
@@ -183,6 +183,20 @@ def is_rough(plan: Plan) -> bool:
     """True if a plan's time is of one turn on virtual devices, whose times vary."""
     others = {WAS_DESCRIBED, VERIFIED} & plan.search.keys()
     return known_how(plan) == "estimated" and plan.rung == "measured" and not others
+
+
+def predicted_how(plan: Plan) -> str:
+    """Returns the source of a plan's predicted time."""
+    return _PREDICTED[plan.rung]
+
+
+def deviation_text(plan: Plan) -> str:
+    """Returns a prediction's deviation; "" if unknown, or of virtual or other ones."""
+    is_virtual = known_how(plan) == "estimated" and WAS_DESCRIBED not in plan.search
+    is_compared = not is_virtual and OTHER_DEVICES not in plan.search
+    if not is_compared or not plan.measured_ms or plan.predicted_ms is None:
+        return ""
+    return f"{plan.predicted_ms / plan.measured_ms - 1:+.1%} of the measured"
 
 
 def memory_figure(plan: Plan) -> tuple[int, str] | None:

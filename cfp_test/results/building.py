@@ -361,7 +361,7 @@ def whole_models(data: Mapping[str, Any]) -> Figures:
     trained = [row for row in data["rows"] if row["what"] == "trained"]
 
     def shares(model: str, ms: float) -> list[str]:
-        """Shares of the nominal rate of an H200, in FLOP a millisecond, and the measured."""
+        """Shares of the rate of an H200, nominal (FLOP a ms) and measured."""
         done = planned[model]["flops"] / planned[model]["devices"] / ms
         rate = planned[model]["bfloat16_flops_per_ms"]
         return [f"{done / 989.5e9:.1%}", f"{done / rate:.1%}"]

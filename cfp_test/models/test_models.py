@@ -14,10 +14,12 @@ from cfp.models.train import cross_entropy
 from cfp_test.models.tiny import (
     GPT_TINY,
     TINY,
+    built,
     count,
     make_batch,
     network_of,
     start,
+    traced,
     train,
 )
 from cfp_test.moe.configs import SEED_CONFIGS
@@ -39,8 +41,8 @@ def test_full_size_builds_are_abstract():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_step_maps_state_to_the_same_state(name):
-    train_step, (state, batch) = build(name, **TINY[name])
-    after, metrics = jax.eval_shape(train_step, state, batch)
+    _, (state, _) = built(name)
+    after, metrics = traced(name).out_info
     assert jax.tree.structure(after) == jax.tree.structure(state)
     for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -59,7 +61,7 @@ def test_defaults_build(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_abstract_arguments_describe_the_concrete_ones(name):
-    _, args = build(name, **TINY[name])
+    _, args = built(name)
     real = start(name), make_batch(name)
     assert jax.tree.structure(args) == jax.tree.structure(real)
     for one, other in zip(jax.tree.leaves(args), jax.tree.leaves(real), strict=True):
@@ -123,8 +125,7 @@ def test_cross_entropy_equals_the_textbook():
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compute_dtype_leaves_state_in_float32(name, dtype):
-    options = {**TINY[name], "dtype": dtype}
-    train_step, (state, batch) = build(name, **options)
+    _, (state, batch) = built(name, dtype)
     floats = [x for x in jax.tree.leaves(state) if x.dtype != jnp.int32]
     assert {leaf.dtype for leaf in floats} == {jnp.dtype("float32")}
 
@@ -132,7 +133,7 @@ def test_compute_dtype_leaves_state_in_float32(name, dtype):
     logits, penalty = jax.eval_shape(apply, state.params, batch)
     assert (logits.dtype, penalty.dtype) == (jnp.dtype(dtype), jnp.float32)
 
-    jaxpr = str(jax.make_jaxpr(train_step)(state, batch))
+    jaxpr = str(traced(name, dtype).jaxpr)
     contractions = [line for line in jaxpr.splitlines() if "= dot_general" in line]
     in_float32 = [line for line in contractions if ":f32[" in line.split("=")[0]]
     if dtype == "float32":
@@ -159,8 +160,7 @@ def test_bfloat16_agrees_with_float32():
     ],
 )
 def test_scopes_read_well(name, scopes):
-    train_step, args = build(name, **TINY[name])
-    text = jax.jit(train_step).lower(*args).as_text(debug_info=True)
+    text = traced(name).lower().as_text(debug_info=True)
     for scope in scopes:
         assert f"jit(train_step)/jvp({scope}" in text
         assert f"jit(train_step)/transpose(jvp({scope.replace(')', '))', 1)}" in text

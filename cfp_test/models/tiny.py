@@ -54,6 +54,19 @@ def network_of(name, **options):
 
 
 @functools.cache
+def built(name, dtype="float32"):
+    """A tiny model's step and its abstract arguments."""
+    return build(name, **{**TINY[name], "dtype": dtype})
+
+
+@functools.cache
+def traced(name, dtype="float32"):
+    """A tiny model's step, traced once for all tests that look at it or run it."""
+    train_step, args = built(name, dtype)
+    return jax.jit(train_step).trace(*args)
+
+
+@functools.cache
 def make_batch(name):
     """A tiny model's batch."""
     return network_of(name).random_batch(jax.random.key(1), TINY[name]["batch"])
@@ -65,7 +78,7 @@ def network(name):
     The parameters come from NumPy: to compile a model's own takes seconds.
     """
     rng = np.random.default_rng(0)
-    _, (state, _) = build(name, **TINY[name])
+    _, (state, _) = built(name)
     params = jax.tree.map(
         lambda p: rng.normal(scale=0.3, size=p.shape).astype(np.float32), state.params
     )
@@ -98,8 +111,8 @@ def draw_start(name, **options):
 @functools.cache
 def train(name, dtype="float32"):
     """Six steps on one batch: the metrics of each, and the last state."""
-    train_step, _ = build(name, **{**TINY[name], "dtype": dtype})
-    step = quick_jit(train_step)
+    options = {"xla_backend_optimization_level": 0}
+    step = traced(name, dtype).lower().compile(compiler_options=options)
     state, history = start(name), []
     for _ in range(6):
         state, metrics = step(state, make_batch(name))

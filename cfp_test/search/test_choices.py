@@ -49,10 +49,15 @@ def test_beam_search_finds_the_cheapest(small, mode, monkeypatch):
             assert np.isclose(estimate.total_ms(candidate), candidate.estimate_ms)
 
 
+@pytest.fixture(scope="module")
+def gpt():
+    """A model on a mesh of two axes, with its estimates."""
+    return estimated(*registry.build("gpt", **TINY["gpt"]), (("x", 2), ("y", 2)))
+
+
 @pytest.mark.parametrize("reach", [1.0, 1.3, 2.0])
-def test_presets_far_behind_by_estimate_are_not_measured(reach):
-    step = registry.build("gpt", **TINY["gpt"])
-    analysis, estimates = estimated(*step, (("x", 2), ("y", 2)))
+def test_presets_far_behind_by_estimate_are_not_measured(gpt, reach):
+    analysis, estimates = gpt
     every = leading_presets(analysis, estimates, presets(analysis.frame))
     found = leading_presets(analysis, estimates, every, reach)
     kinds = [segment.kind for segment in analysis.segments]
@@ -79,7 +84,7 @@ def test_where_nothing_takes_any_time_no_preset_is_far_behind(reach):
 
 def test_few_of_many_presets_are_measured():
     sizes = (("x", 2), ("y", 2), ("z", 2))
-    step = registry.build("gpt", **TINY["gpt"])
+    step = registry.build("gpt", **{**TINY["gpt"], "layers": 1})
     analysis, estimates = estimated(*step, sizes)
     every = presets(analysis.frame)
     chosen = leading_presets(analysis, estimates, every)

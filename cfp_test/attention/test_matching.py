@@ -134,17 +134,23 @@ def of_one_head():
     return gradients(jax.nn.softmax), (q, k, v)
 
 
+# Those of libraries are compared in each run in `test_replaced`, in several chunks.
 @pytest.mark.parametrize(
     "make, kernel",
     [
         (PROGRAMS["transformer"], "chunked"),
-        (attentive.equinox_attention_step, "chunked"),
-        (attentive.linen_attention_step, "chunked"),
-        (attentive.haiku_attention_step, "chunked"),
-        (attentive.nnx_attention_step, "chunked"),
-        (attentive.gpt2_style_attention_step, "chunked"),
-        (attentive.t5_style_attention_step, "xla"),
         (of_one_head, "chunked"),
+        *(
+            pytest.param(make, kernel, marks=pytest.mark.nightly)
+            for make, kernel in (
+                (attentive.equinox_attention_step, "chunked"),
+                (attentive.linen_attention_step, "chunked"),
+                (attentive.haiku_attention_step, "chunked"),
+                (attentive.nnx_attention_step, "chunked"),
+                (attentive.gpt2_style_attention_step, "chunked"),
+                (attentive.t5_style_attention_step, "xla"),
+            )
+        ),
     ],
     ids=lambda one: getattr(one, "__name__", one),
 )

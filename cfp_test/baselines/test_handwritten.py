@@ -41,7 +41,7 @@ ANY = REDUCE | {GATHER, EXCHANGE, "collective-permute"}
 # Models share most of their layers: these run every time, and all of them at night.
 ALWAYS = {
     "gpt": {"data_parallel", "zero1", "fsdp", "megatron_tp_sequence", "dp_x_tp"},
-    "bert": {"megatron_tp_sequence"},
+    "bert": set(),
     "llama": {"fsdp", "megatron_tp"},
     "moe": {"expert_parallel", "ep_x_tp"},
 }

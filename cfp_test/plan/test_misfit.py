@@ -165,7 +165,11 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize(
+    "kind",
+    # Raw keys are drawn from as typed ones are.
+    ["typed", pytest.param("raw", marks=pytest.mark.nightly), "rbg"],
+)
 def test_a_described_plan_is_of_the_program_that_gpus_run(mesh, tmp_path, kind):
     """Lowered for CUDA, as JAX does on GPUs, for devices that are there.
 

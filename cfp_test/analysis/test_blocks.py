@@ -1,5 +1,7 @@
 """Blocks and their members, from small programs and from those of the collection."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -21,6 +23,12 @@ def frame_of(make):
     kwargs = options.pop("kwargs", {})
     program, _ = trace(flatten_step(fn, args, kwargs, **options), MESH)
     return build_frame(program, SIZES)
+
+
+@functools.cache
+def known_frame(name):
+    """A program of the collection, analysed once for all tests."""
+    return frame_of(PROGRAMS[name])
 
 
 def members(frame):
@@ -55,7 +63,7 @@ def test_scope_paths(scope, expected):
 
 
 def test_attention_exactly():
-    frame = frame_of(PROGRAMS["attention"])
+    frame = known_frame("attention")
     dot = "dot_general"
     # Factors in the order of Shardy: batch, then the result's others, then contracted.
     # For query, key and value batch 0, sequence 1, heads 2, head dim 3, hidden 4.
@@ -87,7 +95,7 @@ def test_attention_exactly():
 
 def test_each_projection_gets_its_own_gradient():
     """Query, key and value share their input; only the cotangent tells them apart."""
-    frame = frame_of(PROGRAMS["attention"])
+    frame = known_frame("attention")
     program = frame.program
     for block in frame.blocks[:3]:
         weight = program.ops[block.anchor].operands[1]
@@ -103,8 +111,8 @@ def shape(frame):
 
 
 def test_scanned_layers_have_the_blocks_of_unrolled_ones():
-    scanned = frame_of(PROGRAMS["scan_transformer"])
-    unrolled = frame_of(PROGRAMS["transformer"])
+    scanned = known_frame("scan_transformer")
+    unrolled = known_frame("transformer")
     assert len(scanned.blocks) == 1 + 8 + 1  # embedding, one layer, head
     assert shape(scanned)[1:9] == shape(unrolled)[9:17]
     assert {scanned.program.ops[b.anchor].repeat for b in scanned.blocks[1:9]} == {3}
@@ -112,7 +120,7 @@ def test_scanned_layers_have_the_blocks_of_unrolled_ones():
 
 @pytest.mark.parametrize("name", ["scan_remat", "module_scan"])
 def test_rematerialized_contractions_join_their_block(name):
-    frame = frame_of(PROGRAMS[name])
+    frame = known_frame(name)
     assert len(frame.blocks) == 10
     ops = frame.program.ops
     for block in frame.blocks[1:8]:  # the last one of a layer is not rematerialized
@@ -125,7 +133,7 @@ def test_rematerialized_contractions_join_their_block(name):
 @pytest.mark.parametrize("name", programs_on(SIZES))
 def test_every_op_has_one_place(name):
     """Blocks and updates do not overlap; what is left is scalar, or very small."""
-    frame = frame_of(PROGRAMS[name])
+    frame = known_frame(name)
     program = frame.program
     labelled = [op for block in frame.blocks for op in block.ops]
     assert len(labelled) == len(set(labelled))
@@ -149,7 +157,7 @@ TRAINED = (
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_gradient_finds_its_block(name):
     """No contraction of the backward pass anchors a block of its own."""
-    frame = frame_of(PROGRAMS[name])
+    frame = known_frame(name)
     ops = frame.program.ops
     for block in frame.blocks:
         assert "transpose(" not in ops[block.anchor].scope, block
@@ -157,7 +165,7 @@ def test_every_gradient_finds_its_block(name):
 
 
 def test_noise_follows_what_it_is_added_to():
-    frame = frame_of(PROGRAMS["dropout"])
+    frame = known_frame("dropout")
     assert len(frame.blocks) == 2
     program = frame.program
     bits = [op for op in program.ops if op.kind == "xor" and _rank(program, op) == 2]
@@ -185,32 +193,32 @@ def test_masks_follow_what_they_mask():
 
 
 def test_parts_without_contractions_have_a_block_each():
-    frame = frame_of(PROGRAMS["elementwise"])
+    frame = known_frame("elementwise")
     assert [len(b.members) for b in frame.blocks] == [1, 1]
     assert len({frame.block_of[v] for v in range(len(frame.program.ops))} - {-1}) == 2
 
 
 def test_tiny_things_have_none():
-    assert frame_of(PROGRAMS["scalars"]).blocks == ()
-    assert frame_of(PROGRAMS["small_integers"]).blocks == ()
+    assert known_frame("scalars").blocks == ()
+    assert known_frame("small_integers").blocks == ()
 
 
 def test_forward_passes_behind_an_update():
     """A second forward pass reads what the first backward pass made."""
-    frame = frame_of(PROGRAMS["two_updates"])
+    frame = known_frame("two_updates")
     assert len(frame.groups) == 4
     assert all(len(g.args) == 3 for g in frame.groups)
 
 
 def test_barriers_belong_to_no_block():
-    frame = frame_of(PROGRAMS["scan_remat"])
+    frame = known_frame("scan_remat")
     barriers = [op for op in frame.program.ops if op.kind == "optimization_barrier"]
     assert barriers
     assert all(frame.block_of[op.id] == -1 for op in barriers)
 
 
 def test_names_come_from_the_users_modules():
-    frame = frame_of(PROGRAMS["conv_net"])
+    frame = known_frame("conv_net")
     assert [b.name for b in frame.blocks] == [
         "_ConvNet/Conv_0",
         "_ConvNet/Conv_1",

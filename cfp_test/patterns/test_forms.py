@@ -1,6 +1,7 @@
 """Cross-entropies as users write them: vmapped, in any order of dims, and with more."""
 
 import dataclasses
+import functools
 import re
 from math import prod
 
@@ -365,6 +366,7 @@ LEFT = {
 }
 
 
+@functools.cache
 def case_of(loss, batch=BATCH):
     def make():
         params = {

@@ -60,7 +60,7 @@ from cfp.settings import ConstraintLevel
 if TYPE_CHECKING:
     from cfp.plan.plan import Plan
 
-FORMAT = 8
+FORMAT = 9
 
 _MOST_BYTES = 64 * 2**20  # The plan of 96 layers has one or two megabytes.
 _MOST_AXES = 16
@@ -215,7 +215,7 @@ class PlanFile(_Part):
             steps, by position.
     """
 
-    format: Literal[8]
+    format: Literal[9]
     fingerprint: Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")]
     mesh_axes: Annotated[tuple[_Axis, ...], Field(max_length=_MOST_AXES)]
     arguments: tuple[_Argument, ...]
@@ -273,9 +273,13 @@ class PlanFile(_Part):
         stored = [one.argument for segment in segments for one in segment.parameters]
         if len({*stored}) < len(stored) or not all(i < count for i in stored):
             raise ValueError("every parameter once, of the arguments there are")
-        shared = {one.argument for segment in segments for one in segment.shared}
-        if not shared <= {*stored}:
-            raise ValueError("as shared what is another segment's parameter")
+        owned = {one for segment in segments for one in segment.parameters}
+        for segment in segments:
+            shared = {*segment.shared}
+            if segment.parameters and shared:
+                raise ValueError("nothing shared beside parameters of its own")
+            if len(shared) < len(segment.shared) or not shared <= owned:
+                raise ValueError("each shared parameter once, as its segment stores it")
         if not {segment.kernels.attention for segment in segments} <= {"", *KERNELS}:
             raise ValueError(f"kernels of attention: {', '.join(KERNELS)}")
         parts = {segment.kernels.vocabulary_parts for segment in segments}

@@ -130,14 +130,24 @@ class PlanSegment:
 
     @property
     def storage(self) -> Storage | None:
-        """Storage of most of its parameters, or of shared ones; None without any."""
-        modes = [one.storage for one in self.parameters or self.shared]
-        return max(dict.fromkeys(modes), key=modes.count) if modes else None
+        """Storage of most of its own parameters; None without any."""
+        return _most(self.parameters)
+
+    @property
+    def shown_storage(self) -> Storage | None:
+        """Storage of most of its own parameters, or of shared ones; None of none."""
+        return _most(self.parameters or self.shared)
 
     @property
     def alike(self) -> tuple[Any, ...]:
         """Everything that segments which are shown as one have in common."""
-        return self.kind, self.storage, self.rematerialized, self.kernels
+        return self.kind, self.shown_storage, self.rematerialized, self.kernels
+
+
+def _most(parameters: Sequence[StoredParameter]) -> Storage | None:
+    """Storage of most of some parameters, of the first among equals; None of none."""
+    modes = [one.storage for one in parameters]
+    return max(dict.fromkeys(modes), key=modes.count, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ def storage_text(segment: PlanSegment, *, short: bool = False) -> str:
     Args:
         short: whether to use the short name of the storage.
     """
-    stored = segment.storage
+    stored = segment.shown_storage
     if short:
         words = str(stored or "-")
     else:

@@ -432,6 +432,47 @@ def test_storage_goes_to_the_same_parameters_of_more_than_ten_layers(model):
         assert one.storage == stored[form(name)], name
 
 
+def test_a_head_of_its_own_is_stored_as_most_parameters_and_not_as_a_shared_one():
+    """Storage of what a segment only reads is that of another segment."""
+
+    def step_of(head):
+        def loss_fn(w, tokens):
+            x = jnp.take(w["table"], tokens, axis=0)
+            for up, down in zip(w["up"], w["down"], strict=True):
+                x = x + jnp.tanh(x @ up) @ down
+            with jax.named_scope("scores"):
+                return jax.nn.logsumexp(x @ w[head].T, axis=-1).sum()
+
+        def step(w, tokens):
+            loss, grad = jax.value_and_grad(loss_fn)(w, tokens)
+            return jax.tree.map(lambda a, b: a - b, w, grad), loss
+
+        return step
+
+    kernels = {"up": [jnp.ones((16, 32))] * 3, "down": [jnp.ones((32, 16))] * 3}
+    w, tokens = kernels | {"table": jnp.ones((64, 16))}, jnp.zeros((8, 4), int)
+    mesh = make_mesh((("x", 4),))
+    step = flatten_step(step_of("table"), (w, tokens))
+    frame = (analysis := analyze_step(step, mesh).analysis).frame
+    names = [frame.program.arg_names[group.args[0]] for group in frame.groups]
+    storage = [
+        Storage.LARGEST if name == "w/table" else Storage.SHARDED for name in names
+    ]
+    choice = replace(presets(frame)["data_parallel"], storage=tuple(storage))
+    outcome = RaceOutcome(winner=Candidate("tied", choice))
+    plan = compose_plan(analysis, mesh, {}, outcome)
+    assert any(one.shown_storage is not one.storage for one in plan.segments)
+    w["head"] = jnp.ones((64, 16))
+    again = cfp.adapt(plan, step_of("head"), w, tokens)
+    stored = {
+        again.arg_names[one.argument]: one.storage
+        for segment in again.segments
+        for one in segment.parameters
+    }
+    assert stored["w/head"] is Storage.SHARDED
+    assert stored["w/table"] is Storage.LARGEST
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [

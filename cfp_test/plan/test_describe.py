@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 
+import pytest
+
 import cfp
 from cfp.targets import resolve
 from cfp.view.words import storage_text
@@ -27,15 +29,39 @@ def test_the_gradient_of_a_table_is_told_with_its_lookup():
     assert sent == [4 * words * width, *kernels]
 
 
-def test_a_head_tied_to_an_embedding_says_how_its_parameters_are_stored():
-    """They belong to the segment of the embedding."""
+@pytest.fixture(scope="module")
+def tied():
+    """A plan of a model whose head reads the embedding's table."""
     words = "--tied --layers 2 --hidden 64 --seq 32 --vocab 256"
     target = resolve("gpt", words.split())
     how = {"mesh": cfp.described("4xh100"), "preset": "fully_sharded", "quiet": True}
-    plan = cfp.plan(target.step, *target.args, **how)
-    embedding, *_, head = plan.segments
+    return cfp.plan(target.step, *target.args, **how)
+
+
+def test_a_head_tied_to_an_embedding_says_how_its_parameters_are_stored(tied):
+    """They belong to the segment of the embedding."""
+    embedding, *_, head = tied.segments
     assert not head.parameters and head.shared[0] in embedding.parameters
+    assert head.storage is None and head.shown_storage is head.shared[0].storage
     stored = storage_text(embedding)
     assert storage_text(head) == f"{stored}, those of another segment"
-    assert cfp.Plan.from_json(json.loads(plan.to_json())).segments == plan.segments
+    assert cfp.Plan.from_json(json.loads(tied.to_json())).segments == tied.segments
     assert storage_text(replace(head, shared=())) == "none of its own"
+
+
+@pytest.mark.parametrize("damage", ["stored otherwise", "twice", "unknown", "own too"])
+def test_what_a_segment_shares_is_as_its_owner_has_it(tied, damage):
+    data = json.loads(tied.to_json())
+    embedding, *_, head = data["segments"]
+    shared = head["shared"]
+    if damage == "stored otherwise":
+        shared[0]["storage"] = "used"
+    elif damage == "twice":
+        shared.append(shared[0])
+    elif damage == "unknown":
+        own = [one["argument"] for s in data["segments"] for one in s["parameters"]]
+        shared[0]["argument"] = min({*range(len(data["arguments"]))} - {*own})
+    else:
+        embedding["shared"] = [data["segments"][1]["parameters"][0]]
+    with pytest.raises(cfp.PlanFileError, match="damaged plan, in segments"):
+        cfp.Plan.from_json(data)

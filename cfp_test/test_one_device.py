@@ -24,6 +24,7 @@ from cfp.passes.profile import profile
 from cfp.profiling import runner
 from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.processes import TOPOLOGY_SETTING
+from cfp.profiling.timing import timing_on
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.settings import RUNS_PLAYED, ConstraintLevel, defaults_of
@@ -64,6 +65,8 @@ def ran(folder):
     run_local, parts = step_time.run_local, context.environment_parts
 
     def noted(built, *args, **options):
+        # CPUs are played on, and these run one program at a time.
+        assert options["timing"] == timing_on("cpu", **step_time._LIMITS)
         keys.append(built.key.digest)
         return run_local(built, *args, **options)
 
@@ -234,8 +237,8 @@ def test_options_that_move_collectives_are_predicted_from_one_computation(
 def test_when_time_is_over_the_whole_program_is_not_compiled(
     ran, tmp_path, monkeypatch
 ):
-    few = replace(step_time._TIMING, min_samples=3, max_samples=3)
-    monkeypatch.setattr(step_time, "_TIMING", few)  # Too few to tell what ties.
+    few = {**step_time._LIMITS, "min_samples": 3, "max_samples": 3}
+    monkeypatch.setattr(step_time, "_LIMITS", few)  # Too few to tell what ties.
     ran.clear()
     step, args = stack_of(plain, 20, ADAM)
     settings = cfp.PlannerSettings(seconds=0.0)

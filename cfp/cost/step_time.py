@@ -44,7 +44,7 @@ from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import run_local
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.timing import TimingOptions
+from cfp.profiling.timing import timing_on
 from cfp.program.graph import Program
 from cfp.settings import RUNS_PLAYED
 
@@ -273,9 +273,12 @@ UNTUNED: Mapping[str, str] = MappingProxyType(
 )
 # One run, whose median counts: as long as in the runs that `Constants` are fitted on,
 # less what repeats.
-_TIMING = TimingOptions(
-    warmup_seconds=0.4, min_samples=3, max_samples=6, budget_seconds=1.2
-)
+_LIMITS = {
+    "warmup_seconds": 0.4,
+    "min_samples": 3,
+    "max_samples": 6,
+    "budget_seconds": 1.2,
+}
 # What says how many devices there are, or where one stands among them, or where a line
 # of the source is. No time of a computation depends on it.
 _APART = frozenset(
@@ -464,7 +467,8 @@ class StepPredictor:
         if is_here:
             self.timed.append(one.key.digest)
         built = replace(one.built, key=one.key)
-        found = run_local(built, one.job, one.program, one.mesh, timing=_TIMING)
+        timing = timing_on(one.mesh.devices.flat[0].platform, **_LIMITS)
+        found = run_local(built, one.job, one.program, one.mesh, timing=timing)
         if found.ok:
             before = kept.samples_ms if kept else ()
             samples_ms = (*before, median(found.samples_ms))

@@ -277,7 +277,8 @@ def measure_all_budgets(
         rates = measured_rates(context)
         found, measurer = profile_segments(context, analysis, rates, measure=True)
         wanted, records = [*found.requests], dict(found.records)
-        if not measurer.interrupted:
+        asked_again = not measurer.interrupted
+        if asked_again:
             again = _again(context, analysis, found)
             wanted += again
             jobs = [job for item in again for job in item.jobs]
@@ -289,21 +290,26 @@ def measure_all_budgets(
     costs = Costs(analysis, rates)
     problem = build_problem(costs, measured_options(costs, wanted, records), None)
     missing = [item for item in wanted if item.outcome(records) is None]
-    return problem, _cut_text(wanted, missing, measurer.interrupted)
+    return problem, _cut_text(wanted, missing, measurer.interrupted, asked_again)
 
 
 def _cut_text(
     wanted: Sequence[MeasurementRequest],
     missing: Sequence[MeasurementRequest],
     interrupted: bool,
+    asked_again: bool,
 ) -> str:
-    """Says what was not measured, and why; "" if all was."""
-    if not missing and not interrupted:
+    """Says what was not measured, and why; "" if all was.
+
+    Args:
+        asked_again: whether `wanted` has what is rematerialized.
+    """
+    if not missing and asked_again:
         return ""
     why = "it was interrupted" if interrupted else "time was over"
     again = sum(item.candidate.remat for item in missing)
     what = f"{len(missing)} of {counted(len(wanted), 'strategy', 'strategies')}"
-    if interrupted:
+    if not asked_again:
         what += ", and all that rematerialize"
     elif again:
         what += f", {again} of them rematerialized"

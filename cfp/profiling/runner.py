@@ -44,7 +44,7 @@ from cfp.profiling.remote import remote_for
 from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import ProfileSummary
-from cfp.profiling.timing import ON_CPUS, TimingOptions, measure
+from cfp.profiling.timing import TimingOptions, measure, timing_on
 from cfp.program.graph import Program
 
 
@@ -172,8 +172,7 @@ def execute(
       checked: refuse times of a program whose results are not finite, or of a GPU
         that ran at an idle one's clock.
     """
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    timing = timing or (ON_CPUS if on_cpu else TimingOptions())
+    timing = timing or timing_on(mesh.devices.flat[0].platform)
     started = time.perf_counter()
     agreement = Agreement.of(mesh)
     shortage = _shortage(built, mesh)

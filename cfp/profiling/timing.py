@@ -16,7 +16,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 Run = Callable[[int], object]
 
@@ -30,8 +31,8 @@ _LARGEST_REPEAT = 1 << 16
 class TimingOptions:
     """Limits of one measurement, as `measure` keeps them.
 
-    The defaults are for devices, where a program is launched while the one before still
-    runs, as in training.
+    The defaults are for GPUs, where a program is launched while the one before still
+    runs, as in training; see :func:`timing_on` where devices may be CPUs.
 
     Attributes:
       warmup_seconds: the shortest warm-up.
@@ -77,6 +78,11 @@ ON_CPUS = TimingOptions(
     min_sample_ms=5.0,
     min_repeat=1,
 )
+
+
+def timing_on(platform: str, **limits: Any) -> TimingOptions:
+    """Limits for a platform's devices: its own, but for those that are given."""
+    return replace(ON_CPUS if platform == "cpu" else TimingOptions(), **limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +144,7 @@ def measure(
 
     Args:
       run: `run(n)` executes n times and blocks until the devices are done.
+      clock: seconds, monotonic.
       agree: makes a duration the same in all processes of the program.
     """
     subject = _Subject(run, options, clock, agree)
@@ -177,6 +184,7 @@ def interleave(
       warmup_seconds: the shortest warm-up, shared by all alternatives.
       budget_seconds: no new round starts once this is spent (warm-up included,
         each first execution not); one round is always made.
+      clock: seconds, monotonic.
 
     Returns:
       Name to timing, in the order of `runs`, all with equally many samples.

@@ -70,9 +70,8 @@ def widened(
         lowering: of the step, constraints inserted; changed in place.
         in_shardings, out_shardings: that it was lowered with, one for each leaf.
     """
-    platforms = {d.platform for one in in_shardings for d in one.device_set}
     text = lowering.text
-    narrow = widen(lowering.module, precise=platforms != {"cpu"})
+    narrow = widen(lowering.module, precise=_platforms(in_shardings) != {"cpu"})
     # JAX knows the types of arguments and results apart from the module. So a function
     # that has the wide ones is lowered, and gets the other's module: the functions of
     # the host that it calls are the same, in the same order.
@@ -84,6 +83,10 @@ def widened(
     wide_text = lowering.text
     double = bool(_DOUBLE.search(wide_text)) and not _SINGLE.search(wide_text)
     return Widened(wide, outer, narrow, double, unchanged=wide_text == text)
+
+
+def _platforms(shardings: Sequence[NamedSharding]) -> set[str]:
+    return {device.platform for one in shardings for device in one.device_set}
 
 
 def wide_dtype(dtype: Any) -> Any:

@@ -393,12 +393,17 @@ class Maker:
         from statistics import median
 
         from cfp.profiling.runner import run_local
-        from cfp.profiling.timing import TimingOptions
+        from cfp.profiling.timing import timing_on
 
-        timing = TimingOptions(
-            warmup_seconds=0.4, min_samples=3, max_samples=5, budget_seconds=6
+        mesh = self.mesh.stand_in
+        timing = timing_on(
+            mesh.devices.flat[0].platform,
+            warmup_seconds=0.4,
+            min_samples=3,
+            max_samples=5,
+            budget_seconds=6,
         )
-        record = run_local(built, job, program, self.mesh.stand_in, timing=timing)
+        record = run_local(built, job, program, mesh, timing=timing)
         if not record.ok:
             return {"not_run": f"{record.status}: {record.reason}"[:300]}
         samples = list(record.samples_ms)

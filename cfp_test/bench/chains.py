@@ -43,7 +43,7 @@ from cfp.profiling.key import environment_parts
 from cfp.profiling.rates import KINDS
 from cfp.profiling.runner import run
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.timing import TimingOptions
+from cfp.profiling.timing import timing_on
 from cfp.program.trace import planning_mesh
 from cfp.report.plots import curves_data
 from cfp_test.bench.one_as_four import build_all
@@ -62,9 +62,6 @@ _STEPS = (
     ("moe", "expert_parallel, no latency hiding"),
     ("gpt", "data_parallel"),
     ("gpt", "fully_sharded"),
-)
-_TIMING = TimingOptions(
-    warmup_seconds=0.4, min_samples=6, max_samples=8, budget_seconds=2.5
 )
 
 
@@ -154,6 +151,13 @@ def steps(mesh: Mesh, tiny: bool, tuned: Path) -> list[dict[str, Any]]:
         for case in known
         if (case.target.split()[0], case.name) == (model, name)
     ]
+    timing = timing_on(
+        mesh.devices.flat[0].platform,
+        warmup_seconds=0.4,
+        min_samples=6,
+        max_samples=8,
+        budget_seconds=2.5,
+    )
     found = []
     for made in build_all(wanted, mesh, {}, 12, tuned):
         row: dict[str, Any] = asdict(made.case) | {"name": made.case.name}
@@ -163,7 +167,7 @@ def steps(mesh: Mesh, tiny: bool, tuned: Path) -> list[dict[str, Any]]:
             continue
         text = made.built.compiled.as_text() or ""
         program = made.session.analysis.frame.program
-        record = run(made.built, made.job, program, mesh, timing=_TIMING)
+        record = run(made.built, made.job, program, mesh, timing=timing)
         row |= schedule_to_json(schedule_of(text).merged())
         row["samples_ms"] = list(record.samples_ms)
         row["clock_mhz"] = record.clock_mhz

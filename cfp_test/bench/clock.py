@@ -14,16 +14,24 @@ import jax
 from jax.sharding import Mesh
 
 from cfp.profiling.inputs import make_inputs
-from cfp.profiling.timing import ON_CPUS, TimingOptions
+from cfp.profiling.timing import ON_CPUS, TimingOptions, timing_on
 from cfp_test.bench.case import Ready
 from cfp_test.bench.kernels import Split, trace_split
 
-TURN = TimingOptions(
-    warmup_seconds=0.5, min_samples=4, max_samples=10, budget_seconds=2.0
-)
 QUICK_TURN = replace(
     ON_CPUS, warmup_seconds=0.0, min_samples=2, max_samples=2, budget_seconds=0.2
 )
+
+
+def turn_on(mesh: Mesh) -> TimingOptions:
+    """One competitor's turn on a mesh's devices."""
+    return timing_on(
+        mesh.devices.flat[0].platform,
+        warmup_seconds=0.5,
+        min_samples=4,
+        max_samples=10,
+        budget_seconds=2.0,
+    )
 
 
 def in_turn(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:

@@ -140,7 +140,7 @@ def bench(
                     workdir=workdir,
                     settings=o.settings(ctx, progress=display.tell),
                     rounds=rounds,
-                    timing=clock.QUICK_TURN if quick else clock.TURN,
+                    timing=clock.QUICK_TURN if quick else None,
                     groups=compared,
                     only=_names(handwritten),
                     budget_bytes=parse_bytes(memory_budget),

@@ -42,7 +42,7 @@ class SuiteOptions:
       workdir: where measurements are kept; planning is as quick as it knows.
       settings: of the planner.
       rounds: how many turns each competitor gets.
-      timing: one turn.
+      timing: one turn; by default `clock.turn_on` the mesh.
       groups: what is compared.
       only: of the hand-written strategies, those named; all if empty.
       budget_bytes: memory of one device.
@@ -55,7 +55,7 @@ class SuiteOptions:
     workdir: Path
     settings: PlannerSettings
     rounds: int = 5
-    timing: TimingOptions = field(default_factory=lambda: clock.TURN)
+    timing: TimingOptions | None = None
     groups: Sequence[str] = GROUPS
     only: Sequence[str] = ()
     budget_bytes: int | None = None
@@ -201,7 +201,7 @@ class _Trials:
                     made.kinds,
                     one.mesh,
                     feedback=made.feedback,
-                    timing=self._options.timing,
+                    timing=self._options.timing or clock.turn_on(one.mesh),
                 )
         except Died as death:
             self._fail(name, death)

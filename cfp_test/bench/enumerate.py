@@ -46,7 +46,7 @@ from cfp.solution import Candidate
 from cfp.targets import model_target
 from cfp_test import model_passes, three_passes
 from cfp_test.bench.case import Ready, make_choice
-from cfp_test.bench.clock import QUICK_TURN, TURN, traced
+from cfp_test.bench.clock import QUICK_TURN, traced, turn_on
 from cfp_test.bench.passes import SIZES
 
 RUNS = 3
@@ -210,7 +210,7 @@ def measured(
             made.kinds,
             session.mesh,
             feedback=made.feedback,
-            timing=QUICK_TURN if args.quick else TURN,
+            timing=QUICK_TURN if args.quick else turn_on(session.mesh),
         )
         if not record.ok:
             return {**row, "status": record.status, "reason": record.reason}

@@ -37,14 +37,13 @@ from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.key import environment_parts
 from cfp.profiling.runner import run_local
-from cfp.profiling.timing import TimingOptions
+from cfp.profiling.timing import timing_on
 from cfp.program.step import FlatStep, flatten_step
 from cfp.search.jobs import whole_job
 
 DEVICES = 2
 _MODEL = {"layers": 4, "hidden": 4096, "heads": 32, "seq": 1024, "batch": 8}
 _TINY = {"layers": 2, "hidden": 512, "heads": 4, "seq": 16, "batch": 4, "vocab": 256}
-_TIMING = TimingOptions(warmup_seconds=1.0, min_samples=5, max_samples=20)
 _TURNS = 2
 _TOO_LITTLE_BYTES = 2**20
 
@@ -160,7 +159,12 @@ def main() -> None:
         **made,
         "rows": rows,
     }
-    timing = replace(_TIMING, max_samples=5) if options.tiny else _TIMING
+    timing = timing_on(
+        here.devices.flat[0].platform,
+        warmup_seconds=1.0,
+        min_samples=5,
+        max_samples=5 if options.tiny else 20,
+    )
     for _ in range(_TURNS):
         # What needs less memory first: the peak in use is of the process.
         for name in sorted(ready, key=lambda name: rows[name]["peak_bytes"]):

@@ -49,7 +49,7 @@ from cfp.profiling.key import ProfileKey, environment_parts
 from cfp.profiling.meter import limits_of
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import execute, run_local
-from cfp.profiling.timing import TimingOptions
+from cfp.profiling.timing import TimingOptions, timing_on
 from cfp.program.constrain import Constraints
 from cfp.program.rematerialize import Rematerialization
 from cfp.program.trace import planning_mesh
@@ -60,9 +60,6 @@ from cfp_test.bench.recorded import OPTIONS, Case, cases, tiny_cases
 
 _RESULTS = Path(__file__).parents[2] / "docs" / "results"
 # As in races on GPUs: several steps in a row, after a warm-up.
-_TIMING = TimingOptions(
-    warmup_seconds=0.4, min_samples=4, max_samples=8, budget_seconds=1.2
-)
 _LONGEST_SECONDS = 60  # For one program. What hangs is ended, with all behind it.
 _TRACED_STEPS = 3
 _METADATA = re.compile(r", metadata=\{(?:[^{}\"]|\"(?:[^\"\\]|\\.)*\")*\}")
@@ -177,6 +174,16 @@ def build_all(
     return [done[case] for case in wanted]
 
 
+def _timing(mesh: Mesh) -> TimingOptions:
+    return timing_on(
+        mesh.devices.flat[0].platform,
+        warmup_seconds=0.4,
+        min_samples=4,
+        max_samples=8,
+        budget_seconds=1.2,
+    )
+
+
 def rates_of(mesh: Mesh) -> dict[str, float]:
     """Rates at which the device multiplies and moves memory, in units a millisecond."""
     sizes = SMALL if mesh.devices.flat[0].platform == "cpu" else LARGE
@@ -186,7 +193,7 @@ def rates_of(mesh: Mesh) -> dict[str, float]:
         if parts["what"] in ("matmul", "memory"):
             built = build_probe(ProfileKey(probe.parts), probe, mesh)
             if isinstance(built, Built):
-                how = {"feedback": probe.feedback, "timing": _TIMING}
+                how = {"feedback": probe.feedback, "timing": _timing(mesh)}
                 record = execute(built, probe.inputs, mesh, **how)
                 name = parts.get("dtype", parts["what"])
                 if record.ok:
@@ -342,7 +349,7 @@ def main() -> None:
         faulthandler.dump_traceback_later(_LONGEST_SECONDS, exit=True)
         program = made.session.analysis.frame.program
         mesh = made.session.mesh
-        record = run_local(made.built, made.job, program, mesh, timing=_TIMING)
+        record = run_local(made.built, made.job, program, mesh, timing=_timing(mesh))
         row["samples_ms"] = list(record.samples_ms)
         row["clock_mhz"], row["power_watts"] = record.clock_mhz, record.power_watts
         if not record.ok:

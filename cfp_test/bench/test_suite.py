@@ -27,6 +27,12 @@ from cfp_test.waiting import end_of, running, until
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
+def test_a_turn_on_cpus_runs_one_program_at_a_time():
+    turn = clock.turn_on(jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]))
+    assert (turn.min_samples, turn.max_samples) == (4, 10)
+    assert (turn.min_sample_ms, turn.min_repeat) == (5.0, 1)
+
+
 def test_what_is_wrong_or_does_not_compile_is_a_row_and_not_timed(tmp_path):
     (config,) = configs("tiny", ["gpt"], {"layers": 1}, 4)
     (right,) = (c for c in handwritten(config, 4) if c.name == "data_parallel")

@@ -325,14 +325,67 @@ def test_the_plans_own_compiler_options_are_used(monkeypatch, tmp_path):
     assert asked == [options, {}]
 
 
-@pytest.mark.parametrize(("dtype", "programs"), [("float32", 1), ("bfloat16", 2)])
+def with_host(step):
+    """A step, a function of the host in it."""
+
+    def stepped(state, batch):
+        state, metrics = step(state, batch)
+        loss = metrics["loss"]
+        return state, {"loss": jax.pure_callback(lambda x: x, loss, loss)}
+
+    return stepped
+
+
+def with_precise_products(step):
+    """A step that asks for precise products itself."""
+
+    def stepped(state, batch):
+        with jax.default_matmul_precision("highest"):
+            return step(state, batch)
+
+    return stepped
+
+
+def with_rounding(step):
+    """A step that rounds a float32 to fewer bits, which a check leaves out."""
+
+    def stepped(state, batch):
+        state, metrics = step(state, batch)
+        return state, {"loss": jax.lax.reduce_precision(metrics["loss"], 8, 7)}
+
+    return stepped
+
+
+def with_integers(step):
+    """A step with a result of integers."""
+
+    def stepped(state, batch):
+        state, metrics = step(state, batch)
+        return state, metrics | {"tokens": batch["tokens"].sum()}
+
+    return stepped
+
+
+@pytest.mark.parametrize(
+    ("dtype", "programs", "changed", "donated"),
+    [
+        ("float32", 1, None, ()),
+        ("float32", 1, with_integers, 0),
+        ("float32", 1, with_precise_products, ()),
+        ("bfloat16", 2, None, ()),
+        ("float32", 2, with_rounding, ()),
+        ("float32", 2, with_host, ()),
+    ],
+)
 def test_what_computes_in_float32_already_is_checked_as_it_is(
-    dtype, programs, monkeypatch, tmp_path
+    dtype, programs, changed, donated, monkeypatch, tmp_path
 ):
     """And not compiled once more; one device's program is another."""
+    step = make_step(dtype, "sgd")
     plan = api.plan(
-        make_step(dtype, "sgd"),
+        changed(step) if changed else step,
         *make_args("sgd"),
+        donate_argnums=donated,
         mesh=make_mesh((("x", 4),)),
         preset="data_parallel",
         cache_dir=tmp_path,
@@ -346,7 +399,7 @@ def test_what_computes_in_float32_already_is_checked_as_it_is(
     asked.clear()
     planned, alone = both_sides(plan, compiled)
     assert len(asked) == programs
-    assert (planned.compiled is compiled.compiled) == (dtype == "float32")
+    assert (planned.compiled is compiled.compiled) == (programs == 1)
     check = Check(planned, alone, {0: 0})
     check.start(make_args("sgd"))
     assert check.step().failures(check.tolerance) == []

@@ -41,15 +41,19 @@ find_again = profile_pass._again
 def measured(analysis, mesh, folder, monkeypatch):
     """Measures under a budget of seconds, of which one is over with each round.
 
+    The user may interrupt when there were some rounds.
+
     Tells the labels of each round, what in the end may be chosen of what is
     rematerialized, as (kind, candidate), and what is said of what was not measured.
     """
 
-    def go(seconds):
+    def go(seconds, interrupted_after=None):
         # With such a tolerance the search asks for nothing: all calls see the same.
         rounds, begun = [], []
 
         def asked(program, mesh, jobs, store, **options):
+            if begun and len(rounds) == interrupted_after:
+                raise KeyboardInterrupt
             found = profile(program, mesh, jobs, store, **options)
             if begun:
                 rounds.append([job.label for job in jobs])
@@ -104,6 +108,10 @@ def test_what_is_computed_again_is_measured_until_time_is_over(measured):
     after = re.match(said, cut)
     assert after and int(after[1]) < int(before[1])
     assert len(one) == 1 and {kind for kind, _ in two} == {0, 1}
+    same, _, cut = measured(float("inf"), interrupted_after=1)
+    text = re.match(said.replace("time was over", "it was interrupted"), cut)
+    assert same == one and text and text[1] == after[1]
+    assert "and all" not in cut and "--time-budget" not in cut
     rounds, every, cut = measured(float("inf"))
     assert not cut
     assert rounds[0] == one[0] and len(rounds) > 2
@@ -114,3 +122,11 @@ def test_what_is_computed_again_is_measured_until_time_is_over(measured):
     assert two < every and len(every) >= len(numbers)
     # What is known counts, however late it is.
     assert measured(0.0) == ([], every, "")
+    assert measured(math.inf, interrupted_after=0)[1:] == (every, "")
+
+
+def test_an_interrupt_before_anything_is_rematerialized_says_so():
+    one = SimpleNamespace(candidate=SimpleNamespace(remat=False))
+    cut = profile_pass._cut_text([one] * 3, [one], interrupted=True, asked_again=False)
+    said = "it was interrupted: 1 of 3 strategies, and all that rematerialize."
+    assert said in cut

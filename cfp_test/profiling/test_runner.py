@@ -5,6 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from cfp.errors import DeviceError
@@ -15,6 +16,7 @@ from cfp.profiling.meter import Meter
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import is_to_retry
 from cfp.profiling.runner import StopOnDeviceLoss, execute, profile, run
+from cfp.profiling.timing import ON_CPUS, Timing, TimingOptions
 from cfp.profiling.timing import measure as timing_measure
 
 
@@ -66,6 +68,26 @@ def test_timing_options_are_passed_on(case, built, quick, monkeypatch):
     run(built, case.job(), case.program, case.mesh, timing=quick)
     assert seen.pop("agree")(0.25) == 0.25
     assert seen == {"timing": quick}
+
+
+@pytest.mark.parametrize(
+    ("platform", "usual"), [("cpu", ON_CPUS), ("cuda", TimingOptions())]
+)
+def test_timing_that_is_not_given_is_that_of_the_devices(
+    platform, usual, built, monkeypatch
+):
+    seen = []
+
+    def measure(loop, timing, **options):
+        seen.append(timing)
+        return Timing(samples_ms=(1.0,), warmup_ms=())
+
+    monkeypatch.setattr(runner, "measure", measure)
+    device = SimpleNamespace(platform=platform, process_index=0, memory_stats=dict)
+    mesh = SimpleNamespace(devices=np.array([device]), local_devices=[device])
+    monkeypatch.setattr(runner, "metered", lambda one: contextlib.nullcontext(Meter()))
+    assert execute(built, [], mesh).ok
+    assert seen == [usual]
 
 
 def test_nothing_stays_on_the_devices(case, built, quick, live_arrays):

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from cfp.profiling import timing as room
 from cfp.profiling.timing import (
+    ON_CPUS,
     Timing,
     TimingOptions,
     interleave,
     interquartile_range,
     relative_spread,
+    timing_on,
 )
 
 LONG = TimingOptions(
@@ -241,6 +243,15 @@ def test_wrong_limits_are_refused():
         measure(lambda n: None, min_samples=0)
     with pytest.raises(ValueError, match="round"):
         interleave({}, 0)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_limits_that_are_not_given_are_those_of_the_platform(platform):
+    usual = ON_CPUS if platform == "cpu" else TimingOptions()
+    assert timing_on(platform) == usual
+    found = timing_on(platform, min_samples=6)
+    assert found.min_samples == 6
+    assert replace(found, min_samples=usual.min_samples) == usual
 
 
 def test_interleave_rotates_and_is_fair_under_drift():

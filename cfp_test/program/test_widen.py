@@ -128,6 +128,19 @@ def test_what_computes_in_float32_is_the_same_program_on_cpus():
     assert not lowered(partial(jnp.dot, precision=algorithm), X, X).unchanged
 
 
+@pytest.mark.parametrize(
+    ("platforms", "products"), [({"cpu"}, 0), ({"cuda"}, 1), ({"cpu", "cuda"}, 1)]
+)
+def test_products_of_float32_are_precise_where_devices_have_several_precisions(
+    platforms, products, monkeypatch
+):
+    monkeypatch.setattr("cfp.program.widen._platforms", lambda shardings: platforms)
+    wide = lowered(jnp.matmul, X, X)
+    text = wide.lowering.lowered.as_text()
+    assert text.count("precision = [HIGHEST, HIGHEST]") == products
+    assert wide.unchanged == (not products)
+
+
 def test_code_from_elsewhere_keeps_its_types():
     seen = []
 

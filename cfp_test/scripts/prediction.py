@@ -33,7 +33,7 @@ from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.runner import run
-from cfp.profiling.timing import TimingOptions
+from cfp.profiling.timing import TimingOptions, timing_on
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.jobs import whole_job
 from cfp.search.problem import Problem
@@ -41,7 +41,7 @@ from cfp.search.problem import Problem
 _ONCE = TimingOptions(
     warmup_seconds=0.0, min_samples=1, max_samples=1, budget_seconds=0.0, min_repeat=1
 )
-_TURN = TimingOptions(warmup_seconds=0.4, min_samples=3, max_samples=8)
+_TURN = {"warmup_seconds": 0.4, "min_samples": 3, "max_samples": 8}
 
 
 def plans(analysis: Analysis, problem: Problem, by_name: dict, count: int, seed: int):
@@ -159,7 +159,8 @@ def main() -> None:
                 row, job, outcome = ready[(place + turn) % len(ready)]
                 if "failure" in row:
                     continue
-                record = run(outcome, job, frame.program, mesh, timing=_TURN)
+                timing = timing_on(mesh.devices.flat[0].platform, **_TURN)
+                record = run(outcome, job, frame.program, mesh, timing=timing)
                 row.setdefault("samples_ms", []).extend(record.samples_ms)
         counts = {
             "strategies": len(profiles.requests),

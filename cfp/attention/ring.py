@@ -81,6 +81,7 @@ class Rows:
 
     Attributes:
       half: 0 or 1, [] int32 if the rank decides; None if it is all.
+      count: tokens of the half, or of all.
     """
 
     half: int | jax.Array | None

@@ -70,6 +70,7 @@ class NormRange:
     """L2 norms of a leaf.
 
     Attributes:
+        found: under the plan.
         least, most: on one device, from several arguments in the neighbourhood.
     """
 
@@ -167,7 +168,8 @@ class Check:
     mixed up with what became of earlier roundings.
 
     Attributes:
-        planned: the step under a plan, in wide types.
+        planned: the step under a plan, in wide types: as it runs, where it computes in
+            these anyway.
         tolerance: relative L2 distance that always passes: more than float32's where
             the step calls kernels that compute in less.
     """

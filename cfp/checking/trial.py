@@ -128,7 +128,8 @@ def run_trial(
 
     Args:
         check: run the same steps in float32, too (in float64 what computes in that),
-            under the plan and on one device, and compare metrics and state.
+            under the plan and on one device, and compare metrics and state. Where the
+            plan's step does so anyway, it is not compiled once more.
         tolerance: relative L2 distance that always passes; by default 1e-5, 1e-12 where
             all is computed in float64, and 1e-2 where kernels from elsewhere compute
             in less than float32. More passes only where rounding explains it, and
@@ -154,8 +155,9 @@ def run_trial(
             checking = None
             if check:
                 tell(
-                    "compiling for the check, with precise products in float32: under "
-                    "the plan, and for one device"
+                    "preparing the check: the step under the plan and on one device, "
+                    "with precise products in float32, compiled where they are not "
+                    "there already"
                 )
                 checking = Check(*both_sides(bound, compiled), feedback)
             tell("making the arguments, by programs that are compiled for their shapes")

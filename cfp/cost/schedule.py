@@ -55,6 +55,7 @@ class Sent:
     """One collective.
 
     Attributes:
+        kind: as in HLO.
         bytes: the larger side's size on one device; see `cfp.profiling.hlo`.
         start: how many of the schedule's `Computed` come before its start.
         done: how many come before what waits for it; `start` if nothing is beside it.

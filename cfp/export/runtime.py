@@ -208,6 +208,7 @@ class Sharded(NamedTuple):
 
     Attributes:
         compiled: the program over flat argument leaves.
+        shardings: of these leaves.
         static: the arguments that are part of the program.
         tree: the structure of all others.
         results: the structure of what it returns.

@@ -221,6 +221,7 @@ def attention(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
       params: query [hidden, heads, head_dim]; key and value [hidden, kv_heads,
         head_dim], each for heads / kv_heads query heads in a row; out [heads,
         head_dim, hidden].
+      dtype: what is computed in.
     """
     batch, seq = x.shape[:2]
     heads, head_dim = params["query"].shape[1:]
@@ -258,6 +259,7 @@ def mlp(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
     Args:
       params: gate and up [hidden, ffn]; down [ffn, hidden].
+      dtype: what is computed in.
     """
     with jax.named_scope("gate"):
         gate = x @ params["gate"].astype(dtype)

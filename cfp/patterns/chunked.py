@@ -51,6 +51,7 @@ class Array:
     Attributes:
         form: TOKEN has an entry or a vector for each token, VOCABULARY one for each
             word; SCALAR is the same for all.
+        shape: of the whole.
         dtype: element type as MLIR writes it.
         leaf: of an expression, if it is one.
         words_dim: of VOCABULARY, the dim that words have.

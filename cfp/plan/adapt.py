@@ -206,6 +206,7 @@ class _Pair:
     Attributes:
         old: the one that it takes after.
         rows: blocks of that.
+        scaled: whether sizes differ.
     """
 
     segment: Segment

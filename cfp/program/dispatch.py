@@ -48,6 +48,7 @@ class Apart:
         shardings: Sequence[Sharding],
         donated: Sequence[bool],
     ) -> None:
+        """Takes each argument leaf's type, sharding, and whether it is overwritten."""
         self._donated = tuple(donated)
         alike: dict[Any, list[int]] = defaultdict(list)
         for i, (aval, sharding) in enumerate(zip(avals, shardings, strict=True)):

@@ -34,6 +34,7 @@ class Excerpt:
 
     Attributes:
         program: the part's ops and values, renumbered in their order.
+        part: all of it, in the new numbers.
         values: the new ids of values, by their ids in the program it was cut from.
         ops: the same of ops.
     """

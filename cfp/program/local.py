@@ -78,6 +78,8 @@ def lower_local(
     Args:
         partitioned: of `partitioned_program`.
         types: of the whole program's inputs and outputs.
+        shardings: of these.
+        mesh: of the one device.
         donated: positions of inputs whose memory is overwritten.
 
     Raises:

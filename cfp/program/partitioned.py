@@ -66,7 +66,8 @@ class PartitionedCall:
 
     Attributes:
         name: what stands in programs: equal for ops that compute the same.
-        asked: the rule that they keep.
+        callbacks: the op's own.
+        asked: the rule that the callbacks keep.
         rule: the same as Shardy writes it.
         factors: the same as programs have it.
         whole: what it computes, on one device.

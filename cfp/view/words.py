@@ -442,12 +442,17 @@ class Throughput:
 
 # Rates of a kind of device that are not of what their types say; see its file.
 _RATES = {"float32": "float32 (TF32)"}
-# Precisions of JAX's with which GPUs compute products of float32 in TF32.
-_TF32 = ("None", "default", "fastest", "tensorfloat32")
+# Precisions of JAX's with which GPUs compute products of float32 in TF32: its names for
+# the lowest, and for the one between.
+_LOWEST = frozenset({"None", "default", "fastest", "bfloat16"})
+_TF32 = _LOWEST | {"high", "bfloat16_3x", "tensorfloat32", "TF32_TF32_F32"}
 
 
 def _is_tf32(environment: Mapping[str, str]) -> bool:
-    """True if products of float32 are in TF32 with what a plan was made with."""
+    """True if products of float32 are in TF32 with what a plan was made with.
+
+    That is JAX's default precision: what a product asks for itself is not seen.
+    """
     is_off = "NVIDIA_TF32_OVERRIDE=0" in environment.get("cuda", "")
     return environment.get("matmul_precision", "None") in _TF32 and not is_off
 

@@ -63,6 +63,9 @@ def test_steps_are_checked(name, donate, leaves, tmp_path):
     assert trial.failures == []
     # What takes long beside the steps themselves is said.
     assert any("again under the plan, on one device" in line for line in told)
+    # The plan's own program is there already, and is not compiled for the check.
+    (prepared,) = (line for line in told if line.startswith("preparing the check"))
+    assert "compiled where they are not there already" in prepared
     paths = [d.path for d in trial.steps[0].comparison.differences]
     named = {trial.named(path).partition("/")[0] for path in paths}
     assert named == ({"net"} if name == "updating" else {"net", "opt", "2"})

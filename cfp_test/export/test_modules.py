@@ -1,6 +1,7 @@
 """Exported plans of steps whose modules hold functions and settings."""
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 import equinox as eqx
 import flax.struct
@@ -77,6 +78,14 @@ class State:
     params: object
 
 
+@dataclass(frozen=True)
+class Like:
+    """A setting that says what arrays look like, and is none."""
+
+    shape: tuple[int, ...] = (2, 3)
+    dtype: object = np.float32
+
+
 X = np.ones((2, 3))
 NET = Net(jax.random.key(0))
 DROP = eqx.nn.Dropout(0.25)
@@ -94,6 +103,8 @@ CASES = [
     Numbers(0.5, {"x": [X, Numbers(1.0, DROP)], "y": Numbers(2.0, X)}),
     Numbers(0.5, [jnp.tanh, X, Numbers(1, 2)]),
     Numbers(0.5, {"dtype": np.float32, "w": X}),
+    Numbers(0.5, {"dtype": np.int32, "w": X}),
+    Numbers(0.5, {"like": Like(), "w": X}),
     State(step=1, done=True, params={"w": X}),
     State(step=1, done=True, params=DROP),
     TrainState.create(apply_fn=None, params={"w": X}, tx=optax.adam(1e-3)),
@@ -136,7 +147,9 @@ def _is_module(node):
 
 
 def _is_array(leaf):
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and leaf is not np.float32
+    is_type = isinstance(leaf, type)  # A type of NumPy's has its arrays' attributes.
+    has_numbers = hasattr(leaf, "__array__") and not is_type
+    return has_numbers or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _may_be_array(leaf):

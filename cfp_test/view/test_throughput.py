@@ -110,6 +110,10 @@ def test_float32_is_told_as_what_its_rate_is_of(planned):
     for precise in ({"device_kind": "cpu"}, *wide):
         found = one_ms(replace(plan, environment=plan.environment | precise))
         assert (found.rate_share, found.rate_dtypes) == (None, "")
+    names = "default fastest bfloat16 high bfloat16_3x tensorfloat32 TF32_TF32_F32"
+    for name in names.split():
+        same = plan.environment | {"matmul_precision": name}
+        assert one_ms(replace(plan, environment=same)) == one_ms(plan), name
     narrow = planned(jnp.bfloat16)
     found = one_ms(replace(narrow, environment=narrow.environment | wide[0]))
     assert found.rate_dtypes == "bfloat16" and found.rate_share

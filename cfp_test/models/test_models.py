@@ -41,8 +41,8 @@ def test_full_size_builds_are_abstract():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_step_maps_state_to_the_same_state(name):
-    _, (state, _) = built(name)
-    after, metrics = traced(name).out_info
+    _, (state, _) = built(name, "float32")
+    after, metrics = traced(name, "float32").out_info
     assert jax.tree.structure(after) == jax.tree.structure(state)
     for one, other in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -61,7 +61,7 @@ def test_defaults_build(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_abstract_arguments_describe_the_concrete_ones(name):
-    _, args = built(name)
+    _, args = built(name, "float32")
     real = start(name), make_batch(name)
     assert jax.tree.structure(args) == jax.tree.structure(real)
     for one, other in zip(jax.tree.leaves(args), jax.tree.leaves(real), strict=True):
@@ -160,7 +160,7 @@ def test_bfloat16_agrees_with_float32():
     ],
 )
 def test_scopes_read_well(name, scopes):
-    text = traced(name).lower().as_text(debug_info=True)
+    text = traced(name, "float32").lower().as_text(debug_info=True)
     for scope in scopes:
         assert f"jit(train_step)/jvp({scope}" in text
         assert f"jit(train_step)/transpose(jvp({scope.replace(')', '))', 1)}" in text

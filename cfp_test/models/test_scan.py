@@ -21,8 +21,8 @@ from cfp_test.models.tiny import (
     start,
 )
 
-# GPT's layers are BERT's. Both at once: in flax, where layers also add to the loss, and
-# in plain JAX; what differs there is in these.
+# GPT's layers are the mixture's. Both at once: in flax, where layers also add to the
+# loss, and in plain JAX; what differs there is in these.
 ALWAYS = [
     *(("bert", "remat"), ("bert", "scan")),
     *(("llama", "remat"), ("moe", "scan remat"), ("llama", "scan remat")),
@@ -70,7 +70,7 @@ def test_loss_and_gradients_are_those_of_plain_layers(name, variant):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_loop_has_the_same_parameters_stacked(name):
-    _, (plain_state, _) = built(name)
+    _, (plain_state, _) = built(name, "float32")
     _, (state, _) = build(name, scan=True, **TINY[name])
     expected = jax.eval_shape(functools.partial(scanned, name), plain_state.params)
     assert jax.tree.structure(state.params) == jax.tree.structure(expected)

@@ -54,13 +54,13 @@ def network_of(name, **options):
 
 
 @functools.cache
-def built(name, dtype="float32"):
+def built(name, dtype):
     """A tiny model's step and its abstract arguments."""
     return build(name, **{**TINY[name], "dtype": dtype})
 
 
 @functools.cache
-def traced(name, dtype="float32"):
+def traced(name, dtype):
     """A tiny model's step, traced once for all tests that look at it or run it."""
     train_step, args = built(name, dtype)
     return jax.jit(train_step).trace(*args)
@@ -78,7 +78,7 @@ def network(name):
     The parameters come from NumPy: to compile a model's own takes seconds.
     """
     rng = np.random.default_rng(0)
-    _, (state, _) = built(name)
+    _, (state, _) = built(name, "float32")
     params = jax.tree.map(
         lambda p: rng.normal(scale=0.3, size=p.shape).astype(np.float32), state.params
     )

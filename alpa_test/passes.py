@@ -24,7 +24,7 @@ from cfp.targets import model_target
 from cfp.units import parse_bytes
 from cfp_test import model_passes, three_passes
 from cfp_test.bench.case import make_choice
-from cfp_test.bench.clock import QUICK_TURN, TURN
+from cfp_test.bench.clock import QUICK_TURN, turn_on
 
 RUNS = 3
 
@@ -69,7 +69,7 @@ def _run(session, args: argparse.Namespace) -> None:
             prices = AlphaBeta.uniform(frame.mesh, LINKS[args.link])
     found = choose(session.analysis, prices, budget_bytes=budget)
     made = make_choice(session, Candidate("cost model", found.choice), {})
-    timing = QUICK_TURN if args.quick else TURN
+    timing = QUICK_TURN if args.quick else turn_on(session.mesh)
     records = [
         execute(
             made.built,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cfp.cost import step_time as step_time_module
@@ -96,7 +97,8 @@ def ask(predictor, read, monkeypatch):
     monkeypatch.setattr(step_time_module, "run_local", run_local)
     monkeypatch.setattr(step_time_module, "computation_of", lambda text: "any")
     monkeypatch.setattr(step_time_module, "limits_of", lambda device: (0.0, 0.0))
-    mesh: Any = SimpleNamespace(local_devices=[None])
+    device = np.array(SimpleNamespace(platform="cpu"))
+    mesh: Any = SimpleNamespace(devices=device, local_devices=[None])
 
     def predicted(schedule, *options, local=None):
         chosen = [("options", repr(options))] if options else []

@@ -319,13 +319,14 @@ def _held(fn: Any) -> Iterator[tuple[str, Any]]:
         around = {**found.globals, **found.nonlocals}
     if owner is not None and hasattr(owner, "__dict__"):
         around |= {f"self.{name}": value for name, value in vars(owner).items()}
-    # Looking at these would use them up, or JAX refuses to look.
-    stay = lambda node: isinstance(node, Iterator | MappingView)  # noqa: E731
     for name, value in around.items():
         if inspect.ismodule(value) or isinstance(value, type):
             continue
         try:
-            leaves, _ = tree_flatten_with_path(value, is_leaf=stay)
+            # Looking at these would use them up, or JAX refuses to look.
+            leaves, _ = tree_flatten_with_path(
+                value, is_leaf=lambda node: isinstance(node, Iterator | MappingView)
+            )
         except (TypeError, ValueError):
             # No pytree, such as a dict whose keys do not compare: a step may read it.
             continue

@@ -94,8 +94,9 @@ def _with_fixed(node: Any) -> Any:
         return tree_map(_fix, node)
     if not has_bool:
         return node
-    is_inside = lambda part: part is not node and is_module(part)  # noqa: E731
-    return tree_map(_with_fixed, node, is_leaf=is_inside)
+    return tree_map(
+        _with_fixed, node, is_leaf=lambda part: part is not node and is_module(part)
+    )
 
 
 def _fix(leaf: Any) -> Any:

@@ -24,7 +24,7 @@ from cfp.passes.profile import profile
 from cfp.profiling import runner
 from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.processes import TOPOLOGY_SETTING
-from cfp.profiling.timing import timing_on
+from cfp.profiling.runner import timing_on
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.settings import RUNS_PLAYED, ConstraintLevel, defaults_of
@@ -64,11 +64,11 @@ def ran(folder):
     keys = []
     run_local, parts = step_time.run_local, context.environment_parts
 
-    def noted(built, *args, **options):
+    def noted(built, job, program, mesh, **options):
         # CPUs are played on, and these run one program at a time.
-        assert options["timing"] == timing_on("cpu", **step_time._LIMITS)
+        assert options["timing"] == timing_on(mesh, **step_time._LIMITS)
         keys.append(built.key.digest)
-        return run_local(built, *args, **options)
+        return run_local(built, job, program, mesh, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_time, "run_local", noted)

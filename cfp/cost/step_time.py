@@ -42,9 +42,8 @@ from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.meter import limits_of
 from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import run_local
+from cfp.profiling.runner import run_local, timing_on
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.timing import timing_on
 from cfp.program.graph import Program
 from cfp.settings import RUNS_PLAYED
 
@@ -467,7 +466,7 @@ class StepPredictor:
         if is_here:
             self.timed.append(one.key.digest)
         built = replace(one.built, key=one.key)
-        timing = timing_on(one.mesh.devices.flat[0].platform, **_LIMITS)
+        timing = timing_on(one.mesh, **_LIMITS)
         found = run_local(built, one.job, one.program, one.mesh, timing=timing)
         if found.ok:
             before = kept.samples_ms if kept else ()

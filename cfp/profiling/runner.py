@@ -44,7 +44,7 @@ from cfp.profiling.remote import remote_for
 from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import ProfileSummary
-from cfp.profiling.timing import TimingOptions, measure, timing_on
+from cfp.profiling.timing import ON_CPUS, TimingOptions, measure
 from cfp.program.graph import Program
 
 
@@ -106,6 +106,12 @@ def profile(
     options.outlook.took(Stage.BUILDS, summary.wait_seconds)
     options.outlook.took(Stage.RUNS, summary.run_seconds)
     return summary
+
+
+def timing_on(mesh: Mesh, **limits: Any) -> TimingOptions:
+    """Limits for the devices of a mesh: their platform's, but for those given."""
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    return replace(ON_CPUS if is_cpu else TimingOptions(), **limits)
 
 
 def run(
@@ -172,7 +178,7 @@ def execute(
       checked: refuse times of a program whose results are not finite, or of a GPU
         that ran at an idle one's clock.
     """
-    timing = timing or timing_on(mesh.devices.flat[0].platform)
+    timing = timing or timing_on(mesh)
     started = time.perf_counter()
     agreement = Agreement.of(mesh)
     shortage = _shortage(built, mesh)

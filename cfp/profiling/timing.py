@@ -16,8 +16,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 Run = Callable[[int], object]
 
@@ -32,7 +31,7 @@ class TimingOptions:
     """Limits of one measurement, as `measure` keeps them.
 
     The defaults are for GPUs, where a program is launched while the one before still
-    runs, as in training; see :func:`timing_on` where devices may be CPUs.
+    runs, as in training; `cfp.profiling.runner.timing_on` has those of a mesh.
 
     Attributes:
       warmup_seconds: the shortest warm-up.
@@ -78,11 +77,6 @@ ON_CPUS = TimingOptions(
     min_sample_ms=5.0,
     min_repeat=1,
 )
-
-
-def timing_on(platform: str, **limits: Any) -> TimingOptions:
-    """Limits for a platform's devices: its own, but for those that are given."""
-    return replace(ON_CPUS if platform == "cpu" else TimingOptions(), **limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

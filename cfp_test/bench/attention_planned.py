@@ -392,12 +392,11 @@ class Maker:
         """Times the computation of one device, collectives left out."""
         from statistics import median
 
-        from cfp.profiling.runner import run_local
-        from cfp.profiling.timing import timing_on
+        from cfp.profiling.runner import run_local, timing_on
 
         mesh = self.mesh.stand_in
         timing = timing_on(
-            mesh.devices.flat[0].platform,
+            mesh,
             warmup_seconds=0.4,
             min_samples=3,
             max_samples=5,

@@ -41,9 +41,8 @@ from cfp.profiling.builder import Built
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.key import environment_parts
 from cfp.profiling.rates import KINDS
-from cfp.profiling.runner import run
+from cfp.profiling.runner import run, timing_on
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.timing import timing_on
 from cfp.program.trace import planning_mesh
 from cfp.report.plots import curves_data
 from cfp_test.bench.one_as_four import build_all
@@ -152,7 +151,7 @@ def steps(mesh: Mesh, tiny: bool, tuned: Path) -> list[dict[str, Any]]:
         if (case.target.split()[0], case.name) == (model, name)
     ]
     timing = timing_on(
-        mesh.devices.flat[0].platform,
+        mesh,
         warmup_seconds=0.4,
         min_samples=6,
         max_samples=8,

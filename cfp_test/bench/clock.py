@@ -14,7 +14,8 @@ import jax
 from jax.sharding import Mesh
 
 from cfp.profiling.inputs import make_inputs
-from cfp.profiling.timing import ON_CPUS, TimingOptions, timing_on
+from cfp.profiling.runner import timing_on
+from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp_test.bench.case import Ready
 from cfp_test.bench.kernels import Split, trace_split
 
@@ -26,7 +27,7 @@ QUICK_TURN = replace(
 def turn_on(mesh: Mesh) -> TimingOptions:
     """One competitor's turn on a mesh's devices."""
     return timing_on(
-        mesh.devices.flat[0].platform,
+        mesh,
         warmup_seconds=0.5,
         min_samples=4,
         max_samples=10,

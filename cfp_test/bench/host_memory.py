@@ -36,8 +36,7 @@ from cfp.passes.pipeline import analyze_step
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.key import environment_parts
-from cfp.profiling.runner import run_local
-from cfp.profiling.timing import timing_on
+from cfp.profiling.runner import run_local, timing_on
 from cfp.program.step import FlatStep, flatten_step
 from cfp.search.jobs import whole_job
 
@@ -160,7 +159,7 @@ def main() -> None:
         "rows": rows,
     }
     timing = timing_on(
-        here.devices.flat[0].platform,
+        here,
         warmup_seconds=1.0,
         min_samples=5,
         max_samples=5 if options.tiny else 20,

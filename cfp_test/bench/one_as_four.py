@@ -48,8 +48,8 @@ from cfp.profiling.inputs import generator, input_kinds, local_kinds, make_input
 from cfp.profiling.key import ProfileKey, environment_parts
 from cfp.profiling.meter import limits_of
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import execute, run_local
-from cfp.profiling.timing import TimingOptions, timing_on
+from cfp.profiling.runner import execute, run_local, timing_on
+from cfp.profiling.timing import TimingOptions
 from cfp.program.constrain import Constraints
 from cfp.program.rematerialize import Rematerialization
 from cfp.program.trace import planning_mesh
@@ -176,7 +176,7 @@ def build_all(
 
 def _timing(mesh: Mesh) -> TimingOptions:
     return timing_on(
-        mesh.devices.flat[0].platform,
+        mesh,
         warmup_seconds=0.4,
         min_samples=4,
         max_samples=8,

@@ -3,6 +3,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cfp.profiling import timing as room
+from cfp.profiling.runner import timing_on
 from cfp.profiling.timing import (
     ON_CPUS,
     Timing,
@@ -17,7 +19,6 @@ from cfp.profiling.timing import (
     interleave,
     interquartile_range,
     relative_spread,
-    timing_on,
 )
 
 LONG = TimingOptions(
@@ -248,8 +249,10 @@ def test_wrong_limits_are_refused():
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_limits_that_are_not_given_are_those_of_the_platform(platform):
     usual = ON_CPUS if platform == "cpu" else TimingOptions()
-    assert timing_on(platform) == usual
-    found = timing_on(platform, min_samples=6)
+    device = SimpleNamespace(platform=platform)
+    mesh = SimpleNamespace(devices=np.array([device]))
+    assert timing_on(mesh) == usual
+    found = timing_on(mesh, min_samples=6)
     assert found.min_samples == 6
     assert replace(found, min_samples=usual.min_samples) == usual
 

@@ -32,8 +32,8 @@ from cfp.passes.search import search
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.compile_pool import CompilePool, default_threads
-from cfp.profiling.runner import run
-from cfp.profiling.timing import TimingOptions, timing_on
+from cfp.profiling.runner import run, timing_on
+from cfp.profiling.timing import TimingOptions
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.jobs import whole_job
 from cfp.search.problem import Problem
@@ -159,7 +159,7 @@ def main() -> None:
                 row, job, outcome = ready[(place + turn) % len(ready)]
                 if "failure" in row:
                     continue
-                timing = timing_on(mesh.devices.flat[0].platform, **_TURN)
+                timing = timing_on(mesh, **_TURN)
                 record = run(outcome, job, frame.program, mesh, timing=timing)
                 row.setdefault("samples_ms", []).extend(record.samples_ms)
         counts = {

@@ -19,7 +19,8 @@ PyTorch     FSDP2, kept gathered, compiled, flash attention; a process of its ow
 Each piece is a process, and a file ``FOLDER/PIECE.json`` that is written whenever
 something is known. Ways are compiled in four threads before anything is timed. After
 two rounds the two best of each kind go on, unless the second is more than 3 % behind.
-Begun again with the same folder, it does what is missing.
+Begun again with the same folder, it does what is missing: of budgets those of
+`--shares`, and what data parallelism needs is not measured again.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress
 from cfp.program.constrain import partition_spec
 from cfp.program.trace import planning_mesh
-from cfp.race.programs import RaceOutcome
+from cfp.race.programs import TOO_LARGE, RaceOutcome
 from cfp.race.race import race
 from cfp.report.figures import worth
 from cfp.report.progress import progress_text
@@ -226,6 +227,16 @@ class Found:
             if one.is_preset and not one.options
         ]
         return sorted(raced, key=lambda pair: pair[1])[:count]
+
+    def presets_not_compiled(self) -> list[Candidate]:
+        """Presets that may fit and were not compiled, the fastest predicted first."""
+        notes = {row.name: row.note for row in self.outcome.rows if not row.peak_bytes}
+        rest = [
+            one
+            for one in self.solution.candidates
+            if one.is_preset and notes.get(one.name, TOO_LARGE) != TOO_LARGE
+        ]
+        return sorted(rest, key=lambda one: one.predicted_ms or float("inf"))
 
     def measured(self) -> dict[str, ProfileRecord]:
         """Records of programs of segments, by label."""
@@ -648,6 +659,43 @@ def run_piece(piece: Piece, given: argparse.Namespace) -> None:
     record.write(done=turns(made, end=given.until))
 
 
+def _data_parallel_bytes(free: Found, maker: Maker) -> int:
+    """Memory that data parallelism needs on a device, as compiled."""
+    needs = [
+        row.peak_bytes
+        for row in free.outcome.rows
+        if row.name.startswith(DATA_PARALLEL) and row.peak_bytes
+    ]
+    if needs:
+        return min(needs)
+    choice = next(
+        one
+        for name, one in free.profiles.presets.items()
+        if name.startswith(DATA_PARALLEL)
+    )
+    return maker.by_cfp(Candidate(DATA_PARALLEL, choice)).step.built.peak_bytes
+
+
+def _presets_that_fit(
+    found: Found, maker: Maker, budget: int, record: Record, prefix: str
+) -> dict[str, Made]:
+    """The fastest presets by prediction that fit in a budget, as compiled.
+
+    A race compiles presets only while they may win; here the best of them is asked for.
+    """
+    ways = {
+        f"preset {one.name}": cfp_way(maker, "preset", one)
+        for one in found.presets_not_compiled()
+    }
+    made, rows = compiled(ways.items(), record, prefix), record.data["ways"]
+    for name in [n for n, one in made.items() if one.step.built.peak_bytes > budget]:
+        del made[name]
+        # As races say it, so that pages count both alike.
+        reason = {"status": "failed", "reason": "over the memory budget"}
+        rows[prefix + name] |= reason
+    return dict(list(made.items())[:MOST_OF_A_KIND])
+
+
 def _under_budgets(
     session: Session,
     work: Path,
@@ -657,24 +705,13 @@ def _under_budgets(
     given: argparse.Namespace,
 ) -> bool:
     """The plan and the best preset under each budget; True if all were reached."""
-    free = planned(session, work, PlannerSettings())
-    record.write(planning=free.about())
-    needs = [
-        row.peak_bytes
-        for row in free.outcome.rows
-        if row.name.startswith(DATA_PARALLEL) and row.peak_bytes
-    ]
-    if not needs:
-        choice = next(
-            one
-            for name, one in free.profiles.presets.items()
-            if name.startswith(DATA_PARALLEL)
-        )
-        needs = [maker.by_cfp(Candidate(DATA_PARALLEL, choice)).step.built.peak_bytes]
-    whole_bytes = min(needs)
+    if "data_parallel_bytes" not in record.data:
+        free = planned(session, work, PlannerSettings())
+        whole_bytes = _data_parallel_bytes(free, maker)
+        record.write(planning=free.about(), data_parallel_bytes=whole_bytes)
+    whole_bytes = record.data["data_parallel_bytes"]
     record.data.setdefault("budgets", {})
-    record.write(data_parallel_bytes=whole_bytes)
-    for share in SHARES:
+    for share in given.shares:
         title, budget = f"{share:.0%}", int(share * whole_bytes)
         known = record.data["ways"].get(f"{title}: planned", {}).get("samples_ms", ())
         if len(known) >= given.rounds:
@@ -691,6 +728,8 @@ def _under_budgets(
             continue
         record.data["budgets"][title] = {"bytes": budget, **found.about()}
         made = compiled(plan_and_presets(found, maker, 1), record, f"{title}: ")
+        if not found.presets(1):
+            made |= _presets_that_fit(found, maker, budget, record, f"{title}: ")
         if not turns(made, end=given.until, prefix=f"{title}: "):
             return False
     return True
@@ -748,7 +787,8 @@ def run_all(given: argparse.Namespace) -> None:
                 words = [sys.executable, "-m", "cfp_test.bench.side_by_side"]
                 words += ["--out", str(given.out), "--work", str(given.work)]
                 words += ["--rounds", str(given.rounds), "--role", piece.name]
-                words += ["--until", f"{end - reserve:.1f}"]
+                words += ["--until", f"{end - reserve:.1f}", "--shares"]
+                words += map(str, given.shares)
                 words += ["--tiny"] if given.tiny else []
                 say(f"=== {piece.name}, for at most {left - reserve:.0f} s")
                 _run(words, environment, left - 4, given.out / f"{piece.file}.log")
@@ -823,6 +863,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=560)
     parser.add_argument("--pieces", nargs="+", default=PIECES)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     temporary = Path(tempfile.gettempdir()) / "cfp_side_by_side"
     parser.add_argument("--work", type=Path, default=temporary)
     parser.add_argument("--no-torch", dest="torch", action="store_false")

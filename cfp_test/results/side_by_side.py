@@ -205,9 +205,19 @@ HEAD = (
 )
 
 
-def _no_preset_fits(race: Sequence[Mapping[str, Any]]) -> bool:
-    """True if a race says of every preset that it does not fit."""
-    notes = [row["note"] for row in race if re.split("[ ,]", row["name"])[0] in PRESETS]
+def _no_preset_fits(
+    race: Sequence[Mapping[str, Any]], ways: Mapping[str, Mapping[str, Any]]
+) -> bool:
+    """True if no preset fits: by the race, or as compiled afterwards.
+
+    Args:
+        ways: those of the same budget, by name.
+    """
+    notes = [
+        ways.get(f"preset {row['name']}", {}).get("reason") or row["note"]
+        for row in race
+        if re.split("[ ,]", row["name"])[0] in PRESETS
+    ]
     return bool(notes) and set(notes) <= {TOO_LARGE, OVER_BUDGET}
 
 
@@ -224,7 +234,13 @@ def _budget_cells(data: Mapping[str, Any]) -> tuple[list[list[Any]], list[Cell]]
             ways = timed_of(piece, f"{share}: ")
             ours, rival = best(ways, "planned"), best(ways, "preset")
             found = cell(where, ways, "preset")
-            if found is None and ours is not None and _no_preset_fits(about["race"]):
+            these = {
+                name.removeprefix(f"{share}: "): row
+                for name, row in piece["ways"].items()
+                if name.startswith(f"{share}: ")
+            }
+            unfit = ours is not None and _no_preset_fits(about["race"], these)
+            if found is None and unfit:
                 found = Cell(where=where, ratio=None, tie=False, rival="no preset fits")
             if found is not None:
                 cells.append(found)

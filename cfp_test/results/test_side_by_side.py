@@ -90,6 +90,8 @@ def test_budgets_are_cells_and_what_does_not_fit_says_so():
         "100%: preset zero1": way("preset", 100.0),
         "75%: planned": way("planned", 110.0),
         "60%: planned": way("planned", 120.0),
+        "50%: planned": way("planned", 130.0),
+        "50%: preset zero1": {"status": "failed", "reason": "over the memory budget"},
     }
     too_large = [{"name": "zero1", "note": "over the memory budget"}]
     too_slow = [{"name": "zero1", "note": "predicted too far behind to be raced"}]
@@ -98,13 +100,16 @@ def test_budgets_are_cells_and_what_does_not_fit_says_so():
         "100%": {**made, "race": []},
         "75%": {**made, "race": too_slow},
         "60%": {**made, "race": too_large},
+        # Too far behind to race, and compiled afterwards.
+        "50%": {**made, "race": too_slow},
         "45%": {"bytes": 2**31, "least_bytes": 2**31 + 2**30},
     }
     lines = lines_of(
         piece("gpt", "", WAYS), piece("gpt", "budgets", ways, budgets=budgets)
     )
-    assert "| 3 cells | none is above | yes |" in row_of(lines, "in all cells")
-    assert "| 2 of 3 |" in row_of(lines, "below 0.95")
+    assert "| 4 cells | none is above | yes |" in row_of(lines, "in all cells")
+    assert "| 3 of 4 |" in row_of(lines, "below 0.95")
     assert "nothing fits; 3.0 GiB would do" in row_of(lines, "| 45% |")
     assert "no preset fits" in row_of(lines, "| 60% |")
+    assert "no preset fits" in row_of(lines, "| 50% |")
     assert "no preset timed" in row_of(lines, "| 75% |")

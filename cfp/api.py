@@ -81,7 +81,8 @@ def plan(
         pins: shardings that the plan must keep, by path of the argument, with globs:
             ``{"params/*/kernel": PartitionSpec(None, "x")}``.
         preset: a preset to take instead of searching, such as "data_parallel",
-            "fully_sharded" or "tensor_parallel".
+            "fully_sharded" or "tensor_parallel"; its attentions have kernels where a
+            search may choose them.
         choose: kinds of choices to make, such as ``("sharding", "kernels")``; by
             default all, see :class:`PlannerSettings`.
         cache_dir: folder of the measurements; by default the user's cache directory.

@@ -28,7 +28,6 @@ from cfp.passes.profile import estimate, profile
 from cfp.passes.search import preset_solution, search, with_rematerialization
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
-from cfp.profiling.collectives import known_rates
 from cfp.profiling.coordination import coordinated_planning
 from cfp.profiling.interrupts import handle_keyboard_interrupt
 from cfp.program.callbacks import host_calls
@@ -212,10 +211,7 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
             context.agreement.same({"program": program, "preset": str(preset)})
             profiles = None
             if preset is not None:
-                solution = preset_solution(analysis, preset)
-                if isinstance(analyzed.mesh, Mesh):
-                    rates = known_rates(analyzed.mesh, context.store)
-                    solution = replace(solution, rates=rates)
+                solution = preset_solution(context, analysis, preset)
             else:
                 profiles = analyzed.profiles or profile(context, analysis)
                 interrupted = profiles.interrupted
@@ -250,7 +246,7 @@ def complete_plan(
         outcome.winner.choice,
         solution.problem,
         solution.rates,
-        profiles.replacing if profiles else Replacing(),
+        profiles.replacing if profiles else rules.replacing,
         profiles.failed_kernels if profiles else {},
         outcome.raced,
         dimensions=rules.dimensions,

@@ -443,7 +443,7 @@ def test_a_plan_that_rematerializes_runs_and_is_kept(mesh, tmp_path):
     analysis = analyze(program, tuple(found.shape.items()))
     settings = PlannerSettings(measure=True, race=False)
     with open_context(found, tmp_path, settings=settings) as context:
-        taken = preset_solution(analysis, "fully_sharded")
+        taken = preset_solution(context, analysis, "fully_sharded")
         everything = tuple(range(len(analysis.segments)))
         [best] = taken.candidates
         choice = replace(best.choice, remat=everything)

@@ -48,6 +48,7 @@ def run(
         Path | None, typer.Option("--plan", help="A plan saved by cfp plan -o.")
     ] = None,
     preset: o.Preset = None,
+    choose: o.Choose = None,
     steps: Annotated[int, typer.Option(help="Number of steps to run.", min=1)] = 10,
     check: Annotated[
         bool,
@@ -73,6 +74,7 @@ def run(
     as_json: o.Json = False,
     donate: o.Donate = None,
     static: o.Static = None,
+    attention: o.Attention = None,
     per_kind: o.PerKind = o.USUAL.per_kind,
     quick: o.Quick = False,
     no_race: o.NoRace = False,

@@ -11,6 +11,7 @@ from cfp.analysis.layout import Choice
 from cfp.context import DecidedBy, PlanContext
 from cfp.cost.choice import SegmentChoice
 from cfp.cost.costs import Costs
+from cfp.devices.described import DescribedMesh
 from cfp.errors import OptionError, nearest
 from cfp.presets.presets import (
     ALIASES,
@@ -22,6 +23,7 @@ from cfp.presets.presets import (
     named_choices,
     presets,
 )
+from cfp.profiling.collectives import known_rates
 from cfp.race.candidates import (
     leanest_of,
     named_candidates,
@@ -29,6 +31,7 @@ from cfp.race.candidates import (
     rematerialized,
     smaller_than,
     with_kernels,
+    with_preferred_kernels,
 )
 from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED, programs_of
 from cfp.race.remembered import compiled_before
@@ -171,8 +174,11 @@ def with_rematerialization(
     return replace(solution, candidates=candidates, problem=problem)
 
 
-def preset_solution(analysis: Analysis, name: str) -> Solution:
+def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solution:
     """A preset, by name, in place of a search.
+
+    Its attentions are computed by kernels, where these may be used. As written it is a
+    candidate, too, unless predictions decide: a kernel may fail, or be slower.
 
     Raises:
         OptionError: there is no such preset for the program.
@@ -186,7 +192,14 @@ def preset_solution(analysis: Analysis, name: str) -> Solution:
             f"There is no preset {name!r} for this program; "
             f"{nearest(name, known, ALIASES)}There are: {', '.join(known)}."
         )
-    return Solution([Candidate(name, known[name])])
+    mesh, written = context.mesh, known[name]
+    is_described = isinstance(mesh, DescribedMesh)
+    rates = mesh.rates if is_described else known_rates(mesh, context.store)
+    best = with_preferred_kernels(analysis, written, context.rules.replacing, rates)
+    candidates = [Candidate(name, best)]
+    if best != written and context.decided_by() is not DecidedBy.PREDICTION:
+        candidates.append(Candidate(f"{name}, as written", written))
+    return Solution(candidates, rates=rates)
 
 
 def _again(option: Option) -> SegmentChoice:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice
-from cfp.cost.choice import segment_candidate
+from cfp.analysis.layout import AS_WRITTEN, Choice, SegmentKernels
+from cfp.cost.choice import SegmentChoice, segment_candidate
+from cfp.cost.costs import Costs
 from cfp.presets.presets import BY_HAND, FROM_ARGUMENTS
-from cfp.search.choices import picks_of, whole_choice
+from cfp.profiling.rates import Rates
+from cfp.search.choices import kernel_variants, picks_of, whole_choice
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.search.solver import leanest, solve
-from cfp.settings import ConstraintLevel
+from cfp.settings import ConstraintLevel, Replacing
 from cfp.solution import Candidate, prediction_of
 
 
@@ -149,6 +152,33 @@ def with_kernels(
         if all(kept) and (best := solve(free.among(kept))) is not None:
             found[name] = whole_choice(analysis, problem, best)
     return found
+
+
+def with_preferred_kernels(
+    analysis: Analysis, choice: Choice, replacing: Replacing, rates: Rates | None
+) -> Choice:
+    """A choice as written, with kernels for its attentions, where nothing is searched.
+
+    In each segment it has those that are estimated to save most, if any do; where
+    rates are not known, the preferred of those that can compute its attentions.
+    """
+    attention = replace(replacing, cross_entropy=0)  # Parts save memory, and no time.
+    costs = Costs(analysis, rates) if rates is not None else None
+
+    @cache
+    def best_of(kind: int, own: SegmentChoice) -> SegmentKernels:
+        saved_ms = {AS_WRITTEN: 0.0}
+        for one in kernel_variants(analysis, kind, own, attention):
+            saved = costs.saved_by_kernel_ms(kind, one) if costs else float("inf")
+            saved_ms[one.kernels] = saved
+        return max(saved_ms, key=saved_ms.__getitem__)
+
+    found = [
+        (segment.index, best_of(segment.kind, own))
+        for segment in analysis.segments
+        for own in [segment_candidate(analysis, segment.index, choice)]
+    ]
+    return replace(choice, kernels=tuple(pair for pair in found if pair[1]))
 
 
 def planned_around(

@@ -271,9 +271,10 @@ def half(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
 
-def on_described(step, folder, **settings):
+def on_described(step, folder, preset=None, **settings):
     how = {"cache_dir": folder, "settings": DetailedSettings(**settings)}
-    return cfp.plan(step, *arguments(), mesh=cfp.described("4xh200"), **how)
+    where = {"mesh": cfp.described("4xh200"), "preset": preset}
+    return cfp.plan(step, *arguments(), **where, **how)
 
 
 def test_on_gpus_what_computes_the_same_in_the_same_dtype_is_the_default(tmp_path):
@@ -283,6 +284,50 @@ def test_on_gpus_what_computes_the_same_in_the_same_dtype_is_the_default(tmp_pat
     assert f"{line} --attention none" in plan_text(plan, width=200)
     assert "PlannerSettings(attention=())" in " ".join(repr(plan).split())
     assert plan.predicted_ms < on_described(half, tmp_path, attention=()).predicted_ms
+
+
+def test_a_preset_has_kernels_where_these_may_be_used(tmp_path):
+    plan = on_described(half, tmp_path, "fully_sharded")
+    assert plan.winner == "fully_sharded"
+    assert {one.functions.how[0] for one in plan.constraints.replaced} == {"cudnn"}
+    line = "Replaced, in the same dtypes: 1 attention by cudnn; as written by"
+    assert f"{line} --attention none" in plan_text(plan, width=200)
+    for kept in ({"attention": ()}, {"choose": ("sharding", "storage")}):
+        plan = on_described(half, tmp_path, "fully_sharded", **kept)
+        assert not plan.constraints.replaced
+    plan = on_described(step, tmp_path, "fully_sharded")
+    assert not plan.constraints.replaced
+    assert "Attention not by cudnn: it computes in float16" in plan_text(plan, 200)
+
+
+def raced(mesh, folder, batches, **settings):
+    """A preset whose attention chunks may compute.
+
+    Args:
+        batches: sequences of four; what was lowered for as many is remembered.
+    """
+    settings = DetailedSettings(attention=("chunked",), **settings)
+    how = {"preset": "data_parallel", "cache_dir": folder, "settings": settings}
+    params, x = arguments()
+    return cfp.plan(half, params, jnp.tile(x, (batches, 1, 1)), mesh=mesh, **how)
+
+
+def test_a_preset_races_with_kernels_and_as_written(mesh, tmp_path):
+    names = {"data_parallel", "data_parallel, as written"}
+    plan = raced(mesh, tmp_path, 2)
+    assert {row.name for row in plan.race if row.time_ms is not None} == names
+    free = raced(mesh, tmp_path, 2, race=False)
+    assert free.winner == "data_parallel" and free.constraints.replaced
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("cuDNN is not detected.")
+
+    with patch.object(chunked, "attend", refuse):
+        plan = raced(mesh, tmp_path, 3)
+    assert plan.winner == "data_parallel, as written"
+    assert not plan.constraints.replaced
+    [failed] = [row for row in plan.race if row.name == "data_parallel"]
+    assert "cuDNN is not detected" in failed.note
 
 
 def test_by_default_no_precision_is_lost(tmp_path):

@@ -335,21 +335,18 @@ class _Estimates:
     Attributes:
         by_name: of those that can be estimated.
         took_seconds: what the quickest of them took.
-        is_cut_short: whether there was no time to estimate some.
     """
 
     by_name: dict[str, Estimate] = field(default_factory=dict)
     took_seconds: float = inf
-    is_cut_short: bool = False
 
     def rank(self, variant: Variant) -> tuple[bool, float]:
         """Sort key: choices that fit come first, then fast ones.
 
-        What cannot be estimated comes before all, and says why it cannot be; what there
-        was no time to estimate comes last.
+        What was not estimated comes last: what cannot be fails as a plan, too.
         """
         if (estimate := self.by_name.get(variant.name)) is None:
-            return (True, inf) if self.is_cut_short else (False, 0.0)
+            return True, inf
         return not estimate.fits, estimate.time_ms
 
 
@@ -372,7 +369,7 @@ def _estimates_of(
     spared = 0.0 if rule_out else (1.0 - ESTIMATES_SHARE) * seconds
     for place, variant in enumerate(_by_turns(variants), start=1):
         if found and deadline.is_within(spared + took):
-            return _Estimates(by_name=found, took_seconds=took, is_cut_short=True)
+            return _Estimates(by_name=found, took_seconds=took)
         started = now()
         which = f"{variant.name} ({place} of {len(variants)}{need})"
         if (estimate := _estimate_of(variant, steps, options, which)) is not None:
@@ -387,7 +384,7 @@ def _near_by_estimate(
 ) -> tuple[list[Variant], list[_Try]]:
     """Splits variants into those that may be the fastest by estimates, and others.
 
-    What cannot be estimated may be. The best come first.
+    What was not estimated may be, and comes last; the best come first.
     """
     known = [one for one in variants if one.name in estimates.by_name]
     if not known:
@@ -533,7 +530,10 @@ class _Planning:
         self.ruled_out = [one for one in self.ruled_out if one.name not in self.tries]
 
     def plan_with_state_in_host(self) -> None:
-        """Plans what does not fit with a part of its state in the host's memory."""
+        """Plans what does not fit with a part of its state in the host's memory.
+
+        What lacks least is first, and says it if there is no time for that, either.
+        """
         lacking = [(n, e) for n, e in self.errors() if isinstance(e, MemoryBudgetError)]
         errors = dict(lacking)
         short = [one for one in self._variants if one.name in errors]
@@ -545,7 +545,9 @@ class _Planning:
             error = errors[variant.name]
             return find_with_state_in_host(step, error, end, analyzed, options)
 
-        for one in short:
+        for place, one in enumerate(short):
+            if place and self._is_late():
+                return
             self.plan([one], in_host)
             if self._is_done(one):
                 return

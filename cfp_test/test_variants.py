@@ -325,6 +325,22 @@ def test_what_was_left_out_is_planned_where_nothing_else_fits(
     assert [one.estimated_ms for one in found.outcomes] == [9.0, 5.0, 8.0]
 
 
+@pytest.mark.parametrize("rule_out", [False, True])
+def test_what_cannot_be_estimated_is_planned_last(rule_out, clock, tmp_path):
+    """It most likely fails, and takes no time from what does not."""
+
+    def refused(analyzed):
+        if len(analyzed.mesh.axis_names) == 1:
+            raise CfpError("No rates.")
+        return 1.0
+
+    clock.estimates_take(0.0, refused)
+    clock.plans_take(0.0)
+    how = small(tmp_path, seconds=180.0)
+    cfp.plan_fastest(SHAPES, rule_out=rule_out, **how)
+    assert clock.planned == ["flat", "cube", "line"]
+
+
 def test_all_variants_share_one_budget_of_time(clock, tmp_path):
     """One that takes all of it leaves none for the next; what there is is the plan."""
     clock.plans_take(15.0, 100.0)
@@ -586,6 +602,26 @@ def test_where_time_is_over_and_nothing_fits_no_other_is_planned(clock, tmp_path
     assert caught.value.smallest_feasible_bytes == 7
     assert "That is flat. Others need as much or more: " in str(caught.value)
     assert "There was no time to plan parts" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tried"), [(130.0, ["flat"]), (999.0, ["flat", "cube", "line"])]
+)
+def test_state_goes_to_the_host_for_as_many_as_there_is_time_for(
+    seconds, tried, clock, monkeypatch, tmp_path
+):
+    """What lacks least says that there is none."""
+    asked = []
+
+    def find(step, shortage, end, analyzed, options):
+        asked.append(BY_AXES[len(analyzed.mesh.axis_names)])
+        raise shortage.with_line("With more time there is a plan.")
+
+    monkeypatch.setattr(room, "find_with_state_in_host", find)
+    clock.plans_take(40.0, needing={"line": 9, "flat": 7, "cube": 8})
+    with pytest.raises(MemoryBudgetError, match="With more time"):
+        cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=seconds))
+    assert asked == tried
 
 
 def test_without_a_mesh_all_devices_are_planned_for(monkeypatch, tmp_path):

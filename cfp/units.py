@@ -57,6 +57,21 @@ def clock_text(seconds: float) -> str:
     return f"{minutes}:{rest:02d}"
 
 
+def overtime_text(doing: str, late: float, given: float) -> str:
+    """Says that something took longer than asked for; "" if by less than a second.
+
+    Args:
+        doing: what took so long.
+        late: seconds from the time asked for to the end.
+    """
+    if late < 1.0:
+        return ""
+    return (
+        f"{doing} took {late:.0f} s more than the {given:g} s asked for: "
+        "what had begun, such as a compile, was awaited"
+    )
+
+
 def seconds_left(done: int, total: int, seconds: float) -> float | None:
     """Estimates the time for the rest of some work of equal parts.
 

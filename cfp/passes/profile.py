@@ -38,6 +38,7 @@ from cfp.search.requests import (
 from cfp.search.solver import leanest, solve
 from cfp.settings import ROUND_SIZE, Dimension, Replacing, defaults_of
 from cfp.solution import Estimate
+from cfp.units import overtime_text
 
 
 def profile(context: PlanContext, analysis: Analysis) -> Profiles:
@@ -169,27 +170,14 @@ def _tight_by_estimate(
     rules = context.rules
     if context.budget_bytes is None or rules.replacing_for_memory == rules.replacing:
         return False
-    where = context, presets, estimates, costs
-    return _by_estimate(*where, 0, rules.replacing).memory_bound
-
-
-def _by_estimate(
-    context: PlanContext,
-    presets: Mapping[str, Choice],
-    estimates: Sequence[SegmentEstimate],
-    costs: Costs,
-    per_kind: int,
-    replacing: Replacing,
-) -> Profiles:
-    """Options by estimates."""
     return estimate_options(
         estimates,
         presets,
         costs,
-        per_kind=per_kind,
+        per_kind=0,
         budget_bytes=context.budget_bytes,
-        replacing=replacing,
-    )
+        replacing=rules.replacing,
+    ).memory_bound
 
 
 def measured_rates(context: PlanContext) -> Rates:
@@ -236,10 +224,19 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
     may = Dimension.REMAT in rules.dimensions
     costs = Costs(analysis, rates, may, measured=False)
 
-    where = context, named, estimates, costs, context.settings.per_kind
-    found = _by_estimate(*where, rules.replacing)
+    def options_of(replacing: Replacing) -> Profiles:
+        return estimate_options(
+            estimates,
+            named,
+            costs,
+            per_kind=context.settings.per_kind,
+            budget_bytes=context.budget_bytes,
+            replacing=replacing,
+        )
+
+    found = options_of(rules.replacing)
     if found.memory_bound and rules.replacing_for_memory != rules.replacing:
-        found = _by_estimate(*where, rules.replacing_for_memory)
+        found = options_of(rules.replacing_for_memory)
     counts = {
         "strategies_estimated": sum(map(len, found.estimated)),
         "estimate_seconds": time.perf_counter() - started,
@@ -266,7 +263,8 @@ def measure_all_budgets(
     these, if the time of the settings is over, only what is known.
 
     Returns:
-        It, and a sentence that says what was not measured, and why; "" if all was.
+        It, and what was not measured, and why, or that it took longer than asked for;
+        "" if all was measured in time.
 
     Raises:
         CfpError: nothing can be measured.
@@ -287,10 +285,13 @@ def measure_all_budgets(
                     break  # Without the others there is a curve, too.
                 measurer(jobs[start : start + ROUND_SIZE])
             records |= context.store.get_many(job.key.digest for job in jobs)
+        late, given = time.monotonic() - context.end, context.settings.seconds
     costs = Costs(analysis, rates)
     problem = build_problem(costs, measured_options(costs, wanted, records), None)
     missing = [item for item in wanted if item.outcome(records) is None]
-    return problem, _cut_text(wanted, missing, measurer.interrupted, asked_again)
+    cut = _cut_text(wanted, missing, measurer.interrupted, asked_again)
+    overtime = overtime_text("Measuring", late, given)
+    return problem, ". ".join(filter(None, (cut, overtime)))
 
 
 def _cut_text(

@@ -20,7 +20,7 @@ from cfp.plan.plan import Plan
 from cfp.printable import counted, merged_alike
 from cfp.race.programs import TOO_LATE
 from cfp.settings import Dimension, defaults_of
-from cfp.units import format_bytes
+from cfp.units import format_bytes, overtime_text
 from cfp.view.words import (
     ALL_SECONDS,
     MOST_NAMES,
@@ -51,11 +51,10 @@ def remarks(plan: Plan) -> Iterator[str]:
         yield unplanned
     given = search.get(GIVEN_SECONDS)
     took = search.get(VARIANTS_SECONDS, search.get(ALL_SECONDS, 0.0))
-    if given is not None and took >= given + 1.0:
-        yield (
-            f"planning took {took - given:.0f} s more than the {given:g} s asked for: "
-            "what had begun, such as a compile, was awaited"
-        )
+    if given is not None and (
+        overtime := overtime_text("planning", took - given, given)
+    ):
+        yield overtime
     late = sum(row.note == TOO_LATE for row in plan.race)
     if late and len({row.samples_ms for row in plan.race if row.samples_ms}) == 1:
         others = "the other" if late == 1 else f"any of {late} others"

@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from types import SimpleNamespace
 
 import jax
@@ -39,7 +40,7 @@ find_again = profile_pass._again
 
 @pytest.fixture
 def measured(analysis, mesh, folder, monkeypatch):
-    """Measures under a budget of seconds, of which one is over with each round.
+    """Measures under a budget of seconds, of which some are over with each round.
 
     The user may interrupt when there were some rounds.
 
@@ -47,7 +48,7 @@ def measured(analysis, mesh, folder, monkeypatch):
     rematerialized, as (kind, candidate), and what is said of what was not measured.
     """
 
-    def go(seconds, interrupted_after=None):
+    def go(seconds, interrupted_after=None, each=1.0):
         # With such a tolerance the search asks for nothing: all calls see the same.
         rounds, begun = [], []
 
@@ -65,16 +66,16 @@ def measured(analysis, mesh, folder, monkeypatch):
 
         def now():
             # However slow the machine is, what is not rematerialized is measured whole.
-            return len(rounds) + 0.5 if begun else -math.inf
+            return each * len(rounds) + 0.5 if begun else -math.inf
 
         monkeypatch.setattr(profile_pass, "ROUND_SIZE", 2)
         monkeypatch.setattr(profile_pass, "_again", begin)
         monkeypatch.setattr("cfp.profiling.measurer.profile", asked)
         started = SimpleNamespace(monotonic=lambda: 0.0)
         monkeypatch.setattr("cfp.context.time", started)
-        monkeypatch.setattr(
-            "cfp.profiling.measurer.time", SimpleNamespace(monotonic=now)
-        )
+        clock = SimpleNamespace(monotonic=now, perf_counter=time.perf_counter)
+        monkeypatch.setattr("cfp.profiling.measurer.time", clock)
+        monkeypatch.setattr(profile_pass, "time", clock)
         told = []
         settings = DetailedSettings(
             per_kind=3, in_context=False, seconds=seconds, progress=told.append
@@ -108,6 +109,7 @@ def test_what_is_computed_again_is_measured_until_time_is_over(measured):
     after = re.match(said, cut)
     assert after and int(after[1]) < int(before[1])
     assert len(one) == 1 and {kind for kind, _ in two} == {0, 1}
+    assert "more than" not in cut
     same, _, cut = measured(float("inf"), interrupted_after=1)
     text = re.match(said.replace("time was over", "it was interrupted"), cut)
     assert same == one and text and text[1] == after[1]
@@ -123,6 +125,11 @@ def test_what_is_computed_again_is_measured_until_time_is_over(measured):
     # What is known counts, however late it is.
     assert measured(0.0) == ([], every, "")
     assert measured(math.inf, interrupted_after=0)[1:] == (every, "")
+
+
+def test_what_had_begun_is_awaited_and_it_is_said_how_long(measured):
+    said = "Measuring took 3 s more than the 1 s asked for: what had begun, such as"
+    assert said in measured(1.0, each=3.25)[2]
 
 
 def test_an_interrupt_before_anything_is_rematerialized_says_so():

@@ -610,7 +610,7 @@ def test_where_time_is_over_and_nothing_fits_no_other_is_planned(clock, tmp_path
 def test_state_goes_to_the_host_for_as_many_as_there_is_time_for(
     seconds, tried, clock, monkeypatch, tmp_path
 ):
-    """What lacks least says that there is none."""
+    """The one that lacks least says that there is none."""
     asked = []
 
     def find(step, shortage, end, analyzed, options):

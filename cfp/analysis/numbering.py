@@ -47,16 +47,6 @@ def squeeze(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def integers(attributes: str, name: str) -> tuple[int, ...]:
-    """A list of integers among an op's attributes, by name; () if there is none."""
-    marker = f"{name}=array<i64"
-    start = attributes.find(marker)
-    if start < 0:
-        return ()
-    text = attributes[start + len(marker) : attributes.index(">", start)]
-    return tuple(int(n) for n in text.removeprefix(":").split(",") if n.strip())
-
-
 class _Numbering:
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -125,7 +115,7 @@ class _Numbering:
             shape = self.program.values[op.results[0]].shape
             numbers[op.results[0]] = self._reshaped(operands[0], shapes[0], shape)
         elif op.kind == "transpose":
-            order = _squeezed_order(integers(op.attributes, "permutation"), shapes[0])
+            order = _squeezed_order(op.integers("permutation"), shapes[0])
             numbers[op.results[0]] = self._transposed(operands[0], order)
         elif op.kind == "reverse":
             rank = len(squeeze(shapes[0]))
@@ -156,7 +146,7 @@ class _Numbering:
         if whole is None:
             return None
         starts, limits = (
-            integers(op.attributes, name) for name in ("start_indices", "limit_indices")
+            op.integers(name) for name in ("start_indices", "limit_indices")
         )
         shape = self.program.values[op.operands[0]].shape
         if shape != self.program.values[whole.results[0]].shape:
@@ -181,7 +171,7 @@ class _Numbering:
             return False
         if op.kind == "reshape":
             return True
-        dims = integers(op.attributes, "broadcast_dimensions")
+        dims = op.integers("broadcast_dimensions")
         return list(dims) == sorted(dims)
 
     def _reshaped(

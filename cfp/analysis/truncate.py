@@ -24,7 +24,6 @@ from dataclasses import dataclass
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
-from cfp.analysis.numbering import integers
 from cfp.analysis.strategies import Spec
 from cfp.program.graph import Op, Program
 from cfp.program.signature import Part
@@ -355,7 +354,7 @@ class Truncation:
         """
         if op.kind != "slice" or self._canonical(op.operands[0]) in self._stored:
             return (op.structure,)
-        return (integers(op.attributes, "strides"),)
+        return (op.integers("strides"),)
 
     def _canonical(self, v: int) -> int:
         """One value for all that are one tensor: behind barriers, and in loops."""

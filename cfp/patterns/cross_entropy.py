@@ -31,7 +31,6 @@ from cfp.patterns.expression import (
     is_argmax,
     is_constant,
     is_exponential,
-    numbers,
     stripped,
 )
 from cfp.patterns.reading import Indexed, Read, Reader, Unread
@@ -206,7 +205,7 @@ def _of_other_logits(program: Program, seen: Mapping[int, str]) -> list[LeftAlon
         if op.kind != "reduce" or "stablehlo.maximum(%0,%1" not in op.attributes:
             continue
         value = program.values[op.operands[0]]
-        dims = numbers(op.attributes, "dimensions")
+        dims = op.integers("dimensions")
         if len(dims) != 1 or value.id in seen or value.producer < 0:
             continue
         tokens = [n for dim, n in enumerate(value.shape) if dim != dims[0]]
@@ -261,11 +260,10 @@ def _heads(program: Program, op: Op) -> list[Head]:
     shapes = [program.values[v].shape for v in op.operands]
     result = program.values[op.results[0]].shape
     contracted = [
-        numbers(op.attributes, f"{name}_contracting_dimensions")
-        for name in ("lhs", "rhs")
+        op.integers(f"{name}_contracting_dimensions") for name in ("lhs", "rhs")
     ]
     if (
-        numbers(op.attributes, "lhs_batching_dimensions")
+        op.integers("lhs_batching_dimensions")
         or any(len(dims) != 1 for dims in contracted)
         or "+" in _precision(op)
         or len(result) < 2
@@ -384,8 +382,8 @@ class _Finder:
         if self._op.kind != "dot_general":
             raise Unread(_OTHER_LOGITS, self._op.id)
         reader, vectors = self._reader, 1 - self._head.kernel
-        contracted = numbers(
-            self._op.attributes, f"{('lhs', 'rhs')[vectors]}_contracting_dimensions"
+        contracted = self._op.integers(
+            f"{('lhs', 'rhs')[vectors]}_contracting_dimensions"
         )
         every = {self._op.id} | self._ends | reader.ops | self._reached
         return CrossEntropy(
@@ -513,7 +511,7 @@ class _Finder:
     # -- of each token -------------------------------------------------------
 
     def _reduced(self, op: Op, value: int, dims: Dims) -> None:
-        reduced = set(numbers(op.attributes, "dimensions"))
+        reduced = set(op.integers("dimensions"))
         start = self._program.values[op.operands[1]]
         initial = self._scalar(op.operands[1])
         wide = self._reader.express(value, dims)
@@ -575,7 +573,7 @@ class _Finder:
 
     def _place_of_largest(self, op: Op, value: int, dims: Dims) -> None:
         largest, place = op.results
-        reduced = numbers(op.attributes, "dimensions")
+        reduced = op.integers("dimensions")
         index = self._reader.express(op.operands[1], dims)
         starts = [self._scalar(v) for v in op.operands[2:]]
         if (
@@ -607,11 +605,9 @@ class _Finder:
     def _contracted(self, op: Op, index: int, value: int, dims: Dims) -> None:
         names = ("lhs", "rhs") if index == 0 else ("rhs", "lhs")
         batch, others_batch = (
-            numbers(op.attributes, f"{name}_batching_dimensions") for name in names
+            op.integers(f"{name}_batching_dimensions") for name in names
         )
-        own, others = (
-            numbers(op.attributes, f"{name}_contracting_dimensions") for name in names
-        )
+        own, others = (op.integers(f"{name}_contracting_dimensions") for name in names)
         other = self._program.values[op.operands[1 - index]]
         if other.id == value:
             raise Unread("the logits are multiplied with themselves", op.id)
@@ -662,8 +658,8 @@ class _Finder:
         ]
         args = [one.cast(dtype) for one in sides]
         name = ("lhs", "rhs")[index]
-        batch = numbers(op.attributes, f"{name}_batching_dimensions")
-        own = numbers(op.attributes, f"{name}_contracting_dimensions")
+        batch = op.integers(f"{name}_batching_dimensions")
+        own = op.integers(f"{name}_contracting_dimensions")
         rest = [dim for dim in range(len(dims.of)) if dim not in (*batch, *own)]
         made = dims.picked([*batch, *rest])
         self._added(result, Expr("multiply", dtype, tuple(args)), dims, made)

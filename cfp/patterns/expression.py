@@ -434,7 +434,6 @@ def _is_shifted(expr: Expr, base: Expr) -> bool:
 
 # --------------------------------------------------- attributes of ops, from their text
 
-_NUMBERS = re.compile(r"-?\d+")
 _DIRECTION = re.compile(r"comparison_direction ([A-Z]{2})")
 _IN_BODY = re.compile(r"(%\d+):\S+=stablehlo\.(\w+)\(([^;)]*)")
 # The body of an argmax of values %0, %2 at places %1, %3, as JAX writes it.
@@ -449,12 +448,6 @@ _ARGMAX = (
     ("select", "%6,%0,%2", ""),
     ("select", "%10,%1,%3", ""),
 )
-
-
-def numbers(text: str, name: str) -> tuple[int, ...]:
-    """The numbers of an attribute such as ``name = [0, 1]``; () if it is not there."""
-    match = re.search(rf"\b{name} ?= ?(?:array<i64)?[:\[]?([-\d, ]*)", text)
-    return tuple(map(int, _NUMBERS.findall(match[1]))) if match else ()
 
 
 def direction(op: Op) -> str | None:

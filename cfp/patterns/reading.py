@@ -29,7 +29,6 @@ from cfp.patterns.expression import (
     constant,
     direction,
     is_constant,
-    numbers,
 )
 from cfp.program.evaluate import Evaluator, NotEvaluated
 from cfp.program.graph import Op, Program
@@ -128,10 +127,10 @@ class Reader:
         if op.kind == "reshape":
             return self._reshaped(op, dims, before, after)
         if op.kind == "transpose":
-            return dims.picked(numbers(op.attributes, "permutation"))
+            return dims.picked(op.integers("permutation"))
         if op.kind == "broadcast_in_dim" and prod(before) == prod(after):
             of: list[tuple[int, ...]] = [()] * len(after)
-            places = numbers(op.attributes, "broadcast_dimensions")
+            places = op.integers("broadcast_dimensions")
             for own, place in zip(dims.of, places, strict=True):
                 of[place] = own
             return dims.made_of(of)
@@ -155,8 +154,7 @@ class Reader:
     def _sliced(self, op: Op, dims: Dims, before: Sequence[int]) -> Dims:
         """Without some of the first or last tokens."""
         first, end, steps = (
-            numbers(op.attributes, name)
-            for name in ("start_indices", "limit_indices", "strides")
+            op.integers(name) for name in ("start_indices", "limit_indices", "strides")
         )
         cut = dict((one, (one, a, b)) for one, a, b in dims.cut)
         for own, a, b, step, size in zip(
@@ -186,7 +184,7 @@ class Reader:
     ) -> Dims | None:
         """With the tokens that were cut off, which are zero."""
         low, high, inner = (
-            numbers(op.attributes, name)
+            op.integers(name)
             for name in ("edge_padding_low", "edge_padding_high", "interior_padding")
         )
         cut = list(dims.cut)
@@ -202,13 +200,9 @@ class Reader:
     def _multiplied(self, op: Op, index: int) -> list[int] | None:
         """The dims of the wide operand that a product that sums nothing has in turn."""
         names = ("lhs", "rhs") if index == 0 else ("rhs", "lhs")
-        if any(
-            numbers(op.attributes, f"{name}_contracting_dimensions") for name in names
-        ):
+        if any(op.integers(f"{name}_contracting_dimensions") for name in names):
             return None
-        own, others = (
-            numbers(op.attributes, f"{name}_batching_dimensions") for name in names
-        )
+        own, others = (op.integers(f"{name}_batching_dimensions") for name in names)
         other = self.program.values[op.operands[1 - index]].shape
         if len(others) != len(other):
             return None
@@ -265,14 +259,14 @@ class Reader:
             own = self._reshaped(op, dims, record.shape, before)
             return self.express(op.operands[0], own)
         if op.kind == "transpose":
-            order = numbers(op.attributes, "permutation")
+            order = op.integers("permutation")
             own = dims.picked([order.index(dim) for dim in range(len(order))])
             return self.express(op.operands[0], own)
         if op.kind == "constant":
             if (found := constant(op.attributes, record.dtype)) is not None:
                 return found
         if op.kind == "iota":
-            if numbers(op.attributes, "iota_dimension") == (dims.place,):
+            if op.integers("iota_dimension") == (dims.place,):
                 return Expr(INDEX, record.dtype)
         if op.kind == "broadcast_in_dim":
             return self._broadcast(op, dims)
@@ -300,9 +294,7 @@ class Reader:
 
     def _cut_before(self, op: Op, dims: Dims) -> Cut:
         """Returns the cuts there were before a slice."""
-        first, end = (
-            numbers(op.attributes, name) for name in ("start_indices", "limit_indices")
-        )
+        first, end = (op.integers(name) for name in ("start_indices", "limit_indices"))
         here = {
             (own[0], a, b)
             for own, a, b in zip(dims.of, first, end, strict=True)
@@ -313,7 +305,7 @@ class Reader:
     def _uncut(self, op: Op, dims: Dims) -> Expr:
         """Expresses padding: zero for tokens that were cut off."""
         value, _ = op.operands
-        low = numbers(op.attributes, "edge_padding_low")
+        low = op.integers("edge_padding_low")
         inside = self.program.values[value].shape
         cut = [
             (own[0], a, a + size)
@@ -354,10 +346,8 @@ class Reader:
                 continue
             own = dims.picked([order.index(dim) for dim in range(rank)])
             name = ("lhs", "rhs")[index]
-            batch = numbers(op.attributes, f"{name}_batching_dimensions")
-            other = numbers(
-                op.attributes, f"{('rhs', 'lhs')[index]}_batching_dimensions"
-            )
+            batch = op.integers(f"{name}_batching_dimensions")
+            other = op.integers(f"{('rhs', 'lhs')[index]}_batching_dimensions")
             if any(own.of[dim] == (OTHER,) for dim in batch):
                 continue
             pairs = sorted(zip(other, batch, strict=True))
@@ -377,7 +367,7 @@ class Reader:
         [operand] = op.operands
         shape = self.program.values[operand].shape
         after = self.program.values[op.results[0]].shape
-        places = numbers(op.attributes, "broadcast_dimensions")
+        places = op.integers("broadcast_dimensions")
         own = dims.made_of(
             [
                 dims.of[place] if size == after[place] else ()
@@ -423,7 +413,7 @@ class Reader:
             maker = self.program.ops[producer]
             ops.append(producer)
             if maker.kind == "iota":
-                [dim] = numbers(maker.attributes, "iota_dimension")
+                [dim] = maker.integers("iota_dimension")
                 if self.program.values[value].shape[dim] == self.words:
                     self.ops.update(ops)
                     return Expr(INDEX, self.program.values[operand].dtype)
@@ -456,9 +446,9 @@ class Reader:
         Raises:
             Unread: it has something else.
         """
-        text, is_gather = op.attributes, op.kind == "gather"
+        is_gather = op.kind == "gather"
         batching, index_batching, mapped, window = (
-            numbers(text, name)
+            op.integers(name)
             for name in (
                 (
                     "operand_batching_dims",
@@ -480,7 +470,7 @@ class Reader:
             self.program.values[v].shape for v in (op.operands[1], op.operands[0])
         ]
         (indices, wide) = shapes
-        [vector] = numbers(text, "index_vector_dim") or (0,)
+        [vector] = op.integers("index_vector_dim") or (0,)
         own: dict[int, tuple[int, ...]] = {}
         for place, dim in zip(index_batching, batching, strict=True):
             own[place] = dims.of[dim]
@@ -525,7 +515,7 @@ class Reader:
         if maker is None or maker.kind != "concatenate":
             return None
         sizes = [self.program.values[v].shape[vector] for v in maker.operands]
-        if numbers(maker.attributes, "dimension") != (vector,) or max(sizes) > 1:
+        if maker.integers("dimension") != (vector,) or max(sizes) > 1:
             return None
         self.ops.add(maker.id)
         return (maker.id, number)

@@ -26,7 +26,7 @@ from cfp.patterns.cross_entropy import (
     LeftAlone,
     find_cross_entropies,
 )
-from cfp.patterns.expression import from_rows, numbers, to_rows
+from cfp.patterns.expression import from_rows, to_rows
 from cfp.patterns.reading import Use
 from cfp.program.evaluate import Evaluator, NotEvaluated
 from cfp.program.graph import Program, numpy_dtype
@@ -165,7 +165,7 @@ class _Proof:
         for one in self._found.reductions:
             if one.kind == ARGMAX:
                 op = program.ops[program.values[one.made].producer]
-                [dim] = numbers(op.attributes, "dimensions")
+                [dim] = op.integers("dimensions")
                 [wide] = self._evaluated(op.operands[:1], known)
                 known[one.made] = self._first_word + wide.argmax(dim)
         tokens = [self._sizes[size] for size in self._found.head.tokens]

@@ -10,7 +10,6 @@ with ``0, 1, 2, ...`` up to the number of these.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -26,10 +25,6 @@ from cfp.program.constrain import partition_spec
 from cfp.program.graph import Op, Program, Spec, reached
 from cfp.program.signature import Part, aval, is_key, key_name, signature
 
-_PICKED = re.compile(
-    r"(?:start_index_map|scatter_dims_to_operand_dims) = \[([\d, ]*)\]"
-)
-_COUNTED = re.compile(r"iota_dimension\s*=\s*(\d+)")
 _EQUAL = "comparison_direction EQ"
 # What leaves a number as it is, or about as large: where in the operands it stands.
 _SAME = {
@@ -70,11 +65,13 @@ def counts(program: Program, ops: tuple[int, ...]) -> dict[int, int]:
 def _picks(program: Program, op: Op) -> list[tuple[int, int]]:
     """(value, out of how many it picks)."""
     if op.kind in ("gather", "scatter"):
-        match = _PICKED.search(op.attributes)
-        dims = [int(d) for d in match[1].split(",") if d.strip()] if match else []
+        is_gather = op.kind == "gather"
+        dims = op.integers(
+            "start_index_map" if is_gather else "scatter_dims_to_operand_dims"
+        )
         shape = program.values[op.operands[0]].shape
         # A scatter of several arrays has its indices behind them.
-        indices = op.operands[1 if op.kind == "gather" else len(op.operands) // 2]
+        indices = op.operands[1 if is_gather else len(op.operands) // 2]
         return [(indices, min(shape[d] for d in dims))] if dims else []
     if op.kind == "compare" and _EQUAL in op.attributes:
         one, other = op.operands
@@ -89,9 +86,8 @@ def _counted(program: Program, value: int) -> int:
         producer = program.values[source].producer
         op = program.ops[producer] if producer >= 0 else None
         if op is not None and op.kind == "iota":
-            match = _COUNTED.search(op.attributes)
-            shape = program.values[source].shape
-            return shape[int(match[1])] if match else 0
+            [dim] = op.integers("iota_dimension")
+            return program.values[source].shape[dim]
     return 0
 
 

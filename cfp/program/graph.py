@@ -21,6 +21,7 @@ from jax.extend.mlir import ir
 from cfp.program.rules import Rule
 
 _FIRST_NUMBER = re.compile(r"\d+")
+_NUMBERS = re.compile(r"-?\d+")
 
 Spec = tuple[tuple[str, ...], ...]  # for each dim the mesh axes it is sharded over
 
@@ -127,6 +128,16 @@ class Op:
     def has_regions(self) -> bool:
         """True for a loop or a branch; its regions may hold no ops at all."""
         return bool(self.body or self.yields)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """The integers of an attribute, such as ``dimensions``; () if there are none.
+
+        They stand as ``name=0``, ``name=array<i64: 0, 1>`` or ``name = [0, 1]``.
+        """
+        found = re.search(
+            rf"\b{name} ?= ?(?:array<i64)?[:\[]?([-\d, ]*)", self.attributes
+        )
+        return tuple(map(int, _NUMBERS.findall(found[1]))) if found else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +303,6 @@ def numpy_dtype(element: str) -> np.dtype:
 
 # A custom_partitioning op's call: see `cfp.program.partitioned`.
 PARTITIONED = re.compile(r'backend_config="(cfp:\w*:(\d+):\w+)"')
-_SPREAD = re.compile(r"lhs_dilation\W+array<i64:([^>]*)>")
 # cuDNN's attention: its backward pass has five matrix products, its forward pass two.
 _ATTENTION = "__cudnn$fmha"
 _BACKWARD_TIMES = 2.5
@@ -314,8 +324,7 @@ def op_flops(program: Program, op: Op) -> int:
         made = [f for dim in rule.results[0] for f in dim if f in features]
         window = prod(kernel) // max(1, prod(rule.sizes[f] for f in made))
         # A dilated input is mostly zeros, which are not multiplied by.
-        spread = _SPREAD.search(op.attributes)
-        zeros = prod(map(int, spread[1].split(","))) if spread else 1
+        zeros = prod(op.integers("lhs_dilation"))
         return 2 * prod(result) * window * op.repeat // zeros
     return 2 * prod(rule.sizes) * op.repeat
 

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cfp.analysis.numbering import integers, number_values, squeeze
+from cfp.analysis.numbering import number_values, squeeze
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
@@ -217,8 +219,11 @@ def test_squeeze():
     assert squeeze((1,)) == ()
 
 
-def test_integers():
+def test_integers_of_an_attribute():
+    _, _, program = numbers(lambda x: x + 1, X)
     text = "dimension=0 : i64, permutation=array<i64: 1, 0>, sizes=array<i64>"
-    assert integers(text, "permutation") == (1, 0)
-    assert integers(text, "sizes") == ()
-    assert integers(text, "strides") == ()
+    text += ", numbers=#stablehlo.gather<map = [2, 3], my_map = [4], last = 5>"
+    op = replace(program.ops[-1], attributes=text)
+    found = {"dimension": (0,), "permutation": (1, 0), "sizes": (), "strides": ()}
+    found |= {"map": (2, 3), "last": (5,)}
+    assert {name: op.integers(name) for name in found} == found

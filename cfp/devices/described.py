@@ -155,10 +155,9 @@ Axes = tuple[tuple[str, int], ...]
 
 # What JAX takes of a GPU's memory by default.
 _TAKEN_SHARE = 0.75
-# One message over a network of InfiniBand or RoCE, where a description says nothing.
-_NETWORK_LATENCY_US = Number(
-    value=5.0, basis="specified", source="about what network adapters are sold with"
-)
+# One message over a network of InfiniBand or RoCE, where a description says nothing:
+# about what network adapters are sold with.
+_NETWORK_LATENCY_US = Number(value=5.0)
 _SHORT = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)")
 
 
@@ -282,7 +281,7 @@ class DescribedMesh:
         known = self.cluster.kind
         curves = {
             (what, group): self._curve(what, group)
-            for what in known.link_curves[0]
+            for what in known.link_curves.times
             for group in axis_groups(self.axes)
         }
         defaults = defaults_of(self.environment["platform"])
@@ -290,10 +289,10 @@ class DescribedMesh:
             mesh=self.axes,
             curves=curves,
             matmul_flops_per_ms={
-                dtype: known.expected(f"{dtype}_tflop_per_s").value * 1e9
+                dtype: known.expected(f"{dtype}_tflop_per_s") * 1e9
                 for dtype in ("float32", "bfloat16")
             },
-            memory_bytes_per_ms=known.expected("memory_gb_per_s").value * 1e6,
+            memory_bytes_per_ms=known.expected("memory_gb_per_s") * 1e6,
             combined_bytes=defaults.combined_bytes,
             launch_ms=defaults.launch_ms,
         )
@@ -313,8 +312,8 @@ class DescribedMesh:
 
     def _curve(self, what: str, group: tuple[str, ...]) -> Curve:
         """The curve of one kind of collective over some axes."""
-        curves, ways, _ = self.cluster.kind.link_curves
-        known = curves[what]
+        curves = self.cluster.kind.link_curves
+        known, ways = curves.times[what], curves.devices
         size = prod(self.shape[name] for name in group)
         near = self._within(group)
         more = sent_share(what, size) / sent_share(what, ways)
@@ -441,9 +440,6 @@ def _cluster(data: Mapping[str, Any], text: str, where: str) -> Cluster:
         kept = {k: n for k, n in found.measured.items() if k not in own}
         found = replace(found, numbers={**found.numbers, **own}, measured=kept)
         if given.curves or "link_gb_per_s" in own:
-            curves, devices, source = curves_from(given, where)
-            found = replace(
-                found, curves=curves, curve_devices=devices, curve_source=source
-            )
+            found = replace(found, curves=curves_from(given))
     per_host = given.devices_per_host or found.devices_per_host
     return Cluster(text=text, kind=found, hosts=given.hosts, per_host=per_host)

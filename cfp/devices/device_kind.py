@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from jax.sharding import Mesh
@@ -24,7 +23,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
     model_validator,
 )
 
@@ -46,6 +44,8 @@ class _Table(BaseModel):
 class Number(_Table):
     """A number with its origin; in a file, a number alone is a specification.
 
+    The origin is for readers of the file: here only the basis matters.
+
     Attributes:
         value: in the unit of its name.
         basis: "measured" or "specified".
@@ -58,9 +58,8 @@ class Number(_Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _complete(cls, data: Any, info: ValidationInfo) -> Any:
-        given = data if isinstance(data, Mapping) else {"value": data}
-        return {"source": info.context or "", **given}
+    def _complete(cls, data: Any) -> Any:
+        return data if isinstance(data, Mapping) else {"value": data}
 
 
 class Curves(_Table):
@@ -150,13 +149,13 @@ def read(data: Mapping[str, Any], where: str) -> Description:
 
     Args:
         data: parsed TOML.
-        where: the file, for messages and as the source of its numbers.
+        where: the file, for messages.
 
     Raises:
         TargetError: a name is unknown, or a value is not allowed.
     """
     try:
-        return Description.model_validate(data, context=Path(where).name)
+        return Description.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])
@@ -246,6 +245,18 @@ _MEASURED_KIND = "h200"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCurves:
+    """Times of collectives inside a host, by kind.
+
+    Attributes:
+        devices: number of devices that took part.
+    """
+
+    devices: int
+    times: Mapping[str, Curve]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
     """A kind of device.
 
@@ -254,8 +265,7 @@ class DeviceKind:
         devices_per_host: how many stand in a host, usually.
         numbers: what is specified, by name.
         measured: of those, what was measured.
-        curve_devices: of how many devices of a host the curves are; 0 without curves.
-        curve_source: where they are from.
+        curves: of the links of a host, if they are known.
     """
 
     name: str
@@ -263,41 +273,34 @@ class DeviceKind:
     devices_per_host: int
     numbers: Mapping[str, Number]
     measured: Mapping[str, Number]
-    curve_devices: int
-    curves: Mapping[str, Curve]
-    curve_source: str
+    curves: LinkCurves | None
 
-    def expected(self, name: str) -> Number:
+    def expected(self, name: str) -> float:
         """A rate that programs reach: measured, or a share of what is specified."""
         if name in self.measured:
-            return self.measured[name]
+            return self.measured[name].value
         own = self.numbers[name]
         if own.basis == "measured":
-            return own
+            return own.value
         known = kind(_MEASURED_KIND)
-        share = known.measured[name].value / known.numbers[name].value
-        return Number(
-            value=own.value * share,
-            basis="specified",
-            source=f"{share:.2f} (as of {known.device_kind}) of {own.source}",
-        )
+        return own.value * known.measured[name].value / known.numbers[name].value
 
     @property
-    def link_curves(self) -> tuple[Mapping[str, Curve], int, str]:
-        """Curves inside a host, of how many devices, and where they are from."""
-        if self.curves:
-            return self.curves, self.curve_devices, self.curve_source
+    def link_curves(self) -> LinkCurves:
+        """Its curves, or the measured kind's at the bandwidth of its own links."""
+        if self.curves is not None:
+            return self.curves
         known = kind(_MEASURED_KIND)
-        link = self.numbers["link_gb_per_s"]
-        slower = known.numbers["link_gb_per_s"].value / link.value
-        curves = {
+        assert known.curves is not None, "its file has curves"
+        link = "link_gb_per_s"
+        slower = known.numbers[link].value / self.numbers[link].value
+        times = {
             what: tuple(
                 (size, curve[0][1] + (ms - curve[0][1]) * slower) for size, ms in curve
             )
-            for what, curve in known.curves.items()
+            for what, curve in known.curves.times.items()
         }
-        source = f"{known.curve_source}, at the bandwidth of {link.source}"
-        return curves, known.curve_devices, source
+        return replace(known.curves, times=times)
 
 
 @cache
@@ -391,23 +394,20 @@ def kind_from(given: Description, name: str, where: str) -> DeviceKind:
             'source = "the vendor\'s datasheet" }, or kind = "h200" to start from '
             "a shipped kind",
         )
-    curves, devices, source = curves_from(given, where)
     return DeviceKind(
         name=name,
         device_kind=given.device_kind or name,
         devices_per_host=given.devices_per_host or 8,
         numbers=numbers,
         measured=given.measured,
-        curve_devices=devices,
-        curves=curves,
-        curve_source=source,
+        curves=curves_from(given),
     )
 
 
-def curves_from(given: Description, where: str) -> tuple[Mapping[str, Curve], int, str]:
-    """Returns a description's curves, their number of devices, and their source."""
+def curves_from(given: Description) -> LinkCurves | None:
+    """Returns a description's curves; None if it has none."""
     if given.curves is None:
-        return {}, 0, where
+        return None
     points = given.curves.points
-    curves = {key: rising((int(b), ms) for b, ms in of) for key, of in points.items()}
-    return curves, given.curves.devices, given.curves.source or where
+    times = {key: rising((int(b), ms) for b, ms in of) for key, of in points.items()}
+    return LinkCurves(devices=given.curves.devices, times=times)

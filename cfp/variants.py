@@ -1,37 +1,26 @@
 """The fastest of several variants of one step: other meshes, other microbatches.
 
-Variants that estimates rule out are planned only if none of the others fits in memory.
-Each is planned as if it were the only one, with one store for all, and a share of the
-time there is. What won is then timed once more, all of them in turn in one race,
-because times of different races do not compare: clocks drift, and neighbours come and
-go.
+They are planned in turn (`cfp.variant_turns`). What won is then timed once more, all of
+them in turn in one race, because times of different races do not compare: clocks drift,
+and neighbours come and go.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import inf, isfinite
+from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from jax.sharding import Mesh
 
 from cfp.context import agreement_of, device_memory, settings_or_defaults
-from cfp.errors import CfpError, MemoryBudgetError, ProcessError, StepNotTraceable
-from cfp.find import (
-    FoundPlan,
-    PlanOptions,
-    estimate_plan,
-    find_plan,
-    find_with_state_in_host,
-)
+from cfp.errors import CfpError, MemoryBudgetError
+from cfp.find import FoundPlan, PlanOptions
 from cfp.outcomes import Basis, Outcome, Variant, with_variants, with_worth
-from cfp.passes.pipeline import Analyzed, Pins, analyze_step
+from cfp.passes.pipeline import Pins
 from cfp.plan.figures import (
     GIVEN_SECONDS,
     SLOWEST_SECONDS,
@@ -44,29 +33,16 @@ from cfp.profiling.builder import Job
 from cfp.profiling.coordination import coordinated_planning, interrupting_all
 from cfp.profiling.key import environment_parts
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.outlook import without_left
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import open_store, store_path
-from cfp.profiling.tasks import Progress
-from cfp.program.meaning import check_settings
-from cfp.program.step import FlatStep, flatten_step
 from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram, RaceResult, Skipped, race_row
-from cfp.race.shortage import least_short
 from cfp.race.turns import race_programs
 from cfp.report.progress import shown
 from cfp.search.jobs import whole_job
-from cfp.settings import (
-    ESTIMATES_SHARE,
-    LEAST_VARIANT_SHARE,
-    PLANNED_BY_ESTIMATE,
-    REACH_BY_ESTIMATE,
-)
 from cfp.solution import Estimate
-from cfp.units import clock_text, parse_bytes
-from cfp.view.words import SAME_MS
-
-now = time.monotonic  # Of the time that all variants share.
+from cfp.units import parse_bytes
+from cfp.variant_turns import Deadline, plan_in_turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +113,6 @@ def plan_fastest(
         KeyboardInterrupt: before anything can be chosen from; of several processes, at
             any time.
     """
-    began = now()
     names = [variant.name for variant in variants]
     if not names or len(set(names)) < len(names):
         raise CfpError(f"Expected variants with a name each, got {names}.")
@@ -171,31 +146,19 @@ def plan_fastest(
             cache_dir=cache_dir,
             settings=how,
         )
-        deadline = _Deadline(end=now() + how.seconds, agreement=agreement)
-        work = _Planning(variants, _Steps(calls, options), options, deadline)
-        if several and preset is None and (rule_out or isfinite(how.seconds)):
-            work.estimate(rule_out)
-        work.plan(work.turns)
-        if work.ruled_out and work.nothing_fits():
-            work.plan_ruled_out()
-        if work.nothing_fits():
-            if preset is None:
-                work.plan_with_state_in_host()
-            work.plan_leaner(leaner)
-        found = work.found()
-        if not found:
-            raise _no_plan(work.errors(), work.late())
-        every = [*variants, *work.leaner]
-        tries = {one.name: _Try(name=one.name) for one in every} | work.tries
-        tries |= {one.name: one for one in work.ruled_out}
-        notes = {name: one.note for name, one in tries.items()}
+        deadline = Deadline.after(how.seconds, agreement)
+        tried = plan_in_turn(
+            variants, calls, options, deadline, rule_out=rule_out, leaner=leaner
+        )
+        found, estimates = tried.found, tried.estimates
+        notes = {name: one.note for name, one in tried.tries.items()}
         basis, times = _own_times(found)
         # The race compiles once more what won in races of other processes.
         plans = [one.plan for one in found.values() if one.plan.raced is None]
         took = [plan.search.get("compile_seconds", 0.0) for plan in plans]
         is_over = deadline.is_within(max(took, default=0.0))
-        interrupted = any(one.interrupted for one in tries.values())
-        if basis is Basis.MEASURED and len(times) > 1 and not (is_over or interrupted):
+        may_race = not (is_over or tried.interrupted)
+        if basis is Basis.MEASURED and len(times) > 1 and may_race:
             # Of several processes the others would go on.
             with contextlib.suppress(*[KeyboardInterrupt] if agreement.alone else []):
                 entrants = [(name, found[name]) for name in times]
@@ -209,7 +172,6 @@ def plan_fastest(
                     basis, times = Basis.RACED, raced
                     notes |= {name: race_row(r).note for name, r in results.items()}
     best = min(times, key=times.__getitem__, default=next(iter(found)))
-    estimates = work.estimates.by_name
     outcomes = tuple(
         Outcome(
             name=name,
@@ -220,11 +182,11 @@ def plan_fastest(
             estimated_ms=estimates[name].time_ms if name in estimates else None,
             is_too_large=isinstance(one.error, MemoryBudgetError),
         )
-        for name, one in tries.items()
+        for name, one in tried.tries.items()
     )
-    plan = _with_seconds(found[best].plan, outcomes, how, now() - began)
+    plan = _with_seconds(found[best].plan, outcomes, how, deadline.spent_seconds)
     plan = with_variants(plan, best, outcomes, basis)
-    plan = with_worth(plan, every, outcomes, basis)
+    plan = with_worth(plan, tried.variants, outcomes, basis)
     outcomes = tuple(
         replace(one, plan=plan) if one.name == best else one for one in outcomes
     )
@@ -233,53 +195,8 @@ def plan_fastest(
         plan=plan,
         outcomes=outcomes,
         basis=basis,
-        interrupted=interrupted,
+        interrupted=tried.interrupted,
     )
-
-
-_INTERRUPTED = "interrupted"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Try:
-    """One attempt to plan a variant."""
-
-    name: str
-    seconds: float = 0.0
-    found: FoundPlan | None = None
-    error: CfpError | None = None
-    why_not: str = ""
-
-    @property
-    def interrupted(self) -> bool:
-        ended = self.found or self.error
-        return not self.why_not and (ended is None or ended.interrupted)
-
-    @property
-    def note(self) -> str:
-        if self.why_not:
-            return self.why_not
-        return str(self.error or (_INTERRUPTED if self.interrupted else ""))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Deadline:
-    """The end of the time that all variants share.
-
-    Attributes:
-        end: it, as `time.monotonic` counts.
-        agreement: of the processes that plan; process 0 says how much is left.
-    """
-
-    end: float
-    agreement: Agreement
-
-    def is_within(self, seconds: float) -> bool:
-        """True if no more than some seconds are left for process 0."""
-        if not isfinite(self.end):
-            return False
-        with coordinated_planning(self.agreement.alone):
-            return self.agreement.decided("the time", self.end - now() <= seconds)
 
 
 def _agreement(variants: Sequence[Variant]) -> Agreement:
@@ -289,347 +206,6 @@ def _agreement(variants: Sequence[Variant]) -> Agreement:
         return Agreement(alone=True)
     devices = (device for mesh in meshes for device in mesh.devices.flat)
     return Agreement.about({device.process_index for device in devices})
-
-
-class _Steps:
-    """Steps of variants, each traced once, and analysed once on its mesh.
-
-    Args:
-        calls: which arguments are static, and which are donated.
-        options: how to plan.
-    """
-
-    def __init__(self, calls: Mapping[str, Any], options: PlanOptions) -> None:
-        self._calls, self._options = calls, options
-        self._known: dict[str, tuple[FlatStep, Analyzed]] = {}
-        self._broken: dict[int, StepNotTraceable] = {}
-
-    def analyzed(self, variant: Variant) -> tuple[FlatStep, Analyzed]:
-        """The step of a variant, analysed.
-
-        Raises:
-            CfpError: it cannot be; a step that JAX cannot trace is tried once.
-        """
-        if variant.name not in self._known:
-            key = id(variant.fn)
-            if key in self._broken:
-                raise self._broken[key]
-            try:
-                step = flatten_step(
-                    variant.fn, variant.args, variant.kwargs, **self._calls
-                )
-                check_settings()
-                with self._options.planning(variant.mesh):
-                    made = analyze_step(step, variant.mesh, self._options.pins)
-            except StepNotTraceable as error:
-                self._broken[key] = error
-                raise
-            self._known[variant.name] = step, made
-        return self._known[variant.name]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Estimates:
-    """Estimates of the best plans of variants.
-
-    Attributes:
-        by_name: of those that can be estimated.
-        took_seconds: what the quickest of them took.
-    """
-
-    by_name: dict[str, Estimate] = field(default_factory=dict)
-    took_seconds: float = inf
-
-    def rank(self, variant: Variant) -> tuple[bool, float]:
-        """Sort key: choices that fit come first, then fast ones.
-
-        What was not estimated comes last: what cannot be fails as a plan, too.
-        """
-        if (estimate := self.by_name.get(variant.name)) is None:
-            return True, inf
-        return not estimate.fits, estimate.time_ms
-
-
-def _estimates_of(
-    variants: Sequence[Variant],
-    steps: _Steps,
-    options: PlanOptions,
-    deadline: _Deadline,
-    rule_out: bool,
-) -> _Estimates:
-    """Estimates variants, the first of each mesh first, in a share of the time.
-
-    Args:
-        rule_out: whether estimates rule some out, which spares more time than they
-            take: then they may take all that there is.
-    """
-    found: dict[str, Estimate] = {}
-    took, need = inf, ""
-    seconds = settings_or_defaults(options.settings).seconds
-    spared = 0.0 if rule_out else (1.0 - ESTIMATES_SHARE) * seconds
-    for place, variant in enumerate(_by_turns(variants), start=1):
-        if found and deadline.is_within(spared + took):
-            return _Estimates(by_name=found, took_seconds=took)
-        started = now()
-        which = f"{variant.name} ({place} of {len(variants)}{need})"
-        if (estimate := _estimate_of(variant, steps, options, which)) is not None:
-            found[variant.name] = estimate
-            took = min(took, now() - started)
-            need = "" if rule_out else _need_text(len(variants), took, seconds)
-    return _Estimates(by_name=found, took_seconds=took)
-
-
-def _near_by_estimate(
-    variants: Sequence[Variant], estimates: _Estimates
-) -> tuple[list[Variant], list[_Try]]:
-    """Splits variants into those that may be the fastest by estimates, and others.
-
-    What was not estimated may be, and comes last; the best come first.
-    """
-    known = [one for one in variants if one.name in estimates.by_name]
-    if not known:
-        return [*variants], []
-    best = min(known, key=estimates.rank)
-    is_final = estimates.by_name[best.name].is_final
-    misfit, best_ms = estimates.rank(best)
-    near, far = [], []
-    for variant in variants:
-        misfits, time_ms = estimates.rank(variant)
-        is_slow = is_final or misfits > misfit or time_ms > REACH_BY_ESTIMATE * best_ms
-        is_known = variant.name in estimates.by_name
-        if variant is best or not is_known or not is_slow:
-            near.append(variant)
-            continue
-        memory = ", does not fit in memory" if misfits else ""
-        why = f"estimated at {time_ms:.3f} ms{memory}; {best.name} at {best_ms:.3f}"
-        if not memory and abs(time_ms - best_ms) <= SAME_MS:
-            why = f"estimated at {time_ms:.3f} ms, a tie with {best.name}"
-        far.append(_Try(name=variant.name, why_not=why))
-    return sorted(near, key=estimates.rank), far
-
-
-class _Planning:
-    """Variants that are planned in turn, in the time that all of them share.
-
-    Attributes:
-        turns: variants in the order of their turns.
-        leaner: those among them that were made since nothing else fits in memory.
-        ruled_out: those that estimates leave out.
-        estimates: of those that were estimated.
-        tries: what came of those that had a turn, by name.
-    """
-
-    def __init__(
-        self,
-        variants: Sequence[Variant],
-        steps: _Steps,
-        options: PlanOptions,
-        deadline: _Deadline,
-    ) -> None:
-        self._variants, self._options, self._deadline = variants, options, deadline
-        self._steps = steps
-        self._settings = settings_or_defaults(options.settings)
-        self._need = ""
-        self._late: list[str] = []
-        self.turns = [*variants]
-        self.leaner: list[Variant] = []
-        self.ruled_out: list[_Try] = []
-        self.estimates = _Estimates()
-        self.tries: dict[str, _Try] = {}
-
-    def found(self) -> dict[str, FoundPlan]:
-        """The plans that there are."""
-        tries = self.tries.items()
-        return {name: one.found for name, one in tries if one.found is not None}
-
-    def errors(self) -> list[tuple[str, CfpError]]:
-        """The reasons why the variants that were asked for have no plans."""
-        tries = [self.tries.get(one.name) for one in self._variants]
-        return [(one.name, one.error) for one in tries if one and one.error]
-
-    def late(self) -> list[str]:
-        """Variants that there was no time for."""
-        tries = self.tries.values()
-        return self._late + [one.name for one in tries if one.why_not == UNPLANNED]
-
-    def nothing_fits(self) -> bool:
-        """True if all that were planned need more memory than there is."""
-        tries = self.tries.values()
-        return all(isinstance(one.error, MemoryBudgetError) for one in tries)
-
-    def estimate(self, rule_out: bool) -> None:
-        """Estimates variants, and orders them, or leaves some out.
-
-        Args:
-            rule_out: whether what estimates have far behind is left out.
-        """
-        found = _estimates_of(
-            self.turns, self._steps, self._options, self._deadline, rule_out
-        )
-        self.estimates = found
-        if rule_out:
-            self.turns, self.ruled_out = _near_by_estimate(self.turns, found)
-            return
-        # In the time that there is, the most promising come first.
-        self.turns.sort(key=found.rank)
-        seconds = self._settings.seconds
-        self._need = _need_text(len(self.turns), found.took_seconds, seconds)
-
-    def plan(
-        self,
-        variants: Sequence[Variant],
-        how: Callable[[Variant, float], FoundPlan] | None = None,
-    ) -> None:
-        """Plans one after another, at least one, until the user ends it, or time does.
-
-        Args:
-            how: plans one in so many seconds, if not as it is.
-
-        Raises:
-            ProcessError: the processes do not plan together.
-        """
-        how = how or self._plan_one
-        for place, variant in enumerate(variants):
-            name = variant.name
-            if place and self._is_late():
-                self.tries[name] = _Try(name=name, why_not=UNPLANNED)
-                continue
-            found = error = None
-            started = now()
-            # The last race takes a share, too.
-            shares = len(variants) - place + (len(variants) > 1)
-            try:
-                found = how(variant, max(0.0, (self._deadline.end - started) / shares))
-            except ProcessError:
-                raise
-            except CfpError as reason:
-                error = reason
-            except KeyboardInterrupt:
-                if not (self._deadline.agreement.alone and self.found()):
-                    raise
-            before = self.tries[name].seconds if name in self.tries else 0.0
-            seconds = before + now() - started
-            tried = _Try(name=name, seconds=seconds, found=found, error=error)
-            self.tries[name] = tried
-            if tried.interrupted:
-                return
-
-    def plan_ruled_out(self) -> None:
-        """Plans what estimates left out: they may be wrong of memory."""
-        names = {one.name for one in self.ruled_out}
-        spared = [one for one in self._variants if one.name in names]
-        spared.sort(key=self.estimates.rank)
-        self.turns += spared
-        for place, one in enumerate(spared):
-            if self._is_late():
-                self._late += [each.name for each in spared[place:]]
-                break
-            self.plan([one])
-            if self._is_done(one):
-                break
-        self.ruled_out = [one for one in self.ruled_out if one.name not in self.tries]
-
-    def plan_with_state_in_host(self) -> None:
-        """Plans what does not fit with a part of its state in the host's memory.
-
-        What lacks least is first, and says it if there is no time for that, either.
-        """
-        lacking = [(n, e) for n, e in self.errors() if isinstance(e, MemoryBudgetError)]
-        errors = dict(lacking)
-        short = [one for one in self._variants if one.name in errors]
-        short.sort(key=lambda one: errors[one.name].smallest_feasible_bytes)
-
-        def in_host(variant: Variant, seconds: float) -> FoundPlan:
-            step, analyzed = self._steps.analyzed(variant)
-            options, end = self._options_of(variant.name, seconds), now() + seconds
-            error = errors[variant.name]
-            return find_with_state_in_host(step, error, end, analyzed, options)
-
-        for place, one in enumerate(short):
-            if place and self._is_late():
-                return
-            self.plan([one], in_host)
-            if self._is_done(one):
-                return
-
-    def plan_leaner(self, leaner: Callable[[], Iterable[Variant]]) -> None:
-        """Plans variants that need less memory, until one of them fits."""
-        for one in leaner():
-            if self._is_late():
-                self._late.append(one.name)
-                return
-            estimate = _estimate_of(one, self._steps, self._options, one.name)
-            if estimate is None or not estimate.fits:
-                continue
-            self.estimates.by_name[one.name] = estimate
-            self.leaner.append(one)
-            self.turns.append(one)
-            self.plan([one])
-            if self._is_done(one):
-                return
-
-    def _plan_one(self, variant: Variant, seconds: float) -> FoundPlan:
-        place = [one.name for one in self.turns].index(variant.name) + 1
-        which = f"{variant.name} ({place} of {len(self.turns)}{self._need})"
-        started = now()
-        step, analyzed = self._steps.analyzed(variant)
-        options = self._options_of(which, max(0.0, seconds - (now() - started)))
-        known = self.estimates.by_name.get(variant.name)
-        if known is not None and (profiles := known.profiles) is not None:
-            again = analyzed.seconds + profiles.counts["estimate_seconds"]
-            analyzed = replace(analyzed, profiles=profiles, seconds=again)
-        return find_plan(step, variant.mesh, options, analyzed)
-
-    def _options_of(self, which: str, seconds: float) -> PlanOptions:
-        """The options of one variant; its events say which of several it is."""
-        told = self._settings
-        told = _telling(told, which) if len(self._variants) > 1 else told
-        return replace(self._options, settings=replace(told, seconds=seconds))
-
-    def _is_late(self) -> bool:
-        """True if another variant would take longer than there is time.
-
-        However little it is given: a share of the quickest.
-        """
-        took = [
-            one.seconds
-            for one in self.tries.values()
-            if one.found or isinstance(one.error, MemoryBudgetError)
-        ]
-        return self._deadline.is_within(LEAST_VARIANT_SHARE * min(took, default=0.0))
-
-    def _is_done(self, variant: Variant) -> bool:
-        """True if a variant has a plan, or the user has ended planning."""
-        tried = self.tries[variant.name]
-        return tried.found is not None or tried.interrupted
-
-
-def _by_turns(variants: Sequence[Variant]) -> list[Variant]:
-    """The first variants of all meshes, then the second of each, and so on."""
-    turns, seen = dict[str, int](), Counter[tuple[tuple[str, int], ...]]()
-    for one in variants:
-        axes = tuple(one.mesh.shape.items())
-        turns[one.name] = seen[axes]
-        seen[axes] += 1
-    return sorted(variants, key=lambda one: turns[one.name])
-
-
-def _need_text(count: int, took: float, seconds: float) -> str:
-    """Describes the time that some variants need, where it is more than there is.
-
-    Args:
-        count: how many they are.
-        took: what it took to estimate one, in seconds; infinite if none was.
-        seconds: for all.
-    """
-    each = PLANNED_BY_ESTIMATE * took
-    if not isfinite(took) or not count * each > seconds:
-        return ""
-    enough = max(1, int(seconds / each))
-    return (
-        f"; to plan all takes {clock_text(count * each)} or more, {seconds:.0f} s are "
-        f"enough for about {enough}"
-    )
 
 
 def _seconds(found: FoundPlan | None, tried: float) -> float:
@@ -655,29 +231,6 @@ def _note(note: str, estimate: Estimate | None) -> str:
         return note
     memory = "" if estimate.fits else ", does not fit in memory"
     return f"{note}; estimated at {estimate.time_ms:.3f} ms{memory}"
-
-
-def _estimate_of(
-    variant: Variant, steps: _Steps, options: PlanOptions, which: str
-) -> Estimate | None:
-    """Estimates a variant's best plan; None if it cannot be.
-
-    Args:
-        which: the variant, in events.
-
-    Raises:
-        ProcessError: the processes do not plan together.
-    """
-    told = _telling(settings_or_defaults(options.settings), which)
-    if told.progress is not None:
-        told.progress("reading the step")
-    try:
-        _, analyzed = steps.analyzed(variant)
-        return estimate_plan(analyzed, replace(options, settings=told))
-    except ProcessError:
-        raise
-    except CfpError:
-        return None
 
 
 def _own_times(found: Mapping[str, FoundPlan]) -> tuple[Basis, dict[str, float]]:
@@ -756,45 +309,3 @@ def _mesh(found: FoundPlan) -> Mesh:
     mesh = found.plan.mesh
     assert mesh is not None, "a new plan has a mesh"
     return mesh
-
-
-def _telling(settings: PlannerSettings, name: str) -> PlannerSettings:
-    """Settings whose events say which variant they are about.
-
-    They do not say what time is left, which is that of all variants and of their race.
-    """
-    progress = settings.progress
-    if progress is None:
-        return settings
-
-    def tell(event: Progress | str) -> None:
-        if isinstance(event, str):
-            progress(f"{name}: {without_left(event)}")
-        else:
-            label = f"{name}: {event.label}" if event.label else name
-            progress(replace(event, label=label, left_seconds=inf))
-
-    return replace(settings, progress=tell)
-
-
-def _no_plan(
-    errors: Sequence[tuple[str, CfpError]], late: Sequence[str] = ()
-) -> CfpError:
-    """The error where every variant failed: each that there is, once.
-
-    Where none fits in memory that is the error of the one that needs least.
-
-    Args:
-        errors: by the variants' names.
-        late: variants that there was no time for.
-    """
-    short = {n: one for n, one in errors if isinstance(one, MemoryBudgetError)}
-    if errors and len(short) == len(errors):
-        return least_short(short, late)
-    by_text: dict[str, list[str]] = {}
-    for name, error in errors:
-        by_text.setdefault(str(error), []).append(name)
-    if len(by_text) == 1:
-        return errors[0][1]
-    lines = [f"{', '.join(names)}: {text}" for text, names in by_text.items()]
-    return CfpError("\n".join(["None of the variants can be planned.", *lines]))

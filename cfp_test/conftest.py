@@ -159,6 +159,6 @@ def analyzed_once():
         return known[-1][1]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("find", "variants"):
+        for module in ("find", "variant_turns"):
             patch.setattr(f"cfp.{module}.analyze_step", analyze_once)
         yield

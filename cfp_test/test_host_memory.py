@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 import cfp
 from cfp import context as contexts
 from cfp import find as room
-from cfp import variants
+from cfp import variant_turns
 from cfp.analysis.analyze import analyze
 from cfp.analysis.host_state import enough_state, movable_state
 from cfp.analysis.layout import lay_out
@@ -144,13 +144,13 @@ def test_where_time_is_over_it_is_not_planned_again(mesh, tmp_path, monkeypatch)
     own = {"monotonic": lambda: now[0], "perf_counter": time.perf_counter}
     for module in (room, contexts, processes):
         monkeypatch.setattr(module, "time", SimpleNamespace(**own))
-    monkeypatch.setattr(variants, "now", lambda: now[0])
+    monkeypatch.setattr(variant_turns, "now", lambda: now[0])
 
     def find(*how):
         now[0] += 61.0
         return whole(*how)
 
-    monkeypatch.setattr(variants, "find_plan", find)
+    monkeypatch.setattr(variant_turns, "find_plan", find)
     with pytest.raises(cfp.MemoryBudgetError) as error:
         planned(mesh, tmp_path, 5 * MIB, settings=replace(SETTINGS, seconds=60.0))
     assert "With a longer --time-budget" in str(error.value)

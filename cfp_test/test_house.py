@@ -50,6 +50,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("cluster",),
     ("find",),
     ("outcomes",),
+    ("variant_turns",),
     ("variants",),
     ("api",),
     ("operators",),

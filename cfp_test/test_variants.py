@@ -10,6 +10,7 @@ import pytest
 
 import cfp
 from cfp import find as finding
+from cfp import variant_turns as turns
 from cfp import variants as room
 from cfp.errors import (
     CfpError,
@@ -91,7 +92,7 @@ def timed(monkeypatch):
 @pytest.fixture
 def altered(monkeypatch):
     """Alters what is found, in turn; gives the list of it."""
-    whole = room.find_plan
+    whole = turns.find_plan
     planned = []
 
     def start(change, **more):
@@ -100,7 +101,7 @@ def altered(monkeypatch):
             planned.append(change(found, len(planned)))
             return planned[-1]
 
-        monkeypatch.setattr(room, "find_plan", find)
+        monkeypatch.setattr(turns, "find_plan", find)
         return planned
 
     return start
@@ -117,8 +118,8 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 100.0
         self.estimated, self.planned, self.given = [], [], []
-        self._patch, self._plan = monkeypatch, room.find_plan
-        self._patch.setattr(room, "now", lambda: self.now)
+        self._patch, self._plan = monkeypatch, turns.find_plan
+        self._patch.setattr(turns, "now", lambda: self.now)
 
     def estimates_take(self, seconds, time_ms=lambda analyzed: 1.0):
         """Has each estimate take some seconds, and say what a test says."""
@@ -131,7 +132,7 @@ class Clock:
             ms = time_ms(analyzed)
             return Estimate(time_ms=ms, memory_bytes=1, fits=True, is_final=False)
 
-        self._patch.setattr(room, "estimate_plan", estimate)
+        self._patch.setattr(turns, "estimate_plan", estimate)
 
     def plans_take(self, *seconds, needing=None):
         """Has planning each variant take some seconds, the last of them again.
@@ -149,7 +150,7 @@ class Clock:
                 raise MemoryBudgetError(f"{needed} B.", smallest_feasible_bytes=needed)
             return self._plan(step, mesh, options, analyzed)
 
-        self._patch.setattr(room, "find_plan", find)
+        self._patch.setattr(turns, "find_plan", find)
 
 
 @pytest.fixture
@@ -253,7 +254,7 @@ def estimating(monkeypatch, table, is_final=False):
         time_ms, fits = table[BY_AXES[len(analyzed.mesh.axis_names)]]
         return Estimate(time_ms=time_ms, memory_bytes=1, fits=fits, is_final=is_final)
 
-    monkeypatch.setattr(room, "estimate_plan", say)
+    monkeypatch.setattr(turns, "estimate_plan", say)
 
 
 def told(how):
@@ -379,14 +380,14 @@ def test_of_nine_variants_the_most_promising_are_planned_in_the_time_there_is(
         [name] = [n for n, made in known.items() if made is analyzed]
         return promise[name] + 0.1 * [s.name for s in SHAPES].index(name.split()[0])
 
-    known, read = {}, room._Steps.analyzed
+    known, read = {}, turns._Steps.analyzed
 
     def analyzed(steps, variant):
         step, made = read(steps, variant)
         known[variant.name] = made
         return step, made
 
-    monkeypatch.setattr(room._Steps, "analyzed", analyzed)
+    monkeypatch.setattr(turns._Steps, "analyzed", analyzed)
     clock.estimates_take(0.0, promised)
     clock.plans_take(20.0)
     said, how = told(small(tmp_path, seconds=60.0))
@@ -465,7 +466,7 @@ def test_a_plan_of_one_variant_keeps_the_time_that_it_was_given(tmp_path):
 
 def test_what_is_left_of_one_variant_is_not_shown_as_what_is_left_of_all():
     said = []
-    told = room._telling(cfp.PlannerSettings(progress=said.append), "flat (1 of 2)")
+    told = turns._telling(cfp.PlannerSettings(progress=said.append), "flat (1 of 2)")
     told.progress("compiling planned, 2 of 3, about 0:30 left")
     assert said == ["flat (1 of 2): compiling planned, 2 of 3"]
 
@@ -504,7 +505,7 @@ def test_processes_that_differ_plan_no_other_variant(where, monkeypatch, tmp_pat
         asked.append(where)
         raise ProcessError("The processes of this program differ.")
 
-    monkeypatch.setattr(room, where, differ)
+    monkeypatch.setattr(turns, where, differ)
     with pytest.raises(ProcessError, match="differ"):
         cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
     assert len(asked) == 1
@@ -521,13 +522,13 @@ def test_a_plan_says_what_the_slowest_variant_took_of_the_time(
 
 
 def test_tracing_counts_as_time_of_a_variant(monkeypatch, clock, tmp_path):
-    read = room._Steps.analyzed
+    read = turns._Steps.analyzed
 
     def analyzed(steps, variant):
         clock.now += 10.0
         return read(steps, variant)
 
-    monkeypatch.setattr(room._Steps, "analyzed", analyzed)
+    monkeypatch.setattr(turns._Steps, "analyzed", analyzed)
     clock.plans_take(0.0)
     cfp.plan_fastest(SHAPES[:1], **small(tmp_path, seconds=60.0))
     assert clock.given == [50.0]
@@ -617,7 +618,7 @@ def test_state_goes_to_the_host_for_as_many_as_there_is_time_for(
         asked.append(BY_AXES[len(analyzed.mesh.axis_names)])
         raise shortage.with_line("With more time there is a plan.")
 
-    monkeypatch.setattr(room, "find_with_state_in_host", find)
+    monkeypatch.setattr(turns, "find_with_state_in_host", find)
     clock.plans_take(40.0, needing={"line": 9, "flat": 7, "cube": 8})
     with pytest.raises(MemoryBudgetError, match="With more time"):
         cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=seconds))

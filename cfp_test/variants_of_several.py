@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 import cfp
 from cfp import find as finding
+from cfp import variant_turns as turns
 from cfp import variants as room
 
 
@@ -25,9 +26,9 @@ def interrupt_at(place: str) -> None:
     # Of what a shell runs in the background it is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     owner, name, most = {
-        "tracing": (room, "analyze_step", 2),
+        "tracing": (turns, "analyze_step", 2),
         "planning": (finding, "_find_plan", 2),
-        "the-time": (room.Agreement, "decided", 2),
+        "the-time": (turns.Agreement, "decided", 2),
         "last-race": (room, "race_programs", 1),
     }[place]
     usual: Callable[..., Any] = getattr(owner, name)

@@ -78,7 +78,11 @@ class Terms:
     def __init__(self, frame: Frame, rates: Rates) -> None:
         self.frame = frame
         self.rates = rates
+        # Thousands of a block's strategies differ in other ops than what these are of.
         self.transition_ms = cache(self._transition_ms)
+        self.move_ms = cache(self._move_ms)
+        self._group_ms = cache(self._group_state_ms)
+        self._gradient_ms = cache(self._one_gradient_ms)
         self._sizes = dict(frame.mesh)
         self._op = cache(self._op_terms)
         self._repeats: dict[int, int] = {}
@@ -276,7 +280,7 @@ class Terms:
         main = program.args[self.frame.groups[index].args[0]]
         return self.turns(main), program.values[main].dtype
 
-    def move_ms(self, value: int, made: Made, wants: tuple[Spec, ...]) -> float:
+    def _move_ms(self, value: int, made: Made, wants: tuple[Spec, ...]) -> float:
         """Estimates the time for readers to get a value in their shardings."""
         if not wants:
             return 0.0
@@ -310,44 +314,53 @@ class Terms:
         self, groups: Sequence[int], terms: BlockTerms, mode: Storage
     ) -> tuple[float, float]:
         """Estimates the time to update groups, and to gather their parameters."""
+        found = [self._group_ms(i, self._wanted(i, terms), mode) for i in groups]
+        return sum(memory for memory, _ in found), sum(moves for _, moves in found)
+
+    def _group_state_ms(
+        self, index: int, wants: tuple[Spec, ...], mode: Storage
+    ) -> tuple[float, float]:
+        """The same for one group."""
         frame, program = self.frame, self.frame.program
-        moves = memory = 0.0
-        for index in groups:
-            group = frame.groups[index]
-            main = program.args[group.args[0]]
-            wants, used, wide = self.state_specs(index, terms, mode)
-            size = program.values[main].size_bytes
-            if mode in (Storage.SHARDED, Storage.LARGEST):
-                read = size * self._narrowed(group.reads, main)
-                for want in wants or (used,):
-                    once = self.state_move_ms(index, read, wide, (), want)
-                    moves += self.turns(main) * once
-            elif mode is Storage.OPTIMIZER:
-                moves += self.state_move_ms(index, size, wide, (), used)
-            state = sum(program.values[program.args[a]].size_bytes for a in group.args)
-            updates = group.ops or group.inner_ops[:1]
-            turns = max(map(program.turns, updates), default=1)
-            once = self.rates.memory_ms(2 * state / spec_ways(wide, frame.mesh))
-            memory += turns * once
-            memory += self._host_ms(group) / spec_ways(wide, frame.mesh)
-        return memory, moves
+        group = frame.groups[index]
+        main = program.args[group.args[0]]
+        used, wide = self._stored_specs(index, wants, mode)
+        size, moves = program.values[main].size_bytes, 0.0
+        if mode in (Storage.SHARDED, Storage.LARGEST):
+            read = size * self._narrowed(group.reads, main)
+            for want in wants or (used,):
+                once = self.state_move_ms(index, read, wide, (), want)
+                moves += self.turns(main) * once
+        elif mode is Storage.OPTIMIZER:
+            moves = self.state_move_ms(index, size, wide, (), used)
+        state = sum(program.values[program.args[a]].size_bytes for a in group.args)
+        updates = group.ops or group.inner_ops[:1]
+        turns = max(map(program.turns, updates), default=1)
+        once = self.rates.memory_ms(2 * state / spec_ways(wide, frame.mesh))
+        host_ms = self._host_ms(group) / spec_ways(wide, frame.mesh)
+        return turns * once + host_ms, moves
 
     def gradients_ms(
         self, groups: Iterable[int], terms: BlockTerms, mode: Storage
     ) -> float:
         """Estimates the time to hand gradients that a block makes to their updates."""
-        program, total = self.frame.program, 0.0
+        total = 0.0
         for index in groups:
             for v in self.frame.groups[index].gradients:
                 made = terms.makes.get(self.same(v))
-                if made is None:
-                    continue
-                *_, wide = self.state_specs(index, terms, mode)
-                if len(made[0]) == len(wide):
-                    size = program.values[v].size_bytes
-                    once = self.state_move_ms(index, size, *made, wide)
-                    total += self.turns(v) * once
+                if made is not None:
+                    wants = self._wanted(index, terms)
+                    total += self._gradient_ms(index, v, made, wants, mode)
         return total
+
+    def _one_gradient_ms(
+        self, index: int, v: int, made: Made, wants: tuple[Spec, ...], mode: Storage
+    ) -> float:
+        _, wide = self._stored_specs(index, wants, mode)
+        if len(made[0]) != len(wide):
+            return 0.0
+        size = self.frame.program.values[v].size_bytes
+        return self.turns(v) * self.state_move_ms(index, size, *made, wide)
 
     def _host_ms(self, group: StorageGroup) -> float:
         """Estimates the time to move what the host has of a group, there and back."""
@@ -360,17 +373,24 @@ class Terms:
         self, index: int, terms: BlockTerms, mode: Storage
     ) -> tuple[tuple[Spec, ...], Spec, Spec]:
         """Returns the shardings of a group's parameter: read, used, and the widest."""
+        wants = self._wanted(index, terms)
+        return wants, *self._stored_specs(index, wants, mode)
+
+    def _wanted(self, index: int, terms: BlockTerms) -> tuple[Spec, ...]:
+        """The shardings in which a block reads a group's parameter."""
+        main = self.frame.program.args[self.frame.groups[index].args[0]]
+        return terms.reads.get(self.same(main), ())
+
+    def _stored_specs(
+        self, index: int, wants: tuple[Spec, ...], mode: Storage
+    ) -> tuple[Spec, Spec]:
         frame = self.frame
         group = frame.groups[index]
-        wants = terms.reads.get(self.same(frame.program.args[group.args[0]]), ())
         used = wants[0] if wants else ((),) * len(group.shape)
         used = even_spec(used, group.shape, frame.mesh)
         used = frame.pins.get(group.args[0], used)
-        return (
-            wants,
-            used,
-            stored_spec(group, mode, used, frame.mesh, group.args[0] in frame.pins),
-        )
+        is_pinned = group.args[0] in frame.pins
+        return used, stored_spec(group, mode, used, frame.mesh, is_pinned)
 
     def _narrowed(self, reads: Sequence[int], main: int) -> float:
         """Returns the factor by which a cast shrinks a parameter before its use."""

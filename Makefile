@@ -19,11 +19,12 @@ STAMP := $(VENV)/.installed
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-latest test-gpu prove lint docs wheel lock docs-lock sbom audit clean
+.PHONY: help install demo test test-nightly test-latest test-gpu prove lint docs wheel lock docs-lock sbom audit clean
 
 help:
 	@echo 'make demo      plan a small model on this machine and show what was found'
 	@echo 'make test      lint, then all tests but the nightly ones'
+	@echo 'make test-nightly  the nightly ones, in an hour or more'
 	@echo 'make test-latest  the same with the newest dependencies that pyproject.toml allows'
 	@echo 'make test-gpu  tests on the GPUs of this machine, in ten minutes; build/gpu.md is'
 	@echo '               the page to attach to an issue'
@@ -62,6 +63,10 @@ demo: $(STAMP)
 # longest files come first (cfp_test/conftest.py).
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=10
+
+test-nightly: $(STAMP)
+	$(BIN)/python -m pytest -m nightly -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+	    --durations=10
 
 # New releases change nothing here that make could see, so this always installs.
 test-latest:

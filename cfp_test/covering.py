@@ -9,6 +9,20 @@ Factors = dict[str, list[object]]
 Row = tuple[int, ...]  # For each factor, the place of a value.
 
 
+def at_night(cases: Iterable[object]) -> list[object]:
+    """Marks cases of a test as nightly: those that walk the path of another case.
+
+    Args:
+        cases: a value each, or for several arguments a tuple.
+    """
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.nightly
+        )
+        for case in cases
+    ]
+
+
 def cover_values(**factors: Iterable[object]) -> pytest.MarkDecorator:
     """Parametrizes a test so that each value is in some row of each run.
 

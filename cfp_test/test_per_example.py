@@ -8,6 +8,7 @@ import pytest
 import cfp
 from cfp.planner_settings import DetailedSettings
 from cfp_test.checking import difference, make_mesh
+from cfp_test.covering import at_night
 
 MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
 SETTINGS = DetailedSettings(per_kind=1, in_context=False, race=False)
@@ -84,10 +85,9 @@ def expected():
 @pytest.mark.parametrize(
     ("preset", "mesh"),
     [
-        (None, "x4"),
         (None, "x2y2"),
         ("data_parallel", "x4"),
-        ("tensor_parallel", "x2y2"),
+        *at_night([(None, "x4"), ("tensor_parallel", "x2y2")]),
     ],
 )
 def test_per_example_gradients_are_those_of_one_device(mesh, preset, cache, expected):

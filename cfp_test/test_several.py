@@ -16,6 +16,7 @@ from cfp.devices import joining
 from cfp.devices.joining import Membership
 from cfp.errors import ProcessError
 from cfp.profiling.processes import Agreement, differing
+from cfp_test.covering import at_night
 from cfp_test.several import Ended, described, ends, run_all, start
 
 Endings = dict[tuple[str, str], list[Ended]]
@@ -142,7 +143,9 @@ def test_a_process_that_fails_alone(all_endings):
     assert reason in message(other)
 
 
-@pytest.mark.parametrize("place", ["tracing", "planning", "the-time", "last-race"])
+@pytest.mark.parametrize(
+    "place", ["planning", "last-race", *at_night(["tracing", "the-time"])]
+)
 def test_an_interrupt_between_variants_ends_all(place, tmp_path):
     command = ["-m", "cfp_test.variants_of_several", str(tmp_path), place]
     other, interrupted = run_all(command, tmp_path, (1, 1))

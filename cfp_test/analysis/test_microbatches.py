@@ -23,7 +23,7 @@ from cfp.program.signature import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, trace
 from cfp_test.checking import differences, make_mesh, prepare, shardings, spec_of
-from cfp_test.covering import cover_values
+from cfp_test.covering import at_night, cover_values
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.common import normal, squares
 
@@ -200,7 +200,14 @@ def test_sums_of_gradients_are_memory_of_their_segment(looped):
     assert sums[1] == 4 * 2 * 16 * 32
 
 
-@cover_values(name=TINY, scan=[False, True])
+@pytest.mark.parametrize(
+    ("name", "scan"),
+    [
+        *(("gpt", False), ("llama", True)),
+        *at_night((name, scan) for name in ("moe", "bert") for scan in (False, True)),
+        *at_night([("gpt", True), ("llama", False)]),
+    ],
+)
 def test_models_have_the_segments_that_they_have_without(name, scan):
     """Also where the layers are a scan inside of the scan over microbatches.
 

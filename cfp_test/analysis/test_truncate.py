@@ -42,6 +42,7 @@ from cfp_test.analysis.stacks import (
     stack_of,
     trained,
 )
+from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY
 
 NUMBER = re.compile(r"\d+")
@@ -438,7 +439,9 @@ def dropped_stack(layers):
     return stack_of(dropped_again, layers, ADAM)
 
 
-@pytest.mark.parametrize("make", [again_stack, dropped_stack, linen_stack, nnx_stack])
+@pytest.mark.parametrize(
+    "make", [again_stack, dropped_stack, *at_night([linen_stack, nnx_stack])]
+)
 def test_what_is_computed_again_costs_what_it_does_in_a_shallow_model(mesh, make):
     """It may be computed with another repeat's weights, so that values differ."""
 

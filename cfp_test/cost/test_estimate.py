@@ -9,6 +9,7 @@ from cfp.cost.estimate import _pair_ms
 from cfp.cost.terms import Terms
 from cfp.models import registry
 from cfp.presets.presets import presets
+from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of
@@ -58,7 +59,7 @@ def test_strategies_that_shard_alike_are_searched_once(small):
                 assert mine == axes[number]
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [True, *at_night([False])])
 def test_a_loop_costs_what_its_layers_cost(remat):
     # Large enough that latencies, of which a loop has fewer, count little.
     sizes = {"hidden": 4096, "heads": 32, "seq": 1024, "vocab": 512, "batch": 16}

@@ -15,6 +15,7 @@ from cfp.program import partitioned
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
+from cfp_test.covering import at_night
 from cfp_test.discovery import kernels
 from cfp_test.discovery.kernels import BATCH, ROWS_OF_BLOCK, WIDTH
 
@@ -62,8 +63,8 @@ def assert_as_one_device(plan, step, args):
 
 @pytest.mark.parametrize(
     ("preset", "batch"),
-    [("data_parallel", BATCH), (None, 4096)],
-    ids=["preset", "plan"],
+    [(None, 4096), *at_night([("data_parallel", BATCH)])],
+    ids=["plan", "preset"],
 )
 def test_a_discovered_kernel_is_planned_and_runs_on_parts(preset, batch, tmp_path):
     step, args = step_of(is_wrapped=True), kernels.arguments(batch)

@@ -17,6 +17,7 @@ import cfp
 from cfp.program.fixed import Fixed, fixed, released
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import ROOT, run_exported
+from cfp_test.covering import at_night
 from cfp_test.module_steps import Net, training, updating
 
 # In a process where cfp cannot be imported: three steps of both, and what they return.
@@ -47,7 +48,9 @@ print("SAME")
 """
 
 
-@pytest.mark.parametrize("target", [training, updating], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "target", [training, *at_night([updating])], ids=lambda f: f.__name__
+)
 def test_modules_run_where_cfp_cannot_be_imported(target, tmp_path):
     step, args = target()
     made = cfp.plan(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cfp_test.cli_runner import environment
+from cfp_test.covering import at_night
 from cfp_test.forking import quick_python
 from cfp_test.waiting import GUARD_SECONDS
 
@@ -35,11 +36,15 @@ def run(script: str, *words: str) -> subprocess.CompletedProcess:
     ("script", "options", "first"),
     [
         # What comes before the layers, three that are equal, and what comes after.
-        ("bert/bert_test.sh", "", [0, 1, 1, 1, 4]),
-        ("gpt/gpt_test.sh", "--ffn_size 64", [0, 1, 1, 1, 4]),
         ("llama2/llama_test.sh", "--num_kv_heads 2 --remat", [0, 1, 1, 1, 4]),
         # Every other layer is one of experts.
         ("moe/moe_test.sh", EXPERTS, [0, 1, 2, 1, 2, 5]),
+        *at_night(
+            [
+                ("bert/bert_test.sh", "", [0, 1, 1, 1, 4]),
+                ("gpt/gpt_test.sh", "--ffn_size 64", [0, 1, 1, 1, 4]),
+            ]
+        ),
     ],
 )
 def test_analysis_finds_the_layers(script, options, first, tmp_path):

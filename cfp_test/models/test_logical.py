@@ -8,6 +8,7 @@ from cfp.models import MODELS, build, logical_names
 from cfp.models.layers import constrain, mesh_spec, sharded_by
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY
 
 
@@ -38,7 +39,7 @@ def mesh():
 # The mixture has GPT's layers.
 @pytest.mark.parametrize(
     "name",
-    ["moe", "bert", "llama", pytest.param("gpt", marks=pytest.mark.nightly)],
+    ["bert", "llama", *at_night(["moe", "gpt"])],
 )
 def test_names_constrain_under_rules_only_and_the_planner_takes_them_out(name):
     # Every other layer is one of experts.

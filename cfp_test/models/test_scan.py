@@ -9,7 +9,7 @@ import pytest
 
 from cfp.models import MODELS, build, initialise
 from cfp.models.train import cross_entropy
-from cfp_test.covering import cover_values
+from cfp_test.covering import at_night
 from cfp_test.models.tiny import (
     TINY,
     built,
@@ -23,17 +23,14 @@ from cfp_test.models.tiny import (
 
 # GPT's layers are the mixture's. Both at once: in flax, where layers also add to the
 # loss, and in plain JAX; what differs there is in these.
-ALWAYS = [
-    *(("bert", "remat"), ("bert", "scan")),
-    *(("llama", "remat"), ("moe", "scan remat"), ("llama", "scan remat")),
-]
-NIGHTLY = [
-    *(("gpt", "remat"), ("gpt", "scan"), ("llama", "scan")),
-    *(("moe", "remat"), ("moe", "scan")),
-]
 VARIANTS = [
-    *ALWAYS,
-    *(pytest.param(*one, marks=pytest.mark.nightly) for one in NIGHTLY),
+    *(("moe", "scan remat"), ("llama", "scan remat")),
+    *at_night(
+        [
+            *((name, "remat") for name in MODELS),
+            *((name, "scan") for name in MODELS),
+        ]
+    ),
 ]
 
 
@@ -96,7 +93,8 @@ def test_llama_begins_alike_with_and_without_a_loop():
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
+# One of flax, and one of plain JAX.
+@pytest.mark.parametrize("name", ["gpt", "llama", *at_night(["moe", "bert"])])
 def test_program_of_a_loop_does_not_grow_with_depth(name):
     contractions = []
     for layers in (2, 6):
@@ -106,7 +104,14 @@ def test_program_of_a_loop_does_not_grow_with_depth(name):
     assert contractions[0] == contractions[1]
 
 
-@cover_values(name=MODELS, scan=[False, True])
+@pytest.mark.parametrize(
+    ("name", "scan"),
+    [
+        *(("gpt", False), ("llama", True)),
+        *at_night((name, scan) for name in ("moe", "bert") for scan in (False, True)),
+        *at_night([("gpt", True), ("llama", False)]),
+    ],
+)
 def test_remat_keeps_less_for_the_backward_pass(name, scan):
     kept = []
     for remat in (False, True):

@@ -18,6 +18,7 @@ from cfp.runtime.execute import resolved
 from cfp.search.jobs import constraints_of
 from cfp.settings import ConstraintLevel
 from cfp_test.checking import differences, prepare, shardings
+from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY, draw_start
 from cfp_test.named_kernels import kernels_named
 
@@ -53,11 +54,15 @@ def planned(case, kernel):
 @pytest.mark.parametrize(
     ("name", "options", "kernel", "attentions"),
     [
-        ("gpt", {"microbatches": 2}, "vocabulary/4", 0),
         ("llama", {"scan": True}, "vocabulary/4", 0),
-        ("moe", {}, "vocabulary/4", 0),
         ("bert", {"remat": True}, "vocabulary/4", 0),
         ("gpt", {}, "chunked+vocabulary/4", 1),
+        *at_night(
+            [
+                ("gpt", {"microbatches": 2}, "vocabulary/4", 0),
+                ("moe", {}, "vocabulary/4", 0),
+            ]
+        ),
     ],
 )
 def test_loss_and_state_are_the_untouched_steps(name, options, kernel, attentions):

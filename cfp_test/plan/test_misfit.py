@@ -18,6 +18,7 @@ from cfp.program.outline import (
 )
 from cfp.program.step import flatten_step
 from cfp.program.trace import Lowering, planning_mesh, read_lowering, trace
+from cfp_test.covering import at_night
 
 W, X = jnp.ones((8, 16)), jnp.ones((4, 8))
 
@@ -167,8 +168,8 @@ KEYS = {
 
 @pytest.mark.parametrize(
     "kind",
-    # Raw keys are drawn from as typed ones are.
-    ["typed", pytest.param("raw", marks=pytest.mark.nightly), "rbg"],
+    # Keys of all kinds are drawn from alike.
+    ["typed", *at_night(["raw", "rbg"])],
 )
 def test_a_described_plan_is_of_the_program_that_gpus_run(mesh, tmp_path, kind):
     """Lowered for CUDA, as JAX does on GPUs, for devices that are there.

@@ -15,6 +15,7 @@ from cfp.presets.roles import data_arguments
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import difference, make_mesh
+from cfp_test.covering import at_night
 
 MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
 ENVS, TURNS, PLACES, ACTIONS, HIDDEN, STORED = 64, 6, 6, 4, 32, 96
@@ -161,8 +162,9 @@ def frame_of(step, args, mesh=MESHES["x4"]):
     return build_frame(program, mesh)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("apart", "parts"), [(True, 1), (False, 3), *at_night([(True, 3), (False, 1)])]
+)
 def test_environments_are_the_batch(parts, apart):
     frame = frame_of(*make(parts, apart))
     names = {frame.program.arg_names[p] for p in data_arguments(frame)}
@@ -278,7 +280,7 @@ def test_data_parallelism_shards_environments_and_no_parameters(parts):
     assert specs["state/env/place"] == (("x",), ())
 
 
-@pytest.mark.parametrize(("parts", "mesh"), [(1, "x4"), (3, "x2y2")])
+@pytest.mark.parametrize(("parts", "mesh"), [(1, "x4"), *at_night([(3, "x2y2")])])
 def test_it_computes_what_one_device_does(parts, mesh, tmp_path):
     step, (state,) = make(parts)
     plan = cfp.plan(

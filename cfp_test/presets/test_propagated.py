@@ -25,7 +25,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.jobs import whole_job
 from cfp.settings import ConstraintLevel
-from cfp_test.covering import cover_pairs
+from cfp_test.covering import at_night, cover_pairs
 
 MESHES = [{"x": 4}, {"x": 2, "y": 2}]
 SIZES = {
@@ -181,13 +181,12 @@ def test_with_activations_constrained_it_is_what_is_sharded_by_hand(sizes):
 @pytest.mark.parametrize(
     ("model", "name", "sizes"),
     [
-        *((model, BY_HAND, MESHES[0]) for model in ("llama", "moe")),
+        ("llama", BY_HAND, MESHES[0]),
         ("gpt", BY_HAND, MESHES[1]),
         ("gpt", FROM_ARGUMENTS, MESHES[1]),
-        # Its layers are in the mixture of experts.
-        pytest.param("gpt", BY_HAND, MESHES[0], marks=pytest.mark.nightly),
-        *(
-            pytest.param(model, name, MESHES[1], marks=pytest.mark.nightly)
+        *at_night((model, BY_HAND, MESHES[0]) for model in ("gpt", "moe")),
+        *at_night(
+            (model, name, MESHES[1])
             for model in ("llama", "moe")
             for name in (BY_HAND, FROM_ARGUMENTS)
         ),

@@ -15,6 +15,7 @@ from cfp.program import corrections, read
 from cfp.program.rules import Rule
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
+from cfp_test.covering import at_night
 from cfp_test.proving.__main__ import _digest, main
 from cfp_test.proving.catalogue import ENTRIES, WITHOUT
 from cfp_test.proving.engine import jobs, prove, singles
@@ -40,7 +41,9 @@ def ones(*shape):
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("name", ["products", "convolutions", "movements", "scatters"])
+@pytest.mark.parametrize(
+    "name", ["products", "movements", *at_night(["convolutions", "scatters"])]
+)
 def test_a_part_of_the_catalogue(name):
     some = singles_of(name, 3)
     found = list(prove(jobs(some, mesh_of(_GRID)), mesh_of(_GRID)))

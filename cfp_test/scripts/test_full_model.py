@@ -18,6 +18,7 @@ from cfp.search.jobs import whole_job
 from cfp.solution import Candidate
 from cfp.targets import model_target
 from cfp_test.checking import make_mesh
+from cfp_test.covering import at_night
 from cfp_test.scripts.full_figures import (
     best_presets,
     figures,
@@ -148,7 +149,7 @@ def test_a_first_state_is_spread_over_all_devices(shape, spec):
     assert found.is_equivalent_to(NamedSharding(wanted.mesh, spec), len(shape))
 
 
-@pytest.mark.parametrize("name", ["fully_sharded", "tensor_parallel"])
+@pytest.mark.parametrize("name", ["tensor_parallel", *at_night(["fully_sharded"])])
 def test_what_was_raced_is_trained_on_new_data_every_step(name):
     target = model_target("gpt", TINY)
     session = analyse(target, make_mesh((("x", 2),)))

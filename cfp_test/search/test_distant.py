@@ -22,6 +22,7 @@ from cfp.search.expected import build_problem
 from cfp.search.problem import Problem
 from cfp.search.solver import leanest, solve
 from cfp_test.checking import make_mesh
+from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.drawn import MIB, option
@@ -165,7 +166,7 @@ def test_what_passes_far(tied, cross, net):
     assert far(net) >= {(2, 10), (10, 2), (5, 8), (8, 5)}
 
 
-@pytest.mark.parametrize("name", ["gpt", "bert"])
+@pytest.mark.parametrize("name", ["gpt", *at_night(["bert"])])
 def test_tied_models_of_the_zoo_pass_their_embedding_on(name):
     found = Program(name, LINE, most=2)
     last = len(found.analysis.segments) - 1

@@ -376,8 +376,9 @@ def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:
         return _ON_CPUS
     if fastest_ms is None:
         return _LOOK_ELSEWHERE
-    steps = max(3, math.ceil(_TURN_MS_ELSEWHERE / max(fastest_ms, 1e-3)))
-    return replace(_LOOK_ELSEWHERE, min_sample_ms=0.0, min_repeat=steps)
+    steps = math.ceil(_TURN_MS_ELSEWHERE / max(fastest_ms, 1e-3))
+    how = replace(_LOOK_ELSEWHERE, min_sample_ms=0.0, min_repeat=steps)
+    return replace(how, long_sample_ms=math.inf)
 
 
 def _join(before: ProfileRecord | None, found: ProfileRecord) -> ProfileRecord:

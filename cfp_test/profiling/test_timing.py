@@ -109,6 +109,14 @@ def test_a_sample_holds_as_many_executions_as_asked_for():
     assert timing.median_ms == pytest.approx(100 + 10 / 4)
 
 
+@pytest.mark.parametrize(("seconds", "repeat"), [(0.1, 3), (0.3, 2), (0.8, 1)])
+def test_long_executions_are_repeated_less(seconds, repeat):
+    device = FakeDevice()
+    run = device.thing("a", lambda *_: seconds)
+    timing = measure(run, clock=device.clock, min_repeat=3)
+    assert {n for _, n in device.log[-len(timing.samples_ms) :]} == {repeat}
+
+
 def test_warm_up_samples_are_a_third_as_long():
     device = FakeDevice()
     run = device.thing("a", lambda *_: 1e-3)

@@ -566,6 +566,7 @@ def test_on_gpus_every_program_executes_as_often_in_a_turn(step_ms):
     look = replace(room._timing("gpu", None), min_sample_ms=60.0, min_repeat=3)
     assert executions(look) == [1, 1, 3]
     assert executions(room._timing("gpu", 100.0)) == [1, 1, 5]
+    assert executions(room._timing("gpu", 600.0)) == [1, 1, 1]
 
 
 def test_lost_devices_end_a_race(case, store, monkeypatch):

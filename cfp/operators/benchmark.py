@@ -8,17 +8,15 @@ Rows have a lower bound of time: contractions at the device's peak, and each byt
 arguments, the cotangent and the results moved once. Contractions count as they are, so
 causal attention half; a backward pass has twice those of the forward one.
 
-Programs are compiled in threads, before any of them is timed: while something is timed
-nothing is compiled: compilers take the processor, and on GPUs they time kernels of
-their own. So the programs of some cases are compiled together, all threads at work, and
-are run after that, one by one.
+All programs of a case, an operator at one shape and type, are compiled before any of
+them is timed: compilers take the processor, and on GPUs they time kernels of their own.
 """
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -46,6 +44,8 @@ from cfp.profiling.compile_pool import CompilePool
 from cfp.profiling.timing import ON_CPUS, measure
 from cfp.units import format_bytes
 
+Built = tuple[Any, float]  # A compiled program, and the seconds that it took.
+
 # What a library's or a compiler's message has if memory is short.
 NO_MEMORY_WORD = "RESOURCE_EXHAUSTED"
 
@@ -54,71 +54,8 @@ class TooLargeError(Exception):
     """A program that would not fit into memory."""
 
 
-class Ahead:
-    """Compiled programs by key.
-
-    Args:
-        threads: how many compile at once; with one, each compiles when it is taken.
-
-    Attributes:
-        in_groups: whether anything is compiled ahead.
-    """
-
-    def __init__(self, threads: int) -> None:
-        self._pool = CompilePool(threads)
-        self.in_groups = threads > 1
-        self._found: dict[Hashable, Future[tuple[Any, float]]] = {}
-
-    def start(self, key: Hashable, function: Callable[..., Any], *args: Any) -> None:
-        """Begins to compile a function for arguments of these shapes."""
-        if self.in_groups:
-            build = partial(compile_program, function, *args)
-            self._found[key] = self._pool.start(str(key), build)
-
-    def finish(self, seconds: float) -> bool:
-        """Waits until all is compiled, no longer than so many seconds.
-
-        Returns:
-            Whether all is; what has not begun never does.
-        """
-        limit = None if seconds == float("inf") else max(seconds, 0.0)
-        _, late = wait(self._found.values(), limit)
-        for one in late:
-            one.cancel()
-        return not late
-
-    def take(
-        self, key: Hashable, function: Callable[..., Any], *args: Any
-    ) -> tuple[Any, float]:
-        """A program and the seconds that it took to compile; it is kept no longer.
-
-        Raises:
-            TooLargeError: it does not fit.
-        """
-        started = self._found.pop(key, None)
-        if started is None:
-            return compile_program(function, *args)
-        try:
-            return started.result()
-        except TooLargeError:
-            raise
-        except Exception as error:
-            if NO_MEMORY_WORD not in str(error):
-                raise
-        # Compilers that try kernels at the same time take each other's memory.
-        return compile_program(function, *args)
-
-    def forget(self) -> None:
-        """Drops what was compiled and not taken."""
-        self._found.clear()
-
-    def close(self) -> None:
-        """Begins nothing else, and does not wait for what has begun."""
-        self._pool.close()
-
-
-def compile_program(function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
-    """A compiled program that fits into memory, and the seconds that it took.
+def compile_program(function: Callable[..., Any], *args: Any) -> Built:
+    """Compiles a program that fits into memory.
 
     Args:
         args: its arguments, or their shapes and types.
@@ -135,6 +72,26 @@ def compile_program(function: Callable[..., Any], *args: Any) -> tuple[Any, floa
             f"needs {format_bytes(needed)}, and {format_bytes(limit)} are there"
         )
     return compiled, seconds
+
+
+def outcome(started: Future[Built], build: Callable[[], Built]) -> Built:
+    """The outcome of compiling a program in a thread.
+
+    Compilers that try kernels at the same time take each other's memory: where it was
+    short the program is compiled again, alone.
+
+    Args:
+        build: what was started.
+
+    Raises:
+        TooLargeError: it does not fit.
+    """
+    try:
+        return started.result()
+    except Exception as error:
+        if NO_MEMORY_WORD not in str(error):
+            raise
+    return build()
 
 
 def needed_bytes(compiled: Any) -> int:
@@ -194,8 +151,6 @@ def _bytes(x: Any) -> int:
 
 MEASURED, WRONG, FAILED = "measured", "incorrect", "failed"
 ABSENT, REFUSED, NO_MEMORY, NO_TIME = "absent", "refused", "no memory", "not reached"
-# Cases of which all programs are compiled before any is timed; a guess.
-GROUP = 6
 
 
 def temp_bytes(compiled: Any) -> int | None:
@@ -214,6 +169,11 @@ def repeater(compiled: Any, *args: Any) -> Callable[[int], None]:
         jax.block_until_ready(out)
 
     return repeat
+
+
+# An implementation's name, and whether the backward pass follows.
+_Key = tuple[str, bool]
+_ORACLE: _Key = ("the oracle", True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,9 +232,7 @@ class Settings:
         forward_only: without the backward pass.
         seconds: no implementation begins after so many.
         sample_seconds: for the samples of one pass, at most.
-        threads: so many programs are compiled at once, those of some cases before any
-            of these is timed.
-        group: so many cases.
+        threads: so many programs are compiled at once.
         clock: seconds, monotonic.
     """
 
@@ -282,7 +240,6 @@ class Settings:
     seconds: float = float("inf")
     sample_seconds: float = 0.4
     threads: int = 1
-    group: int = GROUP
     clock: Callable[[], float] = time.perf_counter
 
 
@@ -303,45 +260,16 @@ def run(
     """
     end = settings.clock() + settings.seconds
     done = {row.key for row in known if row.state != NO_TIME}
-    ahead = Ahead(settings.threads)
-    cases = [
-        _Case(operator, shape, dtype, settings, ahead, done)
-        for shape in shapes
-        for dtype in dtypes
-        for operator in operators
-    ]
-    size = settings.group if ahead.in_groups else 1
-    try:
-        for first in range(0, len(cases), size):
-            yield from _group(cases[first : first + size], ahead, settings, end)
-    finally:
-        ahead.close()
-
-
-def _group(
-    cases: Sequence[_Case], ahead: Ahead, settings: Settings, end: float
-) -> Iterator[Row]:
-    """The rows of some cases."""
-    compiled = True
-    if ahead.in_groups and settings.clock() < end:
-        for case in cases:
-            case.start()
-        compiled = ahead.finish(end - settings.clock())
-    for case in cases:
-        for one, row in case.rows:
-            if row.state == NO_TIME and compiled and settings.clock() < end:
-                row = case.measured(row, one)
-            yield row
-        case.forget()
-    ahead.forget()
+    with CompilePool(settings.threads) as pool:
+        for shape in shapes:
+            for dtype in dtypes:
+                for operator in operators:
+                    case = _Case(operator, shape, dtype, settings, pool)
+                    yield from case.rows(done, end)
 
 
 class _Case:
-    """One operator at one shape and type; its arguments are made when needed.
-
-    Args:
-        done: keys of rows that are not wanted.
-    """
+    """One operator at one shape and type; its arguments are made when needed."""
 
     def __init__(
         self,
@@ -349,57 +277,58 @@ class _Case:
         shape: Shape,
         dtype: str,
         how: Settings,
-        ahead: Ahead,
-        done: Container[tuple[str, str, str, str]],
+        pool: CompilePool,
     ):
-        self._operator, self._shape, self._dtype, self._how = (
-            operator,
-            shape,
-            dtype,
-            how,
-        )
-        self._ahead = ahead
-        self._no_oracle: BaseException | None = None
-        self.forget()
-        wanted = [(one, self._row(one)) for one in operator.implementations]
-        self.rows = [(one, row) for one, row in wanted if row.key not in done]
-
-    def forget(self) -> None:
-        """Frees arguments and what is right."""
+        self._operator, self._shape, self._dtype = operator, shape, dtype
+        self._how, self._pool = how, pool
+        self._types = abstract(operator, shape, dtype)
+        self._built: dict[_Key, Callable[[], Built]] = {}
         self._made: tuple[Any, Any] | None = None
         self._right: Any = None
 
-    def start(self) -> None:
-        """Begins to compile what can run."""
-        able = [one for one, row in self.rows if row.state == NO_TIME]
-        args = abstract(self._operator, self._shape, self._dtype)
-        cotangent = output(self._operator, args)
-        for key, function in self._programs(able):
-            self._ahead.start(key, function, args, cotangent)
+    def rows(
+        self, done: Container[tuple[str, str, str, str]], end: float
+    ) -> Iterator[Row]:
+        """The rows of all implementations.
 
-    def _programs(
-        self, able: Sequence[Implementation]
-    ) -> Iterator[tuple[Hashable, Program]]:
-        if able:
-            yield self._key("the oracle", True), self._oracle()
+        Args:
+            done: keys of rows that are not wanted.
+            end: when no implementation begins any more, by the clock.
+        """
+        every = [(one, self._row(one)) for one in self._operator.implementations]
+        rows = [(one, row) for one, row in every if row.key not in done]
+        able = [one for one, row in rows if row.state == NO_TIME]
+        is_built = self._build(able, end - self._how.clock()) if able else False
+        for one, row in rows:
+            if row.state == NO_TIME and is_built and self._how.clock() < end:
+                row = self._measured(row, one)
+            yield row
+
+    def _build(self, able: Sequence[Implementation], seconds: float) -> bool:
+        """Compiles all programs; false if that takes longer than so many seconds."""
+        if seconds <= 0:
+            return False
+        both = not self._how.forward_only
+        oracle = oracle_program(self._operator, backward=both)
+        programs: dict[_Key, Program] = {_ORACLE: oracle}
         for one in able:
-            for backward in (True, False) if self._backward(one) else (False,):
+            for backward in {self._backward(one), False}:
                 made = program(self._operator, one.call, backward=backward)
-                yield self._key(one.name, backward), made
-
-    def _key(self, name: str, backward: bool) -> Hashable:
-        return self._operator.name, name, self._shape, self._dtype, backward
+                programs[one.name, backward] = made
+        args = self._types, output(self._operator, self._types)
+        started = []
+        for key, function in programs.items():
+            build = partial(compile_program, function, *args)
+            started.append(self._pool.start(str(key), build))
+            self._built[key] = partial(outcome, started[-1], build)
+        limit = None if seconds == float("inf") else seconds
+        _, late = wait(started, limit)
+        for one in late:
+            one.cancel()
+        return not late
 
     def _backward(self, one: Implementation) -> bool:
         return not self._how.forward_only and one.differentiable
-
-    def _oracle(self) -> Program:
-        return oracle_program(self._operator, backward=not self._how.forward_only)
-
-    def _compile(self, one: Implementation, backward: bool) -> tuple[Any, float]:
-        made = program(self._operator, one.call, backward=backward)
-        key = self._key(one.name, backward)
-        return self._ahead.take(key, made, *self._arguments())
 
     def _row(self, one: Implementation) -> Row:
         """A row that says why an implementation cannot run, or that it has not."""
@@ -414,12 +343,11 @@ class _Case:
         )
         if reason := one.probe():
             return replace(row, state=ABSENT, reason=reason)
-        args = abstract(self._operator, self._shape, self._dtype)
-        if reason := one.refuses(*args, **self._operator.options):
+        if reason := one.refuses(*self._types, **self._operator.options):
             return replace(row, state=REFUSED, reason=reason)
         return row
 
-    def measured(self, row: Row, one: Implementation) -> Row:
+    def _measured(self, row: Row, one: Implementation) -> Row:
         """The row of an implementation that was checked, and timed if it is right."""
         try:
             return self._examined(replace(row, reason=""), one, self._backward(one))
@@ -437,7 +365,7 @@ class _Case:
     def _examined(self, row: Row, one: Implementation, backward: bool) -> Row:
         args, cotangent = self._arguments()
         right = self._expected(args, cotangent)
-        compiled, seconds = self._compile(one, backward)
+        compiled, seconds = self._built[one.name, backward]()
         limit_bytes = memory_limit()
         if limit_bytes and needed_bytes(compiled) + _bytes_of(right) > limit_bytes:
             right = self._right = jax.device_get(right)
@@ -451,7 +379,7 @@ class _Case:
         passes = {}
         if backward:
             passes["both"] = self._timed(compiled, seconds, backward=True)
-            compiled, seconds = self._compile(one, False)
+            compiled, seconds = self._built[one.name, False]()
         passes = {
             "forward": self._timed(compiled, seconds, backward=False),
             **passes,
@@ -465,17 +393,12 @@ class _Case:
         return self._made
 
     def _expected(self, args: Any, cotangent: Any) -> Any:
-        if self._no_oracle is not None:
-            raise self._no_oracle
         if self._right is None:
             try:
-                compiled, _ = self._ahead.take(
-                    self._key("the oracle", True), self._oracle(), args, cotangent
-                )
-                self._right = compiled(args, cotangent)
+                compiled, _ = self._built[_ORACLE]()
             except TooLargeError as error:
-                self._no_oracle = TooLargeError(f"the oracle in float32: {error}")
-                raise self._no_oracle from error
+                raise TooLargeError(f"the oracle in float32: {error}") from error
+            self._right = compiled(args, cotangent)
         return self._right
 
     def _timed(self, compiled: Any, seconds: float, *, backward: bool) -> Pass:

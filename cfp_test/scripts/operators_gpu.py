@@ -10,7 +10,7 @@ is of the same device and versions, is not measured again: a second run goes on 
 the first one's time was over. The exit code is 1 if an implementation computes
 something else than the oracle, or a model with operators something else than without.
 
-Programs are compiled in threads, those of some cases at a time, and nothing is timed
+Programs are compiled in threads, those of one case at a time, and nothing is timed
 meanwhile: the seconds to compile are those of a busy machine.
 
 `--small` is for trying it without a GPU. The page is made by `python -m
@@ -18,11 +18,13 @@ cfp_test.results` from docs/results/operators_*.json.
 """
 
 import argparse
+import functools
 import json
 import os
 import sys
 import time
 import traceback
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,12 +33,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from cfp.operators import benchmark as b
-from cfp.operators.benchmark import Ahead
 from cfp.operators.cases import Shape
 from cfp.operators.command import CPU_SHAPES, SHAPES, read, to_json
 from cfp.operators.inject import inject, worth
 from cfp.operators.inventory import OPERATORS, matching
 from cfp.operators.probe import environment
+from cfp.profiling.compile_pool import CompilePool
 from cfp_test.operators import models_linen, models_nnx
 
 # Of the outputs, and of all gradients together: the models' own softmax is in bfloat16.
@@ -100,7 +102,9 @@ def steps(name: str, config: models_linen.Config, tokens):
     return calls, [halved(state) for _, state in pair], back, injected.report
 
 
-def programs(name: str, config: models_linen.Config, batch: int, ahead: Ahead) -> dict:
+def programs(
+    name: str, config: models_linen.Config, batch: int, pool: CompilePool
+) -> dict:
     """A model's step without operators and with them, which begin to compile.
 
     One of the two takes what the other does, so that both can be timed in turn.
@@ -125,19 +129,17 @@ def programs(name: str, config: models_linen.Config, batch: int, ahead: Ahead) -
         "back": back,
         "report": report,
     }
-    for place, one in enumerate(made["steps"]):
-        ahead.start((name, place), one, *made["args"])
+    builds = [
+        functools.partial(b.compile_program, one, *made["args"])
+        for one in made["steps"]
+    ]
+    made["builds"] = [(pool.start(name, build), build) for build in builds]
     return made
 
 
-def compared(
-    name: str, config: models_linen.Config, batch: int, made: dict, ahead: Ahead
-) -> dict:
+def compared(name: str, config: models_linen.Config, batch: int, made: dict) -> dict:
     """Time and memory of a model's step without operators and with them."""
-    before, after = (
-        ahead.take((name, place), one, *made["args"])[0]
-        for place, one in enumerate(made["steps"])
-    )
+    before, after = (b.outcome(started, build)[0] for started, build in made["builds"])
     (_, right), gradients = before(*made["args"])
     (_, found), new = after(*made["args"])
     plain = gradients if name.endswith("linen") else nnx.to_pure_dict(gradients)
@@ -225,13 +227,12 @@ class Run:
         found = json.loads(file.read_text())["injection"]
         self.injected += [one for one in found if one.get("right")]
 
-    def measure(self, operators, shapes, available, group=b.GROUP) -> None:
+    def measure(self, operators, shapes, available) -> None:
         """Measures operators at some shapes."""
         settings = b.Settings(
             seconds=self.left,
             sample_seconds=0.12,
             threads=self.threads,
-            group=group,
         )
         for row in b.run(operators, shapes, ["bfloat16"], settings, list(self.rows)):
             self.rows = [one for one in self.rows if one.key != row.key] + [row]
@@ -242,18 +243,18 @@ class Run:
     def inject(self, config: models_linen.Config, batch: int, available) -> None:
         """Compares models with operators and without."""
         wanted = [n for n in MODELS if n not in {one["model"] for one in self.injected}]
-        ahead = Ahead(self.threads)
+        pool = CompilePool(self.threads)
         made: dict[str, dict] = {}
         for name in wanted:
             if self.left:
-                made[name] = programs(name, config, batch, ahead)
-        ahead.finish(self.left)
+                made[name] = programs(name, config, batch, pool)
+        wait([one for each in made.values() for one, _ in each["builds"]], self.left)
         for name in wanted:
             if not self.left:
                 self.injected.append({"model": name, "reason": "not reached in time"})
                 continue
             try:
-                one = compared(name, config, batch, made.pop(name), ahead)
+                one = compared(name, config, batch, made.pop(name))
             except Exception as error:
                 traceback.print_exc()
                 reason = f"{type(error).__name__}: {str(error)[:300]}"
@@ -261,7 +262,7 @@ class Run:
             self.injected.append(one)
             print(f"{self.left:.0f} s left", one, flush=True)
             self.write(available)
-        ahead.close()
+        pool.close()
 
 
 def main() -> int:
@@ -294,9 +295,8 @@ def main() -> int:
         if not options.small:
             config, batch = replace(config, **AS_GPT2_MEDIUM), 8
         run.inject(config, batch, available)
-    # What is not compiled when time is over takes its whole group along: small ones.
     first = [one for one in operators if one.name.endswith("attention")]
-    run.measure(first, shapes[1:], available, group=len(first) or 1)
+    run.measure(first, shapes[1:], available)
     run.measure(operators, shapes[1:], available)
     run.write(available)
     wrong = [row for row in run.rows if row.state == b.WRONG]

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from cfp.attention import pallas
+from cfp.attention.kernels import KERNELS
+from cfp.attention.problem import NO_MASK, Scores, problem_of
 from cfp.operators import probe
 from cfp.operators.activations import causal_mask, length_mask
 from cfp.operators.norms import tokamaxes
@@ -151,10 +155,7 @@ EMBEDDING = Operator(
 )
 
 
-_HALVES = ("bfloat16", "float16")
 _LEAST = -1e30
-# What the kernel of Pallas divides a sequence into.
-_PALLAS_BLOCK = 128
 
 
 def _q_k_v(seq: str = "s") -> tuple[Argument, ...]:
@@ -196,24 +197,29 @@ def _flax(query, key, value, *, mask=None, bias=None, scale=None) -> jax.Array:
     )
 
 
-def _cudnn_refuses(query: jax.Array, *_: Any, **__: Any) -> Reason:
-    if str(query.dtype) not in _HALVES:
-        return f"cuDNN's attention takes {' and '.join(_HALVES)}"
-    if query.shape[-1] % 8 or query.shape[-1] > 128:
-        return f"cuDNN wants heads of 8 to 128 in steps of 8, not {query.shape[-1]}"
-    if query.shape[1] % 2:
-        return "cuDNN wants an even number of tokens"
-    return None
+def _limits(kernel: str, fused: Callable[..., Mapping[str, Any]]):
+    """The reason why a kernel of `cfp.attention` does not compute an operator.
 
+    Args:
+        fused: makes the keyword arguments of `jax.nn.dot_product_attention`.
+    """
 
-def _pallas_refuses(query: jax.Array, *_: Any, **__: Any) -> Reason:
-    if query.shape[1] % _PALLAS_BLOCK and query.shape[1] > _PALLAS_BLOCK:
-        return f"the kernel wants tokens in multiples of {_PALLAS_BLOCK}"
-    if query.shape[1] & (query.shape[1] - 1) and query.shape[1] < _PALLAS_BLOCK:
-        return "the kernel wants a power of two of tokens below its block"
-    if query.shape[-1] & (query.shape[-1] - 1) or query.shape[-1] < 16:
-        return f"the kernel wants heads of 16, 32, 64, ..., not {query.shape[-1]}"
-    return None
+    def refuses(query, key, value, *rest) -> Reason:
+        given = fused(query, key, *rest)
+        problem = problem_of(
+            query,
+            key,
+            value,
+            causal=given.get("is_causal", False),
+            window=None,
+            segment_ids=None,
+            bias=given.get("bias"),
+            softcap=None,
+            scale=given.get("scale"),
+        )
+        return KERNELS[kernel].refusal(problem, jax.default_backend())
+
+    return refuses
 
 
 def _with(form: Callable[..., Mapping[str, Any]], attend: Callable[..., jax.Array]):
@@ -257,7 +263,7 @@ def _implementations(
             library="cuDNN by jax.nn",
             call=by_jax_nn("cudnn"),
             probe=functools.partial(probe.gpu_reason, 8.0),
-            refuses=_cudnn_refuses,
+            refuses=_limits("cudnn", fused),
         ),
         Implementation(name="jax_nn", library="jax.nn", call=by_jax_nn("xla")),
         Implementation(name="xla", library="XLA", call=all_scores),
@@ -312,28 +318,15 @@ def _gpt_fused(query, key) -> dict[str, Any]:
     return {"is_causal": True}
 
 
+_CAUSAL = replace(NO_MASK, causal=True)
+
+
 def gpt_attention_pallas(
     query: jax.Array, key: jax.Array, value: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
     """The kernel of `jax.experimental.pallas.ops.gpu`; on CPUs it is interpreted."""
-    module = probe.load_pallas("attention")
-    scale = query.shape[-1] ** -0.5
-    sizes = module.BlockSizes.get_default()
-    # Positional: the arguments that are no arrays must be so for its custom gradient.
-    return module.mha(
-        query,
-        key,
-        value,
-        None,
-        scale,
-        True,
-        sizes,
-        "triton",
-        None,
-        2,
-        None,
-        interpret,
-    )
+    scores = Scores(scale=query.shape[-1] ** -0.5)
+    return pallas.whole(query, key, value, scores, _CAUSAL, None, interpret)
 
 
 GPT_ATTENTION = Operator(
@@ -349,7 +342,7 @@ GPT_ATTENTION = Operator(
             library="Pallas",
             call=gpt_attention_pallas,
             probe=probe.pallas("attention"),
-            refuses=_pallas_refuses,
+            refuses=_limits("pallas", _gpt_fused),
         ),
     ),
 )

@@ -103,13 +103,11 @@ def build_frame(
     axes = tuple((name, size) for name, size in mesh if size > 1)
     flow = Flow(program)
     numbers = number_values(program)
-    paired = pair_outputs(program, flow)
-    groups = find_storage(program, paired, flow)
+    paired = pair_outputs(flow)
+    groups = find_storage(flow, paired)
     group_of = {op: g.index for g in groups for op in (*g.ops, *g.inner_ops)}
     group_of_arg = {a: g.index for g in groups for a in g.args}
-    blocks = find_blocks(
-        program, numbers, group_of.keys(), flow, parameters=group_of_arg.keys()
-    )
+    blocks = find_blocks(flow, numbers, group_of.keys(), group_of_arg.keys())
     block_of = [-1] * len(program.ops)
     for block in blocks:
         for op in block.ops:
@@ -182,9 +180,6 @@ def analyze(
     return Analysis(frame, find_segments(frame))
 
 
-# -------------------------------------------------------------------------------- pins
-
-
 def update_blocks(frame: Frame) -> set[int]:
     """Finds blocks without products that lie in the optimizer's update.
 
@@ -221,6 +216,9 @@ def _downstream(flow: Flow, values: Sequence[int]) -> set[int]:
 
     ops = flow.program.ops
     return {*reached(readers(values), lambda op: readers(ops[op].results))}
+
+
+# -------------------------------------------------------------------------------- pins
 
 
 def resolve_pins(

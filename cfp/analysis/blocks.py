@@ -411,20 +411,15 @@ class Block:
 
 
 def find_blocks(
-    program: Program,
-    numbers: Numbers,
-    update_ops: Set[int],
-    flow: Flow | None = None,
-    parameters: Set[int] = frozenset(),
+    flow: Flow, numbers: Numbers, update_ops: Set[int], parameters: Set[int]
 ) -> tuple[Block, ...]:
     """Groups a program's ops into ParallelBlocks.
 
     Args:
         update_ops: ops that only update state; they stay outside.
-        flow: its data flow, where it is at hand.
         parameters: positions of the arguments that are parameters, for names.
     """
-    flow = flow or Flow(program)
+    program = flow.program
     members = find_members(program, numbers)
     labels = label_ops(flow, members, update_ops)
     while extra := _extra_anchors(flow, labels, update_ops):

@@ -219,10 +219,6 @@ class Layout:
             found = known[op.id, axes] = specs, reduced_axes(rule, axes)
         return found
 
-    def covers(self, op_id: int) -> bool:
-        """True if the layout constrains an op."""
-        return op_id in self.axes
-
     def output_specs(self) -> tuple[Spec, ...]:
         """The sharding of each output of the program: its argument's, if it has one."""
         program = self.frame.program
@@ -422,7 +418,7 @@ def _is_constrained_behind(layout: Layout, value: int, ops: Set[int] | None) -> 
         and value not in program.outputs
         # Other branches' constraints may reach a product in a branch otherwise.
         and (loop < 0 or program.ops[loop].kind == "while")
-        and layout.covers(user)
+        and user in layout.axes
         and (ops is None or user in ops)
         and layout.use_spec(user, index) == layout.value_spec[value]
     )

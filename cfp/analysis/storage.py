@@ -15,7 +15,7 @@ from cfp.analysis.contractions import UnionFind, is_contraction
 from cfp.analysis.flow import NEVER, Flow, first_downstream
 from cfp.analysis.numbering import squeeze
 from cfp.analysis.strategies import Mesh, Spec
-from cfp.program.graph import Op, Program, reached
+from cfp.program.graph import Op, reached
 
 _VIEWS = frozenset({"transpose", "reshape", "convert"})
 _LOOKUPS = frozenset({"gather", "scatter"})
@@ -74,26 +74,22 @@ class StorageGroup:
 
 
 def find_storage(
-    program: Program, paired: tuple[int | None, ...], flow: Flow | None = None
+    flow: Flow, paired: tuple[int | None, ...]
 ) -> tuple[StorageGroup, ...]:
     """Finds the storage groups of a program.
 
     Args:
         paired: for each argument the output that is its new value.
-        flow: its data flow, where it is at hand.
     """
-    return _Finder(program, paired, flow or Flow(program)).run()
+    return _Finder(flow, paired).run()
 
 
 class _Finder:
     """Walks from each new value up to what it is computed from."""
 
-    def __init__(
-        self, program: Program, paired: tuple[int | None, ...], flow: Flow
-    ) -> None:
-        self.program = program
-        self.paired = paired
-        self.flow = flow
+    def __init__(self, flow: Flow, paired: tuple[int | None, ...]) -> None:
+        self.flow, self.paired = flow, paired
+        self.program = program = flow.program
         targets = {
             op.id for op in program.ops if op.kind in _LOOKUPS or is_contraction(op)
         }
@@ -355,7 +351,7 @@ def _carried_dims(op: Op, dims: tuple[int | None, ...]) -> tuple[int | None, ...
     )
 
 
-def pair_outputs(program: Program, flow: Flow | None = None) -> tuple[int | None, ...]:
+def pair_outputs(flow: Flow) -> tuple[int | None, ...]:
     """For each argument the output that is its new value, or None.
 
     Equal types with equal paths below the root say so; for arguments and results that
@@ -363,7 +359,7 @@ def pair_outputs(program: Program, flow: Flow | None = None) -> tuple[int | None
     Donation speaks for the rest: JAX matches donated arguments with results by type
     alone, so it comes second.
     """
-    flow = flow or Flow(program)
+    program = flow.program
     paired: list[int | None] = [None] * len(program.args)
     taken: set[int] = set()
     by_path: dict[tuple, list[int]] = {}

@@ -316,7 +316,7 @@ class Costs:
                 continue
             value, turns = program.values[v], self._terms.turns(v)
             group = self._terms.gradients.get(self._terms.same(v))
-            if group is not None and maker.covers(value.producer):
+            if group is not None and value.producer in maker.axes:
                 move = value.size_bytes, *self._made(maker, v), want
                 total += turns * self._terms.state_move_ms(group, *move)
                 continue
@@ -360,7 +360,7 @@ def _wanted(reader: Layout, value: int) -> Spec | None:
     spec = reader.read_spec(value)
     if spec is None:
         for user, index in sorted(reader.frame.program.users[value]):
-            if reader.covers(user):
+            if user in reader.axes:
                 return reader.use_spec(user, index)
     return spec
 
@@ -371,7 +371,7 @@ def _views(maker: Layout, reader: Layout, value: int) -> list[int]:
     group = frame.group_of_arg.get(frame.program.args.index(value))
     if group is None or maker.spec(value) == maker.read_spec(value):
         return []  # It is stored as it is used.
-    users = {user for user, _ in frame.program.users[value] if reader.covers(user)}
+    users = {user for user, _ in frame.program.users[value] if user in reader.axes}
     return sorted(users & {*frame.groups[group].reads})
 
 

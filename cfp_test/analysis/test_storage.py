@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from cfp.analysis.flow import Flow
 from cfp.analysis.storage import find_storage, pair_outputs
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
@@ -17,8 +18,9 @@ MESH = make_mesh((("x", 4),))
 
 def storage(fn, args, **options):
     program, _ = trace(flatten_step(fn, args, **options), MESH)
-    paired = pair_outputs(program)
-    return program, paired, find_storage(program, paired)
+    flow = Flow(program)
+    paired = pair_outputs(flow)
+    return program, paired, find_storage(flow, paired)
 
 
 def of_example(name):

@@ -10,12 +10,7 @@ with injection() as inside:       # While models of linen are called.
     print(inside.report)
 """
 
-from cfp.operators.inject import policy as _policies  # Registers what is there.
-from cfp.operators.inject.injecting import (
-    Injection,
-    inject,
-    injection,
-)
+from cfp.operators.inject.injecting import Injection, inject, injection
 from cfp.operators.inject.policy import (
     Choices,
     Policy,
@@ -25,8 +20,6 @@ from cfp.operators.inject.policy import (
     unregister_policy,
 )
 from cfp.operators.inject.report import Part, Report, Worth, worth
-
-del _policies
 
 __all__ = [
     "Choices",

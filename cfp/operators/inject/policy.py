@@ -1,7 +1,7 @@
 """Policies: the parts of a model to replace by operators.
 
-A part is a module of flax (linen or NNX) or a jitted function with a name. For each the
-first policy that matches makes the replacement.
+A part is a module of flax (linen or NNX). For each the first policy that matches makes
+the replacement.
 
 There are policies for norms of flax, and parts of GPT-2 and BERT as of HF. Modules of
 HF's kind are known by the names of their classes, in linen (``FlaxGPT2Attention``) and

@@ -20,7 +20,7 @@ class Part:
 
     Attributes:
         path: where it is; empty for the model itself.
-        kind: its class, or "function".
+        kind: its class.
         policy: that matched; empty if none did.
         operators: what it was replaced by, in words; empty if it was not.
         reason: why it was not replaced.
@@ -42,7 +42,7 @@ class Part:
 class Report:
     """The parts of a model, as far as they were seen.
 
-    Of modules of linen and of functions, parts are seen when the model is called.
+    Parts of modules of linen are seen when the model is called.
     """
 
     strict: bool = False

@@ -78,7 +78,7 @@ class PlanOptions:
     pins: Pins | None = None
     preset: str | None = None
     cache_dir: str | Path | None = None
-    settings: PlannerSettings | None = None
+    settings: PlannerSettings = field(default_factory=PlannerSettings)
 
     @contextmanager
     def planning(self, mesh: Mesh | DescribedMesh) -> Iterator[None]:
@@ -141,7 +141,7 @@ def find_with_state_in_host(
     mesh, frame = analyzed.mesh, analyzed.analysis.frame
     budget = parse_bytes(options.memory_budget)
     most = device_memory(mesh) if budget is None else budget
-    settings = options.settings or PlannerSettings()
+    settings = options.settings
     may_move = Dimension.HOST_MEMORY in settings.dimensions and _uses_host_memory(mesh)
     if most is None or not may_move:
         raise shortage

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from typing import Any
 
-from cfp.context import settings_or_defaults
 from cfp.errors import CfpError, MemoryBudgetError, ProcessError, StepNotTraceable
 from cfp.find import (
     FoundPlan,
@@ -188,7 +187,7 @@ def plan_in_turn(
     """
     work = _Planning(variants, _Steps(calls, options), options, deadline)
     is_preset = options.preset is not None
-    is_timed = isfinite(settings_or_defaults(options.settings).seconds)
+    is_timed = isfinite(options.settings.seconds)
     if len(variants) > 1 and not is_preset and (rule_out or is_timed):
         work.estimate(rule_out)
     work.plan(work.turns)
@@ -226,7 +225,7 @@ class _Planning:
     ) -> None:
         self._variants, self._options, self._deadline = variants, options, deadline
         self._steps = steps
-        self._settings = settings_or_defaults(options.settings)
+        self._settings = options.settings
         self._need = ""
         self._late: list[str] = []
         self.turns = [*variants]
@@ -438,7 +437,7 @@ def _estimates_of(
     """
     found: dict[str, Estimate] = {}
     took, need = inf, ""
-    seconds = settings_or_defaults(options.settings).seconds
+    seconds = options.settings.seconds
     spared = 0.0 if rule_out else (1.0 - ESTIMATES_SHARE) * seconds
     for place, variant in enumerate(_by_turns(variants), start=1):
         if found and deadline.is_within(spared + took):
@@ -492,7 +491,7 @@ def _estimate_of(
     Raises:
         ProcessError: the processes do not plan together.
     """
-    told = _telling(settings_or_defaults(options.settings), which)
+    told = _telling(options.settings, which)
     if told.progress is not None:
         told.progress("reading the step")
     try:

@@ -162,7 +162,7 @@ def plan_fastest(
             # Of several processes the others would go on.
             with contextlib.suppress(*[KeyboardInterrupt] if agreement.alone else []):
                 entrants = [(name, found[name]) for name in times]
-                results = _race_winners(entrants, options, how, deadline.end)
+                results = _race_winners(entrants, options, deadline.end)
                 ran = {n: r for n, r in results.items() if isfinite(r.time_ms)}
                 raced = {name: result.time_ms for name, result in ran.items()}
                 # Without what there was no time for it does not say what is fastest.
@@ -247,10 +247,10 @@ def _own_times(found: Mapping[str, FoundPlan]) -> tuple[Basis, dict[str, float]]
 def _race_winners(
     found: Sequence[tuple[str, FoundPlan]],
     options: PlanOptions,
-    settings: PlannerSettings,
     end: float,
 ) -> dict[str, RaceResult]:
     """Times what won each variant's own race, in turn, until time is over."""
+    settings = options.settings
     plain = sorted(_job(name, one).key.digest for name, one in found)
     # Kept apart from their own races, and from those against other variants: only
     # times of one run compare.

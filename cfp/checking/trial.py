@@ -71,7 +71,7 @@ class Trial:
         if "" in self.state:
             return f"{self.state['']}/{path}".rstrip("/")
         place, slash, rest = path.partition("/")
-        return f"{self.state.get(place, place)}{slash}{rest}"
+        return f"{self.state.get(place, place)}{slash}{rest}" or _WHOLE
 
     @property
     def median_ms(self) -> float:
@@ -109,6 +109,9 @@ class Trial:
             for step in self.steps
             for d in step.comparison.undecided(self.tolerance)
         }
+
+
+_WHOLE = "result"  # Of a step that returns one array.
 
 
 def run_trial(
@@ -281,5 +284,6 @@ def _metrics(result: Any, feedback: Mapping[int, int | None]) -> dict[str, float
             continue
         if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            found[name.partition("/")[2] or f"result[{name}]"] = float(leaf)
+            own = f"{_WHOLE}[{name}]" if name else _WHOLE
+            found[name.partition("/")[2] or own] = float(leaf)
     return found

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp.checking.check import Comparison, Difference, brought_together, compare
-from cfp.checking.trial import StepResult, Trial
+from cfp.checking.trial import StepResult, Trial, _metrics
 from cfp.program import memory
 
 
@@ -59,6 +59,12 @@ def test_summaries():
     assert found.largest == Difference("w", 3e-7)
     assert found.median_ms == 2.5  # Without the first step.
     assert trial((0.0, 0.0)).median_ms == 1.0
+
+
+def test_a_result_that_is_one_array_has_a_name():
+    assert trial((0.0, 0.0)).named("") == "result"
+    assert _metrics(jnp.ones(()), {}) == {"result": 1.0}
+    assert _metrics((jnp.ones(()),), {}) == {"result[0]": 1.0}
 
 
 def test_infinities_must_agree_and_hide_nothing():

@@ -38,7 +38,6 @@ Order = tuple[int, ...]
 _AS_IT_LIES: frozenset[Order] = frozenset({()})
 # An order that was reshaped since: no transpose is known to undo it.
 _LOST: Order = (-1,)
-_SUMMED_KEY = "summed in two orders"
 
 
 def uses_through(
@@ -66,10 +65,7 @@ def is_in_memory(program: Program, v: int) -> bool:
 
 def summed_in_two_orders(program: Program) -> frozenset[int]:
     """Values that sums read and that are made of tensors read in two orders."""
-    known = program.looked_for
-    if _SUMMED_KEY not in known:
-        known[_SUMMED_KEY] = _find_summed(program)
-    return known[_SUMMED_KEY]
+    return program.found(_find_summed)
 
 
 def _has_memory(program: Program, v: int) -> bool:
@@ -154,7 +150,6 @@ def _is_summed(program: Program, v: int) -> bool:
     return any(op.kind == "reduce" for op, _ in uses)
 
 
-_MOVED_KEY = "moved by kernels"
 # Of these a kernel reads as much of an operand as it makes.
 _IN_PART = frozenset({"slice", "dynamic_slice", "gather"})
 
@@ -168,10 +163,7 @@ def moved_bytes(program: Program) -> Mapping[int, float]:
         By op id: of the last op of each kernel what its kernel moves, and nothing of
         ops that are fused into others.
     """
-    known = program.looked_for
-    if _MOVED_KEY not in known:
-        known[_MOVED_KEY] = _find_moved(program)
-    return known[_MOVED_KEY]
+    return program.found(_find_moved)
 
 
 def _find_moved(program: Program) -> Mapping[int, float]:

@@ -219,7 +219,6 @@ def _close(got: np.ndarray, right: np.ndarray) -> bool:
     return bool(off <= TOLERANCE * max(size, 1e-3))
 
 
-_KEY = "cross-entropy"
 _TOO_LATE = "something is made too late to be read"
 
 
@@ -238,10 +237,7 @@ class CrossEntropies:
 
 def cross_entropies(program: Program) -> CrossEntropies:
     """Finds and proves all cross-entropies of a program; once for each program."""
-    known = program.looked_for
-    if _KEY not in known:
-        known[_KEY] = _find(program)
-    return known[_KEY]
+    return program.found(_find)
 
 
 def _find(program: Program) -> CrossEntropies:

@@ -26,6 +26,7 @@ _NUMBERS = re.compile(r"-?\d+")
 Spec = tuple[tuple[str, ...], ...]  # for each dim the mesh axes it is sharded over
 
 _Node = TypeVar("_Node", bound=Hashable)
+_Found = TypeVar("_Found")
 
 
 def reached(
@@ -209,9 +210,15 @@ class Program:
         return {}
 
     @cached_property
-    def looked_for(self) -> dict[str, Any]:
+    def looked_for(self) -> dict[Any, Any]:
         """Cache of searches in this program, keyed by the searcher."""
         return {}
+
+    def found(self, find: Callable[[Program], _Found]) -> _Found:
+        """What a function finds in this program; it is called once."""
+        if find not in self.looked_for:
+            self.looked_for[find] = find(self)
+        return self.looked_for[find]
 
     @cached_property
     def leaf_ops(self) -> frozenset[int]:

@@ -35,7 +35,6 @@ from cfp.program.replace import Replacement, Stage
 from cfp.program.rules import Dims, Rule
 
 GRADIENT = f"{NAME} gradient"  # The name of replacements of backward passes.
-_KEY = "called attentions"
 _TOKENS_OF_LSE = 2  # It is [batch, heads, tokens].
 
 
@@ -85,11 +84,12 @@ class Called:
 
 def called_attentions(program: Program) -> Mapping[int, Called]:
     """All of a program, by their ops; found once for each program."""
-    known = program.looked_for
-    if _KEY not in known:
-        read = (_read(program, op) for op in program.ops if op.kind == "custom_call")
-        known[_KEY] = {one.op: one for one in read if one is not None}
-    return known[_KEY]
+    return program.found(_find)
+
+
+def _find(program: Program) -> Mapping[int, Called]:
+    read = (_read(program, op) for op in program.ops if op.kind == "custom_call")
+    return {one.op: one for one in read if one is not None}
 
 
 def called_among(program: Program, ops: Collection[int]) -> list[Called]:

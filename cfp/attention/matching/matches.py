@@ -33,7 +33,6 @@ from cfp.attention.problem import AttentionProblem
 from cfp.program.graph import Program
 from cfp.program.replace import Replacement
 
-_KEY = "attention"
 ROUNDS = frozenset({"ring", "zigzag"})  # Keys come in parts.
 GATHERED = frozenset({"all_gather"})
 _QUERIES = ROUNDS | GATHERED  # Roles of axes that shard queries.
@@ -75,15 +74,12 @@ class Attentions:
 
 def attentions(program: Program) -> Attentions:
     """Finds and proves all attentions of a program; once for each program."""
-    known = program.looked_for
-    if _KEY not in known:
-        known[_KEY] = _find(program)
-    return known[_KEY]
+    return program.found(_find)
 
 
 def was_searched(program: Program) -> bool:
     """True if the program was searched for attentions, as kernels require."""
-    return _KEY in program.looked_for
+    return _find in program.looked_for
 
 
 def _find(program: Program) -> Attentions:

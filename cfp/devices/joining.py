@@ -232,11 +232,10 @@ def _number(name: str, given: int | None, environment: Mapping[str, str]) -> int
     return int(text)
 
 
-def is_asked(environment: Mapping[str, str] | None = None) -> bool:
+def is_asked() -> bool:
     """Returns True if the environment makes a command one of several processes."""
-    found = os.environ if environment is None else environment
     names = (COORDINATOR, PROCESSES, PROCESS_ID)
-    return any(map(found.get, names)) or found.get(JOIN, "") not in ("", "0")
+    return any(map(os.environ.get, names)) or os.environ.get(JOIN, "") not in ("", "0")
 
 
 def join_if_asked() -> None:

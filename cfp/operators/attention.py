@@ -158,12 +158,11 @@ EMBEDDING = Operator(
 _LEAST = -1e30
 
 
-def _q_k_v(seq: str = "s") -> tuple[Argument, ...]:
-    return (
-        Argument(name="query", dims=f"b {seq} n d"),
-        Argument(name="key", dims="b s n d"),
-        Argument(name="value", dims="b s n d"),
-    )
+_Q_K_V = (
+    Argument(name="query", dims="b s n d"),
+    Argument(name="key", dims="b s n d"),
+    Argument(name="value", dims="b s n d"),
+)
 
 
 def _attend(
@@ -297,7 +296,7 @@ BERT_ATTENTION = Operator(
     name="bert_attention",
     summary="attention to the first keys of each sequence",
     arguments=(
-        *_q_k_v(),
+        *_Q_K_V,
         Argument(name="lengths", dims="b", kind="lengths", below="s"),
     ),
     oracle=_with(_bert_form, _attend),
@@ -332,7 +331,7 @@ def gpt_attention_pallas(
 GPT_ATTENTION = Operator(
     name="gpt_attention",
     summary="causal attention",
-    arguments=_q_k_v(),
+    arguments=_Q_K_V,
     oracle=_with(_gpt_form, _attend),
     flops=_flops(causal=True),
     implementations=(
@@ -359,7 +358,7 @@ T5_ATTENTION = Operator(
     summary="attention with a bias of the scores, which are not scaled",
     arguments=(
         Argument(name="query", dims="b s n d", spread="fan_last"),
-        *_q_k_v()[1:],
+        *_Q_K_V[1:],
         Argument(name="bias", dims="1 n s s"),
     ),
     oracle=_with(_t5_form, _attend),

@@ -215,7 +215,7 @@ class Program:
         return {}
 
     def found(self, find: Callable[[Program], _Found]) -> _Found:
-        """What a function finds in this program; it is called once."""
+        """Returns the finding of a function in this program, called once."""
         if find not in self.looked_for:
             self.looked_for[find] = find(self)
         return self.looked_for[find]

@@ -34,6 +34,7 @@ from cfp.search.expected import expect
 from cfp.search.guided import measure_candidates
 from cfp.settings import LIMITED_MEMORY, ConstraintLevel, defaults_of
 from cfp.solution import Candidate
+from cfp_test.covering import at_night
 from cfp_test.injected import inject_times
 from cfp_test.program.stacks import stack_step
 from cfp_test.race.results import result_of
@@ -219,7 +220,7 @@ def test_the_budget_is_passed_to_the_compiler(plan, lean_compiler, tmp_path, mes
     assert plan(little, race=False, **quick).peak_bytes < least
 
 
-@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("fails", [True, *at_night([False])])
 def test_what_was_out_of_reach_races_where_what_was_hoped_for_fails(
     mesh, tmp_path, monkeypatch, fails
 ):
@@ -382,7 +383,7 @@ def test_an_interrupt_gives_the_best_plan_of_what_was_measured(
     check_step(made)
 
 
-@pytest.mark.parametrize("during", [1, 2])
+@pytest.mark.parametrize("during", [1, *at_night([2])])
 def test_an_interrupt_is_heard_where_memory_asks_for_more_presets(
     mesh, monkeypatch, during, tmp_path
 ):
@@ -492,7 +493,7 @@ def test_what_is_predicted_far_behind_is_out_of_reach():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"slow": {"xla_backend_optimization_level": "0"}}]
+    "options", [{"slow": {"xla_backend_optimization_level": "0"}}, *at_night([{}])]
 )
 def test_an_absurd_budget_compiles_only_the_leanest(plan, tmp_path, options):
     """Nothing is near it by prediction, so that one tells what would do.

@@ -44,7 +44,7 @@ from cfp.program.signature import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night
+from cfp_test.covering import at_night, cover_values
 
 MODELS = ("gpt", "moe", "bert", "llama")
 MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
@@ -232,8 +232,7 @@ def test_each_kind_of_block_on_two_axes(model):
     assert differing(frame, distinct(frame), is_inner) == {}
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("model", MODELS)
+@cover_values(model=MODELS, mesh=MESHES)
 def test_members_reduce_what_their_factors_say(model, mesh):
     """A contraction's partial sums follow from the anchor's strategy by its factors."""
     frame = frame_of(model, MESHES[mesh])

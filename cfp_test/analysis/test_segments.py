@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.analysis.strategies import block_strategies, describe
@@ -9,7 +10,7 @@ from cfp.models import registry
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
-from cfp_test.covering import cover_values
+from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.common import normal, squares, training
 
@@ -42,7 +43,14 @@ def contents(analysis, index):
     return found
 
 
-@cover_values(name=TINY, remat=[False, True])
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        *(("gpt", False), ("llama", True)),
+        *at_night((name, remat) for name in ("moe", "bert") for remat in (False, True)),
+        *at_night([("gpt", True), ("llama", False)]),
+    ],
+)
 def test_a_loop_over_layers_is_one_segment_like_the_layer(name, remat):
     # Once with numbers of two digits in the names of layers.
     layers = 11 if name == "gpt" and not remat else 6 if name == "moe" else 3

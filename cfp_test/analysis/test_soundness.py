@@ -4,6 +4,7 @@ import pytest
 
 from cfp.presets.presets import presets
 from cfp_test.checking import compile_choice, differences, draw, prepare
+from cfp_test.covering import at_night
 from cfp_test.programs.registry import PROGRAMS, programs_on
 
 MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
@@ -18,6 +19,10 @@ QUICK = {
         "odd_sizes microbatch nested_scan ensemble partly_manual segments sorting fft "
         "windows serving"
     ).split(),
+}
+DAILY = {
+    "x4": "tied_head scan_mlp cond shard_map moe_sort dropout".split(),
+    "x2y2": "odd_sizes microbatch partly_manual segments serving".split(),
 }
 EVERYWHERE = [
     pytest.param(name, sizes, id=f"{name}-{mesh}")
@@ -37,7 +42,16 @@ def check(case, choices):
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [(name, mesh) for mesh, names in QUICK.items() for name in names]
+    ("name", "mesh"),
+    [
+        *((name, mesh) for mesh, names in DAILY.items() for name in names),
+        *at_night(
+            (name, mesh)
+            for mesh, names in QUICK.items()
+            for name in names
+            if name not in DAILY[mesh]
+        ),
+    ],
 )
 def test_a_random_choice(name, mesh):
     case = prepare(name, PROGRAMS[name], MESHES[mesh])

@@ -384,10 +384,9 @@ def test_what_is_left_computes_what_a_shallow_model_does(
 @pytest.mark.parametrize(
     ("loss", "choose"),
     [
-        (plain, all_again),
         (with_side_losses, all_again),
-        (conditioned, all_again),
         (plain, half_again),
+        *at_night([(plain, all_again), (conditioned, all_again)]),
     ],
 )
 def test_what_is_left_can_be_computed_again(mesh, stack, loss, choose):

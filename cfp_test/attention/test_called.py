@@ -38,7 +38,7 @@ from cfp.program.trace import trace
 from cfp.solution import Candidate, Solution
 from cfp_test.attention.called import cudnn_on_cpus
 from cfp_test.checking import make_mesh
-from cfp_test.covering import cover_pairs
+from cfp_test.covering import cover_values
 from cfp_test.programs.common import normal
 
 BATCH, TOKENS, HEADS, HEAD_DIM, HIDDEN, CHUNK = 2, 64, 4, 8, 24, 16
@@ -149,7 +149,7 @@ def kinds(made):
     return {one.kind for one in collectives_in(made.as_text())}
 
 
-@cover_pairs(
+@cover_values(
     sharded=[
         ("x=4", "T", ""),
         ("x=4", "T", "ring"),

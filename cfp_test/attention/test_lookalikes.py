@@ -197,7 +197,7 @@ def test_what_only_looks_like_attention_is_left_alone(program):
     assert bool(check(program).matches) == program.is_attention
 
 
-@settings(QUICK, max_examples=12)
+@settings(QUICK, max_examples=6)
 @given(programs(SOFTMAXES))
 def test_a_softmax_in_other_words_is_replaced_unless_it_is_returned(program):
     found = check(program)

@@ -301,7 +301,7 @@ MASKS = st.builds(
 
 
 @settings(
-    max_examples=12, phases=(Phase.explicit, Phase.reuse, Phase.generate), deadline=None
+    max_examples=6, phases=(Phase.explicit, Phase.reuse, Phase.generate), deadline=None
 )
 @given(MASKS, st.booleans(), st.booleans())
 def test_any_mask_is_found_and_replaced_by_an_equal(mask, scanned, remat):

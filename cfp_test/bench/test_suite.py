@@ -98,6 +98,7 @@ def test_what_is_wrong_or_does_not_compile_is_a_row_and_not_timed(tmp_path):
     assert Journal(kept).steps == journal.steps > 0
 
 
+@pytest.mark.nightly  # Six processes plan, some of them the same again.
 def test_bench_survives_what_ends_its_process(tmp_path):
     """Two are out; the rest is timed, and kept when the user has had enough."""
     faults = {

@@ -206,13 +206,13 @@ STATE = {"adamw": "1/0/mu", "momentum": "1/0/trace", "lion": "1/0/mu"}
 
 
 COMPUTED = [
-    ("bfloat16", "adamw"),
-    ("float32", "sgd"),
-    pytest.param("bfloat16", "sgd", marks=pytest.mark.nightly),
-    pytest.param("float32", "adamw", marks=pytest.mark.nightly),
-    pytest.param("bfloat16", "momentum", marks=pytest.mark.nightly),
-    pytest.param("bfloat16", "lion", marks=pytest.mark.nightly),
-    pytest.param("bfloat16", "adafactor", marks=pytest.mark.nightly),
+    ("float32", "adamw"),
+    *at_night(
+        [
+            *((dtype, "sgd") for dtype in DTYPES),
+            *(("bfloat16", name) for name in OPTIMIZERS if name != "sgd"),
+        ]
+    ),
 ]
 
 

@@ -8,12 +8,11 @@ from cfp.models import MODELS, build, logical_names
 from cfp.models.layers import constrain, mesh_spec, sharded_by
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp_test.covering import at_night
+from cfp_test.covering import at_night, cover_values
 from cfp_test.models.tiny import TINY
 
 
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@cover_values(name=MODELS, scan=[False, True])
 def test_every_dim_of_the_state_has_a_name(name, scan):
     options = {**TINY[name], "scan": scan}
     _, args = build(name, **options)

@@ -16,6 +16,7 @@ from cfp.program.constrain import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.trace import lower_step
 from cfp_test.checking import differences, draw, prepare, shardings
+from cfp_test.covering import at_night
 from cfp_test.programs.common import normal, training
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -139,7 +140,9 @@ def choices(frame):
         pytest.param("words and tokens", marks=pytest.mark.smoke),
     ],
 )
-@pytest.mark.parametrize("loss", [gathered, biased], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(
+    "loss", [gathered, *at_night([biased])], ids=lambda one: one.__name__
+)
 def test_the_step_computes_the_same_and_holds_no_logits(loss, name):
     case = case_of(loss)
     program = case.frame.program

@@ -28,6 +28,7 @@ from cfp.view.text import diff_data, explain_text
 from cfp.view.words import moves_text
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import run_batch
+from cfp_test.covering import at_night, cover_values
 from cfp_test.models.tiny import TINY
 
 STEP = """
@@ -112,8 +113,7 @@ def adapted(plan, *args, **more):
     return cfp.adapt(plan, STEP_FN, *args, donate_argnums=0, **more)
 
 
-@pytest.mark.parametrize("size", [(5, 16), (3, 32)], ids=["layers", "batch"])
-@pytest.mark.parametrize("name", PRESETS)
+@cover_values(size=[(5, 16), (3, 32)], name=PRESETS)
 def test_a_strategy_stays_the_same_strategy(saved, how, name, size):
     """A preset's choice for the other program is known without the plan."""
     args = arguments(*size)
@@ -372,7 +372,7 @@ def modelled(request):
     return step, args, mesh, analyze_step(flatten_step(step, args), mesh).analysis
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *at_night([1, 2])])
 def test_every_part_of_a_choice_is_carried_over(modelled, seed):
     """A saved plan for the very same step comes out as it was."""
     step, args, mesh, analysis = modelled

@@ -18,6 +18,7 @@ from cfp.program.graft import lower_part
 from cfp.program.signature import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
+from cfp_test.covering import cover_values
 
 HOST, Space = "pinned_host", jax.memory.Space
 SETTINGS = DetailedSettings(per_kind=1, in_context=False)
@@ -89,8 +90,7 @@ def by_jit(mesh):
     return jax.jit(step, in_shardings=(state, device), out_shardings=(state, device))
 
 
-@pytest.mark.parametrize("make", [to_spaces, to_shardings, by_jit])
-@pytest.mark.parametrize("preset", ["fully_sharded", None])
+@cover_values(make=[to_spaces, to_shardings, by_jit], preset=["fully_sharded", None])
 def test_state_in_the_memory_of_the_host_comes_back_there(make, preset, mesh, tmp_path):
     step, x = make(mesh), data()
     run = cfp.parallelize(

@@ -60,7 +60,7 @@ USES = {
 VALUES = st.sampled_from([0.0, -0.0, 0.5, 1.0, 2.0, 3e-4, float("inf")])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_values_of_constants_are_no_structure(data):
     uses = data.draw(st.lists(st.sampled_from(sorted(USES)), min_size=1, max_size=4))

@@ -12,6 +12,7 @@ from cfp.program.trace import planning_mesh
 from cfp.race import compile as building
 from cfp.race import race
 from cfp.settings import MOST_REFUSED
+from cfp_test.covering import at_night
 from cfp_test.race.deep import arguments, step
 
 LAYERS = 12
@@ -40,13 +41,14 @@ def late(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.nightly
 def test_plenty_of_memory_leaves_the_fastest(late):
     plan = late(2**30)
     assert plan.winner == "planned"
     assert plan.search.get("segments_raced") is None
 
 
-@pytest.mark.parametrize("donate_argnums", [(), 0])
+@pytest.mark.parametrize("donate_argnums", [0, *at_night([((),)])])
 def test_what_is_answered_fits_whole(late, donate_argnums):
     """The best fits with four of twelve layers, and not with all of them."""
     memory_bytes = 165_000
@@ -63,6 +65,7 @@ def test_what_is_answered_fits_whole(late, donate_argnums):
     assert sum(row.peak_bytes > 0 for row in plan.race) <= most
 
 
+@pytest.mark.nightly
 def test_where_nothing_fits_the_error_says_so(late):
     with pytest.raises(MemoryBudgetError, match="compiled plans the smallest") as error:
         late(100_000)

@@ -35,6 +35,7 @@ from cfp.settings import (
 )
 from cfp.solution import Candidate, Prediction
 from cfp.view.text import plan_text
+from cfp_test.covering import at_night
 from cfp_test.race.deep import LAYERS, arguments, step
 from cfp_test.race.results import result_of
 from cfp_test.waiting import GUARD_SECONDS
@@ -188,7 +189,7 @@ def test_memory_of_arguments_that_were_left_out_is_named_too(mesh, tmp_path):
     assert row.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.1)
 
 
-@pytest.mark.parametrize("best_ms", [10.3, 20.0])
+@pytest.mark.parametrize("best_ms", [10.3, *at_night([20.0])])
 def test_the_best_preset_runs_beside_the_leader(plan, monkeypatch, tmp_path, best_ms):
     """Only times of one run compare."""
     stages, race = [], steps.race_programs
@@ -227,6 +228,7 @@ def test_the_best_preset_runs_beside_the_leader(plan, monkeypatch, tmp_path, bes
     assert {digest_of[name] for name in others} <= {digest_of[best.name]}
 
 
+@pytest.mark.nightly
 def test_a_budget_that_was_asked_for_before_has_its_answer(plan, raced, tmp_path):
     """Though another one was asked for meanwhile, and more is known by now."""
     options = {"plain": {"xla_backend_optimization_level": "0"}}
@@ -323,7 +325,7 @@ def whole_fails(monkeypatch):
     return fail
 
 
-@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("is_late", [True, *at_night([False])])
 def test_what_does_not_run_whole_gives_way_to_the_next(
     is_late, plan, whole_fails, monkeypatch, tmp_path
 ):
@@ -431,9 +433,8 @@ def test_what_would_be_ready_and_run_after_the_end_is_not_begun(
     # Nothing is begun that would be ready later, but for the first smaller program.
     [
         (0.0, [0.0, 10.0]),
-        (15.0, [0.0, 10.0]),
         (25.0, [0.0, 10.0, 20.0]),
-        (float("inf"), None),
+        *at_night([(15.0, [0.0, 10.0]), (float("inf"), None)]),
     ],
 )
 def test_where_nothing_fits_planning_ends_with_its_time(

@@ -20,6 +20,8 @@ from cfp_test.random_steps.run import read, run_slice, ways_of
 from cfp_test.random_steps.shrink import shrink
 from cfp_test.random_steps.ways import Sharding, Way, sharding_of
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 # Drawn to be of many kinds; each of a second or two.
 SEEDS = (0, 2, 3, 4, 10, 12)
 XY = (("x", 2), ("y", 2))
@@ -165,6 +167,7 @@ def test_a_lost_share_does_not_pass():
         assert len(wrong_leaves(["sum"], [bad], [whole], [allowed])) == 1
 
 
+@pytest.mark.nightly
 def test_what_is_wrong_shrinks(monkeypatch):
     """To the block that a fault is in, with what is needed to run it again."""
     monkeypatch.setattr("cfp.program.corrections._unpadded", lambda rule: rule)

@@ -85,8 +85,7 @@ def test_where_nothing_takes_any_time_no_preset_is_far_behind(reach):
 
 def test_few_of_many_presets_are_measured():
     sizes = (("x", 2), ("y", 2), ("z", 2))
-    step = registry.build("gpt", **{**TINY["gpt"], "layers": 1})
-    analysis, estimates = estimated(*step, sizes)
+    analysis, estimates = estimated(*PROGRAMS["mlp"]()[:2], sizes)
     every = presets(analysis.frame)
     chosen = leading_presets(analysis, estimates, every)
     assert len(every) > 40

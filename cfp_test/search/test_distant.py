@@ -184,8 +184,14 @@ def test_the_search_agrees_with_brute_force_over_whole_programs(which, request):
         assert costs[one(found.problem).picks] == pytest.approx(best)
 
 
-@pytest.mark.parametrize("name", ["tied_stack", "cross_stack", "u_net"])
-@pytest.mark.parametrize("sizes", [LINE, SQUARE], ids=["x4", "x2y2"])
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        *((LINE, name) for name in ("tied_stack", "cross_stack", "u_net")),
+        (SQUARE, "tied_stack"),
+        *at_night((SQUARE, name) for name in ("cross_stack", "u_net")),
+    ],
+)
 def test_far_prices_are_those_of_the_whole_layout(name, sizes):
     found = Program(name, sizes, most=17)
     draw = random.Random(0)
@@ -203,15 +209,17 @@ def test_far_prices_are_those_of_the_whole_layout(name, sizes):
 
 
 def test_without_these_prices_a_slower_plan_is_chosen():
-    """Draws times eight times, for a net with skips and for tied weights."""
-    worse = Counter()
-    for name, seed in itertools.product(["tied_stack", "u_net"], range(8)):
+    """For some times of eight, of a net with skips and of tied weights."""
+
+    def costs_more(name, seed):
         found = Program(name, SQUARE, most=17, seed=seed)
         blind = solve(replace(found.problem, far_ms={}))
         best = solve(found.problem)
         assert best.cost_ms <= found.problem.cost_ms(blind.picks)
-        worse[name] += found.problem.cost_ms(blind.picks) > best.cost_ms
-    assert worse["tied_stack"] and worse["u_net"]
+        return found.problem.cost_ms(blind.picks) > best.cost_ms
+
+    for name in ("tied_stack", "u_net"):
+        assert any(costs_more(name, seed) for seed in range(8))
 
 
 def test_nested_skips_are_searched_exactly(net):

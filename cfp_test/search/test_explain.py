@@ -47,7 +47,7 @@ def check(problem, kind, alternative):
         )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problems(times=EXACT), st.integers(1, 3))
 def test_alternatives_cost_what_trying_all_says(problem, count):
     best = solve_exhaustively(problem)
@@ -78,7 +78,7 @@ def test_alternatives_cost_what_trying_all_says(problem, count):
         assert [a.unlimited_ms for a in item.too_large] == faster[:count]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(problems(budgets=BUDGETS, times=EXACT), st.integers(1, 30))
 def test_memory_binds_where_more_would_be_faster(problem, step):
     best = solve_exhaustively(problem)
@@ -101,7 +101,7 @@ def test_memory_binds_where_more_would_be_faster(problem, step):
     assert (memory.less.cost_ms if memory.less else None) == below
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(problems(budgets=NO_BUDGET, times=EXACT), st.randoms())
 def test_a_plan_that_is_not_the_best_is_explained_too(problem, random):
     picks = random.choice(choices(problem))

@@ -34,7 +34,7 @@ from cfp.patterns.expression import (
     stripped,
 )
 from cfp.patterns.reading import Indexed, Read, Reader, Unread
-from cfp.program.graph import Op, Program
+from cfp.program.graph import Op, Program, reached
 
 LARGEST, SUM, TOTAL, PICK, ARGMAX = "largest", "sum", "total", "pick", "argmax"
 
@@ -225,18 +225,15 @@ def _of_other_logits(program: Program, seen: Mapping[int, str]) -> list[LeftAlon
 
 def _reason_before(program: Program, value: int, seen: Mapping[int, str]) -> str:
     """The reason why a value that was computed from a contraction is none of its."""
-    stack, done = [value], set[int]()
-    while stack:
-        if seen.get(one := stack.pop()):
-            return seen[one]
-        producer = program.values[one].producer
-        if one in done or producer < 0:
-            continue
-        done.add(one)
+
+    def made_of(v: int) -> tuple[int, ...]:
+        if (producer := program.values[v].producer) < 0:
+            return ()
         op = program.ops[producer]
-        if op.kind in KINDS or op.kind in _MOVING:
-            stack += op.operands
-    return ""
+        return op.operands if op.kind in KINDS or op.kind in _MOVING else ()
+
+    reasons = (seen.get(one) for one in reached([value], made_of))
+    return next(filter(None, reasons), "")
 
 
 _MOVING = ("broadcast_in_dim", "pad", "reshape", "slice", "transpose")
@@ -357,13 +354,12 @@ class _Finder:
 
     def _computed_from_logits(self) -> set[int]:
         """Values that depend on the logits, such as the choices of a router."""
-        stack, found = [self._head.logits], set[int]()
-        while stack:
-            for user, _ in self._program.users[stack.pop()]:
-                made = set(self._program.ops[user].results) - found
-                found |= made
-                stack += made
-        return found
+
+        def made_of(v: int) -> list[int]:
+            ops = (self._program.ops[user] for user, _ in self._program.users[v])
+            return [result for op in ops for result in op.results]
+
+        return {*reached([self._head.logits], made_of)}
 
     def run(self) -> CrossEntropy:
         self._follow()
@@ -419,15 +415,13 @@ class _Finder:
 
     def _derived(self, kind: str) -> set[int]:
         """Values that are computed, element by element, of one kind of reductions."""
-        stack = [one.made for one in self._reductions if one.kind == kind]
-        found = {*stack}
-        while stack:
-            for user, _ in self._program.users[stack.pop()]:
-                op = self._program.ops[user]
-                if op.kind in _OF_ELEMENTS and op.results[0] not in found:
-                    found.add(op.results[0])
-                    stack.append(op.results[0])
-        return found
+
+        def made_of(v: int) -> list[int]:
+            ops = (self._program.ops[user] for user, _ in self._program.users[v])
+            return [op.results[0] for op in ops if op.kind in _OF_ELEMENTS]
+
+        start = [one.made for one in self._reductions if one.kind == kind]
+        return {*reached(start, made_of)}
 
     def _maker(self, value: int) -> int:
         return self._program.values[value].producer

@@ -29,7 +29,7 @@ from cfp.patterns.cross_entropy import (
 from cfp.patterns.expression import from_rows, to_rows
 from cfp.patterns.reading import Use
 from cfp.program.evaluate import Evaluator, NotEvaluated
-from cfp.program.graph import Program, numpy_dtype
+from cfp.program.graph import Program, numpy_dtype, reached
 from cfp.program.replace import Replacement
 
 # Relative difference of norms, of float32 and sums of a few products.
@@ -294,10 +294,10 @@ def no_longer_made(program: Program, replaced: Iterable[Replacement]) -> set[int
     found: set[int] = set()
     for one in replaced:
         wide = {v for v, _ in cross_entropies(program).found[one.op].dims}
-        stack = [*program.ops[one.op].results]
-        while stack:
-            found.add(value := stack.pop())
-            for user, _ in program.users[value]:
-                results = program.ops[user].results
-                stack += [v for v in results if v in wide and v not in found]
+
+        def made_of(v: int, wide: set[int] = wide) -> list[int]:
+            ops = (program.ops[user] for user, _ in program.users[v])
+            return [result for op in ops for result in op.results if result in wide]
+
+        found |= {*reached(program.ops[one.op].results, made_of)}
     return found

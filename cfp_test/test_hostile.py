@@ -9,8 +9,7 @@ import cfp
 from cfp.cli import app
 from cfp.errors import MeshError
 from cfp.platform import select
-from cfp.profiling.compiler_options import refused_option
-from cfp.race.admission import MEMORY_SHARE
+from cfp.profiling.compiler_options import MEMORY_SHARE, refused_option
 from cfp.settings import defaults_of
 from cfp_test import hostile
 

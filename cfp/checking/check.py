@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_structure
 
 from cfp.plan.plan import Plan
+from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.program.constrain import Constraints
 from cfp.program.fixed import fixed, released
 from cfp.program.graph import Spec
@@ -161,6 +162,11 @@ class Comparison:
         return noisy and sizes is not None and sizes.alike()
 
 
+# On one device are the arguments as they were, what it makes of them, what goes into
+# its next try, and what the plan's step left there, which is less.
+STATES_ON_ONE = 4
+
+
 class Check:
     """A plan's steps and one device's, each from where the last one left off there.
 
@@ -210,6 +216,18 @@ class Check:
         # To where results of one device will be: from step to step nothing moves.
         self._args = self._each(lambda arg: fresh(self._on_one(on_device(arg))))
 
+    def needed_text(self) -> str:
+        """Words for the memory of one device that a check needs."""
+        size = self._alone.compiled.memory_analysis()
+        if size is None:
+            return "memory of one device for all of it"
+        held, rest = size.argument_size_in_bytes, size.temp_size_in_bytes
+        return (
+            f"about {(STATES_ON_ONE * held + rest) / 2**30:.1f} GiB on one device: "
+            f"{rest / 2**30:.1f} GiB for the step, and {STATES_ON_ONE} times its "
+            f"arguments of {held / 2**30:.1f} GiB"
+        )
+
     def step(self) -> Comparison:
         """Runs a step on both sides.
 
@@ -222,8 +240,8 @@ class Check:
         found = on_device(fixed(self.planned(*self._each(fresh))))
         if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(found)):
             found = self._on_one(found)
-        before = self._before(expected)
-        sides = (compare(found, expected), compare(before, expected))
+        sides = compare(found, expected), compare(self._before(expected), expected)
+        del found  # One device's other tries need the room.
         made = _comparison(alone, *sides, self._margin)
         for tries in (NUDGES, NUDGES + MORE_NUDGES):
             if not made.failures(self.tolerance):
@@ -328,11 +346,42 @@ def both_sides(
         wide=True,
         unwidened=compiled,
     )
-    return planned, compile_alone(step, mesh.local_devices[0])
+    device = mesh.local_devices[0]
+    alone = compile_alone(step, device)
+    limit = memory_limit(alone, device)
+    return planned, compile_alone(step, device, limit) if limit else alone
 
 
-def compile_alone(step: FlatStep, device: Any) -> CompiledStep:
-    """Compiles a step for one device, in float32."""
+def memory_limit(alone: CompiledStep, device: Any) -> dict[str, str]:
+    """Compiler options with which one device's step leaves room for what is beside it.
+
+    Args:
+        alone: compiled without a limit.
+        device: where it runs.
+
+    Returns:
+        Nothing where the step leaves it anyway, or no limit helps.
+    """
+    most_bytes = (device.memory_stats() or {}).get("bytes_limit", 0)
+    size = alone.compiled.memory_analysis()
+    if not most_bytes or size is None:
+        return {}
+    held_bytes = size.argument_size_in_bytes
+    room_bytes = most_bytes - STATES_ON_ONE * held_bytes
+    if room_bytes <= 0 or size.temp_size_in_bytes <= room_bytes:
+        return {}
+    share = int(100 * room_bytes / (most_bytes - held_bytes))
+    return {MEMORY_SHARE: str(share)} if share else {}
+
+
+def compile_alone(
+    step: FlatStep, device: Any, options: Mapping[str, str] | None = None
+) -> CompiledStep:
+    """Compiles a step for one device, in float32.
+
+    Args:
+        options: of the compiler.
+    """
 
     def whole(leaves: Iterable[Any]) -> list[Spec]:
         return [((),) * len(leaf.shape) for leaf in leaves]
@@ -345,6 +394,7 @@ def compile_alone(step: FlatStep, device: Any) -> CompiledStep:
         whole(step.avals),
         whole(jax.tree.leaves(step.traced.out_info)),
         Constraints({}, {}),
+        options,
         wide=True,
     )
 

@@ -23,6 +23,7 @@ from cfp.checking.check import (
 from cfp.context import agreement_of
 from cfp.errors import CfpError, DeviceError
 from cfp.plan.plan import Plan
+from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.coordination import coordinated_planning
 from cfp.profiling.overwritten import count_rematerialized
 from cfp.program.fixed import fixed
@@ -152,10 +153,10 @@ def run_trial(
         # With the step a plan that was loaded knows the static arguments.
         bound = replace(plan, step=step).bind(target.step, *target.args)
         feedback, names = _feedback(target, step, plan, steps)
+        checking = None
         try:
             tell("compiling")
             compiled = bound.compile_bound(tell)
-            checking = None
             if check:
                 tell(
                     "preparing the check: the step under the plan and on one device, "
@@ -187,10 +188,20 @@ def run_trial(
                 )
         except jax.errors.JaxRuntimeError as error:
             agreement.end_of_run(str(error).strip())
+            got = str(error).strip().splitlines()[0]
+            if checking is not None and is_out_of_memory(error):
+                raise DeviceError(
+                    "There is no room for the check: one device runs the whole step, "
+                    "beside its state several times.",
+                    expected=checking.needed_text(),
+                    got=got,
+                    attempt="a smaller batch, or fewer layers, for a plan that is "
+                    "checked; or a run without --check",
+                ) from error
             raise DeviceError(
                 "The step failed on the devices.",
                 expected="a step that runs under its plan",
-                got=str(error).strip().splitlines()[0],
+                got=got,
                 attempt="a plan with a memory budget (--memory-budget, "
                 "memory_budget=), a smaller batch, or more devices",
             ) from error

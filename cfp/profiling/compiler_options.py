@@ -18,6 +18,9 @@ _BYTES = re.compile("[0-9]{1,13}")
 _PERCENT = re.compile("[1-9][0-9]?|100")
 _LEVEL = re.compile("[0-3]")
 
+# The percentage of what arguments leave of a device's memory that others may take.
+MEMORY_SHARE = "xla_gpu_memory_limit_slop_factor"
+
 # Which values each known option may have.
 _KNOWN = {
     "xla_gpu_enable_latency_hiding_scheduler": _SWITCH,
@@ -29,7 +32,7 @@ _KNOWN = {
     "xla_gpu_enable_pipelined_all_reduce": _SWITCH,
     "xla_gpu_enable_pipelined_reduce_scatter": _SWITCH,
     "xla_gpu_enable_while_loop_double_buffering": _SWITCH,
-    "xla_gpu_memory_limit_slop_factor": _PERCENT,
+    MEMORY_SHARE: _PERCENT,
     "xla_backend_optimization_level": _LEVEL,
     # Without it programs need more memory, and compute the same.
     "xla_disable_hlo_passes": re.compile("rematerialization"),

@@ -39,6 +39,7 @@ from typing import Any
 
 from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
+from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.profiling.record import CompiledBytes
 from cfp.race.candidates import with_options
 from cfp.race.programs import (
@@ -58,9 +59,6 @@ from cfp.settings import (
     ConstraintLevel,
 )
 from cfp.solution import Candidate
-
-# The percentage of what arguments leave of a device's memory that others may take.
-MEMORY_SHARE = "xla_gpu_memory_limit_slop_factor"
 
 
 def may_fit(memory: MemoryBudget, size: CompiledBytes) -> bool:

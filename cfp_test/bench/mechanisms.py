@@ -59,6 +59,7 @@ from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import PRESETS, presets
 from cfp.profiling import measurer, runner
 from cfp.profiling.builder import Built, Job
+from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.profiling.rates import Rates
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.program.step import flatten_step
@@ -66,7 +67,6 @@ from cfp.race import compile as race_compile
 from cfp.race import programs as race_programs
 from cfp.race import race as race_room
 from cfp.race import turns
-from cfp.race.admission import MEMORY_SHARE
 from cfp.race.programs import RaceResult
 from cfp.race.turns import Ranking
 from cfp.search import jobs, requests, solver, tradeoff

@@ -23,11 +23,13 @@ from cfp.checking.check import (
     NormRange,
     both_sides,
     compile_alone,
+    memory_limit,
 )
 from cfp.checking.trial import Trial, run_trial
+from cfp.errors import DeviceError
 from cfp.planner_settings import PlannerSettings
+from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.program.step import flatten_step
-from cfp.race.admission import MEMORY_SHARE
 from cfp.runtime import execute
 from cfp.targets import Target, model_target
 from cfp_test.checking import make_mesh
@@ -404,6 +406,39 @@ def test_what_computes_in_float32_already_is_checked_as_it_is(
     check = Check(planned, alone, {0: 0})
     check.start(make_args("sgd"))
     assert check.step().failures(check.tolerance) == []
+
+
+def test_a_check_that_has_no_room_says_what_it_needs(monkeypatch, tmp_path):
+    def no_room(self):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(Check, "step", no_room)
+    target = model_target("gpt", {**TINY["gpt"], "layers": 1})
+    needs = "GiB on one device: .* for the step, and 4 times its arguments of"
+    with pytest.raises(DeviceError, match=needs):
+        trial_of(target, "data_parallel", 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("limit_gib", "temp_gib", "share"),
+    [
+        (100, 50, None),  # There is room for the step and four times its arguments.
+        (100, 61, "66"),  # 60 of the 90 GiB that its arguments leave.
+        (40, 1, None),  # No limit helps.
+        (None, 61, None),
+    ],
+)
+def test_one_device_is_asked_to_save_what_lacks_beside_its_state(
+    limit_gib, temp_gib, share
+):
+    size = SimpleNamespace(
+        argument_size_in_bytes=10 * 2**30, temp_size_in_bytes=temp_gib * 2**30
+    )
+    compiled = SimpleNamespace(memory_analysis=lambda: size)
+    stats = limit_gib and {"bytes_limit": limit_gib * 2**30}
+    device = SimpleNamespace(memory_stats=lambda: stats)
+    found = memory_limit(SimpleNamespace(compiled=compiled), device)
+    assert found == ({MEMORY_SHARE: share} if share else {})
 
 
 class Alone:

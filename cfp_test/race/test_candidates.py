@@ -13,12 +13,12 @@ from cfp.context import MemoryBudget
 from cfp.cost.choice import segment_candidate
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
+from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.admission import MEMORY_SHARE
 from cfp.race.candidates import rematerialized, with_options
 from cfp.race.remembered import Answer, answer_to, keep_answer, known_to_fit
 from cfp.search.jobs import whole_job

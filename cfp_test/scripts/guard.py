@@ -20,8 +20,8 @@ from cfp import api, platform
 from cfp.devices.described import mocked_mesh, play_one_of
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.compiled import miscompile_reason
+from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.profiling.overwritten import has_rematerialized
-from cfp.race.admission import MEMORY_SHARE
 from cfp.runtime import execute
 from cfp.targets import resolve
 

@@ -25,11 +25,11 @@ from cfp.plan.figures import (
 from cfp.plan.parts import Role
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
+from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.profiling.hlo import collectives_in
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.race.admission import MEMORY_SHARE
 from cfp.settings import NO_LATENCY_HIDING
 from cfp.view.page import page_html
 from cfp.view.remarks import remarks, unplanned_text

@@ -408,6 +408,7 @@ def test_what_computes_in_float32_already_is_checked_as_it_is(
     assert check.step().failures(check.tolerance) == []
 
 
+@pytest.mark.explained("There is no room for the check")
 def test_a_check_that_has_no_room_says_what_it_needs(monkeypatch, tmp_path):
     def no_room(self):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")

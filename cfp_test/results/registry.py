@@ -47,6 +47,7 @@ from cfp_test.scripts import (
     hostile_files,
     house,
     planning_ahead,
+    plans_checked,
     prediction_page,
     same_plans,
     same_plans_gpu,
@@ -261,6 +262,7 @@ PAGES: tuple[Page, ...] = (
             ("seeds_h100x2", "two H100"),
             ("seeds_rings_h200x2", "two H200"),
             ("seeds_zigzag_h200x2", "two H200"),
+            ("seeds_batches_h200x2", "two H200"),
         )
     ),
     _page("analysis_cpu_202611", checked.analysis),
@@ -516,6 +518,7 @@ PAGES: tuple[Page, ...] = (
     _page("programs_cpu_202611", checked.programs),
     _page("recompute_compiled_h200_202611", building.compiled),
     _page("recompute_h200x4_202611", building.recompute),
+    _page("plans_checked_h200x2_202611", plans_checked.figures),
     _page("several_cpu_202611", several.processes),
     _page("several_gpus_h200x2_202611", several.processes_on_gpus),
     _page("slow_link_cpu_202611", several.slow_link),

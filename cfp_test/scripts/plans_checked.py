@@ -18,18 +18,20 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from cfp import platform
 from cfp_test.bench.configs import SUITES, small
+from cfp_test.results.pages import Figures, fixed, table
 from cfp_test.scripts.rows import Rows
 
 MODELS = ("gpt", "moe", "llama", "bert")
 EXPORTED = ("gpt", "moe")
 STEPS = 2
+CUDNN, CUBLAS = "cudnn", "__cublas$lt$matmul"
 _CALLED = re.compile(r'custom_call_target="([^"]+)"')
 
 
@@ -111,6 +113,50 @@ def exported(words: Sequence[str], file: Path) -> dict[str, Any]:
     row["largest_difference"] = {"path": worst.path, "relative_l2": worst.relative_l2}
     row["module_bytes"] = module.stat().st_size
     return row
+
+
+def figures(data: Mapping[str, Any]) -> Figures:
+    """Rows of a page, and what it says of the module."""
+    rows, products = [], []
+    for row in data["rows"]:
+        other = row["exported"] or {}
+        worst = other.get("largest_difference") or {}
+        checks = {0: "passes", 1: "fails"}.get(row["check_exit"], "did not run")
+        kernels = [
+            sum(
+                n
+                for name, n in other.get(f"{which}_kernels", {}).items()
+                if CUDNN in name
+            )
+            for which in ("plan", "exported")
+        ]
+        same = other.get("plan_collectives") == other.get("exported_collectives")
+        rows.append(
+            [
+                row["model"],
+                fixed(row["planning_s"], 0),
+                checks,
+                f"{len(other.get('plan_collectives', []))}, "
+                + ("the same" if same else "others"),
+                f"{kernels[0]} and {kernels[1]}",
+                f"{worst.get('relative_l2', float('nan')):.1e}",
+                worst.get("path"),
+            ]
+        )
+        both = (other.get(f"{w}_kernels", {}) for w in ("plan", "exported"))
+        counts = [str(one.get(CUBLAS, 0)) for one in both]
+        products.append(f"{counts[0]} in the plan and {counts[1]} in the module")
+    head = (
+        "model | planned in s | check | collectives of both | cuDNN's kernels in both "
+        "| results off by at most | in"
+    )
+    return {
+        "rows": table(head, rows),
+        "products": ", ".join(products),
+        "jax": data["jax"],
+        "date": data["date"],
+        "commits": ", ".join(dict.fromkeys(row["commit"] for row in data["rows"])),
+    }
 
 
 def main() -> None:

@@ -221,12 +221,16 @@ def _build(
     if outcome is None:
         outcome = build(program, mesh, job, environment)
     if isinstance(outcome, Built):
-        # Here, in the thread, and not while the devices wait. What goes wrong will
-        # go wrong again, and be recorded, when the inputs are made.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            for kind in input_kinds(program, job.part, job.in_specs):
-                generator(kind, mesh)
+        compile_generators(program, mesh, job)
     return outcome
+
+
+def compile_generators(program: Program, mesh: Mesh, job: Job) -> None:
+    """Compiles what makes a job's inputs: in a thread, not while the devices wait."""
+    # What goes wrong will go wrong again, and be recorded, when the inputs are made.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        for kind in input_kinds(program, job.part, job.in_specs):
+            generator(kind, mesh)
 
 
 @dataclass(slots=True)

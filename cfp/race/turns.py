@@ -6,14 +6,16 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import median
 from types import MappingProxyType
 
 from cfp.profiling.builder import Built
+from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.in_flight import InFlightLog
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, utc_now
-from cfp.profiling.runner import StopOnDeviceLoss, run
+from cfp.profiling.runner import StopOnDeviceLoss, compile_generators, run
 from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp.race.candidates import with_options
 from cfp.race.compile import (
@@ -165,7 +167,15 @@ def _run_in_turn(
         rounds=rounds,
     )
     has_look = race.is_measured and rounds > 1
-    race.warm_up()
+    with CompilePool(default_threads(race.platform)) as pool:
+        # While devices warm up; between looks they would cool down meanwhile.
+        made = [
+            pool.start(race.programs[d].job.label, partial(race.compile_generators, d))
+            for d in ready
+        ]
+        race.warm_up()
+        for one in made:
+            one.result()
     race.take_looks(looks)
     for number in range(rounds):
         if has_look and number == 0:
@@ -249,6 +259,13 @@ class _Turns:
         if self.is_measured:
             return _is_told([*map(self._samples_ms, self.order)])
         return len(self.order) == 1 and not self.is_predicted
+
+    def compile_generators(self, digest: str) -> None:
+        """Compiles what makes a program's inputs, where they are made here."""
+        if not self.is_predicted:
+            one = self.programs[digest]
+            where = one.stands_on or (self.builder.program, self.builder.mesh)
+            compile_generators(*where, one.job)
 
     def warm_up(self) -> None:
         """Has devices whose times decide work until their clocks are steady."""

@@ -569,6 +569,26 @@ def test_on_gpus_every_program_executes_as_often_in_a_turn(step_ms):
     assert executions(room._timing("gpu", 600.0)) == [1, 1, 1]
 
 
+def test_what_makes_inputs_is_compiled_before_anything_is_timed(
+    case, store, monkeypatch
+):
+    told = []
+
+    def ran(built, job, *_, timing):
+        told.append(f"ran {job.label}")
+        return built.record("ok", samples_ms=(1.0,))
+
+    def made(program, mesh, job):
+        told.append(f"made {job.label}")
+
+    monkeypatch.setattr(room, "run", ran)
+    monkeypatch.setattr(room, "compile_generators", made)
+    builder = Builder(program=case.program, mesh=case.mesh, store=store)
+    race_programs(builder, [entrant(case, name) for name in "ab"], rounds=1)
+    assert sorted(told[:2]) == ["made a", "made b"]
+    assert sorted(told[2:]) == ["ran a", "ran b"]
+
+
 def test_lost_devices_end_a_race(case, store, monkeypatch):
     """A crashed program is known; of the others nothing was said."""
     ran = []

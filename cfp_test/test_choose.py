@@ -30,6 +30,12 @@ SUBSETS = [
     for names in itertools.combinations(("sharding", "storage", "remat"), count)
 ]
 
+# One of them, two, and all.
+DAILY = [
+    pytest.param(one, marks=() if one in SUBSETS[::2] else pytest.mark.nightly)
+    for one in SUBSETS
+]
+
 
 @pytest.fixture(scope="module")
 def analyzed():
@@ -54,7 +60,7 @@ def least_ms(analyzed, tmp_path_factory):
     return min(one.predicted_ms for one in every.candidates)
 
 
-@pytest.mark.parametrize("choose", SUBSETS, ids=",".join)
+@pytest.mark.parametrize("choose", DAILY, ids=",".join)
 def test_only_what_is_chosen_among_differs_between_options(
     analyzed, least_ms, tmp_path, choose
 ):

@@ -11,6 +11,7 @@ from cfp.analysis.flow import passes, scope_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
+from cfp_test.covering import at_night
 from cfp_test.programs.registry import PROGRAMS, programs_on
 
 SIZES = (("x", 4),)
@@ -130,7 +131,18 @@ def test_rematerialized_contractions_join_their_block(name):
         assert ops[again[0].op].parent != ops[again[1].op].parent
 
 
-@pytest.mark.parametrize("name", programs_on(SIZES))
+# Each takes half a second and more, and others have its ops.
+LARGE = (
+    "diffusion haiku_stack nnx_stack lstm nnx truncated_time policy partitioned_kernel "
+    "unrolled_remat conditioned_layers u_net uneven_attention linear_recurrence "
+    "vmapped_experts per_example_gradients keys cholesky linalg graph_net int8"
+).split()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*(one for one in programs_on(SIZES) if one not in LARGE), *at_night(LARGE)],
+)
 def test_every_op_has_one_place(name):
     """Blocks and updates do not overlap; what is left is scalar, or very small."""
     frame = known_frame(name)

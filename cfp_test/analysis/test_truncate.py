@@ -411,16 +411,8 @@ def test_results_that_depend_on_nothing_stay(mesh):
     check_like(make, 11, WEIGHT, by_name("data_parallel"), mesh)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt",
-        # What makes them differ has a small model above.
-        pytest.param("moe", marks=pytest.mark.nightly),
-        pytest.param("bert", marks=pytest.mark.nightly),
-        pytest.param("llama", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly  # What makes them differ has a small model above.
+@pytest.mark.parametrize("name", ["gpt", "moe", "bert", "llama"])
 def test_what_is_left_of_a_model_is_a_shallow_one(mesh, name):
     def make(layers):
         return model(name, layers, mesh)

@@ -85,9 +85,10 @@ def expected():
 @pytest.mark.parametrize(
     ("preset", "mesh"),
     [
-        (None, "x2y2"),
-        ("data_parallel", "x4"),
-        *at_night([(None, "x4"), ("tensor_parallel", "x2y2")]),
+        (None, "x4"),
+        *at_night(
+            [(None, "x2y2"), ("data_parallel", "x4"), ("tensor_parallel", "x2y2")]
+        ),
     ],
 )
 def test_per_example_gradients_are_those_of_one_device(mesh, preset, cache, expected):

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from cfp_test.scripts.tutorial import (
     PAGE,
     SOURCE,
     STORY,
-    Cell,
     make_notebook,
     make_page,
     read_cells,
@@ -69,24 +67,6 @@ def losses_of(printed: str) -> dict[int, list[float]]:
     return found
 
 
-# Steps of the cells, and fewer: what is compared in them is compared after these, too.
-FEWER = {
-    **{"19": "2", "20": "3", "39": "20", "40": "21"},
-    **{"59": "23", "60": "24", "79": "27", "80": "28"},
-}
-
-
-def shorten(cells: list[Cell]) -> list[Cell]:
-    """Has the cells train for a third of their steps."""
-    steps = re.compile(rf"(?<![\w.*])({'|'.join(FEWER)})\b")
-    return [
-        cell
-        if cell.prose
-        else replace(cell, text=steps.sub(lambda found: FEWER[found[1]], cell.text))
-        for cell in cells
-    ]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tutorial")
@@ -94,18 +74,15 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture(
-    scope="module", params=["fewer", pytest.param("all", marks=pytest.mark.nightly)]
-)
-def printed(folder, request):
+@pytest.fixture(scope="module")
+def printed(folder):
     """The output of the tutorial: of a process that was stopped, and of another.
 
     The page says from which cell to which the second one runs.
     """
-    cells = shorten(CELLS) if request.param == "fewer" else CELLS
     first, stopped = find_cell("one_step"), find_cell("Plan.load")
-    return run(cells[:stopped], folder, quick_python()) + run(
-        cells[:first] + cells[stopped:], folder, sys.executable
+    return run(CELLS[:stopped], folder, quick_python()) + run(
+        CELLS[:first] + CELLS[stopped:], folder, sys.executable
     )
 
 
@@ -118,10 +95,11 @@ def test_notebook_and_page_are_made_from_the_source():
     assert [cell["cell_type"] for cell in cells] == kinds
 
 
+@pytest.mark.nightly
 def test_it_trains(printed):
     """Losses fall as the page shows, in a new process, too.
 
-    Inside it compares them with one device's. All steps run nightly.
+    Inside it compares them with one device's.
     """
     found, shown = losses_of(printed), losses_of("".join(PRINTED))
     assert sum(map(len, found.values())) == sum(map(len, shown.values())) == 11
@@ -131,6 +109,7 @@ def test_it_trains(printed):
         np.testing.assert_allclose(found[step], shown[step][0], rtol=0.02)
 
 
+@pytest.mark.nightly
 def test_the_plan_shards_the_state(printed, folder):
     whole, held = map(float, re.findall(r"(\d\.\d\d) MiB", printed)[-2:])
     assert held < whole / 2

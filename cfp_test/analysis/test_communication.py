@@ -210,7 +210,7 @@ def splits_no_sum(frame, block, strategy):
     return not any(choice.inner in rule.reduction for choice in strategy)
 
 
-@pytest.mark.parametrize("model", ["gpt", "moe", *at_night(["bert", "llama"])])
+@pytest.mark.parametrize("model", ["gpt", *at_night(MODELS[1:])])
 def test_each_kind_of_block(model):
     """On one axis, without scattered sums; the rest is for the night."""
     frame = frame_of(model, MESHES["x4"])

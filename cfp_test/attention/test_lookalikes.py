@@ -170,7 +170,7 @@ def short_chunks():
 
 
 # A program is small as it is drawn, and to trace and compile it takes a while.
-QUICK = settings(max_examples=60, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+QUICK = settings(max_examples=20, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 MESH = make_mesh((("x", 4),))
 
 

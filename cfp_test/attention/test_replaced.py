@@ -103,7 +103,17 @@ def test_attentions_of_the_zoo_are_replaced(mesh, untouched, model, way):
     assert squares(alone) != []
 
 
-@pytest.mark.parametrize("make", LIBRARIES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make",
+    [
+        attentive.linen_attention_step,
+        attentive.equinox_attention_step,
+        attentive.haiku_attention_step,
+        attentive.t5_style_attention_step,
+        *at_night([attentive.nnx_attention_step, attentive.gpt2_style_attention_step]),
+    ],
+    ids=lambda make: make.__name__,
+)
 def test_attentions_of_other_libraries_are_replaced(mesh, make):
     kernel, why_not = LIBRARIES[make]
     step = Step(*make(), mesh)

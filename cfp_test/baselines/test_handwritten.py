@@ -41,7 +41,7 @@ ANY = REDUCE | {GATHER, EXCHANGE, "collective-permute"}
 
 # Models share most of their layers: these run every time, and all of them at night.
 ALWAYS = {
-    "gpt": {"zero1", "fsdp", "megatron_tp_sequence", "dp_x_tp"},
+    "gpt": {"fsdp", "megatron_tp_sequence", "dp_x_tp"},
     "bert": set(),
     "llama": set(),
     "moe": {"expert_parallel"},

@@ -257,14 +257,12 @@ FOUND = (
 # One of each way to write tokens, labels, masks, and what else is read of logits.
 DAILY = (
     loss_per_token,
-    words_in_the_middle,
     flat_indices,
     one_hot_einsum,
     smoothed_labels,
     ignored_labels,
     shifted_and_flattened,
     in_bfloat16,
-    without_a_largest,
     with_accuracy,
 )
 

@@ -293,11 +293,11 @@ def trained():
 @pytest.mark.parametrize(
     ("preset", "model"),
     [
-        *((name, "gpt") for name in ("data_parallel", "fully_sharded")),
-        ("tensor_parallel", "moe"),
-        *at_night([("zero1", "gpt"), ("tensor_parallel", "gpt")]),
+        *((name, "gpt") for name in ("fully_sharded", "tensor_parallel")),
+        *at_night((name, "gpt") for name in ("data_parallel", "zero1")),
         *at_night(
-            (name, "moe") for name in ("data_parallel", "fully_sharded", "zero1")
+            (name, "moe")
+            for name in ("data_parallel", "tensor_parallel", "fully_sharded", "zero1")
         ),
     ],
 )

@@ -16,6 +16,7 @@ from cfp.attention.problem import AttentionProblem, Mask, Scores
 
 KERNELS = "jax.experimental.pallas.ops.gpu"
 BLOCK = 128  # Tokens; the kernels' own, forward.
+MIN_HEAD_DIM = 16  # Of Triton's products.
 MAX_HEAD_DIM = 128  # Of wider ones a block does not fit into registers.
 
 
@@ -49,8 +50,11 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
         return f"it cannot be imported: {error}"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"it computes in float16 and bfloat16, not in {problem.dtype}"
-    if problem.head_dim > MAX_HEAD_DIM:
-        return f"its head dim is up to {MAX_HEAD_DIM}, not {problem.head_dim}"
+    if not MIN_HEAD_DIM <= problem.head_dim <= MAX_HEAD_DIM:
+        return (
+            f"its head dim is from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}, "
+            f"not {problem.head_dim}"
+        )
     if problem.queries != problem.keys:
         return "it has as many queries as keys"
     if problem.queries % BLOCK:

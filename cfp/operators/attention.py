@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from cfp.attention import pallas
 from cfp.attention.kernels import KERNELS
 from cfp.attention.problem import NO_MASK, Scores, problem_of
+from cfp.errors import AttentionError
 from cfp.operators import probe
 from cfp.operators.activations import causal_mask, length_mask
 from cfp.operators.norms import tokamaxes
@@ -205,17 +206,20 @@ def _limits(kernel: str, fused: Callable[..., Mapping[str, Any]]):
 
     def refuses(query, key, value, *rest) -> Reason:
         given = fused(query, key, *rest)
-        problem = problem_of(
-            query,
-            key,
-            value,
-            causal=given.get("is_causal", False),
-            window=None,
-            segment_ids=None,
-            bias=given.get("bias"),
-            softcap=None,
-            scale=given.get("scale"),
-        )
+        try:
+            problem = problem_of(
+                query,
+                key,
+                value,
+                causal=given.get("is_causal", False),
+                window=None,
+                segment_ids=None,
+                bias=given.get("bias"),
+                softcap=None,
+                scale=given.get("scale"),
+            )
+        except AttentionError as error:
+            return str(error)
         return KERNELS[kernel].refusal(problem, jax.default_backend())
 
     return refuses

@@ -15,7 +15,14 @@ from cfp.attention import call, chunked, cudnn, pallas, plain
 from cfp.attention.call import fit_heads
 from cfp.attention.chunked import merge, nothing_yet
 from cfp.attention.kernels import KERNELS
-from cfp.attention.problem import NO_MASK, Mask, Scores, may_meet, visible
+from cfp.attention.problem import (
+    NO_MASK,
+    Mask,
+    Scores,
+    may_meet,
+    problem_of,
+    visible,
+)
 from cfp.attention.ring import from_zigzag, local_positions, to_zigzag, zigzag_order
 from cfp.cluster.doctor import CHECKS
 from cfp_test.attention.matrix import inputs, mesh_of, packed
@@ -387,6 +394,25 @@ def test_axes_of_a_mesh_may_be_explicit():
     for attend, args in ((cfp.attention, (q, k, k)), (jitted, placed)):
         found = attend(*args, causal=True, mesh=mesh, strategy="ring")
         assert jnp.allclose(found, right, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "is_taken"), [(8, False), (16, True), (128, True), (136, False)]
+)
+def test_heads_of_pallas_are_as_wide_as_its_products(head_dim, is_taken):
+    x = jax.ShapeDtypeStruct((1, 128, 2, head_dim), "bfloat16")
+    problem = problem_of(
+        *(x, x, x),
+        causal=True,
+        window=None,
+        segment_ids=None,
+        bias=None,
+        softcap=None,
+        scale=None,
+    )
+    reason = pallas.refusal(problem, "gpu")
+    wanted = f"its head dim is from 16 to 128, not {head_dim}"
+    assert reason == (None if is_taken else wanted)
 
 
 # ----------------------------------------------------------------------------- records

@@ -81,3 +81,16 @@ def test_kernels_of_pallas_agree_with_the_oracle(name, call):
     right = soon(oracle_program(operator))(args, cotangent)
     found = soon(run)(args, cotangent)
     assert check(found, right, LIMITS["float32"]).wrong == []
+
+
+def test_attention_of_two_dtypes_goes_to_what_takes_them():
+    """Fused kernels say why they do not."""
+    operator = OPERATORS["gpt_attention"]
+    query, key, value = (
+        jax.ShapeDtypeStruct((1, 128, 2, 64), dtype)
+        for dtype in ("float32", "bfloat16", "bfloat16")
+    )
+    for name in ("cudnn", "pallas"):
+        reason = operator.implementation(name).refuses(query, key, value)
+        assert reason is not None and "of one dtype" in reason
+    assert operator.choose(query, key, value).name == "jax_nn"

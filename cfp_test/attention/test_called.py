@@ -158,13 +158,16 @@ def kinds(made):
         ("x=2,y=2", "TB", ""),
     ],
     is_causal=[True, False],
-    kv_heads=[HEADS, HEADS // 2],
-    layout=["BTNH", "BNTH"],
+    # In this order any two of mask, heads and layout meet.
+    shape=[
+        (HEADS, "BTNH"),
+        (HEADS // 2, "BTNH"),
+        (HEADS // 2, "BNTH"),
+        (HEADS, "BNTH"),
+    ],
 )
-def test_tokens_are_sharded_by_a_ring_or_gathered(
-    sharded, is_causal, kv_heads, layout, tmp_path
-):
-    mesh, in_attention, spread = sharded
+def test_tokens_are_sharded_by_a_ring_or_gathered(sharded, is_causal, shape, tmp_path):
+    (mesh, in_attention, spread), (kv_heads, layout) = sharded, shape
     step, args = step_of(by_cudnn, layout, is_causal=is_causal), arguments(kv_heads)
     kernels = SegmentKernels(attention="chunked", spread=spread)
     plan = planned(step, args, mesh, in_attention, tmp_path, kernels)

@@ -209,12 +209,8 @@ STATE = {"adamw": "1/0/mu", "momentum": "1/0/trace", "lion": "1/0/mu"}
 
 COMPUTED = [
     ("float32", "adamw"),
-    *at_night(
-        [
-            *((dtype, "sgd") for dtype in DTYPES),
-            *(("bfloat16", name) for name in OPTIMIZERS if name != "sgd"),
-        ]
-    ),
+    ("float32", "sgd"),
+    *at_night(("bfloat16", name) for name in OPTIMIZERS),
 ]
 
 

@@ -25,7 +25,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.jobs import whole_job
 from cfp.settings import ConstraintLevel
-from cfp_test.covering import at_night, cover_values
+from cfp_test.covering import at_night, cover_pairs
 
 MESHES = [{"x": 4}, {"x": 2, "y": 2}]
 SIZES = {
@@ -227,7 +227,7 @@ def test_with_arguments_constrained_it_is_jit_with_those_shardings(model, sizes,
     assert counted(built.collectives) == counted(collectives_in(text))
 
 
-@cover_values(name=[BY_HAND, FROM_ARGUMENTS], sizes=MESHES, level=ConstraintLevel)
+@cover_pairs(name=[BY_HAND, FROM_ARGUMENTS], sizes=MESHES, level=ConstraintLevel)
 def test_it_computes_what_one_device_does(name, sizes, level):
     step, args = decoder()
     analysis, mesh, _ = analysed(step, args, sizes)

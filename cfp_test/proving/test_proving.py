@@ -51,6 +51,16 @@ def test_a_part_of_the_catalogue(name):
     assert [one for one in found if one.is_wrong] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("convolutions", "convolution"), ("scatters", "scatter")]
+)
+def test_one_op_of_a_part_that_is_nightly(name, kind):
+    one = next(one for one in singles_of(name, 1) if one.op.kind == kind)
+    found = list(prove(jobs([one], mesh_of(_GRID)), mesh_of(_GRID)))
+    assert len(found) > 10
+    assert [one for one in found if one.is_wrong or one.moved] == []
+
+
 @pytest.mark.nightly
 def test_the_whole_catalogue(tmp_path):
     file = tmp_path / "rules.json"

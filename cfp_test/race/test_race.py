@@ -434,7 +434,8 @@ def test_what_would_be_ready_and_run_after_the_end_is_not_begun(
     [
         (0.0, [0.0, 10.0]),
         (25.0, [0.0, 10.0, 20.0]),
-        *at_night([(15.0, [0.0, 10.0]), (float("inf"), None)]),
+        (float("inf"), None),
+        *at_night([(15.0, [0.0, 10.0])]),
     ],
 )
 def test_where_nothing_fits_planning_ends_with_its_time(
@@ -456,7 +457,8 @@ def test_where_nothing_fits_planning_ends_with_its_time(
     def smaller(run, refused):
         tried = {one.candidate.choice for one in refused if one.peak_bytes}
         every = {one.choice: one for one in run.solution.candidates}
-        return [one for choice, one in every.items() if choice not in tried]
+        untried = [one for choice, one in every.items() if choice not in tried]
+        return untried[:4] if len(built) < 4 else []  # Each is compiled.
 
     monkeypatch.setattr(story.Run, "smaller", smaller)
     for room in (building, processes, contexts):

@@ -40,7 +40,7 @@ settings.load_profile("unhurried")
 _LONGEST = (
     *("bench/test_suite", "analysis/test_truncate", "test_cli", "race/test_race"),
     *("profiling/test_faults", "presets/test_presets", "attention/test_replaced"),
-    *("moe/test_moe_passes", "cluster/test_ray", "bench/test_scripts"),
+    *("moe/test_moe_passes", "cluster/test_ray", "test_tutorial", "bench/test_scripts"),
     *(
         "test_several",
         "test_planner",

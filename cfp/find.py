@@ -34,7 +34,7 @@ from cfp.program.callbacks import host_calls
 from cfp.program.meaning import check_settings, unchecked
 from cfp.program.memory import has_host_memory
 from cfp.program.step import FlatStep
-from cfp.race.programs import RaceOutcome
+from cfp.race.programs import RaceOutcome, kernels_that_failed
 from cfp.report.figures import with_figures
 from cfp.search.problem import Problem
 from cfp.search.requests import Profiles
@@ -247,7 +247,9 @@ def complete_plan(
         solution.problem,
         solution.rates,
         profiles.replacing if profiles else rules.replacing,
-        profiles.failed_kernels if profiles else {},
+        profiles.failed_kernels
+        if profiles
+        else kernels_that_failed(solution.candidates, outcome.rows),
         outcome.raced,
         dimensions=rules.dimensions,
         parts_asked=rules.replacing.cross_entropy,

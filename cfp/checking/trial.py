@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from cfp.plan.plan import Plan
 from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.coordination import coordinated_planning
 from cfp.profiling.overwritten import count_rematerialized
+from cfp.profiling.processes import Agreement
 from cfp.program.fixed import fixed
 from cfp.program.step import FlatStep
 from cfp.runtime.execute import CompiledStep
@@ -153,22 +155,24 @@ def run_trial(
         # With the step a plan that was loaded knows the static arguments.
         bound = replace(plan, step=step).bind(target.step, *target.args)
         feedback, names = _feedback(target, step, plan, steps)
-        checking = None
         try:
             tell("compiling")
             compiled = bound.compile_bound(tell)
+            checking = None
             if check:
                 tell(
                     "preparing the check: the step under the plan and on one device, "
                     "with precise products in float32, compiled where they are not "
                     "there already"
                 )
-                checking = Check(*both_sides(bound, compiled), feedback)
+                with _room_for_check(agreement):
+                    checking = Check(*both_sides(bound, compiled), feedback)
             tell("making the arguments, by programs that are compiled for their shapes")
             args = list(target.make_args(bound.in_shardings, seed))
             if checking is not None:
                 tell("copying the arguments, for the check, to one device")
-                checking.start(args)
+                with _room_for_check(agreement, checking):
+                    checking.start(args)
             results = []
             for number in range(steps):
                 which = f"step {number + 1} of {steps}"
@@ -180,7 +184,8 @@ def run_trial(
                         f"checking {which}: again under the plan, on one device, and "
                         "all results compared"
                     )
-                    comparison = checking.step()
+                    with _room_for_check(agreement, checking):
+                        comparison = checking.step()
                 feed_back(args, result, feedback)
                 metrics = _metrics(result, feedback)
                 results.append(
@@ -188,22 +193,13 @@ def run_trial(
                 )
         except jax.errors.JaxRuntimeError as error:
             agreement.end_of_run(str(error).strip())
-            got = str(error).strip().splitlines()[0]
-            if checking is not None and is_out_of_memory(error):
-                raise DeviceError(
-                    "There is no room for the check: one device runs the whole step, "
-                    "beside its state several times.",
-                    expected=checking.needed_text(),
-                    got=got,
-                    attempt="a smaller batch, or fewer layers, for a plan that is "
-                    "checked; or a run without --check",
-                ) from error
+            beside = ", or no --check, whose state takes room" * check
             raise DeviceError(
                 "The step failed on the devices.",
                 expected="a step that runs under its plan",
-                got=got,
+                got=str(error).strip().splitlines()[0],
                 attempt="a plan with a memory budget (--memory-budget, "
-                "memory_budget=), a smaller batch, or more devices",
+                f"memory_budget=), a smaller batch, or more devices{beside}",
             ) from error
     if tolerance is None:
         tolerance = checking.tolerance if checking is not None else FULL_TOLERANCE
@@ -218,6 +214,28 @@ def run_trial(
             for position, place in feedback.items()
         },
     )
+
+
+@contextmanager
+def _room_for_check(
+    agreement: Agreement, checking: Check | None = None
+) -> Iterator[None]:
+    """Says of memory that runs out here that a check needs more."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        agreement.end_of_run(str(error).strip())
+        needed = "memory of one device for the whole step, in float32"
+        raise DeviceError(
+            "There is no room for the check: one device runs the whole step, beside "
+            "its state several times.",
+            expected=needed if checking is None else checking.needed_text(),
+            got=str(error).strip().splitlines()[0],
+            attempt="a smaller batch, or fewer layers, for a plan that is checked; or "
+            "a run without --check",
+        ) from error
 
 
 def _one_step(compiled: CompiledStep, args: list[Any]) -> tuple[Any, float]:

@@ -104,7 +104,7 @@ def run(
             else:
                 settings = o.settings(
                     ctx,
-                    no_race=preset is not None or no_race,
+                    no_race=no_race,
                     progress=display.tell,
                 )
                 used = api.plan(

@@ -178,7 +178,8 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
     """A preset, by name, in place of a search.
 
     Its attentions are computed by kernels, where these may be used. As written it is a
-    candidate, too, unless predictions decide: a kernel may fail, or be slower.
+    candidate, too: a kernel may fail, or be slower. Where predictions decide, nothing
+    shows that it fails: on devices that are there the preset is as written.
 
     Raises:
         OptionError: there is no such preset for the program.
@@ -196,9 +197,10 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
     is_described = isinstance(mesh, DescribedMesh)
     rates = mesh.rates if is_described else known_rates(mesh, context.store)
     best = with_preferred_kernels(analysis, written, context.rules.replacing, rates)
-    candidates = [Candidate(name, best)]
-    if best != written and context.decided_by() is not DecidedBy.PREDICTION:
-        candidates.append(Candidate(f"{name}, as written", written))
+    runs = context.decided_by() is not DecidedBy.PREDICTION
+    candidates = [Candidate(name, best if runs or is_described else written)]
+    if best != written and runs:
+        candidates.append(Candidate(f"{name} (as written)", written))
     return Solution(candidates, rates=rates)
 
 

@@ -9,6 +9,7 @@ from statistics import median
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
+from cfp.analysis.layout import SegmentKernels
 from cfp.fields import Count, Rung, Time, Words
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import Parts, ProfileKey
@@ -258,6 +259,18 @@ def race_row(result: RaceResult) -> RaceRow:
 def left_out(candidate: Candidate, why: str) -> RaceRow:
     """A candidate that was not raced, as a plan keeps it."""
     return RaceRow(name=candidate.name, predicted_ms=candidate.predicted_ms, note=why)
+
+
+def kernels_that_failed(
+    candidates: Sequence[Candidate], rows: Sequence[RaceRow]
+) -> dict[SegmentKernels, str]:
+    """Kernels of candidates that did not run, each with the first reason."""
+    notes = {row.name: row.note for row in rows if row.note and row.time_ms is None}
+    found: dict[SegmentKernels, str] = {}
+    for one in candidates:
+        for _, kernels in one.choice.kernels if one.name in notes else ():
+            found.setdefault(kernels, notes[one.name])
+    return found
 
 
 def as_predicted(outcome: RaceOutcome, rung: str) -> RaceOutcome:

@@ -79,7 +79,7 @@ def with_figures(
     if problem is not None:
         found = _searched(found, analysis, choice, problem)
         found = replace(found, worth=worth(analysis, problem, raced))
-    trials = _Trials(found, problem)
+    trials = _Trials(found, problem, raced)
     left = _kernels(analysis, layout, choice, replacing, failed, trials)
     left += _losses(analysis, layout, choice, replacing, trials)
     if unasked is not None and unasked.attention and rates is not None:
@@ -94,10 +94,11 @@ def with_figures(
 
 @dataclass(frozen=True)
 class _Trials:
-    """Predicted steps of the search, with kernels and without."""
+    """Steps with kernels and without: as the search predicts, or as they raced."""
 
     found: Figures
     problem: Problem | None
+    raced: Sequence[tuple[Candidate, float]]
 
     def outcome(self, kind: int, uses: Callable[[SegmentKernels], bool]) -> str:
         """Says how the best step with some kernels compares to the best without.
@@ -106,7 +107,7 @@ class _Trials:
             uses: true of the kernels in question.
         """
         if self.problem is None:
-            return "nothing was searched for this plan"
+            return self._race_outcome(uses)
         drawn = self.found.kinds[kind].options
         with_ms, without_ms = list[float](), list[float]()
         for option, one in zip(self.problem.options[kind], drawn, strict=True):
@@ -119,6 +120,18 @@ class _Trials:
         where = f" in segment {where}" * (len({*kinds}) > 1)
         text = f"tried{where}: the step is predicted at {min(with_ms):.3f} ms with it"
         return text + (f", {min(without_ms):.3f} ms without" if without_ms else "")
+
+    def _race_outcome(self, uses: Callable[[SegmentKernels], bool]) -> str:
+        with_ms, without_ms = list[float](), list[float]()
+        for one, ms in self.raced:
+            is_used = any(uses(kernels) for _, kernels in one.choice.kernels)
+            (with_ms if is_used else without_ms).append(ms)
+        if not with_ms or not without_ms:
+            return "nothing was searched for this plan"
+        return (
+            f"timed: the step took {min(with_ms):.3f} ms with it, "
+            f"{min(without_ms):.3f} ms without"
+        )
 
 
 def _kernels(

@@ -313,21 +313,24 @@ def raced(mesh, folder, batches, **settings):
 
 
 def test_a_preset_races_with_kernels_and_as_written(mesh, tmp_path):
-    names = {"data_parallel", "data_parallel, as written"}
+    names = {"data_parallel", "data_parallel (as written)"}
     plan = raced(mesh, tmp_path, 2)
     assert {row.name for row in plan.race if row.time_ms is not None} == names
     free = raced(mesh, tmp_path, 2, race=False)
-    assert free.winner == "data_parallel" and free.constraints.replaced
+    assert free.winner == "data_parallel" and not free.constraints.replaced
 
     def refuse(*args, **kwargs):
         raise RuntimeError("cuDNN is not detected.")
 
     with patch.object(chunked, "attend", refuse):
         plan = raced(mesh, tmp_path, 3)
-    assert plan.winner == "data_parallel, as written"
+    assert plan.winner == "data_parallel (as written)"
     assert not plan.constraints.replaced
     [failed] = [row for row in plan.race if row.name == "data_parallel"]
     assert "cuDNN is not detected" in failed.note
+    text = plan_text(plan, width=200)
+    assert "Attention as written: chunked failed: " in text
+    assert "cuDNN is not detected" in text and "slower variant" not in text
 
 
 def test_by_default_no_precision_is_lost(tmp_path):

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from cfp import api
+from cfp.checking import trial
 from cfp.checking.check import (
     DOUBLE_TOLERANCE,
     FULL_TOLERANCE,
@@ -406,21 +407,39 @@ def test_what_computes_in_float32_already_is_checked_as_it_is(
 
 @pytest.mark.explained("There is no room for the check")
 def test_a_check_that_has_no_room_says_what_it_needs(monkeypatch, tmp_path):
-    def no_room(self):
+    """What the plan's own step lacks is another error."""
+
+    def no_room(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(Check, "step", no_room)
-    target = model_target("gpt", {**TINY["gpt"], "layers": 1})
+    args = make_args("sgd")
+    target = Target(
+        name="small",
+        step=make_step("float32", "sgd"),
+        args=args,
+        donate=(0,),
+        make_args=lambda shardings, _: tuple(
+            map(jax.device_put, make_args("sgd"), shardings)
+        ),
+    )
     needs = "GiB on one device: .* for the step, and 4 times its arguments of"
-    with pytest.raises(DeviceError, match=needs):
-        trial_of(target, "data_parallel", 2, tmp_path)
+    cases = {
+        (Check, "step"): needs,
+        (trial, "both_sides"): "no room for the check(.|\n)*in float32",
+        (trial, "_one_step"): "failed on the devices(.|\n)*memory budget",
+    }
+    for (where, name), message in cases.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(where, name, no_room)
+            with pytest.raises(DeviceError, match=message):
+                trial_of(target, "data_parallel", 2, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("limit_gib", "temp_gib", "share"),
     [
         (100, 50, None),  # There is room for the step and four times its arguments.
-        (100, 61, "66"),  # 60 of the 90 GiB that its arguments leave.
+        (100, 61, "60"),  # 60 of the 90 GiB that its arguments leave, less a tenth.
         (40, 1, None),  # No limit helps.
         (None, 61, None),
     ],
@@ -429,7 +448,10 @@ def test_one_device_is_asked_to_save_what_lacks_beside_its_state(
     limit_gib, temp_gib, share
 ):
     size = SimpleNamespace(
-        argument_size_in_bytes=10 * 2**30, temp_size_in_bytes=temp_gib * 2**30
+        argument_size_in_bytes=10 * 2**30,
+        temp_size_in_bytes=temp_gib * 2**30,
+        output_size_in_bytes=10 * 2**30,
+        alias_size_in_bytes=10 * 2**30,
     )
     compiled = SimpleNamespace(memory_analysis=lambda: size)
     stats = limit_gib and {"bytes_limit": limit_gib * 2**30}

@@ -407,7 +407,7 @@ def test_what_computes_in_float32_already_is_checked_as_it_is(
 
 @pytest.mark.explained("There is no room for the check")
 def test_a_check_that_has_no_room_says_what_it_needs(monkeypatch, tmp_path):
-    """What the plan's own step lacks is another error."""
+    """Memory that the plan's own step lacks is another error."""
 
     def no_room(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")

@@ -98,7 +98,7 @@ class _Trials:
 
     found: Figures
     problem: Problem | None
-    raced: Sequence[tuple[Candidate, float]]
+    raced: Sequence[tuple[Candidate, float]] = ()
 
     def outcome(self, kind: int, uses: Callable[[SegmentKernels], bool]) -> str:
         """Says how the best step with some kernels compares to the best without.

@@ -228,6 +228,20 @@ def test_the_curve_as_a_plot(problem, tmp_path):
         plot_trade_off(problem, found, tmp_path / "curve.abc", None)
 
 
+def test_without_a_search_what_raced_is_told():
+    def candidate(*kernels: SegmentKernels) -> SimpleNamespace:
+        return SimpleNamespace(choice=SimpleNamespace(kernels=[*enumerate(kernels)]))
+
+    some = candidate(SegmentKernels(attention="chunked"))
+    both = (some, 9.5), (candidate(), 9.0)
+    for raced, said in (
+        (both, "timed: the step took 9.500 ms with it, 9.000 ms without"),
+        (both[1:], "nothing was searched for this plan"),
+    ):
+        trials = _Trials(SimpleNamespace(), None, raced)
+        assert trials.outcome(0, lambda kernels: kernels.attention == "chunked") == said
+
+
 def test_kernels_that_were_tried_are_told_by_the_segments_of_their_kind():
     """Several kinds are told apart by their segments; one is not."""
     none, some = SegmentKernels(), SegmentKernels(attention="chunked")

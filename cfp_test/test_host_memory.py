@@ -20,7 +20,8 @@ from cfp import variant_turns
 from cfp.analysis.analyze import analyze
 from cfp.analysis.host_state import enough_state, movable_state
 from cfp.analysis.layout import lay_out
-from cfp.checking.check import Check, both_sides
+from cfp.checking.check import Check
+from cfp.checking.reference import both_sides
 from cfp.cost.memory import host_bytes
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets

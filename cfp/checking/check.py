@@ -1,34 +1,28 @@
-"""Checks a plan's steps against the same steps on one device.
+"""Checks a plan's steps against the same steps as they are written.
 
-Both compute in float32 where the step computes in less, with the highest precision of
-matrix products: what is left to differ is the order of sums in float32. It is measured,
-not guessed: one device runs every step again, from arguments that differ in their last
-bit.
+These run on one device, or, where it has no room for them, sharded in another way
+(:mod:`cfp.checking.reference`). Both compute in float32 where the step computes in
+less, with the highest precision of matrix products: what is left to differ is the order
+of sums in float32. It is measured, not guessed: the reference runs every step again,
+from arguments that differ in their last bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import isfinite, sqrt
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_structure
 
-from cfp.plan.plan import Plan
-from cfp.profiling.compiler_options import MEMORY_SHARE
-from cfp.program.constrain import Constraints
+from cfp.checking.reference import Reference
 from cfp.program.fixed import fixed, released
-from cfp.program.graph import Spec
-from cfp.program.memory import fetch, on_device
-from cfp.program.step import FlatStep
+from cfp.program.memory import fetch, in_host, on_device
 from cfp.program.widen import wide_dtype, with_dtype
-from cfp.runtime.execute import CompiledStep, compile_step
+from cfp.runtime.execute import CompiledStep
 
 FULL_TOLERANCE = 1e-5
 LOW_TOLERANCE = 1e-2
@@ -72,7 +66,7 @@ class NormRange:
 
     Attributes:
         found: under the plan.
-        least, most: on one device, from several arguments in the neighbourhood.
+        least, most: of the reference, from several arguments in the neighbourhood.
     """
 
     found: float
@@ -80,20 +74,20 @@ class NormRange:
     most: float
 
     def alike(self) -> bool:
-        """Returns True if a plan makes the leaf about as large as one device does."""
+        """Returns True if a plan makes the leaf about as large as the reference."""
         low, high = self.least / SIZE_MARGIN, self.most * SIZE_MARGIN
         return low <= self.found <= high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A step under a plan and on one device.
+    """A step under a plan, and its reference.
 
-    All numbers but sizes are relative L2 distances from what one device returns.
+    All numbers but sizes are relative L2 distances from what the reference returns.
 
     Attributes:
         differences: of what the plan returns, the furthest first.
-        rounding: of what one device returns if the last bits of its arguments are
+        rounding: of what the reference returns if the last bits of its arguments are
             others, as a root mean square of several tries, by path; those of bfloat16
             where a kernel computes in it. 0 where nothing had to be tried.
         changes: of the state before the step, by path; 0 for what is no state.
@@ -134,7 +128,7 @@ class Comparison:
         return max(shares, key=lambda pair: pair[1], default=None)
 
     def undecided(self, tolerance: float) -> list[Difference]:
-        """Leaves of which rounding alone decides what they are, on one device, too.
+        """Leaves of which rounding alone decides what they are, in the reference, too.
 
         Such as the moments of a parameter whose gradient is zero. There is nothing to
         compare but their size, and these have it.
@@ -162,19 +156,15 @@ class Comparison:
         return noisy and sizes is not None and sizes.alike()
 
 
-# On one device are the arguments as they were, what it makes of them, what goes into
-# its next try, and what the plan's step left there, which is less. Results that take no
-# donated argument's place come on top.
-STATES_ON_ONE = 4
-
-
 class Check:
-    """A plan's steps and one device's, each from where the last one left off there.
+    """A plan's steps and a reference's, each from where the last one left off there.
 
-    Both sides start every step from one device's state, so that what a step does is not
-    mixed up with what became of earlier roundings.
+    Both sides start every step from the reference's state, so that what a step does is
+    not mixed up with what became of earlier roundings. From step to step that state is
+    in the host's memory: beside it a model that just fits could not be checked.
 
     Attributes:
+        reference: what the step is compared with, on one device or sharded otherwise.
         planned: the step under a plan, in wide types: as it runs, where it computes in
             these anyway.
         tolerance: relative L2 distance that always passes: more than float32's where
@@ -184,21 +174,21 @@ class Check:
     def __init__(
         self,
         planned: CompiledStep,
-        alone: CompiledStep,
+        reference: Reference,
         feedback: Mapping[int, int | None],
     ) -> None:
-        """Takes both sides as :func:`both_sides` compiles them.
+        """Takes both sides as :func:`cfp.checking.reference.both_sides` compiles them.
 
         Args:
             planned: the step under a plan.
-            alone: the step on one device.
+            reference: the step to compare it with.
             feedback: for each argument that is state the result that replaces it; None
                 for all of it.
         """
         self.planned = planned
-        self._alone = alone
+        self.reference = reference
         self._feedback = feedback
-        self._static = {key for key, _ in alone.step.static}
+        self._static = {key for key, _ in reference.step.step.static}
         self._args: list[Any] = []
         self._bit, self._margin = (
             (NARROW_BIT, NARROW_MARGIN) if planned.narrow else (0.0, ROUNDING_MARGIN)
@@ -214,21 +204,7 @@ class Check:
     def start(self, args: Sequence[Any]) -> None:
         """Copies the arguments, which the plan's step is about to overwrite."""
         self._args = list(args)
-        # To where results of one device will be: from step to step nothing moves.
-        self._args = self._each(lambda arg: fresh(self._on_one(on_device(arg))))
-
-    def needed_text(self) -> str:
-        """Words for the memory of one device that a check needs."""
-        size = self._alone.compiled.memory_analysis()
-        if size is None:
-            return "memory of one device for all of it"
-        held, own = size.argument_size_in_bytes, _unaliased_bytes(size)
-        rest = size.temp_size_in_bytes + own
-        return (
-            f"about {(STATES_ON_ONE * held + rest) / 2**30:.1f} GiB on one device: "
-            f"{rest / 2**30:.1f} GiB for the step, and {STATES_ON_ONE} times its "
-            f"arguments of {held / 2**30:.1f} GiB"
-        )
+        self._args = self._each(lambda arg: in_host(fresh(self._beside_reference(arg))))
 
     def step(self) -> Comparison:
         """Runs a step on both sides.
@@ -237,38 +213,51 @@ class Check:
         and more closely where they are further off than it explains: of few tries the
         mean square may happen to be far too small.
         """
-        expected = on_device(self._alone(*self._each(fresh)))
-        alone = [compare(expected, expected)]
+        expected = self._reference(fresh)
+        moved = [compare(expected, expected)]
         found = on_device(fixed(self.planned(*self._each(fresh))))
         if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(found)):
-            found = self._on_one(found)
+            found = self._beside_reference(found)
         sides = compare(found, expected), compare(self._before(expected), expected)
-        del found  # One device's other tries need the room.
-        made = _comparison(alone, *sides, self._margin)
+        del found  # The reference's other tries need the room.
+        made = _comparison(moved, *sides, self._margin)
         for tries in (NUDGES, NUDGES + MORE_NUDGES):
             if not made.failures(self.tolerance):
                 break
-            new = range(len(alone) - 1, tries)
-            alone += [self._nudged(expected, seed) for seed in new]
-            made = _comparison(alone, *sides, self._margin)
-        feed_back(self._args, expected, self._feedback)
+            new = range(len(moved) - 1, tries)
+            moved += [self._nudged(expected, seed) for seed in new]
+            made = _comparison(moved, *sides, self._margin)
+        feed_back(self._args, in_host(expected), self._feedback)
         return made
 
-    def _on_one(self, tree: Any) -> Any:
-        """A tree's arrays on the one device, parts of other processes included."""
-        [device] = self._alone.out_shardings[0].device_set
+    def _reference(self, change: Callable[[Any], Any]) -> Any:
+        """Results of the reference's step for arguments like these."""
+        return on_device(self.reference.step(*self._each(change)))
+
+    def _beside_reference(self, tree: Any) -> Any:
+        """A tree's arrays where the reference runs, parts of other processes included.
+
+        Where it is sharded its step places them.
+        """
+        tree, devices = fixed(tree), self.reference.step.out_shardings[0].device_set
+        if len(devices) > 1:
+            return tree
+        [device] = devices
 
         def moved(leaf: Any) -> jax.Array:
             if isinstance(leaf, jax.Array):
                 return fetch(leaf, device)
             return jax.device_put(leaf, device)
 
-        return jax.tree.map(moved, fixed(tree))
+        return jax.tree.map(moved, tree)
 
     def _nudged(self, expected: Any, seed: int) -> list[Difference]:
-        """Compares one device's results for arguments near these with its others."""
-        near = partial(nudge, seed=seed, least=self._bit)
-        return compare(on_device(self._alone(*self._each(near))), expected)
+        """Compares the reference's results for arguments near these with its others."""
+
+        def near(arg: Any) -> Any:
+            return nudge(on_device(arg), seed=seed, least=self._bit)
+
+        return compare(self._reference(near), expected)
 
     def _each(self, change: Callable[[Any], Any]) -> list[Any]:
         return [
@@ -288,26 +277,26 @@ class Check:
 
 
 def _comparison(
-    alone: Sequence[Sequence[Difference]],
+    moved: Sequence[Sequence[Difference]],
     differences: Sequence[Difference],
     changes: Sequence[Difference],
     margin: float,
 ) -> Comparison:
-    """Compares a step with what one device makes of it.
+    """Compares a step with its reference.
 
     Args:
-        alone: of one device, from the arguments as they are and from others near them,
-            if any.
+        moved: of the reference, from the arguments as they are and from others near
+            them, if any.
         differences: of what the plan returns.
         changes: of the state, by the step.
         margin: see `Comparison`.
     """
     squares: dict[str, float] = {}
     sizes: dict[str, list[float]] = {}
-    for moved in alone:
-        for d in moved:
+    for near in moved:
+        for d in near:
             # The first are the expected results themselves.
-            square = d.relative_l2**2 / max(len(alone) - 1, 1)
+            square = d.relative_l2**2 / max(len(moved) - 1, 1)
             squares[d.path] = squares.get(d.path, 0.0) + square
             sizes.setdefault(d.path, []).append(d.size)
     return Comparison(
@@ -322,97 +311,16 @@ def _comparison(
     )
 
 
-def both_sides(
-    plan: Plan, compiled: CompiledStep | None = None
-) -> tuple[CompiledStep, CompiledStep]:
-    """Compiles a plan's step, with the plan's compiler options, and one device's.
-
-    Both compute in float32, or in float64 what does so anyway.
-
-    Args:
-        plan: bound to its step, on its mesh.
-        compiled: its step as it is, if it is there: the plan's side where it computes
-            in no less than float32, with precise products.
-    """
-    step, mesh = plan.step, plan.mesh
-    assert step is not None and mesh is not None
-    planned = compile_step(
-        step,
-        mesh,
-        plan.fingerprint,
-        plan.arg_specs,
-        plan.output_specs,
-        plan.constraints,
-        # A memory limit, too: in wider types more is rematerialized for it, not less.
-        plan.options,
-        wide=True,
-        unwidened=compiled,
-    )
-    device = mesh.local_devices[0]
-    alone = compile_alone(step, device)
-    limit = memory_limit(alone, device)
-    return planned, compile_alone(step, device, limit) if limit else alone
-
-
-def memory_limit(alone: CompiledStep, device: Any) -> dict[str, str]:
-    """Compiler options with which one device's step leaves room for what is beside it.
-
-    Args:
-        alone: compiled without a limit.
-        device: where it runs.
-
-    Returns:
-        Nothing where the step leaves it anyway, or no limit helps.
-    """
-    most_bytes = (device.memory_stats() or {}).get("bytes_limit", 0)
-    size = alone.compiled.memory_analysis()
-    if not most_bytes or size is None:
-        return {}
-    held_bytes, own_bytes = size.argument_size_in_bytes, _unaliased_bytes(size)
-    room_bytes = most_bytes - STATES_ON_ONE * held_bytes - own_bytes
-    if room_bytes <= 0 or size.temp_size_in_bytes <= room_bytes:
-        return {}
-    # The compiler misses it by some percent.
-    share = int(90 * room_bytes / (most_bytes - held_bytes - own_bytes))
-    return {MEMORY_SHARE: str(share)} if share else {}
-
-
-def _unaliased_bytes(size: Any) -> int:
-    """Memory of results that take no donated argument's place."""
-    return size.output_size_in_bytes - size.alias_size_in_bytes
-
-
-def compile_alone(
-    step: FlatStep, device: Any, options: Mapping[str, str] | None = None
-) -> CompiledStep:
-    """Compiles a step for one device, in float32.
-
-    Args:
-        options: of the compiler.
-    """
-
-    def whole(leaves: Iterable[Any]) -> list[Spec]:
-        return [((),) * len(leaf.shape) for leaf in leaves]
-
-    mesh = Mesh(np.array([device]), ("alone",))
-    return compile_step(
-        step,
-        mesh,
-        None,
-        whole(step.avals),
-        whole(jax.tree.leaves(step.traced.out_info)),
-        Constraints({}, {}),
-        options,
-        wide=True,
-    )
-
-
 def fresh(tree: Any) -> Any:
-    """Arrays in memory of their own, in float32 if they are in less.
+    """Arrays in devices' memory of their own, in float32 if they are in less.
 
     What is moved alone may share memory with what a step is about to overwrite.
     """
-    return jax.tree.map(lambda x: with_dtype(jnp.copy(x), wide_dtype(x.dtype)), tree)
+
+    def copied(leaf: Any) -> jax.Array:
+        return with_dtype(jnp.copy(on_device(leaf)), wide_dtype(leaf.dtype))
+
+    return jax.tree.map(copied, tree)
 
 
 @jax.jit
@@ -449,7 +357,7 @@ def feed_back(args: list[Any], result: Any, feedback: Mapping[int, int | None]) 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Distance of a result from one device's, of one leaf.
+    """Distance of a result from the reference's, of one leaf.
 
     Attributes:
         size: the result's L2 norm; what is not finite counts as 0.

@@ -18,9 +18,9 @@ from cfp.checking.check import (
     Check,
     Comparison,
     Difference,
-    both_sides,
     feed_back,
 )
+from cfp.checking.reference import both_sides, no_room
 from cfp.context import agreement_of
 from cfp.errors import CfpError, DeviceError
 from cfp.plan.plan import Plan
@@ -29,6 +29,7 @@ from cfp.profiling.coordination import coordinated_planning
 from cfp.profiling.overwritten import count_rematerialized
 from cfp.profiling.processes import Agreement
 from cfp.program.fixed import fixed
+from cfp.program.memory import in_host, put_back, shardings_of
 from cfp.program.step import FlatStep
 from cfp.runtime.execute import CompiledStep
 from cfp.targets import Target
@@ -41,7 +42,7 @@ class StepResult:
     Attributes:
         time_ms: from the call until everything is computed.
         metrics: the scalars that it returned, by path, apart from the state.
-        comparison: with one device, if checked.
+        comparison: with the reference, if checked.
     """
 
     time_ms: float
@@ -55,7 +56,8 @@ class Trial:
 
     Attributes:
         tolerance: what a checked step may differ by.
-        checked: whether they were compared with one device's.
+        checked: whether they were compared with a reference.
+        preset: what sharded the reference; "" where it ran on one device.
         rematerialized: how many instructions the compiler rematerializes by itself, in
             the step and, if checked, in what was compared; None where a program has no
             text.
@@ -66,6 +68,7 @@ class Trial:
     steps: tuple[StepResult, ...]
     tolerance: float
     checked: bool
+    preset: str = ""
     rematerialized: tuple[int | None, ...] = ()
     state: Mapping[str, str] = field(default_factory=dict)
 
@@ -134,8 +137,9 @@ def run_trial(
 
     Args:
         check: run the same steps in float32, too (in float64 what computes in that),
-            under the plan and on one device, and compare metrics and state. Where the
-            plan's step does so anyway, it is not compiled once more.
+            under the plan and on one device, or sharded by a preset where one device
+            has no room, and compare metrics and state. Where the plan's step does so
+            anyway, it is not compiled once more.
         tolerance: relative L2 distance that always passes; by default 1e-5, 1e-12 where
             all is computed in float64, and 1e-2 where kernels from elsewhere compute
             in less than float32. More passes only where rounding explains it, and
@@ -170,8 +174,9 @@ def run_trial(
             tell("making the arguments, by programs that are compiled for their shapes")
             args = list(target.make_args(bound.in_shardings, seed))
             if checking is not None:
-                tell("copying the arguments, for the check, to one device")
-                with _room_for_check(agreement, checking):
+                which = checking.reference.preset or "one device"
+                tell(f"copying the arguments, for the check against {which}")
+                with _room_for_check(agreement):
                     checking.start(args)
             results = []
             for number in range(steps):
@@ -181,11 +186,14 @@ def run_trial(
                 comparison = Comparison()
                 if checking is not None:
                     tell(
-                        f"checking {which}: again under the plan, on one device, and "
-                        "all results compared"
+                        f"checking {which}: again under the plan and its reference, "
+                        "and all results compared"
                     )
-                    with _room_for_check(agreement, checking):
+                    shardings = shardings_of(result)
+                    with _room_for_check(agreement):
+                        result = in_host(result)
                         comparison = checking.step()
+                    result = put_back(result, shardings)
                 feed_back(args, result, feedback)
                 metrics = _metrics(result, feedback)
                 results.append(
@@ -208,6 +216,7 @@ def run_trial(
         steps=tuple(results),
         tolerance=tolerance,
         checked=check,
+        preset=checking.reference.preset if checking is not None else "",
         rematerialized=tuple(count_rematerialized(p.as_text()) for p in programs),
         state={
             "" if place is None else str(place): names[position]
@@ -217,9 +226,7 @@ def run_trial(
 
 
 @contextmanager
-def _room_for_check(
-    agreement: Agreement, checking: Check | None = None
-) -> Iterator[None]:
+def _room_for_check(agreement: Agreement) -> Iterator[None]:
     """Says of memory that runs out here that a check needs more."""
     try:
         yield
@@ -227,15 +234,7 @@ def _room_for_check(
         if not is_out_of_memory(error):
             raise
         agreement.end_of_run(str(error).strip())
-        needed = "memory of one device for the whole step, in float32"
-        raise DeviceError(
-            "There is no room for the check: one device runs the whole step, beside "
-            "its state several times.",
-            expected=needed if checking is None else checking.needed_text(),
-            got=str(error).strip().splitlines()[0],
-            attempt="a smaller batch, or fewer layers, for a plan that is checked; or "
-            "a run without --check",
-        ) from error
+        raise no_room("more memory of the devices", str(error)) from error
 
 
 def _one_step(compiled: CompiledStep, args: list[Any]) -> tuple[Any, float]:

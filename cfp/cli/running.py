@@ -54,8 +54,8 @@ def run(
         bool,
         typer.Option(
             "--check",
-            help="Run the same steps on one device too, and compare; exit code 1 if "
-            "they differ.",
+            help="Run the same steps on one device too, or, where it has no room, "
+            "sharded by a preset, and compare; exit code 1 if they differ.",
         ),
     ] = False,
     tolerance: Annotated[
@@ -152,6 +152,7 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
             {"time_ms": s.time_ms, "metrics": dict(s.metrics)} for s in trial.steps
         ],
         "checked": trial.checked,
+        "checked_against": _reference(trial) if trial.checked else None,
         "passed": not trial.failures if trial.checked else None,
         "tolerance": trial.tolerance,
         "largest_difference": {"path": largest.path, "relative_l2": largest.relative_l2}
@@ -188,7 +189,7 @@ def check_text(trial: Trial) -> str:
     failures = trial.failures
     if failures:
         text = (
-            "largest relative L2 difference from one device: "
+            f"largest relative L2 difference from {_reference(trial)}: "
             f"{largest.relative_l2:.2g} in {trial.named(largest.path)}"
         )
         lines = [
@@ -202,7 +203,7 @@ def check_text(trial: Trial) -> str:
         return "\n".join(
             [f"Check FAILED: {text}, tolerance {trial.tolerance:g}", *lines]
         )
-    text = "all results equal those of one device within rounding"
+    text = f"all results equal those of {_reference(trial)} within rounding"
     if trial.nearest is not None:
         nearest, share = trial.nearest
         text += (
@@ -211,18 +212,32 @@ def check_text(trial: Trial) -> str:
         )
         if nearest.relative_l2 > trial.tolerance:
             text += (
-                f"; above {trial.tolerance:g}, but no more than rounding does there on "
-                "one device"
+                f"; above {trial.tolerance:g}, but no more than rounding does there "
+                f"{_where(trial)}"
             )
     undecided = sorted(map(trial.named, trial.undecided))
     if undecided:
         names = ", ".join(undecided[:_FAILURES_SHOWN])
         more = len(undecided) - _FAILURES_SHOWN
         text += (
-            "\nThese leaves are dominated by rounding even on one device; only their "
-            f"norms were compared: {names}" + (f" and {more} more" if more > 0 else "")
+            f"\nThese leaves are dominated by rounding even {_where(trial)}; only "
+            f"their norms were compared: {names}"
+            + (f" and {more} more" if more > 0 else "")
+        )
+    if trial.preset:
+        text += (
+            "\nOne device has no room for the step: it was compared with itself, as it "
+            f"is written, sharded over the same devices by {trial.preset}."
         )
     return f"Check passed: {text}"
+
+
+def _reference(trial: Trial) -> str:
+    return f"the preset {trial.preset}" if trial.preset else "one device"
+
+
+def _where(trial: Trial) -> str:
+    return f"{'under' if trial.preset else 'on'} {_reference(trial)}"
 
 
 @o.measuring

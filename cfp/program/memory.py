@@ -81,6 +81,34 @@ def on_device(tree: Any) -> Any:
     return jax.tree.map(moved, tree)
 
 
+def in_host(tree: Any) -> Any:
+    """Moves arrays of this process to the memory of the host, where there is such."""
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
+            return leaf
+        if not all(map(has_host_memory, leaf.sharding.device_set)):
+            return leaf
+        return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST))
+
+    return jax.tree.map(moved, tree)
+
+
+def shardings_of(tree: Any) -> list[Sharding | None]:
+    """For each leaf its sharding, the memory included; None for what is no array."""
+    return [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+
+
+def put_back(tree: Any, shardings: Sequence[Sharding | None]) -> Any:
+    """Moves a pytree's arrays to where they were, by :func:`shardings_of`."""
+    leaves, structure = tree_flatten(tree)
+    pairs = zip(leaves, shardings, strict=True)
+    return tree_unflatten(
+        structure,
+        [x if where is None else jax.device_put(x, where) for x, where in pairs],
+    )
+
+
 def is_in_host(sharding: Sharding) -> bool:
     """Returns True if a sharding is of an array in the memory of the host."""
     return bool(_host_kind(sharding))

@@ -20,7 +20,8 @@ from cfp.attention.matching.matches import (
     way_of,
 )
 from cfp.attention.matching.ways import refusal_of
-from cfp.checking.check import Check, Difference, compile_alone
+from cfp.checking.check import Check, Difference
+from cfp.checking.reference import Reference, compile_alone
 from cfp.presets.presets import DATA_PARALLEL, plainest, presets
 from cfp.program.replace import Replacement
 from cfp.program.step import FlatStep, flatten_step
@@ -109,6 +110,6 @@ class Step:
             alone: of the step as it is written, if a step that computes the same has
                 been compiled already.
         """
-        check = Check(planned, alone or self.alone, {0: 0})
+        check = Check(planned, Reference(alone or self.alone), {0: 0})
         check.start(self.args)
         return check.step().failures(check.tolerance)

@@ -17,7 +17,8 @@ from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import attentions, replacements
 from cfp.attention.matching.ways import refusal_of
 from cfp.attention.problem import AttentionProblem
-from cfp.checking.check import Check, both_sides
+from cfp.checking.check import Check
+from cfp.checking.reference import both_sides
 from cfp.checking.verify import verify
 from cfp.context import open_context
 from cfp.cost.choice import segment_candidate

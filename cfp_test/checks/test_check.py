@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from cfp import api
-from cfp.checking import trial
+from cfp.checking import reference, trial
 from cfp.checking.check import (
     DOUBLE_TOLERANCE,
     FULL_TOLERANCE,
@@ -22,11 +22,15 @@ from cfp.checking.check import (
     Comparison,
     Difference,
     NormRange,
+)
+from cfp.checking.reference import (
+    Reference,
     both_sides,
     compile_alone,
-    memory_limit,
+    room_for,
 )
 from cfp.checking.trial import Trial, run_trial
+from cfp.cli.running import check_text
 from cfp.errors import DeviceError
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.compiler_options import MEMORY_SHARE
@@ -190,7 +194,11 @@ def compiled(dtype, optimizer, fault=None):
 
 def shares(dtype, optimizer, fault):
     """Measures how far off each leaf is after a step, in terms of what it may be."""
-    check = Check(compiled(dtype, optimizer, fault), compiled(dtype, optimizer), {0: 0})
+    check = Check(
+        compiled(dtype, optimizer, fault),
+        Reference(compiled(dtype, optimizer)),
+        {0: 0},
+    )
     check.start(make_args(optimizer))
     found = check.step()
     failed = {d.path for d in found.failures(check.tolerance)}
@@ -291,11 +299,11 @@ def test_a_step_in_float64_is_compared_in_float64():
             for fault in (False, True)
         )
         assert right.double and not wrong.double
-        check = Check(right, right, {0: None})
+        check = Check(right, Reference(right), {0: None})
         check.start((w, x))
         assert check.tolerance == DOUBLE_TOLERANCE
         assert check.step().failures(check.tolerance) == []
-        other = Check(wrong, right, {0: None})
+        other = Check(wrong, Reference(right), {0: None})
         other.start((w, x))
         found = other.step()
         assert 1e-10 < found.differences[0].relative_l2 < 1e-6
@@ -322,7 +330,7 @@ def test_the_plans_own_compiler_options_are_used(monkeypatch, tmp_path):
 
     monkeypatch.setattr(execute, "compile_right", compile_with)
     both_sides(replace(plan, options=options))
-    assert asked == [options, {}]
+    assert sorted(asked, key=len) == [{}, options]
 
 
 def with_host(step):
@@ -405,6 +413,29 @@ def test_what_computes_in_float32_already_is_checked_as_it_is(
     assert check.step().failures(check.tolerance) == []
 
 
+def small_target():
+    return Target(
+        name="small",
+        step=make_step("float32", "sgd"),
+        args=make_args("sgd"),
+        donate=(0,),
+        make_args=lambda shardings, _: tuple(
+            map(jax.device_put, make_args("sgd"), shardings)
+        ),
+    )
+
+
+def has_no_room(monkeypatch, most_devices):
+    """Makes so many devices together have a byte less than a check needs of each."""
+
+    def room(planned, step):
+        found = room_for(planned, step)
+        scarce = len(step.in_shardings[0].device_set) <= most_devices
+        return replace(found, limit_bytes=found.needed_bytes - scarce)
+
+    monkeypatch.setattr(reference, "room_for", room)
+
+
 @pytest.mark.explained("There is no room for the check")
 def test_a_check_that_has_no_room_says_what_it_needs(monkeypatch, tmp_path):
     """Memory that the plan's own step lacks is another error."""
@@ -412,52 +443,86 @@ def test_a_check_that_has_no_room_says_what_it_needs(monkeypatch, tmp_path):
     def no_room(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    args = make_args("sgd")
-    target = Target(
-        name="small",
-        step=make_step("float32", "sgd"),
-        args=args,
-        donate=(0,),
-        make_args=lambda shardings, _: tuple(
-            map(jax.device_put, make_args("sgd"), shardings)
-        ),
-    )
-    needs = "GiB on one device: .* for the step, and 4 times its arguments of"
     cases = {
-        (Check, "step"): needs,
-        (trial, "both_sides"): "no room for the check(.|\n)*in float32",
+        (Check, "step"): "no room for the check(.|\n)*RESOURCE_EXHAUSTED",
         (trial, "_one_step"): "failed on the devices(.|\n)*memory budget",
     }
     for (where, name), message in cases.items():
         with monkeypatch.context() as patched:
             patched.setattr(where, name, no_room)
             with pytest.raises(DeviceError, match=message):
-                trial_of(target, "data_parallel", 2, tmp_path)
+                trial_of(small_target(), "data_parallel", 2, tmp_path)
+    has_no_room(monkeypatch, 2)
+    needs = "about .* on one device, for the whole step .*; or about .* on each"
+    with pytest.raises(DeviceError, match=f"no room for the check(.|\n)*{needs}"):
+        trial_of(small_target(), "data_parallel", 2, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("limit_gib", "temp_gib", "share"),
+    ("preset", "other"),
     [
-        (100, 50, None),  # There is room for the step and four times its arguments.
-        (100, 61, "60"),  # 60 of the 90 GiB that its arguments leave, less a tenth.
-        (40, 1, None),  # No limit helps.
-        (None, 61, None),
+        ("data_parallel", "fully_sharded"),
+        ("fully_sharded", "tensor_sequence_parallel"),
     ],
 )
-def test_one_device_is_asked_to_save_what_lacks_beside_its_state(
-    limit_gib, temp_gib, share
+def test_without_room_on_one_device_a_preset_is_the_reference(
+    preset, other, monkeypatch, tmp_path
 ):
-    size = SimpleNamespace(
-        argument_size_in_bytes=10 * 2**30,
-        temp_size_in_bytes=temp_gib * 2**30,
-        output_size_in_bytes=10 * 2**30,
-        alias_size_in_bytes=10 * 2**30,
+    """One that shards its arguments in another way than the plan."""
+    has_no_room(monkeypatch, 1)
+    found = trial_of(small_target(), preset, 2, tmp_path)
+    assert found.preset == other
+    assert found.failures == []
+    assert f"as it is written, sharded over the same devices by {other}" in " ".join(
+        check_text(found).split()
     )
-    compiled = SimpleNamespace(memory_analysis=lambda: size)
-    stats = limit_gib and {"bytes_limit": limit_gib * 2**30}
-    device = SimpleNamespace(memory_stats=lambda: stats)
-    found = memory_limit(SimpleNamespace(compiled=compiled), device)
-    assert found == ({MEMORY_SHARE: share} if share else {})
+    assert all(step.comparison.differences for step in found.steps)
+
+
+def test_a_wrong_plan_fails_beside_a_preset(monkeypatch, tmp_path):
+    has_no_room(monkeypatch, 1)
+    args = make_args("sgd")
+    plan = api.plan(
+        make_step("float32", "sgd"),
+        *args,
+        mesh=make_mesh((("x", 2),)),
+        preset="data_parallel",
+        cache_dir=tmp_path,
+        settings=PlannerSettings(race=False),
+    )
+    right, sharded = both_sides(plan)
+    assert sharded.preset == "fully_sharded"
+    for planned, passes in (
+        (right, True),
+        (compiled("float32", "sgd", "scaled"), False),
+    ):
+        check = Check(planned, sharded, {0: 0})
+        check.start(make_args("sgd"))
+        assert (check.step().failures(check.tolerance) == []) == passes
+
+
+@pytest.mark.parametrize(("limit", "is_there"), [(0, True), (79, False), (80, True)])
+def test_a_check_needs_what_the_larger_program_does(limit, is_there):
+    """Beside what the reference is called with and has returned: 10 and 12 here."""
+
+    def sized(arguments, temporary, results, aliased):
+        size = SimpleNamespace(
+            argument_size_in_bytes=arguments,
+            temp_size_in_bytes=temporary,
+            output_size_in_bytes=results,
+            alias_size_in_bytes=aliased,
+        )
+        device = SimpleNamespace(id=0, memory_stats=lambda: {"bytes_limit": limit})
+        return SimpleNamespace(
+            compiled=SimpleNamespace(memory_analysis=lambda: size),
+            in_shardings=[SimpleNamespace(addressable_devices=[device])],
+        )
+
+    # 20 of arguments, 37 of the plan's own; 56 and 2 of the reference.
+    for planned in (sized(20, 37, 12, 11), sized(1, 1, 1, 1)):
+        room = room_for(planned, sized(10, 56, 12, 10))
+        assert (room.needed_bytes, room.is_there) == (80, is_there)
+    assert room_for(sized(20, 39, 12, 11), sized(10, 56, 12, 10)).needed_bytes == 82
 
 
 class Alone:
@@ -492,7 +557,7 @@ class Planned:
 def test_rounding_is_looked_at_more_closely_before_a_check_fails(off, passes):
     """As of a bias that one gradient near zero decides: 3 of 16 tries say nothing."""
     alone = Alone([0.0] + [6.7e-6] * 3 + [3e-5] * 13)
-    check = Check(Planned(off), alone, {})
+    check = Check(Planned(off), Reference(alone), {})
     check.start([jnp.ones(())])
     found = check.step()
     assert alone.calls == 17
@@ -503,7 +568,7 @@ def test_rounding_is_looked_at_more_closely_before_a_check_fails(off, passes):
 def test_what_passes_is_not_looked_at_more_closely(off, calls):
     """A leaf within the tolerance passes whatever rounding does."""
     alone = Alone([0.0] + [6.7e-6] * 3)
-    check = Check(Planned(off), alone, {})
+    check = Check(Planned(off), Reference(alone), {})
     check.start([jnp.ones(())])
     assert check.step().failures(check.tolerance) == []
     assert alone.calls == calls
@@ -534,7 +599,7 @@ def test_kernels_in_bfloat16_may_do_what_its_last_bit_does(narrow, off, passes):
             flips = jnp.where(jnp.arange(100) < wrong, -1.0, 1.0)
             return {**made, "bias": made["bias"] * flips}
 
-    check = Check(Kernel(off, narrow), Signs(), {})
+    check = Check(Kernel(off, narrow), Reference(Signs()), {})
     check.start([jnp.array([1.001, 1.0])])
     failures = check.step().failures(check.tolerance)
     assert (failures == []) == (passes and narrow != ())

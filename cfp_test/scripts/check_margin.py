@@ -30,8 +30,8 @@ from cfp.checking.check import (
     MOST_ALLOWED,
     ROUNDING_MARGIN,
     Check,
-    both_sides,
 )
+from cfp.checking.reference import both_sides
 from cfp.targets import resolve
 from cfp_test.checking import make_mesh
 

@@ -9,7 +9,7 @@ the names of their operations, so no other module of JAX is used. By the same na
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from cfp.attention.problem import AttentionProblem, Mask, Scores
 from cfp.errors import AttentionError
+from cfp.program.equations import equations
 
 FORWARD = "dot_product_attention_fwd_wrapper"
 BACKWARD = "dot_product_attention_bwd_wrapper"
@@ -222,7 +223,7 @@ def _find(
         return pull(out)
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)]
-    for equation in _equations(jax.make_jaxpr(both)(*shapes).jaxpr):
+    for equation in equations(jax.make_jaxpr(both)(*shapes).jaxpr):
         if equation.primitive.name == name:
             return equation
     raise AttentionError(
@@ -231,16 +232,6 @@ def _find(
         got=f"jax {jax.__version__}",
         attempt='implementation="chunked"',
     )
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")
-        ):
-            if hasattr(inner, "jaxpr"):
-                yield from _equations(inner.jaxpr)
 
 
 def _bind(equation: Any, given: dict[int, jax.Array]) -> Any:

@@ -210,11 +210,11 @@ def problem_of(
     v: Any,
     *,
     causal: bool,
-    window: Window,
-    segment_ids: Any,
-    bias: Any,
-    softcap: float | None,
     scale: float | None,
+    window: Window = None,
+    segment_ids: Any = None,
+    bias: Any = None,
+    softcap: float | None = None,
 ) -> AttentionProblem:
     """Checks arguments as they are given, arrays or their shapes and dtypes.
 

@@ -18,7 +18,13 @@ from cfp.attention.kernels import KERNELS, ScoreMemory
 from cfp.attention.matching.called import axes_of, called_among
 from cfp.attention.matching.found import Found, Pass
 from cfp.attention.matching.functions import Way
-from cfp.attention.matching.matches import GATHERED, ROUNDS, Match, among, share_at_once
+from cfp.attention.matching.matches import (
+    GATHERED,
+    ROUNDS,
+    Match,
+    attentions,
+    share_at_once,
+)
 from cfp.attention.problem import AttentionProblem
 from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
 from cfp.cost.fusion import FUSED, is_in_memory, uses_through
@@ -289,7 +295,8 @@ class Costs:
 
     def _find_spans(self, kind: int) -> list[Span]:
         program, ops = self.analysis.frame.program, self._kinds[kind].ops
-        every = (spans_of(program, one.found) for one in among(program, ops))
+        matches = attentions(program).among(program, ops)
+        every = (spans_of(program, one.found) for one in matches)
         return [*chain.from_iterable(every)]
 
     def _find_steps(self, kind: int, in_chunks: bool) -> list[Step]:

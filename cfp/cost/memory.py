@@ -16,7 +16,7 @@ from cfp.analysis.segments import Segment
 from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import Spec
 from cfp.attention.matching.functions import Way
-from cfp.attention.matching.matches import Match, among, keeps_scores, way_of
+from cfp.attention.matching.matches import Match, attentions, keeps_scores, way_of
 from cfp.cost.fusion import uses_through
 from cfp.patterns.sites import in_parts, no_longer_made
 from cfp.presets.presets import data_parallel
@@ -110,7 +110,7 @@ def kernel_sites(
         of cross-entropies.
     """
     program = layout.frame.program
-    matches = among(program, ops) if kernels.attention else []
+    matches = attentions(program).among(program, ops) if kernels.attention else []
     ways = [(one, way_of(program, one, kernels, layout.axes)) for one in matches]
     found = [(one, way) for one, way in ways if isinstance(way, Way)]
     return found, in_parts(layout, ops, kernels.vocabulary_parts)

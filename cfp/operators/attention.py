@@ -207,16 +207,10 @@ def _limits(kernel: str, fused: Callable[..., Mapping[str, Any]]):
     def refuses(query, key, value, *rest) -> Reason:
         given = fused(query, key, *rest)
         try:
+            causal, bias = given.get("is_causal", False), given.get("bias")
+            scale = given.get("scale")
             problem = problem_of(
-                query,
-                key,
-                value,
-                causal=given.get("is_causal", False),
-                window=None,
-                segment_ids=None,
-                bias=given.get("bias"),
-                softcap=None,
-                scale=given.get("scale"),
+                query, key, value, causal=causal, bias=bias, scale=scale
             )
         except AttentionError as error:
             return str(error)

@@ -17,11 +17,9 @@ from cfp.patterns.chunked import (
 from cfp.patterns.cross_entropy import (
     ARGMAX,
     LARGEST,
-    PICK,
     SUM,
     TOTAL,
     CrossEntropy,
-    Product,
     Reduction,
 )
 from cfp.patterns.expression import (
@@ -127,7 +125,7 @@ def build(
         tokens=found.head.tokens,
         words=words,
         chunks=chunks,
-        token_axes=own if any(own) else (),
+        token_axes=own,
         word_axes=spread.words,
         cuts=found.cuts,
         precision=found.head.precision,
@@ -208,16 +206,15 @@ class _Builder:
         def first(pair: tuple[Stage, Step]) -> int:
             return min(self._program.values[v].producer for v in pair[0].makes)
 
-        found.sort(key=first)
-        return tuple(s for s, _ in found), tuple(s for _, s in found)
+        stages, steps = zip(*sorted(found, key=first), strict=True)
+        return stages, steps
 
     # -- one stage -----------------------------------------------------------
 
-    def _array(self, form: str, read: Read, **how: Any) -> Array:
+    def _array(self, form: str, read: Read, **how: Any) -> tuple[Use, Array]:
         op, index = read.use
-        return self._made(
-            form, self._program.ops[op].operands[index], dims=read.dims, **how
-        )
+        value = self._program.ops[op].operands[index]
+        return read.use, self._made(form, value, dims=read.dims, **how)
 
     def _made(self, form: str, value: int, **how: Any) -> Array:
         record = self._program.values[value]
@@ -225,7 +222,7 @@ class _Builder:
 
     def _inputs(
         self, exprs: list[Expr], known: Expr | None = None
-    ) -> tuple[list[Use], list[Array]]:
+    ) -> list[tuple[Use, Array]]:
         """Returns what expressions read; vectors and kernel first."""
         wanted: dict[Expr, None] = {}
 
@@ -239,66 +236,51 @@ class _Builder:
 
         for one in exprs:
             walk(one)
-        uses: list[Use] = []
-        arrays: list[Array] = []
+        takes: list[tuple[Use, Array]] = []
         if any(one.kind == LOGITS for one in wanted):
             head = self._found.head
             vectors = Read((head.op, 1 - head.kernel), self._found.vectors)
             kernel = Read((head.op, head.kernel), NO_DIMS)
-            uses = [vectors.use, kernel.use]
-            arrays = [
+            takes = [
                 self._array(TOKEN, vectors),
                 self._array(VOCABULARY, kernel, words_dim=head.kernel_dim),
             ]
-        for one in wanted:
-            if one.kind == LOGITS:
-                continue
+        for one in (one for one in wanted if one.kind != LOGITS):
             read = self._reads[one]
             place = read.dims.place or 0
-            uses.append(read.use)
-            arrays.append(self._array(one.kind, read, leaf=one, words_dim=place))
-        return uses, arrays
+            takes.append(self._array(one.kind, read, leaf=one, words_dim=place))
+        return takes
 
     def _reduced(self, one: Reduction) -> tuple[Stage, Step]:
         exprs = [one.wide] if one.label is None else [one.wide, one.label]
         base = self._found.base if one.kind == SUM else None
-        uses, takes = self._inputs(exprs, base)
-        step = Step(
-            one.kind,
-            tuple(takes),
-            (self._made(TOKEN, one.made, dims=one.dims),),
-            (one.wide,),
-            one.label,
-            one.clamped and one.kind == PICK,
-        )
-        return Stage(tuple(uses), (one.made,)), step
+        uses, takes = _apart(self._inputs(exprs, base))
+        makes = (self._made(TOKEN, one.made, dims=one.dims),)
+        step = Step(one.kind, takes, makes, (one.wide,), one.label, one.clamped)
+        return Stage(uses, (one.made,)), step
 
     def _contracted(self) -> tuple[Stage, Step]:
         products = self._found.products
         exprs = [one.wide for one in products]
-        uses, takes = self._inputs([Expr(LOGITS, ""), *exprs])
-        contractions = []
-        makes = []
+        inputs = self._inputs([Expr(LOGITS, ""), *exprs])
+        contractions, makes = [], []
         first = min(self._program.values[one.made].producer for one in products)
         for one in products:
-            place = -1
+            over_words, dim, place = one.over == "words", one.words_dim, -1
             if one.other is not None:
-                place = len(uses)
+                place = len(inputs)
                 read, used_as = self._before(one.other, first)
-                uses.append(read.use)
-                form = VOCABULARY if one.over == "words" else TOKEN
-                dim = one.words_dim if form == VOCABULARY else 0
-                takes.append(self._array(form, read, words_dim=dim, used_as=used_as))
+                form, own = (VOCABULARY, dim) if over_words else (TOKEN, 0)
+                inputs.append(self._array(form, read, words_dim=own, used_as=used_as))
             contractions.append((one.over, one.first, place))
-            makes.append(self._product(one))
-        step = Step(
-            "products",
-            tuple(takes),
-            tuple(makes),
-            tuple(exprs),
-            contractions=tuple(contractions),
-        )
-        return Stage(tuple(uses), tuple(one.made for one in products)), step
+            if over_words:
+                makes.append(self._made(TOKEN, one.made, dims=one.dims))
+            else:
+                makes.append(self._made(VOCABULARY, one.made, words_dim=dim))
+        uses, takes = _apart(inputs)
+        how = tuple(contractions)
+        step = Step("products", takes, tuple(makes), tuple(exprs), contractions=how)
+        return Stage(uses, tuple(one.made for one in products)), step
 
     def _before(self, read: Read, first: int) -> tuple[Read, str]:
         """Reads what is converted, if the conversion comes too late.
@@ -318,7 +300,8 @@ class _Builder:
             return read, ""
         return Read((maker.id, 0), read.dims), value.dtype
 
-    def _product(self, one: Product) -> Array:
-        if one.over == "words":
-            return self._made(TOKEN, one.made, dims=one.dims)
-        return self._made(VOCABULARY, one.made, words_dim=one.words_dim)
+
+def _apart(
+    inputs: Sequence[tuple[Use, Array]],
+) -> tuple[tuple[Use, ...], tuple[Array, ...]]:
+    return tuple(use for use, _ in inputs), tuple(array for _, array in inputs)

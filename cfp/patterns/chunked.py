@@ -100,8 +100,7 @@ class StageParameters:
         base: what is normalized, of the logits; None if no largest is taken.
         logits: their element type.
         words: of the vocabulary.
-        token_axes: for each dim of the tokens the mesh axes that it is spread over;
-            empty on one device.
+        token_axes: for each dim of the tokens the mesh axes that it is spread over.
         word_axes: the same of words.
         first_word: the number of the first word.
         cuts: of tokens' dims, by the number of the leaf INSIDE.
@@ -113,7 +112,7 @@ class StageParameters:
     tokens: tuple[int, ...]
     words: int
     chunks: int
-    token_axes: tuple[Axes, ...] = ()
+    token_axes: tuple[Axes, ...]
     word_axes: Axes = ()
     first_word: int = 0
     cuts: tuple[Cut, ...] = ()
@@ -121,7 +120,7 @@ class StageParameters:
 
     def alone(self) -> StageParameters:
         """The same on one device."""
-        return replace(self, token_axes=(), word_axes=())
+        return replace(self, token_axes=((),) * len(self.tokens), word_axes=())
 
     def resized(
         self, sizes: Mapping[int, int], types: Mapping[str, str]
@@ -176,7 +175,7 @@ class _Run:
         args: Sequence[jax.Array],
     ):
         self._step, self._sheet, self._sizes = step, sheet, sizes
-        self._axes = sheet.token_axes or ((),) * len(sheet.tokens)
+        self._axes = sheet.token_axes
         self._word_axes = sheet.word_axes
         self._tokens = tuple(
             size // prod(sizes[a] for a in own)
@@ -272,13 +271,7 @@ class _Run:
         x, kernel = self._reads[:2]
         dim = self._step.takes[1].words_dim
         part = lax.dynamic_slice_in_dim(kernel, first, size, dim)
-        return lax.dot_general(
-            x,
-            part,
-            (((1,), (1 - dim,)), ((), ())),
-            precision=self._precision,
-            preferred_element_type=numpy_dtype(self._sheet.logits),
-        )
+        return self._product(x, part, 1, 1 - dim, numpy_dtype(self._sheet.logits))
 
     def _known(self, first: Any, size: int) -> dict[Expr, jax.Array]:
         """All leaves, of some words."""
@@ -318,7 +311,9 @@ class _Run:
 
     def _evaluated(self, wide: Expr, first: Any, size: int) -> jax.Array:
         """[tokens, size]: an expression of some words."""
-        value = evaluate(wide, self._known(first, size))
+        return self._in_rows(evaluate(wide, self._known(first, size)), size)
+
+    def _in_rows(self, value: jax.Array, size: int) -> jax.Array:
         return jnp.broadcast_to(value, (self._rows, size))
 
     def _total(self) -> jax.Array:
@@ -407,9 +402,9 @@ class _Run:
     # -- of all tokens -------------------------------------------------------
 
     def _products(self) -> list[jax.Array]:
-        plans = list(
-            zip(self._step.contractions, self._step.wide, self._step.makes, strict=True)
-        )
+        step = self._step
+        parts = zip(step.contractions, step.wide, step.makes, strict=True)
+        plans = [(*how, wide, made) for how, wide, made in parts]
 
         def start(made: Array, over: str) -> jax.Array:
             if over == "words":
@@ -422,40 +417,32 @@ class _Run:
         def body(carry: Any, first: Any, size: int) -> Any:
             known = self._known(first, size)
             found, done = [], {}
-            for held, ((over, is_first, place), wide, made) in zip(
-                carry, plans, strict=True
-            ):
+            for held, plan in zip(carry, plans, strict=True):
+                over, is_first, place, wide, made = plan
                 if wide not in done:
-                    value = evaluate(wide, known)
-                    done[wide] = jnp.broadcast_to(value, (self._rows, size))
+                    done[wide] = self._in_rows(evaluate(wide, known), size)
+                value, dim = done[wide], made.words_dim
                 if over == "words":
-                    dim = self._step.takes[place].words_dim
-                    part = lax.dynamic_slice_in_dim(
-                        self._reads[place], first, size, dim
-                    )
-                    found.append(held + self._product(done[wide], part, 1, dim))
+                    dim, other = step.takes[place].words_dim, self._reads[place]
+                    part = lax.dynamic_slice_in_dim(other, first, size, dim)
+                    found.append(held + self._product(value, part, 1, dim))
                     continue
                 if place < 0:
-                    part = done[wide].astype(jnp.float32).sum(0).astype(held.dtype)
-                    shape = [
-                        size if i == made.words_dim else 1 for i in range(held.ndim)
-                    ]
-                    part = part.reshape(shape)
+                    part = value.astype(jnp.float32).sum(0).astype(held.dtype)
+                    part = part.reshape(
+                        [size if i == dim else 1 for i in range(held.ndim)]
+                    )
                 else:
                     other = self._reads[place]
-                    pair = (done[wide], other) if is_first else (other, done[wide])
+                    pair = (value, other) if is_first else (other, value)
                     part = self._product(*pair, 0, 0, held.dtype)
-                found.append(
-                    lax.dynamic_update_slice_in_dim(held, part, first, made.words_dim)
-                )
+                found.append(lax.dynamic_update_slice_in_dim(held, part, first, dim))
             return found
 
-        carry = [start(made, over) for (over, _, _), _, made in plans]
+        carry = [start(made, over) for over, *_, made in plans]
         carry = self._over_words(carry, body)
-        return [
-            self._whole(value, made, over)
-            for value, ((over, _, _), _, made) in zip(carry, plans, strict=True)
-        ]
+        every = zip(carry, plans, strict=True)
+        return [self._whole(value, made, over) for value, (over, *_, made) in every]
 
     def _product(
         self,
@@ -552,6 +539,5 @@ class ChunkedCrossEntropy:
             dims: list[Any] = [()] * len(one.shape)
             dims[one.words_dim] = self.sheet.word_axes
             return PartitionSpec(*dims)
-        tokens, axes = self.sheet.tokens, self.sheet.token_axes
-        spread = axes or ((),) * len(tokens)
+        tokens, spread = self.sheet.tokens, self.sheet.token_axes
         return PartitionSpec(*one.dims.axes(tokens, spread, sizes))

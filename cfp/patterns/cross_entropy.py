@@ -17,6 +17,7 @@ from math import prod
 
 from cfp.patterns.expression import (
     COMPARE,
+    CONSTANT,
     INDEX,
     KINDS,
     LOGITS,
@@ -33,8 +34,9 @@ from cfp.patterns.expression import (
     is_exponential,
     stripped,
 )
-from cfp.patterns.reading import Indexed, Read, Reader, Unread
+from cfp.patterns.reading import Indexed, Read, Reader
 from cfp.program.graph import Op, Program, reached
+from cfp.program.replace import Different, LeftAlone
 
 LARGEST, SUM, TOTAL, PICK, ARGMAX = "largest", "sum", "total", "pick", "argmax"
 
@@ -144,7 +146,6 @@ class CrossEntropy:
         indexed: gathers and scatters of words, by op.
         dims: of all values that have all tokens and words.
         cuts: the tokens that a slice kept, by number.
-        ops: all that goes, the contraction and what reads it included.
     """
 
     head: Head
@@ -156,7 +157,6 @@ class CrossEntropy:
     indexed: tuple[tuple[int, Indexed], ...]
     dims: tuple[tuple[int, Dims], ...]
     cuts: tuple[Cut, ...]
-    ops: tuple[int, ...]
 
     @property
     def contraction(self) -> int:
@@ -164,28 +164,12 @@ class CrossEntropy:
         return self.head.op
 
 
-@dataclass(frozen=True, slots=True)
-class LeftAlone:
-    """A contraction that a softmax follows, and why it stays.
-
-    Attributes:
-        op: the op that it is for, or -1.
-        is_loss: whether it takes a label's word out of logits, as losses do and the
-            softmaxes of routers do not.
-    """
-
-    contraction: int
-    reason: str
-    op: int = -1
-    is_loss: bool = False
-
-
 def find_cross_entropies(program: Program) -> list[CrossEntropy | LeftAlone]:
     """All cross-entropies of a program, and what only looks like one."""
     found: list[CrossEntropy | LeftAlone] = []
     seen: dict[int, str] = {}
     for op in program.ops:
-        ways = [_Finder.result(program, head) for head in _heads(program, op)]
+        ways = [_follow(program, head) for head in _heads(program, op)]
         ways.sort(key=lambda one: one.rank, reverse=True)
         for one in ways[:1]:
             seen |= dict.fromkeys(one.seen, "" if one.what else one.reason)
@@ -213,13 +197,13 @@ def _of_other_logits(program: Program, seen: Mapping[int, str]) -> list[LeftAlon
             continue
         groups = tuple((n,) if n > 1 else () for n in tokens)
         head = Head(value.producer, value.id, 1, 0, dims[0], groups)
-        one = _Finder.result(program, head)
+        one = _follow(program, head)
         if isinstance(one.what, LeftAlone) and one.what.is_loss:
             maker = program.ops[head.op]
             reason = _reason_before(program, value.id, seen) or _OTHER_LOGITS
             if maker.has_regions and reason == _OTHER_LOGITS:
                 reason += _IN_LOOP
-            found[head.op] = LeftAlone(head.op, reason, head.op, True)
+            found[head.op] = replace(one.what, reason=reason)
     return list(found.values())
 
 
@@ -256,15 +240,9 @@ def _heads(program: Program, op: Op) -> list[Head]:
         return []
     shapes = [program.values[v].shape for v in op.operands]
     result = program.values[op.results[0]].shape
-    contracted = [
-        op.integers(f"{name}_contracting_dimensions") for name in ("lhs", "rhs")
-    ]
-    if (
-        op.integers("lhs_batching_dimensions")
-        or any(len(dims) != 1 for dims in contracted)
-        or "+" in _precision(op)
-        or len(result) < 2
-    ):
+    (batch, left), (_, right) = op.product_dims(0), op.product_dims(1)
+    precision = _precision(op)
+    if batch or len(left) != 1 or "+" in precision or len(result) < 2:
         return []
     found = []
     for kernel in (1, 0):
@@ -274,9 +252,7 @@ def _heads(program: Program, op: Op) -> list[Head]:
         tokens = [size for dim, size in enumerate(result) if dim != place]
         if result[place] > 1 and prod(tokens) > 1:
             groups = tuple((size,) if size > 1 else () for size in tokens)
-            kernel_dim = 1 - contracted[kernel][0]
-            [value] = op.results
-            precision = _precision(op)
+            kernel_dim, [value] = 1 - (left, right)[kernel][0], op.results
             found.append(
                 Head(op.id, value, kernel, kernel_dim, place, groups, precision)
             )
@@ -290,8 +266,21 @@ _KEPT_BY_LOOP = (
 )
 
 
-@dataclass(frozen=True)
-class _Result:
+def _follow(program: Program, head: Head) -> _Finder:
+    """Finds out what a contraction is."""
+    while True:
+        finder = _Finder(program, head)
+        try:
+            finder.what, finder.rank = finder.run(), 4
+        except Split as split:
+            head = head.split(split)
+            continue
+        except Different as error:
+            finder.refuse(str(error))
+        return finder
+
+
+class _Finder:
     """A contraction's cross-entropy, or why there is none.
 
     Attributes:
@@ -301,32 +290,9 @@ class _Result:
         reason: why it is none.
     """
 
-    what: CrossEntropy | LeftAlone | None
-    rank: int
-    seen: frozenset[int]
-    reason: str = ""
-
-
-class _Finder:
-    @classmethod
-    def result(cls, program: Program, head: Head) -> _Result:
-        """Returns what a contraction is."""
-        while True:
-            finder = cls(program, head)
-            what, rank, reason = None, 0, ""
-            try:
-                what, rank = finder.run(), 4
-            except Split as split:
-                head = head.split(split)
-                continue
-            except Unread as error:
-                reason = error.reason
-                if finder.saw_softmax:
-                    what = LeftAlone(head.op, reason, error.op, finder.saw_label)
-                    rank = 1 + what.is_loss + (finder._base is not None)
-            return _Result(what, rank, frozenset(finder._seen), reason)
-
     def __init__(self, program: Program, head: Head):
+        self.what: CrossEntropy | LeftAlone | None = None
+        self.rank, self.reason, self.seen = 0, "", dict[int, Dims]()
         self._program, self._head = program, head
         self._op = program.ops[head.op]
         words = program.values[head.logits].shape[head.words_dim]
@@ -335,31 +301,23 @@ class _Finder:
         self._reductions: list[Reduction] = []
         self._products: list[Product] = []
         self._ends: set[int] = set()
-        self._reached: set[int] = set()
-        self._seen: dict[int, Dims] = {}
         self._base: Expr | None = None
         self._gathered_at: set[int] = set()
         self._saw_exponential = False
 
-    @property
-    def saw_softmax(self) -> bool:
-        """True if a row's maximum was found, or logits' exponentials and a label."""
-        return self._base is not None or (self._saw_exponential and self.saw_label)
+    def refuse(self, reason: str) -> None:
+        """Notes why it is none."""
+        self.reason, saw_largest = reason, self._base is not None
+        is_loss = (saw_largest or self._saw_exponential) and self._saw_label()
+        if saw_largest or is_loss:
+            self.what = LeftAlone(self._op.id, self._op.source, reason, is_loss)
+            self.rank = 1 + is_loss + saw_largest
 
-    @property
-    def saw_label(self) -> bool:
+    def _saw_label(self) -> bool:
         """True if words are compared with labels, or taken at labels."""
         labels = self._gathered_at | self._reader.labels()
-        return bool(labels - self._computed_from_logits())
-
-    def _computed_from_logits(self) -> set[int]:
-        """Values that depend on the logits, such as the choices of a router."""
-
-        def made_of(v: int) -> list[int]:
-            ops = (self._program.ops[user] for user, _ in self._program.users[v])
-            return [result for op in ops for result in op.results]
-
-        return {*reached([self._head.logits], made_of)}
+        # What depends on the logits is no label, such as the choices of a router.
+        return bool(labels - self._program.made_of([self._head.logits], lambda _: True))
 
     def run(self) -> CrossEntropy:
         self._follow()
@@ -370,18 +328,17 @@ class _Finder:
             one.kind == SUM or (one.kind == TOTAL and one.wide.has("exponential"))
             for one in self._reductions
         )
-        if not exponentials or not self.saw_label:
-            raise Unread("there is no softmax with labels")
+        if not exponentials or not self._saw_label():
+            raise Different("there is no softmax with labels")
         if self._program.values[self._head.logits].dtype == "f64":
-            raise Unread("its logits are float64, and its parts are summed in float32")
+            raise Different(
+                "its logits are float64, and its parts are summed in float32"
+            )
         self._refuse_comparisons()
         if self._op.kind != "dot_general":
-            raise Unread(_OTHER_LOGITS, self._op.id)
-        reader, vectors = self._reader, 1 - self._head.kernel
-        contracted = self._op.integers(
-            f"{('lhs', 'rhs')[vectors]}_contracting_dimensions"
-        )
-        every = {self._op.id} | self._ends | reader.ops | self._reached
+            raise Different(_OTHER_LOGITS)
+        reader = self._reader
+        _, contracted = self._op.product_dims(1 - self._head.kernel)
         return CrossEntropy(
             head=self._head,
             vectors=self._head.dims(contracted[0]),
@@ -392,7 +349,6 @@ class _Finder:
             indexed=tuple(reader.indexed.items()),
             dims=tuple(reader.wide()),
             cuts=tuple(reader.cuts),
-            ops=tuple(sorted(every)),
         )
 
     def _refuse_comparisons(self) -> None:
@@ -402,26 +358,21 @@ class _Finder:
         in the last bit.
 
         Raises:
-            Unread: the program compares them.
+            Different: the program compares them.
         """
         picked = self._derived(PICK)
-        others = self._derived(LARGEST) | self._seen.keys()
+        others = self._derived(LARGEST) | self.seen.keys()
         for op in self._program.ops:
             if op.kind != COMPARE or op.operands[0] == op.operands[1]:
                 continue
             for one, other in (op.operands, op.operands[::-1]):
                 if one in picked and other in others:
-                    raise Unread("a label's logit is compared with others", op.id)
+                    raise Different("a label's logit is compared with others")
 
     def _derived(self, kind: str) -> set[int]:
         """Values that are computed, element by element, of one kind of reductions."""
-
-        def made_of(v: int) -> list[int]:
-            ops = (self._program.ops[user] for user, _ in self._program.users[v])
-            return [op.results[0] for op in ops if op.kind in _OF_ELEMENTS]
-
         start = [one.made for one in self._reductions if one.kind == kind]
-        return {*reached(start, made_of)}
+        return self._program.made_of(start, lambda op: op.kind in _OF_ELEMENTS)
 
     def _maker(self, value: int) -> int:
         return self._program.values[value].producer
@@ -437,7 +388,7 @@ class _Finder:
         while more := [
             one
             for one in self._reader.wide_of_tokens()
-            if one not in done and one[0] not in self._seen
+            if one not in done and one[0] not in self.seen
         ]:
             for value, dims in sorted(more, key=lambda one: one[0]):
                 done.add((value, dims))
@@ -445,47 +396,41 @@ class _Finder:
                 if self._follow_from(value, dims):
                     self._reductions, self._products, self._ends = before
 
-    def _follow_from(self, start: int, start_dims: Dims) -> list[Unread]:
+    def _follow_from(self, start: int, start_dims: Dims) -> list[Different]:
         """Goes on from a value, and returns what is not understood."""
         program, reader = self._program, self._reader
         stack = [(start, start_dims)]
         ends: dict[tuple[int, int], tuple[int, Dims]] = {}
-        errors: list[Unread] = []
+        errors: list[Different] = []
         while stack:
             value, dims = stack.pop()
-            if value in self._seen:
+            if value in self.seen:
                 continue
-            self._seen[value] = dims
+            self.seen[value] = dims
             if value in program.outputs:
-                errors.append(Unread("something over the vocabulary is a result"))
+                errors.append(Different("something over the vocabulary is a result"))
             for user, index in program.users[value]:
                 op = program.ops[user]
                 try:
                     if op.parent != reader.parent or index >= len(op.operands):
-                        raise Unread(self._elsewhere(op), user)
+                        is_kept = user == reader.parent
+                        raise Different(_KEPT_BY_LOOP if is_kept else _passed(op))
                     self._saw_exponential |= op.kind == "exponential"
                     after = reader.follow(op, index, dims)
-                except Unread as error:
+                except Different as error:
                     errors.append(error)
                     continue
                 if after is None:
                     ends[user, index] = value, dims
                 else:
-                    self._reached.add(user)
                     stack.append((op.results[0], after))
         for (user, index), (value, dims) in sorted(ends.items()):
             if user not in self._ends:
                 try:
                     self._end(program.ops[user], index, value, dims)
-                except Unread as error:
+                except Different as error:
                     errors.append(error)
         return errors
-
-    def _elsewhere(self, op: Op) -> str:
-        """Says that something goes into a loop, or out of it."""
-        if op.id == self._reader.parent:
-            return _KEPT_BY_LOOP
-        return f"{op.kind} takes something over the vocabulary into a loop, or out"
 
     def _end(self, op: Op, index: int, value: int, dims: Dims) -> None:
         self._ends.add(op.id)
@@ -498,39 +443,39 @@ class _Finder:
         elif op.kind == "dot_general":
             self._contracted(op, index, value, dims)
         elif op.parent >= 0 and op.kind in ("dynamic_update_slice", "scatter"):
-            raise Unread(_KEPT_BY_LOOP, op.id)
+            raise Different(_KEPT_BY_LOOP)
         else:
-            raise Unread(f"{op.kind} reads something over the vocabulary", op.id)
+            raise Different(f"{op.kind} reads something over the vocabulary")
 
     # -- of each token -------------------------------------------------------
 
     def _reduced(self, op: Op, value: int, dims: Dims) -> None:
         reduced = set(op.integers("dimensions"))
         start = self._program.values[op.operands[1]]
-        initial = self._scalar(op.operands[1])
+        initial = self._initial(op, 1)
         wide = self._reader.express(value, dims)
         body = op.attributes
         maximum = "stablehlo.maximum(%0,%1" in body
         added = "stablehlo.add(%0,%1" in body and is_constant(initial, 0.0)
         if start.shape or not (maximum or added):
-            raise Unread("a reduction is neither a sum nor the largest", op.id)
+            raise Different("a reduction is neither a sum nor the largest")
         kept = [dim for dim in range(len(dims.of)) if dim not in reduced]
         made = dims.picked(kept)
         if added and made.place is not None and not made.tokens:
-            wide = self._reader.masked(wide, dims, wide.dtype)
+            wide = self._reader.masked(wide, dims)
             self._products.append(
                 Product(
                     op.results[0], wide, "tokens", True, None, words_dim=made.place
                 ),
             )
         elif made.place is not None:
-            raise Unread("a reduction is over some of the tokens", op.id)
+            raise Different("a reduction is over some of the tokens")
         elif maximum and is_constant(initial, float("-inf")):
             self._largest(op, wide, dims, made)
         elif added:
             self._added(op.results[0], wide, dims, made)
         else:
-            raise Unread("a largest has a least", op.id)
+            raise Different("a largest has a least")
 
     def _added(self, result: int, wide: Expr, dims: Dims, made: Dims) -> None:
         """Adds a sum over words, and perhaps over tokens."""
@@ -540,28 +485,24 @@ class _Finder:
         if picked is not None:
             kind, (label, wide) = PICK, picked
         if not whole:
-            wide = self._reader.masked(wide, dims, wide.dtype)
+            wide = self._reader.masked(wide, dims)
         self._reductions.append(Reduction(result, kind, wide, made, label))
 
-    def _scalar(self, value: int) -> Expr:
-        self._reader.ops.add(self._maker(value))
-        maker = self._program.ops[self._maker(value)] if value >= 0 else None
-        while maker is not None and maker.kind == "convert":
-            self._reader.ops.add(maker.id)
-            maker = self._program.ops[self._maker(maker.operands[0])]
-        if maker is None or maker.kind != "constant":
-            raise Unread("a reduction begins with something computed")
-        self._reader.ops.add(maker.id)
-        return self._reader.express(maker.results[0], NO_DIMS)
+    def _initial(self, op: Op, index: int) -> Expr:
+        """Returns the constant that a reduction begins with."""
+        found = self._reader.small(op, index)
+        if stripped(found).kind != CONSTANT:
+            raise Different("a reduction begins with something computed")
+        return found
 
     def _largest(self, op: Op, wide: Expr, dims: Dims, made: Dims) -> None:
         base = stripped(wide)
         if base.has(TOKEN, INDEX) or not base.has(LOGITS):
-            raise Unread("the largest is not one of logits", op.id)
+            raise Different("the largest is not one of logits")
         if len(made.tokens) != len(dims.tokens):
-            raise Unread("a largest is one of several tokens'", op.id)
+            raise Different("a largest is one of several tokens'")
         if self._base is not None and self._base != base:
-            raise Unread("there are two largest", op.id)
+            raise Different("there are two largest")
         self._base = base
         self._reductions.append(Reduction(op.results[0], LARGEST, wide, made))
 
@@ -569,7 +510,7 @@ class _Finder:
         largest, place = op.results
         reduced = op.integers("dimensions")
         index = self._reader.express(op.operands[1], dims)
-        starts = [self._scalar(v) for v in op.operands[2:]]
+        starts = [self._initial(op, number) for number in (2, 3)]
         if (
             self._program.users[largest]
             or largest in self._program.outputs
@@ -578,7 +519,7 @@ class _Finder:
             or not is_constant(starts[0], float("-inf"))
             or not is_constant(starts[1], 0)
         ):
-            raise Unread("a reduction is no argmax over words", op.id)
+            raise Different("a reduction is no argmax over words")
         wide = self._reader.express(value, dims)
         made = dims.picked([dim for dim in range(len(dims.of)) if dim != dims.place])
         self._reductions.append(Reduction(place, ARGMAX, wide, made))
@@ -589,7 +530,7 @@ class _Finder:
         label = self._reader.leaf(TOKEN, found.label.use, found.label.dims)
         what = self._reader.express(value, dims)
         if what.has(INDEX):
-            raise Unread("a gather takes one of what labels made", op.id)
+            raise Different("a gather takes one of what labels made")
         self._reductions.append(
             Reduction(op.results[0], PICK, what, found.narrow, label, True)
         )
@@ -597,25 +538,20 @@ class _Finder:
     # -- of all tokens -------------------------------------------------------
 
     def _contracted(self, op: Op, index: int, value: int, dims: Dims) -> None:
-        names = ("lhs", "rhs") if index == 0 else ("rhs", "lhs")
-        batch, others_batch = (
-            op.integers(f"{name}_batching_dimensions") for name in names
-        )
-        own, others = (op.integers(f"{name}_contracting_dimensions") for name in names)
+        batch, own = op.product_dims(index)
+        others_batch, others = op.product_dims(1 - index)
         other = self._program.values[op.operands[1 - index]]
         if other.id == value:
-            raise Unread("the logits are multiplied with themselves", op.id)
-        pairs = sorted(
-            zip((*others_batch, *others), (*batch, *own), strict=True),
-        )
+            raise Different("the logits are multiplied with themselves")
+        pairs = sorted(zip((*others_batch, *others), (*batch, *own), strict=True))
         paired = dims.picked([dim for _, dim in pairs])
         if dims.place in own and len(paired.of) == len(other.shape):
             self._summed_product(op, index, value, dims, paired)
             return
         if batch:
-            raise Unread("a contraction has a batch", op.id)
+            raise Different("a contraction has a batch")
         if _precision(op) != self._head.precision:
-            raise Unread("its products have several precisions", op.id)
+            raise Different("its products have several precisions")
         wide = self._reader.express(value, dims)
         first, use = index == 0, (op.id, 1 - index)
         free = [dim for dim in range(len(dims.of)) if dim not in own]
@@ -631,8 +567,8 @@ class _Finder:
         for place, dim in zip(others, own, strict=True):
             of[place] = dims.of[dim]
         if free != [dims.place] or of.count((OTHER,)) != 1:
-            raise Unread("a contraction is over some of the tokens", op.id)
-        wide = self._reader.masked(wide, dims, wide.dtype)
+            raise Different("a contraction is over some of the tokens")
+        wide = self._reader.masked(wide, dims)
         read = Read(use, dims.made_of(of))
         self._products.append(
             Product(
@@ -651,12 +587,14 @@ class _Finder:
             self._reader.express(op.operands[1 - index], others),
         ]
         args = [one.cast(dtype) for one in sides]
-        name = ("lhs", "rhs")[index]
-        batch = op.integers(f"{name}_batching_dimensions")
-        own = op.integers(f"{name}_contracting_dimensions")
+        batch, own = op.product_dims(index)
         rest = [dim for dim in range(len(dims.of)) if dim not in (*batch, *own)]
         made = dims.picked([*batch, *rest])
         self._added(result, Expr("multiply", dtype, tuple(args)), dims, made)
+
+
+def _passed(op: Op) -> str:
+    return f"{op.kind} takes something over the vocabulary into a loop, or out"
 
 
 def _precision(op: Op) -> str:

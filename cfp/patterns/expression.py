@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cfp.program.graph import Op, numpy_dtype
+from cfp.program.graph import DIRECTION, Op, numpy_dtype
+from cfp.program.replace import Different
 
 A = TypeVar("A", jax.Array, np.ndarray)
 Axes = tuple[str, ...]
@@ -35,10 +36,6 @@ class Split(Exception):
     def __init__(self, dim: int, sizes: tuple[int, int]):
         super().__init__(f"tokens' dim {dim} is two of sizes {sizes}")
         self.dim, self.sizes = dim, sizes
-
-
-class Mixed(Exception):
-    """Dims that are no whole ones of the tokens', and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +86,7 @@ class Dims:
 
         Raises:
             Split: a tokens' dim is two of the other array.
-            Mixed: a dim of the other array is part of what is no tokens' dim, or
+            Different: a dim of the other array is part of what is no tokens' dim, or
                 several of which one is none.
         """
         sizes = self.sizes(tokens)
@@ -106,12 +103,12 @@ class Dims:
                 one, own = waiting.pop()
                 if size % own:
                     if one == OTHER or own % size or one in {c[0] for c in self.cut}:
-                        raise Mixed("a reshape mixes words or tokens")
+                        raise Different("a reshape mixes words or tokens")
                     raise Split(one, (size, own // size))
                 dim.append(one)
                 size //= own
             if OTHER in dim and len(dim) > 1:
-                raise Mixed("a reshape mixes words and tokens")
+                raise Different("a reshape mixes words and tokens")
             of.append(tuple(dim))
         return self.made_of(of)
 
@@ -296,17 +293,14 @@ def _value(detail: str, dtype: str) -> Any:
     return np.asarray(number, kind)
 
 
-def _compare(direction: str) -> Callable[..., jax.Array]:
-    return {
-        "EQ": lax.eq,
-        "NE": lax.ne,
-        "LT": lax.lt,
-        "LE": lax.le,
-        "GT": lax.gt,
-        "GE": lax.ge,
-    }[direction]
-
-
+_COMPARE: Mapping[str, Callable[..., jax.Array]] = {
+    "EQ": lax.eq,
+    "NE": lax.ne,
+    "LT": lax.lt,
+    "LE": lax.le,
+    "GT": lax.gt,
+    "GE": lax.ge,
+}
 OPS: Mapping[str, Callable[..., jax.Array]] = {
     "add": lax.add,
     "subtract": lax.sub,
@@ -353,7 +347,7 @@ def _apply(one: Expr, args: list[jax.Array]) -> jax.Array:
         return args[0].astype(numpy_dtype(one.dtype))
     args = list(jnp.broadcast_arrays(*args))
     if one.kind == COMPARE:
-        return _compare(one.detail)(*args)
+        return _COMPARE[one.detail](*args)
     if one.kind == SELECT:
         return lax.select(*args)
     return OPS[one.kind](*args)
@@ -434,7 +428,6 @@ def _is_shifted(expr: Expr, base: Expr) -> bool:
 
 # --------------------------------------------------- attributes of ops, from their text
 
-_DIRECTION = re.compile(r"comparison_direction ([A-Z]{2})")
 _IN_BODY = re.compile(r"(%\d+):\S+=stablehlo\.(\w+)\(([^;)]*)")
 # The body of an argmax of values %0, %2 at places %1, %3, as JAX writes it.
 _ARGMAX = (
@@ -450,16 +443,10 @@ _ARGMAX = (
 )
 
 
-def direction(op: Op) -> str | None:
-    """The direction of a comparison, such as EQ."""
-    match = _DIRECTION.search(op.attributes)
-    return match[1] if match else None
-
-
 def is_argmax(op: Op) -> bool:
     """True for the reduction of values and places to the place of the largest."""
     _, _, body = op.attributes.partition("body=")
-    directions = iter(_DIRECTION.findall(body))
+    directions = iter(DIRECTION.findall(body))
     found = [
         (kind, operands, next(directions, "") if kind == COMPARE else "")
         for _, kind, operands in _IN_BODY.findall(body)

@@ -25,26 +25,17 @@ from cfp.patterns.expression import (
     Cut,
     Dims,
     Expr,
-    Mixed,
     constant,
-    direction,
     is_constant,
 )
 from cfp.program.evaluate import Evaluator, NotEvaluated
 from cfp.program.graph import Op, Program
+from cfp.program.replace import Different
 
 Use = tuple[int, int]
 
 # Indices that are looked at to see that they count: of 2,048 sequences of 2,048 tokens.
 _MOST_COUNTED = 2**22
-
-
-class Unread(Exception):
-    """Something that is not understood, and why; `op` is where."""
-
-    def __init__(self, reason: str, op: int = -1):
-        super().__init__(reason)
-        self.reason, self.op = reason, op
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +69,6 @@ class Reader:
         start: its dims.
         words: size of the vocabulary.
         reads: where leaves are read, by the leaf.
-        ops: the ops that were read.
         indexed: gathers and scatters that were read, by op.
         cuts: of tokens' dims, see `Dims.cut`; leaves INSIDE number them.
     """
@@ -89,7 +79,6 @@ class Reader:
     tokens: tuple[int, ...]
     words: int
     reads: dict[Expr, Read] = field(default_factory=dict)
-    ops: set[int] = field(default_factory=set)
     indexed: dict[int, Indexed] = field(default_factory=dict)
     cuts: list[Cut] = field(default_factory=list)
 
@@ -106,14 +95,14 @@ class Reader:
         """Returns the dims of an op's result if that has all words, too; or None.
 
         Raises:
-            Unread: the result has the same words, but its tokens are other ones.
+            Different: the result has the same words, but its tokens are other ones.
             Split: see `Dims.reshaped`.
         """
         after = self._passed(op, index, dims)
         if after is not None:
             known = self._followed.setdefault(op.results[0], after)
             if known != after:
-                raise Unread("tokens are combined with others of them", op.id)
+                raise Different("tokens are combined with others of them")
         return after
 
     def _passed(self, op: Op, index: int, dims: Dims) -> Dims | None:
@@ -125,7 +114,7 @@ class Reader:
         if op.kind in KINDS:
             return dims
         if op.kind == "reshape":
-            return self._reshaped(op, dims, before, after)
+            return dims.reshaped(before, after, self.tokens)
         if op.kind == "transpose":
             return dims.picked(op.integers("permutation"))
         if op.kind == "broadcast_in_dim" and prod(before) == prod(after):
@@ -143,14 +132,6 @@ class Reader:
             return None if found is None else dims.picked(found)
         return None
 
-    def _reshaped(
-        self, op: Op, dims: Dims, before: Sequence[int], after: Sequence[int]
-    ) -> Dims:
-        try:
-            return dims.reshaped(before, after, self.tokens)
-        except Mixed as error:
-            raise Unread(str(error), op.id) from error
-
     def _sliced(self, op: Op, dims: Dims, before: Sequence[int]) -> Dims:
         """Without some of the first or last tokens."""
         first, end, steps = (
@@ -163,18 +144,16 @@ class Reader:
             if (a, b) == (0, size):
                 continue
             if own == (OTHER,) and b - a == 1:
-                raise Unread("one word's logit is taken", op.id)
+                raise Different("one word's logit is taken")
             if own == (OTHER,):
-                raise Unread(
+                raise Different(
                     "its logits are cut along the vocabulary: mask what is cut off "
-                    "with -inf",
-                    op.id,
+                    "with -inf"
                 )
             # All logits are made: that is a waste where most are cut off.
             if len(own) != 1 or own[0] in cut or step != 1 or b - a < max(2, size / 2):
-                raise Unread(
-                    "its logits are cut along tokens: cut what they are computed of",
-                    op.id,
+                raise Different(
+                    "its logits are cut along tokens: cut what they are computed of"
                 )
             cut[own[0]] = (own[0], a, b)
         return Dims(dims.of, tuple(sorted(cut.values())))
@@ -199,12 +178,10 @@ class Reader:
 
     def _multiplied(self, op: Op, index: int) -> list[int] | None:
         """The dims of the wide operand that a product that sums nothing has in turn."""
-        names = ("lhs", "rhs") if index == 0 else ("rhs", "lhs")
-        if any(op.integers(f"{name}_contracting_dimensions") for name in names):
-            return None
-        own, others = (op.integers(f"{name}_batching_dimensions") for name in names)
+        own, contracted = op.product_dims(index)
+        others, _ = op.product_dims(1 - index)
         other = self.program.values[op.operands[1 - index]].shape
-        if len(others) != len(other):
+        if contracted or len(others) != len(other):
             return None
         rank = len(self.program.values[op.operands[index]].shape)
         return [*own, *(dim for dim in range(rank) if dim not in own)]
@@ -215,7 +192,7 @@ class Reader:
 
     def wide(self) -> list[tuple[int, Dims]]:
         """The values known that have all tokens and all words, and their dims."""
-        return [key for key in {*self._known, *self._followed.items()} if key[1].of]
+        return [*{*self._known, *self._followed.items()}]
 
     def labels(self) -> set[int]:
         """Values of tokens that words are compared with."""
@@ -234,10 +211,10 @@ class Reader:
         """Returns the expression of a wide value.
 
         Raises:
-            Unread: of something that is no expression.
+            Different: of something that is no expression.
         """
         if self._followed.get(value, dims) != dims:
-            raise Unread("tokens are combined with others of them")
+            raise Different("tokens are combined with others of them")
         key = value, dims
         if key not in self._known:
             self._known[key] = self._expressed(value, dims)
@@ -246,17 +223,19 @@ class Reader:
     def _expressed(self, value: int, dims: Dims) -> Expr:
         record = self.program.values[value]
         if record.producer < 0:
-            raise Unread("an argument has a column for each word")
+            raise Different("an argument has a column for each word")
         op = self.program.ops[record.producer]
         if op.parent != self.parent and op.id not in self.program.leaf_ops:
-            raise Unread(f"{op.kind} is in another loop", op.id)
-        self.ops.add(op.id)
+            raise Different(f"{op.kind} is in another loop")
         before = self.program.values[op.operands[0]].shape if op.operands else ()
         if op.kind in KINDS:
             args = [self._operand(op, index, dims) for index in range(len(op.operands))]
-            return elementwise(op, record.dtype, args)
+            if op.kind == CONVERT:
+                return args[0].cast(record.dtype)
+            detail = op.direction if op.kind == COMPARE else ""
+            return Expr(op.kind, record.dtype, tuple(args), detail)
         if op.kind == "reshape":
-            own = self._reshaped(op, dims, record.shape, before)
+            own = dims.reshaped(record.shape, before, self.tokens)
             return self.express(op.operands[0], own)
         if op.kind == "transpose":
             order = op.integers("permutation")
@@ -280,16 +259,15 @@ class Reader:
             own = Dims(dims.of, self._cut_before(op, dims))
             if self._sliced(op, own, before) == dims:
                 return self.express(op.operands[0], own)
-        raise Unread(
+        raise Different(
             f"something over the vocabulary, by {op.kind}, is not computed from the "
-            "logits element by element",
-            op.id,
+            "logits element by element"
         )
 
     def _operand(self, op: Op, index: int, dims: Dims) -> Expr:
         value = op.operands[index]
-        if self.program.values[value].shape == () and dims.of:
-            return self._small(op, index)
+        if self.program.values[value].shape == ():
+            return self.small(op, index)
         return self.express(value, dims)
 
     def _cut_before(self, op: Op, dims: Dims) -> Cut:
@@ -321,21 +299,20 @@ class Reader:
         own = Dims(dims.of, tuple(sorted({*dims.cut, *cut})))
         after = self.program.values[op.results[0]].shape
         if self._padded(op, own, inside, after) != dims:
-            raise Unread("words or tokens are added", op.id)
-        if not is_constant(self._small(op, 1), 0.0):
-            raise Unread("tokens are added that are not zero", op.id)
-        dtype = self.program.values[value].dtype
-        return self.masked(self.express(value, own), own, dtype)
+            raise Different("words or tokens are added")
+        if not is_constant(self.small(op, 1), 0.0):
+            raise Different("tokens are added that are not zero")
+        return self.masked(self.express(value, own), own)
 
-    def masked(self, expr: Expr, dims: Dims, dtype: str) -> Expr:
+    def masked(self, expr: Expr, dims: Dims) -> Expr:
         """An expression that is zero for tokens that dims cut off."""
         if not dims.cut:
             return expr
         if dims.cut not in self.cuts:
             self.cuts.append(dims.cut)
         is_inside = Expr(INSIDE, "i1", number=self.cuts.index(dims.cut))
-        zero = Expr(CONSTANT, dtype, detail="0")
-        return Expr(SELECT, dtype, (is_inside, expr, zero))
+        zero = Expr(CONSTANT, expr.dtype, detail="0")
+        return Expr(SELECT, expr.dtype, (is_inside, expr, zero))
 
     def _product(self, op: Op, dims: Dims) -> Expr:
         """A product of something wide with something of each token."""
@@ -345,9 +322,7 @@ class Reader:
             if order is None or rank != len(dims.of):
                 continue
             own = dims.picked([order.index(dim) for dim in range(rank)])
-            name = ("lhs", "rhs")[index]
-            batch = op.integers(f"{name}_batching_dimensions")
-            other = op.integers(f"{('rhs', 'lhs')[index]}_batching_dimensions")
+            batch, other = op.product_dims(index)[0], op.product_dims(1 - index)[0]
             if any(own.of[dim] == (OTHER,) for dim in batch):
                 continue
             pairs = sorted(zip(other, batch, strict=True))
@@ -357,10 +332,9 @@ class Reader:
             dtype = self.program.values[op.results[0]].dtype
             args = [self.express(op.operands[index], own), leaf]
             return Expr("multiply", dtype, tuple(one.cast(dtype) for one in args))
-        raise Unread(
+        raise Different(
             "the logits are combined with something else over the vocabulary that a "
-            "product makes, such as another model's logits",
-            op.id,
+            "product makes, such as another model's logits"
         )
 
     def _broadcast(self, op: Op, dims: Dims) -> Expr:
@@ -375,16 +349,16 @@ class Reader:
             ]
         )
         if prod(shape) == 1:
-            return self._small(op, 0)
+            return self.small(op, 0)
         if own.place is None:
             return self.leaf(TOKEN, (op.id, 0), own)
         if set(own.tokens) == set(dims.tokens):
             return self.express(operand, own)
         if not own.tokens:
             return self._columns(op, operand, own)
-        raise Unread("something over the vocabulary is of some of the tokens", op.id)
+        raise Different("something over the vocabulary is of some of the tokens")
 
-    def _small(self, op: Op, index: int) -> Expr:
+    def small(self, op: Op, index: int) -> Expr:
         """A scalar: a constant, or one that is read."""
         value = op.operands[index]
         types: list[str] = []
@@ -395,7 +369,6 @@ class Reader:
                 record = self.program.values[value]
                 if (found := constant(maker.attributes, record.dtype)) is None:
                     break
-                self.ops.add(producer)
                 for dtype in reversed(types):
                     found = found.cast(dtype)
                 return found
@@ -408,14 +381,12 @@ class Reader:
 
     def _columns(self, op: Op, operand: int, dims: Dims) -> Expr:
         """A row for all tokens: the numbers of words, or one that is read."""
-        value, ops = operand, []
+        value = operand
         while (producer := self.program.values[value].producer) >= 0:
             maker = self.program.ops[producer]
-            ops.append(producer)
             if maker.kind == "iota":
                 [dim] = maker.integers("iota_dimension")
                 if self.program.values[value].shape[dim] == self.words:
-                    self.ops.update(ops)
                     return Expr(INDEX, self.program.values[operand].dtype)
                 break
             if maker.kind not in ("broadcast_in_dim", "reshape", "transpose"):
@@ -429,7 +400,7 @@ class Reader:
         base = self.express(operand, dims)
         adds = "stablehlo.add(%0,%1" in op.attributes
         if not (is_constant(base, 0.0) and adds):
-            raise Unread("a scatter is not one of zeros to one word of a token", op.id)
+            raise Different("a scatter is not one of zeros to one word of a token")
         found = self.at_words(op, dims)
         label = self.leaf(TOKEN, found.label.use, found.label.dims)
         update = self.leaf(TOKEN, (op.id, 2), found.narrow)
@@ -444,7 +415,7 @@ class Reader:
             dims: of its first operand.
 
         Raises:
-            Unread: it has something else.
+            Different: it has something else.
         """
         is_gather = op.kind == "gather"
         batching, index_batching, mapped, window = (
@@ -465,7 +436,7 @@ class Reader:
                 )
             )
         )
-        unread = Unread(f"a {op.kind} has not one word of each token", op.id)
+        unread = Different(f"a {op.kind} has not one word of each token")
         shapes = [
             self.program.values[v].shape for v in (op.operands[1], op.operands[0])
         ]
@@ -517,7 +488,6 @@ class Reader:
         sizes = [self.program.values[v].shape[vector] for v in maker.operands]
         if maker.integers("dimension") != (vector,) or max(sizes) > 1:
             return None
-        self.ops.add(maker.id)
         return (maker.id, number)
 
     def _counted(self, op: Op, number: int, vector: int, size: int) -> int | None:
@@ -563,15 +533,3 @@ class Reader:
             self._leaves[key] = found
             self.reads[found] = Read(use, dims)
         return self._leaves[key]
-
-
-def elementwise(op: Op, dtype: str, args: list[Expr]) -> Expr:
-    """An op of elements."""
-    detail = ""
-    if op.kind == COMPARE:
-        detail = direction(op) or ""
-        if not detail:
-            raise Unread("a comparison without a direction", op.id)
-    if op.kind == CONVERT and args[0].dtype == dtype:
-        return args[0]
-    return Expr(op.kind, dtype, tuple(args), detail)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,14 +23,13 @@ from cfp.patterns.chunked import ChunkedCrossEntropy, StageParameters, Step, res
 from cfp.patterns.cross_entropy import (
     ARGMAX,
     CrossEntropy,
-    LeftAlone,
     find_cross_entropies,
 )
 from cfp.patterns.expression import from_rows, to_rows
 from cfp.patterns.reading import Use
 from cfp.program.evaluate import Evaluator, NotEvaluated
-from cfp.program.graph import Program, numpy_dtype, reached
-from cfp.program.replace import Replacement
+from cfp.program.graph import Program, numpy_dtype
+from cfp.program.replace import LeftAlone, Replacement, Sites
 
 # Relative difference of norms, of float32 and sums of a few products.
 TOLERANCE = 1e-4
@@ -222,25 +221,12 @@ def _close(got: np.ndarray, right: np.ndarray) -> bool:
 _TOO_LATE = "something is made too late to be read"
 
 
-@dataclass(frozen=True, kw_only=True)
-class CrossEntropies:
-    """All that a program has.
-
-    Attributes:
-        found: by the op that makes the logits.
-        left_alone: what looks like one, and why it stays.
-    """
-
-    found: Mapping[int, CrossEntropy]
-    left_alone: tuple[LeftAlone, ...] = ()
-
-
-def cross_entropies(program: Program) -> CrossEntropies:
-    """Finds and proves all cross-entropies of a program; once for each program."""
+def cross_entropies(program: Program) -> Sites[CrossEntropy]:
+    """All of a program, by the ops that make logits; proved, once for each program."""
     return program.found(_find)
 
 
-def _find(program: Program) -> CrossEntropies:
+def _find(program: Program) -> Sites[CrossEntropy]:
     found: dict[int, CrossEntropy] = {}
     alone: list[LeftAlone] = []
     for one in find_cross_entropies(program):
@@ -252,18 +238,9 @@ def _find(program: Program) -> CrossEntropies:
         if reason is None:
             found[one.contraction] = one
         else:
-            alone.append(LeftAlone(one.contraction, reason, is_loss=True))
-    return CrossEntropies(found=found, left_alone=tuple(alone))
-
-
-def among(program: Program, ops: Collection[int]) -> list[CrossEntropy]:
-    """The cross-entropies whose logits some top-level ops make."""
-    inside = set(ops)
-    return [
-        one
-        for op, one in cross_entropies(program).found.items()
-        if program.top_level(op) in inside
-    ]
+            op = program.ops[one.contraction]
+            alone.append(LeftAlone(op.id, op.source, reason, is_loss=True))
+    return Sites(found, tuple(alone))
 
 
 def in_parts(
@@ -278,7 +255,7 @@ def in_parts(
     if not chunks:
         return ()
     program, made = layout.frame.program, []
-    for one in among(program, ops):
+    for one in cross_entropies(program).among(program, ops):
         spread = spread_of(layout, one)
         if spread is not None:
             made.append(build(program, one, chunks, spread, dict(layout.frame.mesh)))
@@ -294,10 +271,6 @@ def no_longer_made(program: Program, replaced: Iterable[Replacement]) -> set[int
     found: set[int] = set()
     for one in replaced:
         wide = {v for v, _ in cross_entropies(program).found[one.op].dims}
-
-        def made_of(v: int, wide: set[int] = wide) -> list[int]:
-            ops = (program.ops[user] for user, _ in program.users[v])
-            return [result for op in ops for result in op.results if result in wide]
-
-        found |= {*reached(program.ops[one.op].results, made_of)}
+        start = program.ops[one.op].results
+        found |= program.made_of(start, lambda op, w=wide: not w.isdisjoint(op.results))
     return found

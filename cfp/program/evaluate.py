@@ -13,19 +13,12 @@ from typing import Any
 
 import numpy as np
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo
 
 from cfp.program import shardy
 from cfp.program.graph import Op, Program
 
 Coordinates = Callable[[int, int], np.ndarray]  # of a value's dim
 
-_DOT_DIMS = (
-    "lhs_batching_dimensions",
-    "rhs_batching_dimensions",
-    "lhs_contracting_dimensions",
-    "rhs_contracting_dimensions",
-)
 _UNARY: Mapping[str, Callable[..., Any]] = {
     "abs": np.abs,
     "cosine": np.cos,
@@ -176,17 +169,14 @@ class Evaluator:
             return [self._binary(op, reads)]
         if kind == "select":
             return [np.where(*reads)]
-        attributes = self._ops[op.id].attributes
         if kind == "compare":
-            direction = attributes["comparison_direction"]
-            name = stablehlo.ComparisonDirectionAttr(direction).value
-            return [_COMPARE[name](*reads)]
+            return [_COMPARE[op.direction](*reads)]
         if kind == "convert":
             return [_as(self._program.values[op.results[0]].dtype, reads[0])]
         if kind == "constant":
             return [self._constant(op, coordinates)]
         if kind == "iota":
-            dim = ir.IntegerAttr(attributes["iota_dimension"]).value
+            [dim] = op.integers("iota_dimension")
             along = [1] * len(sizes[0])
             along[dim] = -1
             values = coordinates(op.results[0], dim).reshape(along)
@@ -197,15 +187,12 @@ class Evaluator:
                 )
             ]
         if kind == "transpose":
-            return [np.transpose(reads[0], _ints(attributes["permutation"]))]
+            return [np.transpose(reads[0], op.integers("permutation"))]
         if kind == "reshape":
             return [self._reshape(op, reads[0], sizes[0], coordinates)]
         if kind == "broadcast_in_dim":
-            return [
-                _broadcast(
-                    reads[0], _ints(attributes["broadcast_dimensions"]), sizes[0]
-                )
-            ]
+            dims = op.integers("broadcast_dimensions")
+            return [_broadcast(reads[0], dims, sizes[0])]
         if kind == "reduce":
             return [self._reduce(op, reads)]
         if kind == "slice":
@@ -218,7 +205,7 @@ class Evaluator:
         dtype = self._program.values[op.results[0]].dtype
         if op.kind in ("and", "or", "xor") and dtype != "i1":
             raise NotEvaluated(f"{op.name} of integers")
-        if op.kind == "divide" and not _is_float(dtype):
+        if op.kind == "divide" and not is_float(dtype):
             raise NotEvaluated(f"{op.name} of integers")
         return _BINARY[op.kind](*reads)
 
@@ -263,10 +250,7 @@ class Evaluator:
         return found
 
     def _slice(self, op: Op, x: np.ndarray, coordinates: Coordinates) -> np.ndarray:
-        attributes = self._ops[op.id].attributes
-        starts, strides = (
-            _ints(attributes[name]) for name in ("start_indices", "strides")
-        )
+        starts, strides = op.integers("start_indices"), op.integers("strides")
         for dim, (start, stride) in enumerate(zip(starts, strides, strict=True)):
             wanted = start + stride * coordinates(op.results[0], dim)
             x = np.take(x, _where(wanted, coordinates(op.operands[0], dim)), dim)
@@ -275,11 +259,10 @@ class Evaluator:
     def _pad(
         self, op: Op, x: np.ndarray, filling: np.ndarray, coordinates: Coordinates
     ) -> np.ndarray:
-        attributes = self._ops[op.id].attributes
-        if any(_ints(attributes["interior_padding"])):
+        if any(op.integers("interior_padding")):
             raise NotEvaluated("padding between elements")
         shape = self._program.values[op.operands[0]].shape
-        for dim, low in enumerate(_ints(attributes["edge_padding_low"])):
+        for dim, low in enumerate(op.integers("edge_padding_low")):
             wanted = coordinates(op.results[0], dim) - low
             there = (wanted >= 0) & (wanted < shape[dim])
             own = coordinates(op.operands[0], dim)
@@ -292,18 +275,14 @@ class Evaluator:
     def _reduce(self, op: Op, reads: list[np.ndarray]) -> np.ndarray:
         if len(reads) != 2:
             raise NotEvaluated("a reduction of several values")
-        operation = self._ops[op.id]
-        inner, *rest = operation.regions[0].blocks[0].operations
+        inner, *rest = self._ops[op.id].regions[0].blocks[0].operations
         name = inner.operation.name
         if name not in _REDUCE or len(rest) != 1:
             raise NotEvaluated("a reduction of another kind")
-        dims = tuple(_ints(operation.attributes["dimensions"]))
-        return _REDUCE[name](reads[0], axis=dims)
+        return _REDUCE[name](reads[0], axis=op.integers("dimensions"))
 
     def _dot(self, op: Op, reads: list[np.ndarray]) -> np.ndarray:
-        attribute = self._ops[op.id].attributes["dot_dimension_numbers"]
-        numbers = stablehlo.DotDimensionNumbers(attribute)
-        lb, rb, lc, rc = (getattr(numbers, name) for name in _DOT_DIMS)
+        (lb, lc), (rb, rc) = op.product_dims(0), op.product_dims(1)
         lhs, rhs = reads
         letters = iter(range(lhs.ndim + rhs.ndim))
         left = [next(letters) for _ in range(lhs.ndim)]
@@ -324,7 +303,8 @@ def _where(wanted: np.ndarray, known: np.ndarray) -> np.ndarray:
     return found
 
 
-def _is_float(dtype: str) -> bool:
+def is_float(dtype: str) -> bool:
+    """True of a type of floating-point numbers, as MLIR writes it."""
     return dtype.startswith(("f", "bf"))
 
 
@@ -332,18 +312,14 @@ def _as(dtype: str, x: np.ndarray) -> np.ndarray:
     """An array as the evaluation has that dtype."""
     if dtype == "i1":
         return np.asarray(x) != 0
-    if _is_float(dtype):
+    if is_float(dtype):
         return np.asarray(x, np.float64)
     if dtype.startswith("complex"):
         raise NotEvaluated("complex numbers")
     return np.asarray(x, np.int64)
 
 
-def _ints(attribute: ir.Attribute) -> list[int]:
-    return [*ir.DenseI64ArrayAttr(attribute)]
-
-
-def _broadcast(x: np.ndarray, dims: list[int], size: list[int]) -> np.ndarray:
+def _broadcast(x: np.ndarray, dims: Sequence[int], size: list[int]) -> np.ndarray:
     shape = [1] * len(size)
     for own, dim in enumerate(dims):
         shape[dim] = x.shape[own]

@@ -22,6 +22,7 @@ from cfp.program.rules import Rule
 
 _FIRST_NUMBER = re.compile(r"\d+")
 _NUMBERS = re.compile(r"-?\d+")
+DIRECTION = re.compile(r"comparison_direction ([A-Z]{2})")
 
 Spec = tuple[tuple[str, ...], ...]  # for each dim the mesh axes it is sharded over
 
@@ -140,6 +141,21 @@ class Op:
         )
         return tuple(map(int, _NUMBERS.findall(found[1]))) if found else ()
 
+    def product_dims(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The batch dims and the contracted dims of an operand of a product."""
+        side = ("lhs", "rhs")[index]
+        return (
+            self.integers(f"{side}_batching_dimensions"),
+            self.integers(f"{side}_contracting_dimensions"),
+        )
+
+    @property
+    def direction(self) -> str:
+        """The direction of a comparison, such as EQ."""
+        found = DIRECTION.search(self.attributes)
+        assert found is not None, "a comparison has a direction"
+        return found[1]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
@@ -237,6 +253,15 @@ class Program:
             else:
                 leaves.add(op.id)
         return frozenset(leaves)
+
+    def made_of(self, start: Iterable[int], passes: Callable[[Op], bool]) -> set[int]:
+        """Some values, and what some of the ops compute of them, one of another."""
+
+        def further(v: int) -> list[int]:
+            ops = (self.ops[user] for user, _ in self.users[v])
+            return [result for op in ops if passes(op) for result in op.results]
+
+        return {*reached(start, further)}
 
     def is_top_level(self, op: int) -> bool:
         """True if an op stands in no loop or branch, but for opened ones."""

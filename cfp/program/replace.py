@@ -30,10 +30,10 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import jax
 from jax.extend.mlir import ir
@@ -52,6 +52,52 @@ _CONSTRAINT = "sdy.sharding_constraint"
 _STAY = ("send", "recv", "outfeed", "infeed")
 
 Function = Callable[..., Sequence[jax.Array]]
+_Site = TypeVar("_Site")
+
+
+class Different(Exception):
+    """The reason why something that looks like what may be replaced stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftAlone:
+    """Something that looks like what may be replaced, and why it stays.
+
+    Attributes:
+        op: id of the op that it is known by.
+        source: the line that it is from.
+        is_loss: of a contraction that a softmax follows, whether it takes a label's
+            word out of logits, as losses do and the softmaxes of routers do not.
+    """
+
+    op: int
+    source: str
+    reason: str
+    is_loss: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sites(Generic[_Site]):
+    """The parts of a program that may be replaced, of one kind.
+
+    Attributes:
+        found: by the op that each is known by.
+        left_alone: what only looks like one.
+    """
+
+    found: Mapping[int, _Site]
+    left_alone: tuple[LeftAlone, ...] = ()
+
+    def among(self, program: Program, ops: Collection[int]) -> list[_Site]:
+        """Those that some top-level ops compute."""
+        inside = set(ops)
+        found = self.found.items()
+        return [one for op, one in found if program.top_level(op) in inside]
+
+    def reason(self, op: int) -> str:
+        """Says why what an op makes is not among those that may be replaced."""
+        reasons = {one.op: one.reason for one in self.left_alone}
+        return reasons.get(op, "there is none")
 
 
 class Functions(Protocol):

@@ -12,7 +12,6 @@ from cfp.analysis.layout import Choice, Layout, SegmentKernels, Storage, lay_out
 from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import (
     Match,
-    among,
     attentions,
     cannot,
     was_searched,
@@ -21,7 +20,6 @@ from cfp.attention.matching.matches import (
 from cfp.attention.matching.ways import refusal_of
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.costs import Costs
-from cfp.patterns.sites import among as losses_among
 from cfp.patterns.sites import cross_entropies, in_parts
 from cfp.plan.describe import axis_roles, communicating_loops, sharded_kernels
 from cfp.plan.figures import (
@@ -170,7 +168,7 @@ def _kernels(
         own = choice.kernels_of(segment.index)
         taken, names = own.attention, [*replacing.attention]
         preferred = names[: names.index(taken)] if taken in names else names
-        for match in among(program, segment.ops):
+        for match in attentions(program).among(program, segment.ops):
             source = short_source(match.found.source)
             way = way_of(program, match, own, layout.axes) if taken else ""
             if match.called is not None and not isinstance(way, Way):
@@ -199,6 +197,7 @@ def _forgone(
 ) -> tuple[LeftFigures, ...]:
     """Attentions that stay as written since that was asked for, with what it costs."""
     costs, saved_ms = Costs(analysis, rates), 0.0
+    program = analysis.frame.program
     found: Counter[tuple[str, str]] = Counter()
     for segment in analysis.segments:
         own = segment_candidate(analysis, segment.index, choice)
@@ -210,7 +209,7 @@ def _forgone(
         if not best or times[best] <= 0.0:
             continue
         saved_ms += segment.repeat * times[best]
-        for match in among(analysis.frame.program, segment.ops):
+        for match in attentions(program).among(program, segment.ops):
             found[short_source(match.found.source), best] += 1
     return tuple(
         LeftFigures(
@@ -234,15 +233,16 @@ def _losses(
     if not replacing.cross_entropy:
         return ()
     program = analysis.frame.program
+    losses = cross_entropies(program)
     found = Counter(
-        (short_source(program.ops[one.contraction].source), one.reason)
-        for one in cross_entropies(program).left_alone
+        (short_source(one.source), one.reason)
+        for one in losses.left_alone
         if one.is_loss
     )
     for segment in analysis.segments:
         if choice.kernels_of(segment.index).vocabulary_parts:
             continue
-        for one in losses_among(program, segment.ops):
+        for one in losses.among(program, segment.ops):
             reason = f"in {replacing.cross_entropy} parts of the vocabulary, "
             reason += trials.outcome(segment.kind, lambda k: k.vocabulary_parts > 0)
             if not in_parts(layout, segment.ops, replacing.cross_entropy):

@@ -553,13 +553,13 @@ def resolved(program: Program, mesh: Mesh, constraints: Constraints) -> Constrai
 def _attention(
     program: Program, mesh: Mesh, op: int, how: Sequence[str]
 ) -> tuple[Replacement, ...]:
-    match = attentions(program).matches.get(op)
+    known = attentions(program)
+    match = known.found.get(op)
     if match is None:
-        known = {one.op: one.reason for one in attentions(program).left_alone}
-        reason = known.get(op, "there is none")
         raise PlanMismatch(
             f"The plan computes the attention of op {op} by {how[0]}; in the step's "
-            f"program that is no attention that may be replaced: {reason}. Plan again."
+            f"program that is no attention that may be replaced: {known.reason(op)}. "
+            "Plan again."
         )
     way = Way.read(how)
     platform = mesh.devices.flat[0].platform
@@ -578,11 +578,10 @@ def _cross_entropy(
     known = cross_entropies(program)
     found = known.found.get(op)
     if found is None:
-        reasons = {one.contraction: one.reason for one in known.left_alone}
         raise PlanMismatch(
             f"The plan computes the cross-entropy of op {op} by {how[0]}; in the "
             "step's program that is none that may be replaced: "
-            f"{reasons.get(op, 'there is none')}. Plan again."
+            f"{known.reason(op)}. Plan again."
         )
     rank = len(program.values[program.ops[op].results[0]].shape) - 1
     try:

@@ -20,12 +20,11 @@ from cfp.analysis.layout import AS_WRITTEN, Choice, QuerySpread, SegmentKernels,
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import Strategy
 from cfp.attention.matching.functions import Way
-from cfp.attention.matching.matches import among, cannot, way_of
+from cfp.attention.matching.matches import attentions, cannot, way_of
 from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
 from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.terms import Terms
-from cfp.patterns.sites import among as patterns_among
-from cfp.patterns.sites import in_parts
+from cfp.patterns.sites import cross_entropies, in_parts
 from cfp.presets.presets import (
     PRESETS,
     PROPAGATED,
@@ -265,15 +264,16 @@ def kernel_variants(
         return []
     index, parts = analysis.representatives[kind], replacing.cross_entropy
     frame, ops = analysis.frame, analysis.segments[index].ops
-    matches = among(frame.program, ops) if replacing.attention else []
-    losses = patterns_among(frame.program, ops) if parts else []
+    program = frame.program
+    matches = attentions(program).among(program, ops) if replacing.attention else []
+    losses = cross_entropies(program).among(program, ops) if parts else []
     if not matches and not losses:
         return []
     layout, sizes = layout_of(analysis, {index: candidate}), dict(frame.mesh)
 
     def can(kernels: SegmentKernels) -> bool:
         """True if they can compute all attentions that they apply to."""
-        ways = [(m, way_of(frame.program, m, kernels, layout.axes)) for m in matches]
+        ways = [(m, way_of(program, m, kernels, layout.axes)) for m in matches]
         able = [(match, way) for match, way in ways if isinstance(way, Way)]
         return bool(able) and not any(
             cannot(match, way, sizes, replacing.platform) for match, way in able

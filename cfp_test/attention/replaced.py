@@ -13,17 +13,12 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.layout import Frame, constraints, lay_out
 from cfp.attention.matching.functions import Way
-from cfp.attention.matching.matches import (
-    Attentions,
-    attentions,
-    replacements,
-    way_of,
-)
+from cfp.attention.matching.matches import Match, attentions, replacements, way_of
 from cfp.attention.matching.ways import refusal_of
 from cfp.checking.check import Check, Difference
 from cfp.checking.reference import Reference, compile_alone
 from cfp.presets.presets import DATA_PARALLEL, plainest, presets
-from cfp.program.replace import Replacement
+from cfp.program.replace import Replacement, Sites
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import trace
 from cfp.runtime.execute import CompiledStep, compile_step
@@ -55,12 +50,12 @@ class Step:
         )
 
     @property
-    def attentions(self) -> Attentions:
+    def attentions(self) -> Sites[Match]:
         return attentions(self.frame.program)
 
     def refusal(self, kernel: str) -> str | None:
         """Returns why a kernel cannot compute the attentions on CPUs, if it cannot."""
-        for match in self.attentions.matches.values():
+        for match in self.attentions.found.values():
             problem, sizes = match.problem, dict(self.mesh.shape)
             if (why := refusal_of(problem, Way(kernel), sizes, "cpu")) is not None:
                 return why
@@ -84,7 +79,7 @@ class Step:
         choice = plainest(named) if preset == DATA_PARALLEL else named[preset]
         layout = lay_out(frame, choice)
         found = []
-        for match in self.attentions.matches.values():
+        for match in self.attentions.found.values():
             way = way_of(frame.program, match, kernels_named(kernel), layout.axes)
             assert isinstance(way, Way), way
             found += replacements(frame.program, match, way)

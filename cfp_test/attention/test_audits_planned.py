@@ -62,7 +62,7 @@ def planned(ranks, kernel, folder, in_attention=TOKENS):
     analysis = analyze_step(flatten_step(step, args), mesh).analysis
     frame = analysis.frame
     program, tokens = frame.program, LOCAL * ranks
-    [match] = attentions(program).matches.values()
+    [match] = attentions(program).found.values()
     of_attention = {match.found.op, match.found.dots["mix"]}
     strategies = []
     for block in frame.blocks:

@@ -298,7 +298,7 @@ def assert_left_alone(step, args, why):
     flat = flatten_step(step, args)
     program = trace(flat, AbstractMesh((4,), ("x",)))[0]
     found = attentions(program)
-    assert not found.matches
+    assert not found.found
     assert len(found.left_alone) == 2 and all(why in o.reason for o in found.left_alone)
     assert with_token_factors(program) is program
 

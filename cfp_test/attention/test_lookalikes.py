@@ -186,7 +186,7 @@ def assert_equal_if_replaced(program, step):
 
 def check(program):
     step = Step(program.step(), program.arguments, MESH)
-    if step.attentions.matches:
+    if step.attentions.found:
         assert_equal_if_replaced(program, step)
     return step.attentions
 
@@ -194,14 +194,14 @@ def check(program):
 @QUICK
 @given(programs(OTHERS))
 def test_what_only_looks_like_attention_is_left_alone(program):
-    assert bool(check(program).matches) == program.is_attention
+    assert bool(check(program).found) == program.is_attention
 
 
 @settings(QUICK, max_examples=6)
 @given(programs(SOFTMAXES))
 def test_a_softmax_in_other_words_is_replaced_unless_it_is_returned(program):
     found = check(program)
-    assert bool(found.matches) == program.is_attention
+    assert bool(found.found) == program.is_attention
     for one in found.left_alone:
         assert one.source.partition(":")[0].endswith("test_lookalikes.py")
         assert one.reason

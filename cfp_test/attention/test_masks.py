@@ -225,7 +225,7 @@ def test_masks_are_read_off_as_models_write_them(name):
     entering, masked, expected = WRITTEN[name]
     step = step_with(masked, entering)
     assert step.attentions.left_alone == ()
-    assert {mask_text(m) for m in step.attentions.matches.values()} == {expected}
+    assert {mask_text(m) for m in step.attentions.found.values()} == {expected}
     assert ("chunked" in kernels_of(step)) == (
         not {"bias", "mask"} & {*expected.split(", ")}
     )
@@ -233,7 +233,7 @@ def test_masks_are_read_off_as_models_write_them(name):
 
 def test_packed_segments_are_ids_where_one_attention_compares_them():
     step = step_with(lambda s, ids: jnp.where(same(ids) & CAUSAL, s, LEAST), PACKED)
-    for match in step.attentions.matches.values():
+    for match in step.attentions.found.values():
         assert mask_text(match) in ("causal, segments", "causal, mask")
     assert step.far(step.with_kernel("xla")[0]) == []
 
@@ -309,5 +309,5 @@ def test_any_mask_is_found_and_replaced_by_an_equal(mask, scanned, remat):
     for one in step.attentions.left_alone:
         # An added mask is not there in the backward loop, unless it is computed again.
         assert scanned and not remat and "jax.checkpoint" in one.reason
-    if step.attentions.matches and (kernels := kernels_of(step)):
+    if step.attentions.found and (kernels := kernels_of(step)):
         assert step.far(step.with_kernel(kernels[0])[0]) == []

@@ -43,7 +43,7 @@ def meaning_of(fn):
     q = jnp.ones(SHAPE)
     found = found_in(fn, q, q, q)
     assert not found.left_alone
-    [match] = found.matches.values()
+    [match] = found.found.values()
     return match.meaning
 
 
@@ -91,7 +91,7 @@ def test_what_is_computed_is_read_off(weigh, expected):
 def test_what_only_looks_like_it_is_left_alone(weigh):
     q = jnp.ones(SHAPE)
     found = found_in(gradients(weigh), q, q, q)
-    assert not found.matches
+    assert not found.found
     assert found.left_alone
     assert found.left_alone[0].source.partition(":")[0].endswith("test_matching.py")
 
@@ -103,7 +103,7 @@ def test_weights_that_leave_are_left_alone():
 
     q = jnp.ones(SHAPE)
     found = found_in(fn, q, q, q)
-    assert not found.matches
+    assert not found.found
     assert "returns" in found.left_alone[0].reason
 
 
@@ -115,7 +115,7 @@ def replaced(make, kernel):
         lay_out(case.frame, plainest(presets(case.frame))),
     )
     found = []
-    for match in attentions(program).matches.values():
+    for match in attentions(program).found.values():
         way = way_of(program, match, kernels_named(kernel), layout.axes)
         assert isinstance(way, Way)
         found += replacements(program, match, way)
@@ -190,7 +190,7 @@ def dropped(weigh, wrap=lambda f: f):
 )
 def test_dropout_is_named_as_what_it_is(weigh, wrap):
     found = dropped(weigh, wrap)
-    assert not found.matches
+    assert not found.found
     [reason] = {one.reason for one in found.left_alone}
     assert reason == "dropout: random numbers enter its scores or weights"
 
@@ -206,7 +206,7 @@ def test_what_is_random_elsewhere_is_no_dropout_of_weights():
         return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
 
     q = jnp.ones(SHAPE)
-    assert len(found_in(step, q, q, q, jax.random.key(0)).matches) == 1
+    assert len(found_in(step, q, q, q, jax.random.key(0)).found) == 1
     # A mask that is the same in every step drops nothing at random.
     [left] = found_in(
         gradients(lambda s: jax.nn.softmax(s) * CAUSAL), q, q, q

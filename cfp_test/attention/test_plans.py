@@ -362,7 +362,7 @@ def test_products_keep_the_precision_that_was_asked_for(mesh, precision):
     program = analyze_step(
         flatten_step(asked, arguments()), mesh
     ).analysis.frame.program
-    [match] = attentions(program).matches.values()
+    [match] = attentions(program).found.values()
     for one in replacements(program, match, Way("chunked")):
         function = one.functions.stages(mesh)[0]
         shapes = [
@@ -435,7 +435,7 @@ def test_attentions_that_no_kernel_can_compute_are_told(tmp_path):
 
 def test_a_kernel_that_could_and_was_not_chosen_is_named(planned, mesh):
     analysis = analyze_step(flatten_step(step, arguments()), mesh).analysis
-    assert attentions(analysis.frame.program).matches
+    assert attentions(analysis.frame.program).found
     choice = presets(analysis.frame)["data_parallel"]
     kernels = Replacing(attention=("cudnn", "chunked", "xla"), platform="cpu")
     told = with_figures(planned[0], analysis, choice, None, None, kernels)
@@ -466,7 +466,7 @@ def test_no_kernel_is_offered_that_one_of_two_attentions_refuses(mesh, biased):
     bias = normal(3, HEADS, TOKENS, TOKENS)
     step = flatten_step(jax.value_and_grad(two), (params, x, bias))
     analysis = analyze_step(step, mesh).analysis
-    assert len(attentions(analysis.frame.program).matches) == 2
+    assert len(attentions(analysis.frame.program).found) == 2
     choice = presets(analysis.frame)["data_parallel"]
     kernels = Replacing(attention=("chunked",), platform="cpu")
     [index] = analysis.representatives

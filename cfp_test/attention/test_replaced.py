@@ -89,14 +89,14 @@ def test_attentions_of_the_zoo_are_replaced(mesh, untouched, model, way):
     scan, remat = way
     step = zoo(model, scan, remat, mesh)
     assert step.attentions.left_alone == ()
-    assert len(step.attentions.matches) == (2 if model == "moe" else 1)
+    assert len(step.attentions.found) == (2 if model == "moe" else 1)
     if (model, scan) not in untouched:
         untouched[model, scan] = step.alone
     alone = untouched[model, scan]
     planned, replaced = step.with_kernel("chunked")
     # Forward and backward in one, or one each where a loop lies between or the forward
     # pass is rematerialized.
-    assert len(replaced) >= len(step.attentions.matches)
+    assert len(replaced) >= len(step.attentions.found)
     assert step.far(planned, alone) == []
     # No scores are left, in no pass; there are some in the step as it is written.
     assert squares(planned) == []
@@ -118,7 +118,7 @@ def test_attentions_of_other_libraries_are_replaced(mesh, make):
     kernel, why_not = LIBRARIES[make]
     step = Step(*make(), mesh)
     assert step.attentions.left_alone == ()
-    assert len(step.attentions.matches) == 1
+    assert len(step.attentions.found) == 1
     assert step.refusal("chunked") == why_not
     planned, replaced = step.with_kernel(kernel)
     assert {one.functions.how[0] for one in replaced} == {kernel}

@@ -76,7 +76,7 @@ def tokens_spread(frame: Any) -> Any:
     choices = axis_walk(frame, "data", size, dim=1)
     program = frame.program
     queries = {}
-    for op, match in attentions(program).matches.items():
+    for op, match in attentions(program).found.items():
         rule = program.ops[op].rule
         place = match.found.scores.letters.index(match.meaning.tokens)
         queries[op] = AxisChoice(rule.major(rule.results[0][place]))

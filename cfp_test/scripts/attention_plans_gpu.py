@@ -174,7 +174,7 @@ def _measured(
     environment = BuildEnvironment(wants_local=lambda job, text: True)
     built = build(program, session.mesh, job, environment)
     row: dict[str, Any] = {
-        "attentions": len(found.matches),
+        "attentions": len(found.found),
         "left_alone": [one.reason for one in found.left_alone],
         "replaced": len(job.constraints.replaced),
         "build_seconds": time.perf_counter() - started,

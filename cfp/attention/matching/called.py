@@ -24,7 +24,7 @@ from jax.sharding import Mesh, PartitionSpec
 from cfp.analysis.strategies import FactorAxes, tensor_spec
 from cfp.attention import cudnn
 from cfp.attention.kernels import KERNELS
-from cfp.attention.matching.found import Found, LeftAlone, Pass, Tensor
+from cfp.attention.matching.found import Found, Pass, Tensor
 from cfp.attention.matching.functions import NAME, Way
 from cfp.attention.problem import AttentionProblem, problem_of
 from cfp.attention.ring import Ring, backward, forward, from_zigzag, to_zigzag
@@ -60,17 +60,7 @@ class Called:
     def problem(self) -> AttentionProblem:
         """The same as a problem for other kernels, if nothing of it is unknown."""
         q, k, v = self.shapes
-        return problem_of(
-            q,
-            k,
-            v,
-            causal=self.call.causal,
-            window=None,
-            segment_ids=None,
-            bias=None,
-            softcap=None,
-            scale=self.call.scale,
-        )
+        return problem_of(q, k, v, causal=self.call.causal, scale=self.call.scale)
 
     @property
     def name(self) -> str:
@@ -130,13 +120,6 @@ def _refusal(call: cudnn.Call, shapes: Sequence[jax.ShapeDtypeStruct]) -> str:
             "not sharded"
         )
     return ""
-
-
-def left_alone(program: Program) -> tuple[LeftAlone, ...]:
-    """Those of a program whose tokens cannot be sharded, with the reasons."""
-    found = called_attentions(program).items()
-    every = ((program.ops[op], one.refusal) for op, one in found)
-    return tuple(LeftAlone(op.id, op.scope, op.source, why) for op, why in every if why)
 
 
 # ------------------------------------------------------------------------ strategies
@@ -292,14 +275,9 @@ def found_of(program: Program, one: Called) -> Found:
     one_pass, result = Pass(reads, makes), Tensor(op.results[0], None, ())
     return Found(
         op=op.id,
-        scope=op.scope,
         source=op.source,
-        sizes={},
         scores=result,
         argument=result,
-        inside=frozenset(),
-        between=frozenset(),
-        options=(),
         forward=() if call.is_backward else (one_pass,),
         backward=one_pass if call.is_backward else None,
     )

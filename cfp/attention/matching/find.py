@@ -19,10 +19,8 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from math import prod
 
 from cfp.attention.matching.found import (
-    Different,
     Dims,
     Found,
-    LeftAlone,
     Lettering,
     Letters,
     Pass,
@@ -31,10 +29,12 @@ from cfp.attention.matching.found import (
     Use,
     View,
     aligned,
+    is_by_key,
     majors_of,
 )
-from cfp.program.evaluate import KNOWN
+from cfp.program.evaluate import KNOWN, is_float
 from cfp.program.graph import Op
+from cfp.program.replace import Different, LeftAlone
 
 _SHAPES = frozenset(
     {"broadcast_in_dim", "transpose", "reshape", "optimization_barrier"}
@@ -193,7 +193,7 @@ class Sides:
     def _keeps_kind(self, op: Op, read: Tensor) -> bool:
         """Tell whether a bias stays one that is added."""
         dtypes = [self.program.values[v].dtype for v in (op.results[0], read.value)]
-        if not all(d.startswith(("f", "bf")) for d in dtypes):
+        if not all(map(is_float, dtypes)):
             return False
         first = self.view.numbers.of[op.operands[0]] == self.view.numbers.of[read.value]
         return op.kind in ("add", "convert", "select") or (
@@ -201,11 +201,9 @@ class Sides:
         )
 
     def _are_masks(self, terms: Sequence[Term]) -> bool:
-        return all(len(term) > 1 or self._dtype(term[0][-1]) == "i1" for term in terms)
-
-    def _dtype(self, one: Tensor) -> str:
-        """The dtype of a value before it was cast."""
-        return self.program.values[self.view.made(one.value)].dtype
+        return all(
+            len(term) > 1 or self.view.dtype(term[0][-1]) == "i1" for term in terms
+        )
 
     def _compared(self, op: Op, reads: list[Tensor], path: Path) -> list[Term]:
         """Ids of queries and of keys, if that is what is compared."""
@@ -215,9 +213,9 @@ class Sides:
         queries, keys = (self._unshaped(one, path) for one in sides)
         of = queries[-1].letters
         is_by_query = "k" not in of and any(x[:1] == "q" for x in of)
-        if not is_by_query or not _is_by_key(keys[-1].letters):
+        if not is_by_query or not is_by_key(keys[-1].letters):
             return []
-        dtypes = {self._dtype(x[-1]) for x in (queries, keys)}
+        dtypes = {self.view.dtype(x[-1]) for x in (queries, keys)}
         return [(queries, keys)] if dtypes <= _ID_DTYPES else []
 
     def _unshaped(self, one: Tensor, path: Path) -> Path:
@@ -311,13 +309,9 @@ class Sides:
         return {number: sorted(uses, reverse=True) for number, uses in found.items()}
 
 
-def _is_by_key(letters: Letters) -> bool:
-    return "k" in letters and not any(x[:1] == "q" for x in letters)
-
-
 def _is_dense(term: Term) -> bool:
     """Tell whether a term is for pairs of queries and keys, not for keys alone."""
-    return len(term) == 1 and not _is_by_key(term[0][-1].letters)
+    return len(term) == 1 and not is_by_key(term[0][-1].letters)
 
 
 _LOOKED_THROUGH = frozenset({"convert", "transpose", "reshape", "negate"})
@@ -341,7 +335,7 @@ def candidates(view: View) -> Iterator[Found | LeftAlone]:
             yield finder.found()
         except Different as error:
             reason = dropout(view, finder.inside) or str(error)
-            yield LeftAlone(dot.id, dot.scope, dot.source or op.source, reason)
+            yield LeftAlone(dot.id, dot.source or op.source, reason)
 
 
 def _is_batched(dot: Op) -> bool:
@@ -412,7 +406,6 @@ class _Finder:
         sides = Sides(self.view, letters, self.inside, self.region)
         return Found(
             op=self.scores.id,
-            scope=self.scores.scope,
             source=self.scores.source or self.exponential.source,
             sizes=sizes,
             scores=Tensor(self.scores.results[0], None, letters.of_result(self.scores)),
@@ -444,21 +437,19 @@ class _Finder:
                         f"{op.kind} at {op.source or op.scope or 'no line'} reads the "
                         "scores or the weights, too"
                     )
-                is_late = late or number in self.late
-                fresh = [r for r in op.results if self._number(r) not in self.region]
-                if is_late:
-                    newly = [r for r in op.results if self._number(r) not in self.late]
-                    self.late.update(map(self._number, op.results))
-                else:
-                    newly = []
+                made = {*map(self._number, op.results)}
+                added = made - self.region
+                self.region |= made
+                if late or number in self.late:
+                    added |= made - self.late
+                    self.late |= made
                 if op.id not in self.inside:
                     self.inside[op.id] = None
                     self.dims.join(op)
-                self.region.update(map(self._number, op.results))
-                stack += dict.fromkeys([*fresh, *newly])
+                stack += [r for r in op.results if self._number(r) in added]
             if len(self.inside) > _MOST_OPS:
                 raise Different("much is computed of the scores besides a softmax")
-            if self.view.is_output(v):
+            if number in self.view.outputs:
                 raise Different(
                     "the step returns the scores, the weights, or what is "
                     "computed of them"

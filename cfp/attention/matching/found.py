@@ -12,8 +12,9 @@ from functools import cached_property
 
 from cfp.analysis.contractions import UnionFind
 from cfp.analysis.numbering import number_values
-from cfp.program.evaluate import KNOWN
+from cfp.program.evaluate import KNOWN, Evaluator
 from cfp.program.graph import Op, Program
+from cfp.program.replace import Different
 from cfp.program.rules import Rule
 
 _PASSES = frozenset(
@@ -27,6 +28,11 @@ class View:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.numbers = number_values(program)
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """Evaluates ops of the program."""
+        return Evaluator(self.program)
 
     @cached_property
     def values(self) -> dict[int, list[int]]:
@@ -58,6 +64,10 @@ class View:
         """The value that stands for all that are equal to one."""
         return self._made[self.numbers.of[v]]
 
+    def dtype(self, one: Tensor) -> str:
+        """The dtype of a tensor before it was cast."""
+        return self.program.values[self.made(one.value)].dtype
+
     def producer(self, v: int) -> Op | None:
         """The op that makes the value that stands for one; None for arguments."""
         producer = self.program.values[self.made(v)].producer
@@ -88,48 +98,29 @@ class View:
                 elif op.kind == "while" and index >= len(op.operands):
                     stack.append(op.results[index - len(op.operands)])
 
-    def is_output(self, v: int) -> bool:
-        """True if the program returns a value or one that is equal."""
-        outputs = {self.numbers.of[o] for o in self.program.outputs}
-        return self.numbers.of[v] in outputs
+    @cached_property
+    def outputs(self) -> frozenset[int]:
+        """Numbers of what the program returns."""
+        return frozenset(self.numbers.of[o] for o in self.program.outputs)
 
     @cached_property
     def leaves(self) -> frozenset[int]:
-        """Numbers of what depends on no argument."""
-        leaf_ops = self.program.leaf_ops
-        found = {
-            self.numbers.of[r] for op in leaf_ops for r in self.program.ops[op].results
-        }
+        """Numbers of what is computed of no argument, in a loop's body too."""
+        number, leaf_ops = self.numbers.of, self.program.leaf_ops
+        found: set[int] = set()
+        for op in self.program.ops:
+            read = (number[v] in found for v in op.operands)
+            if op.id in leaf_ops or (op.kind in KNOWN and all(read)):
+                found.update(number[r] for r in op.results)
         return frozenset(found)
 
     def is_leaf(self, v: int) -> bool:
         """True if a value is the same in every step."""
-        return self.numbers.of[v] in self.leaves or self._follows(v)
-
-    def _follows(self, v: int) -> bool:
-        """True if a value is computed from leaves only, in a loop's body too."""
-        seen: set[int] = set()
-        stack = [self.made(v)]
-        while stack:
-            x = stack.pop()
-            if x in seen or self.numbers.of[x] in self.leaves:
-                continue
-            seen.add(x)
-            producer = self.program.values[x].producer
-            if producer < 0 or self.program.ops[producer].kind not in KNOWN:
-                return False
-            if len(seen) > 64:
-                return False
-            stack += [self.made(o) for o in self.program.ops[producer].operands]
-        return True
+        return self.numbers.of[v] in self.leaves
 
 
 Use = tuple[int, int]  # (op id, operand index)
 Letters = tuple[str, ...]  # for each dim what it runs over; "" of size 1
-
-
-class Different(Exception):
-    """The reason why something that looks like attention is left alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +179,7 @@ class Found:
 
     Attributes:
         op: the contraction that makes the scores.
-        scope, source: where it is from.
+        source: the line that it is from.
         sizes: of each letter.
         argument: the value whose softmax is taken, and its letters.
         inside: ids of the ops between the contractions.
@@ -201,16 +192,15 @@ class Found:
     """
 
     op: int
-    scope: str
     source: str
-    sizes: Mapping[str, int]
     scores: Tensor
     argument: Tensor
-    inside: frozenset[int]
-    between: frozenset[int]
-    options: tuple[tuple[Side, ...], ...]
     forward: tuple[Pass, ...]
     backward: Pass | None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    inside: frozenset[int] = frozenset()
+    between: frozenset[int] = frozenset()
+    options: tuple[tuple[Side, ...], ...] = ()
     sides: tuple[Side, ...] = ()
     dots: Mapping[str, int] = field(default_factory=dict)
 
@@ -218,16 +208,6 @@ class Found:
     def passes(self) -> tuple[Pass, ...]:
         """All passes, the backward pass last."""
         return (*self.forward, *([self.backward] if self.backward else []))
-
-
-@dataclass(frozen=True, slots=True)
-class LeftAlone:
-    """Something that looks like attention and is not replaced, with the reason."""
-
-    op: int
-    scope: str
-    source: str
-    reason: str
 
 
 # ----------------------------------------------------------------------------- letters
@@ -276,6 +256,11 @@ class Dims:
     def _node(self, v: int, d: int) -> tuple[int, int]:
         shape = self.view.program.values[v].shape
         return self.view.numbers.of[v], sum(n > 1 for n in shape[:d])
+
+
+def is_by_key(letters: Letters) -> bool:
+    """True of what has keys, and no queries."""
+    return "k" in letters and not any(x[:1] == "q" for x in letters)
 
 
 def majors_of(rule: Rule, dims: tuple[tuple[int, ...], ...]) -> list[int | None]:

@@ -26,20 +26,27 @@ from cfp.errors import PlanMismatch
 Named = tuple[np.ndarray, list[str]]  # an array, and the letters of its dims
 
 
-def real(letters: Letters) -> list[str]:
+def real(letters: Sequence[str]) -> list[str]:
     """The letters of dims that are not of size 1."""
     return [letter for letter in letters if letter]
 
 
-def squeezed(x: Any, letters: Letters) -> Any:
+def squeezed(x: Any, letters: Sequence[str]) -> Any:
     """An array without the dims that have no letter."""
     return x.reshape([n for n, letter in zip(x.shape, letters, strict=True) if letter])
 
 
-def turned(x: Any, have: Letters, want: Letters) -> Any:
+def turned(x: Any, have: Sequence[str], want: Sequence[str]) -> Any:
     """An array with its dims in another order; dims of size 1 are left out."""
     names = real(have)
     return squeezed(x, have).transpose([names.index(a) for a in real(want)])
+
+
+def placed(x: Any, have: Sequence[str], want: Sequence[str]) -> Any:
+    """An array with a dim for each of some letters, of size 1 for those it lacks."""
+    x = turned(x, have, [a for a in want if a in have])
+    sizes = iter(x.shape)
+    return x.reshape([next(sizes) if a in have else 1 for a in want])
 
 
 ORDER = ("b0", "b1", "b2", "b3", "q0", "q1", "q2", "q3", "k", "d", "e")
@@ -142,31 +149,17 @@ class Reference:
             args += [x, [*map(index, letters)]]
         return np.einsum(*args, [*map(index, out)], optimize=True)
 
-    def _visible(self) -> np.ndarray:
-        at, meaning = self.at, self.meaning
-        shape = [1] * len(self.pairs)
-        q, k = at[meaning.tokens], at["k"]
-        if meaning.tokens not in self.pairs or "k" not in self.pairs:
-            return np.ones(shape, bool)
-        here, there = self.pairs.index(meaning.tokens), self.pairs.index("k")
-        q = q.reshape([-1 if i == here else 1 for i in range(len(shape))])
-        k = k.reshape([-1 if i == there else 1 for i in range(len(shape))])
-        seen = (q == q) & (k == k)
-        for allowed in bounds(meaning.by_position, q, k):
-            seen &= allowed
-        return seen
-
     def _placed(self, named: Named) -> np.ndarray:
         """An array with a dim for each of those of the scores."""
-        x, names = named
-        wanted = [a for a in self.pairs if a in names]
-        x = np.transpose(x, [names.index(a) for a in wanted])
-        sizes = iter(x.shape)
-        return x.reshape([next(sizes) if a in names else 1 for a in self.pairs])
+        return placed(*named, self.pairs)
 
     def visible(self) -> np.ndarray:
         """Returns which keys each query sees."""
-        seen = self._visible()
+        seen, ends = np.ones([1] * len(self.pairs), bool), (self.meaning.tokens, "k")
+        if {*ends} <= {*self.pairs}:
+            q, k = (self._placed((self.at[a], [a])) for a in ends)
+            for allowed in bounds(self.meaning.by_position, q, k):
+                seen = seen & allowed
         for mask in self.masks:
             seen = seen & self._placed(mask)
         for queries, keys in self.ids:
@@ -317,9 +310,9 @@ class AttentionFunctions:
             sizes = self._sizes(one)
             dtype = jnp.result_type(q, k, v)
             order = self._order(sizes)
-            q4 = _merged(q.astype(dtype), q_letters, order("q", "d"), sizes)
-            k4 = _merged(k.astype(dtype), k_letters, order("k", "d"), sizes)
-            v4 = _merged(v.astype(dtype), v_letters, order("k", "e"), sizes)
+            q4 = _spread(q.astype(dtype), q_letters, order("q", "d"), sizes)
+            k4 = _spread(k.astype(dtype), k_letters, order("k", "d"), sizes)
+            v4 = _spread(v.astype(dtype), v_letters, order("k", "e"), sizes)
             more = self._more(one.sides, rest, sizes)
             out = _attend(q4, k4, v4, mesh, self.way, self.meaning, more)
             if self.meaning.fills:
@@ -327,7 +320,7 @@ class AttentionFunctions:
             groups = [[*g] for g in order("q", "e")]
             names = [name for group in groups for name in group]
             out = out.reshape([sizes[name] for name in names])
-            return _turned(out, tuple(names), out_letters, out_shape)
+            return turned(out, tuple(names), out_letters).reshape(out_shape)
 
         return compute
 
@@ -371,27 +364,21 @@ class AttentionFunctions:
         if self.meaning.is_dense:
             return {"bias": _bias(given, order, sizes)}
         batch, [tokens], *_ = order
-        of_queries, of_keys = [[*batch], [tokens]], [[*batch], ["k"]]
-        count = [product(sizes, group) for group in of_queries]
-        queries = jnp.zeros(count, jnp.int32)
-        keys = jnp.zeros([product(sizes, group) for group in of_keys], jnp.int32)
+        groups = [batch, [tokens]], [batch, ["k"]]
+        queries, keys = (
+            jnp.zeros([product(sizes, one) for one in own], jnp.int32) for own in groups
+        )
         for side, parts in given:
             if side.kind == SEGMENTS:
                 queries, keys = (
-                    _spread(x.astype(jnp.int32), names, groups, sizes)
-                    for (x, names), groups in zip(
-                        parts, (of_queries, of_keys), strict=True
-                    )
+                    _spread(x.astype(jnp.int32), names, own, sizes)
+                    for (x, names), own in zip(parts, groups, strict=True)
                 )
-                queries = queries.reshape(count)
-                keys = keys.reshape([product(sizes, group) for group in of_keys])
         if has_same_segments(self.meaning):
             return {"segment_ids": queries}
         for side, parts in given:
             if side.kind == PADDING:
-                [(x, names)] = parts
-                x, names = _seen(side, x, names)
-                shown = _spread(x, names, of_keys, sizes).reshape(keys.shape)
+                shown = _spread(*_seen(side, *parts[0]), groups[1], sizes)
                 keys = jnp.where(shown, keys, _NO_SEGMENT)
         return {"segment_ids": (queries, keys)}
 
@@ -441,8 +428,7 @@ def _bias(
     ]
 
     def whole(x: jax.Array, letters: Letters) -> jax.Array:
-        count = [product(sizes, group) for group in groups]
-        return _spread(x, letters, groups, sizes).reshape(count)
+        return _spread(x, letters, groups, sizes)
 
     total: Any = 0.0
     dtype = jnp.promote_types(jnp.float32, jnp.result_type(*_floats(given)))
@@ -487,10 +473,10 @@ def _backward(
     else:
         pull = pulled(*inputs)
     result = jax.eval_shape(compute, *inputs)
-    dout = _turned(dout, one.reads[-1][2], one.out[2], result.shape)
+    dout = turned(dout, one.reads[-1][2], one.out[2]).reshape(result.shape)
     grads = pull(dout.astype(result.dtype))
     return [
-        _turned(grad, read[2], made[2], made[0]).astype(jnp.dtype(made[1]))
+        turned(grad, read[2], made[2]).reshape(made[0]).astype(jnp.dtype(made[1]))
         for grad, read, made in zip(grads, one.reads, one.makes, strict=False)
     ]
 
@@ -556,36 +542,14 @@ def product(sizes: Mapping[str, int], names: Sequence[str]) -> int:
     return prod(sizes[name] for name in names)
 
 
-def _turned(
-    x: jax.Array, have: Letters, want: Letters, shape: Sequence[int]
-) -> jax.Array:
-    """An array with its dims in another order; dims of size 1 come and go."""
-    return turned(x, have, want).reshape(shape)
-
-
-def _merged(
-    x: jax.Array,
-    letters: Letters,
-    groups: Sequence[Sequence[str]],
-    sizes: Mapping[str, int],
-) -> jax.Array:
-    """An array with a dim for each group of letters."""
-    wanted = tuple(a for group in groups for a in group)
-    present = tuple(a for a in wanted if a in letters)
-    shape = [sizes[a] for a in present]
-    x = _turned(x, letters, present, shape)
-    return x.reshape([product(sizes, group) for group in groups])
-
-
 def _spread(
     x: jax.Array,
     letters: Letters,
     groups: Sequence[Sequence[str]],
     sizes: Mapping[str, int],
 ) -> jax.Array:
-    """An array that has all letters of some groups, repeated along those it lacks."""
+    """An array with a dim for each group of letters, repeated along those it lacks."""
     wanted = [a for group in groups for a in group]
-    present = tuple(a for a in wanted if a in letters)
-    x = _turned(x, letters, present, [sizes[a] for a in present])
-    x = x.reshape([sizes[a] if a in present else 1 for a in wanted])
-    return jnp.broadcast_to(x, [sizes[a] for a in wanted])
+    x = placed(x, letters, wanted)
+    x = jnp.broadcast_to(x, [sizes[a] for a in wanted])
+    return x.reshape([product(sizes, group) for group in groups])

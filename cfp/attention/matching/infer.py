@@ -15,13 +15,13 @@ from itertools import product
 import numpy as np
 
 from cfp.attention.matching.found import (
-    Different,
     Dims,
     Found,
     Side,
     Tensor,
     View,
     aligned,
+    is_by_key,
 )
 from cfp.attention.matching.functions import (
     BIAS,
@@ -34,23 +34,26 @@ from cfp.attention.matching.functions import (
     Reference,
     SideMeaning,
     index,
+    placed,
     real,
     squeezed,
     turned,
 )
-from cfp.program.evaluate import Evaluator, NotEvaluated
+from cfp.program.evaluate import NotEvaluated, is_float
+from cfp.program.replace import Different
 
 _SAMPLED = 20  # Positions besides the first, the middle and the last ones.
 _FEW = 2  # Coordinates of batch, heads and groups.
 _FEATURES = 3  # Coordinates of the dims of a head.
+_SHAPES = frozenset({"transpose", "convert", "reshape"})
 _MOST_PLAIN = 4096  # Coordinates of a dim of which nothing is known.
 
 
 class Sample:
     """Coordinates of a found attention's dims, and what its ops make there."""
 
-    def __init__(self, view: View, evaluator: Evaluator, found: Found) -> None:
-        self.view, self.found, self.evaluator = view, found, evaluator
+    def __init__(self, view: View, found: Found) -> None:
+        self.view, self.found = view, found
         self.program = view.program
         self.random = np.random.default_rng(7)
         self.dims = Dims(view)
@@ -63,27 +66,26 @@ class Sample:
 
     def _join_all(self) -> None:
         """Joins the dims of everything that is evaluated."""
-        path = self._to_sides()
+        near = self.found.inside | self._to_sides()
+        makes = [t.value for p in self.found.passes for t in p.makes.values()]
+        reads = [t for p in self.found.passes for t in p.reads.values()]
+        dots = {self.found.op, *(t.use[0] for t in reads if t.use)}
+        dots |= {self.program.values[v].producer for v in makes}
         seen: set[int] = set()
-        stack = [t.value for p in self.found.passes for t in p.makes.values()]
-        stack += [t.value for p in self.found.passes for t in p.reads.values()]
+        stack = [*makes, *(t.value for t in reads)]
         while stack:
             v = stack.pop()
             op = self.view.producer(v)
             if op is None or op.id in seen or op.rule is None:
                 continue
-            outside = op.id not in self.found.inside
-            dots = op.id in self.found.dots.values() or op.id == self.found.op
-            is_dot = op.kind == "dot_general"
-            shapes = ("transpose", "convert", "reshape")
-            if is_dot and op.id not in self._contractions():
-                continue
-            if outside and not dots and not is_dot and op.id not in path:
-                if not self.view.is_leaf(v) and op.kind not in shapes:
-                    continue
-            seen.add(op.id)
-            self.dims.join(op, leaves=True)
-            stack += op.operands
+            is_joined = op.id in dots
+            if op.kind != "dot_general":
+                is_near = op.id in near or op.kind in _SHAPES
+                is_joined = is_near or self.view.is_leaf(v)
+            if is_joined:
+                seen.add(op.id)
+                self.dims.join(op, leaves=True)
+                stack += op.operands
 
     def _to_sides(self) -> set[int]:
         """The ops by which what enters besides becomes a mask or a bias."""
@@ -101,14 +103,6 @@ class Sample:
             found.add(op.id)
             stack += op.operands
         return found
-
-    def _contractions(self) -> set[int]:
-        found = set()
-        for p in self.found.passes:
-            found |= {t.use[0] for t in p.reads.values() if t.use}
-            for t in p.makes.values():
-                found.add(self.program.values[t.value].producer)
-        return found | {self.found.op}
 
     def entering(self) -> list[Tensor]:
         """Tensors that masks and biases are made of, and those that are read."""
@@ -169,7 +163,7 @@ class Sample:
         return self.random.normal(size=self.shape_of(v))
 
     def evaluated(self, wanted: list[Tensor], known: Mapping[int, np.ndarray]) -> list:
-        found = self.evaluator.run(
+        found = self.view.evaluator.run(
             [t.value for t in wanted], known, self._at, self.view.made
         )
         return [
@@ -208,29 +202,22 @@ _MOST_DRAWN = 40
 _HIDDEN = 0.3  # The share of keys that a mask hides in the first draw.
 
 
-class Prover:
-    """Reads off what attentions of one program compute, and proves it."""
+def proved(view: View, found: Found) -> tuple[Found, Meaning]:
+    """An attention with the masks and biases by which it is proved.
 
-    def __init__(self, view: View) -> None:
-        self.view = view
-        self.evaluator = Evaluator(view.program)
-
-    def seen(self, found: Found) -> tuple[Found, Meaning]:
-        """An attention with the masks and biases by which it is proved.
-
-        Raises:
-            Different: it computes something else.
-        """
-        errors: list[Different] = []
-        for option in found.options:
-            one = replace(found, sides=option)
-            try:
-                return one, _Proof(self.view, self.evaluator, one).run()
-            except Different as error:
-                errors.append(error)
-            except NotEvaluated as error:
-                errors.append(Different(f"it has {error}"))
-        raise errors[0]
+    Raises:
+        Different: it computes something else.
+    """
+    errors: list[Different] = []
+    for option in found.options:
+        one = replace(found, sides=option)
+        try:
+            return one, _Proof(view, one).run()
+        except Different as error:
+            errors.append(error)
+        except NotEvaluated as error:
+            errors.append(Different(f"it has {error}"))
+    raise errors[0]
 
 
 class _Proof(Sample):
@@ -268,8 +255,8 @@ class _Proof(Sample):
                     raise Different("a mask or bias has other dims than the scores")
             if not side.is_segments and not self._is_mask(side):
                 self._check_bias(side.parts[0])
-            dtype = self._dtype(side.parts[0])
-            if dtype != "i1" and not side.is_segments and not _is_float(dtype):
+            dtype = self.view.dtype(side.parts[0])
+            if dtype != "i1" and not side.is_segments and not is_float(dtype):
                 raise Different("what enters besides is neither a mask nor a bias")
 
     def _check_bias(self, one: Tensor) -> None:
@@ -279,11 +266,8 @@ class _Proof(Sample):
                 "say, that is no constant"
             )
 
-    def _dtype(self, one: Tensor) -> str:
-        return self.program.values[self.view.made(one.value)].dtype
-
     def _is_mask(self, side: Side) -> bool:
-        return not side.is_segments and self._dtype(side.parts[0]) == "i1"
+        return not side.is_segments and self.view.dtype(side.parts[0]) == "i1"
 
     def _neutral(self) -> dict[int, np.ndarray]:
         """Values of masks and biases that hide nothing and add nothing.
@@ -342,7 +326,6 @@ class _Proof(Sample):
             return SideMeaning(SEGMENTS, same=len(numbers) == 1)
         [part], [read] = side.parts, side.reads
         letters = tuple(real(part.letters))
-        by_key = "k" in letters and not any(x[:1] == "q" for x in letters)
         place = self.view.made(part.value)
         if not self._is_mask(side):
             drawn = self.drawn_at(place)
@@ -373,7 +356,7 @@ class _Proof(Sample):
         whole = seen(shown).any(axis=more) if more else self._covers(seen(shown), names)
         if not (got == want).all() or not np.all(whole):
             raise Different("a mask is read as something else than it is")
-        kind = PADDING if by_key else MASK
+        kind = PADDING if is_by_key(letters) else MASK
         return SideMeaning(kind, above, level, letters)
 
     def _factor(self, place: int) -> float:
@@ -394,18 +377,13 @@ class _Proof(Sample):
 
     def _along(self, part: Tensor, x: np.ndarray, names: list[str]) -> np.ndarray:
         """A part with a dim for each of some letters."""
-        x = squeezed(x.reshape(self.shape_of(part.value)), part.letters)
-        own = real(part.letters)
-        x = np.transpose(x, [own.index(a) for a in names if a in own])
-        return x.reshape([len(self.at[a]) if a in own else 1 for a in names])
+        return placed(x.reshape(self.shape_of(part.value)), part.letters, names)
 
     def _covers(self, seen: np.ndarray, names: list[str]) -> bool:
         """Tell whether all keys that a query sees by position are among some."""
         argument = self.argument_of(0.0, self.neutral) > _MASKED
-        scores = real(self.found.scores.letters)
-        order = [names.index(a) for a in scores if a in names]
-        shape = [len(self.at[a]) if a in names else 1 for a in scores]
-        return bool((seen.transpose(order).reshape(shape) | ~argument).all())
+        seen = placed(seen, names, real(self.found.scores.letters))
+        return bool((seen | ~argument).all())
 
     def _mask(self) -> tuple[bool, int | None, int | None]:
         """The mask by position: from one query in the middle, along all keys."""
@@ -467,17 +445,12 @@ class _Proof(Sample):
         Raises:
             Different: they are others.
         """
-        roots: dict[int, np.ndarray] = {}
-        for p in self.found.passes:
-            for t in p.reads.values():
-                roots.setdefault(self._root(t.value), np.empty(0))
-        known = {v: self.drawn_at(v) for v in roots}
-        known |= drawn
-        tensors = [t for p in self.found.passes for t in p.reads.values()]
-        arrays = self.evaluated(tensors, known)
-        made = [t for p in self.found.passes for t in p.makes.values()]
-        results = iter(self.evaluated(made, known))
-        inputs = iter(arrays)
+        reads = [t for p in self.found.passes for t in p.reads.values()]
+        makes = [t for p in self.found.passes for t in p.makes.values()]
+        roots = dict.fromkeys(self._root(t.value) for t in reads)
+        known = {v: self.drawn_at(v) for v in roots} | dict(drawn)
+        inputs = iter(self.evaluated(reads, known))
+        results = iter(self.evaluated(makes, known))
         named = self._named(drawn, meaning)
         for p in self.found.passes:
             given = {
@@ -537,7 +510,7 @@ class _Proof(Sample):
                 shape = self.shape_of(v)
                 if side.is_segments:
                     ids = self.random.random(shape) < hidden
-                    is_bool = self._dtype(one) == "i1"
+                    is_bool = self.view.dtype(one) == "i1"
                     found[v] = ids if is_bool else ids.astype(np.int64)
                 elif self._is_mask(side):
                     shown = self.random.random(shape) >= hidden
@@ -576,7 +549,8 @@ class _Proof(Sample):
             "q": (np.empty([len(self.at[x]) for x in rows]), rows),
             "k": (np.empty(len(self.at["k"])), ["k"]),
         }
-        size = [len(self.at[x]) for x in self._pairs()]
+        pairs = [x for x in ORDER if x in self.sizes and x not in ("d", "e")]
+        size = [len(self.at[x]) for x in pairs]
         for tried in range(_MOST_DRAWN):
             found = self._drawn_hiding(_HIDDEN * 0.8**tried)
             named = self._named(found, meaning)
@@ -585,9 +559,6 @@ class _Proof(Sample):
                 return found
         raise Different("its masks hide all keys from some query")
 
-    def _pairs(self) -> list[str]:
-        return [x for x in ORDER if x in self.sizes and x not in ("d", "e")]
-
 
 _OTHER_RESULT = {
     "out": "its output is not that of a softmax of scaled scores",
@@ -595,10 +566,6 @@ _OTHER_RESULT = {
     "dk": "the gradient of the keys is another one",
     "dv": "the gradient of the values is another one",
 }
-
-
-def _is_float(dtype: str) -> bool:
-    return dtype.startswith(("f", "bf"))
 
 
 def _rounded(x: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -14,14 +14,13 @@ from cfp.attention.matching.called import (
     called_attentions,
     found_of,
     indivisible,
-    left_alone,
     replacement_of,
     way_of_called,
 )
 from cfp.attention.matching.find import candidates, dropout
-from cfp.attention.matching.found import Different, Found, LeftAlone, View
+from cfp.attention.matching.found import Found, View
 from cfp.attention.matching.functions import Meaning, Way
-from cfp.attention.matching.infer import Prover
+from cfp.attention.matching.infer import proved
 from cfp.attention.matching.ways import (
     make_replacements,
     out_of_order,
@@ -31,7 +30,7 @@ from cfp.attention.matching.ways import (
 )
 from cfp.attention.problem import AttentionProblem
 from cfp.program.graph import Program
-from cfp.program.replace import Replacement
+from cfp.program.replace import Different, LeftAlone, Replacement, Sites
 
 ROUNDS = frozenset({"ring", "zigzag"})  # Keys come in parts.
 GATHERED = frozenset({"all_gather"})
@@ -59,21 +58,8 @@ class Match:
         return {self.found.op, *self.found.inside, *self.found.dots.values()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attentions:
-    """All that a program has.
-
-    Attributes:
-        matches: by the op that makes the scores.
-        left_alone: what looks like it, and why it is not replaced.
-    """
-
-    matches: Mapping[int, Match]
-    left_alone: tuple[LeftAlone, ...] = ()
-
-
-def attentions(program: Program) -> Attentions:
-    """Finds and proves all attentions of a program; once for each program."""
+def attentions(program: Program) -> Sites[Match]:
+    """All of a program, by the ops that make scores; proved, once for each program."""
     return program.found(_find)
 
 
@@ -82,62 +68,40 @@ def was_searched(program: Program) -> bool:
     return _find in program.looked_for
 
 
-def _find(program: Program) -> Attentions:
-    written, called = _written_out(program), _called(program)
-    return Attentions(
-        matches={**written.matches, **called},
-        left_alone=(*written.left_alone, *left_alone(program)),
-    )
+def _find(program: Program) -> Sites[Match]:
+    found = [*_written_out(program)]
+    for op, one in called_attentions(program).items():
+        if one.refusal:
+            found.append(LeftAlone(op, program.ops[op].source, one.refusal))
+            continue
+        problem = one.problem
+        meaning = Meaning("q0", problem.scale, causal=problem.causal)
+        where = found_of(program, one)
+        found.append(Match(found=where, meaning=meaning, problem=problem, called=one))
+    matches = {one.found.op: one for one in found if isinstance(one, Match)}
+    return Sites(matches, tuple(one for one in found if isinstance(one, LeftAlone)))
 
 
-def _called(program: Program) -> dict[int, Match]:
-    """Attentions that kernels of the step's own compute, if others may, too."""
-    able = [one for one in called_attentions(program).values() if not one.refusal]
-    return {
-        one.op: Match(
-            found=found_of(program, one),
-            meaning=Meaning("q0", one.problem.scale, causal=one.problem.causal),
-            problem=one.problem,
-            called=one,
-        )
-        for one in able
-    }
-
-
-def _written_out(program: Program) -> Attentions:
+def _written_out(program: Program) -> Iterator[Match | LeftAlone]:
     if not any(op.kind == "exponential" for op in program.ops):
-        return Attentions(matches={})
+        return
     view = View(program)
-    prover: Prover | None = None
-    matches, alone = {}, []
     for one in candidates(view):
         if isinstance(one, LeftAlone):
-            alone.append(one)
+            yield one
             continue
-        prover = prover or Prover(view)
         try:
-            one, meaning = prover.seen(one)
+            one, meaning = proved(view, one)
             if out_of_order(program, one, meaning):
                 raise Different("what it reads is made after what it makes")
             if one.sizes.get("d", 1) != one.sizes.get("e", 1):
                 raise Different("heads of keys and of values have other sizes")
         except Different as error:
             reason = dropout(view, one.inside) or str(error)
-            alone.append(LeftAlone(one.op, one.scope, one.source, reason))
+            yield LeftAlone(one.op, one.source, reason)
             continue
         problem = problem_of_found(program, one, meaning)
-        matches[one.op] = Match(found=one, meaning=meaning, problem=problem)
-    return Attentions(matches=matches, left_alone=tuple(alone))
-
-
-def among(program: Program, ops: Collection[int]) -> list[Match]:
-    """The attentions whose scores some top-level ops make."""
-    inside = set(ops)
-    return [
-        match
-        for op, match in attentions(program).matches.items()
-        if program.top_level(op) in inside
-    ]
+        yield Match(found=one, meaning=meaning, problem=problem)
 
 
 def way_of(

@@ -270,24 +270,18 @@ class LoweredStep:
     """A step, lowered under a plan: with its executable, or to be compiled.
 
     Attributes:
-        step, narrow, double, in_shardings, out_shardings: as of `CompiledStep`.
         lowering: with the plan's constraints in it.
         compiled: what a race compiled, or an earlier process kept; None if there is
             neither.
-        raced: whether a race compiled it.
         keep: keeps what is compiled for later processes.
+        make: makes a step of what is compiled.
     """
 
-    step: FlatStep
     lowering: Lowering = field(repr=False)
-    in_shardings: tuple[NamedSharding, ...]
-    out_shardings: tuple[NamedSharding, ...]
     options: Mapping[str, str]
     compiled: jax.stages.Compiled | None
-    raced: bool
     keep: Callable[[jax.stages.Compiled], None]
-    narrow: tuple[str, ...] = ()
-    double: bool = False
+    make: Callable[[jax.stages.Compiled], CompiledStep]
 
     @unchecked()
     def compile(
@@ -298,22 +292,12 @@ class LoweredStep:
         Raises:
             CompilerError: the compiler made another program of it.
         """
-        compiled, lowering = self.compiled, self.lowering
+        compiled = self.compiled
         if compiled is None:
             with compiling():
-                compiled, _ = compile_right(lowering.lowered, self.options)
+                compiled, _ = compile_right(self.lowering.lowered, self.options)
         self.keep(compiled)
-        return CompiledStep(
-            self.step,
-            compiled,
-            self.in_shardings,
-            self.out_shardings,
-            lowering.out_tree,
-            self.narrow,
-            self.double,
-            lowering.alarm if lowering.calls_host else None,
-            raced=self.raced,
-        )
+        return self.make(compiled)
 
 
 def compile_step(*args: Any, **kwargs: Any) -> CompiledStep:
@@ -397,18 +381,19 @@ def load_or_lower(
         compiled = unwidened.compiled
     if kept is not None and compiled is None:
         compiled = kept.get(key, mesh)
-    return LoweredStep(
+    make = partial(
+        CompiledStep,
         step,
-        lowering,
-        ins,
-        outs,
-        how,
-        compiled,
-        raced is not None,
-        partial(kept.put, key) if kept is not None else _not_kept,
-        narrow,
-        double,
+        in_shardings=ins,
+        out_shardings=outs,
+        out_tree=lowering.out_tree,
+        narrow=narrow,
+        double=double,
+        alarm=lowering.alarm if lowering.calls_host else None,
+        raced=raced is not None,
     )
+    keep = partial(kept.put, key) if kept is not None else _not_kept
+    return LoweredStep(lowering, how, compiled, keep, make)
 
 
 def _not_kept(compiled: jax.stages.Compiled) -> None:

@@ -20,7 +20,7 @@ from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_stru
 
 from cfp.checking.reference import Reference
 from cfp.program.fixed import fixed, released
-from cfp.program.memory import fetch, in_host, on_device
+from cfp.program.memory import fetch, in_host, on_device, put
 from cfp.program.widen import wide_dtype, with_dtype
 from cfp.runtime.execute import CompiledStep
 
@@ -215,7 +215,7 @@ class Check:
         """
         expected = self._reference(fresh)
         moved = [compare(expected, expected)]
-        found = on_device(fixed(self.planned(*self._each(fresh))))
+        found = on_device(fixed(self.planned(*self._for_plan())))
         if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(found)):
             found = self._beside_reference(found)
         sides = compare(found, expected), compare(self._before(expected), expected)
@@ -229,6 +229,15 @@ class Check:
             made = _comparison(moved, *sides, self._margin)
         feed_back(self._args, in_host(expected), self._feedback)
         return made
+
+    def _for_plan(self) -> list[Any]:
+        """The arguments, where the plan has them: beside whole copies is no room."""
+        shardings = iter(self.planned.in_shardings)
+
+        def placed(leaf: Any) -> jax.Array:
+            return put(fresh(leaf), next(shardings))
+
+        return self._each(lambda arg: jax.tree.map(placed, arg))
 
     def _reference(self, change: Callable[[Any], Any]) -> Any:
         """Results of the reference's step for arguments like these."""

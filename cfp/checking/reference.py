@@ -55,22 +55,14 @@ class Reference:
 class Room:
     """Memory of a device that a check takes, in bytes.
 
-    The arguments as they were are in the host's memory meanwhile.
-
     Attributes:
-        state_bytes: what the step is called with, and what it returned before.
-        step_bytes: what the larger of both programs needs beside that.
+        needed_bytes: for the larger of both programs and its arguments, beside what
+            the reference has returned.
         limit_bytes: what there is; 0 where nobody knows.
     """
 
-    state_bytes: int
-    step_bytes: int
+    needed_bytes: int
     limit_bytes: int
-
-    @property
-    def needed_bytes(self) -> int:
-        """All of it."""
-        return self.state_bytes + self.step_bytes
 
     @property
     def is_there(self) -> bool:
@@ -87,16 +79,17 @@ def room_for(planned: CompiledStep, reference: CompiledStep) -> Room | None:
     ours, theirs = (s.compiled.memory_analysis() for s in (planned, reference))
     if ours is None or theirs is None:
         return None
-    # One after another they run, each on a copy of the reference's arguments, beside
-    # what the reference has returned.
-    beside = theirs.argument_size_in_bytes + theirs.output_size_in_bytes
-    needs = [
-        s.temp_size_in_bytes + s.output_size_in_bytes - s.alias_size_in_bytes
+    # One after another they run, on arguments that are in the host's memory otherwise.
+    largest = max(
+        s.argument_size_in_bytes
+        + s.temp_size_in_bytes
+        + s.output_size_in_bytes
+        - s.alias_size_in_bytes
         for s in (ours, theirs)
-    ]
+    )
     device = min(reference.in_shardings[0].addressable_devices, key=lambda d: d.id)
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    return Room(beside, max(needs[0] + ours.argument_size_in_bytes, needs[1]), limit)
+    return Room(theirs.output_size_in_bytes + largest, limit)
 
 
 def both_sides(
@@ -136,13 +129,15 @@ def both_sides(
     lacking = room_for(planned, alone)
     if lacking is None or lacking.is_there:
         return planned, Reference(alone)
-    sharded = _sharded(plan)
-    room = None if sharded is None else room_for(planned, sharded.step)
-    if sharded is not None and (room is None or room.is_there):
-        return planned, sharded
-    needs = f"{_sizes(lacking)} on one device, for the whole step in float32"
-    if room is not None:
-        needs += f"; or {_sizes(room)} on each, where it is sharded"
+    needs = f"about {format_bytes(lacking.needed_bytes)} on one device"
+    if (sharded := _sharded(plan)) is not None:
+        room = room_for(planned, sharded.step)
+        if room is None or room.is_there:
+            return planned, sharded
+        needs += (
+            f"; or about {format_bytes(room.needed_bytes)} on each, where "
+            f"{sharded.preset} shards it"
+        )
     raise no_room(needs, format_bytes(lacking.limit_bytes))
 
 
@@ -156,14 +151,6 @@ def no_room(needed: str, got: str) -> DeviceError:
         attempt="XLA_PYTHON_CLIENT_MEM_FRACTION=0.92, with which JAX takes more of a "
         "GPU; a smaller batch, or fewer layers, for a plan that is checked; or a run "
         "without --check",
-    )
-
-
-def _sizes(room: Room) -> str:
-    return (
-        f"about {format_bytes(room.needed_bytes)} "
-        f"({format_bytes(room.state_bytes)} of arguments and results, "
-        f"{format_bytes(room.step_bytes)} of the step)"
     )
 
 

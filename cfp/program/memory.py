@@ -100,13 +100,15 @@ def shardings_of(tree: Any) -> list[Sharding | None]:
 
 
 def put_back(tree: Any, shardings: Sequence[Sharding | None]) -> Any:
-    """Moves a pytree's arrays to where they were, by :func:`shardings_of`."""
+    """Moves a pytree's arrays to where they were, by :func:`shardings_of`.
+
+    Returns:
+        It all, once it is there.
+    """
     leaves, structure = tree_flatten(tree)
     pairs = zip(leaves, shardings, strict=True)
-    return tree_unflatten(
-        structure,
-        [x if where is None else jax.device_put(x, where) for x, where in pairs],
-    )
+    moved = [x if where is None else jax.device_put(x, where) for x, where in pairs]
+    return jax.block_until_ready(tree_unflatten(structure, moved))
 
 
 def is_in_host(sharding: Sharding) -> bool:

@@ -62,7 +62,7 @@ def test_steps_are_checked(name, donate, leaves, tmp_path):
     trial = trial_of(name, tmp_path, donate=donate, progress=told.append, **how)
     assert trial.failures == []
     # What takes long beside the steps themselves is said.
-    assert any("again under the plan, on one device" in line for line in told)
+    assert any("again under the plan and its reference" in line for line in told)
     # The plan's own program is there already, and is not compiled for the check.
     (prepared,) = (line for line in told if line.startswith("preparing the check"))
     assert "compiled where they are not there already" in prepared

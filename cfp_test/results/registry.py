@@ -263,6 +263,7 @@ PAGES: tuple[Page, ...] = (
             ("seeds_rings_h200x2", "two H200"),
             ("seeds_zigzag_h200x2", "two H200"),
             ("seeds_batches_h200x2", "two H200"),
+            ("seeds_batches_h100x2", "two H100"),
         )
     ),
     _page("analysis_cpu_202611", checked.analysis),
@@ -519,6 +520,7 @@ PAGES: tuple[Page, ...] = (
     _page("recompute_compiled_h200_202611", building.compiled),
     _page("recompute_h200x4_202611", building.recompute),
     _page("plans_checked_h200x2_202611", plans_checked.figures),
+    _page("plans_checked_h100x2_202611", plans_checked.figures),
     _page("several_cpu_202611", several.processes),
     _page("several_gpus_h200x2_202611", several.processes_on_gpus),
     _page("slow_link_cpu_202611", several.slow_link),

@@ -141,15 +141,17 @@ def figures(data: Mapping[str, Any]) -> Figures:
                 checks,
                 row.get("checked_against"),
                 _distance(row.get("largest_difference")),
-                f"{len(other.get('plan_collectives', []))}, "
-                + ("the same" if same else "others"),
-                f"{kernels[0]} and {kernels[1]}",
+                f"{len(other['plan_collectives'])}, {'the same' if same else 'others'}"
+                if other
+                else "",
+                f"{kernels[0]} and {kernels[1]}" if other else "",
                 _distance(other.get("largest_difference")),
             ]
         )
-        both = (other.get(f"{w}_kernels", {}) for w in ("plan", "exported"))
-        counts = [str(one.get(CUBLAS, 0)) for one in both]
-        products.append(f"{counts[0]} in the plan and {counts[1]} in the module")
+        if other:
+            both = (other[f"{which}_kernels"] for which in ("plan", "exported"))
+            counts = [one.get(CUBLAS, 0) for one in both]
+            products.append(f"{counts[0]} in the plan and {counts[1]} in the module")
     head = (
         "model | planned in s | check | against | off by at most | collectives of the "
         "exported module | cuDNN's kernels in both | results off by at most"

@@ -17,6 +17,7 @@ from cfp.printable import counted, merged_name, span_text
 from cfp.profiling.timing import interquartile_range
 from cfp.race.admission import MEMORY_SHARE
 from cfp.race.programs import RaceRow
+from cfp.settings import ALIKE
 from cfp.units import format_bytes
 from cfp.view import words
 from cfp.view.remarks import remarks, reserve_text
@@ -502,6 +503,10 @@ def _reasons(plan: Plan, race: RaceView) -> tuple[str, str]:
     and_fit = " and fit" * some_over
     if others:
         name, time_ms = others[0].row.name, others[0].row.time_ms
+        then, own_ms = "", own.row.time_ms if own else None
+        if time_ms and own_ms and time_ms * (1.0 + ALIKE) < own_ms:
+            # In earlier turns, at other clocks, in which the winner was faster still.
+            place, then = "the fastest, timed again,", " before that"
         against = f", against {own.row.time_ms:.3f} ms" if own else ""
         what, there = "the whole step", ""
         if "segments_raced" in search:
@@ -512,9 +517,9 @@ def _reasons(plan: Plan, race: RaceView) -> tuple[str, str]:
         plain = _without_options(plan, name)
         return (
             f"{place} of {len(ran)}{' that fit,' * some_over} raced on {what}{same}; "
-            f"next, {name}: {time_ms:.3f} ms{there}{plain}",
+            f"next, {name}: {time_ms:.3f} ms{then}{there}{plain}",
             f"Why: it is {place} of {len(ran)} programs that were timed{and_fit}"
-            f"{also}. Next: {names}, {time_ms:.3f} ms{against}{plain}.",
+            f"{also}. Next: {names}, {time_ms:.3f} ms{then}{against}{plain}.",
         )
     if ran:
         alone = "of those timed on the whole step the only one that fits"

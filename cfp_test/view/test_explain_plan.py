@@ -409,6 +409,14 @@ def test_the_winner_of_a_tie_is_not_called_the_fastest():
     assert "10.200 ms, against 10.250 ms" in said
 
 
+def test_a_time_from_before_the_winner_was_timed_again_is_no_tie():
+    [data, planned, *rest] = RACE
+    before = replace(data, time_ms=9.2)
+    said = " ".join(explain_text(make_plan([], [before, planned, *rest])).split())
+    assert "it is the fastest, timed again, of 2 programs that were timed" in said
+    assert "9.200 ms before that, against 10.250 ms" in said
+
+
 def test_the_winner_of_a_predicted_tie_is_not_called_the_best():
     """One device ran its part of each: no whole step was timed."""
     [data, planned, *_] = [

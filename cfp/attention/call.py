@@ -5,7 +5,6 @@ Heads that devices do not divide are copied (shared key heads) or padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -23,13 +22,7 @@ from cfp.attention.problem import (
     segments_of,
 )
 from cfp.attention.ring import Ring, from_zigzag, spread_attention, to_zigzag
-from cfp.attention.strategy import (
-    HEADS,
-    ROLES,
-    ULYSSES,
-    AttentionStrategy,
-    Given,
-)
+from cfp.attention.strategy import HEADS, ROLES, ULYSSES, AttentionStrategy, Given
 from cfp.errors import AttentionError
 
 
@@ -92,10 +85,6 @@ def fit_heads(heads: int, kv_heads: int, parts: int) -> HeadFit:
 def _padded(x: jax.Array, heads: int) -> jax.Array:
     more = heads - x.shape[2]
     return jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))) if more else x
-
-
-# On CPUs scores are kept, as models themselves do it.
-PREFERRED_ON_CPU = ("xla",)
 
 
 def attention(
@@ -223,7 +212,7 @@ def _choose(
 def preferred(platform: str) -> tuple[str, ...]:
     """The implementations that a call without one tries, in order."""
     if platform == "cpu":
-        return PREFERRED_ON_CPU
+        return ("xla",)  # Scores are kept, as models themselves do it.
     return tuple(name for name, kernel in KERNELS.items() if kernel.is_preferred)
 
 
@@ -259,16 +248,11 @@ def _local(problem: AttentionProblem, strategy: AttentionStrategy) -> AttentionP
     """Returns the part of a problem that one device computes at once."""
     fit = _fit(problem, strategy)
     parts = strategy.parts(HEADS, ULYSSES)
-    multiple = strategy.token_multiple
-
-    def of_block(tokens: int) -> int:
-        return -(-tokens // multiple) * multiple // strategy.ring_ranks
-
     return replace(
         problem,
         batch=problem.batch // strategy.parts("batch"),
-        queries=of_block(problem.queries),
-        keys=of_block(problem.keys),
+        queries=strategy.filled(problem.queries) // strategy.ring_ranks,
+        keys=strategy.filled(problem.keys) // strategy.ring_ranks,
         heads=fit.heads // parts,
         kv_heads=fit.padded_kv_heads // parts,
     )
@@ -294,15 +278,6 @@ class _Choice:
     converts: bool
 
     @property
-    def padded(self) -> tuple[int, int]:
-        """Queries and keys, filled up."""
-        multiple = self.strategy.token_multiple
-        return tuple(  # pyright: ignore[reportReturnType]
-            -(-tokens // multiple) * multiple
-            for tokens in (self.problem.queries, self.problem.keys)
-        )
-
-    @property
     def mask(self) -> Mask:
         """Returns the mask over all tokens, by position."""
         keys = self.problem.keys if _pads_keys(self.problem, self.strategy) else None
@@ -323,15 +298,14 @@ class _Choice:
         heads = self.problem.heads
         q = self.heads.queries(q)
         k, v = self.heads.keys(k), self.heads.keys(v)
-        if bias is not None and bias.shape[1] > 1:
-            more = self.heads.heads - heads
-            bias = jnp.pad(bias, ((0, 0), (0, more), (0, 0), (0, 0)))
-        queries, keys = self.padded
+        queries = strategy.filled(self.problem.queries)
+        keys = strategy.filled(self.problem.keys)
         q, query_ids = self._ordered(q, queries), self._ordered(query_ids, queries)
         k, v, key_ids = (self._ordered(x, keys) for x in (k, v, key_ids))
         if bias is not None:
-            more_q, more_k = queries - bias.shape[2], keys - bias.shape[3]
-            bias = jnp.pad(bias, ((0, 0), (0, 0), (0, more_q), (0, more_k)))
+            more_heads = self.heads.heads - heads if bias.shape[1] > 1 else 0
+            more = (0, more_heads, queries - bias.shape[2], keys - bias.shape[3])
+            bias = jnp.pad(bias, [(0, n) for n in more])
 
         spec, ids = strategy.spec(), strategy.segment_specs()
         given = {"q": q, "k": k, "v": v}
@@ -382,9 +356,7 @@ class _Choice:
     ) -> jax.Array:
         """Computes one device's part, inside `jax.shard_map`."""
         strategy = self.strategy
-        compute: Callable[..., jax.Array] = self._local
-        if strategy.spread is not None:
-            compute = self._spread
+        compute = self._local if strategy.spread is None else self._spread
         if not (axes := strategy.axes(ULYSSES)):
             return compute(q, k, v, query_ids, key_ids, bias)
         q, k, v = (_exchanged(x, axes[0], to_heads=True) for x in (q, k, v))

@@ -38,9 +38,9 @@ def attend(
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0.0))
     weights = jnp.exp(found - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    mixed = _mix(weights.astype(v.dtype), v)
+    mixed = _sum("bhgqk,bkhd->bqhgd", weights.astype(v.dtype), v)
     share = jnp.where(total > 0, total, 1.0)
-    out = mixed / _by_query(share, q.shape)
+    out = mixed.reshape(q.shape) / _by_query(share, q.shape)
     lse = jnp.log(total) + top
     return out, _by_query(lse, q.shape)[..., 0]
 
@@ -137,12 +137,6 @@ def _scores(
     if allowed is not None:
         found = jnp.where(allowed[:, :, None], found, -jnp.inf)
     return found, slope
-
-
-def _mix(weights: jax.Array, v: jax.Array) -> jax.Array:
-    mixed = _sum("bhgqk,bkhd->bqhgd", weights, v)
-    batch, queries, kv_heads, group, head_dim = mixed.shape
-    return mixed.reshape(batch, queries, kv_heads * group, head_dim)
 
 
 def _sum(what: str, *operands: jax.Array) -> jax.Array:

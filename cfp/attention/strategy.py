@@ -99,6 +99,10 @@ class AttentionStrategy:
         """The number that the count of tokens must be a multiple of."""
         return self.parts(*_SPREAD, ULYSSES) * (2 if self.zigzag else 1)
 
+    def filled(self, tokens: int) -> int:
+        """A number of tokens, filled up to such a multiple."""
+        return -(-tokens // self.token_multiple) * self.token_multiple
+
     def spec(self) -> PartitionSpec:
         """The sharding of q, k, v and the output: [batch, tokens, heads, head_dim]."""
         return PartitionSpec(

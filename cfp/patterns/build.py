@@ -8,12 +8,7 @@ from math import prod
 from typing import Any
 
 from cfp.analysis.layout import Layout
-from cfp.patterns.chunked import (
-    Array,
-    ChunkedCrossEntropy,
-    StageParameters,
-    Step,
-)
+from cfp.patterns.chunked import Array, ChunkedCrossEntropy, StageParameters, Step
 from cfp.patterns.cross_entropy import (
     ARGMAX,
     LARGEST,
@@ -22,17 +17,10 @@ from cfp.patterns.cross_entropy import (
     CrossEntropy,
     Reduction,
 )
-from cfp.patterns.expression import (
-    LOGITS,
-    NO_DIMS,
-    TOKEN,
-    VOCABULARY,
-    Axes,
-    Expr,
-)
-from cfp.patterns.reading import Read, Use
+from cfp.patterns.expression import LOGITS, NO_DIMS, TOKEN, VOCABULARY, Axes, Expr
+from cfp.patterns.reading import Read
 from cfp.program.graph import Program
-from cfp.program.replace import Replacement, Stage, is_in_order
+from cfp.program.replace import Replacement, Stage, Use, is_in_order
 
 NAME = "cross-entropy"
 PREFIX = "vocabulary/"

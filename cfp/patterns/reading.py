@@ -30,9 +30,7 @@ from cfp.patterns.expression import (
 )
 from cfp.program.evaluate import Evaluator, NotEvaluated
 from cfp.program.graph import Op, Program
-from cfp.program.replace import Different
-
-Use = tuple[int, int]
+from cfp.program.replace import Different, Use
 
 # Indices that are looked at to see that they count: of 2,048 sequences of 2,048 tokens.
 _MOST_COUNTED = 2**22
@@ -512,8 +510,7 @@ class Reader:
         except NotEvaluated:
             return None
         for dim in range(len(shape)):
-            along = [1] * len(shape)
-            along[dim] = -1
+            along = [-1 if d == dim else 1 for d in range(len(shape))]
             counted = coordinates(value, dim).reshape(along)
             if shape[dim] == size and np.array_equal(found, found * 0 + counted):
                 return dim

@@ -20,16 +20,11 @@ import numpy as np
 from cfp.analysis.layout import Layout
 from cfp.patterns.build import build, spread_of
 from cfp.patterns.chunked import ChunkedCrossEntropy, StageParameters, Step, resized
-from cfp.patterns.cross_entropy import (
-    ARGMAX,
-    CrossEntropy,
-    find_cross_entropies,
-)
+from cfp.patterns.cross_entropy import ARGMAX, CrossEntropy, find_cross_entropies
 from cfp.patterns.expression import from_rows, to_rows
-from cfp.patterns.reading import Use
 from cfp.program.evaluate import Evaluator, NotEvaluated
 from cfp.program.graph import Program, numpy_dtype
-from cfp.program.replace import LeftAlone, Replacement, Sites
+from cfp.program.replace import LeftAlone, Replacement, Sites, Use
 
 # Relative difference of norms, of float32 and sums of a few products.
 TOLERANCE = 1e-4

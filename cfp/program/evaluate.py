@@ -128,8 +128,8 @@ class Evaluator:
             sizes = [self._sizes(r, coordinates) for r in op.results]
             try:
                 arrays = [
-                    self._stands_for(operand, found[x], coordinates)
-                    for operand, x in zip(op.operands, reads, strict=True)
+                    self._as(v, found[x]).reshape(self._sizes(v, coordinates))
+                    for v, x in zip(op.operands, reads, strict=True)
                 ]
                 with np.errstate(all="ignore"):
                     made = self._apply(op, arrays, sizes, coordinates)
@@ -139,15 +139,18 @@ class Evaluator:
                 if list(array.shape) != size:
                     raise NotEvaluated(f"{op.name}: coordinates do not fit")
                 found[r] = array
-        return [_as(self._program.values[v].dtype, found[stands(v)]) for v in wanted]
+        return [self._as(v, found[stands(v)]) for v in wanted]
 
-    def _stands_for(
-        self, v: int, x: np.ndarray, coordinates: Coordinates
-    ) -> np.ndarray:
-        """Reshapes and casts an array to stand for a value at its coordinates."""
-        return _as(self._program.values[v].dtype, x).reshape(
-            self._sizes(v, coordinates)
-        )
+    def _as(self, v: int, x: np.ndarray) -> np.ndarray:
+        """An array in the dtype in which a value is evaluated."""
+        dtype = self._program.values[v].dtype
+        if dtype == "i1":
+            return np.asarray(x) != 0
+        if is_float(dtype):
+            return np.asarray(x, np.float64)
+        if dtype.startswith("complex"):
+            raise NotEvaluated("complex numbers")
+        return np.asarray(x, np.int64)
 
     def _sizes(self, v: int, coordinates: Coordinates) -> list[int]:
         shape = self._program.values[v].shape
@@ -172,27 +175,20 @@ class Evaluator:
         if kind == "compare":
             return [_COMPARE[op.direction](*reads)]
         if kind == "convert":
-            return [_as(self._program.values[op.results[0]].dtype, reads[0])]
+            return [self._as(op.results[0], reads[0])]
         if kind == "constant":
             return [self._constant(op, coordinates)]
         if kind == "iota":
             [dim] = op.integers("iota_dimension")
-            along = [1] * len(sizes[0])
-            along[dim] = -1
+            along = [-1 if d == dim else 1 for d in range(len(sizes[0]))]
             values = coordinates(op.results[0], dim).reshape(along)
-            return [
-                _as(
-                    self._program.values[op.results[0]].dtype,
-                    np.broadcast_to(values, sizes[0]),
-                )
-            ]
+            return [self._as(op.results[0], np.broadcast_to(values, sizes[0]))]
         if kind == "transpose":
             return [np.transpose(reads[0], op.integers("permutation"))]
         if kind == "reshape":
             return [self._reshape(op, reads[0], sizes[0], coordinates)]
         if kind == "broadcast_in_dim":
-            dims = op.integers("broadcast_dimensions")
-            return [_broadcast(reads[0], dims, sizes[0])]
+            return [_broadcast(reads[0], op.integers("broadcast_dimensions"), sizes[0])]
         if kind == "reduce":
             return [self._reduce(op, reads)]
         if kind == "slice":
@@ -215,18 +211,18 @@ class Evaluator:
         except TypeError as error:  # no attribute class for complex numbers
             raise NotEvaluated("a constant of complex numbers") from error
         [result] = op.results
-        record = self._program.values[result]
-        every = [coordinates(result, d) for d in range(len(record.shape))]
+        rank = len(self._program.values[result].shape)
+        every = [coordinates(result, d) for d in range(rank)]
         if not isinstance(value, ir.DenseElementsAttr):
             raise NotEvaluated("a large constant")
         if value.is_splat:
             splat: Any = value.get_splat_value()
-            return _as(record.dtype, np.full([len(c) for c in every], splat.value))
+            return self._as(result, np.full([len(c) for c in every], splat.value))
         try:
             array = np.array(value)
         except TypeError as error:  # bfloat16
             raise NotEvaluated("a table of small floats") from error
-        return _as(record.dtype, array[np.ix_(*every)] if every else array)
+        return self._as(result, array[np.ix_(*every)] if every else array)
 
     def _reshape(
         self, op: Op, x: np.ndarray, size: list[int], coordinates: Coordinates
@@ -267,8 +263,7 @@ class Evaluator:
             there = (wanted >= 0) & (wanted < shape[dim])
             own = coordinates(op.operands[0], dim)
             found = np.take(x, _where(np.where(there, wanted, own[0]), own), dim)
-            along = [1] * x.ndim
-            along[dim] = -1
+            along = [-1 if d == dim else 1 for d in range(x.ndim)]
             x = np.where(there.reshape(along), found, filling)
         return x
 
@@ -306,17 +301,6 @@ def _where(wanted: np.ndarray, known: np.ndarray) -> np.ndarray:
 def is_float(dtype: str) -> bool:
     """True of a type of floating-point numbers, as MLIR writes it."""
     return dtype.startswith(("f", "bf"))
-
-
-def _as(dtype: str, x: np.ndarray) -> np.ndarray:
-    """An array as the evaluation has that dtype."""
-    if dtype == "i1":
-        return np.asarray(x) != 0
-    if is_float(dtype):
-        return np.asarray(x, np.float64)
-    if dtype.startswith("complex"):
-        raise NotEvaluated("complex numbers")
-    return np.asarray(x, np.int64)
 
 
 def _broadcast(x: np.ndarray, dims: Sequence[int], size: list[int]) -> np.ndarray:

@@ -52,6 +52,7 @@ _CONSTRAINT = "sdy.sharding_constraint"
 _STAY = ("send", "recv", "outfeed", "infeed")
 
 Function = Callable[..., Sequence[jax.Array]]
+Use = tuple[int, int]  # (op id, operand index)
 _Site = TypeVar("_Site")
 
 
@@ -130,13 +131,9 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Inputs and outputs of one function.
+    """Inputs and outputs of one function."""
 
-    Attributes:
-        reads: (op id, operand index) pairs.
-    """
-
-    reads: tuple[tuple[int, int], ...]
+    reads: tuple[Use, ...]
     makes: tuple[int, ...]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -78,10 +78,11 @@ def with_figures(
         found = _searched(found, analysis, choice, problem)
         found = replace(found, worth=worth(analysis, problem, raced))
     trials = _Trials(found, problem, raced)
-    left = _kernels(analysis, layout, choice, replacing, failed, trials)
-    left += _losses(analysis, layout, choice, replacing, trials)
+    left = _counted(_kernels(analysis, layout, choice, replacing, failed, trials))
+    losses = _losses(analysis, layout, choice, replacing, trials)
+    left += _counted(losses, "cross-entropy")
     if unasked is not None and unasked.attention and rates is not None:
-        left += _forgone(analysis, choice, rates, unasked)
+        left += _counted(_forgone(analysis, choice, rates, unasked))
     if parts_asked and not cross_entropies(analysis.frame.program).found:
         reason = "cfp recognizes none in this step"
         none = LeftFigures(source="", reason=reason, count=1, name="cross-entropy")
@@ -132,6 +133,16 @@ class _Trials:
         )
 
 
+_Left = tuple[str, str, str]  # The kernel, the source and the reason.
+
+
+def _counted(left: Iterable[_Left], name: str = "attention") -> tuple[LeftFigures, ...]:
+    return tuple(
+        LeftFigures(source=source, reason=reason, count=n, name=name, kernel=kernel)
+        for (kernel, source, reason), n in Counter(left).items()
+    )
+
+
 def _kernels(
     analysis: Analysis,
     layout: Layout,
@@ -139,16 +150,15 @@ def _kernels(
     replacing: Replacing,
     failed: Mapping[SegmentKernels, str],
     trials: _Trials,
-) -> tuple[LeftFigures, ...]:
+) -> Iterator[_Left]:
     """Attentions that no kernel computes, and kernels that cannot, if some were tried.
 
     Of the kernels that were asked for those count that were preferred to what computes
     an attention.
     """
     program = analysis.frame.program
-    left: Counter[tuple[str, str, str]] = Counter()  # By kernel, source and reason.
     if not was_searched(program) or not (replacing.attention or choice.kernels):
-        return ()
+        return
 
     def refusal(match: Match, kernel: SegmentKernels) -> str | None:
         where = (dict(analysis.frame.mesh), replacing.platform)
@@ -163,7 +173,7 @@ def _kernels(
         return reason + "; it would with q, k and v in bfloat16" * can
 
     for one in attentions(program).left_alone:
-        left["", short_source(one.source), one.reason] += 1
+        yield "", short_source(one.source), one.reason
     for segment in analysis.segments:
         own = choice.kernels_of(segment.index)
         taken, names = own.attention, [*replacing.attention]
@@ -174,31 +184,26 @@ def _kernels(
             if match.called is not None and not isinstance(way, Way):
                 continue  # What the step calls is what computes it.
             if taken and isinstance(way, str):
-                left["", source, way] += 1
+                yield "", source, way
                 continue
             reasons = {
                 name: refusal(match, replace(own, attention=name)) for name in preferred
             }
             for name, reason in reasons.items():
                 if reason is not None:
-                    left[name, source, reason] += 1
+                    yield name, source, reason
             if not taken:
                 able = [name for name, reason in reasons.items() if reason is None]
-                reason = _unused(able, failed, segment.kind, trials)
-                left["", source, reason] += 1
-    return tuple(
-        LeftFigures(source=source, reason=reason, count=count, kernel=kernel)
-        for (kernel, source, reason), count in left.items()
-    )
+                yield "", source, _unused(able, failed, segment.kind, trials)
 
 
 def _forgone(
     analysis: Analysis, choice: Choice, rates: Rates, unasked: Replacing
-) -> tuple[LeftFigures, ...]:
+) -> Iterator[_Left]:
     """Attentions that stay as written since that was asked for, with what it costs."""
     costs, saved_ms = Costs(analysis, rates), 0.0
     program = analysis.frame.program
-    found: Counter[tuple[str, str]] = Counter()
+    found: list[tuple[str, str]] = []
     for segment in analysis.segments:
         own = segment_candidate(analysis, segment.index, choice)
         times = {
@@ -210,16 +215,10 @@ def _forgone(
             continue
         saved_ms += segment.repeat * times[best]
         for match in attentions(program).among(program, segment.ops):
-            found[short_source(match.found.source), best] += 1
-    return tuple(
-        LeftFigures(
-            source=source,
-            reason=f"that was asked for; with {name}'s a step is estimated to take "
-            f"{saved_ms:.3f} ms less (--attention {name})",
-            count=count,
-        )
-        for (source, name), count in found.items()
-    )
+            found.append((short_source(match.found.source), best))
+    for source, name in found:
+        reason = f"that was asked for; with {name}'s a step is estimated to take "
+        yield "", source, f"{reason}{saved_ms:.3f} ms less (--attention {name})"
 
 
 def _losses(
@@ -228,17 +227,15 @@ def _losses(
     choice: Choice,
     replacing: Replacing,
     trials: _Trials,
-) -> tuple[LeftFigures, ...]:
+) -> Iterator[_Left]:
     """Cross-entropies that are not computed in parts, if that was asked for."""
     if not replacing.cross_entropy:
-        return ()
+        return
     program = analysis.frame.program
     losses = cross_entropies(program)
-    found = Counter(
-        (short_source(one.source), one.reason)
-        for one in losses.left_alone
-        if one.is_loss
-    )
+    for one in losses.left_alone:
+        if one.is_loss:
+            yield "", short_source(one.source), one.reason
     for segment in analysis.segments:
         if choice.kernels_of(segment.index).vocabulary_parts:
             continue
@@ -247,11 +244,7 @@ def _losses(
             reason += trials.outcome(segment.kind, lambda k: k.vocabulary_parts > 0)
             if not in_parts(layout, segment.ops, replacing.cross_entropy):
                 reason = "as the plan shards it, it cannot be computed in parts"
-            found[short_source(program.ops[one.contraction].source), reason] += 1
-    return tuple(
-        LeftFigures(source=source, reason=reason, count=count, name="cross-entropy")
-        for (source, reason), count in found.items()
-    )
+            yield "", short_source(program.ops[one.contraction].source), reason
 
 
 def _unused(

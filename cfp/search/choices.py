@@ -25,12 +25,7 @@ from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
 from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.terms import Terms
 from cfp.patterns.sites import cross_entropies, in_parts
-from cfp.presets.presets import (
-    PRESETS,
-    PROPAGATED,
-    REPLICATED,
-    plainest,
-)
+from cfp.presets.presets import PRESETS, PROPAGATED, REPLICATED, plainest
 from cfp.profiling.rates import Rates
 from cfp.search.problem import Assignment, Problem
 from cfp.settings import MIXED_PRESETS, Dimension, Replacing

@@ -148,16 +148,14 @@ def _with_tokens(one: Called, op: Op) -> Rule:
         rule = found.factors
     [factor] = rule.operands[0][tokens]
 
-    def joined(dims: Dims, place: int) -> Dims:
+    def joined(dims: Dims) -> Dims:
+        place = tokens if len(dims) == len(one.call.layout) else _TOKENS_OF_LSE
         return (*dims[:place], (factor,), *dims[place + 1 :])
-
-    def tokens_of(dims: Dims) -> int:
-        return tokens if len(dims) == len(one.call.layout) else _TOKENS_OF_LSE
 
     operands = [*rule.operands]
     for place in one.call.reads:
-        operands[place] = joined(operands[place], tokens_of(operands[place]))
-    results = [joined(dims, tokens_of(dims)) for dims in rule.results]
+        operands[place] = joined(operands[place])
+    results = [*map(joined, rule.results)]
     return replace(
         rule,
         operands=tuple(operands),

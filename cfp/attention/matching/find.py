@@ -26,7 +26,6 @@ from cfp.attention.matching.found import (
     Pass,
     Side,
     Tensor,
-    Use,
     View,
     aligned,
     is_by_key,
@@ -34,7 +33,7 @@ from cfp.attention.matching.found import (
 )
 from cfp.program.evaluate import KNOWN, is_float
 from cfp.program.graph import Op
-from cfp.program.replace import Different, LeftAlone
+from cfp.program.replace import Different, LeftAlone, Use
 
 _SHAPES = frozenset(
     {"broadcast_in_dim", "transpose", "reshape", "optimization_barrier"}
@@ -248,23 +247,27 @@ class Sides:
         """
         if len(term) > 1:
             ends = tuple(path[-1] for path in term)
-            uses = [tuple(self._use(end, one) for end in ends) for one in passes]
-            if all(use is not None for both in uses for use in both):
-                known = tuple(tuple(u for u in both if u) for both in uses)
-                return Side(parts=ends, reads=ends, uses=known)
+            if uses := self._uses(ends, passes):
+                return Side(parts=ends, reads=ends, uses=uses)
             # A mask as large as the scores is all that enters a loop, say.
             shared = [a for a, b in zip(*term, strict=False) if a == b]
             term = (tuple(shared),)
         [path] = term
         for one in reversed(path):
-            found = [self._use(one, p) for p in passes]
-            if all(found):
-                known = tuple((use,) for use in found if use is not None)
-                return Side(parts=(path[-1],), reads=(one,), uses=known)
+            if uses := self._uses((one,), passes):
+                return Side(parts=(path[-1],), reads=(one,), uses=uses)
         raise Different(
             f"{self._where(path[0])} is not read in the loop that computes its "
             "gradients, as it would be with jax.checkpoint around the loop's body"
         )
+
+    def _uses(
+        self, ends: Sequence[Tensor], passes: Sequence[Pass]
+    ) -> tuple[tuple[Use, ...], ...]:
+        """Returns where each pass can read some values; () if one cannot read one."""
+        found = [[self._use(one, near) for one in ends] for near in passes]
+        known = tuple(tuple(use for use in own if use) for own in found)
+        return known if all(all(own) for own in found) else ()
 
     def _use(self, one: Tensor, near: Pass) -> Use | None:
         """Finds where a pass can read a value: in its loop, before its results."""
@@ -272,9 +275,8 @@ class Sides:
         parent = self.program.ops[made[0]].parent
         if parent not in self._readable:
             self._readable[parent] = self._uses_in(parent)
-        for op, index in self._readable[parent].get(
-            self.view.numbers.of[one.value], ()
-        ):
+        number = self.view.numbers.of[one.value]
+        for op, index in self._readable[parent].get(number, ()):
             operand = self.program.ops[op].operands[index]
             if self.program.values[operand].producer < min(made):
                 return op, index

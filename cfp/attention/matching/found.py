@@ -14,7 +14,7 @@ from cfp.analysis.contractions import UnionFind
 from cfp.analysis.numbering import number_values
 from cfp.program.evaluate import KNOWN, Evaluator
 from cfp.program.graph import Op, Program
-from cfp.program.replace import Different
+from cfp.program.replace import Different, Use
 from cfp.program.rules import Rule
 
 _PASSES = frozenset(
@@ -119,7 +119,6 @@ class View:
         return self.numbers.of[v] in self.leaves
 
 
-Use = tuple[int, int]  # (op id, operand index)
 Letters = tuple[str, ...]  # for each dim what it runs over; "" of size 1
 
 
@@ -313,15 +312,11 @@ class Lettering:
     def of_operand(self, op: Op, index: int) -> Letters:
         """Returns the letters of an operand, by the result of the op that reads it."""
         assert op.rule is not None
-        result = dict(
-            zip(
-                majors_of(op.rule, op.rule.results[0]),
-                self.of_value(op.results[0]),
-                strict=True,
-            )
+        known, majors = (
+            self._factors(op, None),
+            majors_of(op.rule, op.rule.operands[index]),
         )
-        majors = majors_of(op.rule, op.rule.operands[index])
-        return tuple("" if f is None else result.get(f, "?") for f in majors)
+        return tuple("" if f is None else known.get(f, "?") for f in majors)
 
 
 def aligned(letters: Letters, shape: tuple[int, ...]) -> Letters:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -110,6 +111,11 @@ class Meaning:
     def by_position(self) -> Mask:
         """The mask by position."""
         return replace(NO_MASK, causal=self.causal, left=self.left, right=self.right)
+
+    @property
+    def same_segments(self) -> bool:
+        """Tell whether queries and keys have the same segment ids, and no padding."""
+        return len(self.sides) == 1 and self.sides[0].same
 
     @property
     def is_dense(self) -> bool:
@@ -355,9 +361,9 @@ class AttentionFunctions:
         """Segment ids or a bias, of the masks and biases that enter."""
         if not sides:
             return {}
-        values, letters = iter(rest), iter([side[2] for side in sides])
+        read = zip(rest, [letters for _, _, letters in sides], strict=True)
         given = [
-            (side, [(next(values), next(letters)) for _ in range(_parts(side))])
+            (side, [*islice(read, 2 if side.kind == SEGMENTS else 1)])
             for side in self.meaning.sides
         ]
         order = self._order(sizes)("q", "d")
@@ -374,22 +380,13 @@ class AttentionFunctions:
                     _spread(x.astype(jnp.int32), names, own, sizes)
                     for (x, names), own in zip(parts, groups, strict=True)
                 )
-        if has_same_segments(self.meaning):
+        if self.meaning.same_segments:
             return {"segment_ids": queries}
         for side, parts in given:
             if side.kind == PADDING:
                 shown = _spread(*_seen(side, *parts[0]), groups[1], sizes)
                 keys = jnp.where(shown, keys, _NO_SEGMENT)
         return {"segment_ids": (queries, keys)}
-
-
-def has_same_segments(meaning: Meaning) -> bool:
-    """Tell whether queries and keys have the same segment ids, and no padding."""
-    return len(meaning.sides) == 1 and meaning.sides[0].same
-
-
-def _parts(side: SideMeaning) -> int:
-    return 2 if side.kind == SEGMENTS else 1
 
 
 def _seen(
@@ -404,12 +401,6 @@ def _seen(
     more = tuple(d for d, a in enumerate(letters) if a and a not in side.letters)
     left = tuple(a for d, a in enumerate(letters) if d not in more)
     return x.any(axis=more), left
-
-
-def _floats(given: Sequence[tuple[SideMeaning, Sequence[Any]]]) -> list[Any]:
-    """The dtypes of biases."""
-    found = [parts[0][0].dtype for side, parts in given if side.kind == BIAS]
-    return found or [jnp.float32]
 
 
 def _bias(
@@ -431,7 +422,8 @@ def _bias(
         return _spread(x, letters, groups, sizes)
 
     total: Any = 0.0
-    dtype = jnp.promote_types(jnp.float32, jnp.result_type(*_floats(given)))
+    dtypes = [parts[0][0].dtype for side, parts in given if side.kind == BIAS]
+    dtype = jnp.result_type(jnp.float32, *dtypes)
     for side, parts in given:
         if side.kind == BIAS:
             x, letters = parts[0]

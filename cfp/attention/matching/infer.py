@@ -47,10 +47,33 @@ _FEW = 2  # Coordinates of batch, heads and groups.
 _FEATURES = 3  # Coordinates of the dims of a head.
 _SHAPES = frozenset({"transpose", "convert", "reshape"})
 _MOST_PLAIN = 4096  # Coordinates of a dim of which nothing is known.
+_MASKED = -5e3  # What is added to, or stands for, the score of a key that is not seen.
+_CLOSE = 1e-6
+_MOST_MASKS = 4
+_MOST_DRAWN = 40
+_HIDDEN = 0.3  # The share of keys that a mask hides in the first draw.
 
 
-class Sample:
-    """Coordinates of a found attention's dims, and what its ops make there."""
+def proved(view: View, found: Found) -> tuple[Found, Meaning]:
+    """An attention with the masks and biases by which it is proved.
+
+    Raises:
+        Different: it computes something else.
+    """
+    errors: list[Different] = []
+    for option in found.options:
+        one = replace(found, sides=option)
+        try:
+            return one, _Proof(view, one).run()
+        except Different as error:
+            errors.append(error)
+        except NotEvaluated as error:
+            errors.append(Different(f"it has {error}"))
+    raise errors[0]
+
+
+class _Proof:
+    """A found attention, evaluated at some coordinates of its dims."""
 
     def __init__(self, view: View, found: Found) -> None:
         self.view, self.found = view, found
@@ -59,7 +82,9 @@ class Sample:
         self.dims = Dims(view)
         self._join_all()
         self.sizes = found.sizes
-        self.tokens = self._tokens()
+        # Queries have the largest dim; the others are groups of heads.
+        names = [x for x in self.sizes if x[:1] == "q"]
+        self.tokens = max(names, key=lambda x: (self.sizes[x], x), default="q0")
         self.place(self.positions())
 
     # -- coordinates -------------------------------------------------------------------
@@ -104,15 +129,6 @@ class Sample:
             stack += op.operands
         return found
 
-    def entering(self) -> list[Tensor]:
-        """Tensors that masks and biases are made of, and those that are read."""
-        return [t for side in self.found.sides for t in (*side.parts, *side.reads)]
-
-    def _tokens(self) -> str:
-        """Returns the letter that runs over queries: the one of the largest dim."""
-        names = [x for x in self.sizes if x[:1] == "q"]
-        return max(names, key=lambda x: (self.sizes[x], x), default="q0")
-
     def positions(self) -> tuple[np.ndarray, np.ndarray]:
         """Some queries and some keys; the same where there are as many."""
         counts = self.sizes.get(self.tokens, 1), self.sizes["k"]
@@ -136,7 +152,8 @@ class Sample:
         tensors = [
             t for p in self.found.passes for t in (*p.reads.values(), *p.makes.values())
         ]
-        tensors += [self.found.scores, self.found.argument, *self.entering()]
+        tensors += [self.found.scores, self.found.argument]
+        tensors += [t for side in self.found.sides for t in (*side.parts, *side.reads)]
         for t in tensors:
             for d, letter in enumerate(t.letters):
                 if not letter:
@@ -194,33 +211,8 @@ class Sample:
         """Values in their sizes."""
         return {v: np.broadcast_to(x, self.shape_of(v)) for v, x in given.items()}
 
+    # -- what it computes --------------------------------------------------------------
 
-_MASKED = -5e3  # What is added to, or stands for, the score of a key that is not seen.
-_CLOSE = 1e-6
-_MOST_MASKS = 4
-_MOST_DRAWN = 40
-_HIDDEN = 0.3  # The share of keys that a mask hides in the first draw.
-
-
-def proved(view: View, found: Found) -> tuple[Found, Meaning]:
-    """An attention with the masks and biases by which it is proved.
-
-    Raises:
-        Different: it computes something else.
-    """
-    errors: list[Different] = []
-    for option in found.options:
-        one = replace(found, sides=option)
-        try:
-            return one, _Proof(view, one).run()
-        except Different as error:
-            errors.append(error)
-        except NotEvaluated as error:
-            errors.append(Different(f"it has {error}"))
-    raise errors[0]
-
-
-class _Proof(Sample):
     def run(self) -> Meaning:
         """The meaning.
 
@@ -245,26 +237,21 @@ class _Proof(Sample):
             return meaning  # Rows without keys have something else, such as no number.
         return filled
 
-    # -- what it computes --------------------------------------------------------------
-
     def _check_sides(self) -> None:
         for side in self.found.sides:
             for one in (*side.parts, *side.reads):
                 names = {x for x in one.letters if x}
                 if "?" in names or names & {"d", "e"}:
                     raise Different("a mask or bias has other dims than the scores")
-            if not side.is_segments and not self._is_mask(side):
-                self._check_bias(side.parts[0])
-            dtype = self.view.dtype(side.parts[0])
-            if dtype != "i1" and not side.is_segments and not is_float(dtype):
+            if side.is_segments or self._is_mask(side):
+                continue
+            if "k" not in side.parts[0].letters:
+                raise Different(
+                    "scores are changed by a value that is the same for all keys: a "
+                    "scale, say, that is no constant"
+                )
+            if not is_float(self.view.dtype(side.parts[0])):
                 raise Different("what enters besides is neither a mask nor a bias")
-
-    def _check_bias(self, one: Tensor) -> None:
-        if "k" not in one.letters:
-            raise Different(
-                "scores are changed by a value that is the same for all keys: a scale, "
-                "say, that is no constant"
-            )
 
     def _is_mask(self, side: Side) -> bool:
         return not side.is_segments and self.view.dtype(side.parts[0]) == "i1"

@@ -18,7 +18,6 @@ from cfp.attention.matching.functions import (
     PassShapes,
     Shaped,
     Way,
-    has_same_segments,
     product,
 )
 from cfp.attention.problem import AttentionProblem
@@ -61,7 +60,7 @@ def problem_of_found(
         left=meaning.left,
         right=meaning.right,
         segments=bool(meaning.sides) and not meaning.is_dense,
-        same_segments=has_same_segments(meaning),
+        same_segments=meaning.same_segments,
         bias=meaning.is_dense,
         dense_mask=meaning.is_dense and all(s.kind != BIAS for s in meaning.sides),
         scale=meaning.scale,

@@ -6,7 +6,7 @@ not survive until it runs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -15,7 +15,7 @@ from jax.extend.mlir.dialects import sdy
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cfp.program import shardy
-from cfp.program.graph import Program, Spec
+from cfp.program.graph import Op, Program, Spec
 from cfp.program.partitioned import bind
 from cfp.program.rematerialize import Rematerialization, rematerialize, repeatable
 from cfp.program.replace import Replacement, replace_ops
@@ -76,6 +76,26 @@ def constrain(
         return replace_ops(*where, constraints.replaced)
 
 
+def values_by_id(
+    program: Program,
+    arguments: Iterable[ir.Value],
+    pairs: Iterable[tuple[ir.Operation, Op | None]],
+) -> dict[int, ir.Value]:
+    """The values of a module, by the ids that a program has of them.
+
+    Args:
+        pairs: ops of the module, each with what the program says of it, if it has it.
+    """
+    found: dict[int, ir.Value] = dict(zip(program.args, arguments, strict=True))
+    for op, record in pairs:
+        if record is not None:
+            found.update(zip(record.results, op.results, strict=True))
+            entries = [a for r in op.regions for a in r.blocks[0].arguments]
+            if record.entries:
+                found.update(zip(record.entries, entries, strict=True))
+    return found
+
+
 class Inserter:
     """Inserts constraints into a module that has a program's ops."""
 
@@ -91,20 +111,10 @@ class Inserter:
         self._ops = ops
         self.mesh_name = _mesh_symbol(module, mesh)
         self._attributes: dict[Spec, ir.Attribute] = {}
-        self._values = self._map_values(function)
+        arguments = function.regions[0].blocks[0].arguments
+        pairs = zip(ops, program.ops, strict=True)
+        self._values = values_by_id(program, arguments, pairs)
         self._resharded: dict[tuple[int, Spec], ir.Value] = {}
-
-    def _map_values(self, function: ir.Operation) -> dict[int, ir.Value]:
-        program = self._program
-        found = dict(
-            zip(program.args, function.regions[0].blocks[0].arguments, strict=True)
-        )
-        for op, record in zip(self._ops, program.ops, strict=True):
-            found.update(zip(record.results, op.results, strict=True))
-            if record.entries:
-                entries = [a for r in op.regions for a in r.blocks[0].arguments]
-                found.update(zip(record.entries, entries, strict=True))
-        return found
 
     def insert(self, constraints: Constraints) -> None:
         """Constrains values where they are made, and uses that differ from that.

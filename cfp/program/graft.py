@@ -21,7 +21,7 @@ from jax.extend.mlir import ir
 from jax.sharding import Mesh
 
 from cfp.program import shardy
-from cfp.program.constrain import Constraints, constrain
+from cfp.program.constrain import Constraints, constrain, values_by_id
 from cfp.program.graph import Op, Program, Spec
 from cfp.program.rematerialize import tag_of
 from cfp.program.replace import erase_unread, rewire
@@ -202,7 +202,7 @@ def _transplant(
     origin = shardy.main_function(source).regions[0].blocks[0]
     mapping: dict[ir.Value, ir.Value] = {}
     every = [*_top_level(origin, program)]
-    by_id = {**_values_by_id(origin, every, program), **stands}
+    by_id = {**values_by_id(program, origin.arguments, every), **stands}
     alike: dict[ir.Value, list[ir.Value]] = {}
     for value_id, other in part.instead:
         alike.setdefault(by_id[other], []).append(by_id[value_id])
@@ -267,21 +267,6 @@ def _zero(kind: ir.Type) -> str:
 
 
 _Every = Sequence[tuple[ir.Operation, Op | None]]  # As `_top_level` has them.
-
-
-def _values_by_id(
-    block: ir.Block, every: _Every, program: Program
-) -> dict[int, ir.Value]:
-    found: dict[int, ir.Value] = {}
-    found.update(zip(program.args, block.arguments, strict=True))
-    for op, record in every:
-        if record is None:
-            continue
-        found.update(zip(record.results, op.results, strict=True))
-        if record.id in program.opened:
-            entries = [a for r in op.regions for a in r.blocks[0].arguments]
-            found.update(zip(record.entries, entries, strict=True))
-    return found
 
 
 def _top_level(

@@ -149,7 +149,8 @@ def _state_bytes(
 
     def held(index: int, block: int, strategy: Strategy) -> float:
         group = frame.groups[index]
-        _, used, wide = terms.state_specs(index, terms.block(block, strategy), mode)
+        wants = terms.wanted(index, terms.block(block, strategy))
+        used, wide = terms.stored_specs(index, wants, mode)
         stored = wide if mode is Storage.SHARDED else used
         main, *rest = (values[args[a]].size_bytes for a in group.args)
         return main / spec_ways(stored, frame.mesh) + sum(rest) / spec_ways(

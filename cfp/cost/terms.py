@@ -314,7 +314,7 @@ class Terms:
         self, groups: Sequence[int], terms: BlockTerms, mode: Storage
     ) -> tuple[float, float]:
         """Estimates the time to update groups, and to gather their parameters."""
-        found = [self._group_ms(i, self._wanted(i, terms), mode) for i in groups]
+        found = [self._group_ms(i, self.wanted(i, terms), mode) for i in groups]
         return sum(memory for memory, _ in found), sum(moves for _, moves in found)
 
     def _group_state_ms(
@@ -324,7 +324,7 @@ class Terms:
         frame, program = self.frame, self.frame.program
         group = frame.groups[index]
         main = program.args[group.args[0]]
-        used, wide = self._stored_specs(index, wants, mode)
+        used, wide = self.stored_specs(index, wants, mode)
         size, moves = program.values[main].size_bytes, 0.0
         if mode in (Storage.SHARDED, Storage.LARGEST):
             read = size * self._narrowed(group.reads, main)
@@ -349,14 +349,14 @@ class Terms:
             for v in self.frame.groups[index].gradients:
                 made = terms.makes.get(self.same(v))
                 if made is not None:
-                    wants = self._wanted(index, terms)
+                    wants = self.wanted(index, terms)
                     total += self._gradient_ms(index, v, made, wants, mode)
         return total
 
     def _one_gradient_ms(
         self, index: int, v: int, made: Made, wants: tuple[Spec, ...], mode: Storage
     ) -> float:
-        _, wide = self._stored_specs(index, wants, mode)
+        _, wide = self.stored_specs(index, wants, mode)
         if len(made[0]) != len(wide):
             return 0.0
         size = self.frame.program.values[v].size_bytes
@@ -369,21 +369,15 @@ class Terms:
         moved = 2 * sum(program.values[program.args[a]].size_bytes for a in kept)
         return moved / HOST_BYTES_PER_MS
 
-    def state_specs(
-        self, index: int, terms: BlockTerms, mode: Storage
-    ) -> tuple[tuple[Spec, ...], Spec, Spec]:
-        """Returns the shardings of a group's parameter: read, used, and the widest."""
-        wants = self._wanted(index, terms)
-        return wants, *self._stored_specs(index, wants, mode)
-
-    def _wanted(self, index: int, terms: BlockTerms) -> tuple[Spec, ...]:
+    def wanted(self, index: int, terms: BlockTerms) -> tuple[Spec, ...]:
         """The shardings in which a block reads a group's parameter."""
         main = self.frame.program.args[self.frame.groups[index].args[0]]
         return terms.reads.get(self.same(main), ())
 
-    def _stored_specs(
+    def stored_specs(
         self, index: int, wants: tuple[Spec, ...], mode: Storage
     ) -> tuple[Spec, Spec]:
+        """The shardings of a group's parameter: as it is used, and as it is stored."""
         frame = self.frame
         group = frame.groups[index]
         used = wants[0] if wants else ((),) * len(group.shape)

@@ -28,17 +28,7 @@ _PRICED_AS = {
     "collective-broadcast": "all-gather",
 }
 
-# Of `Rates.default`: about what one host of GPUs with fast links between them does.
-_LATENCY_MS = 0.02
-_LINK_BYTES_PER_MS = 150e6
-_FLOPS_PER_MS = {"float32": 100e9, "bfloat16": 400e9}
-_MEMORY_BYTES_PER_MS = 2e9
 _DEFAULT_SIZES = (1 << 14, 1 << 20, 1 << 28)
-# Of `Rates.of_virtual_devices`: four of them on two cores, November 2026.
-_VIRTUAL_LATENCY_MS = 0.05
-_VIRTUAL_LINK_BYTES_PER_MS = 3e6
-_VIRTUAL_FLOPS_PER_MS = {"float32": 45e6, "bfloat16": 30e6}
-_VIRTUAL_MEMORY_BYTES_PER_MS = 9e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +59,13 @@ class Rates:
         Args:
           mesh: a mesh, or the names and sizes of its axes.
         """
+        # About what one host of GPUs with fast links between them does.
         return cls._alike(
-            mesh, _LATENCY_MS, _LINK_BYTES_PER_MS, _FLOPS_PER_MS, _MEMORY_BYTES_PER_MS
+            mesh,
+            latency_ms=0.02,
+            link_bytes_per_ms=150e6,
+            flops_per_ms={"float32": 100e9, "bfloat16": 400e9},
+            memory_bytes_per_ms=2e9,
         )
 
     @classmethod
@@ -80,12 +75,13 @@ class Rates:
         Args:
           mesh: a mesh, or the names and sizes of its axes.
         """
+        # As four of them on two cores do, November 2026.
         return cls._alike(
             mesh,
-            _VIRTUAL_LATENCY_MS,
-            _VIRTUAL_LINK_BYTES_PER_MS,
-            _VIRTUAL_FLOPS_PER_MS,
-            _VIRTUAL_MEMORY_BYTES_PER_MS,
+            latency_ms=0.05,
+            link_bytes_per_ms=3e6,
+            flops_per_ms={"float32": 45e6, "bfloat16": 30e6},
+            memory_bytes_per_ms=9e6,
         )
 
     @classmethod

@@ -160,8 +160,9 @@ class Check:
     """A plan's steps and a reference's, each from where the last one left off there.
 
     Both sides start every step from the reference's state, so that what a step does is
-    not mixed up with what became of earlier roundings. From step to step that state is
-    in the host's memory: beside it a model that just fits could not be checked.
+    not mixed up with what became of earlier roundings. Between runs that state and the
+    reference's results are in the host's memory: beside them a model that just fits
+    could not be checked.
 
     Attributes:
         reference: what the step is compared with, on one device or sharded otherwise.
@@ -215,11 +216,12 @@ class Check:
         """
         expected = self._reference(fresh)
         moved = [compare(expected, expected)]
+        expected = in_host(expected)  # The other runs need the room.
         found = on_device(fixed(self.planned(*self._for_plan())))
         if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(found)):
             found = self._beside_reference(found)
         sides = compare(found, expected), compare(self._before(expected), expected)
-        del found  # The reference's other tries need the room.
+        del found
         made = _comparison(moved, *sides, self._margin)
         for tries in (NUDGES, NUDGES + MORE_NUDGES):
             if not made.failures(self.tolerance):
@@ -227,7 +229,7 @@ class Check:
             new = range(len(moved) - 1, tries)
             moved += [self._nudged(expected, seed) for seed in new]
             made = _comparison(moved, *sides, self._margin)
-        feed_back(self._args, in_host(expected), self._feedback)
+        feed_back(self._args, expected, self._feedback)
         return made
 
     def _for_plan(self) -> list[Any]:

@@ -56,8 +56,7 @@ class Room:
     """Memory of a device that a check takes, in bytes.
 
     Attributes:
-        needed_bytes: for the larger of both programs and its arguments, beside what
-            the reference has returned.
+        needed_bytes: for the larger of both programs and its arguments.
         limit_bytes: what there is; 0 where nobody knows.
     """
 
@@ -79,7 +78,11 @@ def room_for(planned: CompiledStep, reference: CompiledStep) -> Room | None:
     ours, theirs = (s.compiled.memory_analysis() for s in (planned, reference))
     if ours is None or theirs is None:
         return None
-    # One after another they run, on arguments that are in the host's memory otherwise.
+    # They run one after another. Where other processes have parts of the reference's
+    # arguments and results these stay on the devices meanwhile.
+    beside = 0
+    if not all(one.is_fully_addressable for one in reference.in_shardings):
+        beside = theirs.argument_size_in_bytes + theirs.output_size_in_bytes
     largest = max(
         s.argument_size_in_bytes
         + s.temp_size_in_bytes
@@ -89,7 +92,7 @@ def room_for(planned: CompiledStep, reference: CompiledStep) -> Room | None:
     )
     device = min(reference.in_shardings[0].addressable_devices, key=lambda d: d.id)
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    return Room(theirs.output_size_in_bytes + largest, limit)
+    return Room(beside + largest, limit)
 
 
 def both_sides(

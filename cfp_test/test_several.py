@@ -1,9 +1,11 @@
 """Several real processes plan, run and check together; and end together."""
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -18,7 +20,9 @@ from cfp.errors import ProcessError
 from cfp.profiling.processes import Agreement, differing
 from cfp_test.covering import at_night
 from cfp_test.several import Ended, described, ends, run_all, start
+from cfp_test.waiting import end_group
 
+Begun = dict[tuple[str, str], list[subprocess.Popen[str]]]
 Endings = dict[tuple[str, str], list[Ended]]
 PROGRAM = ["-m", "cfp_test.programs_of_several"]
 # What goes wrong, and in which process.
@@ -60,23 +64,42 @@ def test_processes_with_unequal_devices_plan_and_run_alike(tmp_path):
     assert kept[0] == "profiles.sqlite"
 
 
-def endings(faults: Iterable[tuple[str, str]], make_folder: Callable) -> Endings:
-    """Ends of both processes, by what goes wrong; at once, since most is waiting."""
+def begin(faults: Iterable[tuple[str, str]], make_folder: Callable) -> Begun:
+    """Starts both processes for each that goes wrong; at once: most is waiting."""
     running = {}
     for fault in faults:
         folder = make_folder(fault[0])
         running[fault] = start([*PROGRAM, str(folder), *fault], folder, (1, 1))
+    return running
+
+
+def endings(running: Begun) -> Endings:
+    """Ends of both processes, by what goes wrong."""
     return {fault: ends(one) for fault, one in running.items()}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def begun(request, tmp_path_factory) -> Iterator[Begun]:
+    """Starts them before the first test; those of their ends come last.
+
+    Half a minute passes until a process that died is missed.
+    """
+    asked = {name for item in request.session.items for name in item.fixturenames}
+    faults = FAULTS if "all_endings" in asked else ()
+    running = begin(faults, tmp_path_factory.mktemp)
+    yield running
+    for process in itertools.chain.from_iterable(running.values()):
+        end_group(process)
+
+
 @pytest.fixture(scope="module")
-def all_endings(tmp_path_factory) -> Endings:
-    return endings(FAULTS, tmp_path_factory.mktemp)
+def all_endings(begun) -> Endings:
+    return endings(begun)
 
 
 @pytest.fixture(scope="module")
 def more_told(tmp_path_factory) -> Endings:
-    return endings(MORE_FAULTS, tmp_path_factory.mktemp)
+    return endings(begin(MORE_FAULTS, tmp_path_factory.mktemp))
 
 
 def message(ended: Ended) -> str:
@@ -92,15 +115,6 @@ def silent(text: str, process: int) -> bool:
         re.search(rf"stopped sending heartbeats\):\s+{process}\b", text)
         or f"Task {process} heartbeat timeout" in text
     )
-
-
-@pytest.mark.explained("A program failed in this process of several")
-def test_a_process_that_dies_while_it_measures(all_endings):
-    other, died = all_endings["die-planning", "1"]
-    assert died.code == -9
-    assert silent(message(other), 1)
-    if "A program failed in this process of several" in other.err:
-        assert "Gloo" in other.err
 
 
 @pytest.mark.nightly
@@ -131,18 +145,6 @@ def test_the_coordinator_dies(more_told):
     assert "the leader task was preempted/died/restarted unexpectedly" in text
 
 
-@pytest.mark.explained("Process 1 of this program has failed, and so this one ends")
-def test_a_process_that_fails_alone(all_endings):
-    other, failed = all_endings["raise-planning", "1"]
-    reason = "MemoryError: no room left in this process"
-    assert reason in message(failed)
-    # It says why, although its devices wait for the other's.
-    assert "Process 1 of this program has failed, and so this one ends" in message(
-        other
-    )
-    assert reason in message(other)
-
-
 @pytest.mark.parametrize(
     "place", ["last-race", *at_night(["tracing", "planning", "the-time"])]
 )
@@ -163,12 +165,6 @@ def assert_both_tell(ended: list[Ended], what: str, remedy: str) -> None:
         assert f"The processes of this program differ in {what}." in text
         assert re.search(r"got: .* in process 0; .* in process 1", text)
         assert remedy in text
-
-
-@pytest.mark.explained("The processes of this program differ")
-def test_processes_with_other_programs(all_endings):
-    remedy = "call cfp with the same step"
-    assert_both_tell(all_endings["other-program", "1"], "the program", remedy)
 
 
 @pytest.mark.nightly
@@ -283,6 +279,33 @@ def test_commands_that_differ_in_their_devices(tmp_path):
     assert "There are too few devices." in text
     assert "got: 3 of platform cpu: 2 in process 0, 1 in process 1" in text
     assert "The mesh leaves out processes of this program." in message(found[1])
+
+
+@pytest.mark.explained("A program failed in this process of several")
+def test_a_process_that_dies_while_it_measures(all_endings):
+    other, died = all_endings["die-planning", "1"]
+    assert died.code == -9
+    assert silent(message(other), 1)
+    if "A program failed in this process of several" in other.err:
+        assert "Gloo" in other.err
+
+
+@pytest.mark.explained("Process 1 of this program has failed, and so this one ends")
+def test_a_process_that_fails_alone(all_endings):
+    other, failed = all_endings["raise-planning", "1"]
+    reason = "MemoryError: no room left in this process"
+    assert reason in message(failed)
+    # It says why, although its devices wait for the other's.
+    assert "Process 1 of this program has failed, and so this one ends" in message(
+        other
+    )
+    assert reason in message(other)
+
+
+@pytest.mark.explained("The processes of this program differ")
+def test_processes_with_other_programs(all_endings):
+    remedy = "call cfp with the same step"
+    assert_both_tell(all_endings["other-program", "1"], "the program", remedy)
 
 
 @pytest.mark.parametrize(

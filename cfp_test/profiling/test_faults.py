@@ -1,6 +1,7 @@
 """Profiling from the outside, while processes die, hang and share a store."""
 
 import json
+import os
 import random
 import re
 import signal
@@ -41,7 +42,7 @@ def begin(
 
 
 def begin_quick(folder: Path, *words: str, faults: dict[str, str] | None = None):
-    """Runs a command that is not killed, and whose start is quick."""
+    """Runs a command whose start is quick; `kill_command` kills it."""
     return begin(folder, *words, faults=faults, python=quick_python())
 
 
@@ -113,6 +114,20 @@ def with_rates(undisturbed: Path, folder: Path) -> Path:
     return folder
 
 
+def kill_command(logs: InFlightFolder) -> bool:
+    """Ends the process that attends to the one at work; False if that is at its end.
+
+    What begins quickly is not the process that was started.
+    """
+    with logs.locked():
+        for working in logs.living():
+            pid, _, _ = working.name.partition("-")  # They may be empty yet.
+            state = Path(f"/proc/{pid}/stat").read_text()
+            os.kill(int(state.rpartition(")")[2].split()[1]), signal.SIGKILL)
+            return True
+    return False
+
+
 def kill_at_random_moments(folder: Path, times: int) -> None:
     """Profiles, and ends the whole command again and again, with SIGKILL.
 
@@ -130,7 +145,7 @@ def kill_at_random_moments(folder: Path, times: int) -> None:
     killed = 0
     for _ in range(times):
         last = len(events(folder)) + moments.randint(0, 3)
-        with begin(folder, *PROFILE) as process:
+        with profile(folder) as process:
             ended = partial(process.poll)
             until(lambda ended=ended: at_work() or ended() is not None)
             until(
@@ -139,8 +154,7 @@ def kill_at_random_moments(folder: Path, times: int) -> None:
                 )
             )
             # Everything may be measured before the last of twenty.
-            killed += ended() is None
-            process.kill()
+            killed += kill_command(logs)
             process.wait()
             # What it started ends by itself.
             until(lambda: not at_work())
@@ -267,10 +281,10 @@ def test_a_child_dies_with_its_parent_and_is_not_blamed(undisturbed, tmp_path):
             found = [mark for marked in processes() for mark in marked.operations]
         return [mark.doing for mark in found] == ["run"]
 
-    with begin(tmp_path, "profile", TOY, *ON_CPU, *FEW, faults=faults) as parent:
+    with begin_quick(tmp_path, "profile", TOY, *ON_CPU, *FEW, faults=faults) as parent:
         until(lambda: marked(folder.living), parent)
-        parent.kill()
-        parent.wait()
+        assert kill_command(folder)
+        assert parent.wait() == -signal.SIGKILL
         until(lambda: marked(folder.dead))
     _, err = finish(profile(tmp_path))
     assert err == ""

@@ -147,12 +147,12 @@ def test_bench_survives_what_ends_its_process(tmp_path):
 
 def test_bench_command(tmp_path):
     """One configuration from planning to JSON, against all kinds of competitors."""
-    words = "--suite tiny --models gpt --layers 1 --devices 4 --platform cpu --quick"
+    words = "--suite tiny --models gpt --layers 1 --devices 2 --platform cpu --quick"
     words += " --per-kind 1 --no-race --rounds 1 --handwritten fsdp"
     words += " --groups handwritten,cost_model --json out.json --workdir work"
     row = {
         "model": "gpt",
-        "devices": 4,
+        "devices": 2,
         "options": {"layers": 1, "dtype": "float32"},
         "name": "FSDP2",
         "status": "ok",

@@ -220,8 +220,9 @@ class Check:
         found = on_device(fixed(self.planned(*self._for_plan())))
         if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(found)):
             found = self._beside_reference(found)
-        sides = compare(found, expected), compare(self._before(expected), expected)
+        differences = compare(found, expected)
         del found
+        sides = differences, compare(self._before(expected), expected)
         made = _comparison(moved, *sides, self._margin)
         for tries in (NUDGES, NUDGES + MORE_NUDGES):
             if not made.failures(self.tolerance):
@@ -233,7 +234,7 @@ class Check:
         return made
 
     def _for_plan(self) -> list[Any]:
-        """The arguments, where the plan has them: beside whole copies is no room."""
+        """The arguments, where the plan has them: whole copies take more room."""
         shardings = iter(self.planned.in_shardings)
 
         def placed(leaf: Any) -> jax.Array:
@@ -252,7 +253,7 @@ class Check:
         """
         tree, devices = fixed(tree), self.reference.step.out_shardings[0].device_set
         if len(devices) > 1:
-            return tree
+            return jax.tree.map(jnp.asarray, tree)
         [device] = devices
 
         def moved(leaf: Any) -> jax.Array:
@@ -402,14 +403,14 @@ def compare(found: Any, expected: Any) -> Differences:
     Raises:
         ValueError: structures or shapes differ.
     """
-    pairs, tree = tree_flatten_with_path(on_device(fixed(expected)))
-    found = on_device(fixed(found))
+    pairs, tree = tree_flatten_with_path(fixed(expected))
+    found = fixed(found)
     if tree_structure(found) != tree:
         raise ValueError("results of different structures cannot be compared")
     differences = []
     for (path, want), have in zip(pairs, tree_leaves(found), strict=True):
         name = keystr(path, simple=True, separator="/")
-        have, want = jnp.asarray(have), jnp.asarray(want)
+        have, want = (jnp.asarray(on_device(leaf)) for leaf in (have, want))
         if have.shape != want.shape:
             raise ValueError(
                 f"results of different shapes cannot be compared: {name} is "

@@ -6,8 +6,9 @@ sharded over all, by a preset that shards its arguments in another way than the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,15 +16,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cfp.analysis.layout import lay_out
+from cfp.context import agreement_of
 from cfp.errors import DeviceError
 from cfp.passes.pipeline import analyze_step
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
+from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.compile_pool import CompilePool, default_threads
+from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Spec
 from cfp.program.step import FlatStep
-from cfp.runtime.execute import CompiledStep, compile_step, load_or_lower
+from cfp.runtime.execute import CompiledStep, LoweredStep, load_or_lower
 from cfp.search.jobs import constraints_of
 from cfp.settings import ConstraintLevel
 from cfp.units import format_bytes
@@ -78,25 +82,33 @@ def room_for(planned: CompiledStep, reference: CompiledStep) -> Room | None:
     ours, theirs = (s.compiled.memory_analysis() for s in (planned, reference))
     if ours is None or theirs is None:
         return None
+    # What they keep in the host's memory passes through the device's, as a whole.
+    arguments = theirs.argument_size_in_bytes + theirs.host_argument_size_in_bytes
+    results = theirs.output_size_in_bytes + theirs.host_output_size_in_bytes
     # They run one after another. Where other processes have parts of the reference's
     # arguments and results these stay on the devices meanwhile.
-    beside = 0
-    if not all(one.is_fully_addressable for one in reference.in_shardings):
-        beside = theirs.argument_size_in_bytes + theirs.output_size_in_bytes
+    shardings = (*reference.in_shardings, *reference.out_shardings)
+    shared = not all(one.is_fully_addressable for one in shardings)
     largest = max(
-        s.argument_size_in_bytes
-        + s.temp_size_in_bytes
-        + s.output_size_in_bytes
-        - s.alias_size_in_bytes
-        for s in (ours, theirs)
+        ours.argument_size_in_bytes + _own_bytes(ours),
+        arguments + _own_bytes(theirs),
+        2 * arguments,  # While those near them are made.
     )
-    device = min(reference.in_shardings[0].addressable_devices, key=lambda d: d.id)
+    device = min(shardings[0].addressable_devices, key=lambda device: device.id)
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    return Room(beside + largest, limit)
+    return Room((arguments + results) * shared + largest, limit)
+
+
+def _own_bytes(size: Any) -> int:
+    """Memory of a program beside that of its arguments."""
+    results = size.output_size_in_bytes - size.alias_size_in_bytes
+    return size.temp_size_in_bytes + results
 
 
 def both_sides(
-    plan: Plan, compiled: CompiledStep | None = None
+    plan: Plan,
+    compiled: CompiledStep | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[CompiledStep, Reference]:
     """Compiles a plan's step, with the plan's compiler options, and its reference.
 
@@ -106,13 +118,14 @@ def both_sides(
         plan: bound to its step, on its mesh.
         compiled: its step as it is, if it is there: the plan's side where it computes
             in no less than float32, with precise products.
+        tell: called with what is being done, where that is more than usual.
 
     Raises:
         DeviceError: neither one device nor all of them have room for the check.
     """
     step, mesh = plan.step, plan.mesh
     assert step is not None and mesh is not None
-    device = mesh.local_devices[0]
+    device, agreement = mesh.local_devices[0], agreement_of(mesh)
     lowered = load_or_lower(
         step,
         mesh,
@@ -125,23 +138,48 @@ def both_sides(
         wide=True,
         unwidened=compiled,
     )
+    # A step that fits one device by a memory limit is compared on it with the same.
+    limit = {name: v for name, v in plan.options.items() if name == MEMORY_SHARE}
+    alone_lowered = _lower_alone(step, device, limit if mesh.size == 1 else {})
     with CompilePool(default_threads(device.platform)) as pool:
         started = pool.start("the step under the plan, to be checked", lowered.compile)
-        alone = compile_alone(step, device)
-        planned = started.result()
-    lacking = room_for(planned, alone)
-    if lacking is None or lacking.is_there:
-        return planned, Reference(alone)
-    needs = f"about {format_bytes(lacking.needed_bytes)} on one device"
-    if (sharded := _sharded(plan)) is not None:
-        room = room_for(planned, sharded.step)
-        if room is None or room.is_there:
-            return planned, sharded
-        needs += (
-            f"; or about {format_bytes(room.needed_bytes)} on each, where "
-            f"{sharded.preset} shards it"
-        )
-    raise no_room(needs, format_bytes(lacking.limit_bytes))
+        beside = pool.start("the step on one device", alone_lowered.compile)
+        planned, alone = started.result(), _unless_too_large(beside.result)
+
+    def references() -> Iterator[tuple[str, CompiledStep | None]]:
+        yield "", alone
+        for name, lower in _sharded(plan):
+            tell(f"compiling the preset {name}: one device has no room for the check")
+            yield name, _unless_too_large(lambda lower=lower: lower().compile())
+
+    needs, limit_bytes = [], 0
+    for name, found in references():
+        room = room_for(planned, found) if found is not None else None
+        fits = found is not None and (room is None or room.is_there)
+        # All processes compare with the same.
+        [everywhere] = agreement.everywhere([fits], "room for a check")
+        if everywhere and found is not None:
+            return planned, Reference(found, name)
+        size, where = "more than there is", "on one device"
+        if room is not None:
+            size, limit_bytes = (
+                f"about {format_bytes(room.needed_bytes)}",
+                room.limit_bytes,
+            )
+        if name:
+            where = f"on each, where {name} shards it"
+        needs.append(f"{size} {where}")
+    raise no_room("; or ".join(needs), format_bytes(limit_bytes))
+
+
+def _unless_too_large(compiled: Callable[[], CompiledStep]) -> CompiledStep | None:
+    """The outcome of a compile; None where the compiler says that it cannot fit."""
+    try:
+        return compiled()
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def no_room(needed: str, got: str) -> DeviceError:
@@ -157,46 +195,61 @@ def no_room(needed: str, got: str) -> DeviceError:
     )
 
 
-def _sharded(plan: Plan) -> Reference | None:
-    """Compiles the step under another preset than the plan; None if there is none."""
+def _sharded(plan: Plan) -> Iterator[tuple[str, Callable[[], LoweredStep]]]:
+    """Presets that shard the arguments in another way, and what lowers the step.
+
+    Those come first that shard most of the bytes in another way, and of these what
+    needs the least memory.
+    """
     step, mesh = plan.step, plan.mesh
     assert step is not None and mesh is not None
     analysis = analyze_step(step, mesh).analysis
     frame = analysis.frame
-    known = presets(frame)
+    program, known = frame.program, presets(frame)
+    sizes = [program.values[value].size_bytes for value in program.args]
+    found = []
     for name in _FRUGAL:
         if name not in known:
             continue
         layout = lay_out(frame, known[name])
-        arguments = [layout.arg_spec(i) for i in range(len(frame.program.args))]
-        if arguments == list(plan.arg_specs):
-            continue
-        compiled = compile_step(
-            step,
-            mesh,
-            frame.program.fingerprint,
-            arguments,
-            layout.output_specs(),
-            constraints_of(analysis, known[name], ConstraintLevel.EVERYTHING),
-            wide=True,
-        )
-        return Reference(compiled, name)
-    return None
+        specs = [layout.arg_spec(position) for position in range(len(sizes))]
+        triples = zip(specs, plan.arg_specs, sizes, strict=True)
+        other_bytes = sum(size for spec, own, size in triples if spec != own)
+        if other_bytes:
+            lower = partial(
+                load_or_lower,
+                step,
+                mesh,
+                program.fingerprint,
+                specs,
+                layout.output_specs(),
+                constraints_of(analysis, known[name], ConstraintLevel.EVERYTHING),
+                wide=True,
+            )
+            found.append((2 * other_bytes < sum(sizes), name, lower))
+    for _, name, lower in sorted(found, key=lambda one: one[0]):
+        yield name, lower
 
 
 def compile_alone(step: FlatStep, device: Any) -> CompiledStep:
     """Compiles a step for one device, in float32."""
+    return _lower_alone(step, device, {}).compile()
 
+
+def _lower_alone(
+    step: FlatStep, device: Any, options: Mapping[str, str]
+) -> LoweredStep:
     def whole(leaves: Iterable[Any]) -> list[Spec]:
         return [((),) * len(leaf.shape) for leaf in leaves]
 
     mesh = Mesh(np.array([device]), ("alone",))
-    return compile_step(
+    return load_or_lower(
         step,
         mesh,
         None,
         whole(step.avals),
         whole(jax.tree.leaves(step.traced.out_info)),
         Constraints({}, {}),
+        options,
         wide=True,
     )

@@ -170,11 +170,12 @@ def run_trial(
                     "there already"
                 )
                 with _room_for_check(agreement):
-                    checking = Check(*both_sides(bound, compiled), feedback)
+                    checking = Check(*both_sides(bound, compiled, tell), feedback)
             tell("making the arguments, by programs that are compiled for their shapes")
             args = list(target.make_args(bound.in_shardings, seed))
             if checking is not None:
-                which = checking.reference.preset or "one device"
+                preset = checking.reference.preset
+                which = f"the preset {preset}" if preset else "one device"
                 tell(f"copying the arguments, for the check against {which}")
                 with _room_for_check(agreement):
                     checking.start(args)
@@ -183,31 +184,30 @@ def run_trial(
                 which = f"step {number + 1} of {steps}"
                 tell(which)
                 result, time_ms = _one_step(compiled, args)
-                comparison = Comparison()
+                metrics, comparison = _metrics(result, feedback), Comparison()
+                feed_back(args, result, feedback)
+                del result
                 if checking is not None:
                     tell(
                         f"checking {which}: again under the plan and its reference, "
                         "and all results compared"
                     )
-                    shardings = shardings_of(result)
+                    shardings = shardings_of(args)
                     with _room_for_check(agreement):
-                        result = in_host(result)
+                        args = in_host(args)
                         comparison = checking.step()
-                    result = put_back(result, shardings)
-                feed_back(args, result, feedback)
-                metrics = _metrics(result, feedback)
+                    args = put_back(args, shardings)
                 results.append(
                     StepResult(time_ms=time_ms, metrics=metrics, comparison=comparison)
                 )
         except jax.errors.JaxRuntimeError as error:
             agreement.end_of_run(str(error).strip())
-            beside = ", or no --check, whose state takes room" * check
             raise DeviceError(
                 "The step failed on the devices.",
                 expected="a step that runs under its plan",
                 got=str(error).strip().splitlines()[0],
                 attempt="a plan with a memory budget (--memory-budget, "
-                f"memory_budget=), a smaller batch, or more devices{beside}",
+                "memory_budget=), a smaller batch, or more devices",
             ) from error
     if tolerance is None:
         tolerance = checking.tolerance if checking is not None else FULL_TOLERANCE

@@ -226,8 +226,8 @@ def check_text(trial: Trial) -> str:
         )
     if trial.preset:
         text += (
-            "\nOne device has no room for the step: it was compared with itself, as it "
-            f"is written, sharded over the same devices by {trial.preset}."
+            "\nOne device has no room for the step: the plan's was compared with the "
+            f"same step as written, sharded over the same devices by {trial.preset}."
         )
     return f"Check passed: {text}"
 

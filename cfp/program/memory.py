@@ -82,10 +82,15 @@ def on_device(tree: Any) -> Any:
 
 
 def in_host(tree: Any) -> Any:
-    """Moves arrays of this process to the memory of the host, where there is such."""
+    """Moves arrays of this process to the memory of the host, where there is such.
+
+    Those whose memory is gone stay as they are.
+    """
 
     def moved(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
+            return leaf
+        if leaf.is_deleted():  # A step that it was donated to has taken its memory.
             return leaf
         if not all(map(has_host_memory, leaf.sharding.device_set)):
             return leaf
@@ -107,7 +112,10 @@ def put_back(tree: Any, shardings: Sequence[Sharding | None]) -> Any:
     """
     leaves, structure = tree_flatten(tree)
     pairs = zip(leaves, shardings, strict=True)
-    moved = [x if where is None else jax.device_put(x, where) for x, where in pairs]
+    moved = [
+        leaf if where is None or leaf.is_deleted() else jax.device_put(leaf, where)
+        for leaf, where in pairs
+    ]
     return jax.block_until_ready(tree_unflatten(structure, moved))
 
 

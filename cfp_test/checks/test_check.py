@@ -14,6 +14,7 @@ import optax
 import pytest
 
 from cfp import api
+from cfp.checking import check as check_module
 from cfp.checking import reference, trial
 from cfp.checking.check import (
     DOUBLE_TOLERANCE,
@@ -34,6 +35,7 @@ from cfp.cli.running import check_text
 from cfp.errors import DeviceError
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.compiler_options import MEMORY_SHARE
+from cfp.program.memory import memory_kind
 from cfp.program.step import flatten_step
 from cfp.runtime import execute
 from cfp.targets import Target, model_target
@@ -473,7 +475,7 @@ def test_without_room_on_one_device_a_preset_is_the_reference(
     found = trial_of(small_target(), preset, 2, tmp_path)
     assert found.preset == other
     assert found.failures == []
-    assert f"as it is written, sharded over the same devices by {other}" in " ".join(
+    assert f"step as written, sharded over the same devices by {other}" in " ".join(
         check_text(found).split()
     )
     assert all(step.comparison.differences for step in found.steps)
@@ -505,12 +507,14 @@ def test_a_wrong_plan_fails_beside_a_preset(monkeypatch, tmp_path):
 def test_a_check_needs_what_the_larger_program_does(limit, is_there):
     """With its arguments, and with results that take no donated argument's place."""
 
-    def sized(arguments, temporary, results, aliased, is_here=True):
+    def sized(arguments, temporary, results, aliased, is_here=True, in_host=0):
         size = SimpleNamespace(
             argument_size_in_bytes=arguments,
             temp_size_in_bytes=temporary,
             output_size_in_bytes=results,
             alias_size_in_bytes=aliased,
+            host_argument_size_in_bytes=in_host,
+            host_output_size_in_bytes=in_host,
         )
         device = SimpleNamespace(id=0, memory_stats=lambda: {"bytes_limit": limit})
         sharding = SimpleNamespace(
@@ -519,6 +523,7 @@ def test_a_check_needs_what_the_larger_program_does(limit, is_there):
         return SimpleNamespace(
             compiled=SimpleNamespace(memory_analysis=lambda: size),
             in_shardings=[sharding],
+            out_shardings=[sharding],
         )
 
     for planned in (sized(20, 47, 12, 11), sized(1, 1, 1, 1)):
@@ -528,6 +533,69 @@ def test_a_check_needs_what_the_larger_program_does(limit, is_there):
     # Of what several processes share nothing is in the host's memory meanwhile.
     shared = sized(10, 56, 12, 10, is_here=False)
     assert room_for(sized(1, 1, 1, 1), shared).needed_bytes == 68 + 10 + 12
+    # What the step has in the host's memory passes through the device's.
+    away = sized(0, 56, 2, 0, in_host=10)
+    assert room_for(sized(1, 1, 1, 1), away).needed_bytes == 68
+    # Arguments near these are made of these.
+    assert room_for(sized(1, 1, 1, 1), sized(50, 1, 50, 50)).needed_bytes == 100
+
+
+def live_bytes(known):
+    """Bytes of arrays on the first device that are not known, each buffer once."""
+    held = {}
+    for one in jax.live_arrays():
+        if id(one) in known or one.is_deleted() or memory_kind(one):
+            continue
+        for shard in one.addressable_shards:
+            if shard.device == jax.devices()[0]:
+                data = shard.data
+                held[data.unsafe_buffer_pointer()] = data.nbytes
+    return sum(held.values())
+
+
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_a_check_holds_no_more_than_it_says(donate, monkeypatch, tmp_path):
+    """A state is all that takes room here: while it is compared, and changed."""
+
+    def step(state, x):
+        return {name: leaf - 1e-3 * x.sum() for name, leaf in state.items()}
+
+    def make(seed):
+        keys = jax.random.split(jax.random.key(seed), 4)
+        shape = (512, 512)
+        state = {f"w{i}": jax.random.normal(key, shape) for i, key in enumerate(keys)}
+        return state, jnp.ones(8)
+
+    def make_args(shardings, seed):
+        return tuple(map(jax.device_put, make(seed), shardings))
+
+    target = Target(
+        name="state", step=step, args=make(0), donate=donate, make_args=make_args
+    )
+    known = {id(one) for one in jax.live_arrays()}
+    peaks, rooms = [], []
+
+    def measured(*pair, measure=check_module._measured):
+        peaks.append(live_bytes(known))
+        return measure(*pair)
+
+    def changed(*args, change=check_module.nudge, **how):
+        made = change(*args, **how)
+        peaks.append(live_bytes(known))
+        return made
+
+    def found(*sides):
+        rooms.append(room_for(*sides))
+        return rooms[-1]
+
+    monkeypatch.setattr(check_module, "_measured", measured)
+    monkeypatch.setattr(check_module, "nudge", changed)
+    monkeypatch.setattr(check_module, "FULL_TOLERANCE", 0.0)
+    monkeypatch.setattr(reference, "room_for", found)
+    trial_of(target, "replicated", 2, tmp_path)
+    state_bytes = 4 * 512 * 512 * 4
+    assert max(peaks) > state_bytes
+    assert max(peaks) <= rooms[0].needed_bytes + 64 * 2**10
 
 
 class Alone:

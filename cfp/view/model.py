@@ -506,7 +506,7 @@ def _reasons(plan: Plan, race: RaceView) -> tuple[str, str]:
         then, own_ms = "", own.row.time_ms if own else None
         if time_ms and own_ms and time_ms * (1.0 + ALIKE) < own_ms:
             # In earlier turns, at other clocks, in which the winner was faster still.
-            place, then = "the fastest, timed again,", " before that"
+            place, then = "the fastest, timed again,", " in earlier turns"
         against = f", against {own.row.time_ms:.3f} ms" if own else ""
         what, there = "the whole step", ""
         if "segments_raced" in search:

@@ -414,7 +414,7 @@ def test_a_time_from_before_the_winner_was_timed_again_is_no_tie():
     before = replace(data, time_ms=9.2)
     said = " ".join(explain_text(make_plan([], [before, planned, *rest])).split())
     assert "it is the fastest, timed again, of 2 programs that were timed" in said
-    assert "9.200 ms before that, against 10.250 ms" in said
+    assert "9.200 ms in earlier turns, against 10.250 ms" in said
 
 
 def test_the_winner_of_a_predicted_tie_is_not_called_the_best():

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,14 +21,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
 from cfp.errors import CfpError, compose, nearest, place_of
 from cfp.models import registry
 from cfp.models.options import ModelOption, Scalar
+from cfp.profiling.inputs import counts
 from cfp.program.fixed import fixed, released
 from cfp.program.memory import put
+from cfp.program.signature import key_name, whole
 from cfp.program.step import FlatStep, flatten_step
+from cfp.program.trace import trace
 
 _EXAMPLE = (
     "def tiny():\n"
@@ -274,7 +279,8 @@ def _function_target(
         raise CfpError(
             f"{text} does not return a step and its arguments.",
             expected="(train_step, args), the second a tuple with one entry for "
-            "each argument",
+            "each argument; of those by name make some by position: "
+            "lambda state, batch: train_step(state, batch=batch)",
             got=_type_text(made),
             attempt=_EXAMPLE,
         )
@@ -286,16 +292,16 @@ def _function_target(
                 f"{option} {wrong[0]}: the step has {len(args)} arguments, numbered "
                 f"from 0 to {len(args) - 1}."
             )
-    dynamic = [a for i, a in enumerate(args) if i not in static]
 
     def make_args(shardings: Sequence[Any], seed: int) -> tuple[Any, ...]:
-        made = iter(
-            make_argument(arg, place, jax.random.fold_in(jax.random.key(seed), i))
-            for i, (arg, place) in enumerate(zip(dynamic, shardings, strict=True))
-        )
+        dynamic = [a for i, a in enumerate(args) if i not in static]
+        arrays, tree = tree_flatten(fixed(dynamic))
+        places = tree_leaves(list(shardings))
+        rows = _rows(target.flatten(), places) if any(map(_may_pick, arrays)) else {}
+        made = iter(released(tree_unflatten(tree, _made(arrays, places, rows, seed))))
         return tuple(a if i in static else next(made) for i, a in enumerate(args))
 
-    return Target(
+    target = Target(
         name=text,
         step=step,
         args=args,
@@ -303,6 +309,7 @@ def _function_target(
         static=static,
         make_args=make_args,
     )
+    return target
 
 
 def _callable_as_they_are(module: ModuleType) -> list[str]:
@@ -386,31 +393,66 @@ def _type_text(value: Any) -> str:
     return f"something of type {type(value).__name__}"
 
 
-def make_argument(arg: Any, shardings: Any, key: jax.Array) -> Any:
-    """An argument on the devices; where only its shape is known, of small numbers.
+def _may_pick(leaf: Any) -> bool:
+    """Returns True if only an integer's shape is known, which may pick a row."""
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    return is_shape and bool(leaf.shape) and jnp.issubdtype(leaf.dtype, jnp.integer)
+
+
+def _rows(step: FlatStep, places: Sequence[Any]) -> dict[int, int]:
+    """For leaves of the arguments that pick something, out of how many."""
+    devices = sorted(places[0].device_set, key=lambda device: device.id)
+    program, _ = trace(step, Mesh(np.array(devices), ("all",)))
+    found = counts(program, whole(program).ops)
+    return {i: found[value] for i, value in enumerate(program.args) if value in found}
+
+
+def _made(
+    leaves: Sequence[Any], places: Sequence[Any], rows: Mapping[int, int], seed: int
+) -> list[Any]:
+    """Arrays on the devices; where only a shape is known, of small random numbers.
 
     Args:
-        arg: a pytree of arrays and `jax.ShapeDtypeStruct` s.
-        shardings: one for each of its arrays.
-        key: for what is random.
+        leaves: arrays and `jax.ShapeDtypeStruct` s.
+        places: a sharding for each.
+        rows: for those that pick something, out of how many.
     """
-    leaves, tree = tree_flatten(fixed(arg))
-    made = []
-    for i, (leaf, sharding) in enumerate(
-        zip(leaves, tree_leaves(shardings), strict=True)
-    ):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            draw = jax.jit(_random, static_argnums=(1, 2), out_shardings=sharding)
-            made.append(draw(jax.random.fold_in(key, i), leaf.shape, leaf.dtype))
-        else:
-            made.append(put(jnp.asarray(leaf), sharding))
-    return released(tree_unflatten(tree, made))
+    drawn = {
+        i: leaf
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    }
+
+    def draw() -> dict[int, jax.Array]:
+        # JAX's own generator takes seconds to compile for each shape.
+        keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(drawn))
+        return {
+            i: _random(key, leaf.shape, leaf.dtype, rows.get(i, 2))
+            for key, (i, leaf) in zip(keys, drawn.items(), strict=True)
+        }
+
+    made = jax.jit(draw, out_shardings={i: places[i] for i in drawn})()
+    return [
+        made[i] if i in drawn else put(jnp.asarray(leaf), place)
+        for i, (leaf, place) in enumerate(zip(leaves, places, strict=True))
+    ]
 
 
-def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    # Small and never negative: what is a variance, an index or a count stays one.
+def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any, rows: int) -> jax.Array:
+    """Small numbers that are never negative: a variance or an index stays one.
+
+    Args:
+        rows: integers are less than this.
+    """
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.random.split(key, shape)
+        own = jax.random.key(jax.random.bits(key), impl=key_name(dtype))
+        return jax.random.split(own, shape)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        parts = 0.05 * jax.random.uniform(key, (2, *shape))
+        return jax.lax.complex(parts[0], parts[1]).astype(dtype)
     if jnp.issubdtype(dtype, jnp.floating):
         return (0.05 * jax.random.uniform(key, shape)).astype(dtype)
-    return jax.random.bernoulli(key, 0.5, shape).astype(dtype)
+    if dtype == jnp.bool_:
+        return jax.random.bernoulli(key, 0.5, shape)
+    rows = min(rows, int(jnp.iinfo(dtype).max) + 1)
+    return (jax.random.bits(key, shape) % jnp.uint32(rows)).astype(dtype)

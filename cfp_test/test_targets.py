@@ -76,6 +76,36 @@ def test_arguments_are_made_where_only_shapes_are_known():
     assert np.isfinite(np.sqrt(x)).all()  # What may be a variance is not negative.
 
 
+def looked_up():
+    """A step whose tokens pick rows of a table, and labels one of seven classes."""
+
+    def step(table, batch):
+        found = table[batch["tokens"]].sum() + batch["image"].astype(float).sum()
+        return found + jax.nn.one_hot(batch["labels"], 7).sum()
+
+    shape = jax.ShapeDtypeStruct
+    batch = {
+        "tokens": shape((64, 16), jnp.int32),
+        "labels": shape((64,), jnp.int8),
+        "image": shape((8, 8), jnp.uint8),
+        "phase": shape((16,), jnp.complex64),
+        "keys": shape((2,), jax.random.key(0).dtype),
+    }
+    return step, (shape((1000, 8), jnp.float32), batch)
+
+
+def test_integers_that_pick_rows_are_drawn_from_all_of_them(tmp_path):
+    """Rows of the first device alone would not show that another's are wrong."""
+    target = resolve("cfp_test.test_targets:looked_up")
+    _, batch = target.make_args([single(arg) for arg in target.args], 0)
+    assert set(np.asarray(batch["labels"])) == set(range(7))
+    tokens = np.asarray(batch["tokens"])
+    assert tokens.min() < 100 and 900 < tokens.max() < 1000
+    assert set(np.asarray(batch["image"]).flat) == {0, 1}
+    assert np.asarray(batch["phase"]).imag.any()
+    assert batch["keys"].dtype == jax.random.key(0).dtype
+
+
 def test_concrete_and_static_arguments_stay_what_they_are():
     target = resolve(f"{FILE}:with_static", static=[1])
     weights, layers, x = target.make_args([single(target.args[i]) for i in (0, 2)], 0)

@@ -169,6 +169,10 @@ _NEEDS_VALUE = (
     jax.errors.TracerIntegerConversionError,
 )
 _NEEDS_VALUE_WORDS = ("concrete value", "not a valid JAX type", "hashable")
+_NO_ARGUMENTS = (
+    " No argument of it has an array: give the step's arguments, or their shapes, "
+    "behind it, as in cfp.plan(step, state, batch)."
+)
 _STATIC_ADVICE = (
     "; arguments that are not arrays belong in static_argnums or static_argnames, also "
     "where the step is wrapped in jax.jit, which keeps its own to itself."
@@ -413,6 +417,7 @@ class FlatStep:
                 f"{place_of(error)}\n"
                 "The step must be a function that jax.jit accepts"
                 + (_STATIC_ADVICE if _needs_value(error) else ".")
+                + _NO_ARGUMENTS * (not self.avals)
             ) from error
         name = self.flat_fn.__name__
         if overwritten := around.overwritten():

@@ -70,23 +70,23 @@ class Detail(Enum):
 
     ROLES = "x: rows"
     DIMS = "x: rows (dim 0)"
-    SIZES = "x: rows (dim 0 of 8)"
+    SIZES = "x: rows (dim 0, size 8)"
 
 
 def roles_text(roles: Sequence[AxisRole], detail: Detail = Detail.SIZES) -> str:
-    """Describes the roles of axes in a block: ``x: rows (dim 0 of 8)``.
+    """Describes the roles of axes in a block: ``x: rows (dim 0, size 8)``.
 
-    A dim that is only a dim has no more words: ``x: dim 0 of 8``.
+    A dim that is only a dim has no more words: ``x: dim 0, size 8``.
     """
     parts = []
     for one in roles:
         where = [] if one.role is Role.CONTRACTED else [f"dim {one.dim}"]
-        where += [f"of {one.size}"] if detail is Detail.SIZES else []
+        where += [f"size {one.size}"] if detail is Detail.SIZES else []
         text = f"{one.axis}: {one.role}"
         if one.role is Role.DIM:
-            text = f"{one.axis}: {' '.join(where)}"
+            text = f"{one.axis}: {', '.join(where)}"
         elif where and detail is not Detail.ROLES:
-            text += f" ({' '.join(where)})"
+            text += f" ({', '.join(where)})"
         if one.scattered_dim is not None:
             is_sum = one.role is Role.CONTRACTED
             text += ", scattered to " if is_sum else ", exchanged for "

@@ -72,7 +72,7 @@ def test_columns_are_exchanged_and_no_table_is_gathered_or_reduced():
         "SR = RS x RR @ {0} (alltoall @ 0)"
     )
     roles = axis_roles(case.frame, op, strategy)
-    assert roles_text(roles) == "x: columns (dim 1 of 32), exchanged for dim 0"
+    assert roles_text(roles) == "x: columns (dim 1, size 32), exchanged for dim 0"
     sent, wrong = ran(case, lookup, strategy, Storage.USED)
     assert not wrong
     table_bytes, result_bytes = 4 * VOCABULARY * COLUMNS, 4 * ROWS * COLUMNS

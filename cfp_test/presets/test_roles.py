@@ -418,10 +418,10 @@ def test_a_lookups_rows_are_the_dims_of_its_indices():
     [lookup, *_] = frame.blocks
     [choice, *_] = axis_walk(frame, "data", 4)
     op = frame.program.ops[lookup.anchor]
-    assert roles_text(axis_roles(frame, op, (choice,))) == "x: rows (dim 0 of 8)"
+    assert roles_text(axis_roles(frame, op, (choice,))) == "x: rows (dim 0, size 8)"
     columns = next(f for (f,) in op.rule.results[0] if op.rule.sizes[f] == 32)
     text = roles_text(axis_roles(frame, op, (AxisChoice(columns),)))
-    assert text == "x: columns (dim 2 of 32)"
+    assert text == "x: columns (dim 2, size 32)"
 
 
 @pytest.mark.parametrize("order", ["data first", "weight first"])
@@ -458,7 +458,7 @@ def test_a_dim_of_an_op_without_products_is_only_a_dim():
     assert op.rule is not None
     roles = axis_roles(frame, op, (AxisChoice(op.rule.results[0][1][0]),))
     texts = [roles_text(roles, detail) for detail in Detail]
-    assert texts == ["x: dim 1", "x: dim 1", "x: dim 1 of 32"]
+    assert texts == ["x: dim 1", "x: dim 1", "x: dim 1, size 32"]
     assert roles == tuple(replace(one, role=Role.BATCH) for one in roles)
 
 

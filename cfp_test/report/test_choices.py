@@ -127,11 +127,11 @@ def test_choices_have_names_and_words(analysis, problem):
         before = base and strategy_figures(analysis, 1, base)
         return strategy_text(strategy_figures(analysis, 1, one), before)
 
-    assert words(data).endswith("x: rows (dim 0 of 16); parameters as used")
+    assert words(data).endswith("x: rows (dim 0, size 16); parameters as used")
     assert words(again, data) == "rematerialized"
     assert words(data, again) == "not rematerialized"
     assert words(full, data) == "parameters sharded"
-    assert "x: columns (dim 1 of 32)" in words(odd, full)
+    assert "x: columns (dim 1, size 32)" in words(odd, full)
     assert "parameters" not in words(odd, full)
     assert words(odd, odd) == ""
 

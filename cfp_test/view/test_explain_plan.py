@@ -29,7 +29,7 @@ def test_a_plan_explains_itself():
         "",
         "Segments 0-95 (96 alike): parameters sharded; 1.500 ms each, measured",
         "  Net/layer_0-95/up  at net/layers.py:7",
-        "    sharded: x: rows (dim 0 of 8)",
+        "    sharded: x: rows (dim 0, size 8)",
         "    tensors: f32[8/x,16] x f32[16,32/y] -> f32[8/x,32/y]",
         "    collectives: all-gather over x, 3.00 KiB in 2 calls, 0.125 ms; "
         "all-reduce over x,y, 1.00 KiB,",
@@ -38,7 +38,7 @@ def test_a_plan_explains_itself():
         "600.00 KiB, zero1",
         "  runner-up: #2: predicted step 10.500 ms (+10.5%), memory 500.00 KiB "
         "(-16.7%); unlike the choice:",
-        "    block of #2 x: rows (dim 0 of 8)",
+        "    block of #2 x: rows (dim 0, size 8)",
     ]
     assert "Next: data_parallel or zero1, 12.250 ms, against 10.250 ms." in " ".join(
         " ".join(lines).split()
@@ -328,7 +328,7 @@ def test_blocks_that_are_left_out_of_a_text_keep_what_shards_them():
     shown = [f"{s}_{i}/Residual_{i}/Conv_0" for s in ("up", "down") for i in range(4)]
     assert said.endswith(
         f"unlike the choice: {', '.join(shown[:4])} and 20 more replicated; "
-        f"{', '.join(shown[4:])} and 8 more x: columns (dim 1 of {COLUMNS.size}); "
+        f"{', '.join(shown[4:])} and 8 more x: columns (dim 1, size {COLUMNS.size}); "
         "parameters as used"
     )
     page = page_html(with_strategies(DEEP, runner, before))

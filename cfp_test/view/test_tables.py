@@ -41,7 +41,7 @@ def test_the_table_of_a_known_plan():
     assert cells == [
         "1-4 (4 x)",
         "layer_0-3/mlp",
-        "x: columns (dim 1 of 64)",
+        "x: columns (dim 1, size 64)",
         "sharded",
         "all-reduce over x, 19.25 KiB",
         "4 x 1.5",
@@ -107,7 +107,7 @@ def test_segments_that_are_sharded_otherwise_stand_apart():
 def test_what_only_some_of_the_segments_send_is_said():
     rows = layers([0, 0, 0])
     rows[1] = row(1, 0, "Net/layer_0/mlp", moves=(move("all-to-all", 8),))
-    text = plan_text(make_plan(rows, []), width=160)
+    text = plan_text(make_plan(rows, []), width=170)
     said = "all-reduce over x, 19.25 KiB; but in segment 1: all-to-all over x, 8.00 KiB"
     assert f"| {said} |" in text
 

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,18 +22,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
 from cfp.errors import CfpError, compose, nearest, place_of
 from cfp.models import registry
 from cfp.models.options import ModelOption, Scalar
-from cfp.profiling.inputs import counts
+from cfp.profiling.inputs import counts, hashed_bits
 from cfp.program.fixed import fixed, released
 from cfp.program.memory import put
 from cfp.program.signature import key_name, whole
 from cfp.program.step import FlatStep, flatten_step
-from cfp.program.trace import trace
+from cfp.program.trace import planning_mesh, trace
 
 _EXAMPLE = (
     "def tiny():\n"
@@ -297,7 +297,8 @@ def _function_target(
         dynamic = [a for i, a in enumerate(args) if i not in static]
         arrays, tree = tree_flatten(fixed(dynamic))
         places = tree_leaves(list(shardings))
-        rows = _rows(target.flatten(), places) if any(map(_may_pick, arrays)) else {}
+        picking = {i for i, leaf in enumerate(arrays) if _may_pick(leaf)}
+        rows = _rows(target.flatten(), places, picking) if picking else {}
         made = iter(released(tree_unflatten(tree, _made(arrays, places, rows, seed))))
         return tuple(a if i in static else next(made) for i, a in enumerate(args))
 
@@ -399,12 +400,23 @@ def _may_pick(leaf: Any) -> bool:
     return is_shape and bool(leaf.shape) and jnp.issubdtype(leaf.dtype, jnp.integer)
 
 
-def _rows(step: FlatStep, places: Sequence[Any]) -> dict[int, int]:
-    """For leaves of the arguments that pick something, out of how many."""
-    devices = sorted(places[0].device_set, key=lambda device: device.id)
-    program, _ = trace(step, Mesh(np.array(devices), ("all",)))
+def _rows(
+    step: FlatStep, places: Sequence[Any], which: Collection[int]
+) -> dict[int, int]:
+    """For those of these leaves of the arguments that pick something, out of how many.
+
+    Args:
+        places: a sharding for each leaf of the arguments.
+    """
+    place = places[0]
+    if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
+        mesh = planning_mesh(place.mesh)
+    else:
+        mesh = Mesh(np.array([*place.device_set]), ("all",))
+    program, _ = trace(step, mesh)
     found = counts(program, whole(program).ops)
-    return {i: found[value] for i, value in enumerate(program.args) if value in found}
+    values = ((i, program.args[i]) for i in which)
+    return {i: found[value] for i, value in values if value in found}
 
 
 def _made(
@@ -424,11 +436,9 @@ def _made(
     }
 
     def draw() -> dict[int, jax.Array]:
-        # JAX's own generator takes seconds to compile for each shape.
-        keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(drawn))
         return {
-            i: _random(key, leaf.shape, leaf.dtype, rows.get(i, 2))
-            for key, (i, leaf) in zip(keys, drawn.items(), strict=True)
+            i: _random((seed, i), leaf.shape, leaf.dtype, rows.get(i, 2))
+            for i, leaf in drawn.items()
         }
 
     made = jax.jit(draw, out_shardings={i: places[i] for i in drawn})()
@@ -438,21 +448,26 @@ def _made(
     ]
 
 
-def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any, rows: int) -> jax.Array:
+def _random(
+    seeds: tuple[int, int], shape: tuple[int, ...], dtype: Any, rows: int
+) -> jax.Array:
     """Small numbers that are never negative: a variance or an index stays one.
 
     Args:
         rows: integers are less than this.
     """
+    salts = map(int, np.random.SeedSequence(seeds).generate_state(2))
+    bits, other = (hashed_bits(shape, salt) for salt in salts)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        own = jax.random.key(jax.random.bits(key), impl=key_name(dtype))
-        return jax.random.split(own, shape)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        parts = 0.05 * jax.random.uniform(key, (2, *shape))
-        return jax.lax.complex(parts[0], parts[1]).astype(dtype)
-    if jnp.issubdtype(dtype, jnp.floating):
-        return (0.05 * jax.random.uniform(key, shape)).astype(dtype)
+        first = jax.random.key(seeds[1], impl=key_name(dtype))
+        return jax.random.split(jax.random.fold_in(first, seeds[0]), shape)
     if dtype == jnp.bool_:
-        return jax.random.bernoulli(key, 0.5, shape)
-    rows = min(rows, int(jnp.iinfo(dtype).max) + 1)
-    return (jax.random.bits(key, shape) % jnp.uint32(rows)).astype(dtype)
+        return bits >> 31 != 0
+    if jnp.issubdtype(dtype, jnp.integer):
+        most = jnp.uint32(min(rows, int(jnp.iinfo(dtype).max) + 1))
+        return ((bits >> 1) % most).astype(dtype)
+    unit = jnp.float32(0.05 / 2**24)
+    real, imaginary = ((one >> 8).astype(jnp.float32) * unit for one in (bits, other))
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return jax.lax.complex(real, imaginary).astype(dtype)
+    return real.astype(dtype)

@@ -94,7 +94,7 @@ def looked_up():
     return step, (shape((1000, 8), jnp.float32), batch)
 
 
-def test_integers_that_pick_rows_are_drawn_from_all_of_them(tmp_path):
+def test_integers_that_pick_rows_are_drawn_from_all_of_them():
     """Rows of the first device alone would not show that another's are wrong."""
     target = resolve("cfp_test.test_targets:looked_up")
     _, batch = target.make_args([single(arg) for arg in target.args], 0)

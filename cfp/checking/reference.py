@@ -85,10 +85,14 @@ def room_for(planned: CompiledStep, reference: CompiledStep) -> Room | None:
     # What they keep in the host's memory passes through the device's, as a whole.
     arguments = theirs.argument_size_in_bytes + theirs.host_argument_size_in_bytes
     results = theirs.output_size_in_bytes + theirs.host_output_size_in_bytes
-    # They run one after another. Where other processes have parts of the reference's
-    # arguments and results these stay on the devices meanwhile.
+    # They run one after another. Of what other processes have parts, that stays on the
+    # devices meanwhile: the reference's arguments and results, and the plan's state.
     shardings = (*reference.in_shardings, *reference.out_shardings)
-    shared = not all(one.is_fully_addressable for one in shardings)
+    beside = 0
+    if not all(one.is_fully_addressable for one in shardings):
+        beside += arguments + results
+    if not all(one.is_fully_addressable for one in planned.in_shardings):
+        beside += ours.argument_size_in_bytes
     largest = max(
         ours.argument_size_in_bytes + _own_bytes(ours),
         arguments + _own_bytes(theirs),
@@ -96,7 +100,7 @@ def room_for(planned: CompiledStep, reference: CompiledStep) -> Room | None:
     )
     device = min(shardings[0].addressable_devices, key=lambda device: device.id)
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    return Room((arguments + results) * shared + largest, limit)
+    return Room(beside + largest, limit)
 
 
 def _own_bytes(size: Any) -> int:

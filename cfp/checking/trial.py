@@ -192,11 +192,16 @@ def run_trial(
                         f"checking {which}: again under the plan and its reference, "
                         "and all results compared"
                     )
-                    shardings = shardings_of(args)
+                    dynamic = [i for i in range(len(args)) if i not in target.static]
+                    shardings = {i: shardings_of(args[i]) for i in dynamic}
                     with _room_for_check(agreement):
-                        args = in_host(args)
+                        args = [
+                            in_host(a) if i in shardings else a
+                            for i, a in enumerate(args)
+                        ]
                         comparison = checking.step()
-                    args = put_back(args, shardings)
+                    for i, places in shardings.items():
+                        args[i] = put_back(args[i], places)
                 results.append(
                     StepResult(time_ms=time_ms, metrics=metrics, comparison=comparison)
                 )

@@ -245,16 +245,16 @@ def _values(
     shape: tuple[int, ...], dtype: jnp.dtype, signed: bool, count: int
 ) -> jax.Array:
     if dtype == jnp.bool_:
-        return _bits(shape) >> 31 != 0 if shape else jnp.ones((), dtype)
+        return hashed_bits(shape) >> 31 != 0 if shape else jnp.ones((), dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         if not shape:
             return jnp.ones((), dtype)
         largest = int(jnp.iinfo(dtype).max)
         if count:
             most = jnp.uint32(min(count, largest + 1, 2**31))
-            return lax.convert_element_type((_bits(shape) >> 1) % most, dtype)
+            return lax.convert_element_type((hashed_bits(shape) >> 1) % most, dtype)
         bits = min(_INTEGER_BITS, largest.bit_length())
-        return lax.convert_element_type(_bits(shape) >> (32 - bits), dtype)
+        return lax.convert_element_type(hashed_bits(shape) >> (32 - bits), dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         part = jnp.float64 if dtype == jnp.complex128 else jnp.float32
         real = lax.convert_element_type(_floats(shape, signed), part)
@@ -265,16 +265,19 @@ def _values(
 def _floats(shape: tuple[int, ...], signed: bool) -> jax.Array:
     smallest = -_LARGEST_FLOAT if signed else _SMALLEST_FLOAT
     width = jnp.float32((_LARGEST_FLOAT - smallest) / 2**24)
-    return (_bits(shape) >> 8).astype(jnp.float32) * width + jnp.float32(smallest)
+    return (hashed_bits(shape) >> 8).astype(jnp.float32) * width + jnp.float32(smallest)
 
 
-def _bits(shape: tuple[int, ...]) -> jax.Array:
+def hashed_bits(shape: tuple[int, ...], salt: int = 0) -> jax.Array:
     """32 bits for each element that look random and follow from its indices.
 
     Unlike `jax.random`, it compiles to a few elementwise operations, which every
     device computes for its own piece.
+
+    Args:
+      salt: below 2**32; with another one all are others.
     """
-    bits = jnp.full(shape, 0x9E3779B9, jnp.uint32)
+    bits = jnp.full(shape, 0x9E3779B9 ^ salt, jnp.uint32)
     for dim in range(len(shape)):
         index = lax.broadcasted_iota(jnp.uint32, shape, dim)
         bits = (bits ^ index) * jnp.uint32(0x85EBCA6B + 2 * dim)

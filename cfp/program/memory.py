@@ -101,7 +101,10 @@ def in_host(tree: Any) -> Any:
 
 def shardings_of(tree: Any) -> list[Sharding | None]:
     """For each leaf its sharding, the memory included; None for what is no array."""
-    return [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree)]
+    return [
+        leaf.sharding if isinstance(leaf, jax.Array) else None
+        for leaf in jax.tree.leaves(tree)
+    ]
 
 
 def put_back(tree: Any, shardings: Sequence[Sharding | None]) -> Any:

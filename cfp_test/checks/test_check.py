@@ -5,7 +5,7 @@ devices compute that lack a sum, or take another one's part.
 """
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import jax
@@ -481,6 +481,50 @@ def test_without_room_on_one_device_a_preset_is_the_reference(
     assert all(step.comparison.differences for step in found.steps)
 
 
+@dataclass(frozen=True)
+class Settings:
+    """A static argument with a name that arrays have, too."""
+
+    sharding: str = "none"
+
+
+def test_static_arguments_stay_what_they_are(tmp_path):
+    """The second is compared by identity: what is rebuilt would be another."""
+
+    def step(state, settings, call, x):
+        assert settings.sharding == "none"
+        return call(state, x.sum())
+
+    def scaled(state, x):
+        return {name: leaf * (1 - 1e-3 * x) for name, leaf in state.items()}
+
+    call = jax.tree_util.Partial(scaled)
+    state = {name: jnp.arange(1.0, 9.0) for name in ("a", "b")}
+    target = Target(
+        name="static",
+        step=step,
+        args=(state, Settings(), call, jnp.ones(8)),
+        static=(1, 2),
+        make_args=lambda shardings, _: (
+            jax.device_put(state, shardings[0]),
+            Settings(),
+            call,
+            jax.device_put(jnp.ones(8), shardings[1]),
+        ),
+    )
+    plan = api.plan(
+        step,
+        *target.args,
+        static_argnums=(1, 2),
+        mesh=make_mesh((("x", 2),)),
+        preset="replicated",
+        cache_dir=tmp_path,
+        settings=PlannerSettings(race=False),
+    )
+    found = run_trial(plan, target, steps=2, check=True)
+    assert found.failures == []
+
+
 def test_a_wrong_plan_fails_beside_a_preset(monkeypatch, tmp_path):
     has_no_room(monkeypatch, 1)
     args = make_args("sgd")
@@ -533,6 +577,8 @@ def test_a_check_needs_what_the_larger_program_does(limit, is_there):
     # Of what several processes share nothing is in the host's memory meanwhile.
     shared = sized(10, 56, 12, 10, is_here=False)
     assert room_for(sized(1, 1, 1, 1), shared).needed_bytes == 68 + 10 + 12
+    planned = sized(3, 1, 1, 1, is_here=False)
+    assert room_for(planned, shared).needed_bytes == 68 + 10 + 12 + 3
     # What the step has in the host's memory passes through the device's.
     away = sized(0, 56, 2, 0, in_host=10)
     assert room_for(sized(1, 1, 1, 1), away).needed_bytes == 68

@@ -5,9 +5,9 @@
     python -m cfp_test.bench.side_by_side --out FOLDER --join docs/results/NAME.json
 
 A piece is a model of the zoo, four layers at full width: ``gpt`` over NVLink,
-``gpt:off`` with NCCL_P2P_DISABLE=1, ``gpt:budgets`` under budgets of 100, 75, 60 and
-45 % of what data parallelism needs, ``gpt:sharding`` beside a plan that chooses
-shardings alone. Ways to shard it:
+``gpt:off`` with NCCL_P2P_DISABLE=1, ``gpt:budgets`` and ``gpt:off_budgets`` under
+budgets of 100, 75, 60 and 45 % of what data parallelism needs, ``gpt:sharding`` beside
+a plan that chooses shardings alone. Ways to shard it:
 
 planned     cfp at its defaults, from an empty store
 preset      the two presets that were fastest in the plan's race, with its kernels
@@ -92,7 +92,9 @@ PIECES = (
     *("bert", "gpt:budgets", "llama:budgets", "moe:budgets"),
     *("bert:off", "llama4k", "gpt:sharding", "llama:sharding", "moe:sharding"),
     "bert:budgets",
+    *("gpt:off_budgets", "moe:off_budgets", "llama:off_budgets", "bert:off_budgets"),
 )
+KINDS = ("", "off", "budgets", "off_budgets", "sharding")
 SHARES = (1.0, 0.75, 0.6, 0.45)
 TABLES_OF: Mapping[str, Sequence[str]] = {
     "moe": ("data_parallel", "expert_parallel", "expert_parallel_fsdp"),
@@ -105,7 +107,8 @@ THREADS = 4
 SOLVER_SECONDS = 15.0
 TORCH_SECONDS = 45.0  # Kept for PyTorch at the end of a piece.
 # With less left no such piece begins.
-LEAST_SECONDS = {"": 120.0, "off": 120.0, "budgets": 60.0, "sharding": 90.0}
+LEAST_SECONDS = {"sharding": 90.0}
+LEAST_SECONDS |= {"": 120.0, "off": 120.0, "budgets": 60.0, "off_budgets": 60.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +118,7 @@ class Piece:
     Attributes:
         name: such as ``gpt:off``.
         model: a key of `MODELS`.
-        kind: "", "off", "budgets" or "sharding".
+        kind: one of `KINDS`.
     """
 
     name: str
@@ -130,12 +133,23 @@ class Piece:
             ValueError: there is no such model or kind.
         """
         model, _, kind = name.partition(":")
-        if model not in MODELS or kind not in ("", "off", "budgets", "sharding"):
+        if model not in MODELS or kind not in KINDS:
+            kinds = ", ".join(f":{kind}" for kind in KINDS if kind)
             raise ValueError(
-                f"expected a model of {', '.join(MODELS)}, and :off, :budgets, "
-                f":sharding or nothing, got {name!r}"
+                f"expected a model of {', '.join(MODELS)}, and {kinds} or nothing, "
+                f"got {name!r}"
             )
         return cls(name=name, model=model, kind=kind)
+
+    @property
+    def slow(self) -> bool:
+        """True without peer-to-peer access."""
+        return self.kind.startswith("off")
+
+    @property
+    def under_budgets(self) -> bool:
+        """True if it is compared under budgets."""
+        return self.kind.endswith("budgets")
 
     @property
     def zoo_model(self) -> str:
@@ -484,7 +498,7 @@ def ways_of(
             Way(group="hand", make=make, about={"kernel": kernel}),
         )
     try:
-        for name, one in modelled(found, piece.kind == "off"):
+        for name, one in modelled(found, piece.slow):
             yield name, cfp_way(maker, "cost_model", one)
     except Exception as error:  # Its solver may be missing; the rest goes on.
         record.write(cost_model_failed=f"{type(error).__name__}: {error}")
@@ -639,7 +653,7 @@ def run_piece(piece: Piece, given: argparse.Namespace) -> None:
     work.mkdir(parents=True, exist_ok=True)
     maker = Maker(piece, session, work, given.tiny)
     turns = partial(time_in_turn, loss_at=loss_at, record=record, rounds=given.rounds)
-    if piece.kind == "budgets":
+    if piece.under_budgets:
         done = _under_budgets(session, work, maker, record, turns, given)
         record.write(done=done)
         return
@@ -758,7 +772,7 @@ def _links(piece: Piece) -> Iterator[dict[str, str]]:
     """The environment of a piece's processes."""
     found = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
     found |= {"OMP_NUM_THREADS": "4", "TORCHINDUCTOR_COMPILE_THREADS": "8"}
-    if piece.kind == "off":
+    if piece.slow:
         found["NCCL_P2P_DISABLE"] = "1"
     yield found
 
@@ -781,7 +795,7 @@ def run_all(given: argparse.Namespace) -> None:
             if not record.data["done"]:
                 if left < LEAST_SECONDS[piece.kind]:
                     continue
-                if record.data["ways"] and piece.kind != "budgets":
+                if record.data["ways"] and not piece.under_budgets:
                     record.path.rename(_before(record.path))
                 reserve = TORCH_SECONDS if wants_torch else 8.0
                 words = [sys.executable, "-m", "cfp_test.bench.side_by_side"]

@@ -15,6 +15,10 @@ def test_pieces_are_read_by_name_and_have_files_of_their_own():
     off = Piece.of("llama4k:off")
     assert (off.zoo_model, off.kind) == ("llama", "off")
     assert off.options(tiny=False)["seq"] == 4096
+    assert off.slow and not off.under_budgets
+    under = [Piece.of("gpt:budgets"), Piece.of("gpt:off_budgets")]
+    assert [one.slow for one in under] == [False, True]
+    assert all(one.under_budgets for one in under)
     with pytest.raises(ValueError, match="got 'gpt:slow'"):
         Piece.of("gpt:slow")
 

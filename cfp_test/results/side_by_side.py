@@ -13,6 +13,7 @@ from cfp.race.programs import TOO_LARGE
 from cfp_test.results.pages import Figures, fixed, gib, table
 
 LINKS = {"": "NVLink", "off": "NCCL_P2P_DISABLE=1"}
+BUDGETS = {"budgets": LINKS[""], "off_budgets": LINKS["off"]}
 # In the order of tables.
 GROUPS = {
     "planned": "plan",
@@ -221,11 +222,15 @@ def _no_preset_fits(
     return bool(notes) and set(notes) <= {TOO_LARGE, OVER_BUDGET}
 
 
-def _budget_cells(data: Mapping[str, Any]) -> tuple[list[list[Any]], list[Cell]]:
+def _budget_cells(
+    data: Mapping[str, Any], kind: str
+) -> tuple[list[list[Any]], list[Cell]]:
+    """Rows under budgets, and the cells that count, over one kind of links."""
     rows, cells = [], []
-    for piece in _pieces(data, "budgets"):
+    for piece in _pieces(data, kind):
         for share, about in piece.get("budgets", {}).items():
             where = f"{piece['model']}, {share}"
+            where += f", {BUDGETS[kind]}" if kind != "budgets" else ""
             size = gib(about["bytes"], 1)
             if "winner" not in about:
                 least = f"nothing fits; {gib(about['least_bytes'], 1)} GiB would do"
@@ -365,7 +370,8 @@ def page(data: Mapping[str, Any]) -> Figures:
     """All tables, and what they say of the aims."""
     first = data["pieces"][0]
     where = first["environment"]
-    budget_rows, budget_cells = _budget_cells(data)
+    under = {kind: _budget_cells(data, kind) for kind in BUDGETS}
+    budget_cells = [cell for _, cells in under.values() for cell in cells]
     lines = [
         "# Plans beside presets, the cost model, shardings by hand and PyTorch",
         "",
@@ -394,12 +400,13 @@ def page(data: Mapping[str, Any]) -> Figures:
         found = [row for piece in _pieces(data, kind) for row in _rows(piece)]
         if found:
             lines += [f"## {title}", "", table(HEAD, found), ""]
-    if budget_rows:
-        head = (
-            "model | of what data parallelism needs | GiB | plan | plan ms | preset "
-            "| preset ms | plan over preset | planning s"
-        )
-        lines += ["## Under budgets, NVLink", "", table(head, budget_rows), ""]
+    head = (
+        "model | of what data parallelism needs | GiB | plan | plan ms | preset "
+        "| preset ms | plan over preset | planning s"
+    )
+    for kind, (rows, _) in under.items():
+        if rows:
+            lines += [f"## Under budgets, {BUDGETS[kind]}", "", table(head, rows), ""]
     if alone := _alone(data):
         head = "model | plan ms | sharding alone ms | times | its plan"
         lines += ['## With `choose="sharding"`', "", table(head, alone), ""]

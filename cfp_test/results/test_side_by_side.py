@@ -113,3 +113,17 @@ def test_budgets_are_cells_and_what_does_not_fit_says_so():
     assert "no preset fits" in row_of(lines, "| 60% |")
     assert "no preset fits" in row_of(lines, "| 50% |")
     assert "no preset timed" in row_of(lines, "| 75% |")
+
+
+def test_budgets_without_peer_to_peer_access_are_cells_of_their_own():
+    ways = {
+        "75%: planned": way("planned", 90.0),
+        "75%: preset zero1": way("preset", 100.0),
+    }
+    made = {"bytes": 2**32, "winner": "planned", "planning_s": 9.0, "race": []}
+    slow = piece("gpt", "off_budgets", ways, budgets={"75%": made})
+    lines = lines_of(slow)
+    assert "## Under budgets, NCCL_P2P_DISABLE=1" in lines
+    assert "## Under budgets, NVLink" not in lines
+    said = "| 1 of 1 | gpt, 75%, NCCL_P2P_DISABLE=1: 0.900 | yes |"
+    assert said in row_of(lines, "below 0.95")

@@ -131,7 +131,8 @@ def check_program(
     state = _copy(args, static)
     expected_state = _copy(args, static)
     nudged_state = [
-        arg if i in static else nudge(arg) for i, arg in enumerate(expected_state)
+        arg if i in static else jax.tree.map(nudge, arg)
+        for i, arg in enumerate(expected_state)
     ]
     distances, failed = {}, {}
     for number in range(STEPS):

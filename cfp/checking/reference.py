@@ -6,6 +6,7 @@ sharded over all, by a preset that shards its arguments in another way than the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -96,11 +97,24 @@ def room_for(planned: CompiledStep, reference: CompiledStep) -> Room | None:
     largest = max(
         ours.argument_size_in_bytes + _own_bytes(ours),
         arguments + _own_bytes(theirs),
-        2 * arguments,  # While those near them are made.
+        # Copies of the arguments, and near ones, are made one by one.
+        arguments + _largest_argument_bytes(reference),
     )
     device = min(shardings[0].addressable_devices, key=lambda device: device.id)
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
     return Room(beside + largest, limit)
+
+
+def _largest_argument_bytes(step: CompiledStep) -> int:
+    """Memory of a device that the largest argument takes."""
+    pairs = zip(step.step.avals, step.in_shardings, strict=True)
+    return max(
+        (
+            math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
+            for aval, sharding in pairs
+        ),
+        default=0,
+    )
 
 
 def _own_bytes(size: Any) -> int:

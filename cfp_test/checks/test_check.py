@@ -551,7 +551,9 @@ def test_a_wrong_plan_fails_beside_a_preset(monkeypatch, tmp_path):
 def test_a_check_needs_what_the_larger_program_does(limit, is_there):
     """With its arguments, and with results that take no donated argument's place."""
 
-    def sized(arguments, temporary, results, aliased, is_here=True, in_host=0):
+    def sized(
+        arguments, temporary, results, aliased, is_here=True, in_host=0, largest=1
+    ):
         size = SimpleNamespace(
             argument_size_in_bytes=arguments,
             temp_size_in_bytes=temporary,
@@ -562,9 +564,13 @@ def test_a_check_needs_what_the_larger_program_does(limit, is_there):
         )
         device = SimpleNamespace(id=0, memory_stats=lambda: {"bytes_limit": limit})
         sharding = SimpleNamespace(
-            addressable_devices=[device], is_fully_addressable=is_here
+            addressable_devices=[device],
+            is_fully_addressable=is_here,
+            shard_shape=lambda shape: shape,
         )
+        aval = SimpleNamespace(shape=(largest,), dtype=jnp.dtype("int8"))
         return SimpleNamespace(
+            step=SimpleNamespace(avals=[aval]),
             compiled=SimpleNamespace(memory_analysis=lambda: size),
             in_shardings=[sharding],
             out_shardings=[sharding],
@@ -582,8 +588,9 @@ def test_a_check_needs_what_the_larger_program_does(limit, is_there):
     # What the step has in the host's memory passes through the device's.
     away = sized(0, 56, 2, 0, in_host=10)
     assert room_for(sized(1, 1, 1, 1), away).needed_bytes == 68
-    # Arguments near these are made of these.
-    assert room_for(sized(1, 1, 1, 1), sized(50, 1, 50, 50)).needed_bytes == 100
+    # The last of the copies is made beside all of them.
+    donating = sized(50, 1, 50, 50, largest=20)
+    assert room_for(sized(1, 1, 1, 1), donating).needed_bytes == 50 + 20
 
 
 def live_bytes(known):

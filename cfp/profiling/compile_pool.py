@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
@@ -107,6 +107,16 @@ class CompilePool:
                     raise
 
         return self._threads.submit(run)
+
+
+def count_done(compiles: Iterable[Future[_T]]) -> float:
+    """Counts compiles that are done; from the first on, those at work count half.
+
+    They began together with it, and so are not yet to begin.
+    """
+    every = list(compiles)
+    done = sum(one.done() for one in every)
+    return done + sum(one.running() for one in every) / 2 if done else 0.0
 
 
 def awaited(

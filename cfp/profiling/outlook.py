@@ -77,7 +77,7 @@ class Outlook:
     def __init__(self, end: float = math.inf) -> None:
         self._end = end
         self._expected: set[Stage] = set()
-        self._rest: dict[Stage, int] = {}
+        self._rest: dict[Stage, float] = {}
         self._each: dict[Stage, float] = {}
         self._took: dict[Stage, float] = {}
         self._is_open = False
@@ -113,7 +113,7 @@ class Outlook:
         self._expected |= counts.keys()
         self._rest |= counts
 
-    def note(self, stage: Stage, done: int, total: int, seconds: float) -> None:
+    def note(self, stage: Stage, done: float, total: int, seconds: float) -> None:
         """Takes note of how a stage goes; see `left_seconds`."""
         known = _TRUSTED if stage in self._expected else 0
         if done + known:
@@ -122,12 +122,12 @@ class Outlook:
             self._rest[stage] = total - done
 
     def left_seconds(
-        self, stage: Stage, done: int, total: int, seconds: float
+        self, stage: Stage, done: float, total: int, seconds: float
     ) -> float | None:
         """Estimates the time until planning ends.
 
         Args:
-            done: how many of its programs are done.
+            done: how many of its programs are done, those at work by halves.
             seconds: what those that are done took.
 
         Returns:
@@ -146,7 +146,7 @@ class Outlook:
         )
         return min(left, max(0.0, self._end - time.monotonic()))
 
-    def left_text(self, stage: Stage, done: int, total: int, seconds: float) -> str:
+    def left_text(self, stage: Stage, done: float, total: int, seconds: float) -> str:
         """The same as the end of a line: ``, about 0:40 left``; empty if not known."""
         left = self.left_seconds(stage, done, total, seconds) or 0.0
         is_known = math.isfinite(left) and round(left)

@@ -13,7 +13,12 @@ from functools import partial
 from jax.sharding import Mesh
 
 from cfp.profiling.builder import BuildEnvironment, Built, build
-from cfp.profiling.compile_pool import CompilePool, awaited, default_threads
+from cfp.profiling.compile_pool import (
+    CompilePool,
+    awaited,
+    count_done,
+    default_threads,
+)
 from cfp.profiling.crashes import record_crashes
 from cfp.profiling.in_flight import InFlightLog
 from cfp.profiling.options import MeasureOptions
@@ -188,7 +193,8 @@ def build_each(
                 total = len(wanted) - len(there)
                 which = f", {over + 1} of {total}" if total > 1 else ""
                 stage = builder.stages[0]
-                rest = options.outlook.left_text(stage, over, total, seconds)
+                ended = count_done(b for d, b in builds.items() if d not in there)
+                rest = options.outlook.left_text(stage, ended, total, seconds)
                 options.tell(f"compiling {one.job.label}{which}{rest}")
                 over += 1
             say = partial(say_last, one.job.label)

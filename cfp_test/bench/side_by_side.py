@@ -57,7 +57,7 @@ from cfp.models.options import Scalar
 from cfp.passes.profile import profile
 from cfp.passes.search import search
 from cfp.planner_settings import PlannerSettings
-from cfp.presets.presets import DATA_PARALLEL
+from cfp.presets.presets import DATA_PARALLEL, presets
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.in_flight import write_whole
 from cfp.profiling.key import environment_parts
@@ -682,11 +682,8 @@ def _data_parallel_bytes(free: Found, maker: Maker) -> int:
     ]
     if needs:
         return min(needs)
-    choice = next(
-        one
-        for name, one in free.profiles.presets.items()
-        if name.startswith(DATA_PARALLEL)
-    )
+    # Not raced, or not even measured, where others are estimated to be faster.
+    choice = presets(free.session.analysis.frame)[DATA_PARALLEL]
     return maker.by_cfp(Candidate(DATA_PARALLEL, choice)).step.built.peak_bytes
 
 

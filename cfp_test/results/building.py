@@ -436,7 +436,7 @@ def planning_parts(*suites: Mapping[str, Any]) -> dict[str, str]:
                 continue
             kind = piece["environment"]["device_kind"].removeprefix("NVIDIA ")
             model, _, what = piece["piece"].partition(":")
-            links = "without P2P" if what == "off" else "NVLink"
+            links = "without P2P" if what.startswith("off") else "NVLink"
             row = [model, links, kind.partition(" ")[0], piece["date"][:10]]
             row.append(fixed(piece["planning"]["planning_s"]))
             rows.append([*row, *(fixed(seconds.get(name, 0.0)) for name in _PARTS)])

@@ -283,11 +283,13 @@ def summary_line(plan: Plan) -> str:
     parts = [counts_text(search), seconds]
     if ALL_SECONDS in search:
         what = "tracing and compiling" if _has_compiled(plan) else "tracing"
-        parts.append(f"{search[ALL_SECONDS]:.1f} s {IN_ALL}, with {what}")
+        which = " for this variant" if VARIANTS_SECONDS in search else ""
+        parts.append(f"{search[ALL_SECONDS]:.1f} s {IN_ALL}{which}, with {what}")
     if VARIANTS_SECONDS in search:
         every = search[VARIANTS_SECONDS]
         rest = max(0.0, every - search.get(ALL_SECONDS, every))
-        parts.append(f"all variants {every:.1f} s, {rest:.1f} s of it not for this one")
+        more = f" ({rest:.1f} s more, to plan the others and to compare them)"
+        parts.append(f"{every:.1f} s for all variants{more if rest else ''}")
     if (took := search.get(f"{COMPILE}_seconds")) is not None:
         parts.append(f"the plan's program compiled in {took:.1f} s, now or earlier")
     earlier = "before it was verified: " * ({VERIFIED, ALL_SECONDS} <= search.keys())

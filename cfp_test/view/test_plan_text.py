@@ -377,7 +377,11 @@ def test_the_time_of_all_variants_is_divided():
     plan = make_plan([], RACE)
     times = {"planning_seconds": 13.1, VARIANTS_SECONDS: 33.8}
     said = summary_line(replace(plan, search={**plan.search, **times}))
-    assert "all variants 33.8 s, 20.7 s of it not for this one" in said
+    assert "13.1 s in all for this variant, with tracing" in said
+    others = "20.7 s more, to plan the others and to compare them"
+    assert f"; 33.8 s for all variants ({others})" in said
+    [alone] = summary_line(plan).split("; ")[-1:]
+    assert "variant" not in alone
 
 
 def data_parallel(step, *args, devices=2, **more):

@@ -34,7 +34,7 @@ from cfp.program.callbacks import host_calls
 from cfp.program.meaning import check_settings, unchecked
 from cfp.program.memory import has_host_memory
 from cfp.program.step import FlatStep
-from cfp.race.programs import RaceOutcome, kernels_that_failed
+from cfp.race.programs import RaceOutcome, kernels_not_timed
 from cfp.report.figures import with_figures
 from cfp.search.problem import Problem
 from cfp.search.requests import Profiles
@@ -249,7 +249,7 @@ def complete_plan(
         profiles.replacing if profiles else rules.replacing,
         profiles.failed_kernels
         if profiles
-        else kernels_that_failed(solution.candidates, outcome.rows),
+        else kernels_not_timed(solution.candidates, outcome.rows, context.budget_bytes),
         outcome.raced,
         dimensions=rules.dimensions,
         parts_asked=rules.replacing.cross_entropy,

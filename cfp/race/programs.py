@@ -13,12 +13,13 @@ from cfp.analysis.layout import SegmentKernels
 from cfp.fields import Count, Rung, Time, Words
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import Parts, ProfileKey
-from cfp.profiling.record import CompiledBytes, ProfileRecord
+from cfp.profiling.record import STATUSES, CompiledBytes, ProfileRecord
 from cfp.program.graph import Program
 from cfp.race.truncated import WHOLE, Ratios, Truncated
 from cfp.search.jobs import whole_job
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
+from cfp.units import format_bytes
 
 # Why a candidate is not compiled, or not timed.
 TOO_LATE = "not compiled, since the time for planning was over"
@@ -28,6 +29,7 @@ TOO_LARGE = "predicted not to fit in memory"
 SLOWER = "estimated to be slower than the presets that race"
 UNTRIED = "not tried: with other compiler options it does not run whole"
 MANY_REFUSED = "not compiled, since so many others do not fit"
+OVER_BUDGET = "over the memory budget"
 LIMITED_ONCE = "not compiled: at another constraint level it has the memory limit"
 _NOT_RUN = "estimated; nothing was compiled or run"
 
@@ -245,7 +247,7 @@ def race_row(result: RaceResult) -> RaceRow:
     record, note = result.record, result.note
     if record and (record.ok or is_compiled_too_large(record)) and not result.fits:
         # What a record says of a budget may be of an earlier one.
-        note = "over the memory budget"
+        note = OVER_BUDGET
     return RaceRow(
         name=result.name,
         predicted_ms=result.candidate.predicted_ms,
@@ -261,16 +263,42 @@ def left_out(candidate: Candidate, why: str) -> RaceRow:
     return RaceRow(name=candidate.name, predicted_ms=candidate.predicted_ms, note=why)
 
 
-def kernels_that_failed(
-    candidates: Sequence[Candidate], rows: Sequence[RaceRow]
+def kernels_not_timed(
+    candidates: Sequence[Candidate],
+    rows: Sequence[RaceRow],
+    budget_bytes: int | None,
 ) -> dict[SegmentKernels, str]:
-    """Kernels of candidates that did not run, each with the first reason."""
-    notes = {row.name: row.note for row in rows if row.note and row.time_ms is None}
+    """Kernels of candidates that have no time within the budget.
+
+    Args:
+        rows: of the race.
+        budget_bytes: what a program may need on each device.
+
+    Returns:
+        For each the first reason, as a predicate: ``failed: ...``.
+    """
+    timed = {row.name.partition(", ")[0] for row in rows if not row.note}
+    reasons = {
+        row.name: _not_timed(row, budget_bytes)
+        for row in rows
+        if row.note and row.name not in timed
+    }
     found: dict[SegmentKernels, str] = {}
     for one in candidates:
-        for _, kernels in one.choice.kernels if one.name in notes else ():
-            found.setdefault(kernels, notes[one.name])
+        for _, kernels in one.choice.kernels if one.name in reasons else ():
+            found.setdefault(kernels, reasons[one.name])
     return found
+
+
+def _not_timed(row: RaceRow, budget_bytes: int | None) -> str:
+    if row.note.partition(":")[0] in STATUSES:
+        return f"failed: {row.note}"
+    if row.note == OVER_BUDGET and budget_bytes is not None:
+        return (
+            f"does not fit: {row.name} needs {format_bytes(row.peak_bytes, up=True)} "
+            f"on each device, and a plan may use {format_bytes(budget_bytes)}"
+        )
+    return f"was not timed: {row.note}"
 
 
 def as_predicted(outcome: RaceOutcome, rung: str) -> RaceOutcome:

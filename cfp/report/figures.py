@@ -61,7 +61,7 @@ def with_figures(
 
     Args:
         replacing: what might have computed its attentions and cross-entropies.
-        failed: kernels that did not run, with the reason.
+        failed: kernels that have no time, each with the reason as a predicate.
         parts_asked: over so many parts of the vocabulary a cross-entropy was asked to
             be computed; 0 if that was not asked for.
         unasked: what computes attentions on the platform unless that is unwanted, as
@@ -258,7 +258,7 @@ def _unused(
         return NONE_CAN
     for name in able:
         if why := failed.get(SegmentKernels(attention=name)):
-            return f"{name} failed: {why.partition(chr(10))[0]}"
+            return f"{name} {why.partition(chr(10))[0]}"
     outcome = trials.outcome(kind, lambda kernels: kernels.attention in able)
     return f"{' or '.join(able)} can compute it; {outcome}"
 

@@ -203,7 +203,10 @@ class Profiles:
 
     @property
     def failed_kernels(self) -> dict[SegmentKernels, str]:
-        """Kernels that ran in no candidate, each with the first reason."""
+        """Kernels that ran in no candidate, each with the first reason.
+
+        Reasons are predicates: ``failed: ...``.
+        """
         failed: dict[SegmentKernels, str] = {}
         ran: set[SegmentKernels] = set()
         for item in self.requests:
@@ -214,7 +217,7 @@ class Profiles:
             if record.ok:
                 ran.add(kernels)
             else:
-                failed.setdefault(kernels, f"{record.status}: {record.reason}")
+                failed.setdefault(kernels, f"failed: {record.status}: {record.reason}")
         return {one: why for one, why in failed.items() if one not in ran}
 
 

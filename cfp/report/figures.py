@@ -485,17 +485,17 @@ def strategy_figures(
     """Returns a choice for a kind of segment as a plan keeps it."""
     frame = analysis.frame
     segment = analysis.segments[analysis.representatives[kind]]
-    alike: dict[str, tuple[list[str], tuple[AxisRole, ...]]] = {}
+    # Factors have numbers of their own in each op, and roles are equal in all sizes.
+    alike: dict[tuple[str, tuple[AxisRole, ...]], list[str]] = {}
     names = distinct_ends([frame.blocks[b].name for b in segment.blocks])
     for name, b, own in zip(names, segment.blocks, candidate.strategies, strict=True):
         op = frame.program.ops[frame.blocks[b].anchor]
         strategy = axis_roles(frame, op, own)
-        members, _ = alike.setdefault(roles_text(strategy), ([], strategy))
-        members.append(name)
+        alike.setdefault((roles_text(strategy), strategy), []).append(name)
     return StrategyFigures(
         blocks=tuple(
             AlikeBlocks(names=tuple(members), strategy=strategy)
-            for members, strategy in alike.values()
+            for (_, strategy), members in alike.items()
         ),
         storage=candidate.storage if segment.groups else None,
         kernels=candidate.kernels,

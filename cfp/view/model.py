@@ -35,17 +35,23 @@ def strategy_text(
             differs in nothing.
     """
     before = {
-        name: roles_text(alike.strategy)
+        name: alike.strategy
         for alike in (base.blocks if base else ())
         for name in alike.names
     }
-    parts = []
+    by_text: dict[str, list[str]] = {}
     for alike in strategy.blocks:
         text = roles_text(alike.strategy)
-        names = [name for name in alike.names if before.get(name) != text]
-        if names:
-            shown = few([*map(elided, names)]) if base else ", ".join(names)
-            parts.append(f"{shown} {text}")
+        for name in alike.names:
+            was = before.get(name)
+            if was != alike.strategy:
+                reads_alike = was is not None and roles_text(was) == text
+                other = f"{text}{_OTHER_DIM if reads_alike else ''}"
+                by_text.setdefault(other, []).append(name)
+    parts = []
+    for text, names in by_text.items():
+        shown = few([*map(elided, names)]) if base else ", ".join(names)
+        parts.append(f"{shown} {text}")
     stored = strategy.storage
     if stored is not None and (base is None or base.storage != stored):
         parts.append(f"parameters {STORAGE_WORDS[stored]}")
@@ -60,6 +66,8 @@ def strategy_text(
     return "; ".join(parts)
 
 
+# Of a block that reads as another strategy's does: two dims have one size.
+_OTHER_DIM = ", another dim of that size"
 _SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
 # With fewer samples nothing is said of their spread.
 _SPREAD_SAMPLES = 4

@@ -361,13 +361,14 @@ def _choice_lines(choice: ChoiceView) -> Iterator[str]:
         f"  why: {choice.why}: predicted step {taken.step_ms:.3f} ms, memory "
         f"{format_bytes(taken.memory_bytes)}, {taken.name}"
     )
+    unlike = strategy_text(runner.strategy, taken.strategy)
+    unlike = f"unlike the choice: {unlike}" if unlike else "the same as the choice"
     yield (
         f"  runner-up: {runner.name}: predicted step {runner.step_ms:.3f} ms "
         f"({_change(runner.step_ms, taken.step_ms)}), memory "
         f"{format_bytes(runner.memory_bytes)} "
-        f"({_change(runner.memory_bytes, taken.memory_bytes)}){choice.too_large}; "
-        f"unlike the choice: "
-        f"{strategy_text(runner.strategy, taken.strategy) or 'nothing'}"
+        f"({_change(runner.memory_bytes, taken.memory_bytes)})"
+        f"{choice.too_large}; {unlike}"
     )
 
 

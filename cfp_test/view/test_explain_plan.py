@@ -267,6 +267,7 @@ def test_what_another_batch_resizes_is_one_line():
 
 
 COLUMNS = replace(ROWS, role=Role.COLUMNS, dim=1)
+SUMMED = replace(ROWS, role=Role.CONTRACTED, dim=-1)
 SCATTERED = replace(ROWS, axis="y", role=Role.CONTRACTED, dim=-1, scattered_dim=1)
 
 
@@ -307,7 +308,13 @@ WHOLE = strategy(("a",))
         (WHOLE, replace(WHOLE, rematerialized=True), "rematerialized"),
         (strategy(("a",), kernel="flash"), WHOLE, "computed as it is written"),
         (WHOLE, strategy(("a",), kernel="flash"), "flash attention"),
-        (strategy(("a", ROWS)), strategy(("a", ROWS)), "nothing"),
+        (
+            # As heads and their dims, of which there are as many.
+            strategy(("a, b", SUMMED), ("c", replace(SUMMED, factor=9))),
+            strategy(("a, c", replace(SUMMED, factor=9)), ("b", SUMMED)),
+            "a x: contracted (size 8), another dim of that size",
+        ),
+        (strategy(("a", ROWS)), strategy(("a", ROWS)), ""),
     ],
 )
 def test_of_a_runner_up_only_what_differs_is_listed(taken, runner, unlike):
@@ -315,7 +322,8 @@ def test_of_a_runner_up_only_what_differs_is_listed(taken, runner, unlike):
     again = Plan.from_json(json.loads(plan.to_json()))
     for one in (plan, again):
         said = " ".join(explain_text(one).split())
-        assert said.endswith(f"; unlike the choice: {unlike}")
+        same = "; the same as the choice"
+        assert said.endswith(f"; unlike the choice: {unlike}" if unlike else same)
 
 
 def test_blocks_that_are_left_out_of_a_text_keep_what_shards_them():

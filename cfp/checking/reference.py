@@ -87,13 +87,10 @@ def room_for(planned: CompiledStep, reference: CompiledStep) -> Room | None:
     arguments = theirs.argument_size_in_bytes + theirs.host_argument_size_in_bytes
     results = theirs.output_size_in_bytes + theirs.host_output_size_in_bytes
     # They run one after another. Of what other processes have parts, that stays on the
-    # devices meanwhile: the reference's arguments and results, and the plan's state.
+    # devices meanwhile: the reference's arguments and results.
     shardings = (*reference.in_shardings, *reference.out_shardings)
-    beside = 0
-    if not all(one.is_fully_addressable for one in shardings):
-        beside += arguments + results
-    if not all(one.is_fully_addressable for one in planned.in_shardings):
-        beside += ours.argument_size_in_bytes
+    is_here = all(one.is_fully_addressable for one in shardings)
+    beside = 0 if is_here else arguments + results
     largest = max(
         ours.argument_size_in_bytes + _own_bytes(ours),
         arguments + _own_bytes(theirs),
@@ -178,14 +175,11 @@ def both_sides(
         [everywhere] = agreement.everywhere([fits], "room for a check")
         if everywhere and found is not None:
             return planned, Reference(found, name)
-        size, where = "more than there is", "on one device"
+        size = "more than there is"
         if room is not None:
-            size, limit_bytes = (
-                f"about {format_bytes(room.needed_bytes)}",
-                room.limit_bytes,
-            )
-        if name:
-            where = f"on each, where {name} shards it"
+            size = f"about {format_bytes(room.needed_bytes)}"
+            limit_bytes = room.limit_bytes
+        where = f"on each, where {name} shards it" if name else "on one device"
         needs.append(f"{size} {where}")
     raise no_room("; or ".join(needs), format_bytes(limit_bytes))
 

@@ -29,7 +29,6 @@ from cfp.profiling.coordination import coordinated_planning
 from cfp.profiling.overwritten import count_rematerialized
 from cfp.profiling.processes import Agreement
 from cfp.program.fixed import fixed
-from cfp.program.memory import in_host, put_back, shardings_of
 from cfp.program.step import FlatStep
 from cfp.runtime.execute import CompiledStep
 from cfp.targets import Target
@@ -181,30 +180,24 @@ def run_trial(
                     checking.start(args)
             results = []
             for number in range(steps):
-                which = f"step {number + 1} of {steps}"
-                tell(which)
+                tell(f"step {number + 1} of {steps}")
                 result, time_ms = _one_step(compiled, args)
-                metrics, comparison = _metrics(result, feedback), Comparison()
+                metrics = _metrics(result, feedback)
                 feed_back(args, result, feedback)
                 del result
-                if checking is not None:
+                results.append(StepResult(time_ms=time_ms, metrics=metrics))
+            # The check begins with arguments of its own. What it moves to and fro would
+            # be in the times of steps between.
+            args.clear()
+            if checking is not None:
+                for number, step_result in enumerate(results):
                     tell(
-                        f"checking {which}: again under the plan and its reference, "
-                        "and all results compared"
+                        f"checking step {number + 1} of {steps}: again under the plan "
+                        "and its reference, and all results compared"
                     )
-                    dynamic = [i for i in range(len(args)) if i not in target.static]
-                    shardings = {i: shardings_of(args[i]) for i in dynamic}
                     with _room_for_check(agreement):
-                        args = [
-                            in_host(a) if i in shardings else a
-                            for i, a in enumerate(args)
-                        ]
                         comparison = checking.step()
-                    for i, places in shardings.items():
-                        args[i] = put_back(args[i], places)
-                results.append(
-                    StepResult(time_ms=time_ms, metrics=metrics, comparison=comparison)
-                )
+                    results[number] = replace(step_result, comparison=comparison)
         except jax.errors.JaxRuntimeError as error:
             agreement.end_of_run(str(error).strip())
             raise DeviceError(

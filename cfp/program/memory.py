@@ -99,29 +99,6 @@ def in_host(tree: Any) -> Any:
     return jax.tree.map(moved, tree)
 
 
-def shardings_of(tree: Any) -> list[Sharding | None]:
-    """For each leaf its sharding, the memory included; None for what is no array."""
-    return [
-        leaf.sharding if isinstance(leaf, jax.Array) else None
-        for leaf in jax.tree.leaves(tree)
-    ]
-
-
-def put_back(tree: Any, shardings: Sequence[Sharding | None]) -> Any:
-    """Moves a pytree's arrays to where they were, by :func:`shardings_of`.
-
-    Returns:
-        It all, once it is there.
-    """
-    leaves, structure = tree_flatten(tree)
-    pairs = zip(leaves, shardings, strict=True)
-    moved = [
-        leaf if where is None or leaf.is_deleted() else jax.device_put(leaf, where)
-        for leaf, where in pairs
-    ]
-    return jax.block_until_ready(tree_unflatten(structure, moved))
-
-
 def is_in_host(sharding: Sharding) -> bool:
     """Returns True if a sharding is of an array in the memory of the host."""
     return bool(_host_kind(sharding))

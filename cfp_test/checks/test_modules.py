@@ -1,10 +1,12 @@
 """`cfp run`'s steps, where modules have leaves that are no arrays."""
 
 import equinox as eqx
+import jax
 import numpy as np
 import pytest
 
 import cfp
+from cfp.checking import trial as trial_module
 from cfp.checking.trial import run_trial
 from cfp.errors import CfpError
 from cfp.targets import resolve
@@ -57,10 +59,23 @@ def test_one_step_has_its_loss(tmp_path):
 @pytest.mark.parametrize(
     ("name", "donate", "leaves"), [("training", (0, 1), 14), ("updating", (0,), 4)]
 )
-def test_steps_are_checked(name, donate, leaves, tmp_path):
+def test_steps_are_checked(name, donate, leaves, tmp_path, monkeypatch):
     how, told = {"steps": 2, "check": True}, []
+    calls: list[tuple[list, list]] = []
+
+    def one_step(compiled, args, run=trial_module._one_step):
+        passed = jax.tree.leaves(args)
+        result, time_ms = run(compiled, args)
+        calls.append((passed, jax.tree.leaves(result)))
+        return result, time_ms
+
+    monkeypatch.setattr(trial_module, "_one_step", one_step)
     trial = trial_of(name, tmp_path, donate=donate, progress=told.append, **how)
     assert trial.failures == []
+    # They are timed as without a check: one takes the very arrays of the one before.
+    (_, returned), (passed, _) = calls
+    state = [leaf for leaf in returned if isinstance(leaf, jax.Array) and leaf.ndim]
+    assert state and {*map(id, state)} <= {*map(id, passed)}
     # What takes long beside the steps themselves is said.
     assert any("again under the plan and its reference" in line for line in told)
     # The plan's own program is there already, and is not compiled for the check.

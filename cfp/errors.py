@@ -77,8 +77,9 @@ class CfpError(Exception):
     """Base of all errors that a user can mend.
 
     Args:
-      summary: the message, or its first line, where the others are given.
-      expected, got, attempt: as of `compose`.
+      summary: the message, or its beginning, where the others are given.
+      expected, got, attempt: as of `compose`; the last may stand alone.
+      commands: what to attempt instead where a command was typed.
 
     Attributes:
       interrupted: whether the user had interrupted what it ended.
@@ -87,10 +88,25 @@ class CfpError(Exception):
     interrupted = False
 
     def __init__(
-        self, summary: str, *, expected: str = "", got: str = "", attempt: str = ""
+        self,
+        summary: str,
+        *,
+        expected: str = "",
+        got: str = "",
+        attempt: str = "",
+        commands: str = "",
     ):
-        lines = {"expected": expected, "got": got, "attempt": attempt}
-        super().__init__(compose(summary, **lines) if any(lines.values()) else summary)
+        if expected or got:
+            summary = compose(summary, expected=expected, got=got, attempt=attempt)
+        elif attempt:
+            summary += f"{ATTEMPT}{attempt}"
+        super().__init__(summary)
+        self._commands = commands
+
+    def for_commands(self) -> str:
+        """The message for who typed a command."""
+        before, label, _ = str(self).rpartition(ATTEMPT)
+        return f"{before}{label}{self._commands}" if self._commands else str(self)
 
 
 class OptionError(CfpError, TypeError):

@@ -58,7 +58,12 @@ MISTAKES: list[tuple[list[str], str]] = [
         ["search", TOY, *ON_CPU, "--workdir", "empty"],
         "with the same target, mesh, --quick, --per-kind, --pin and --workdir",
     ),
-    (["show", "absent.json"], "Cannot read a plan"),
+    (
+        ["show", "absent.json"],
+        "Cannot read a plan from absent.json: there is no such file.\n"
+        "  try: cfp plan TARGET -o absent.json, which writes one",
+    ),
+    (["show", "."], "Cannot read a plan from .: Is a directory\n"),
     (["show", "damaged.json"], "it is not JSON, as plan.save and cfp plan -o write it"),
     (["show", "other.json"], "something else"),
     (["run", TOY, "--plan", "damaged.json", "--preset", "zero1"], "not both"),

@@ -31,6 +31,17 @@ def test_message_says_expected_got_and_attempt():
     ]
 
 
+def test_who_typed_a_command_is_told_commands():
+    found = errors.PlanMismatch(
+        "Another step.", attempt="cfp.plan", commands="cfp plan TARGET -o FILE"
+    )
+    for error in (found, pickle.loads(pickle.dumps(found))):
+        assert str(error) == "Another step.\n  try: cfp.plan"
+        assert error.for_commands() == "Another step.\n  try: cfp plan TARGET -o FILE"
+    plain = errors.PlanMismatch("Another step.", attempt="cfp doctor")
+    assert plain.for_commands() == str(plain)
+
+
 def test_memory_budget_error_lists_the_largest_first_and_survives_pickling():
     error = errors.MemoryBudgetError(
         "too small",

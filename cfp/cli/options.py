@@ -407,7 +407,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except CfpError as error:
             is_option = isinstance(error, UnknownOption)
             print_error(
-                with_nearest_option(error, kwargs["ctx"]) if is_option else str(error)
+                with_nearest_option(error, kwargs["ctx"])
+                if is_option
+                else error.for_commands()
             )
             if "static_argnums" in str(error):
                 print("On the command line that is --static N.", file=sys.stderr)

@@ -423,7 +423,17 @@ def read_json(path: str | Path) -> Any:
     except json.JSONDecodeError as error:
         reason = f"it is not JSON, as plan.save and cfp plan -o write it: {error}"
         raise PlanFileError(f"Cannot read a plan from {path}: {reason}") from error
-    except (OSError, ValueError) as error:
+    except FileNotFoundError as error:
+        raise PlanFileError(
+            f"Cannot read a plan from {path}: there is no such file.",
+            attempt=f"plan.save({str(path)!r}), or cfp plan TARGET -o {path}: each "
+            "writes one",
+            commands=f"cfp plan TARGET -o {path}, which writes one",
+        ) from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise PlanFileError(f"Cannot read a plan from {path}: {reason}") from error
+    except ValueError as error:
         raise PlanFileError(f"Cannot read a plan from {path}: {error}") from error
 
 

@@ -20,6 +20,7 @@ from cfp.fields import Count, Flag, Name, Time, Words, matching
 from cfp.fields import Spec as SpecField
 from cfp.program.calling import check_keywords
 from cfp.program.constrain import Constraints
+from cfp.program.outline import OTHER_STEP
 from cfp.program.step import FlatStep
 
 # Reasons why a kernel with a rule is whole on every device; the sizes that its rule
@@ -263,11 +264,10 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
         more += f"{len(both)} {'is' if len(both) == 1 else 'are'} passed"
         more += f", and {len(new)} others" if new else ""
     raise PlanMismatch(
-        "The arguments do not fit the plan:\n"
-        + "\n".join(lines[:5])
-        + more
-        + "\nPass the arguments that were planned for, carry the plan over "
-        "(cfp.adapt), or plan again."
+        "The arguments do not fit the plan:\n" + "\n".join(lines[:5]) + more,
+        attempt="the arguments that were planned for; or carry the plan over "
+        "(cfp.adapt), or plan again",
+        commands=OTHER_STEP,
     )
 
 

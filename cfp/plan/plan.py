@@ -561,17 +561,27 @@ class Plan:
         mesh = planning_mesh(mesh)
         axes = tuple((name, size) for name, size in mesh.shape.items() if size > 1)
         if axes != self.mesh_axes:
+            attempt, commands = "that mesh, or plan again", _OTHER_DEVICES
+            if self.mesh_axes:
+                attempt += "; cfp.adapt(plan, step, *args, mesh=mesh) carries it over"
+                commands += ", or cfp plan TARGET --adapt FILE"
             raise PlanMismatch(
                 f"The plan is for {_mesh_text(self.mesh_axes)}, got "
-                f"{_mesh_text(axes)}. Plan again, or make that mesh"
-                + "; cfp.adapt(plan, step, *args, mesh=mesh) carries it over."
-                * bool(self.mesh_axes)
+                f"{_mesh_text(axes)}.",
+                attempt=attempt,
+                commands=commands,
             )
         return replace(self, mesh=mesh, raced=None)
 
 
 # What a plan has in one process alone: its step, its devices and compiled programs.
 _HERE = ("mesh", "step", "out_tree", "traced_under", "raced", "tuned")
+
+# What to attempt on other devices than a plan's, where a command was typed.
+_OTHER_DEVICES = (
+    "this command without --devices and --mesh, which takes the plan's; or, for these, "
+    "cfp plan TARGET -o FILE"
+)
 
 
 def _plain(value: Any) -> dict[str, Any]:

@@ -18,6 +18,12 @@ _KIND_BYTES, _READS_BYTES = 3, 1
 _BYTES = _KIND_BYTES + _READS_BYTES
 _MOST_BYTES = 64 * 2**20
 
+# What to attempt with a plan and another step, where a command was typed.
+OTHER_STEP = (
+    "the target and the options that the plan is for; cfp plan TARGET -o FILE; or cfp "
+    "plan TARGET --adapt FILE, for more layers, another batch or other devices"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Outline:
@@ -172,20 +178,23 @@ def other_program(
         lines.append(f"  first difference: {first_difference(program, planned)}")
     else:
         lines.append("  operations: the plan does not say which it was made for")
-    advice = "Plan again, or apply the plan to the step, with the arguments, the "
-    advice += "number of microbatches and the options, that it was made for."
+    lines.append("Other values of constants, such as a learning rate, are no obstacle.")
+    attempt = "the step, with the arguments, the number of microbatches and the "
+    attempt += "options, that the plan was made for; or plan again"
+    commands = OTHER_STEP
     if planned_for.get("platform", here.get("platform")) != here.get("platform"):
-        advice = (
-            "JAX lowers some operations, such as random numbers, in another way for "
-            "each platform: apply the plan on the platform that it is for."
+        lines[-1] += (
+            " JAX lowers some operations, such as random numbers, in another way for "
+            "each platform."
         )
+        attempt, commands = "the plan on the platform that it is for", ""
     return PlanMismatch(
         "\n".join(
             [
                 "The step's program is not the one that was planned. What differs:",
                 *lines,
-                "Other values of constants, such as a learning rate, are no obstacle. "
-                + advice,
             ]
-        )
+        ),
+        attempt=attempt,
+        commands=commands,
     )

@@ -272,7 +272,27 @@ def test_an_error_of_all_variants_is_said_once(tmp_path):
 # ----------------------------------------------------------------------------- options
 
 
-def test_exported_files_have_names_and_what_is_not_read_is_named(tmp_path):
+# A plan's step for commands, and one that takes something else.
+_STEPS = """
+import jax, jax.numpy as jnp
+
+def arguments(rows, **more):
+    sizes = {"up": (512, 2048), "down": (2048, 512), **more}
+    shapes = {name: jax.ShapeDtypeStruct(s, "float32") for name, s in sizes.items()}
+    return shapes, jax.ShapeDtypeStruct((rows, 512), "float32")
+
+def step(w, x):
+    return w, x.sum()
+
+def same():
+    return step, arguments(32)
+
+def other():
+    return step, arguments(64, bias=(512,))
+"""
+
+
+def test_exported_files_have_names_and_another_step_is_refused(tmp_path):
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     cfp.plan(
         train_step,
@@ -283,11 +303,13 @@ def test_exported_files_have_names_and_what_is_not_read_is_named(tmp_path):
         settings=cfp.PlannerSettings(race=False),
         cache_dir=tmp_path,
     ).save(tmp_path / "plan.json")
-    wrong, short, named = run_batch(
+    (tmp_path / "step.py").write_text(_STEPS)
+    wrong, short, named, other = run_batch(
         [
             ["export", "plan.json", "--python", "-o", "x.py"],
             ["export", "plan.json", "-o", "x.py"],
-            ["export", "plan.json", "step.py:step", "-o", "y.py"],
+            ["export", "plan.json", "step.py:same", "-o", "y.py"],
+            ["export", "plan.json", "step.py:other", "-o", "z.py"],
         ],
         tmp_path,
     )
@@ -296,4 +318,10 @@ def test_exported_files_have_names_and_what_is_not_read_is_named(tmp_path):
     assert short.code == 0, short.err
     compile((tmp_path / "x.py").read_text(), "x.py", "exec")
     assert (tmp_path / "y.py").read_text() == (tmp_path / "x.py").read_text()
-    assert short.out == "Saved x.py\n" and "step.py:step was not read: " in named.out
+    assert short.out == "Saved x.py\n" and named.code == 0
+    assert "step.py:same has the plan's arguments, and was read for noth" in named.out
+    # What differs, as `cfp run` says it.
+    assert other.code == 2 and not (tmp_path / "z.py").exists()
+    assert "  x: planned for float32[32,512], got float32[64,512]\n" in other.err
+    assert "  w/bias: planned for nothing, got float32[512]\n" in other.err
+    assert "cfp plan TARGET --adapt FILE" in other.err and "cfp.adapt" not in other.err

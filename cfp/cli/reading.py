@@ -19,6 +19,7 @@ from cfp.cli.session import check_writable, target_of
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.export.module import Names, Rules, logical_rules, names_by_path
 from cfp.models import MODELS, logical_names
+from cfp.plan.parts import check_arguments
 from cfp.plan.plan import Plan
 from cfp.printable import printable
 from cfp.profiling.hlo import collective_sites
@@ -174,6 +175,10 @@ def export(
             attempt = "this command on a machine with the plan's devices"
             found, mesh = target_of(ctx, plan, attempt)
             exported = plan.bind(found.step, *found.args, mesh=mesh)
+        elif target is not None:
+            known = [i for i in plan.static or () if isinstance(i, int)]
+            found = resolve(target, ctx.args, static=static or known)
+            check_arguments(plan.arg_names, plan.arg_types, found.flatten())
         exported.export_python(python)
     if flax is not None or maxtext is not None:
         if target is None:
@@ -192,8 +197,9 @@ def export(
     if target is not None and not plan.changes_ops and [*wanted] == ["--python"]:
         print(
             wrapped(
-                f"{target} was not read: the plan replaces no kernels, rematerializes "
-                "nothing, and has all that the module needs"
+                f"{target} has the plan's arguments, and was read for nothing else: "
+                "the plan replaces no kernels, rematerializes nothing, and has all "
+                "that the module needs"
             )
         )
 

@@ -26,7 +26,12 @@ from jax.sharding import (
     PartitionSpec,
     SingleDeviceSharding,
 )
-from jax.tree_util import tree_flatten, tree_unflatten
+from jax.tree_util import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
 
 from cfp.program.fixed import fixed, released
 
@@ -66,6 +71,8 @@ def shard(
     """
     mesh = _own_mesh(make_mesh() if mesh is None else mesh)
     static, leaves, tree = _flatten(step, args, kwargs)
+    if not _are_planned(leaves):
+        raise _misfit(step, static, leaves, tree)
     made: list[Any] = []
 
     def flat(*leaves: Any) -> Any:
@@ -83,7 +90,6 @@ def shard(
 
     flat.__name__ = flat.__qualname__ = getattr(step, "__name__", "step")
     avals = [jax.typeof(x) if not hasattr(x, "shape") else x for x in leaves]
-    _check_arguments(avals)
     kinds = [host_memory(x) for x in leaves]
     for i, _ in IN_HOST:
         kinds[i] = HOST
@@ -100,6 +106,7 @@ def shard(
     if len(outs) != len(traced.out_info):
         raise ValueError(
             f"Planned for {len(outs)} results, the step has {len(traced.out_info)}."
+            f"{_TRY} the step that was planned; or plan again, and export that plan"
         )
 
     jaxpr = traced.jaxpr.jaxpr
@@ -224,15 +231,26 @@ class Sharded(NamedTuple):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; arguments go to their shardings where they are elsewhere."""
         static, leaves, tree = _flatten(self.step, args, kwargs)
-        if static != self.static or tree != self.tree:
-            raise ValueError("The arguments are not those that it was compiled for.")
-        placed = [
-            leaf
-            if isinstance(leaf, jax.Array) and leaf.sharding == sharding
-            else jax.device_put(leaf, sharding)
-            for leaf, sharding in zip(leaves, self.shardings, strict=True)
-        ]
-        return released(tree_unflatten(self.results, self.compiled(*placed)))
+        if static != self.static:
+            raise ValueError(
+                f"The step was compiled for other static arguments: {self.static}, got "
+                f"{static}.{_TRY} shard(step, ...) with these"
+            )
+        if tree != self.tree:
+            raise _misfit(self.step, static, leaves, tree)
+        try:
+            placed = [
+                leaf
+                if isinstance(leaf, jax.Array) and leaf.sharding == sharding
+                else jax.device_put(leaf, sharding)
+                for leaf, sharding in zip(leaves, self.shardings, strict=True)
+            ]
+            results = self.compiled(*placed)
+        except (TypeError, ValueError) as error:
+            if _are_planned(leaves):
+                raise
+            raise _misfit(self.step, static, leaves, tree) from error
+        return released(tree_unflatten(self.results, results))
 
 
 def constrained(closed: ClosedJaxpr, mesh: Mesh) -> ClosedJaxpr:
@@ -390,7 +408,10 @@ def _own_mesh(mesh: Mesh) -> Mesh:
     """The mesh with axes whose shardings the compiler may choose inside of the step."""
     axes = {name: size for name, size in mesh.shape.items() if size > 1}
     if axes != dict(MESH):
-        raise ValueError(f"Planned for a mesh {dict(MESH)}, got {axes}.")
+        raise ValueError(
+            f"Planned for a mesh {dict(MESH)}, got {axes}.{_TRY} make_mesh(devices), "
+            "which has the plan's axes; or plan again, and export that plan"
+        )
     kinds = (jax.sharding.AxisType.Auto,) * len(mesh.axis_names)
     return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
 
@@ -411,11 +432,66 @@ def _flatten(
     return static, *tree_flatten(fixed((dynamic, named)))
 
 
-def _check_arguments(avals: Sequence[Any]) -> None:
-    if len(avals) != len(ARGUMENTS):
-        raise ValueError(
-            f"Planned for {len(ARGUMENTS)} argument leaves, got {len(avals)}."
-        )
-    for aval, (path, kind, _, _) in zip(avals, ARGUMENTS, strict=True):
-        if type_text(aval) != kind:
-            raise ValueError(f"{path}: planned for {kind}, got {type_text(aval)}.")
+def _kind(leaf: Any) -> str:
+    """The type of an argument's leaf as text, or of what is no array its name."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return type_text(leaf)
+    try:
+        return type_text(jax.typeof(leaf))
+    except TypeError:
+        return f"a {type(leaf).__name__}"
+
+
+def _are_planned(leaves: Sequence[Any]) -> bool:
+    """True if argument leaves have the types that were planned for."""
+    return [*map(_kind, leaves)] == [kind for _, kind, _, _ in ARGUMENTS]
+
+
+_TRY = "\n  try:"
+_MOST_NAMED = 5
+
+
+def _misfit(
+    step: Callable[..., Any],
+    static: Mapping[Any, Any],
+    leaves: Sequence[Any],
+    tree: Any,
+) -> ValueError:
+    """The error that says which arguments are not those that were planned for."""
+    planned = {path: kind for path, kind, _, _ in ARGUMENTS}
+    paths = _paths(step, static, tree_unflatten(tree, leaves))
+    found = dict(zip(paths, map(_kind, leaves), strict=True))
+    lines = [
+        f"  {path}: planned for {planned.get(path, 'nothing')}, "
+        f"got {found.get(path, 'nothing')}"
+        for path in dict.fromkeys((*planned, *found))
+        if planned.get(path) != found.get(path)
+    ]
+    more = len(lines) - _MOST_NAMED
+    lines[_MOST_NAMED:] = [f"  and {more} more"] if more > 0 else []
+    same = "  the arrays are the same; what else is in their containers differs, such "
+    same += "as a function, a setting, or the class of a module"
+    text = "\n".join(["The arguments are not those of the plan:", *(lines or [same])])
+    advice = "the arguments that were planned for; or plan again, and export that plan"
+    return ValueError(f"{text}{_TRY} {advice}")
+
+
+def _paths(
+    step: Callable[..., Any], static: Mapping[Any, Any], dynamic: Any
+) -> list[str]:
+    """The path of each array leaf, as ARGUMENTS has it.
+
+    Arguments may have other names than those planned, if there are as many.
+    """
+    names = [*inspect.signature(step).parameters]
+    names = [name for i, name in enumerate(names) if i not in static]
+    found = []
+    for (part, argument, *path), _ in tree_flatten_with_path(dynamic)[0]:
+        place = argument.key if part.idx else argument.idx
+        named = not part.idx and place < len(names)
+        rest = keystr(tuple(path), simple=True, separator="/")
+        found.append((names[place] if named else str(place), rest))
+    roots = [*dict.fromkeys(root for root, _ in found)]
+    planned = [*dict.fromkeys(path.partition("/")[0] for path, *_ in ARGUMENTS)]
+    known = dict(zip(roots, planned, strict=True)) if len(roots) == len(planned) else {}
+    return [f"{known.get(root, root)}/{rest}".rstrip("/") for root, rest in found]

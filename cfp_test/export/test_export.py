@@ -218,7 +218,7 @@ def test_a_module_is_readable(plan):
     text = python_module(loaded, loaded.sites)
     assert "('params/layers/0/up', 'float32[16,64]', P('x'), True)," in text
     assert "MESH = {'x': 4}" in text and "STATIC = (2,)" in text
-    assert len(text.splitlines()) < 600
+    assert len(text.splitlines()) < 700
     assert "import cfp" not in text and "from cfp" not in text
 
 
@@ -231,9 +231,32 @@ def test_another_step_is_refused(plan, my_step, mesh):
 
     with pytest.raises(ValueError, match="is not the one that was planned"):
         shard(other, *shapes, mesh=mesh)
-    with pytest.raises(ValueError, match="planned for float32"):
-        wrong = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
-        shard(my_step["step"], shapes[0], wrong, 2, mesh=mesh)
+    wrong = jax.ShapeDtypeStruct((8, WIDTH), jnp.int32)
+    params, x, power = shapes
+    for args, lines in (
+        ((params, wrong, power), "  x: planned for float32[32,16], got int32[8,16]"),
+        (
+            ({**params, "bias": x}, x, power),
+            "  params/bias: planned for nothing, got float32[32,16]",
+        ),
+        (
+            ({"layers": params["layers"]}, x, power),
+            "  params/stack: planned for float32[3,16,16], got nothing",
+        ),
+        ((params, "x", power), "  x: planned for float32[32,16], got a str"),
+    ):
+        with pytest.raises(ValueError) as refused:
+            shard(my_step["step"], *args, mesh=mesh)
+        assert str(refused.value).splitlines() == [
+            "The arguments are not those of the plan:",
+            lines,
+            "  try: the arguments that were planned for; or plan again, and export "
+            "that plan",
+        ]
+    with pytest.raises(
+        ValueError, match=r"  params/layers/0/down: .*(\n.*)*and 1 more"
+    ):
+        shard(lambda p, x, n: p, jax.tree.map(lambda _: wrong, params), wrong, power)
 
 
 def test_meshes_of_other_axes_are_refused_and_explicit_ones_are_not(plan, my_step):
@@ -251,8 +274,20 @@ def test_a_module_refuses_arguments_that_it_was_not_compiled_for(plan, my_step, 
         my_step["step"], *shapes, mesh=mesh
     )
     zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), shapes[:2])
-    with pytest.raises(ValueError, match="not those that it was compiled for"):
+    with pytest.raises(ValueError, match=r"static arguments: {2: 2}, got {2: 3}"):
         sharded(*zeros, 3)
+    params, x = zeros
+    up = params["layers"][0]["up"][:, :3]  # Four devices cannot share it.
+    layers = [{**params["layers"][0], "up": up}, params["layers"][1]]
+    for args, said in (
+        ((params, x[:8]), "  x: planned for float32.32,16., got float32.8,16.$"),
+        (({**params, "layers": layers}, x), "  params/layers/0/up: .* float32.16,3.$"),
+        (({**params, "stack": 0}, x), "  params/stack: .*, got int32.."),
+        (({"stack": x}, x), "  params/layers/0/down: .* got nothing"),
+        (({**params, "layers": (*params["layers"],)}, x), "  the arrays are the same"),
+    ):
+        with pytest.raises(ValueError, match=f"(?m)^{said}"):
+            sharded(*args, 2)
 
 
 def test_what_a_module_cannot_say_is_refused(plan):

@@ -3,9 +3,10 @@
 Planning on GPUs has ten stages, and lines of progress say how long all of the rest
 takes, not the stage that is at work. What is at work goes on as it went; of what
 follows the number of programs is known or guessed, and each takes what it took in
-recorded runs on two GPUs: kernels were tuned for 0.2 to 2.2 s a program, segments took
-0.25 to 0.7 s, whole programs 0.4 to 3.1 s (docs/results/by_hand_h100x2_202611.json;
-decisions.md, "What planning takes by stage").
+recorded runs on two GPUs: kernels were tuned for 0.2 to 3.4 s a program, segments took
+0.25 to 0.7 s, whole programs 0.4 to 4.3 s (docs/results/by_hand_h100x2_202611.json;
+decisions.md, "What planning takes by stage"). A look and a turn take some steps, as
+long as predicted.
 What each stage took is kept, too, for the plan's record.
 """
 
@@ -53,7 +54,7 @@ _SECONDS: Mapping[Stage, tuple[float, float, Stage | None, float]] = MappingProx
         Stage.TUNING: (1.2, 0.0, None, 0.0),
         Stage.BUILDS: (0.25, 0.0, Stage.TUNING, 0.4),
         Stage.RUNS: (0.2, 0.0, None, 0.0),
-        Stage.WHOLE: (0.7, 0.3, Stage.BUILDS, 1.8),
+        Stage.WHOLE: (0.7, 0.3, Stage.BUILDS, 2.2),
         Stage.WARM_UP: (3.5, 0.0, None, 0.0),
         Stage.LOOKS: (0.5, 0.0, None, 0.0),
         Stage.VARIANTS: (0.5, 0.0, None, 0.0),
@@ -61,10 +62,18 @@ _SECONDS: Mapping[Stage, tuple[float, float, Stage | None, float]] = MappingProx
         Stage.TURNS: (0.7, 0.0, Stage.LOOKS, 1.35),
     }
 )
+# Seconds and steps of a look and of a turn, where it is predicted how long steps take.
+_RUNS: Mapping[Stage, tuple[float, float]] = MappingProxyType(
+    {Stage.LOOKS: (0.1, 5.0), Stage.TURNS: (0.5, 2.5)}
+)
+# All variants of a leader take this share of what all whole programs do: both are
+# compiled side by side, and a program takes as long as it does.
+_VARIANTS_SHARE = 0.5
 # How the counts of a plan begin that say what a stage took.
 PART = "seconds_in_"
-# So many programs of a stage count as much as what is usual: the first few say little.
-_TRUSTED = 6
+# So many programs of a stage count as much as what is usual: the first few say little,
+# but of kernels, which take from 1 s a program to 3.
+_TRUSTED, _TRUSTED_OF_TUNING = 6, 2
 
 
 class Outlook:
@@ -77,9 +86,11 @@ class Outlook:
     def __init__(self, end: float = math.inf) -> None:
         self._end = end
         self._expected: set[Stage] = set()
+        self._counts: dict[Stage, int] = {}
         self._rest: dict[Stage, float] = {}
         self._each: dict[Stage, float] = {}
         self._took: dict[Stage, float] = {}
+        self._step_seconds: float | None = None
         self._is_open = False
 
     @property
@@ -111,11 +122,19 @@ class Outlook:
     def expect(self, counts: Mapping[Stage, int]) -> None:
         """Takes note of how many programs stages are to have."""
         self._expected |= counts.keys()
+        self._counts |= counts
         self._rest |= counts
+
+    def expect_step(self, seconds: float) -> None:
+        """Takes note of how long a step is predicted to take; races run several."""
+        self._step_seconds = seconds
 
     def note(self, stage: Stage, done: float, total: int, seconds: float) -> None:
         """Takes note of how a stage goes; see `left_seconds`."""
-        known = _TRUSTED if stage in self._expected else 0
+        known = 0
+        if stage in self._expected:
+            known = _TRUSTED_OF_TUNING if stage is Stage.TUNING else _TRUSTED
+        self._counts[stage] = total
         if done + known:
             spent = seconds + known * self._usual(stage)
             self._each[stage] = spent / (done + known)
@@ -153,7 +172,14 @@ class Outlook:
         return f", about {clock_text(round(left))} left" if is_known else ""
 
     def _usual(self, stage: Stage) -> float:
-        """Seconds for each program of a stage, by an earlier one if that is known."""
+        """Seconds for each program of a stage, by what is known of earlier ones."""
+        if stage in _RUNS and self._step_seconds is not None:
+            seconds, steps = _RUNS[stage]
+            return seconds + steps * self._step_seconds
+        if stage is Stage.VARIANTS and Stage.WHOLE in self._counts:
+            whole_seconds = self._each.get(Stage.WHOLE, self._usual(Stage.WHOLE))
+            share = _VARIANTS_SHARE * self._counts[Stage.WHOLE]
+            return share * whole_seconds / max(1, self._counts.get(stage, 1))
         usual, least, earlier, times = _SECONDS[stage]
         if earlier is None or earlier not in self._each:
             return usual

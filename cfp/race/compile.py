@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -36,7 +37,7 @@ from cfp.race.programs import (
     Skipped,
     is_compiled_too_large,
 )
-from cfp.settings import TUNED_FIRST, TUNED_SHARE, TUNING_AT_ONCE
+from cfp.settings import TUNED_FIRST, TUNED_SHARE, TUNING_AT_ONCE, defaults_of
 from cfp.units import waiting_text
 
 
@@ -82,6 +83,7 @@ def compile_programs(
     Returns:
         What became of each, in their order: without samples, if it fits.
     """
+    expect_steps(builder, programs)
     known = known_records(builder, [one.job.key.digest for one in programs])
     new = [one for one in programs if one.job.key.digest not in known]
     with builder.in_flight as in_flight, builder.options.outlook.at(builder.stages[0]):
@@ -89,6 +91,22 @@ def compile_programs(
     failed = [one for one in fresh.values() if isinstance(one, ProfileRecord)]
     keep(failed, builder.store)
     return results_of(programs, {**fresh, **known}, builder.budget_bytes, known)
+
+
+def expect_steps(builder: Builder, programs: Iterable[RaceProgram]) -> None:
+    """Takes note of how long steps are predicted to take, where they are timed."""
+    if (
+        builder.options.run
+        or defaults_of(builder.mesh.devices.flat[0].platform).estimates
+    ):
+        return
+    predicted_ms = [
+        one.candidate.predicted_ms / one.ratios.time
+        for one in programs
+        if one.candidate.predicted_ms is not None
+    ]
+    if predicted_ms:
+        builder.options.outlook.expect_step(statistics.median(predicted_ms) / 1e3)
 
 
 def build_each(

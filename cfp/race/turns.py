@@ -21,6 +21,7 @@ from cfp.race.candidates import with_options
 from cfp.race.compile import (
     Builder,
     build_each,
+    expect_steps,
     fits,
     keep,
     known_records,
@@ -135,6 +136,7 @@ def race_programs(
     if records is None:
         done = {**out, **predicted}
         again = [one for one in programs if one.job.key.digest not in done]
+        expect_steps(builder, again)
         with builder.in_flight as in_flight:
             with builder.options.outlook.at(builder.stages[0]):
                 outcomes = build_each(builder, again, in_flight)

@@ -107,7 +107,7 @@ class _Finder:
     def run(self) -> tuple[StorageGroup, ...]:
         program = self.program
         for position, output in enumerate(self.paired):
-            shape = program.values[program.args[position]].shape
+            shape = self._shape(position)
             if output is None or not shape:
                 continue
             self.members.add(position)
@@ -115,8 +115,11 @@ class _Finder:
                 self._walk(position, program.outputs[output])
         return self._collect()
 
+    def _shape(self, position: int) -> tuple[int, ...]:
+        return self.program.values[self.program.args[position]].shape
+
     def _walk(self, position: int, output: int) -> None:
-        shape = self.program.values[self.program.args[position]].shape
+        shape = self._shape(position)
         stack, seen = [(output, squeeze(shape))], set()
         while stack:
             v, inner = stack.pop()
@@ -137,7 +140,10 @@ class _Finder:
             if not self._updates(op, inner):
                 continue
             if op.id in self.owner:
-                self.sets.union(self.owner[op.id], position)
+                # A column of a table may be computed with a vector of its own, which
+                # cannot be stored as the table is.
+                if self._shape(self.owner[op.id]) == shape:
+                    self.sets.union(self.owner[op.id], position)
                 continue
             self.owner[op.id] = position
             if op.kind == "dynamic_update_slice":

@@ -234,3 +234,28 @@ def test_arrays_of_one_element():
     state = {"params": params, "opt": tx.init(params)}
     _, _, groups = storage(step, (state, normal(3, 8, 16)))
     assert sorted(len(g.args) for g in groups) == [1, 1, 1, 1, 1, 1, 3]
+
+
+@pytest.mark.parametrize("names_of_state", ["ab", "ba"])
+def test_a_vector_whose_values_are_columns_of_a_table_is_stored_by_itself(
+    names_of_state,
+):
+    vector, table = names_of_state
+
+    def step(state, w):
+        def body(state, i):
+            x = jnp.tanh(state["x"] @ w)
+            best = jnp.minimum(state[vector], x.mean(-1))
+            rows = jax.lax.dynamic_update_slice(state[table], best[:, None], (0, i))
+            return {"x": x, vector: best, table: rows}, None
+
+        return jax.lax.scan(body, state, jnp.arange(8))[0]
+
+    state = {"x": normal(0, 32, 16), vector: jnp.ones(32), table: jnp.zeros((32, 8))}
+    program, _, groups = storage(step, (state, normal(1, 16, 16)))
+    shapes = [
+        {program.values[program.args[position]].shape for position in group.args}
+        for group in groups
+    ]
+    assert {(32,)} in shapes and {(32, 8)} in shapes
+    assert all(len(found) == 1 for found in shapes)

@@ -2,6 +2,7 @@
 
 It runs on one device, which shards nothing. Where one device has no room for it, it is
 sharded over all, by a preset that shards its arguments in another way than the plan.
+Where its code names several devices, it runs on all with its arguments whole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 
 from cfp.analysis.layout import lay_out
 from cfp.context import agreement_of
-from cfp.errors import DeviceError
+from cfp.errors import DeviceError, StepNotTraceable
 from cfp.passes.pipeline import analyze_step
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
@@ -43,17 +44,29 @@ _FRUGAL = (
 )
 
 
+# In place of a preset: a step that shards nothing but what its own code does.
+AS_WRITTEN = "as written"
+
+
 @dataclass(frozen=True, slots=True)
 class Reference:
     """A compiled step to compare a plan's with.
 
     Attributes:
         step: in float32, or in float64 what computes in that.
-        preset: what shards it over the plan's devices; "" where it runs on one.
+        preset: what shards it over the plan's devices, or `AS_WRITTEN`; "" where it
+            runs on one.
     """
 
     step: CompiledStep
     preset: str = ""
+
+
+def reference_text(preset: str) -> str:
+    """Names a reference: ``one device``, or by its preset."""
+    if preset == AS_WRITTEN:
+        return "the step as written on the same devices"
+    return f"the preset {preset}" if preset else "one device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +168,23 @@ def both_sides(
     )
     # A step that fits one device by a memory limit is compared on it with the same.
     limit = {name: v for name, v in plan.options.items() if name == MEMORY_SHARE}
-    alone_lowered = _lower_alone(step, device, limit if mesh.size == 1 else {})
+    unsharded = ""
+    try:
+        alone_lowered = _lower_alone(step, device, limit if mesh.size == 1 else {})
+    except StepNotTraceable:
+        if mesh.size == 1:
+            raise
+        # It was lowered for the mesh: a mesh in its code has more devices than one.
+        unsharded = AS_WRITTEN
+        alone_lowered = _lower_whole(step, mesh, {})
     with CompilePool(default_threads(device.platform)) as pool:
         started = pool.start("the step under the plan, to be checked", lowered.compile)
-        beside = pool.start("the step on one device", alone_lowered.compile)
+        label = f"the step on {reference_text(unsharded)}"
+        beside = pool.start(label, alone_lowered.compile)
         planned, alone = started.result(), _unless_too_large(beside.result)
 
     def references() -> Iterator[tuple[str, CompiledStep | None]]:
-        yield "", alone
+        yield unsharded, alone
         for name, lower in _sharded(plan):
             tell(f"compiling the preset {name}: one device has no room for the check")
             yield name, _unless_too_large(lambda lower=lower: lower().compile())
@@ -180,6 +202,7 @@ def both_sides(
             size = f"about {format_bytes(room.needed_bytes)}"
             limit_bytes = room.limit_bytes
         where = f"on each, where {name} shards it" if name else "on one device"
+        where = "on each, as written" if name == AS_WRITTEN else where
         needs.append(f"{size} {where}")
     raise no_room("; or ".join(needs), format_bytes(limit_bytes))
 
@@ -251,10 +274,15 @@ def compile_alone(step: FlatStep, device: Any) -> CompiledStep:
 def _lower_alone(
     step: FlatStep, device: Any, options: Mapping[str, str]
 ) -> LoweredStep:
+    return _lower_whole(step, Mesh(np.array([device]), ("alone",)), options)
+
+
+def _lower_whole(step: FlatStep, mesh: Mesh, options: Mapping[str, str]) -> LoweredStep:
+    """Lowers a step for a mesh, with its arguments and results whole on each device."""
+
     def whole(leaves: Iterable[Any]) -> list[Spec]:
         return [((),) * len(leaf.shape) for leaf in leaves]
 
-    mesh = Mesh(np.array([device]), ("alone",))
     return load_or_lower(
         step,
         mesh,

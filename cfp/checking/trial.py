@@ -20,7 +20,7 @@ from cfp.checking.check import (
     Difference,
     feed_back,
 )
-from cfp.checking.reference import both_sides, no_room
+from cfp.checking.reference import both_sides, no_room, reference_text
 from cfp.context import agreement_of
 from cfp.errors import CfpError, DeviceError
 from cfp.plan.plan import Plan
@@ -56,7 +56,8 @@ class Trial:
     Attributes:
         tolerance: what a checked step may differ by.
         checked: whether they were compared with a reference.
-        preset: what sharded the reference; "" where it ran on one device.
+        preset: what sharded the reference, as :class:`Reference` says it; "" where it
+            ran on one device.
         rematerialized: how many instructions the compiler rematerializes by itself, in
             the step and, if checked, in what was compared; None where a program has no
             text.
@@ -173,8 +174,7 @@ def run_trial(
             tell("making the arguments, by programs that are compiled for their shapes")
             args = list(target.make_args(bound.in_shardings, seed))
             if checking is not None:
-                preset = checking.reference.preset
-                which = f"the preset {preset}" if preset else "one device"
+                which = reference_text(checking.reference.preset)
                 tell(f"copying the arguments, for the check against {which}")
                 with _room_for_check(agreement):
                     checking.start(args)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from cfp import api
+from cfp.checking.reference import AS_WRITTEN, reference_text
 from cfp.checking.trial import Trial, run_trial
 from cfp.checking.verify import (
     check_devices,
@@ -152,7 +153,7 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
             {"time_ms": s.time_ms, "metrics": dict(s.metrics)} for s in trial.steps
         ],
         "checked": trial.checked,
-        "checked_against": _reference(trial) if trial.checked else None,
+        "checked_against": reference_text(trial.preset) if trial.checked else None,
         "passed": not trial.failures if trial.checked else None,
         "tolerance": trial.tolerance,
         "largest_difference": {"path": largest.path, "relative_l2": largest.relative_l2}
@@ -189,7 +190,7 @@ def check_text(trial: Trial) -> str:
     failures = trial.failures
     if failures:
         text = (
-            f"largest relative L2 difference from {_reference(trial)}: "
+            f"largest relative L2 difference from {reference_text(trial.preset)}: "
             f"{largest.relative_l2:.2g} in {trial.named(largest.path)}"
         )
         lines = [
@@ -203,7 +204,7 @@ def check_text(trial: Trial) -> str:
         return "\n".join(
             [f"Check FAILED: {text}, tolerance {trial.tolerance:g}", *lines]
         )
-    text = f"all results equal those of {_reference(trial)} within rounding"
+    text = f"all results equal those of {reference_text(trial.preset)} within rounding"
     if trial.nearest is not None:
         nearest, share = trial.nearest
         text += (
@@ -224,7 +225,13 @@ def check_text(trial: Trial) -> str:
             f"their norms were compared: {names}"
             + (f" and {more} more" if more > 0 else "")
         )
-    if trial.preset:
+    if trial.preset == AS_WRITTEN:
+        text += (
+            "\nThe step's code names devices, so it does not run on one: the plan's "
+            "was compared with the step as written on the same devices, its arguments "
+            "whole on each."
+        )
+    elif trial.preset:
         text += (
             "\nOne device has no room for the step: the plan's was compared with the "
             f"same step as written, sharded over the same devices by {trial.preset}."
@@ -232,12 +239,10 @@ def check_text(trial: Trial) -> str:
     return f"Check passed: {text}"
 
 
-def _reference(trial: Trial) -> str:
-    return f"the preset {trial.preset}" if trial.preset else "one device"
-
-
 def _where(trial: Trial) -> str:
-    return f"{'under' if trial.preset else 'on'} {_reference(trial)}"
+    if trial.preset == AS_WRITTEN:
+        return "as it is written"
+    return f"{'under' if trial.preset else 'on'} {reference_text(trial.preset)}"
 
 
 @o.measuring

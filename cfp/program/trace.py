@@ -63,6 +63,10 @@ _ORDERED = (
     "Leave out ordered=True (of jax.debug.print, jax.debug.callback, io_callback): cfp "
     "shards only what may happen in any order."
 )
+_OTHER_DEVICES = (
+    "A mesh in the step's code, of with_sharding_constraint or shard_map, has other "
+    "devices than the mesh that it is planned for: plan for the same mesh."
+)
 _NO_SUCH_OP = "not found for platform cpu"
 _FOR_GPUS = (
     "Virtual CPU devices have no such op: plan for GPUs that are not here, with mesh="
@@ -174,6 +178,8 @@ def lower_step(
         advice = "Plain jax.jit does not, either."
         if "ordered" in str(error):
             advice = _ORDERED
+        elif "incompatible devices" in str(error):
+            advice = _OTHER_DEVICES
         elif _NO_SUCH_OP in str(error):
             advice = f"{advice} {_FOR_GPUS}"
         raise StepNotTraceable(

@@ -32,7 +32,7 @@ from cfp.checking.reference import (
 )
 from cfp.checking.trial import Trial, run_trial
 from cfp.cli.running import check_text
-from cfp.errors import DeviceError
+from cfp.errors import DeviceError, StepNotTraceable
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.program.memory import memory_kind
@@ -732,3 +732,41 @@ def test_kernels_in_bfloat16_may_do_what_its_last_bit_does(narrow, off, passes):
     failures = check.step().failures(check.tolerance)
     assert (failures == []) == (passes and narrow != ())
     assert {one.path for one in failures} <= {"bias"}
+
+
+def of_named_devices():
+    """A target whose code has a mesh of four devices."""
+    mesh = make_mesh((("x", 4),))
+    rows = jax.NamedSharding(mesh, jax.P("x"))
+
+    def step(w, x):
+        hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ w), rows)
+        squares = jax.shard_map(
+            lambda part: jax.lax.psum((part**2).sum(), "x"),
+            mesh=mesh,
+            in_specs=jax.P("x"),
+            out_specs=jax.P(),
+        )
+        return w - 0.1 * (x.T @ hidden), squares(hidden)
+
+    args = jnp.full((16, 16), 0.1), jnp.linspace(0.0, 1.0, 512).reshape(32, 16)
+
+    def make_args(shardings, _):
+        return tuple(map(jax.device_put, args, shardings))
+
+    return Target(name="named", step=step, args=args, donate=(), make_args=make_args)
+
+
+def test_a_step_whose_code_names_devices_is_checked_on_these(tmp_path):
+    found = trial_of(of_named_devices(), "fully_sharded", 4, tmp_path)
+    assert found.preset == reference.AS_WRITTEN
+    assert found.failures == []
+    assert found.largest is not None
+    text = check_text(found)
+    assert "equal those of the step as written on the same devices" in text
+    assert "The step's code names devices" in text
+
+
+def test_a_step_whose_code_names_other_devices_says_so(tmp_path):
+    with pytest.raises(StepNotTraceable, match="plan for the same mesh"):
+        trial_of(of_named_devices(), "fully_sharded", 2, tmp_path)

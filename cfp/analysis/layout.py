@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, Literal
 
 from cfp.analysis.blocks import Block
@@ -511,50 +510,3 @@ def rematerialized_flops(program: Program, blocks: Sequence[Block]) -> int:
         if not member.derived
     ]
     return sum(op_flops(program, op) for op in again if is_contraction(op))
-
-
-# ---------------------------------------------------------------------- work of a step
-
-_NARROW = ("bf16", "f16")
-_COUNTED = ("i32", "i64", "ui32", "ui64")
-
-
-def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
-    """Returns a step's FLOPs and batch as a plan's counts.
-
-    Args:
-        batch: positions of the arguments that hold a batch, with the ranks of their
-            first dims; see `cfp.presets.roles.data_arguments`.
-
-    Returns:
-        ``model_flops`` of a step, without what the step itself rematerializes;
-        ``narrow_share``, of these in types of 16 bits; ``batch_samples``, and
-        ``batch_tokens`` where integers of two dims show them. Absent is what is not
-        known.
-    """
-    program = frame.program
-    flops = program_flops(program) - rematerialized_flops(program, frame.blocks)
-    if not flops:
-        return {}
-    found: dict[str, float] = {
-        "model_flops": float(flops),
-        "narrow_share": _narrow_share(program),
-    }
-    leaves = [program.values[program.args[p]] for p, rank in batch.items() if not rank]
-    if sizes := [leaf.shape[0] for leaf in leaves if leaf.shape]:
-        found["batch_samples"] = float(max(set(sizes), key=sizes.count))
-    tokens = [leaf.shape for leaf in leaves if leaf.dtype in _COUNTED]
-    if sizes := [prod(shape) for shape in tokens if len(shape) >= 2]:
-        found["batch_tokens"] = float(max(sizes))
-    return found
-
-
-def _narrow_share(program: Program) -> float:
-    """Returns the share of FLOPs in contractions that read 16-bit types."""
-    total = narrow = 0
-    for op in filter(is_contraction, program.ops):
-        flops = op_flops(program, op)
-        total += flops
-        if all(program.values[v].dtype in _NARROW for v in op.operands[:2]):
-            narrow += flops
-    return narrow / total if total else 0.0

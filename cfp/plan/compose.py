@@ -10,7 +10,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import lay_out, model_work
+from cfp.analysis.layout import lay_out
+from cfp.analysis.work import model_work
 from cfp.devices.described import DescribedMesh
 from cfp.errors import ProcessError
 from cfp.plan.describe import (

@@ -95,6 +95,86 @@ def test_a_batch_without_tokens_has_samples(planned):
     assert found.samples_per_s == 24_000 and found.tokens_per_s is None
 
 
+def edges_step(w, x, edges):
+    def loss(w):
+        ends = jnp.tanh(x @ w)[edges[:, 0]] - x[edges[:, 1]]
+        return (ends**2).mean()
+
+    return w - 0.1 * jax.grad(loss)(w)
+
+
+def sparse_step(w, values, places, y):
+    """Rows of parameters that a sparse array's places name, one for each value."""
+
+    def loss(w):
+        made = (
+            jnp.zeros(y.shape)
+            .at[places[:, 0]]
+            .add(values[:, None] * w["in"][places[:, 1]])
+        )
+        return ((made @ w["out"] - y) ** 2).mean()
+
+    return jax.tree.map(lambda a, b: a - 0.1 * b, w, jax.grad(loss)(w))
+
+
+def decode_step(state, w):
+    """One token more for each sample, in a buffer that has room for many."""
+    last = jax.lax.dynamic_slice(state["tokens"], (0, state["at"]), (8, 1))[:, 0]
+    token = jnp.argmax(w["table"][last] @ w["table"].T, axis=1).astype(jnp.int32)
+    tokens = jax.lax.dynamic_update_slice(
+        state["tokens"], token[:, None], (0, state["at"] + 1)
+    )
+    return {"tokens": tokens, "at": state["at"] + 1}
+
+
+INTEGERS = {
+    "edges": (edges_step, shape(64, 64), shape(256, 64), (8192, 2)),
+    "sparse": (
+        sparse_step,
+        {"in": shape(64, 32), "out": shape(32, 32)},
+        shape(512),
+        (512, 2),
+        shape(64, 32),
+    ),
+    "decoding": (
+        decode_step,
+        {"tokens": (8, 128), "at": ()},
+        {"table": shape(64, 32)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_that_are_no_tokens_are_not_counted(planned, name):
+    step, *given = INTEGERS[name]
+    args = jax.tree.map(
+        lambda one: shape(*one, dtype=jnp.int32) if type(one) is tuple else one,
+        given,
+        is_leaf=lambda one: type(one) is tuple,
+    )
+    found = planned(args=args, step=step).search
+    assert "model_flops" in found and "batch_tokens" not in found
+
+
+def test_tokens_are_the_rows_that_are_looked_up(planned):
+    """A batch in parts, of which inputs are one token shorter than the rows."""
+
+    def step(w, tokens):
+        def part(total, rows):
+            x = w["table"].astype(jnp.bfloat16)[rows[:, :-1]]
+            return total + (x @ w["up"].astype(x.dtype)).sum(), None
+
+        def loss(w, tokens):
+            return jax.lax.scan(part, jnp.bfloat16(0), tokens)[0]
+
+        grads = jax.grad(loss, argnums=0)(w, tokens)
+        return jax.tree.map(lambda a, b: a - b, w, grads)
+
+    args = W, shape(2, BATCH, SEQ + 1, dtype=jnp.int32)
+    found = planned(args=args, step=step).search
+    assert found["batch_tokens"] == 2 * BATCH * SEQ
+
+
 def test_other_kinds_have_no_share_and_no_time_no_figures(planned):
     plan = planned()
     unknown = replace(plan, environment={"device_kind": "cpu"})

@@ -1,0 +1,107 @@
+"""The work of a step, as the counts that its throughput is told by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+
+from cfp.analysis.contractions import is_contraction
+from cfp.analysis.flow import Flow, passes
+from cfp.analysis.layout import Frame, program_flops, rematerialized_flops
+from cfp.program.graph import Op, Program, op_flops, reached
+
+_NARROW = ("bf16", "f16")
+_INTEGERS = ("i8", "i16", "i32", "i64", "ui8", "ui16", "ui32", "ui64")
+# What leaves the rows of a table as they are, or takes some of them.
+_ROWS_PASS = ("broadcast_in_dim", "convert", "dynamic_slice", "reshape", "slice")
+
+
+def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
+    """Returns a step's FLOPs and batch as a plan's counts.
+
+    Args:
+        batch: positions of the arguments that hold a batch, with the ranks of their
+            first dims; see `cfp.presets.roles.data_arguments`.
+
+    Returns:
+        ``model_flops`` of a step, without what the step itself rematerializes;
+        ``narrow_share``, of these in types of 16 bits; ``batch_samples``, and
+        ``batch_tokens`` where integers of the batch look up several rows of a table
+        of parameters for each sample. Absent is what is not known.
+    """
+    program = frame.program
+    flops = program_flops(program) - rematerialized_flops(program, frame.blocks)
+    if not flops:
+        return {}
+    found: dict[str, float] = {
+        "model_flops": float(flops),
+        "narrow_share": _narrow_share(program),
+    }
+    rows = [program.args[p] for p, rank in batch.items() if not rank]
+    shapes = [program.values[v].shape for v in rows]
+    if sizes := [shape[0] for shape in shapes if shape]:
+        samples = max(set(sizes), key=sizes.count)
+        found["batch_samples"] = float(samples)
+        tables = [v for p, v in enumerate(program.args) if p not in batch]
+        tokens = max(_looked_up(program, rows, tables), default=0)
+        if tokens > samples:
+            found["batch_tokens"] = float(tokens)
+    return found
+
+
+def _looked_up(
+    program: Program, rows: Iterable[int], tables: Iterable[int]
+) -> Iterator[int]:
+    """Yields how many rows of a table each lookup takes in one step.
+
+    Integers index much else: edges their nodes, a sparse array its places, labels what
+    is computed. Tokens look up rows of a table that is an argument.
+
+    Args:
+        rows: arguments that hold a batch: its arrays of integers of two dims or more
+            may be tokens.
+        tables: arguments that do not.
+    """
+    values, flow = program.values, Flow(program)
+
+    def is_index(v: int) -> bool:
+        return values[v].dtype in _INTEGERS
+
+    def indices(op: Op) -> bool:
+        return all(map(is_index, op.results))
+
+    def of_a_table(op: Op) -> bool:
+        return op.kind in _ROWS_PASS
+
+    start = [v for v in rows if is_index(v) and len(values[v].shape) >= 2]
+    index = {*reached(start, lambda v: _made(flow, v, indices))}
+    table = {*reached(tables, lambda v: _made(flow, v, of_a_table))}
+    for op in program.ops:
+        if op.kind != "gather" or op.operands[0] not in table:
+            continue
+        places = values[op.operands[1]].shape
+        is_row = len(values[op.operands[0]].shape) >= 2 and places[-1:] == (1,)
+        if is_row and op.operands[1] in index:
+            yield prod(places) * op.repeat
+
+
+def _made(flow: Flow, value: int, follows: Callable[[Op], bool]) -> Iterator[int]:
+    """Yields what some ops make of a value, which loops and barriers pass on."""
+    program = flow.program
+    for user, place in program.users[value]:
+        op = program.ops[user]
+        if passes(op):
+            yield from flow.becomes(user, place)
+        elif follows(op):
+            yield from op.results
+
+
+def _narrow_share(program: Program) -> float:
+    """Returns the share of FLOPs in contractions that read 16-bit types."""
+    total = narrow = 0
+    for op in filter(is_contraction, program.ops):
+        flops = op_flops(program, op)
+        total += flops
+        if all(program.values[v].dtype in _NARROW for v in op.operands[:2]):
+            narrow += flops
+    return narrow / total if total else 0.0

@@ -378,6 +378,26 @@ def test_run_checks_a_plan_and_a_preset(planned, folder):
     assert "planned for float32[32,64], got bfloat16[32,64]" in other.err
 
 
+def test_other_donation_than_the_plans_is_refused(folder):
+    plan = ["plan", TOY, *ON_CPU, *ANY_PRESET, "--no-race", "--donate", "0"]
+    given = ["--plan", "donating.json", "--donate"]
+    made, same, *others = run_batch(
+        [
+            [*plan, "-o", "donating.json"],
+            ["run", TOY, *given, "0", "--steps", "1"],
+            ["run", TOY, *given, "1", "--steps", "1"],
+            ["inspect", TOY, *given, "1"],
+        ],
+        folder,
+    )
+    assert (made.code, same.code) == (0, 0), made.err + same.err
+    for other in others:
+        assert other.code == 2, other
+        assert "The plan donates other arguments" in other.err
+        assert "expected: donation of weights, as it was planned" in other.err
+        assert "try: leave --donate out" in other.err
+
+
 def test_run_plans_within_a_budget(folder):
     wanted = ["run", TOY, *ON_CPU, "--per-kind", "2", "--quick", "--no-race"]
     wanted += ["--steps", "1", "--json", "--workdir", "roomy"]

@@ -157,7 +157,9 @@ def run_trial(
     with coordinated_planning(agreement.alone):
         step = target.flatten()
         # With the step a plan that was loaded knows the static arguments.
-        bound = replace(plan, step=step).bind(target.step, *target.args)
+        bound = replace(plan, step=step).bind(
+            target.step, *target.args, donate_argnums=target.donate
+        )
         feedback, names = _feedback(target, step, plan, steps)
         try:
             tell("compiling")

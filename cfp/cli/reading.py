@@ -255,7 +255,10 @@ def inspect(
                 )
             if saved is not None:
                 used = saved.on(devices_mesh)
-                text = used.compile(found.step, *found.args).as_text()
+                compiled = used.compile(
+                    found.step, *found.args, donate_argnums=found.donate
+                )
+                text = compiled.as_text()
             else:
                 text = _plainly(found)
         sites = collective_sites(text)

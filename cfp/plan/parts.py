@@ -346,6 +346,7 @@ def check_donated(planned: Sequence[bool], step: FlatStep) -> None:
             expected=f"donation of {', '.join(sorted(there))}, as it was planned",
             got=", ".join(sorted(asked)),
             attempt="leave donate_argnums out, since the plan knows, or plan again",
+            commands="leave --donate out, since the plan knows, or plan again",
         )
 
 

@@ -99,6 +99,7 @@ class _Finder:
         news = {flow.canonical.get(v, v) for v in outputs}
         ends = outputs | {v for v, w in flow.canonical.items() if w in news}
         self.leads, _ = first_downstream(flow, targets, ends)
+        self.leads_before, _ = first_downstream(flow, targets, outputs)
         self.arg_position = {v: i for i, v in enumerate(program.args)}
         self.owner: dict[int, int] = {}  # update op -> an argument position
         self.sets = UnionFind()  # of argument positions
@@ -165,7 +166,7 @@ class _Finder:
         program = self.program
         if op.rule is None or op.rule.reduction or len(op.results) != 1:
             return False
-        if op.id in program.leaf_ops or self.leads[op.id] != NEVER:
+        if op.id in program.leaf_ops or self._leads(op):
             return False
         if op.kind == "dynamic_update_slice":
             return op.parent >= 0 and self._stacks(op)
@@ -183,6 +184,14 @@ class _Finder:
             or program.values[v].producer in program.leaf_ops
             for v in op.operands
         )
+
+    def _leads(self, op: Op) -> bool:
+        """True if what an op makes reaches a block, but as new state.
+
+        What is done with state before a loop that returns it reaches those inside.
+        """
+        leads = self.leads if op.parent >= 0 else self.leads_before
+        return leads[op.id] != NEVER
 
     def _stacks(self, op: Op) -> bool:
         """True if an op writes an iteration's result into a carried tensor."""
@@ -299,7 +308,7 @@ class _Finder:
         program = self.program
         if op.rule is None or op.rule.fixed or op.parent >= 0 or len(op.results) != 1:
             return False
-        if self.leads[op.id] != NEVER or op.kind in _LOOKUPS or is_contraction(op):
+        if self._leads(op) or op.kind in _LOOKUPS or is_contraction(op):
             return False
         result = squeeze(program.values[op.results[0]].shape)
         if result != shape and op.kind not in ("reduce", *_VIEWS):

@@ -259,3 +259,23 @@ def test_a_vector_whose_values_are_columns_of_a_table_is_stored_by_itself(
     ]
     assert {(32,)} in shapes and {(32, 8)} in shapes
     assert all(len(found) == 1 for found in shapes)
+
+
+@pytest.mark.parametrize("before", ["nothing", "where", "times two"])
+def test_what_is_done_with_state_before_a_loop_that_returns_it_is_no_update(before):
+    """Of hidden state that is reset, and goes through a recurrent net."""
+
+    def step(w, hidden, x, reset):
+        if before == "where":
+            hidden = jnp.where(reset[:, None], 0.0, hidden)
+        elif before == "times two":
+            hidden = hidden * 2.0
+
+        def cell(hidden, x):
+            return jnp.tanh(x + hidden @ w), None
+
+        return jax.lax.scan(cell, hidden, x)[0]
+
+    args = normal(0, 16, 16), normal(1, 32, 16), normal(2, 8, 32, 16), jnp.zeros(32) > 0
+    _, _, [group] = storage(step, args)
+    assert (group.args, group.ops) == ((1,), ())

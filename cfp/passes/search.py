@@ -184,10 +184,12 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
     Raises:
         OptionError: there is no such preset for the program.
     """
-    known = named_choices(analysis.frame)
+    known = presets(analysis.frame)
     is_alone = not analysis.frame.mesh and is_known(name)
     if is_alone or (name == DATA_PARALLEL and name not in known):
         name = REPLICATED  # It shards nothing, and is called so.
+    if name not in known:
+        known = named_choices(analysis.frame)  # Propagation takes longer than the rest.
     if name not in known:
         raise OptionError(
             f"There is no preset {name!r} for this program; "

@@ -236,7 +236,7 @@ def _silence_callbacks(function: ir.Operation) -> None:
     beside the lowering of the whole step. A part has no such list, and calling into
     it ends the process.
     """
-    for op in list(shardy.walk(function)):
+    for op in shardy.walk(function):
         if not shardy.calls_host(op):
             continue
         with ir.InsertionPoint(op):
@@ -251,7 +251,7 @@ def _leave_in_place(function: ir.Operation) -> None:
 
     A part takes and gives everything in the device's memory.
     """
-    for op in list(shardy.walk(function)):
+    for op in shardy.walk(function):
         if shardy.moves_to_memory(op):
             op.results[0].replace_all_uses_with(op.operands[0])
             op.erase()

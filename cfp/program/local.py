@@ -103,7 +103,7 @@ def lower_local(
             for name in ("arg_attrs", "res_attrs"):
                 if name in function.attributes:
                     del function.attributes[name]
-            for op in list(shardy.walk(function)):
+            for op in shardy.walk(function):
                 _make_local(op, sizes)
         _call(module, source)
     return lowered

@@ -98,7 +98,7 @@ def stands_for(op: ir.Operation) -> str:
 def _blank_constants(function: ir.Operation) -> None:
     """Puts what has a type alone in the place of constants that are not structure."""
     kept = shaping_constants(function)
-    for op in list(shardy.walk(function)):
+    for op in shardy.walk(function):
         if op.name == "stablehlo.constant" and op not in kept:
             with ir.InsertionPoint(op), op.location:
                 blank = ir.Operation.create(_BLANK, results=[op.results[0].type])

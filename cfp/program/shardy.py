@@ -7,7 +7,7 @@ the same order after :func:`normalise`; plans rely on it to name ops by number.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -79,19 +79,16 @@ def _spec(attribute: ir.Attribute) -> Spec:
     return tuple(tuple(a.name for a in dim if a.sub_axis_info is None) for dim in axes)
 
 
-def _descend(block: ir.Block) -> Iterator[ir.Operation]:
-    for opview in list(block.operations):
-        op = opview.operation
-        for region in op.regions:
-            for inner in region.blocks:
-                yield from _descend(inner)
-        yield op
-
-
-def walk(function: ir.Operation) -> Iterator[ir.Operation]:
+def walk(function: ir.Operation) -> list[ir.Operation]:
     """Every op below a function, inner before outer, in execution order."""
-    for block in function.regions[0].blocks:
-        yield from _descend(block)
+    found: list[ir.Operation] = []
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        found.append(op)
+        return ir.WalkResult.ADVANCE
+
+    function.walk(visit)
+    return found[:-1]  # The function itself comes last.
 
 
 def calls_host(op: ir.Operation) -> bool:
@@ -206,11 +203,11 @@ def normalise(module: ir.Module) -> int:
     with module.context, ir.Location.unknown():
         passmanager.PassManager.parse(_INLINE).run(module.operation)
         function = main_function(module)
-        for op in list(walk(function)):
+        for op in walk(function):
             if op.name == "sdy.data_flow_edge":
                 _forward(op, [op.operands[0]])
         erased = 0
-        for op in list(walk(function)):
+        for op in walk(function):
             if op.name == "sdy.named_computation":
                 _inline(op)
             elif op.name == "sdy.sharding_constraint":
@@ -281,7 +278,7 @@ def _separate_constants(function: ir.Operation) -> None:
     epsilon would make another program of a step than one that does not.
     """
     merged: dict[ir.Operation, None] = {}
-    for op in list(walk(function)):
+    for op in walk(function):
         for index, operand in enumerate(op.operands):
             owner = operand.owner
             if isinstance(owner, ir.Block) or not _is_small_constant(owner.operation):

@@ -136,7 +136,7 @@ def widen(module: ir.Module, *, precise: bool = True) -> tuple[str, ...]:
     """
     function = shardy.main_function(module)
     with module.context, ir.Location.unknown():
-        ops = list(shardy.walk(function))
+        ops = shardy.walk(function)
         fixed = [_Fixed.of(op) for op in ops if _is_fixed(op)]
         kept = {one.op for one in fixed}
         for op in ops:

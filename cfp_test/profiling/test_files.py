@@ -22,15 +22,6 @@ def open_umask():
     os.umask(before)
 
 
-@pytest.fixture
-def small_heap():
-    """Collections of garbage go over what a test made, and nothing older."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def mode(path):
     return path.stat().st_mode & 0o777
 

@@ -44,7 +44,7 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def dropped(monkeypatch):
+def dropped(small_heap, monkeypatch):
     """Exceptions that Python itself had to drop."""
     gc.collect()
     found = []

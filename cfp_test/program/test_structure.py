@@ -1,6 +1,6 @@
 """Identity of programs: by their structure, or by all that they compute with."""
 
-import gc
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.extend.mlir import ir
 from jax.sharding import PartitionSpec as P
 
 from cfp.program.graph import Program
@@ -16,6 +15,8 @@ from cfp.program.signature import cut_part, numbered
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
+from cfp_test.cli_runner import environment
+from cfp_test.forking import quick_python
 
 MESH = make_mesh((("x", 2),))
 X = jnp.ones((4, 6))
@@ -203,27 +204,48 @@ def test_constants_of_equal_values_stay_apart():
     assert [len(program.users[op.results[0]]) for op in constants] == [1] * 4
 
 
-def count_contexts() -> int:
-    """Counts contexts of MLIR that something holds, in which all of a module lies."""
+CONTEXTS = """
+import gc
+import jax
+import jax.numpy as jnp
+from jax.extend.mlir import ir
+from cfp.program.step import flatten_step
+from cfp.program.trace import trace
+
+def read(scale):
+    def step(x):
+        def layer(x, _):
+            return x * scale, None
+
+        return jax.lax.scan(layer, x, None, length=3)[0]
+
+    return trace(flatten_step(step, (jnp.ones((4, 6)),)), jax.make_mesh((2,), ("x",)))
+
+def count():
     jax.clear_caches()
     gc.collect()
     return ir.Context._get_live_count()
 
+read(1.0)
+before = count()
+for number in range(3):
+    read(float(number))
+after = count()
+held = read(1.0)
+print(before, after, count())
+"""
 
-def test_nothing_is_held_of_programs_that_are_gone():
+
+def test_nothing_is_held_of_programs_that_are_gone(tmp_path):
     """With a context all constants of its program stay in memory."""
-
-    def make_step(scale):
-        def step(x):
-            def layer(x, _):
-                return x * scale, None
-
-            return jax.lax.scan(layer, x, None, length=3)[0]
-
-        return step
-
-    read(make_step(1.0))
-    before = count_contexts()
-    for number in range(3):
-        read(make_step(float(number)))
-    assert count_contexts() <= before, "those of other tests may go meanwhile"
+    flags = "--xla_force_host_platform_device_count=2"
+    ended = subprocess.run(
+        [quick_python(), "-c", CONTEXTS],
+        cwd=tmp_path,
+        env=environment(XLA_FLAGS=flags, JAX_PLATFORMS="cpu"),
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    before, after, holding = map(int, ended.stdout.split())
+    assert after <= before < holding

@@ -242,7 +242,7 @@ def test_tests_and_scripts_import_what_there_is():
     missing = []
     for folder in ("cfp_test", "alpa_test"):
         for path in (PACKAGE.parent / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes(path.read_text()):
                 module = getattr(node, "module", None) or ""
                 if not isinstance(node, ast.ImportFrom) or node.level:
                     continue

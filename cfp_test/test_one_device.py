@@ -240,7 +240,7 @@ def test_when_time_is_over_the_whole_program_is_not_compiled(
     few = {**step_time._LIMITS, "min_samples": 3, "max_samples": 3}
     monkeypatch.setattr(step_time, "_LIMITS", few)  # Too few to tell what ties.
     ran.clear()
-    step, args = stack_of(plain, 20, ADAM)
+    step, args = stack_of(plain, 10, ADAM)
     settings = cfp.PlannerSettings(seconds=0.0)
     how = {"cache_dir": tmp_path, "settings": settings}
     plan = cfp.plan(step, *args, mesh=playing("4xh200"), **how)

@@ -265,8 +265,7 @@ def needs_whole(frame, move):
     return False
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("model", MODELS)
+@cover_values(model=MODELS, mesh=MESHES)
 def test_nothing_moves_inside_without_a_reason(model, mesh):
     """Without scattered sums a dim moves only for an op that needs it whole."""
     frame = frame_of(model, MESHES[mesh])

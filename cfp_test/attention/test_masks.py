@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cfp.attention import chunked
 from cfp_test.attention.replaced import Step
 from cfp_test.checking import make_mesh
+from cfp_test.covering import at_night
 from cfp_test.programs.common import normal
 
 BATCH, TOKENS, HEADS, HEAD_DIM = 4, 16, 2, 4
@@ -300,14 +301,21 @@ MASKS = st.builds(
 )
 
 
-@settings(
-    max_examples=6, phases=(Phase.explicit, Phase.reuse, Phase.generate), deadline=None
-)
-@given(MASKS, st.booleans(), st.booleans())
-def test_any_mask_is_found_and_replaced_by_an_equal(mask, scanned, remat):
-    step = step_with(mask, mask.argument, scanned, remat)
-    for one in step.attentions.left_alone:
-        # An added mask is not there in the backward loop, unless it is computed again.
-        assert scanned and not remat and "jax.checkpoint" in one.reason
-    if step.attentions.found and (kernels := kernels_of(step)):
-        assert step.far(step.with_kernel(kernels[0])[0]) == []
+@pytest.mark.parametrize("examples", [3, *at_night([12])])
+def test_any_mask_is_found_and_replaced_by_an_equal(examples):
+    @settings(
+        max_examples=examples,
+        phases=(Phase.explicit, Phase.reuse, Phase.generate),
+        deadline=None,
+    )
+    @given(MASKS, st.booleans(), st.booleans())
+    def example(mask, scanned, remat):
+        step = step_with(mask, mask.argument, scanned, remat)
+        for one in step.attentions.left_alone:
+            # An added mask is not there in the backward loop, unless it is computed
+            # again.
+            assert scanned and not remat and "jax.checkpoint" in one.reason
+        if step.attentions.found and (kernels := kernels_of(step)):
+            assert step.far(step.with_kernel(kernels[0])[0]) == []
+
+    example()

@@ -23,6 +23,7 @@ from cfp.search.jobs import whole_job
 from cfp.settings import Replacing
 from cfp_test.bench.attention_planned import tokens_spread
 from cfp_test.checking import make_mesh
+from cfp_test.covering import cover_values
 
 BATCH, HEADS, HEAD_DIM, CHUNK, DEVICES = 4, 4, 16, 128, 4
 HIDDEN = HEADS * HEAD_DIM
@@ -82,20 +83,17 @@ def estimated_and_compiled(tokens, name, spread=""):
     return estimated, built.temp_bytes
 
 
-@pytest.mark.parametrize(
-    "tokens", [128, pytest.param(320, marks=pytest.mark.nightly), 512]
-)
-@pytest.mark.parametrize(
-    "name, spread",
-    [
+@cover_values(
+    tokens=[128, 512, 320],
+    way=[
         ("data_parallel", ""),
         ("tensor_parallel", ""),
         ("queries", ""),
         ("queries", "ring"),
     ],
 )
-def test_attention_in_chunks_needs_about_what_is_estimated(tokens, name, spread):
-    estimated, compiled = estimated_and_compiled(tokens, name, spread)
+def test_attention_in_chunks_needs_about_what_is_estimated(tokens, way):
+    estimated, compiled = estimated_and_compiled(tokens, *way)
     assert 0.85 * compiled <= estimated <= 1.35 * compiled
 
 

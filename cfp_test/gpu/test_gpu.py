@@ -206,7 +206,8 @@ def test_kernels_are_held_to_an_oracle_of_its_own(place, monkeypatch):
 def test_presets_are_held_to_one_device_and_to_their_share(
     place, monkeypatch, unknown_stages
 ):
-    subject = subject_of("gpt", ON_CPUS.models["gpt"], place)
+    sizes = {**ON_CPUS.models["gpt"], "layers": 1}
+    subject = subject_of("gpt", sizes, place)
     named, parts = presets(subject.analysis.frame), equal.in_parts(subject)
     allowed = subject.allowed()
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from cfp.program.constrain import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.trace import lower_step
 from cfp_test.checking import differences, prepare, shardings
+from cfp_test.covering import at_night
 from cfp_test.programs.common import normal, training
 
 WORDS = 36
@@ -110,12 +112,14 @@ def check(logits, loss, beside, tokens):
     return bool(replaced)
 
 
-@given(*(st.sampled_from(sorted(d)) for d in (LOGITS, LOSSES, BESIDE, TOKENS)))
-@settings(max_examples=4, deadline=None, derandomize=True)
-def test_near_cross_entropies_are_replaced_rightly_or_left_alone(
-    logits, loss, beside, tokens
-):
-    check(logits, loss, beside, tokens)
+@pytest.mark.parametrize("examples", [2, *at_night([12])])
+def test_near_cross_entropies_are_replaced_rightly_or_left_alone(examples):
+    @given(*(st.sampled_from(sorted(d)) for d in (LOGITS, LOSSES, BESIDE, TOKENS)))
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    def example(logits, loss, beside, tokens):
+        check(logits, loss, beside, tokens)
+
+    example()
 
 
 def test_some_of_them_are_replaced_and_some_are_not():

@@ -54,11 +54,11 @@ def planned(case, kernel):
 @pytest.mark.parametrize(
     ("name", "options", "kernel", "attentions"),
     [
-        ("llama", {"scan": True}, "vocabulary/4", 0),
         ("bert", {"remat": True}, "vocabulary/4", 0),
         ("gpt", {}, "chunked+vocabulary/4", 1),
         *at_night(
             [
+                ("llama", {"scan": True}, "vocabulary/4", 0),
                 ("gpt", {"microbatches": 2}, "vocabulary/4", 0),
                 ("moe", {}, "vocabulary/4", 0),
             ]

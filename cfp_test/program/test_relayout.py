@@ -71,16 +71,21 @@ def test_groups_of_the_batch(taken, made):
     assert check(*convolution(taken, "OIHW", made, BATCH)) >= 2
 
 
-@pytest.mark.parametrize("groups", [FEATURES, BATCH], ids=["features", "batch"])
+TRANSPOSED = ("CNW", "IOW", "WCN"), {"lhs_dilation": (2,)}
+DILATED = ("NCHWD", "OIHWD", "NHWDC"), {"rhs_dilation": (2, 1, 2)}
+STRIDED = ("NWC", "WIO", "NCW"), {"window_strides": (2,)}
+
+
 @pytest.mark.parametrize(
-    ("layouts", "options"),
+    ("way", "groups"),
     [
-        (("CNW", "IOW", "WCN"), {"lhs_dilation": (2,)}),
-        (("NCHWD", "OIHWD", "NHWDC"), {"rhs_dilation": (2, 1, 2)}),
-        *at_night([(("NWC", "WIO", "NCW"), {"window_strides": (2,)})]),
+        *((TRANSPOSED, FEATURES), (DILATED, BATCH)),
+        *at_night([(TRANSPOSED, BATCH), (DILATED, FEATURES)]),
+        *at_night((STRIDED, groups) for groups in (FEATURES, BATCH)),
     ],
 )
-def test_other_dims_strides_and_dilations(layouts, options, groups):
+def test_other_dims_strides_and_dilations(way, groups):
+    layouts, options = way
     check(*convolution(*layouts, groups, **options))
 
 

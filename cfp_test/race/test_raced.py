@@ -14,6 +14,7 @@ from cfp.profiling.compiled import compile_right
 from cfp.program.constrain import Constraints
 from cfp.program.step import flatten_step
 from cfp_test.checking import make_mesh
+from cfp_test.covering import at_night
 from cfp_test.planned import RACED
 from cfp_test.programs.registry import PROGRAMS, programs_on
 
@@ -157,19 +158,23 @@ def compiled_again(monkeypatch):
 @pytest.mark.parametrize(
     "step, more, donated",
     [
-        (keyed, (jax.random.key(1),), 0),
         (keyed, (jax.random.key(1),), (0, 2)),
         (keyed_by_many, (jax.random.split(jax.random.key(1, impl="rbg"), 4),), (0, 2)),
         (counted, (1,), 0),
         (weak, (True, 1j), 0),
-        (handed_back, (), 0),
         (handed_back, (), (0, 1)),
         (given_twice, (), 0),
         (twice_donated, (), 0),
         (with_constants, (), 0),
-        (overwriting, (jnp.ones((ROWS, WIDTH)),), (0, 2)),
         (overwriting, (jnp.ones((ROWS, WIDTH)),), (0, 1, 2)),
         (unread, (jnp.ones(3),), (0, 2)),
+        *at_night(
+            [
+                (keyed, (jax.random.key(1),), 0),
+                (handed_back, (), 0),
+                (overwriting, (jnp.ones((ROWS, WIDTH)),), (0, 2)),
+            ]
+        ),
     ],
 )
 def test_what_raced_has_the_types_of_the_step(

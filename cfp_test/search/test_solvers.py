@@ -36,7 +36,7 @@ def one_segment(*options, fixed_bytes, budget_bytes):
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems())
 @example(  # HiGHS gave the third, with variables for running sums of memory
     one_segment(

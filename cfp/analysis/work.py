@@ -8,7 +8,7 @@ from math import prod
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.flow import Flow, passes
 from cfp.analysis.layout import Frame, program_flops, rematerialized_flops
-from cfp.program.graph import Op, Program, op_flops, reached
+from cfp.program.graph import Op, Program, call_flops, op_flops, reached
 
 _NARROW = ("bf16", "f16")
 _INTEGERS = ("i8", "i16", "i32", "i64", "ui8", "ui16", "ui32", "ui64")
@@ -27,7 +27,9 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
         ``model_flops`` of a step, without what the step itself rematerializes;
         ``narrow_share``, of these in types of 16 bits; ``batch_samples``, and
         ``batch_tokens`` where integers of the batch look up several rows of a table
-        of parameters for each sample. Absent is what is not known.
+        of parameters for each sample; ``uncounted_loops``, the number of loops with
+        products of which one iteration is counted, since the program does not say how
+        many there are. Absent is what is not known.
     """
     program = frame.program
     flops = program_flops(program) - rematerialized_flops(program, frame.blocks)
@@ -37,6 +39,10 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
         "model_flops": float(flops),
         "narrow_share": _narrow_share(program),
     }
+    loops = [op for op in program.ops if op.uncounted]
+    heavy = [is_contraction(op) or call_flops(op) > 0 for op in program.ops]
+    if count := sum(any(heavy[i] for i in op.body) for op in loops):
+        found["uncounted_loops"] = float(count)
     rows = [program.args[p] for p, rank in batch.items() if not rank]
     shapes = [program.values[v].shape for v in rows]
     if sizes := [shape[0] for shape in shapes if shape]:
@@ -81,7 +87,7 @@ def _looked_up(
             continue
         places = values[op.operands[1]].shape
         is_row = len(values[op.operands[0]].shape) >= 2 and places[-1:] == (1,)
-        if is_row and op.operands[1] in index:
+        if is_row and op.operands[1] in index and not program.in_uncounted(op.id):
             yield prod(places) * op.repeat
 
 

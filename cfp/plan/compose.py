@@ -17,6 +17,7 @@ from cfp.errors import ProcessError
 from cfp.plan.describe import (
     plan_rows,
     plan_segments,
+    uncounted_loops,
     undonated_bytes,
     uneven_arguments,
     whole_ops,
@@ -93,6 +94,7 @@ def compose_plan(
         segments=plan_segments(analysis, winner.choice, problem),
         rows=plan_rows(analysis, winner.choice, rates),
         uneven=uneven_arguments(layout),
+        uncounted=uncounted_loops(program),
         replicated_ops=whole_ops(layout, rates),
         race=tuple(outcome.rows),
         environment={**configuration(), **environment},

@@ -199,6 +199,11 @@ def undonated_bytes(layout: Layout) -> int:
     )
 
 
+def uncounted_loops(program: Program) -> tuple[str, ...]:
+    """Lists loops that count as one iteration: ``while at model.py:12``."""
+    return tuple(dict.fromkeys(_site(op) for op in program.ops if op.uncounted))
+
+
 def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
     """Lists ops that every device runs in full: ``while at model.py:12 (26%)``.
 

@@ -213,6 +213,7 @@ class PlanFile(_Part):
         sites: places of the constraints in the step, for export.
         in_host: arguments and their results that are in the memory of the host between
             steps, by position.
+        uncounted: loops of which one iteration is counted.
     """
 
     format: Literal[9]
@@ -244,6 +245,7 @@ class PlanFile(_Part):
     outline: Annotated[_Outline, AfterValidator(_unpacked)] | None
     sites: Sites | None
     in_host: tuple[tuple[Count, Count], ...] = ()
+    uncounted: tuple[Words, ...] = ()
 
     @field_validator("mesh_axes")
     @classmethod

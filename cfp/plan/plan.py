@@ -81,6 +81,8 @@ class Plan:
         segments: the choice for each segment.
         rows: the blocks, with the strategy of each.
         uneven: arguments that stay whole because no axis divides them, with the size.
+        uncounted: loops that predictions and FLOPs count as one iteration, since the
+            program does not say how many there are.
         replicated_ops: what every device runs in full: loops, and ops without a
             sharding rule.
         host_callbacks_skipped: functions of the host that are not called while it is
@@ -119,6 +121,7 @@ class Plan:
     segments: tuple[PlanSegment, ...] = ()
     rows: tuple[PlanRow, ...] = ()
     uneven: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
     replicated_ops: tuple[str, ...] = ()
     host_callbacks_skipped: tuple[str, ...] = ()
     race: tuple[RaceRow, ...] = ()

@@ -103,6 +103,8 @@ class Op:
             equal costs.
         shardings: for a region that the user sharded by hand, how it takes each
             operand and then how it gives each result; () for all other ops.
+        uncounted: whether it is a loop whose number of iterations the program does not
+            say: its body counts as one iteration.
     """
 
     id: int
@@ -120,6 +122,7 @@ class Op:
     entries: tuple[int, ...] = ()
     body: tuple[int, ...] = ()
     shardings: tuple[Spec, ...] = ()
+    uncounted: bool = False
 
     @property
     def kind(self) -> str:
@@ -276,6 +279,11 @@ class Program:
         while not self.is_top_level(op):
             op = self.ops[op].parent
         return op
+
+    def in_uncounted(self, op: int) -> bool:
+        """True if an op stands in a loop that is uncounted."""
+        outer = self.ops[op].parent
+        return outer >= 0 and (self.ops[outer].uncounted or self.in_uncounted(outer))
 
     def turns(self, op: int) -> int:
         """Counts the times that opened loops run an op in one step."""

@@ -273,15 +273,16 @@ class _Reader:
         yields: list[int] = []
         entries: list[int] = []
         body_start = len(self.ops)
+        trips = _trip_count(op)
         if op.name in shardy.REGION_OPS:
-            trips = _trip_count(op)
+            times = repeat * (1 if trips is None else trips)
             for number, region in enumerate(op.regions):
                 (block,) = region.blocks
                 for argument, origin in zip(block.arguments, operands, strict=False):
                     entries.append(self._new_value(argument, origin=origin))
                 *inner, last = block.operations
                 for opview in inner:
-                    self._read_op(opview.operation, parent=-2, repeat=repeat * trips)
+                    self._read_op(opview.operation, parent=-2, repeat=times)
                 if number or op.name != "stablehlo.while":  # not the loop's condition
                     yields.extend(self._ids[v] for v in last.operation.operands)
         index = len(self.ops)
@@ -309,6 +310,7 @@ class _Reader:
                 entries=tuple(entries),
                 body=body,
                 shardings=_manual_shardings(op),
+                uncounted=op.name == "stablehlo.while" and trips is None,
             )
         )
 
@@ -335,10 +337,10 @@ class _Reader:
         return None
 
 
-def _trip_count(op: ir.Operation) -> int:
-    """The number of iterations of a counted loop; 1 where it is not known."""
+def _trip_count(op: ir.Operation) -> int | None:
+    """The number of iterations of a counted loop; None where it is not known."""
     counter = shardy.counter_of(op) if op.name == "stablehlo.while" else None
-    return 1 if counter is None else counter.limit - counter.start
+    return None if counter is None else counter.limit - counter.start
 
 
 def _manual_shardings(op: ir.Operation) -> tuple[Spec, ...]:

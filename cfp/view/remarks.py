@@ -77,6 +77,11 @@ def remarks(plan: Plan) -> Iterator[str]:
             f"below {SHORT_STEP_MS:g} ms launches of kernels and collectives, which "
             "estimates mostly leave out, take most of a step: expect more"
         )
+    if plan.uncounted:
+        yield (
+            "counted as one iteration, in predictions too, since the program does not "
+            f"say how many: {few(plan.uncounted)}"
+        )
     if known_how(plan) == "estimated" and plan.rung == "measured":
         raced = sum(bool(row.samples_ms) for row in plan.race)
         alone = "nothing" if plan.measured_ms is None else "only the plan's own step"

@@ -405,11 +405,14 @@ class Throughput:
         model_tflop: of one step, as the program has them; rematerialized ones of the
             step or the plan do not count.
         step_ms: the time that the rates are of: measured if there is one.
-        tflop_per_s: of each device, by its share of the model, or all of it.
+        uncounted_loops: how many loops these are of one iteration of, since the
+            program does not say how many it has.
+        tflop_per_s: of each device, by its share of the model, or all of it; None
+            where loops are not counted in full.
         runs_whole: whether all devices compute the same.
         rate_share: of the devices' nominal matrix rates, by the types of the products;
             None for kinds that are not shipped, and for products of float32 that are
-            not computed in TF32.
+            not computed in TF32, and where there is no rate.
         rate_dtypes: the types that these rates are of: "bfloat16", "float32 (TF32)" or
             both; "" where there is no share.
         tokens_per_s: None where the batch does not show tokens.
@@ -417,8 +420,9 @@ class Throughput:
     """
 
     model_tflop: float
+    uncounted_loops: int
     step_ms: float
-    tflop_per_s: float
+    tflop_per_s: float | None
     runs_whole: bool
     rate_share: float | None
     rate_dtypes: str
@@ -433,10 +437,16 @@ class Throughput:
             share = f" ({percent} of its rate in {self.rate_dtypes})"
         where = "on each of the devices, which all compute the same"
         where = where if self.runs_whole else "on each device"
-        parts = [
-            f"{_flop_text(self.model_tflop)} of the model a step",
-            f"{_flop_text(self.tflop_per_s)}/s {where}{share}",
-        ]
+        flop = f"{_flop_text(self.model_tflop)} of the model"
+        if self.tflop_per_s is None:
+            loops = counted(self.uncounted_loops, "loop", "loops")
+            parts = [
+                f"{flop} with one iteration of {loops} whose length the program does "
+                "not say"
+            ]
+        else:
+            rate = f"{_flop_text(self.tflop_per_s)}/s {where}{share}"
+            parts = [f"{flop} a step", rate]
         rates = (("tokens", self.tokens_per_s), ("samples", self.samples_per_s))
         parts += [f"{n:,.0f} {name}/s" for name, n in rates if n is not None]
         return "; ".join(parts)
@@ -495,15 +505,18 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
     shares = {"bfloat16": narrow, "float32": 1.0 - narrow}
     used = {dtype: part for dtype, part in shares.items() if part > 0}
     share, kind = None, kind_of(plan.environment.get("device_kind", ""))
-    if kind is not None and ("float32" not in used or _is_tf32(plan.environment)):
+    loops = round(search.get("uncounted_loops", 0.0))
+    is_known = "float32" not in used or _is_tf32(plan.environment)
+    if kind is not None and is_known and not loops:
         share = rate * sum(
             part / kind.numbers[f"{dtype}_tflop_per_s"].value
             for dtype, part in used.items()
         )
     return Throughput(
         model_tflop=flops / 1e12,
+        uncounted_loops=loops,
         step_ms=step_ms,
-        tflop_per_s=rate,
+        tflop_per_s=None if loops else rate,
         runs_whole=is_whole,
         rate_share=share,
         rate_dtypes=""

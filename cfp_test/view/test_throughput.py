@@ -175,6 +175,35 @@ def test_tokens_are_the_rows_that_are_looked_up(planned):
     assert found["batch_tokens"] == 2 * BATCH * SEQ
 
 
+def loop_step(steps):
+    def step(w, x):
+        many = 100 if steps is None else steps(x)
+        return w - jax.lax.fori_loop(0, many, lambda _, h: jnp.tanh(h @ w), x).sum()
+
+    return step
+
+
+def test_a_loop_of_unknown_length_is_said_and_not_counted_as_whole(planned, tmp_path):
+    args = shape(32, 32), shape(24, 32)
+    once = 2 * 24 * 32 * 32
+    known = planned(args=args, step=loop_step(None))
+    assert known.uncounted == ()
+    assert known.search["model_flops"] == 100 * once
+    assert "of the model a step;" in str(one_ms(known))
+    open_ended = planned(args=args, step=loop_step(lambda x: x[0, 0].astype(int)))
+    open_ended.save(tmp_path / "plan.json")
+    for plan in (open_ended, cfp.Plan.load(tmp_path / "plan.json")):
+        found = one_ms(plan)
+        assert plan.search["model_flops"] == once
+        assert (found.tflop_per_s, found.rate_share) == (None, None)
+        assert str(found).startswith(
+            "4.92e-05 GFLOP of the model with one iteration of 1 loop whose length the "
+            "program does not say"
+        )
+        [said] = [one for one in remarks(plan) if one.startswith("counted as one")]
+        assert "not say how many: while at test_throughput.py:" in said
+
+
 def test_other_kinds_have_no_share_and_no_time_no_figures(planned):
     plan = planned()
     unknown = replace(plan, environment={"device_kind": "cpu"})

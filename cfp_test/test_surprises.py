@@ -82,6 +82,23 @@ def test_a_batch_that_does_not_divide_is_named(tmp_path, preset):
     assert not remark(planned(tmp_path, rows=32, preset=preset), "does not divide")
 
 
+def scanned_step(w, xs):
+    def body(h, x):
+        return jnp.tanh(x @ w + h), None
+
+    def loss(w):
+        return jax.lax.scan(body, jnp.zeros(xs.shape[1:]), xs)[0].sum()
+
+    return w - jax.grad(loss)(w)
+
+
+@pytest.mark.parametrize("preset", [None, "tensor_parallel"])
+def test_the_length_of_a_scan_is_no_batch_that_does_not_divide(tmp_path, preset):
+    args = shape(64, 64), shape(3, 8, 64)
+    plan = planned(tmp_path, fn=scanned_step, args=args, preset=preset)
+    assert not remark(plan, "does not divide"), plan.uneven
+
+
 # ------------------------------------------------------------------------------- names
 
 

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 
 from cfp.analysis.analyze import Analysis, update_blocks
-from cfp.analysis.contractions import is_contraction, is_product
+from cfp.analysis.contractions import DimClasses, is_contraction, is_product
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out, program_flops
 from cfp.analysis.segments import Segment, group_readers
@@ -165,18 +165,35 @@ def uneven_arguments(layout: Layout) -> tuple[str, ...]:
 def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
     """Arguments of a batch that no axis divides, so that no strategy shards them.
 
+    Of those the first dim is one of a block's, which a strategy might shard, and not
+    what a loop goes over.
+
     Args:
         named: those that are named anyway.
     """
-    program, sizes = layout.frame.program, layout.frame.mesh
+    frame = layout.frame
+    program, sizes = frame.program, frame.mesh
     over = ",".join(f"{name}={size}" for name, size in sizes)
-    for position, rank in data_arguments(layout.frame).items():
+    found = {}
+    for position, rank in data_arguments(frame).items():
         shape = program.values[program.args[position]].shape
         name = program.arg_names[position]
         divided = not sizes or any(shape[0] % size == 0 for _, size in sizes)
-        if rank or divided or name in named or any(layout.arg_spec(position)):
-            continue
-        yield f"{name} ({shape[0]} over {over})"
+        if not (rank or divided or name in named or any(layout.arg_spec(position))):
+            found[program.args[position]] = f"{name} ({shape[0]} over {over})"
+    if found:
+        every = range(len(program.ops))
+        classes = DimClasses(program, every, (), frame.canonical, axis_size=1)
+        factors = (
+            (block.anchor, factor)
+            for block in frame.blocks
+            if (rule := program.ops[block.anchor].rule) is not None
+            for factor in range(len(rule.sizes))
+        )
+        able = {classes.of_factor(*one) for one in factors}
+        for value, text in found.items():
+            if classes.of_dim(value, 0) in able:
+                yield text
 
 
 def undonated_bytes(layout: Layout) -> int:

@@ -239,7 +239,9 @@ def _function_target(
     text: str, words: Sequence[str], donate: tuple[int, ...], static: tuple[int, ...]
 ) -> Target:
     where, _, name = text.rpartition(":")
-    module = _load_file(where) if where.endswith(".py") else _load_module(where, text)
+    module = (
+        _load_file(where, name) if where.endswith(".py") else _load_module(where, text)
+    )
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -324,15 +326,19 @@ def _callable_as_they_are(module: ModuleType) -> list[str]:
     ]
 
 
-def _load_file(where: str) -> ModuleType:
+def _load_file(where: str, function: str) -> ModuleType:
     path = Path(where)
     if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*.py"))[:5]
+        there = sorted(p.name for p in path.parent.glob("*.py"))
+        near = difflib.get_close_matches(path.name, there, 1)
+        first = [*dict.fromkeys([*near, *there])][:5]
         raise CfpError(
             f"There is no file {where}.",
             expected="a Python file",
-            got=f"nothing there; beside it: {', '.join(near) or 'no .py files'}",
-            attempt="the path from the current folder, or an absolute one",
+            got=f"nothing there; beside it: {', '.join(first) or 'no .py files'}",
+            attempt=f"{path.with_name(near[0])}:{function}"
+            if near
+            else "the path from the current folder, or an absolute one",
         )
     # As for a script: what stands beside it can be imported.
     sys.path.insert(0, str(path.resolve().parent))

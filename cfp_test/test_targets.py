@@ -150,6 +150,16 @@ def test_bad_targets_are_explained(text, options, message):
     assert message in str(caught.value)
 
 
+def test_the_file_whose_name_is_nearest_is_suggested_first(tmp_path):
+    for name in ("aa", "bb", "cc", "dd", "ee", "train"):
+        (tmp_path / f"{name}.py").touch()
+    with pytest.raises(CfpError) as caught:
+        resolve(f"{tmp_path}/trian.py:tiny")
+    message = str(caught.value)
+    assert "beside it: train.py, aa.py, bb.py, cc.py, dd.py" in message
+    assert message.endswith(f"try: {tmp_path}/train.py:tiny")
+
+
 def test_what_a_target_raises_is_placed():
     with pytest.raises(CfpError, match=r"no data here\n  at .*toy_targets\.py:\d+, in"):
         resolve(f"{FILE}:raising")

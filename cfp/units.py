@@ -8,14 +8,17 @@ from math import ceil
 from cfp.errors import CfpError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+# Less is hardly a budget for a step: a unit was forgotten.
+_LEAST_BARE = 2**20
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_bytes(text: int | float | str | None) -> int | None:
-    """A number of bytes from ``80GiB``, ``1.5 GB``, ``4096`` or a number.
+    """A number of bytes from ``80GiB``, ``1.5 GB``, ``8000000000`` or a number.
 
     Raises:
-        CfpError: the text is not a positive amount of memory.
+        CfpError: the text is not a positive amount of memory, or has no unit and is
+            less than 1 MiB.
     """
     if text is None:
         return None
@@ -28,6 +31,12 @@ def parse_bytes(text: int | float | str | None) -> int | None:
     if amount < 1:
         raise CfpError(
             f"Expected an amount of memory such as '80GiB' or '512MB', got {text!r}."
+        )
+    number = text.strip() if isinstance(text, str) else ""
+    if number and not number[-1].isalpha() and amount < _LEAST_BARE:
+        raise CfpError(
+            f"An amount of memory without a unit is in bytes, and {number} are too few "
+            f"to be meant. Write {number}GiB or {number}MiB, or {number}B for bytes."
         )
     return int(amount)
 

@@ -1,8 +1,10 @@
 """Amounts of memory, as people read and write them."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cfp.errors import CfpError
 from cfp.units import format_bytes, parse_bytes, seconds_left
 
 AMOUNTS = st.integers(1, 2**45)
@@ -20,6 +22,21 @@ def test_what_is_written_is_near(count):
     written = parse_bytes(format_bytes(count))
     assert written is not None
     assert abs(written - count) <= 0.005 * count + 1
+
+
+@pytest.mark.parametrize("text", ["12", "80", " 1000 ", "4e3", "1.5"])
+def test_a_few_bytes_without_a_unit_are_refused(text):
+    number = text.strip()
+    with pytest.raises(CfpError) as caught:
+        parse_bytes(text)
+    assert f"Write {number}GiB or {number}MiB, or {number}B for" in str(caught.value)
+    assert parse_bytes(f"{number}B") == int(float(number))
+    assert parse_bytes(float(number)) == int(float(number))
+
+
+def test_many_bytes_need_no_unit():
+    assert parse_bytes("1048576") == 2**20
+    assert parse_bytes("8e9") == 8 * 10**9
 
 
 def test_the_rest_of_equal_parts_takes_as_long_for_each():

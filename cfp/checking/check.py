@@ -402,10 +402,13 @@ def compare(found: Any, expected: Any) -> Differences:
     Raises:
         ValueError: structures or shapes differ.
     """
-    pairs, tree = tree_flatten_with_path(fixed(expected))
-    found = fixed(found)
+    found, expected = fixed(found), fixed(expected)
+    pairs, tree = tree_flatten_with_path(expected)
     if tree_structure(found) != tree:
-        raise ValueError("results of different structures cannot be compared")
+        raise ValueError(
+            "results of different structures cannot be compared: "
+            f"{_first_difference(found, expected)}"
+        )
     differences = []
     for (path, want), have in zip(pairs, tree_leaves(found), strict=True):
         name = keystr(path, simple=True, separator="/")
@@ -419,6 +422,31 @@ def compare(found: Any, expected: Any) -> Differences:
         distance, size = _measured(*brought_together(have, want))
         differences.append(Difference(name, float(distance), float(size)))
     return Differences(sorted(differences, key=lambda d: -d.relative_l2))
+
+
+def _first_difference(found: Any, expected: Any, path: str = "") -> str:
+    """Names the first place in which two pytrees differ, from the outside in."""
+    (have, tree), (want, other) = (
+        tree_flatten_with_path(one, is_leaf=lambda node, one=one: node is not one)
+        for one in (found, expected)
+    )
+    own, others = (
+        ["/".join(filter(None, (path, keystr(key, simple=True)))) for key, _ in level]
+        for level in (have, want)
+    )
+    if tree == other:
+        for name, (_, one), (_, another) in zip(own, have, want, strict=True):
+            if tree_structure(one) != tree_structure(another):
+                return _first_difference(one, another, name)
+    where = path or "the result"
+    if type(found) is not type(expected):
+        kinds = type(found).__name__, type(expected).__name__
+        return f"{where} is of type {kinds[0]}, and {kinds[1]} is expected"
+    if more := [name for name in own if name not in others]:
+        return f"{more[0]} is found, and not expected"
+    if missing := [name for name in others if name not in own]:
+        return f"{missing[0]} is expected, and not found"
+    return f"{where} differs in what is no array"
 
 
 def brought_together(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:

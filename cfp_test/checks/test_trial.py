@@ -77,6 +77,22 @@ def test_infinities_must_agree_and_hide_nothing():
     assert gone.relative_l2 == math.inf
 
 
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"w": [1.0, {"a": 2.0}]}, "w/1/b is expected, and not found"),
+        ({"w": [1.0, {"a": 2.0, "b": 3.0, "c": 4.0}]}, "w/1/c is found, and not ex"),
+        ({"w": [1.0, {"a": 2.0, "b": 3.0}, 4.0]}, "w/2 is found, and not expected"),
+        ({"w": (1.0, {"a": 2.0, "b": 3.0})}, "w is of type tuple, and list is exp"),
+        ({"w": [1.0, 2.0]}, "w/1 is of type float, and dict is expected"),
+        (1.0, "the result is of type float, and dict is expected"),
+    ],
+)
+def test_the_first_place_where_structures_differ_is_named(found, words):
+    with pytest.raises(ValueError, match=f"structures cannot be compared: {words}"):
+        compare(found, {"w": [1.0, {"a": 2.0, "b": 3.0}]})
+
+
 def test_squares_that_no_float_holds_are_compared():
     expected = {"large": np.full(7, 3e30, np.float32), "small": np.full(7, 3e-30, "f4")}
     found = {

@@ -161,7 +161,7 @@ def test_a_prediction_by_estimates_is_called_one_though_its_plan_raced(verified)
 def test_what_a_race_is_said_to_have_measured(verified):
     """Nothing is said of a race if nothing raced."""
     raced = replace(verified[0].best, search={"strategies_estimated": 9.0})
-    assert "only the race was timed" in plan_text(raced, width=200)
+    assert "the timed race the plan" in plan_text(raced, width=200)
     alone = replace(raced, race=raced.race[:1])
     assert "only the plan's own step was timed" in plan_text(alone, width=200)
     never = plan_text(replace(raced, race=(), measured_ms=None), width=200)

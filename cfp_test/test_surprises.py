@@ -63,8 +63,21 @@ def test_donation_that_was_forgotten_is_said(tmp_path, preset, mib):
     forgotten = planned(tmp_path, preset=preset)
     [text] = remark(forgotten, "the state is there twice")
     assert f"{mib}.00 MiB of each device are free" in text
+    assert text.startswith("the state is there twice: donate w (donate_argnums, ")
     assert forgotten.search["undonated_bytes"] == mib * MB
     assert not remark(planned(tmp_path, preset=preset, donate_argnums=0), "twice")
+
+
+def test_a_small_input_that_comes_back_is_not_worth_donating(tmp_path):
+    def sample(w, x):
+        return jax.lax.fori_loop(
+            0, 3, lambda _, x: x - jnp.tanh(x @ w["up"]) @ w["down"], x
+        )
+
+    plan = planned(tmp_path, fn=sample, rows=8)
+    assert plan.search["undonated_bytes"] == 4096
+    assert plan.arg_names[plan.undonated[0]] == "x"
+    assert not remark(plan, "twice")
 
 
 def test_a_step_that_makes_no_state_has_nothing_to_donate(tmp_path):
@@ -192,7 +205,7 @@ def test_a_plan_for_described_devices_is_exported_on_those(tmp_path):
 
 def test_storage_is_said_in_english(tmp_path):
     zero1 = planned(tmp_path, preset="zero1")
-    assert "parameters as used, optimizer state sharded" in str(zero1)
+    assert "parameters as used, update sharded" in str(zero1)
 
 
 def attend(w, x):

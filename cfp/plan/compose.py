@@ -18,7 +18,7 @@ from cfp.plan.describe import (
     plan_rows,
     plan_segments,
     uncounted_loops,
-    undonated_bytes,
+    undonated_arguments,
     uneven_arguments,
     whole_ops,
 )
@@ -61,8 +61,8 @@ def compose_plan(
     if program.erased_constraints:
         search["constraints_left_out"] = program.erased_constraints
     search |= model_work(frame, data_arguments(frame))
-    if undonated := undonated_bytes(layout):
-        search["undonated_bytes"] = undonated
+    if undonated := undonated_arguments(layout):
+        search["undonated_bytes"] = sum(undonated.values())
     estimated = "strategies_estimated" in search
     described = mesh if isinstance(mesh, DescribedMesh) else None
     rung = "measured" if timed or not estimated else "estimated"
@@ -94,6 +94,7 @@ def compose_plan(
         segments=plan_segments(analysis, winner.choice, problem),
         rows=plan_rows(analysis, winner.choice, rates),
         uneven=uneven_arguments(layout),
+        undonated=tuple(undonated),
         uncounted=uncounted_loops(program),
         replicated_ops=whole_ops(layout, rates),
         race=tuple(outcome.rows),

@@ -196,7 +196,7 @@ def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
                 yield text
 
 
-def undonated_bytes(layout: Layout) -> int:
+def undonated_arguments(layout: Layout) -> dict[int, int]:
     """Bytes on a device of arguments that are there twice, since they are not donated.
 
     Of such an argument the step makes the next one: its state. What is handed back as
@@ -204,16 +204,12 @@ def undonated_bytes(layout: Layout) -> int:
     """
     frame = layout.frame
     program = frame.program
-    kept = [
-        position
-        for position in frame.group_of_arg
-        if frame.paired[position] is not None and program.alias[position] is None
-    ]
-    return sum(
-        program.values[program.args[p]].size_bytes
+    return {
+        p: program.values[program.args[p]].size_bytes
         // spec_ways(layout.arg_spec(p), frame.mesh)
-        for p in kept
-    )
+        for p in sorted(frame.group_of_arg)
+        if frame.paired[p] is not None and program.alias[p] is None
+    }
 
 
 def uncounted_loops(program: Program) -> tuple[str, ...]:

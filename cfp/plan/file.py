@@ -213,6 +213,7 @@ class PlanFile(_Part):
         sites: places of the constraints in the step, for export.
         in_host: arguments and their results that are in the memory of the host between
             steps, by position.
+        undonated: arguments that are there twice, by position.
         uncounted: loops of which one iteration is counted.
     """
 
@@ -245,6 +246,7 @@ class PlanFile(_Part):
     outline: Annotated[_Outline, AfterValidator(_unpacked)] | None
     sites: Sites | None
     in_host: tuple[tuple[Count, Count], ...] = ()
+    undonated: tuple[Count, ...] = ()
     uncounted: tuple[Words, ...] = ()
 
     @field_validator("mesh_axes")
@@ -313,6 +315,15 @@ class PlanFile(_Part):
             if len({*side}) < len(side) or not all(i < count for i in side):
                 raise ValueError("every argument and result once, of those there are")
         return pairs
+
+    @field_validator("undonated")
+    @classmethod
+    def _are_there(
+        cls, positions: tuple[int, ...], info: ValidationInfo
+    ) -> tuple[int, ...]:
+        if max(positions, default=-1) >= len(info.data.get("arguments", ())):
+            raise ValueError("arguments, of those there are")
+        return positions
 
     @field_validator("static")
     @classmethod

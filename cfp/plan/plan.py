@@ -81,6 +81,7 @@ class Plan:
         segments: the choice for each segment.
         rows: the blocks, with the strategy of each.
         uneven: arguments that stay whole because no axis divides them, with the size.
+        undonated: argument leaves that are there twice, since they are not donated.
         uncounted: loops that predictions and FLOPs count as one iteration, since the
             program does not say how many there are.
         replicated_ops: what every device runs in full: loops, and ops without a
@@ -121,6 +122,7 @@ class Plan:
     segments: tuple[PlanSegment, ...] = ()
     rows: tuple[PlanRow, ...] = ()
     uneven: tuple[str, ...] = ()
+    undonated: tuple[int, ...] = ()
     uncounted: tuple[str, ...] = ()
     replicated_ops: tuple[str, ...] = ()
     host_callbacks_skipped: tuple[str, ...] = ()

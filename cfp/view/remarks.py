@@ -40,6 +40,7 @@ from cfp.view.words import (
     unsearched_text,
 )
 
+_WORTH_DONATING = 0.02  # of the memory that a plan needs
 # Of a GPU's memory what JAX takes by default, and what the driver leaves of that.
 _USUAL_SHARE = 0.70, 0.76
 
@@ -90,9 +91,14 @@ def remarks(plan: Plan) -> Iterator[str]:
             own = ", that of the plan by one device" if ONE_DEVICE in search else ""
             yield f"predictions are estimates of described devices{own}; {timed}"
         else:
+            chosen = (
+                "they choose what is raced, and the timed race the plan"
+                if raced > 1
+                else f"they choose the plan; {timed}"
+            )
             yield (
-                "predictions are estimates: on virtual devices plans are chosen by "
-                f"them; {timed} (measure=True, --measure: more)"
+                f"predictions are estimates: on virtual devices {chosen} "
+                "(measure=True, --measure: more)"
             )
     if ties := search.get("ties", 0):
         others = "others were" if ties > 1 else "other was"
@@ -101,10 +107,13 @@ def remarks(plan: Plan) -> Iterator[str]:
             f"a tie: {ties:.0f} {others} as fast, within {within}; the simplest of "
             "them is the plan"
         )
-    if undonated := search.get("undonated_bytes", 0):
+    undonated = search.get("undonated_bytes", 0)
+    if undonated > _WORTH_DONATING * (plan.peak_bytes or plan.predicted_bytes or 0):
+        roots = dict.fromkeys(plan.arg_names[i].split("/")[0] for i in plan.undonated)
         yield (
-            "the state is there twice: donate it (donate_argnums, --donate), and "
-            f"{format_bytes(undonated)} of each device are free"
+            f"the state is there twice: donate {few([*roots]) or 'it'} "
+            f"(donate_argnums, --donate), and {format_bytes(undonated)} of each device "
+            "are free"
         )
     yield from _budget_remarks(plan)
     if remat_untried(plan):
@@ -115,7 +124,7 @@ def remarks(plan: Plan) -> Iterator[str]:
         yield f"whole, since the mesh does not divide it: {few(plan.uneven)}"
     if plan.replicated_ops:
         ops = few(plan.replicated_ops)
-        yield f"every device runs in full (of all bytes made): {ops}"
+        yield f"every device runs in full, with its share of all bytes made: {ops}"
     foreign = [text for text in plan.replicated_ops if text.startswith("custom_")]
     if not all(INDIVISIBLE in text or NOT_CHOSEN in text for text in foreign):
         yield (

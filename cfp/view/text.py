@@ -99,7 +99,7 @@ def _run_text(run: RunView) -> str:
     sharded = "; ".join(parts)
     stored = few([segment.parameters for segment in run.segments], " or ")
     numbers = span_text([i for segment in run.segments for i in segment.indices])
-    return f"  segment {numbers}{where}: {sharded}; parameters {stored}"
+    return f"  segment {numbers}{where}: {sharded}; {words.parameters_text(stored)}"
 
 
 def _update_name(updates: Sequence[BlockView]) -> str:
@@ -325,7 +325,7 @@ def _segment_lines(segment: SegmentView, wanted: set[int], how: str) -> Iterator
     title = f"Segment {segment.span}"
     if segment.count > 1:
         title = f"Segments {segment.span} ({segment.count} alike)"
-    title += f": parameters {segment.parameters}"
+    title += f": {words.parameters_text(segment.parameters)}"
     if segment.time_ms is not None:
         title += f"; {segment.time_ms:.3f} ms each, {how}"
         if segment.collectives_ms > segment.time_ms:
@@ -555,5 +555,5 @@ def _blocks(plan: Plan) -> dict[str, str]:
         again = f" ({seen[row.name]})" if seen[row.name] > 1 else ""
         stored = words.storage_text(plan.segments[row.segment])
         sharded = roles_text(row.strategy, Detail.DIMS)
-        found[row.name + again] = f"{sharded}; parameters {stored}"
+        found[row.name + again] = f"{sharded}; {words.parameters_text(stored)}"
     return found

@@ -17,10 +17,11 @@ from cfp.units import format_bytes
 REMATERIALIZED = "rematerialized"
 STORAGE_WORDS = {
     Storage.USED: "as used",
-    Storage.OPTIMIZER: "as used, optimizer state sharded",
+    Storage.OPTIMIZER: "as used, update sharded",
     Storage.SHARDED: "sharded",
     Storage.LARGEST: "sharded along their largest dims",
 }
+_NONE_OF_ITS_OWN = "none of its own"
 STRATEGIES = "strategy", "strategies"  # for `cfp.printable.counted`
 SAME_MS = 0.0005  # Less does not show.
 _NAME_WIDTH = 72
@@ -48,10 +49,17 @@ def storage_text(segment: PlanSegment, *, short: bool = False) -> str:
     if short:
         words = str(stored or "-")
     else:
-        words = STORAGE_WORDS[stored] if stored else "none of its own"
+        words = STORAGE_WORDS[stored] if stored else _NONE_OF_ITS_OWN
         words += ", those of another segment" if segment.shared else ""
     kernels = [kernels_text(segment.kernels)] if segment.kernels else []
     return ", ".join([words, *kernels, *[REMATERIALIZED] * segment.rematerialized])
+
+
+def parameters_text(stored: str) -> str:
+    """Returns "parameters" and how they are stored; or that there are none."""
+    if stored.startswith(_NONE_OF_ITS_OWN):
+        return f"no parameters{stored.removeprefix('none')}"
+    return f"parameters {stored}"
 
 
 def kernels_text(kernels: SegmentKernels) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 import cfp
 from cfp.targets import resolve
-from cfp.view.words import storage_text
+from cfp.view.words import parameters_text, storage_text
 from cfp_test.cost import recurrent
 
 
@@ -47,6 +47,8 @@ def test_a_head_tied_to_an_embedding_says_how_its_parameters_are_stored(tied):
     assert storage_text(head) == f"{stored}, those of another segment"
     assert cfp.Plan.from_json(json.loads(tied.to_json())).segments == tied.segments
     assert storage_text(replace(head, shared=())) == "none of its own"
+    assert parameters_text("none of its own") == "no parameters of its own"
+    assert parameters_text(stored) == f"parameters {stored}"
 
 
 @pytest.mark.parametrize("damage", ["stored otherwise", "twice", "unknown", "own too"])

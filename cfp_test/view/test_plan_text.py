@@ -436,7 +436,10 @@ def test_a_plan_says_what_every_device_runs_in_full(tmp_path):
     assert sites == [f"{op} at test_plan_text.py:# (#%)" for op in ("while", "top_k")]
     plan.save(tmp_path / "plan.json")
     for one in (plan, cfp.Plan.load(tmp_path / "plan.json")):
-        assert f"in full (of all bytes made): {plan.replicated_ops[0]}" in repr(one)
+        assert (
+            f"in full, with its share of all bytes made: {plan.replicated_ops[0]}"
+            in repr(one)
+        )
         assert plan.replicated_ops[0] in plan_text(one)
 
     def even(w, x):

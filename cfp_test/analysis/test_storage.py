@@ -263,7 +263,7 @@ def test_a_vector_whose_values_are_columns_of_a_table_is_stored_by_itself(
 
 @pytest.mark.parametrize("before", ["nothing", "where", "times two"])
 def test_what_is_done_with_state_before_a_loop_that_returns_it_is_no_update(before):
-    """Of hidden state that is reset, and goes through a recurrent net."""
+    """Hidden state that is reset, and goes through a recurrent net."""
 
     def step(w, hidden, x, reset):
         if before == "where":

@@ -99,7 +99,8 @@ class _Finder:
         news = {flow.canonical.get(v, v) for v in outputs}
         ends = outputs | {v for v, w in flow.canonical.items() if w in news}
         self.leads, _ = first_downstream(flow, targets, ends)
-        self.leads_before, _ = first_downstream(flow, targets, outputs)
+        carried = flow.entered.keys() | flow.entry_place.keys()
+        self.leads_before, _ = first_downstream(flow, targets, outputs | ends - carried)
         self.arg_position = {v: i for i, v in enumerate(program.args)}
         self.owner: dict[int, int] = {}  # update op -> an argument position
         self.sets = UnionFind()  # of argument positions

@@ -279,3 +279,23 @@ def test_what_is_done_with_state_before_a_loop_that_returns_it_is_no_update(befo
     args = normal(0, 16, 16), normal(1, 32, 16), normal(2, 8, 32, 16), jnp.zeros(32) > 0
     _, _, [group] = storage(step, args)
     assert (group.args, group.ops) == ((1,), ())
+
+
+@pytest.mark.parametrize("handed_on_by", ["branch", "barrier"])
+def test_new_state_that_is_read_behind_a_branch_or_barrier_is_an_update(handed_on_by):
+    def step(w, m, x):
+        gradient = jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
+        m = 0.9 * m + gradient
+        new = w - 0.1 * m
+        if handed_on_by == "barrier":
+            new = jax.lax.optimization_barrier(new)
+            return new, m, jnp.tanh(x @ new).sum()
+        right = jnp.isfinite(jnp.tanh(x @ new).sum())
+        return jax.lax.cond(right, lambda: (new, m), lambda: (w, m))
+
+    _, _, groups = storage(
+        step, (normal(0, 16, 16), normal(1, 16, 16), normal(2, 8, 16))
+    )
+    [group] = groups
+    assert set(group.args) == {0, 1}
+    assert group.ops

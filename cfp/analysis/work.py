@@ -85,10 +85,12 @@ def _looked_up(
     for op in program.ops:
         if op.kind != "gather" or op.operands[0] not in table:
             continue
-        places = values[op.operands[1]].shape
-        is_row = len(values[op.operands[0]].shape) >= 2 and places[-1:] == (1,)
+        # Of each index the last dim has the row, and zeros of the other dims, if any.
+        count = prod(values[op.operands[1]].shape[:-1])
+        width = prod(values[op.operands[0]].shape[1:])
+        is_row = width > 1 and prod(values[op.results[0]].shape) == count * width
         if is_row and op.operands[1] in index and not program.in_uncounted(op.id):
-            yield prod(places) * op.repeat
+            yield count * op.repeat
 
 
 def _made(flow: Flow, value: int, follows: Callable[[Op], bool]) -> Iterator[int]:

@@ -175,6 +175,20 @@ def test_tokens_are_the_rows_that_are_looked_up(planned):
     assert found["batch_tokens"] == 2 * BATCH * SEQ
 
 
+def test_tokens_may_be_looked_up_one_by_one(planned):
+    """As libraries whose modules know one sample have it, under `jax.vmap`."""
+
+    def step(w, tokens):
+        def loss(w):
+            x = jax.vmap(jax.vmap(lambda row: w["table"][row]))(tokens)
+            return jnp.tanh(x @ w["up"]).sum()
+
+        return jax.tree.map(lambda a, b: a - b, w, jax.grad(loss)(w))
+
+    found = planned(args=(W, TOKENS), step=step).search
+    assert found["batch_tokens"] == BATCH * SEQ
+
+
 def loop_step(steps):
     def step(w, x):
         many = 100 if steps is None else steps(x)

@@ -206,7 +206,17 @@ class Check:
     def start(self, args: Sequence[Any]) -> None:
         """Copies the arguments, which the plan's step is about to overwrite."""
         self._args = list(args)
-        self._args = self._each(lambda arg: in_host(fresh(self._beside_reference(arg))))
+
+        shardings = iter(self.reference.step.in_shardings)
+
+        # One after another: of all that is copied a device has one leaf at a time.
+        def kept(leaf: Any) -> Any:
+            leaf, sharding = self._beside_reference(leaf), next(shardings)
+            if sharding.is_fully_addressable:
+                leaf = jax.device_put(leaf, sharding)
+            return in_host(fresh(leaf))
+
+        self._args = self._each(partial(jax.tree.map, kept))
 
     def step(self) -> Comparison:
         """Runs a step on both sides.

@@ -29,6 +29,7 @@ from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Spec
 from cfp.program.step import FlatStep
+from cfp.program.trace import OTHER_DEVICES
 from cfp.runtime.execute import CompiledStep, LoweredStep, load_or_lower
 from cfp.search.jobs import constraints_of
 from cfp.settings import ConstraintLevel
@@ -103,12 +104,15 @@ def room_for(planned: CompiledStep, reference: CompiledStep) -> Room | None:
     # devices meanwhile: the reference's arguments and results.
     shardings = (*reference.in_shardings, *reference.out_shardings)
     is_here = all(one.is_fully_addressable for one in shardings)
-    beside = 0 if is_here else arguments + results
+    own = ours.argument_size_in_bytes
+    beside = 0 if is_here else max(arguments, own) + results
+    leaf = _largest_argument_bytes(reference)
     largest = max(
-        ours.argument_size_in_bytes + _own_bytes(ours),
+        own + _own_bytes(ours),
         arguments + _own_bytes(theirs),
         # Copies of the arguments, and near ones, are made one by one.
-        arguments + _largest_argument_bytes(reference),
+        own + 2 * leaf,
+        arguments + leaf,
     )
     device = min(shardings[0].addressable_devices, key=lambda device: device.id)
     limit = (device.memory_stats() or {}).get("bytes_limit", 0)
@@ -171,10 +175,9 @@ def both_sides(
     unsharded = ""
     try:
         alone_lowered = _lower_alone(step, device, limit if mesh.size == 1 else {})
-    except StepNotTraceable:
-        if mesh.size == 1:
+    except StepNotTraceable as error:
+        if mesh.size == 1 or OTHER_DEVICES not in str(error):
             raise
-        # It was lowered for the mesh: a mesh in its code has more devices than one.
         unsharded = AS_WRITTEN
         alone_lowered = _lower_whole(step, mesh, {})
     with CompilePool(default_threads(device.platform)) as pool:
@@ -186,7 +189,8 @@ def both_sides(
     def references() -> Iterator[tuple[str, CompiledStep | None]]:
         yield unsharded, alone
         for name, lower in _sharded(plan):
-            tell(f"compiling the preset {name}: one device has no room for the check")
+            why = f"there is no room for {reference_text(unsharded)}"
+            tell(f"compiling the preset {name} for the check: {why}")
             yield name, _unless_too_large(lambda lower=lower: lower().compile())
 
     needs, limit_bytes = [], 0

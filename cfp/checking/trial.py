@@ -138,8 +138,9 @@ def run_trial(
     Args:
         check: run the same steps in float32, too (in float64 what computes in that),
             under the plan and on one device, or sharded by a preset where one device
-            has no room, and compare metrics and state. Where the plan's step does so
-            anyway, it is not compiled once more.
+            has no room, or on all where its code names several, and compare metrics
+            and state. Where the plan's step does so anyway, it is not compiled once
+            more.
         tolerance: relative L2 distance that always passes; by default 1e-5, 1e-12 where
             all is computed in float64, and 1e-2 where kernels from elsewhere compute
             in less than float32. More passes only where rounding explains it, and
@@ -167,7 +168,7 @@ def run_trial(
             checking = None
             if check:
                 tell(
-                    "preparing the check: the step under the plan and on one device, "
+                    "preparing the check: the step under the plan and as written, "
                     "with precise products in float32, compiled where they are not "
                     "there already"
                 )

@@ -233,8 +233,8 @@ def check_text(trial: Trial) -> str:
         )
     elif trial.preset:
         text += (
-            "\nOne device has no room for the step: the plan's was compared with the "
-            f"same step as written, sharded over the same devices by {trial.preset}."
+            "\nThe step has no room unsharded: the plan's was compared with the same "
+            f"step as written, sharded over the same devices by {trial.preset}."
         )
     return f"Check passed: {text}"
 

@@ -63,7 +63,7 @@ _ORDERED = (
     "Leave out ordered=True (of jax.debug.print, jax.debug.callback, io_callback): cfp "
     "shards only what may happen in any order."
 )
-_OTHER_DEVICES = (
+OTHER_DEVICES = (
     "A mesh in the step's code, of with_sharding_constraint or shard_map, has other "
     "devices than the mesh that it is planned for: plan for the same mesh."
 )
@@ -179,7 +179,7 @@ def lower_step(
         if "ordered" in str(error):
             advice = _ORDERED
         elif "incompatible devices" in str(error):
-            advice = _OTHER_DEVICES
+            advice = OTHER_DEVICES
         elif _NO_SUCH_OP in str(error):
             advice = f"{advice} {_FOR_GPUS}"
         raise StepNotTraceable(

@@ -667,7 +667,9 @@ class Alone:
 
     def __init__(self, noise):
         self.step = SimpleNamespace(static=())
-        self.out_shardings = [jax.sharding.SingleDeviceSharding(jax.devices()[0])]
+        self.in_shardings = self.out_shardings = [
+            jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        ]
         self.noise = noise
         self.calls = 0
 
@@ -717,7 +719,9 @@ class Signs:
 
     def __init__(self):
         self.step = SimpleNamespace(static=())
-        self.out_shardings = [jax.sharding.SingleDeviceSharding(jax.devices()[0])]
+        self.in_shardings = self.out_shardings = [
+            jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        ]
 
     def __call__(self, x):
         # One gradient in a hundred is the difference of what bfloat16 takes as equal.

@@ -147,7 +147,7 @@ class Outlook:
 
         Args:
             done: how many of its programs are done, those at work by halves.
-            seconds: what those that are done took.
+            seconds: since the stage began.
 
         Returns:
             None if nothing is known: the stage was not expected, and nothing is done.
@@ -177,9 +177,12 @@ class Outlook:
             seconds, steps = _RUNS[stage]
             return seconds + steps * self._step_seconds
         if stage is Stage.VARIANTS and Stage.WHOLE in self._counts:
-            whole_seconds = self._each.get(Stage.WHOLE, self._usual(Stage.WHOLE))
-            share = _VARIANTS_SHARE * self._counts[Stage.WHOLE]
-            return share * whole_seconds / max(1, self._counts.get(stage, 1))
+            each = self._each.get(Stage.WHOLE, self._usual(Stage.WHOLE))
+            # What batches of them took, or the one that is expected.
+            whole_seconds = max(
+                self._took.get(Stage.WHOLE, 0.0), self._counts[Stage.WHOLE] * each
+            )
+            return _VARIANTS_SHARE * whole_seconds / max(1, self._counts.get(stage, 1))
         usual, least, earlier, times = _SECONDS[stage]
         if earlier is None or earlier not in self._each:
             return usual

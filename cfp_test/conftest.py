@@ -7,7 +7,6 @@ of timing itself, in `profiling/`, have a clock.
 import gc
 import os
 import tempfile
-import threading
 from dataclasses import replace
 
 import pytest
@@ -86,29 +85,6 @@ def steady_times():
 
     with pytest.MonkeyPatch.context() as patch:
         hold_times(patch)
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_context():
-    """Has the main thread lower all of a module's programs in one MLIR context.
-
-    To make one, which knows all dialects, and to take it apart takes a fifteenth of
-    the tests' time. Other threads, some of them XLA's, make theirs.
-    """
-    from jax._src.interpreters import mlir
-
-    make_context, made = mlir.make_ir_context, []
-
-    def context():
-        if threading.current_thread() is not threading.main_thread():
-            return make_context()
-        if not made:
-            made.append(make_context())
-        return made[0]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mlir, "make_ir_context", context)
         yield
 
 

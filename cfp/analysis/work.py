@@ -39,10 +39,8 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
         "model_flops": float(flops),
         "narrow_share": _narrow_share(program),
     }
-    loops = [op for op in program.ops if op.uncounted]
-    heavy = [is_contraction(op) or call_flops(op) > 0 for op in program.ops]
-    if count := sum(any(heavy[i] for i in op.body) for op in loops):
-        found["uncounted_loops"] = float(count)
+    if loops := uncounted_loops(program):
+        found["uncounted_loops"] = float(len(loops))
     rows = [program.args[p] for p, rank in batch.items() if not rank]
     shapes = [program.values[v].shape for v in rows]
     if sizes := [shape[0] for shape in shapes if shape]:
@@ -53,6 +51,15 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
         if tokens > samples:
             found["batch_tokens"] = float(tokens)
     return found
+
+
+def uncounted_loops(program: Program) -> list[Op]:
+    """Lists loops with products whose number of iterations the program does not say.
+
+    Others, such as those that draw random numbers, take next to no time.
+    """
+    heavy = [is_contraction(op) or call_flops(op) > 0 for op in program.ops]
+    return [op for op in program.ops if op.uncounted and any(heavy[i] for i in op.body)]
 
 
 def _looked_up(

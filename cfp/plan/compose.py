@@ -15,9 +15,9 @@ from cfp.analysis.work import model_work
 from cfp.devices.described import DescribedMesh
 from cfp.errors import ProcessError
 from cfp.plan.describe import (
+    describe_uncounted,
     plan_rows,
     plan_segments,
-    uncounted_loops,
     undonated_arguments,
     uneven_arguments,
     whole_ops,
@@ -95,7 +95,7 @@ def compose_plan(
         rows=plan_rows(analysis, winner.choice, rates),
         uneven=uneven_arguments(layout),
         undonated=tuple(undonated),
-        uncounted=uncounted_loops(program),
+        uncounted=describe_uncounted(program),
         replicated_ops=whole_ops(layout, rates),
         race=tuple(outcome.rows),
         environment={**configuration(), **environment},

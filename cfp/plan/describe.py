@@ -16,6 +16,7 @@ from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out, program
 from cfp.analysis.segments import Segment, group_readers
 from cfp.analysis.storage import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
+from cfp.analysis.work import uncounted_loops
 from cfp.attention.matching.called import called_attentions, dims_over, exchanges
 from cfp.cost.choice import segment_candidate
 from cfp.cost.terms import transition
@@ -212,9 +213,9 @@ def undonated_arguments(layout: Layout) -> dict[int, int]:
     }
 
 
-def uncounted_loops(program: Program) -> tuple[str, ...]:
+def describe_uncounted(program: Program) -> tuple[str, ...]:
     """Lists loops that count as one iteration: ``while at model.py:12``."""
-    return tuple(dict.fromkeys(_site(op) for op in program.ops if op.uncounted))
+    return tuple(dict.fromkeys(map(_site, uncounted_loops(program))))
 
 
 def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:

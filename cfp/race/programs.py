@@ -268,26 +268,28 @@ def kernels_not_timed(
     rows: Sequence[RaceRow],
     budget_bytes: int | None,
 ) -> dict[SegmentKernels, str]:
-    """Kernels of candidates that have no time within the budget.
+    """Kernels of which no candidate has a time within the budget.
 
     Args:
-        rows: of the race.
+        rows: of the race: each of the candidate with the longest name that it begins
+            with.
         budget_bytes: what a program may need on each device.
 
     Returns:
         For each the first reason, as a predicate: ``failed: ...``.
     """
-    timed = {row.name.partition(", ")[0] for row in rows if not row.note}
-    reasons = {
-        row.name: _not_timed(row, budget_bytes)
-        for row in rows
-        if row.note and row.name not in timed
-    }
+    kernels_of = {one.name: [k for _, k in one.choice.kernels] for one in candidates}
+    timed: set[SegmentKernels] = set()
+    for row in rows:
+        names = [name for name in kernels_of if f"{row.name}, ".startswith(f"{name}, ")]
+        if names and not row.note:
+            timed.update(kernels_of[max(names, key=len)])
+    reasons = {row.name: _not_timed(row, budget_bytes) for row in rows if row.note}
     found: dict[SegmentKernels, str] = {}
-    for one in candidates:
-        for _, kernels in one.choice.kernels if one.name in reasons else ():
-            found.setdefault(kernels, reasons[one.name])
-    return found
+    for name, every in kernels_of.items():
+        for kernels in every if name in reasons else ():
+            found.setdefault(kernels, reasons[name])
+    return {kernels: why for kernels, why in found.items() if kernels not in timed}
 
 
 def _not_timed(row: RaceRow, budget_bytes: int | None) -> str:

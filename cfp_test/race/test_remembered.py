@@ -234,3 +234,10 @@ def test_what_is_too_large_did_not_fail():
     assert kernels_not_timed([one], [large], 2**20)[kernels].endswith(" 1.00 MiB")
     limited = replace(large, name="zero1, within the budget", note="", time_ms=2.0)
     assert kernels_not_timed([one], [large, limited], 2**20) == {}
+    level = replace(one, name="zero1, arguments constrained")
+    timed = replace(limited, name=f"{level.name}, within the budget")
+    assert kernels_not_timed([one, level], [large, timed], 2**20) == {}
+    as_written = replace(level, choice=Choice((), ()))
+    assert kernels_not_timed([one, as_written], [large, timed], 2**20).keys() == {
+        kernels
+    }

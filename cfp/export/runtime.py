@@ -433,13 +433,14 @@ def _flatten(
 
 
 def _kind(leaf: Any) -> str:
-    """The type of an argument's leaf as text, or of what is no array its name."""
+    """The type of an argument's leaf as text, or of what has none its name."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return type_text(leaf)
     try:
         return type_text(jax.typeof(leaf))
     except TypeError:
-        return f"a {type(leaf).__name__}"
+        typed = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        return type_text(leaf) if typed else f"a {type(leaf).__name__}"
 
 
 def _are_planned(leaves: Sequence[Any]) -> bool:
@@ -483,14 +484,18 @@ def _paths(
 
     Arguments may have other names than those planned, if there are as many.
     """
-    names = [*inspect.signature(step).parameters]
+    names = [
+        one.name
+        for one in inspect.signature(step).parameters.values()
+        if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    total = len(dynamic[0]) + len(static)
+    names += [f"arg{i}" for i in range(len(names), total)]
     names = [name for i, name in enumerate(names) if i not in static]
     found = []
     for (part, argument, *path), _ in tree_flatten_with_path(dynamic)[0]:
-        place = argument.key if part.idx else argument.idx
-        named = not part.idx and place < len(names)
-        rest = keystr(tuple(path), simple=True, separator="/")
-        found.append((names[place] if named else str(place), rest))
+        root = str(argument.key) if part.idx else names[argument.idx]
+        found.append((root, keystr(tuple(path), simple=True, separator="/")))
     roots = [*dict.fromkeys(root for root, _ in found)]
     planned = [*dict.fromkeys(path.partition("/")[0] for path, *_ in ARGUMENTS)]
     known = dict(zip(roots, planned, strict=True)) if len(roots) == len(planned) else {}

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import cfp
 from cfp.errors import PlanFileError, PlanMismatch
+from cfp.export import runtime
 from cfp.export.module import python_module, ranges, spec_code
 from cfp.export.runtime import numbers
 from cfp.models.registry import build
@@ -257,6 +259,25 @@ def test_another_step_is_refused(plan, my_step, mesh):
         ValueError, match=r"  params/layers/0/down: .*(\n.*)*and 1 more"
     ):
         shard(lambda p, x, n: p, jax.tree.map(lambda _: wrong, params), wrong, power)
+
+
+def test_what_has_a_type_describes_an_argument(plan, my_step, mesh):
+    loaded, _, (params, x, power) = plan
+    shard = load(python_module(loaded, loaded.sites))["shard"]
+    typed = jax.core.ShapedArray(x.shape, x.dtype)
+    assert shard(my_step["step"], params, typed, power, mesh=mesh).static == {2: 2}
+
+
+def test_arguments_behind_those_with_names_are_told_by_position(monkeypatch):
+    def step(w, x, *rest, scale=None):
+        return w
+
+    three = [(name, "float32[2]", P(), False) for name in ("w", "x", "arg2")]
+    monkeypatch.setattr(runtime, "ARGUMENTS", three)
+    with pytest.raises(ValueError) as refused:
+        runtime.shard(step, *[np.zeros(2, np.float32)] * 4, mesh=make_mesh((("x", 1),)))
+    lines = str(refused.value).splitlines()
+    assert lines[1:-1] == ["  arg3: planned for nothing, got float32[2]"]
 
 
 def test_meshes_of_other_axes_are_refused_and_explicit_ones_are_not(plan, my_step):

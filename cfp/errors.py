@@ -105,8 +105,9 @@ class CfpError(Exception):
 
     def for_commands(self) -> str:
         """The message for who typed a command."""
-        before, label, _ = str(self).rpartition(ATTEMPT)
-        return f"{before}{label}{self._commands}" if self._commands else str(self)
+        text = str(self)
+        before = text.rpartition(ATTEMPT)[0] if ATTEMPT in text else text
+        return f"{before}{ATTEMPT}{self._commands}" if self._commands else text
 
 
 class OptionError(CfpError, TypeError):

@@ -38,6 +38,9 @@ def test_who_typed_a_command_is_told_commands():
     for error in (found, pickle.loads(pickle.dumps(found))):
         assert str(error) == "Another step.\n  try: cfp.plan"
         assert error.for_commands() == "Another step.\n  try: cfp plan TARGET -o FILE"
+    alone = errors.PlanMismatch("Another step.", commands="cfp doctor")
+    assert str(alone) == "Another step."
+    assert alone.for_commands() == "Another step.\n  try: cfp doctor"
     plain = errors.PlanMismatch("Another step.", attempt="cfp doctor")
     assert plain.for_commands() == str(plain)
 

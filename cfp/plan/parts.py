@@ -324,16 +324,17 @@ def check_binding(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def check_donated(planned: Sequence[bool], step: FlatStep) -> None:
-    """Refuses a step that gives away what the plan keeps.
+    """Refuses a step that keeps what the plan overwrites.
 
-    A plan donates less than it was asked for where no result takes the place.
+    The reverse is no fault: a plan donates less than it was asked for where no result
+    takes the place.
 
     Args:
         planned: for each argument leaf whether the plan has the step overwrite it.
         step: with what is asked for now; nothing, if that was not said.
 
     Raises:
-        PlanMismatch: nothing of an argument is donated that should be, or the reverse.
+        PlanMismatch: the step donates something, and not all that the plan overwrites.
     """
     if not any(step.donated):
         return

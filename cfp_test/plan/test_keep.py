@@ -266,6 +266,13 @@ def test_bind_says_so_of_other_keywords(loaded, more, words):
         plan.bind(step_fn, *args, **more)
 
 
+def test_a_plan_may_donate_less_than_it_is_asked_to(loaded):
+    plan, args = loaded
+    for donated in ((True, False), (False, False)):
+        less = replace(plan, donated=donated)
+        assert less.bind(step_fn, *args, donate_argnums=(0, 1)).donated == donated
+
+
 def test_bind_says_so_of_the_keyword_that_the_step_does_not_have(loaded):
     def step(state, x, settings):
         return step_fn(state, x)

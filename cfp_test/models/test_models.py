@@ -25,7 +25,8 @@ from cfp_test.models.tiny import (
 )
 from cfp_test.moe.configs import SEED_CONFIGS
 
-# BERT begins and learns as GPT does: what is its own is in `test_bert.py`.
+# BERT and LLaMA begin and learn as GPT does: what is their own is in `test_bert.py` and
+# `test_llama.py`.
 TRAINED = ["gpt", "moe", *at_night(["bert", "llama"])]
 
 # ------------------------------------------------------------------ abstract builds

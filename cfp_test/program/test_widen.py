@@ -81,9 +81,16 @@ def with_gradients(x):
     return jax.value_and_grad(loss)(x)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, *at_night([jnp.float16])])
+FUNCTIONS = [in_loops, with_regions, with_constants, with_rounding, with_gradients]
+
+
 @pytest.mark.parametrize(
-    "fn", [in_loops, with_regions, with_constants, with_rounding, with_gradients]
+    ("fn", "dtype"),
+    [
+        *((fn, jnp.bfloat16) for fn in FUNCTIONS),
+        (with_constants, jnp.float16),
+        *at_night((fn, jnp.float16) for fn in FUNCTIONS if fn is not with_constants),
+    ],
 )
 def test_it_computes_what_float32_does(fn, dtype):
     wide = lowered(fn, X.astype(dtype))

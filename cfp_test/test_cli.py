@@ -21,7 +21,7 @@ TOY = f"{TOYS}:toy"
 HALF = f"{TOYS}:half"
 ON_CPU = ("--platform", "cpu", "--devices", "4")
 ANY_PRESET = ("--preset", "data_parallel", "--workdir", "work")
-TIGHT_PRESET = ("--preset", "zero1", "--memory-budget", "99", "--workdir", "tight")
+TIGHT_PRESET = ("--preset", "zero1", "--memory-budget", "99B", "--workdir", "tight")
 FEW = ("--workdir", "work", "--per-kind", "2", "--quick")
 STRICT = ("--steps", "2", "--tolerance", "1e-9")
 
@@ -413,7 +413,7 @@ def test_run_plans_within_a_budget(folder):
 def test_a_budget_that_nothing_fits(planned, folder):
     budget = run_one(
         *("plan", TOY, *ON_CPU, *FEW),
-        *("--pin", "weights/up=None,x", "--memory-budget", "100"),
+        *("--pin", "weights/up=None,x", "--memory-budget", "100B"),
         folder=folder,
     )
     assert budget.code == 2

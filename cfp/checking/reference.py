@@ -101,7 +101,7 @@ def room_for(planned: CompiledStep, reference: CompiledStep) -> Room | None:
     arguments = theirs.argument_size_in_bytes + theirs.host_argument_size_in_bytes
     results = theirs.output_size_in_bytes + theirs.host_output_size_in_bytes
     # They run one after another. Of what other processes have parts, that stays on the
-    # devices meanwhile: the reference's arguments and results.
+    # devices meanwhile: arguments, at first as the plan has them, and results.
     shardings = (*reference.in_shardings, *reference.out_shardings)
     is_here = all(one.is_fully_addressable for one in shardings)
     own = ours.argument_size_in_bytes
@@ -205,9 +205,8 @@ def both_sides(
         if room is not None:
             size = f"about {format_bytes(room.needed_bytes)}"
             limit_bytes = room.limit_bytes
-        where = f"on each, where {name} shards it" if name else "on one device"
-        where = "on each, as written" if name == AS_WRITTEN else where
-        needs.append(f"{size} {where}")
+        where = {"": "on one device", AS_WRITTEN: "on each, as written"}
+        needs.append(f"{size} {where.get(name, f'on each, where {name} shards it')}")
     raise no_room("; or ".join(needs), format_bytes(limit_bytes))
 
 

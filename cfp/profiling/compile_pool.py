@@ -110,9 +110,9 @@ class CompilePool:
 
 
 def count_done(compiles: Iterable[Future[_T]]) -> float:
-    """Counts compiles that are done; from the first on, those at work count half.
+    """Counts compiles that are done; once one is, those at work count half.
 
-    They began together with it, and so are not yet to begin.
+    What is compiled side by side with it is nearly done, too.
     """
     every = list(compiles)
     done = sum(one.done() for one in every)

@@ -104,6 +104,7 @@ WARM_UP, STEPS = 3, 5  # Steps before, and in, a sample.
 LOOKS, STAYS = 2, 1.03  # Rounds before ways are left out, and how far behind.
 MOST_OF_A_KIND = 2
 THREADS = 4
+AT_ONCE = 4  # Presets compiled until one of them fits.
 SOLVER_SECONDS = 15.0
 TORCH_SECONDS = 45.0  # Kept for PyTorch at the end of a piece.
 # With less left no such piece begins.
@@ -694,16 +695,20 @@ def _presets_that_fit(
 
     A race compiles presets only while they may win; here the best of them is asked for.
     """
-    ways = {
-        f"preset {one.name}": cfp_way(maker, "preset", one)
+    waiting = [
+        (f"preset {one.name}", cfp_way(maker, "preset", one))
         for one in found.presets_not_compiled()
-    }
-    made, rows = compiled(ways.items(), record, prefix), record.data["ways"]
-    for name in [n for n, one in made.items() if one.step.built.peak_bytes > budget]:
-        del made[name]
-        # As races say it, so that pages count both alike.
-        reason = {"status": "failed", "reason": "over the memory budget"}
-        rows[prefix + name] |= reason
+    ]
+    made: dict[str, Made] = {}
+    while waiting and not made:
+        some, waiting = waiting[:AT_ONCE], waiting[AT_ONCE:]
+        made, rows = compiled(some, record, prefix), record.data["ways"]
+        large = [n for n, one in made.items() if one.step.built.peak_bytes > budget]
+        for name in large:
+            del made[name]
+            # As races say it, so that pages count both alike.
+            reason = {"status": "failed", "reason": "over the memory budget"}
+            rows[prefix + name] |= reason
     return dict(list(made.items())[:MOST_OF_A_KIND])
 
 
@@ -738,8 +743,9 @@ def _under_budgets(
             record.write()
             continue
         record.data["budgets"][title] = {"bytes": budget, **found.about()}
-        made = compiled(plan_and_presets(found, maker, 1), record, f"{title}: ")
-        if not found.presets(1):
+        made = compiled(plan_and_presets(found, maker, 2), record, f"{title}: ")
+        # The one that raced may be slow with its arguments alone constrained.
+        if len(found.presets(2)) < 2:
             made |= _presets_that_fit(found, maker, budget, record, f"{title}: ")
         if not turns(made, end=given.until, prefix=f"{title}: "):
             return False

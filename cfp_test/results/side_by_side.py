@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cfp.presets.presets import PRESETS
@@ -29,6 +29,7 @@ OF_PYTORCH = 0.85
 # As the race's rows say it.
 OVER_BUDGET = "over the memory budget"
 CLEARLY_FASTER, ITS_SHARE = 0.95, 1 / 3
+IS_PLAN = "is_the_plan"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ def is_tie(one: Timed, other: Timed) -> bool:
 
 def is_same_program(ours: Timed, other: Timed) -> bool:
     """True if the plan is that preset."""
-    return ours.group == "planned" and bool(other.about.get("is_the_plan"))
+    return ours.group == "planned" and bool(other.about.get(IS_PLAN))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +177,7 @@ def _rows(piece: Mapping[str, Any]) -> list[list[Any]]:
                 fixed(one.about.get("predicted_ms"), 1),
                 gib(one.about.get("peak_bytes") or None, 1),
                 _gap(one, ours) if trained and ours else None,
-                "the plan" if one.about.get("is_the_plan") else one.about.get("note"),
+                "the plan" if one.about.get(IS_PLAN) else one.about.get("note"),
             ]
         )
     every = [
@@ -204,6 +205,30 @@ HEAD = (
     "model | kind | way | ms | quartiles | samples | plan's ms over it | predicted ms "
     "| GiB | losses off by | note"
 )
+
+
+def _presets_within(
+    piece: Mapping[str, Any], share: str, size_bytes: int
+) -> list[Timed]:
+    """The presets that were timed under any of a piece's budgets and fit in one.
+
+    What was timed beside the plan under that budget counts as it was there.
+
+    Args:
+        share: that of the budget.
+    """
+    own = [one for one in timed_of(piece, f"{share}: ") if one.group == "preset"]
+    names = {one.name for one in own if one.is_whole}
+    others = [
+        replace(
+            one, name=one.name.partition(": ")[2], about={**one.about, IS_PLAN: False}
+        )
+        for one in timed_of(piece)
+        if one.group == "preset"
+        and one.name.partition(": ")[2] not in names
+        and (one.about.get("peak_bytes") or size_bytes + 1) <= size_bytes
+    ]
+    return own + others
 
 
 def _no_preset_fits(
@@ -237,6 +262,8 @@ def _budget_cells(
                 rows.append([piece["model"], share, size, least, *[None] * 5])
                 continue
             ways = timed_of(piece, f"{share}: ")
+            ways = [one for one in ways if one.group != "preset"]
+            ways += _presets_within(piece, share, about["bytes"])
             ours, rival = best(ways, "planned"), best(ways, "preset")
             found = cell(where, ways, "preset")
             these = {
@@ -265,8 +292,40 @@ def _budget_cells(
     return rows, cells
 
 
+def _free_cells(data: Mapping[str, Any]) -> list[Cell]:
+    """The cells without a budget."""
+    found = [
+        cell(f"{piece['model']}, {LINKS[piece['kind']]}", timed_of(piece), "preset")
+        for piece in _pieces(data, *LINKS)
+    ]
+    return [one for one in found if one is not None]
+
+
 def _verdict(holds: bool) -> str:
     return "yes" if holds else "**no**"
+
+
+def _cell_aims(cells: Sequence[Cell]) -> list[list[Any]]:
+    """The aims of all cells together; none without a cell."""
+    if not cells:
+        return []
+    worse = [one for one in cells if not one.is_at_most_one]
+    faster = [one for one in cells if one.ratio is None or one.ratio < CLEARLY_FASTER]
+    enough = len(faster) >= ITS_SHARE * len(cells)
+    return [
+        [
+            "at most 1.00 of the best preset in all cells, noise aside",
+            f"{len(cells)} cells",
+            "; ".join(f"{one.where}: {one.text}" for one in worse) or "none is above",
+            _verdict(not worse),
+        ],
+        [
+            f"below {CLEARLY_FASTER} of it in a third of the cells",
+            f"{len(faster)} of {len(cells)}",
+            "; ".join(f"{one.where}: {one.text}" for one in faster) or "none",
+            _verdict(enough),
+        ],
+    ]
 
 
 def _aims(data: Mapping[str, Any], budget_cells: Sequence[Cell]) -> list[list[Any]]:
@@ -281,36 +340,8 @@ def _aims(data: Mapping[str, Any], budget_cells: Sequence[Cell]) -> list[list[An
             times, wanted = rival.median_ms / ours.median_ms, OVER_COST_MODEL[model]
             aim = f"over the cost model, {title}, P2P off: at least {wanted}"
             rows.append([aim, model, fixed(times, 2), _verdict(times >= wanted)])
-    cells = list(budget_cells)
-    for piece in _pieces(data, *LINKS):
-        found = cell(
-            f"{piece['model']}, {LINKS[piece['kind']]}", timed_of(piece), "preset"
-        )
-        cells += [] if found is None else [found]
-    if cells:
-        worse = [one for one in cells if not one.is_at_most_one]
-        said = "; ".join(f"{one.where}: {one.text}" for one in worse) or "none is above"
-        rows.append(
-            [
-                "at most 1.00 of the best preset in all cells, noise aside",
-                f"{len(cells)} cells",
-                said,
-                _verdict(not worse),
-            ]
-        )
-        faster = [
-            one for one in cells if one.ratio is None or one.ratio < CLEARLY_FASTER
-        ]
-        said = "; ".join(f"{one.where}: {one.text}" for one in faster) or "none"
-        enough = len(faster) >= ITS_SHARE * len(cells)
-        rows.append(
-            [
-                f"below {CLEARLY_FASTER} of it in a third of the cells",
-                f"{len(faster)} of {len(cells)}",
-                said,
-                _verdict(enough),
-            ]
-        )
+    cells = [*budget_cells, *_free_cells(data)]
+    rows += _cell_aims(cells)
     for piece in _pieces(data, *LINKS):
         ways, links = timed_of(piece), LINKS[piece["kind"]]
         by_hand, torch = cell("", ways, "hand"), cell("", ways, "pytorch")
@@ -416,3 +447,39 @@ def page(data: Mapping[str, Any]) -> Figures:
     )
     lines += ["## Planning", "", table(head, _planning(data)), ""]
     return {"page": "\n".join(lines).rstrip("\n") + "\n"}
+
+
+def cells_page(
+    *suites: Mapping[str, Any], notes: Mapping[str, str], left_out: Collection[str]
+) -> Figures:
+    """Every cell of several suites, of each the newest.
+
+    Args:
+        suites: oldest first, where they were run on the same day.
+        notes: about cells.
+        left_out: cells that do not count.
+    """
+    newest: dict[str, tuple[str, str, Cell]] = {}
+    for piece in (piece for data in suites for piece in data["pieces"]):
+        gpus, date = piece["environment"]["device_kind"].split()[1], piece["date"]
+        alone = {"pieces": [piece]}
+        under = (one for kind in BUDGETS for one in _budget_cells(alone, kind)[1])
+        for one in (*under, *_free_cells(alone)):
+            if one.where not in newest or newest[one.where][0] <= date:
+                newest[one.where] = date, gpus, one
+    counted = [one for where, (*_, one) in newest.items() if where not in left_out]
+    rows = [
+        [
+            where,
+            one.text,
+            "" if one.ratio is None else one.rival.removeprefix("preset "),
+            gpus,
+            date,
+            notes.get(where),
+        ]
+        for where, (date, gpus, one) in sorted(newest.items())
+    ]
+    return {
+        "aims": table("aim | of | figure | holds", _cell_aims(counted)),
+        "cells": table("cell | plan over preset | preset | GPUs | date | note", rows),
+    }

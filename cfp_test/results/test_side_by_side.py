@@ -2,7 +2,7 @@
 
 import pytest
 
-from cfp_test.results.side_by_side import page
+from cfp_test.results.side_by_side import cells_page, page
 
 
 def way(group, ms, **more):
@@ -127,3 +127,48 @@ def test_budgets_without_peer_to_peer_access_are_cells_of_their_own():
     assert "## Under budgets, NVLink" not in lines
     said = "| 1 of 1 | gpt, 75%, NCCL_P2P_DISABLE=1: 0.900 | yes |"
     assert said in row_of(lines, "below 0.95")
+
+
+def test_preset_counts_under_each_budget_that_it_fits_in():
+    ways = {
+        "100%: planned": way("planned", 90.0),
+        "100%: preset zero1": way("preset", 100.0, peak_bytes=30, is_the_plan=True),
+        "75%: planned": way("planned", 92.0),
+        "75%: preset zero1": way("preset", 98.0, peak_bytes=30),
+        "60%: planned": way("planned", 95.0),
+        "60%: preset fsdp": way("preset", 97.0, peak_bytes=20),
+    }
+    made = {"winner": "planned", "planning_s": 9.0, "race": []}
+    sizes = {"100%": 40, "75%": 35, "60%": 25}
+    budgets = {share: {**made, "bytes": size} for share, size in sizes.items()}
+    lines = lines_of(piece("gpt", "budgets", ways, budgets=budgets))
+    # Each beside the fastest, of a preset's times that of the same turns.
+    assert "| fsdp | 97.00 | 0.928 |" in row_of(lines, "| 100% |")
+    assert "| fsdp | 97.00 | 0.948 |" in row_of(lines, "| 75% |")
+    assert "| fsdp | 97.00 | 0.979 |" in row_of(lines, "| 60% |")
+    del ways["60%: preset fsdp"]
+    lines = lines_of(piece("gpt", "budgets", ways, budgets=budgets))
+    assert "| zero1 | 100.00 | 1.000 |" in row_of(lines, "| 100% |")
+    assert "| zero1 | 98.00 | 0.939 |" in row_of(lines, "| 75% |")
+    assert "no preset timed" in row_of(lines, "| 60% |")
+
+
+def test_of_each_cell_the_newest_counts_unless_it_is_left_out():
+    old = piece("gpt", "", WAYS)
+    new = piece("gpt", "", {**WAYS, "planned": way("planned", 104.0)})
+    other = piece("gpt", "off", {**WAYS, "planned": way("planned", 90.0)})
+    suites = [
+        {"pieces": [{**new, "date": "2026-11-27"}, other]},
+        {"pieces": [old]},
+    ]
+    off, left = "gpt, NCCL_P2P_DISABLE=1", []
+    for left_out in ((), (off,)):
+        notes = dict.fromkeys(left_out, "not its best")
+        found = cells_page(*suites, notes=notes, left_out=left_out)
+        assert "| gpt, NVLink | 0.945 | fully_sharded | H100 | 2026-11-27 |" in str(
+            found["cells"]
+        )
+        left.append(str(found["aims"]))
+    assert "| 2 of 2 |" in left[0]
+    assert "| 1 of 1 |" in left[1]
+    assert "not its best" in str(found["cells"])

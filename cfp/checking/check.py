@@ -218,16 +218,21 @@ class Check:
 
         self._args = self._each(partial(jax.tree.map, kept))
 
-    def step(self) -> Comparison:
+    def step(self, tell: Callable[[str], None] = lambda _: None) -> Comparison:
         """Runs a step on both sides.
 
         What rounding does is found out where leaves are further off than always passes,
         and more closely where they are further off than it explains: of few tries the
         mean square may happen to be far too small.
+
+        Args:
+            tell: called with what is being done.
         """
+        tell("the reference")
         expected = self._reference(fresh)
         moved = [compare(expected, expected)]
         expected = in_host(expected)  # The other runs need the room.
+        tell("the plan, and all results compared")
         found = on_device(fixed(self.planned(*self._for_plan())))
         if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(found)):
             found = self._beside_reference(found)
@@ -238,8 +243,9 @@ class Check:
         for tries in (NUDGES, NUDGES + MORE_NUDGES):
             if not made.failures(self.tolerance):
                 break
-            new = range(len(moved) - 1, tries)
-            moved += [self._nudged(expected, seed) for seed in new]
+            for seed in range(len(moved) - 1, tries):
+                tell(f"how much rounding changes, run {seed + 1} of {tries}")
+                moved.append(self._nudged(expected, seed))
             made = _comparison(moved, *sides, self._margin)
         feed_back(self._args, expected, self._feedback)
         return made
@@ -274,7 +280,7 @@ class Check:
 
         return jax.tree.map(moved, tree)
 
-    def _nudged(self, expected: Any, seed: int) -> list[Difference]:
+    def _nudged(self, expected: Any, seed: int) -> Differences:
         """Compares the reference's results for arguments near these with its others."""
 
         def near(leaf: Any) -> jax.Array:

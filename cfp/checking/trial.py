@@ -194,12 +194,11 @@ def run_trial(
             args.clear()
             if checking is not None:
                 for number, step_result in enumerate(results):
-                    tell(
-                        f"checking step {number + 1} of {steps}: again under the plan "
-                        "and its reference, and all results compared"
-                    )
+                    at = f"checking step {number + 1} of {steps}"
                     with _room_for_check(agreement):
-                        comparison = checking.step()
+                        comparison = checking.step(
+                            lambda what, at=at: tell(f"{at}: {what}")
+                        )
                     results[number] = replace(step_result, comparison=comparison)
         except jax.errors.JaxRuntimeError as error:
             agreement.end_of_run(str(error).strip())

@@ -419,6 +419,21 @@ def test_an_interrupt_is_heard_where_memory_asks_for_more_presets(
     assert 1 <= len(profiles.presets) < len(presets(analysis.frame))
 
 
+@pytest.mark.parametrize(("share", "more"), [(4.0, False), (1.0, True)])
+def test_a_budget_asks_for_more_presets_only_where_memory_is_short(
+    plan, monkeypatch, share, more, tmp_path
+):
+    platform(monkeypatch, estimate_reach=1.0)
+    asked = {"race": False, "cache_dir": tmp_path}
+    free = plan(**asked)
+    assert free.predicted_bytes is not None
+    within = plan(int(share * free.predicted_bytes), **asked)
+    known = free.search["strategies_measured"] + free.search["strategies_cached"]
+    assert 0 < within.search["strategies_cached"] <= known
+    assert more or within.search["strategies_cached"] == known
+    assert (within.search["strategies_measured"] > 0) == more
+
+
 def test_time_that_is_over_ends_the_measuring(plan, monkeypatch):
     """Nothing is measured where profiles hold what a plan cannot do without."""
     plan(race=False)

@@ -66,12 +66,18 @@ def profile(context: PlanContext, analysis: Analysis) -> Profiles:
 
 
 def profile_segments(
-    context: PlanContext, analysis: Analysis, rates: Rates, *, measure: bool
+    context: PlanContext,
+    analysis: Analysis,
+    rates: Rates,
+    *,
+    measure: bool,
+    any_budget: bool = False,
 ) -> tuple[Profiles, Measurer]:
     """All that was asked for, and what answered.
 
     Args:
         measure: whether to measure; otherwise no device is used.
+        any_budget: whether it is to do for budgets smaller than the context's, too.
     """
     settings, alone = context.settings, context.agreement.alone
     rules = context.rules
@@ -79,18 +85,19 @@ def profile_segments(
         analysis, rates, named_choices(analysis.frame), rules.dimensions
     )
     every = leading_presets(analysis, estimates, among)
-    # What saves memory is worth measuring however long it takes, if need be, and so are
-    # all where one could not be built or run; which depends on times, too, that several
-    # processes may know differently.
-    near = leading_presets(analysis, estimates, every, rules.estimate_reach)
     costs = Costs(analysis, rates, Dimension.REMAT in rules.dimensions)
     memory = context.memory
     if memory is not None:
         needs = {name: costs.least_peak_bytes(c) for name, c in every.items()}
         able = {n: every[n] for n, b in needs.items() if b <= memory.budget_bytes}
         every = able or every
-    first = near if memory is None and alone else every
+    # Where memory is short, what saves it is worth measuring however long it takes, and
+    # so are all where one could not be built or run; which depends on times, too, that
+    # several processes may know differently.
+    near = leading_presets(analysis, estimates, every, rules.estimate_reach)
     tight = _tight_by_estimate(context, every, estimates, costs)
+    short = any_budget or (memory is not None and tight)
+    first = every if short or not alone else near
     replacing = rules.replacing_for_memory if tight else rules.replacing
     measurer = Measurer(
         analysis.frame.program,
@@ -167,8 +174,7 @@ def _tight_by_estimate(
     costs: Costs,
 ) -> bool:
     """True if the fastest of the presets' parts may not fit, by estimates."""
-    rules = context.rules
-    if context.budget_bytes is None or rules.replacing_for_memory == rules.replacing:
+    if context.budget_bytes is None:
         return False
     return estimate_options(
         estimates,
@@ -176,7 +182,7 @@ def _tight_by_estimate(
         costs,
         per_kind=0,
         budget_bytes=context.budget_bytes,
-        replacing=rules.replacing,
+        replacing=context.rules.replacing,
     ).memory_bound
 
 
@@ -273,7 +279,9 @@ def measure_all_budgets(
         # Rounds follow until one asks for nothing, and nothing races.
         context.measure.outlook.leave_open()
         rates = measured_rates(context)
-        found, measurer = profile_segments(context, analysis, rates, measure=True)
+        found, measurer = profile_segments(
+            context, analysis, rates, measure=True, any_budget=True
+        )
         wanted, records = [*found.requests], dict(found.records)
         asked_again = not measurer.interrupted
         if asked_again:

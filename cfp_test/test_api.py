@@ -166,7 +166,17 @@ def decayed_step(state, scale):
     return (count + 1, decayed), None
 
 
-@pytest.mark.parametrize("step, is_weak", [(counted_step, False), (decayed_step, True)])
+def scheduled_step(state, scale):
+    """Clips its counter, as a schedule does: what is weakly typed is converted."""
+    count, weights = state
+    part = jnp.where(count < 9, 0.1 * jnp.clip(count, 0, 9), 0.1)
+    return (count + 1, weights * scale * part.astype(weights.dtype)), None
+
+
+@pytest.mark.parametrize(
+    "step, is_weak",
+    [(counted_step, False), (scheduled_step, False), (decayed_step, True)],
+)
 def test_a_counter_that_begins_as_a_number_is_taken_as_restored(
     mesh, cache, step, is_weak
 ):

@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 ChangeProgram = Callable[[Jaxpr], Jaxpr]
+# What tells two traces of one program apart: weak types, and objects' addresses.
+_OF_A_TRACE = re.compile(r"weak_type=\w+|\b0x[0-9a-f]+")
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -46,6 +50,59 @@ def closed_with(closed: ClosedJaxpr, change: ChangeProgram) -> ClosedJaxpr:
     """A closed program with another one in it; itself if that is the same."""
     found = change(closed.jaxpr)
     return closed if found is closed.jaxpr else closed.replace(jaxpr=found)
+
+
+def do_the_same(one: Jaxpr, other: Jaxpr) -> bool:
+    """True if two programs are one but for weak types.
+
+    What is weakly typed is converted to the dtype that it has where ``jnp.clip`` or
+    ``jnp.where`` meet it with what is not.
+    """
+    if _text(one) == _text(other):
+        return True
+    known: dict[str, Jaxpr] = {}
+
+    # Programs inside that are alike become one: a text has each only once.
+    @cache
+    def without_weak_types(jaxpr: Jaxpr) -> Jaxpr:
+        found = _without_conversions(jaxpr, without_weak_types)
+        return known.setdefault(_text(found), found)
+
+    return without_weak_types(one) is without_weak_types(other)
+
+
+def _text(jaxpr: Jaxpr) -> str:
+    return _OF_A_TRACE.sub("", str(jaxpr))
+
+
+def _typed(literal: Any) -> Literal:
+    """A literal with its number as the dtype has it: a weak one has more digits."""
+    if not isinstance(literal.val, int | float | complex):
+        return literal
+    return Literal(literal.aval.dtype.type(literal.val), literal.aval)
+
+
+def _without_conversions(jaxpr: Jaxpr, change: ChangeProgram) -> Jaxpr:
+    """A program without conversions that keep the dtype, and those inside changed."""
+    sources: dict[Any, Any] = {}
+
+    def read(values: Sequence[Any]) -> list[Any]:
+        return [
+            _typed(v) if isinstance(v, Literal) else sources.get(v, v) for v in values
+        ]
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        invars = read(eqn.invars)
+        if (
+            eqn.primitive.name == "convert_element_type"
+            and eqn.params["sharding"] is None
+            and eqn.params["new_dtype"] == invars[0].aval.dtype
+        ):
+            [sources[eqn.outvars[0]]] = invars
+        else:
+            eqns.append(with_inner(eqn, change).replace(invars=invars))
+    return jaxpr.replace(eqns=eqns, outvars=read(jaxpr.outvars))
 
 
 def _changed(value: Any, change: ChangeProgram) -> Any:

@@ -53,6 +53,7 @@ from cfp.program.calling import (
 )
 from cfp.program.fixed import fixed, released
 from cfp.program.graph import Program
+from cfp.program.jaxprs import do_the_same
 from cfp.program.meaning import check_settings
 from cfp.program.memory import (
     HOST,
@@ -556,10 +557,6 @@ def _with_weak_types(step: FlatStep, weak: Sequence[bool]) -> FlatStep:
     return replace(step, avals=tuple(avals))
 
 
-# What tells two traces of one program apart: weak types, and objects' addresses.
-_OF_A_TRACE = re.compile(r"weak_type=\w+|\b0x[0-9a-f]+")
-
-
 def _do_the_same(one: FlatStep, other: FlatStep) -> bool:
     """True if two steps are one program but for weak types.
 
@@ -568,11 +565,10 @@ def _do_the_same(one: FlatStep, other: FlatStep) -> bool:
     if one is other:
         return True
     try:
-        traces = [step.traced.jaxpr for step in (one, other)]
+        traces = [step.traced.jaxpr.jaxpr for step in (one, other)]
     except StepNotTraceable:
         return False
-    first, second = (_OF_A_TRACE.sub("", str(trace)) for trace in traces)
-    return first == second
+    return do_the_same(*traces)
 
 
 def _arguments(in_tree: Any) -> Iterator[tuple[range, Any]]:

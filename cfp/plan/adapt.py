@@ -33,7 +33,6 @@ from cfp.plan.placing import mesh_here
 from cfp.plan.plan import Plan
 from cfp.profiling.key import environment_parts
 from cfp.program.calling import check_keywords
-from cfp.program.signature import aval
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import RaceOutcome
@@ -168,7 +167,7 @@ def carry_over(
     plan = _along(plan, analysis.frame.mesh)
     pairs = _paired(plan, analysis)
     if any(pair.scaled for pair in pairs):
-        _check_state(plan, analysis)
+        _check_state(plan, analysis, step)
     choice = _choice(plan, analysis, pairs)
     winner = Candidate(
         name=plan.winner,
@@ -261,17 +260,19 @@ def _paired(plan: Plan, analysis: Analysis) -> list[_Pair]:
     return [pairs[segment.index] for segment in analysis.segments]
 
 
-def _check_state(plan: Plan, analysis: Analysis) -> None:
-    """Refuses other sizes of what a step updates: another batch changes none."""
-    program = analysis.frame.program
+def _check_state(plan: Plan, analysis: Analysis, step: FlatStep) -> None:
+    """Refuses other sizes of what a step updates: another batch changes none.
+
+    Types are the step's, as a plan has them: a key is no key in the program.
+    """
     types = dict(zip(plan.arg_names, plan.arg_types, strict=True))
     for position in analysis.frame.group_of_arg:
-        name = program.arg_names[position]
-        found = type_text(aval(program, program.args[position]))
+        name, found = step.arg_names[position], type_text(step.avals[position])
         if types.get(name, found) != found:
             _refuse(
-                f"The argument {name} has another size, and so have contractions.",
-                f"{name} as {types[name]}, if the batch differs",
+                f"The argument {name} is of another type. A plan is carried over to "
+                "another batch, or to more layers, and what a step updates stays.",
+                f"{name} as {types[name]}",
                 found,
             )
 

@@ -224,12 +224,14 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
     Loops in which nothing is sharded, ops without a sharding rule, and
     custom_partitioning ops that are not sharded, from one percent of the bytes that the
     program's ops make, or of its FLOPs; of such ops what they read counts, too. Other
-    blocks have rows that tell.
+    blocks have rows that tell. On one device there is nothing else.
 
     Args:
         rates: of the devices, to say what that costs, by estimate; None if they are
             not known.
     """
+    if not layout.frame.mesh:
+        return ()
     program = layout.frame.program
     made = [0 if op.has_regions else _made_bytes(program, op) for op in program.ops]
     every, products = sum(made), program_flops(program)

@@ -264,7 +264,7 @@ def test_more_layers_train_as_plain_jit_does(saved, how):
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        (arguments(3, width=32), "has another size"),
+        (arguments(3, width=32), "is of another type"),
         (arguments(3, dtype="bfloat16"), "Segment 0 of the step is none of the plan"),
         (arguments(3, batch=18), "x would be sharded otherwise"),
         (
@@ -278,6 +278,25 @@ def test_what_does_not_match_is_refused(saved, args, reason):
     with pytest.raises(cfp.PlanMismatch, match=reason):
         adapted(saved["tensor_parallel"], *args)
         adapted(saved["data_parallel"], *args)
+
+
+def test_a_key_and_a_counter_in_the_state_stay_for_another_batch(how):
+    def step(state, x):
+        found, loss = STEP_FN(state["params"], x)
+        key, noise = jax.random.split(state["key"])
+        loss += jax.random.normal(noise)
+        return {"params": found, "key": key, "count": state["count"] + 1}, loss
+
+    def given(batch):
+        params, x = arguments(2, batch)
+        key = jax.eval_shape(jax.random.key, 0)
+        return {"params": params, "key": key, "count": 0}, x
+
+    made = cfp.plan(step, *given(16), preset="data_parallel", **how)
+    loaded = cfp.Plan.from_json(json.loads(made.to_json()), mesh=how["mesh"])
+    found = cfp.adapt(loaded, step, *given(32), donate_argnums=0)
+    assert found.arg_specs == made.arg_specs
+    assert "key<fry>[]" in found.arg_types
 
 
 def test_a_plan_without_blocks_is_refused(saved):
@@ -527,6 +546,13 @@ def test_a_plan_goes_on_along_fewer_axes_and_on_one_device(saved, name):
     assert stored <= {Storage.USED}
     assert not any(axes for spec in one.arg_specs for axes in spec)
     assert not any(axes for spec in one.output_specs for axes in spec)
+
+
+def test_on_one_device_no_loop_is_said_to_be_whole(looped):
+    """Nothing else is possible there."""
+    one = make_mesh((("x", 1),))
+    found = cfp.adapt(looped, SCANNED_STEP, *scanned(4), mesh=one, donate_argnums=0)
+    assert found.replicated_ops == ()
 
 
 def test_a_plan_goes_on_along_one_of_two_axes(how):

@@ -2,18 +2,25 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import cfp
 from cfp import platform
 from cfp.cli import app
+from cfp.cli.session import analyse, open_target
 from cfp.errors import CfpError
+from cfp.targets import resolve
 from cfp.view.page import page_html
 from cfp.view.text import diff_text, explain_text
+from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import COLUMNS, run_batch
 from cfp_test.profiling.hlo_of_versions import OLD
 from cfp_test.reported import DEEP, HOSTILE
+
+TOYS = str(Path(__file__).with_name("toy_targets.py"))
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +90,32 @@ def test_a_plan_without_sites_is_not_exported(done):
     assert found["export"].code == 2
     assert "does not say where in the step" in found["export"].err
     assert not (folder / "sharded.py").exists()
+
+
+def test_a_step_is_donated_and_static_as_its_plan_says(tmp_path):
+    """Neither --donate nor --static need be given beside a plan."""
+    mesh = make_mesh((("x", 4),))
+    for name, donate, static in (("toy", (0,), ()), ("with_static", (), (1,))):
+        target = resolve(f"{TOYS}:{name}", donate=donate, static=static)
+        plan = cfp.plan(
+            target.step,
+            *target.args,
+            mesh=mesh,
+            preset="data_parallel",
+            donate_argnums=donate,
+            static_argnums=static,
+            settings=cfp.PlannerSettings(race=False),
+            cache_dir=tmp_path,
+        )
+        plan.save(tmp_path / "plan.json")
+        loaded = cfp.Plan.load(tmp_path / "plan.json")
+        found, devices = open_target(
+            f"{TOYS}:{name}", axes=None, platform_name=None, plan=loaded
+        )
+        assert found.static == static and found.donate == ()
+        step = analyse(found, devices, plan=loaded).step
+        assert step.donated == plan.donated
+        assert any(plan.donated) == bool(donate)
 
 
 class Asked(CfpError):

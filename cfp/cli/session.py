@@ -16,8 +16,9 @@ from cfp.cli.options import leave_printing_to_process_0
 from cfp.devices.joining import is_follower
 from cfp.errors import CfpError, PinError
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step
+from cfp.plan.parts import check_arguments, check_donated
 from cfp.plan.plan import Plan
-from cfp.program.step import FlatStep
+from cfp.program.step import FlatStep, typed_as_returned
 from cfp.report.plots import check_can_draw
 from cfp.targets import Target, resolve
 
@@ -77,7 +78,7 @@ def open_target(
     Args:
         text, options: the target, as on the command line.
         axes, platform_name: of the devices, if asked for.
-        plan: whose mesh and platform it is where none are asked for.
+        plan: whose mesh, platform and static arguments it has where none are given.
         attempt: what to try where the plan's devices are missing.
 
     Raises:
@@ -88,6 +89,7 @@ def open_target(
     if plan is not None:
         kind = "" if platform_name else plan.environment.get("device_kind", "")
         axes = axes or plan.mesh_axes
+        static = static or [i for i in plan.static or () if isinstance(i, int)]
         on_cpu = plan.environment.get("platform") == "cpu"
         platform_name = platform_name or ("cpu" if on_cpu else None)
     platform.select(platform_name, axes)
@@ -105,14 +107,18 @@ def analyse(
     """Traces and analyses a target.
 
     Args:
-        plan: of the step, which may keep state in the memory of the host.
+        plan: of the step, which says what is donated, and what is in the memory of
+            the host.
 
     Raises:
-        CfpError: its step cannot be traced, or the pins do not fit.
+        CfpError: its step cannot be traced, or the pins or the plan do not fit.
     """
     step = target.flatten()
     if plan is not None:
-        step = step.with_state_in_host(plan.in_host)
+        check_arguments(plan.arg_names, plan.arg_types, step)
+        check_donated(plan.donated, step)
+        step = step.with_state_in_host(plan.in_host).with_donated(plan.donated)
+        step = typed_as_returned(step)
     found = analyze_step(step, mesh, pins)
     assert isinstance(found.mesh, Mesh), "its devices are there"
     return Session(

@@ -495,7 +495,7 @@ def why_lines(found: Misses) -> Iterator[str]:
         yield from labels[:_MOST_LABELS]
         if len(labels) > _MOST_LABELS:
             yield f"and {len(labels) - _MOST_LABELS} more"
-        yield f"  {cause}".replace("\n", "\n  ")
+        yield from (f"  {line}" for line in cause.splitlines())
     if not found.rates_known:
         yield ""
         yield (

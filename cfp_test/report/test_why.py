@@ -1,5 +1,7 @@
 """Missing measurements, and their causes: with what only follows from others."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 
@@ -9,7 +11,7 @@ from cfp.passes.profile import profile
 from cfp.planner_settings import DetailedSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.report.explained import find_misses, why_data, why_lines
+from cfp.report.explained import Miss, find_misses, why_data, why_lines
 from cfp_test.program.stacks import stack_step
 
 FOLLOWS = "worth measuring follows from what these take"
@@ -37,3 +39,8 @@ def test_what_follows_from_times_is_listed_once_these_are_known(here):
     assert done.known == len(here[0].store)
     assert FOLLOWS not in "\n".join(why_lines(done))
     assert why_data(done)["complete"] is True
+    one, other, *_ = here[0].store.keys()
+    missed = replace(done, misses=(Miss(label="a", key=one, nearest=other),))
+    lines = [*why_lines(missed)]
+    assert "  the nearest measurement differs in" in lines
+    assert not any("\n" in line for line in lines)

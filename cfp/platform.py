@@ -51,7 +51,7 @@ def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
         axes = tuple((part[1], int(part[2])) for part in parts if part)
         if devices is not None and devices != prod(size for _, size in axes):
             raise MeshError(
-                f"--devices {devices} and --mesh {mesh} contradict each other. Give "
+                f"--devices {devices} and the mesh {mesh} contradict each other. Give "
                 "only one of them."
             )
     return axes
@@ -103,7 +103,7 @@ def _select(platform: str, axes: Axes | None) -> None:
             "There is no such platform.",
             expected=" or ".join(PLATFORMS),
             got=platform,
-            attempt="--platform cpu",
+            attempt=f"--platform {'cuda' if platform == 'gpu' else 'cpu'}",
         )
     if platform == "cpu" and count > MOST_CPU_DEVICES:
         raise MeshError(

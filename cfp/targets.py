@@ -281,7 +281,7 @@ def _function_target(
         raise CfpError(
             f"{text} does not return a step and its arguments.",
             expected="(train_step, args), the second a tuple with one entry for "
-            "each argument; of those by name make some by position: "
+            "each argument; wrap a step with arguments by keyword: "
             "lambda state, batch: train_step(state, batch=batch)",
             got=_type_text(made),
             attempt=_EXAMPLE,

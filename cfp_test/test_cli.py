@@ -37,6 +37,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["plan", TOY, "--mesh", "x=2,x=2"], "each axis once"),
     (["plan", TOY, "--mesh", "x=2", "--devices", "4"], "contradict each other"),
     (["plan", TOY, "--platform", "tpu"], "There is no such platform"),
+    (["plan", TOY, "--platform", "gpu"], "try: --platform cuda"),
     (["plan", TOY, *ON_CPU, "--memory-budget", "lots"], "such as '80GiB'"),
     (["plan", TOY, *ON_CPU, "--pin", "weights"], "cannot be read"),
     (["plan", TOY, *ON_CPU, "--pin", "bias=x"], "matches no argument"),
@@ -70,7 +71,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["run", TOY, "--plan", "damaged.json"], "Cannot read a plan"),
     (["run", TOY, "--plan", "p.json", "--memory-budget", "1GiB"], "a finished one"),
     (["run", TOY, *ON_CPU, "--memory-budget", "lots"], "such as '80GiB'"),
-    (["run", TOY, *ON_CPU, *TIGHT_PRESET], "the budget is 99 B"),
+    (["run", TOY, *ON_CPU, *TIGHT_PRESET], "the budget of 99 B"),
     (
         ["run", f"{TOYS}:never_again", "--donate", "0", *ON_CPU, *ANY_PRESET],
         "can run only once",

@@ -576,7 +576,7 @@ def test_what_an_error_says_where_nothing_wins(mesh, peaks, error, smallest):
     assert isinstance(found, error)
     if smallest is not None:
         assert found.smallest_feasible_bytes == smallest + 3
-        assert "the budget is 13 B" in str(found)
+        assert "the budget of 13 B" in str(found)
         assert "Of 2 compiled plans" in str(found)
 
 

@@ -97,8 +97,9 @@ def no_winner(
     most = (budget_bytes or 0) + reserve_bytes
     first = (
         f"{which if programs > 1 else 'The plan, compiled,'} needs "
-        f"{format_bytes(needed, up=True)} on each device; the budget is "
-        f"{format_bytes(most)}, {format_bytes(needed - most, up=True)} less."
+        f"{format_bytes(needed, up=True)} on each device, "
+        f"{format_bytes(needed - most, up=True)} more than the budget of "
+        f"{format_bytes(most)}."
     )
     # A truncated program does not say what the whole one's memory is for.
     use = {}
@@ -203,7 +204,7 @@ def _error(
     ]
     lines = [first]
     if uses:
-        lines.append(f"It is for: {', '.join(uses)}.")
+        lines.append(f"That memory is for: {', '.join(uses)}.")
     large = {name for name, size in parts if size >= _WORTH_A_LOOK * needed_bytes}
     if choice is not None:
         lines += _inside(analysis, choice, large)
@@ -290,8 +291,8 @@ def _rematerialization_text(analysis: Analysis, choice: Choice | None) -> str:
         "are already."
         if choice.remat
         else "No segment of this plan is rematerialized, and "
-        f"{len(able)} could be: a search tries that where memory is tight, and what it "
-        "compiled so is among what follows; a preset does not."
+        f"{len(able)} could be: a search tries that where memory is tight, a preset "
+        "does not."
     )
     program = analysis.frame.program
     if any(op.kind == "while" and op.id not in program.opened for op in program.ops):

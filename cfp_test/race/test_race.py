@@ -464,7 +464,7 @@ def test_where_nothing_fits_planning_ends_with_its_time(
     for room in (building, processes, contexts):
         monkeypatch.setattr(room, "time", clock)
     with pytest.raises(
-        cfp.MemoryBudgetError, match=r"the budget is .*, .* less\."
+        cfp.MemoryBudgetError, match=r"needs .*, .* more than the budget of .*\."
     ) as e:
         plan("300KB", cache_dir=tmp_path, measure=None, plans=8, seconds=seconds)
     if begun is None:

@@ -71,7 +71,7 @@ def test_activations_are_named_where_they_take_most(refused):
     assert sum(found.values()) == error.smallest_feasible_bytes
     assert error.contributors[0][0] == "temporaries"
     text = str(error)
-    assert "It is for: temporaries " in text
+    assert "That memory is for: temporaries " in text
     # tanh(x @ w): 128 rows on each device, of 128 numbers.
     assert "keeps for the backward pass, the largest: " in text and "64.00 KiB" in text
     assert "largest arguments" not in text
@@ -175,9 +175,12 @@ def test_what_a_record_does_not_tell_is_left_out(analysis):
     assert error.contributors == [("temporaries", 9), (RESERVE, 2)]
     first, second, *rest = str(error).splitlines()
     assert first == (
-        "The plan, compiled, needs 11 B on each device; the budget is 7 B, 4 B less."
+        "The plan, compiled, needs 11 B on each device, 4 B more than the budget of "
+        "7 B."
     )
-    assert second == (f"  It is for: temporaries 9 B (82%), {RESERVE} 2 B (18%).")
+    assert second == (
+        f"  That memory is for: temporaries 9 B (82%), {RESERVE} 2 B (18%)."
+    )
     assert len(rest) == 1
 
 

@@ -310,7 +310,9 @@ class _Labels:
     ) -> list[int]:
         """Blocks that made what comes in with dims that a block lacks, latest first.
 
-        Where it comes from no block, the blocks of what reads the ops' results.
+        Behind them the blocks of what reads the ops' results: a product of rows of the
+        batch and of a matrix that all rows share, as of derivatives along each input,
+        has dims that only the next contraction has all of.
         """
         program, near, comes_in = self.program, set(), False
         for op_id in part:
@@ -324,11 +326,13 @@ class _Labels:
                     label not in makers
                 )
                 near |= makers - {label, NONE}
-        if comes_in and not near:
+        found = sorted(near, key=lambda other: -self.rank[other])
+        if comes_in:
             results = (v for op_id in part for v in program.ops[op_id].results)
             readers = (o.id for v in results for o, _ in self.flow.readers(v))
-            near = {labels[op_id] for op_id in readers} - {label, NONE}
-        return sorted(near, key=lambda other: -self.rank[other])
+            behind = {labels[op_id] for op_id in readers} - {label, NONE, *near}
+            found += sorted(behind, key=lambda other: -self.rank[other])
+        return found
 
     def _move(
         self,

@@ -211,6 +211,36 @@ def test_masks_follow_what_they_mask():
     assert frame.block_of[select.id] == 1
 
 
+def test_derivatives_along_each_input_follow_the_rows():
+    """The first product of a Hessian has no rows, and what it is multiplied with has.
+
+    Only the next contraction has both the rows and the inputs.
+    """
+
+    def net(p, x):
+        return (jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) @ p["c"]).sum()
+
+    def loss(p, x):
+        curvature = jax.vmap(lambda row: jax.hessian(net, 1)(p, row)[0, 0])(x)
+        return (curvature**2).mean()
+
+    p = {"a": jnp.ones((2, 16)), "b": jnp.ones((16, 16)), "c": jnp.ones((16, 1))}
+    frame = frame_of((jax.grad(loss), (p, jnp.ones((48, 2)))))
+    values, ops = frame.program.values, frame.program.ops
+    with_rows = {
+        block.index
+        for block in frame.blocks
+        if 48 in {d for v in ops[block.anchor].operands for d in values[v].shape}
+    }
+    products = [
+        op
+        for op in ops
+        if op.kind == "multiply" and {48, 2, 16} <= {*values[op.results[0]].shape}
+    ]
+    assert len(products) > 4
+    assert {frame.block_of[op.id] for op in products} <= with_rows
+
+
 def test_parts_without_contractions_have_a_block_each():
     frame = known_frame("elementwise")
     assert [len(b.members) for b in frame.blocks] == [1, 1]

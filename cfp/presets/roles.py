@@ -6,7 +6,8 @@ takes down which dims it has sharded so far:
 ``data``
     Shards what came from the batch (:func:`cfp.presets.roles.data_arguments`), followed
     through the program by the ops' own factors, and what ops combine with rows of the
-    batch, such as what a net makes of times that the step draws. A contraction that
+    batch, such as what a net makes of times that the step draws. Rows that the step
+    draws and multiplies with weights are a batch, too. A contraction that
     sums over the batch is split along it. Where the dim that it
     sharded ends, it goes on with what is left of the batch: with the rows of a part
     where the batch is cut into parts, with what was picked where rows are picked from
@@ -312,14 +313,15 @@ def _walked(common: _Common, dim: int) -> list[AxisChoice]:
         return _Walk(common, {}).choices
     frame, program = common.frame, common.frame.program
     ranks = data_arguments(frame)
+    # Where drawn rows meet those of the batch, these come first.
+    drawn = {v: {d: int(bool(ranks))} for v, d in _drawn_rows(common, dim).items()}
     shapes = {p: program.values[program.args[p]].shape for p in ranks}
     first = {p: min(dim, len(shapes[p]) - 1) for p in ranks}
     best: list[AxisChoice] = []
     most_flops = -1
     while True:
-        walk = _settled(
-            common, {program.args[p]: {first[p]: rank} for p, rank in ranks.items()}
-        )
+        batch = {program.args[p]: {first[p]: rank} for p, rank in ranks.items()}
+        walk = _settled(common, _together(batch, drawn))
         # A loop that takes rows of the batch may be all of the step, or little of it.
         if (flops := walk.shared_flops()) > most_flops:
             best, most_flops = walk.choices, flops
@@ -331,6 +333,47 @@ def _walked(common: _Common, dim: int) -> list[AxisChoice]:
         if not taken:
             return best
         first |= taken
+
+
+def _drawn_rows(common: _Common, dim: int) -> dict[int, int]:
+    """The dims of what the step draws to multiply it with weights, or to pick rows by.
+
+    Such as the noise of a generator, or the places of a replay buffer that are learned
+    from: made of random keys, with or without numbers and weights, and of no data.
+    """
+    program, weight = common.frame.program, common.weight
+    anchors = {block.anchor for block in common.frame.blocks}
+    leaves = program.leaf_ops
+    drawn = [False] * len(program.values)
+    for value in program.args:
+        drawn[value] = _is_key(program.values[value])
+    initial = {
+        entry: op.operands[index % len(op.operands)]
+        for op in program.ops
+        if op.kind == "while"
+        for index, entry in enumerate(op.entries)
+    }
+    found: dict[int, int] = {}
+    for op in program.ops:
+        for v in op.operands:
+            outside = common.origins.get(v, initial.get(v))
+            if outside is not None:
+                drawn[v] = drawn[outside]
+        if op.id in anchors:
+            rule = op.rule
+            assert rule is not None
+            if op.kind == "gather" or any(weight[v] for v in op.operands):
+                for v, dims in zip(op.operands, rule.operands, strict=False):
+                    place = min(dim, len(dims) - 1)
+                    if drawn[v] and dims and rule.major(dims[place]) in in_result(rule):
+                        found[v] = place
+            continue
+        reads = [v for v in op.operands if program.values[v].producer not in leaves]
+        others = [v for v in reads if program.values[v].shape and not drawn[v]]
+        made = any(drawn[v] for v in reads) and all(weight[v] for v in others)
+        for result in op.results:
+            drawn[result] = made or (not others and _is_key(program.values[result]))
+    return found
 
 
 def _settled(common: _Common, marks: Mapping[int, Ranks]) -> _Walk:

@@ -199,6 +199,54 @@ def test_a_batch_joins_what_a_loop_over_layers_reads():
     assert sorted(sharded(step)) == sorted([*ROWS, "SRR = SRR x RR"])
 
 
+def test_rows_that_a_step_draws_are_a_batch():
+    """Points of a domain; a generator's noise beside data that it does not meet."""
+
+    def by_points(p, key):
+        points = 2.0 * jax.random.uniform(key, (32, 16)) - 1.0
+        return squares(net(p, points))
+
+    step = training(by_points, WEIGHTS, jax.random.key(0))
+    assert sharded(step) == ROWS
+
+    def judged(p, batch):
+        noise = jax.random.normal(jax.random.split(batch["key"])[1], (32, 16))
+        return squares(net(p, noise)) - squares(batch["x"] @ p["c"])
+
+    batch = {"x": normal(3, 8, 16), "key": jax.random.key(0)}
+    step = training(judged, {**WEIGHTS, "c": normal(4, 16, 16)}, batch)
+    assert sharded(step) == [*ROWS, "SR = SR x RR"]
+
+
+def test_rows_that_are_drawn_beside_a_batch_come_second():
+    """Negatives of a contrastive loss, which stand first in the scores."""
+
+    def loss(p, batch):
+        others = p["embed"][jax.random.randint(batch["key"], (32,), 0, 64)]
+        return squares(others @ net(p, batch["x"]).T)
+
+    batch = {"x": normal(2, 8, 16), "key": jax.random.key(0)}
+    step = training(loss, {**WEIGHTS, "embed": normal(3, 64, 16)}, batch)
+    assert sharded(step) == [*ROWS, "RS = RR x RS"]
+
+
+def test_rows_that_are_drawn_from_a_buffer():
+    """New rows go into the buffer; what is learned from are others, and more."""
+
+    def train_step(state, new):
+        p, place = state["p"], state["place"]
+        buffer = jax.lax.dynamic_update_slice_in_dim(state["buffer"], new, place, 0)
+        key, drawing = jax.random.split(state["key"])
+        x = buffer[jax.random.randint(drawing, (32,), 0, 64)]
+        grads = jax.grad(lambda p: squares(net(p, x)))(p)
+        p = jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+        return {"p": p, "buffer": buffer, "place": place + 8, "key": key}
+
+    state = {"p": WEIGHTS, "buffer": normal(2, 64, 16)}
+    state |= {"place": jnp.int32(0), "key": jax.random.key(0)}
+    assert sharded((train_step, (state, normal(3, 8, 16)))) == ROWS
+
+
 def test_weights_of_what_is_drawn_from_a_key_alone():
     """Noise is no weight, though its key is no batch."""
 

@@ -173,6 +173,11 @@ def test_a_layout_names_every_ops_sharding(dense):
             2 * 4 * 8 * 16 * 8,
         ),
         (
+            lambda x, w: (jax.lax.complex(x, x) @ jax.lax.complex(w, w)).real,
+            [(8, 16), (16, 32)],
+            4 * 2 * 8 * 16 * 32,
+        ),
+        (
             lambda x, ws: jax.lax.scan(lambda c, w: (c @ w, None), x, ws)[0],
             [(8, 16), (5, 16, 16)],
             5 * 2 * 8 * 16 * 16,

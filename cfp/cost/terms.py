@@ -37,7 +37,7 @@ from cfp.attention.matching.called import (
 from cfp.attention.matching.functions import Way
 from cfp.cost.fusion import moved_bytes
 from cfp.profiling.rates import Rates
-from cfp.program.graph import Op, call_flops, dtype_bytes
+from cfp.program.graph import Op, call_flops, dtype_bytes, op_flops
 from cfp.program.rules import Rule, padded_size
 from cfp.settings import HOST_BYTES_PER_MS
 
@@ -149,9 +149,9 @@ class Terms:
             return self.attention_ms(called, axes, self._ring(called, axes))
         share = self._share(rule, axes)
         if is_contraction(op):
-            flops = float(call_flops(op) or 2 * prod(rule.sizes))
+            flops = op_flops(program, op) / op.repeat * share
             dtype = program.values[op.operands[0]].dtype
-            products_ms = self.rates.matmul_ms(flops * share, dtype)
+            products_ms = self.rates.matmul_ms(flops, dtype)
             # Scores are large beside what is multiplied for each of them.
             tensors = zip(
                 (*rule.operands, *rule.results),

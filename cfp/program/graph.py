@@ -366,7 +366,9 @@ def op_flops(program: Program, op: Op) -> int:
         # A dilated input is mostly zeros, which are not multiplied by.
         zeros = prod(op.integers("lhs_dilation"))
         return 2 * prod(result) * window * op.repeat // zeros
-    return 2 * prod(rule.sizes) * op.repeat
+    # A product of complex numbers is four of real ones.
+    is_complex = program.values[op.operands[0]].dtype.startswith("complex")
+    return (8 if is_complex else 2) * prod(rule.sizes) * op.repeat
 
 
 def call_flops(op: Op) -> int:

@@ -2,6 +2,8 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from cfp.cost.choice import segment_candidate
@@ -83,3 +85,30 @@ def test_a_loop_costs_what_its_layers_cost(remat):
     ratios = [scanned[name] / unrolled[name] for name in unrolled]
     assert 0.8 < min(ratios) and max(ratios) < 1.6, ratios
     assert max(ratios) / min(ratios) < 1.3
+
+
+def test_products_take_as_long_as_their_flops():
+    """A convolution's windows overlap, and complex products are four real ones."""
+
+    def step(k, w, x):
+        y = jax.lax.conv_general_dilated(
+            x, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return y.sum(), (jax.lax.complex(w, w) @ jax.lax.complex(w, w)).real.sum()
+
+    args = (jnp.ones((3, 3, 16, 64)), jnp.ones((64, 64)), jnp.ones((8, 32, 32, 16)))
+    analysis, _ = estimated(step, args, (("x", 4),))
+    program, rates = analysis.frame.program, rates_of(analysis.frame.mesh)
+    terms = Terms(analysis.frame, rates)
+    found = {
+        op.kind: terms.compute_ms(op, ((),) * len(op.rule.sizes))[0]
+        for op in program.ops
+        if op.kind in ("convolution", "dot_general") and op.rule is not None
+    }
+    flops = {
+        "convolution": 2 * (8 * 16 * 16 * 64) * (3 * 3 * 16),
+        "dot_general": 8 * 64 * 64 * 64,
+    }
+    assert found == pytest.approx(
+        {kind: rates.matmul_ms(number, "f32") for kind, number in flops.items()}
+    )

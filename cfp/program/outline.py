@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from cfp.program.read import source_of
 _KIND_BYTES, _READS_BYTES = 3, 1
 _BYTES = _KIND_BYTES + _READS_BYTES
 _MOST_BYTES = 64 * 2**20
+_OF_WEAK_TYPES = re.compile(r"\bconvert (\S+) -> \1(?![^,])")
 
 # What to attempt with a plan and another step, where a command was typed.
 OTHER_STEP = (
@@ -174,14 +176,25 @@ def other_program(
         for part, name in _CAUSES.items()
         if planned_for.get(part, here.get(part)) != here.get(part) and part in here
     ]
+    difference = ""
     if planned is not None:
-        lines.append(f"  first difference: {first_difference(program, planned)}")
+        difference = first_difference(program, planned)
+        lines.append(f"  first difference: {difference}")
     else:
         lines.append("  operations: the plan does not say which it was made for")
+    if _OF_WEAK_TYPES.search(difference):
+        lines.append(
+            "Such a convert makes no other type: JAX has it where a Python number is "
+            "passed in place of an array (which is weakly typed), or the reverse. Pass "
+            "what the plan was made with, 0.1 or jnp.float32(0.1)."
+        )
     lines.append("Other values of constants, such as a learning rate, are no obstacle.")
     attempt = "the step, with the arguments, the number of microbatches and the "
     attempt += "options, that the plan was made for; or plan again"
     commands = OTHER_STEP
+    if planned_for.get("jax_version") not in (None, here.get("jax_version")):
+        attempt = f"JAX {planned_for['jax_version']}, or plan again"
+        commands = f"JAX {planned_for['jax_version']}, or cfp plan TARGET -o FILE"
     if planned_for.get("platform", here.get("platform")) != here.get("platform"):
         lines[-1] += (
             " JAX lowers some operations, such as random numbers, in another way for "

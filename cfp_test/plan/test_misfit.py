@@ -83,6 +83,19 @@ def test_other_constants_are_no_difference(plan):
     plan.compile(make_step(sign=-3.0), W, X)
 
 
+def test_a_number_in_place_of_an_array_is_named(mesh, tmp_path):
+    def step(w, rate):
+        return w * rate
+
+    made = cfp.plan(step, W, 0.1, mesh=mesh, preset="replicated", cache_dir=tmp_path)
+    made.save(tmp_path / "plan.json")
+    plan = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
+    assert plan.compile(step, W, 0.2)(W, 0.2).shape == W.shape
+    with pytest.raises(cfp.PlanMismatch, match=r"a Python number is passed") as no:
+        plan.compile(step, W, jnp.float32(0.1))
+    assert "convert f32[] -> f32[]" in str(no.value)
+
+
 def test_the_configuration_is_named(plan):
     with jax.default_matmul_precision("highest"):
         with pytest.raises(cfp.PlanMismatch) as refused:
@@ -104,6 +117,10 @@ def test_what_it_was_made_with_is_named(plan, part, name):
     elsewhere = replace(plan, environment={**plan.environment, part: "another"})
     with pytest.raises(cfp.PlanMismatch, match=f"{name}: planned for another, here"):
         elsewhere.compile(make_step(jnp.sin), W, X)
+    wanted = dict(plan.environment, jax_version="0.1")
+    older = replace(plan, environment=wanted)
+    with pytest.raises(cfp.PlanMismatch, match=r"try: JAX 0\.1, or plan again"):
+        older.compile(make_step(jnp.sin), W, X)
 
 
 def test_another_number_of_devices_is_named(plan):

@@ -138,6 +138,12 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
     for i, name in enumerate(arguments.names):
         root, _, rest = name.partition("/")
         known.setdefault(root, {})[rest] = i
+    if argument is not None and argument not in known:
+        raise PlanMismatch(
+            f"The plan has no argument {argument!r} with arrays.",
+            expected=f"one of {', '.join(known)}",
+            got=repr(argument),
+        )
     roots = [root for root in known if argument in (None, root)]
     fits = [root for root in roots if [*known[root]] == paths]
     exact = [root for root in fits if _same_types(arguments, known[root], leaves)]

@@ -70,6 +70,7 @@ def test_an_argument_is_known_by_its_shape_or_name(plan):
     [
         ({"x": np.ones((8, 4))}, None, "does not look like an argument"),
         (np.ones(3), "batch", "does not look like an argument"),
+        (np.ones(3), "labels", "no argument 'labels' with arrays"),
         (np.ones(3, np.float32), None, r"expected: float32\[4,4\]"),
         (np.ones((4, 4), int), "w", r"got: int64\[4,4\]"),
         (jnp.ones(3), None, r"got: float32\[3\]"),

@@ -113,6 +113,8 @@ def resolve(
     """
     if ":" in text:
         return _function_target(text, options, tuple(donate), tuple(static))
+    if text.startswith("-"):
+        raise CfpError(f"There is no option {text}; --help lists those that there are.")
     if text not in registry.MODELS:
         close = difflib.get_close_matches(text, registry.MODELS, 1)
         attempt = close[0] if close else f"{text.removesuffix('.py')}.py:function"

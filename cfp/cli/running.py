@@ -56,7 +56,8 @@ def run(
         typer.Option(
             "--check",
             help="Run the same steps on one device too, or, where it has no room, "
-            "sharded by a preset, and compare; exit code 1 if they differ.",
+            "sharded by a preset, or, where the step's code names several devices, as "
+            "written on these, and compare; exit code 1 if they differ.",
         ),
     ] = False,
     tolerance: Annotated[
@@ -229,7 +230,9 @@ def check_text(trial: Trial) -> str:
         text += (
             "\nThe step's code names devices, so it does not run on one: the plan's "
             "was compared with the step as written on the same devices, its arguments "
-            "whole on each."
+            "whole on each. What that code does on each device is the same on both "
+            "sides: the check is of what cfp shards around it, and off by 0 where that "
+            "is nothing."
         )
     elif trial.preset:
         text += (

@@ -66,8 +66,8 @@ class PlannerSettings:
             which starts one here; see docs/ray.md.
 
     Raises:
-        CfpError: fewer than two repeats, no strategy to measure, or a choice among
-            what there is not.
+        CfpError: fewer than two repeats, no strategy to measure, no number of seconds,
+            or a choice among what there is not.
     """
 
     per_kind: int = 16
@@ -108,8 +108,15 @@ class PlannerSettings:
             value = getattr(self, name)
             if value is None and name == "repeats":
                 continue
-            if value is None or value < least:
-                raise CfpError(f"Expected {least} or more {what}, got {name}={value}.")
+            if not isinstance(value, int) or value < least:
+                raise CfpError(
+                    f"Expected {least} or more {what}, got {name}={value!r}."
+                )
+        if not isinstance(self.seconds, int | float) or not self.seconds >= 0:
+            raise CfpError(
+                "Expected a number of seconds, 0 or more, or none for as many as it "
+                f"takes, got seconds={self.seconds!r}."
+            )
         if self.cross_entropy and not 2 <= self.cross_entropy < 10_000:
             raise CfpError(
                 "Expected 2 to 9,999 parts of the vocabulary, or 0 to leave "

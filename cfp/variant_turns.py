@@ -369,7 +369,7 @@ class _Planning:
         which = f"{variant.name} ({place} of {len(self.turns)}{self._need})"
         started = now()
         step, analyzed = self._steps.analyzed(variant)
-        options = self._options_of(which, max(0.0, seconds - (now() - started)))
+        options = self._options_of(which, seconds - (now() - started))
         known = self.estimates.by_name.get(variant.name)
         if known is not None and (profiles := known.profiles) is not None:
             again = analyzed.seconds + profiles.counts["estimate_seconds"]
@@ -380,7 +380,7 @@ class _Planning:
         """The options of one variant; its events say which of several it is."""
         told = self._settings
         told = _telling(told, which) if len(self._variants) > 1 else told
-        return replace(self._options, settings=replace(told, seconds=seconds))
+        return replace(self._options, settings=replace(told, seconds=max(0.0, seconds)))
 
     def _is_late(self) -> bool:
         """True if another variant would take longer than there is time.

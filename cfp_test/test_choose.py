@@ -112,6 +112,13 @@ def test_unknown_names_are_refused_with_the_nearest():
         PlannerSettings(choose=())
 
 
+@pytest.mark.parametrize("value", ["5", -1, None, float("nan")])
+@pytest.mark.parametrize("name", ["seconds", "per_kind"])
+def test_what_is_no_number_is_refused(name, value):
+    with pytest.raises(cfp.CfpError, match=f"got {name}={value!r}"):
+        PlannerSettings(**{name: value})
+
+
 def test_what_asks_for_a_dimension_that_is_left_out_is_refused():
     for asked in (
         {"attention": ("cudnn",)},

@@ -260,7 +260,7 @@ def presets_view(found: list[dict[str, Any]], border: box.Box) -> RenderableType
 _MOST_NAMES = 3
 _NAME_WIDTH = 60
 _STEP = re.compile(r"^jit\([^()]*\)/")
-_MERGED = re.compile(r"^\((.*)\)$")
+_MERGED = re.compile(r"^((?:[^:]*/)?)\((.*:.*)\)$")
 
 
 def sites_view(sites: Sequence[CollectiveSite], border: box.Box) -> RenderableType:
@@ -339,7 +339,8 @@ def sites_data(sites: Sequence[CollectiveSite]) -> list[dict[str, Any]]:
 def ops_text(scopes: Sequence[str]) -> str:
     """The ops of some name stacks in short: ``Block_0-11/Dense_0/dot_general``.
 
-    XLA names an op that it merged of several ``jit(step)/(a:b:c)``.
+    XLA names an op that it merged of several ``jit(step)/(a:b:c)``, and in a loop
+    ``jit(step)/while/body/(a:b:c)``.
     """
     ops = [op for scope in scopes for op in _ops(scope)]
     names = merged_alike([_op_text(op) for op in dict.fromkeys(ops) if op])
@@ -352,7 +353,7 @@ def _ops(scope: str) -> list[str]:
     """The ops that a name stack is of: several, if XLA merged them."""
     inside = _STEP.sub("", scope)
     merged = _MERGED.match(inside)
-    return merged[1].split(":") if merged and ":" in merged[1] else [inside]
+    return [merged[1] + op for op in merged[2].split(":")] if merged else [inside]
 
 
 def _op_text(op: str) -> str:

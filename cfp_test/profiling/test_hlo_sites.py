@@ -113,6 +113,10 @@ def test_a_program_without_collectives_says_so():
         ("jit(step)/(a/dot:b/dot:c/dot:d/dot)", "a/dot, b/dot, c/dot and 1 more"),
         ("jit(step)/transpose(jvp(Net))/L_3/dot", "Net/L_3/dot (backward)"),
         ("jit(step)/(jvp(Net)/L_0/dot:jvp(Net)/L_1/dot)", "Net/L_0-1/dot"),
+        (
+            "jit(step)/while/body/(jvp()/sum:transpose(jvp(Net))/a/dot)",
+            "sum, Net/a/dot (backward)",
+        ),
         ("", ""),
         ("(alone)", "(alone)"),
     ],

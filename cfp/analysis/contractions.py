@@ -142,6 +142,18 @@ class _Finder:
         rank = len(squeeze(self.program.values[value].shape))
         return self.numbers.views.get(number, (number, tuple(range(rank))))
 
+    def _read(self, op: Op, index: int) -> int:
+        """The value of an operand, of a scatter's places as a gather reads them.
+
+        A gather clamps its places by itself; for a scatter they are clamped before.
+        """
+        value = op.operands[index]
+        producer = self.program.values[value].producer
+        if op.kind == "scatter" and index == 1 and producer >= 0:
+            before = self.program.ops[producer]
+            return before.operands[1] if before.kind == "clamp" else value
+        return value
+
     def _candidates(self, op: Op, moved: bool = False) -> Candidates:
         """The blocks that a contraction may be derived from.
 
@@ -153,7 +165,7 @@ class _Finder:
         for shared, cotangent in [(1, 2)] if op.kind == "scatter" else [(0, 1), (1, 0)]:
             if cotangent >= len(op.operands):
                 continue
-            base, _ = self._view(op.operands[shared])
+            base, _ = self._view(self._read(op, shared))
             for block, index in reversed(self.by_operand.get(base, [])):
                 anchor = self.program.ops[self.blocks[block][0].op]
                 factors = self._factor_map(op, shared, cotangent, anchor, index, moved)
@@ -193,7 +205,7 @@ class _Finder:
         """The factors of an operand, in the order of the tensor it is a view of."""
         assert op.rule is not None
         factors = _factors(op.rule, op.rule.operands[index])
-        _, order = self._view(op.operands[index])
+        _, order = self._view(self._read(op, index))
         if len(order) != len(factors):
             return factors
         return [f for _, f in sorted(zip(order, factors, strict=True))]

@@ -118,9 +118,15 @@ def test_convolutions(stride, window):
         assert {batch, out, inner} <= set(member.factors)
 
 
-def test_lookups_and_their_scatters():
+@pytest.mark.parametrize("mode", [None, "clip", "fill", "wrap"])
+def test_lookups_and_their_scatters(mode):
+    """Whatever becomes of places that the table does not have."""
+
     def step(table, w, i):
-        return jax.grad(lambda t, w: jnp.sin(t[i] @ w).sum(), argnums=(0, 1))(table, w)
+        def loss(table, w):
+            return jnp.sin(jnp.take(table, i, axis=0, mode=mode) @ w).sum()
+
+        return jax.grad(loss, argnums=(0, 1))(table, w)
 
     program, found, blocks = members(
         step, normal(0, 32, 16), normal(1, 16, 4), jnp.arange(8)

@@ -313,10 +313,14 @@ def _walked(common: _Common, dim: int) -> list[AxisChoice]:
         return _Walk(common, {}).choices
     frame, program = common.frame, common.frame.program
     ranks = data_arguments(frame)
-    # Where drawn rows meet those of the batch, these come first.
-    drawn = {v: {d: int(bool(ranks))} for v, d in _drawn_rows(common, dim).items()}
     shapes = {p: program.values[program.args[p]].shape for p in ranks}
     first = {p: min(dim, len(shapes[p]) - 1) for p in ranks}
+    # Drawn rows that are not as many as the batch's are others, and come second.
+    sizes = {shapes[p][d] for p, d in first.items() if ranks[p] == 0}
+    drawn = {
+        v: {d: int(bool(sizes) and program.values[v].shape[d] not in sizes)}
+        for v, d in _drawn_rows(common, dim).items()
+    }
     best: list[AxisChoice] = []
     most_flops = -1
     while True:

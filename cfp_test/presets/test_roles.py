@@ -218,6 +218,19 @@ def test_rows_that_a_step_draws_are_a_batch():
     assert sharded(step) == [*ROWS, "SR = SR x RR"]
 
 
+def test_derivatives_along_drawn_rows():
+    """Samples of an energy: its gradient by them begins with a constant."""
+
+    def loss(p, batch):
+        drawn = jax.random.normal(batch["key"], (8, 16))
+        moved = drawn - jax.grad(lambda x: net(p, x).sum())(drawn)
+        return squares(net(p, batch["x"])) - squares(net(p, moved))
+
+    batch = {"x": normal(2, 8, 16), "key": jax.random.key(0)}
+    found = sharded(training(loss, WEIGHTS, batch))
+    assert {*found} == {"SR = SR x RR", "RR = SR x SR"}
+
+
 def test_rows_that_are_drawn_beside_a_batch_come_second():
     """Negatives of a contrastive loss, which stand first in the scores."""
 

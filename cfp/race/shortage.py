@@ -164,7 +164,7 @@ def least_short(
     if late:
         least = least.with_line(
             f"There was no time to plan {', '.join(late)}: with a longer --time-budget "
-            "one of them may fit."
+            "one may fit."
         )
     return least
 

@@ -27,8 +27,11 @@ def main() -> None:
     # While modules are loaded nothing is garbage, and what they hold stays: looking at
     # it again and again took the collector a third of the time until a command begins.
     gc.disable()
-    from cfp.cli import main as command
-
+    try:
+        from cfp.cli import main as command
+    except KeyboardInterrupt:
+        print("error: Interrupted.", file=sys.stderr)
+        sys.exit(130)
     gc.freeze()
     gc.enable()
     command()

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -478,3 +479,27 @@ def test_garbage_is_collected_while_a_command_runs(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["cfp", "plan"])
     __main__.main()
     assert found == [False, True] and gc.get_freeze_count() <= frozen
+
+
+LOADING = """
+import sys
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "cfp.cli":
+            raise KeyboardInterrupt
+
+
+sys.meta_path.insert(0, Finder())
+from cfp.__main__ import main
+
+main()
+"""
+
+
+def test_an_interrupt_while_modules_are_loaded_is_one_line():
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "error: Interrupted.\n")

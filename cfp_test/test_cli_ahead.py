@@ -35,6 +35,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ([*PLAN, "missing.toml"], "cannot be read"),
     ([*PLAN, "4xh200", "--devices", "8"], "--devices does not go with --for"),
     ([*PLAN, "4xh200", "--platform", "cpu"], "--platform does not go with --for"),
+    ([*PLAN, "4xh200", "--measure"], "got: --for 4xh200 --measure\n"),
     ([*PLAN, "8xl40s", "--compile"], "no description of that kind"),
     (["plan", TOY, "--platform", "cpu", "--compile"], "give --for CLUSTER"),
     (["verify", "none.json", TOY, "--platform", "cpu"], "none.json"),

@@ -216,10 +216,11 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
         return None
     for option in ("platform", "devices", "measure"):
         if given.get(option):
+            value = "" if given[option] is True else f" {given[option]}"
             raise CfpError(
                 f"--{option} does not go with --for.",
                 expected="--for CLUSTER, and --mesh for other axes than its own",
-                got=f"--for {text} --{option} {given[option]}",
+                got=f"--for {text} --{option}{value}",
                 attempt=f"--for {text} by itself",
             )
     return cluster_of(text)

@@ -291,8 +291,8 @@ def _rematerialization_text(analysis: Analysis, choice: Choice | None) -> str:
         "are already."
         if choice.remat
         else "No segment of this plan is rematerialized, and "
-        f"{len(able)} could be: a search tries that where memory is tight, a preset "
-        "does not."
+        f"{len(able)} could be: a search does so where that saves memory by "
+        "prediction, a preset does not."
     )
     program = analysis.frame.program
     if any(op.kind == "while" and op.id not in program.opened for op in program.ops):

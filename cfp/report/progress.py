@@ -86,7 +86,7 @@ class Display:
         self._over = threading.Event()
         self._started = time.monotonic()
         self._spinner = Spinner("dots")
-        self._event: Progress | str = "reading the step"
+        self._event: Progress | str = "loading and reading the step"
         if quiet or is_follower():
             return
         if not console.is_terminal or console.is_dumb_terminal:

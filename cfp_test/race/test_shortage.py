@@ -76,7 +76,7 @@ def test_activations_are_named_where_they_take_most(refused):
     assert "keeps for the backward pass, the largest: " in text and "64.00 KiB" in text
     assert "largest arguments" not in text
     assert "--microbatches" in text and "--donate" not in text
-    assert "a search tries that where memory is tight" in text
+    assert "a search does so where that saves memory" in text
 
 
 def test_arguments_are_named_where_they_take_most(refused):
@@ -122,7 +122,7 @@ def test_the_message_says_what_is_rematerialized_already(analysis):
         for choice in (plain, replace(plain, remat=tuple(able)))
     )
     assert "No segment of this plan is rematerialized" in none
-    assert f"{len(able)} could be: a search tries that" in none
+    assert f"{len(able)} could be: a search does so" in none
     assert f"{len(able)} of the {len(able)} segments that can be rematerialized" in some
 
     def kept(text: str) -> str:

@@ -184,9 +184,10 @@ def other_program(
         lines.append("  operations: the plan does not say which it was made for")
     if _OF_WEAK_TYPES.search(difference):
         lines.append(
-            "Such a convert makes no other type: JAX has it where a Python number is "
-            "passed in place of an array (which is weakly typed), or the reverse. Pass "
-            "what the plan was made with, 0.1 or jnp.float32(0.1)."
+            "Such a convert makes no other type: JAX has it where a Python number, "
+            "which is weakly typed, is passed in place of an array, or the reverse. "
+            "Pass what the plan was made with, 0.1 or jnp.float32(0.1); a checkpoint "
+            "restores arrays, so plan with these."
         )
     lines.append("Other values of constants, such as a learning rate, are no obstacle.")
     attempt = "the step, with the arguments, the number of microbatches and the "

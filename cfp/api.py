@@ -22,6 +22,7 @@ from cfp.context import settings_or_defaults
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError, OptionError, PlanMismatch, nearest
 from cfp.passes.pipeline import Pins
+from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings, dimensions_of
 from cfp.platform import all_meshes
@@ -30,7 +31,7 @@ from cfp.profiling.interrupts import handle_keyboard_interrupt
 from cfp.profiling.store import store_path
 from cfp.program.calling import check_keywords
 from cfp.program.meaning import trace_context_key
-from cfp.program.step import flatten_step
+from cfp.program.step import FlatStep, flatten_step
 from cfp.report.progress import shown
 from cfp.runtime.execute import CompiledStep
 from cfp.settings import Dimension
@@ -312,7 +313,7 @@ class ParallelStep:
         kinds = tuple(type(value) for _, value in step.static)
         key = (step.in_tree, step.static, kinds, step.avals, now)
         if key not in self._steps:
-            found = self._planned(args, kwargs, now)
+            found = self._planned(args, kwargs, now, self._why_again(step, now))
             avals = found.compiled.step.avals  # Of weakly typed state as returned.
             as_returned = (step.in_tree, step.static, kinds, avals, now)
             self._steps[key] = self._steps.setdefault(as_returned, found)
@@ -350,14 +351,38 @@ class ParallelStep:
             tell = how.progress or _say_nothing
             return _Planned(now, bound, bound.compile_bound(tell))
 
+    def _why_again(self, step: FlatStep, now: Hashable) -> str:
+        """Says in what a call differs from the latest; "" of the first."""
+        if self._latest is None:
+            return ""
+        before = self._latest.compiled.step
+        if self._latest.configuration != now:
+            return "under another configuration of JAX"
+        if before.in_tree != step.in_tree or before.static != step.static:
+            return "for arguments of another structure, or other static ones"
+        pairs = zip(step.arg_names, before.avals, step.avals, strict=True)
+        changed = [
+            f"{name} of type {type_text(new)}, was {type_text(old)}"
+            for name, old, new in pairs
+            if type_text(old) != type_text(new)
+        ]
+        weakly = "for a number in place of an array, or the reverse"
+        more = f" and {len(changed) - 1} more" * (len(changed) > 1)
+        return f"for {changed[0]}{more}" if changed else weakly
+
     def _planned(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: Hashable
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        now: Hashable,
+        again: str,
     ) -> _Planned:
         """The plan for some arguments, and the step compiled under it."""
         with _named_by_environment(self._given is None):
             if (saved := self._as_saved(args, kwargs, now)) is not None:
                 return saved
-        doing = f"planning how to shard {self.__name__!r}, once for its first call"
+        when = f"again, {again}" if again else "once for its first call"
+        doing = f"planning how to shard {self.__name__!r}, {when}"
         options = dict(self._options)
         if taken := sorted(kwargs.keys() & {*_OPTIONS, "fn", "mesh", "quiet"}):
             raise CfpError(

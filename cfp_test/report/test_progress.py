@@ -176,6 +176,39 @@ def test_a_parallelized_step_says_once_what_takes_the_time_and_how_to_silence_it
     assert planned_twice(quiet=True) == ("", "")
 
 
+def test_what_is_planned_again_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv("CFP_CACHE_DIR", str(tmp_path))
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+
+    @cfp.parallelize(mesh=mesh)
+    def step(x, rate):
+        return jax.tree.map(lambda value: value * rate, x)
+
+    calls = [
+        (jnp.ones(3), 0.5),
+        (jnp.ones(4), 0.5),
+        (jnp.ones(4), jnp.float32(0.5)),
+        ([jnp.ones(4)], jnp.float32(0.5)),
+        ([jnp.ones(5)], jnp.int32(2)),
+    ]
+    wanted = [
+        "once for its first call",
+        "again, for x of type float32[4], was float32[3]",
+        "again, for a number in place of an array, or the reverse",
+        "again, for arguments of another structure, or other static ones",
+        "again, for x/0 of type float32[5], was float32[4] and 1 more",
+    ]
+    for args, why in zip(calls, wanted, strict=True):
+        stream = io.StringIO()
+        with redirect_stderr(stream):
+            step(*args)
+        assert f"'step', {why}. " in stream.getvalue()
+    stream = io.StringIO()
+    with redirect_stderr(stream), jax.default_matmul_precision("highest"):
+        step(*args)
+    assert "again, under another configuration of JAX" in stream.getvalue()
+
+
 def test_a_plan_from_python_says_what_it_does_and_how_to_silence_it(tmp_path):
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
 

@@ -158,7 +158,7 @@ def plan(
     if fastest.interrupted:
         warnings.warn(
             "Interrupted: this plan is the best of what was measured by then, without "
-            "a race. To end the program, interrupt it once more.",
+            "a race or the rest of it. To end the program, interrupt it once more.",
             stacklevel=2,
         )
     return fastest.plan

@@ -15,6 +15,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.host_state import enough_state
 from cfp.analysis.layout import lay_out
 from cfp.context import (
+    DecidedBy,
     PlanContext,
     agreement_of,
     device_memory,
@@ -56,7 +57,7 @@ class FoundPlan:
 
     Attributes:
         winner: what the plan decides.
-        interrupted: whether the user ended the measuring, so that there was no race.
+        interrupted: whether the user ended the measuring, or the race.
     """
 
     plan: Plan
@@ -218,7 +219,7 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
                 solution = search(context, analysis, profiles)
             found = complete_plan(context, step, analyzed, solution, profiles)
         except CfpError as error:
-            error.interrupted = interrupted
+            error.interrupted |= interrupted
             raise
     seconds = analyzed.seconds + time.perf_counter() - started
     figures = {**found.plan.search, "planning_seconds": seconds}
@@ -260,7 +261,7 @@ def complete_plan(
         analysis=analysis,
         winner=outcome.winner,
         problem=solution.problem,
-        interrupted=solution.interrupted,
+        interrupted=solution.interrupted or outcome.interrupted,
     )
 
 
@@ -274,7 +275,8 @@ def _decided(
 
     Where the search saw no need to rematerialize anything, and what was compiled does
     not fit, or only what an earlier search has rematerialized, that is the one in which
-    it may be.
+    it may be. Interrupted in the race, before the first have their times, it takes the
+    best by prediction.
     """
 
     def rematerialized() -> Solution | None:
@@ -289,8 +291,20 @@ def _decided(
         again = rematerialized()
         if again is None:
             raise
+    except KeyboardInterrupt:
+        decided_by = context.decided_by(solution.interrupted)
+        if not context.agreement.alone or decided_by is not DecidedBy.RACE:
+            raise
+        context.measure.tell("interrupted: taking the best by prediction")
+        without = replace(solution, interrupted=True)
+        try:
+            return *decide(context, analysis, without), without
+        except CfpError as error:
+            error.interrupted = True
+            raise
     else:
-        again = rematerialized() if outcome.winner.choice.remat else None
+        may_again = outcome.winner.choice.remat and not outcome.interrupted
+        again = rematerialized() if may_again else None
         if again is None:
             return made, outcome, solution
     return *decide(context, analysis, again), again

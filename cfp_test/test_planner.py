@@ -26,10 +26,12 @@ from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
+from cfp.race import race as race_module
 from cfp.race.admission import exempt_from_reach, within_reach
 from cfp.race.programs import TOO_LARGE
 from cfp.race.race import Run
 from cfp.race.shortage import no_winner
+from cfp.race.turns import race_programs
 from cfp.search.expected import expect
 from cfp.search.guided import measure_candidates
 from cfp.settings import LIMITED_MEMORY, ConstraintLevel, defaults_of
@@ -381,6 +383,56 @@ def test_an_interrupt_gives_the_best_plan_of_what_was_measured(
     assert made.peak_bytes is not None
     assert made.winner == "planned" and not made.race
     check_step(made)
+
+
+@pytest.mark.parametrize(
+    ("at", "budget"), [(1, None), (1, "1GiB"), (2, None), (2, "1GiB")]
+)
+def test_an_interrupt_of_a_race_leaves_the_best_by_then(
+    plan, monkeypatch, at, budget, tmp_path
+):
+    """The best by prediction, or once each has been timed the fastest of them."""
+    races, kept = [], []
+    keep = race_module.keep_answer
+    monkeypatch.setattr(race_module, "keep_answer", lambda *a: kept.append(keep(*a)))
+
+    def interrupted(*args, **how):
+        races.append(race_programs(*args, **how))
+        if len(races) == at:
+            raise KeyboardInterrupt
+        return races[-1]
+
+    options = {"plain": {"xla_backend_optimization_level": "0"}}
+    asked = {"compiler_options": options, "cache_dir": tmp_path}
+    with monkeypatch.context() as patch:
+        patch.setattr(race_module, "race_programs", interrupted)
+        with pytest.warns(UserWarning, match="the best of what was measured by then"):
+            made = plan(budget, **asked)
+    assert len(races) == at
+    timed = {name: row.time_ms for name, row in rows(made).items() if row.time_ms}
+    if at == 1:
+        assert made.winner == "planned" and not timed
+        assert (made.peak_bytes is not None) == (budget is not None)
+    else:
+        assert len(timed) > 1
+        assert timed[made.winner] <= 1.01 * min(timed.values())
+        assert not any(name.endswith(", plain") for name in timed)
+    check_step(made)
+    # What an interrupted race came to is no answer to the same question.
+    assert not kept
+    again = plan(budget, **asked)
+    assert len(kept) == (budget is not None)
+    assert {*rows(made)} <= {*rows(again)}
+
+
+def test_a_second_interrupt_of_a_race_ends_planning(plan, monkeypatch, tmp_path):
+    def interrupted(*_, **how):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(race_module, "race_programs", interrupted)
+    monkeypatch.setattr(race_module, "_first_that_fits", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plan("1GiB", cache_dir=tmp_path)
 
 
 @pytest.mark.parametrize("during", [1, *at_night([2])])

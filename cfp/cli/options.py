@@ -306,8 +306,8 @@ TimeBudget = Annotated[
     typer.Option(
         metavar="SECONDS",
         help="Stop planning after about this long, race included, also where nothing "
-        "fits in memory yet. After the first round of measuring, Ctrl-C stops it and "
-        "returns the best plan so far.",
+        "fits in memory yet. After the first round of measuring, Ctrl-C stops it, or "
+        "the race, and returns the best plan so far.",
         min=0,
     ),
 ]

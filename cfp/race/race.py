@@ -142,7 +142,11 @@ class Run:
     def rank(
         self, candidates: Sequence[Candidate], truncated: Truncated | None = None
     ) -> Ranking:
-        """Times candidates, and the leaders again with other compiler options."""
+        """Times candidates, and the leaders again with other compiler options.
+
+        Interrupted while leaders of whole programs run again, it makes do with the
+        times that there are.
+        """
         context, rules = self.context, self.context.rules
         # One turn is enough if leaders run again, or if times say little.
         say_little = rules.estimates and not context.plays
@@ -168,7 +172,12 @@ class Run:
             kept = [one.program.job for one in raced if one.name in names]
             context.predictor.keep_only(kept)
         again = [*first, *new]
-        ran = self.time(again, rules.rounds, SECOND, truncated, stages, looks)
+        try:
+            ran = self.time(again, rules.rounds, SECOND, truncated, stages, looks)
+        except KeyboardInterrupt:
+            if truncated is not None or not context.agreement.alone:
+                raise
+            return Ranking((), raced, is_predicted, interrupted=True)
         outlook.expect(dict.fromkeys(stages, 0))
         # What was not among the leaders has lost already, at another time.
         others = [one for one in raced if one.name not in names]
@@ -315,6 +324,7 @@ class Run:
         counts: Mapping[str, float] | None = None,
         *,
         results: Sequence[RaceResult],
+        interrupted: bool = False,
     ) -> RaceOutcome:
         """Returns the outcome of a race that has a winner."""
         absent = self.solution.unraced.items()
@@ -339,6 +349,7 @@ class Run:
                 "race_cached": float(not self.fresh),
             },
             raced=tuple((one.candidate, one.time_ms) for one in results if one.ran),
+            interrupted=interrupted,
         )
 
 
@@ -402,7 +413,7 @@ def _whole_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome:
         if ranking.best is not None:
             break
     best, results = ranking.best, [*ranking.results, *refused]
-    if asked is not None:
+    if asked is not None and not ranking.interrupted:
         jobs = [one.job for one in programs_of(run.analysis, known, ())]
         samples_ms = best.samples_ms if best else ()
         raced = [one.program.job.choice for one in ranking.results if one.ran]
@@ -417,7 +428,8 @@ def _whole_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome:
         spread = max(tied.values()) / min(tied.values()) - 1.0
         counts = {"ties": len(tied) - 1, "tie_spread": spread}
     made = run.built.get(best.program.identity)
-    return run.outcome(best, rows, made, counts, results=results)
+    cut = ranking.interrupted
+    return run.outcome(best, rows, made, counts, results=results, interrupted=cut)
 
 
 def _first_that_fits(run: Run, candidates: Sequence[Candidate]) -> RaceResult:

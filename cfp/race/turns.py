@@ -480,11 +480,13 @@ class Ranking:
         others: those that lost before, at another time.
         is_predicted: whether times are predictions of steps, of which the shortest is
             the best: what one is off by is not in the spread of its samples.
+        interrupted: whether the user ended it before the leaders ran again.
     """
 
     leaders: Sequence[RaceResult]
     others: Sequence[RaceResult]
     is_predicted: bool = False
+    interrupted: bool = False
 
     @property
     def results(self) -> list[RaceResult]:

@@ -37,6 +37,7 @@ from cfp.settings import (
     PlatformDefaults,
     defaults_of,
 )
+from cfp.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +169,9 @@ def open_context(
     Args:
         mesh: the devices, which may only be described.
         cache_dir: where measurements are kept; the user's cache by default.
+
+    Raises:
+        CfpError: the budget is no more than what the allocator may add.
     """
     settings = settings_or_defaults(settings)
     agreement = agreement_of(mesh)
@@ -192,6 +196,12 @@ def open_context(
         device_bytes = device_memory(mesh)
         memory = None
         if budget_bytes is not None:
+            if budget_bytes <= defaults.reserve_bytes:
+                raise CfpError(
+                    f"A memory budget of {format_bytes(budget_bytes)} leaves nothing "
+                    "for a program: the devices' allocator may add "
+                    f"{format_bytes(defaults.reserve_bytes)}. Give more than that."
+                )
             memory = MemoryBudget(
                 budget_bytes=budget_bytes - defaults.reserve_bytes,
                 device_bytes=device_bytes if defaults.limits_memory else None,

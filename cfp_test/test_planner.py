@@ -14,6 +14,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
 from cfp.context import device_memory, open_context
 from cfp.cost.costs import Costs
+from cfp.errors import CfpError
 from cfp.passes.pipeline import decide
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import preset_solution, search
@@ -166,6 +167,19 @@ def platform(monkeypatch, **changes):
     """Other defaults than those of virtual devices."""
     changed = replace(defaults_of("cpu"), **changes)
     monkeypatch.setattr("cfp.context.defaults_of", lambda name: changed)
+
+
+def test_a_budget_that_the_allocator_may_take_is_refused_at_once(
+    mesh, tmp_path, monkeypatch
+):
+    platform(monkeypatch, reserve_bytes=2**20)
+    with pytest.raises(CfpError, match=r"leaves nothing .* may add 1\.00 MiB"):
+        cfp.plan(STEP, *ARGS, mesh=mesh, memory_budget=2**11, cache_dir=tmp_path)
+    with (
+        pytest.raises(CfpError, match="Give more than that"),
+        open_context(mesh, tmp_path, 2**20),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("limits", [True, False])

@@ -166,7 +166,7 @@ def planned(
 
     Raises:
       CfpError: there is no plan.
-      KeyboardInterrupt: the user has ended the measuring: half of it does not compare.
+      KeyboardInterrupt: the user has ended it: half of it does not compare.
     """
     analysis = session.analysis
     with open_context(session.mesh, workdir, budget_bytes, settings) as context:
@@ -175,6 +175,8 @@ def planned(
             raise KeyboardInterrupt
         solution = search(context, analysis, profiles)
         outcome = race(context, analysis, solution)
+        if outcome.interrupted:
+            raise KeyboardInterrupt
         winner = outcome.winner
         done = _Planned(
             config,

@@ -217,13 +217,29 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
                 profiles = analyzed.profiles or profile(context, analysis)
                 interrupted = profiles.interrupted
                 solution = search(context, analysis, profiles)
-            found = complete_plan(context, step, analyzed, solution, profiles)
+            try:
+                found = complete_plan(context, step, analyzed, solution, profiles)
+            except MemoryBudgetError as error:
+                if error.interrupted or not _may_measure_more(context, profiles):
+                    raise
+                # Memory was ample by predictions, and is short once compiled.
+                profiles = profile(context, analysis, any_budget=True)
+                interrupted = profiles.interrupted
+                solution = search(context, analysis, profiles)
+                found = complete_plan(context, step, analyzed, solution, profiles)
         except CfpError as error:
             error.interrupted |= interrupted
             raise
     seconds = analyzed.seconds + time.perf_counter() - started
     figures = {**found.plan.search, "planning_seconds": seconds}
     return replace(found, plan=replace(found.plan, search=figures))
+
+
+def _may_measure_more(context: PlanContext, profiles: Profiles | None) -> bool:
+    """True if presets were left out that may need less memory, and there is time."""
+    if profiles is None or profiles.has_all or profiles.interrupted:
+        return False
+    return not context.agreement.is_over(context.end)
 
 
 def complete_plan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime
+from numbers import Integral, Real
 from typing import Any
 
 from cfp.attention.kernels import KERNELS
@@ -108,14 +109,14 @@ class PlannerSettings:
             value = getattr(self, name)
             if value is None and name == "repeats":
                 continue
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, Integral) or value < least:
                 raise CfpError(
                     f"Expected {least} or more {what}, got {name}={value!r}."
                 )
-        if not isinstance(self.seconds, int | float) or not self.seconds >= 0:
+        if not isinstance(self.seconds, Real) or not self.seconds >= 0:
             raise CfpError(
-                "Expected a number of seconds, 0 or more, or none for as many as it "
-                f"takes, got seconds={self.seconds!r}."
+                "Expected a number of seconds, 0 or more (left out, planning takes as "
+                f"many as it needs), got seconds={self.seconds!r}."
             )
         if self.cross_entropy and not 2 <= self.cross_entropy < 10_000:
             raise CfpError(

@@ -500,6 +500,27 @@ def test_a_budget_asks_for_more_presets_only_where_memory_is_short(
     assert (within.search["strategies_measured"] > 0) == more
 
 
+def test_where_compiled_programs_need_more_other_presets_are_measured_after_all(
+    plan, monkeypatch, tmp_path
+):
+    """Memory was ample by predictions of what was measured; of the rest one fits."""
+    platform(monkeypatch, estimate_reach=1.0)
+
+    def swollen(program, mesh, job, environment):
+        made = build(program, mesh, job, environment)
+        is_spared = job.label.startswith("tensor_parallel")
+        return made if is_spared else replace(made, temp_bytes=2**30)
+
+    monkeypatch.setattr(building, "build", swollen)
+    with monkeypatch.context() as patch:
+        patch.setattr("cfp.find._may_measure_more", lambda *_: False)
+        with pytest.raises(cfp.MemoryBudgetError, match="more than the budget"):
+            plan("1MiB", cache_dir=tmp_path / "without")
+    made = plan("1MiB", cache_dir=tmp_path)
+    assert 0 < made.peak_bytes <= 2**20
+    check_step(made)
+
+
 def test_time_that_is_over_ends_the_measuring(plan, monkeypatch):
     """Nothing is measured where profiles hold what a plan cannot do without."""
     plan(race=False)

@@ -151,7 +151,10 @@ class _Finder:
         producer = self.program.values[value].producer
         if op.kind == "scatter" and index == 1 and producer >= 0:
             before = self.program.ops[producer]
-            return before.operands[1] if before.kind == "clamp" else value
+            # The gather may read them clamped, too.
+            is_known = self._view(value)[0] in self.by_operand
+            if before.kind == "clamp" and not is_known:
+                return before.operands[1]
         return value
 
     def _candidates(self, op: Op, moved: bool = False) -> Candidates:

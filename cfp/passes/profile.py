@@ -41,17 +41,26 @@ from cfp.solution import Estimate
 from cfp.units import overtime_text
 
 
-def profile(context: PlanContext, analysis: Analysis) -> Profiles:
+def profile(
+    context: PlanContext, analysis: Analysis, any_budget: bool = False
+) -> Profiles:
     """Measures options of every kind of segment, as the search asks for them.
 
     Interrupted, once every kind has some, it makes do with what was measured.
+
+    Args:
+        any_budget: see `profile_segments`.
     """
     started = time.perf_counter()
     if context.rules.estimates:
         return _estimated(context, analysis, started)
     rates = measured_rates(context)
     found, measurer = profile_segments(
-        context, analysis, rates, measure=context.settings.measure is not False
+        context,
+        analysis,
+        rates,
+        measure=context.settings.measure is not False,
+        any_budget=any_budget,
     )
     done = [found.records.get(item.own_job.key.digest) for item in found.requests]
     cached = sum(item.own_job.key.digest in measurer.known for item in found.requests)
@@ -77,7 +86,8 @@ def profile_segments(
 
     Args:
         measure: whether to measure; otherwise no device is used.
-        any_budget: whether it is to do for budgets smaller than the context's, too.
+        any_budget: whether presets that are estimated to be far behind are measured
+            where memory seems ample, too: it may be short, as of smaller budgets.
     """
     settings, alone = context.settings, context.agreement.alone
     rules = context.rules
@@ -135,11 +145,12 @@ def profile_segments(
     wider = (found.memory_bound or failed) and first != every
     if wider and not measurer.interrupted:
         more = explored(every)
-        # Where memory is not tight there is one round. If that was interrupted, less is
-        # known of all presets than is of the first ones.
-        if more.memory_bound or not measurer.interrupted:
+        # Where memory is not tight there is one round. If that was interrupted, or time
+        # was over, less is known of all presets than is of the first ones.
+        cut = measurer.interrupted or (found.memory_bound and measurer.is_over)
+        if more.memory_bound or not cut:
             return more, measurer
-    return found, measurer
+    return replace(found, has_all=first == every), measurer
 
 
 def expected_race(

@@ -116,12 +116,19 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         more = [Candidate(name, choice) for name, choice in around]
         candidates += [one for one in more if one.key not in there]
     # By estimates all presets are options. Where options are measured, those that are
-    # far behind are not; or under a budget, those that cannot fit in it.
-    why = TOO_LARGE if context.memory is not None else UNMEASURED
+    # far behind are not, nor those that cannot fit in a budget.
+    every, memory = presets(analysis.frame), context.memory
+
+    def why_not(name: str) -> str:
+        if name in profiles.presets:
+            return SLOWER
+        if memory is None:
+            return UNMEASURED
+        is_too_large = costs.least_peak_bytes(every[name]) > memory.budget_bytes
+        return TOO_LARGE if is_too_large else UNMEASURED
+
     unraced = {
-        name: SLOWER if name in profiles.presets else why
-        for name in presets(analysis.frame)
-        if name in PRESETS and name not in named
+        name: why_not(name) for name in every if name in PRESETS and name not in named
     }
     return Solution(
         [

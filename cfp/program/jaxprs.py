@@ -53,7 +53,7 @@ def closed_with(closed: ClosedJaxpr, change: ChangeProgram) -> ClosedJaxpr:
 
 
 def do_the_same(one: Jaxpr, other: Jaxpr) -> bool:
-    """True if two programs are one but for weak types.
+    """True if two traces of one function are one program but for weak types.
 
     What is weakly typed is converted to the dtype that it has where ``jnp.clip`` or
     ``jnp.where`` meet it with what is not.

@@ -277,9 +277,11 @@ def test_what_is_estimated_far_behind_is_named(plan, monkeypatch, tmp_path):
     raced = {row.name for row in made.race if row.time_ms is not None}
     assert len(unmeasured) >= 3 and set(unmeasured) < set(PRESETS)
     assert raced.isdisjoint(unmeasured)
-    # Memory may need any of them, and so may what cannot be built.
+    # So it is under a budget that has room for all.
     made = plan(memory_budget=2**30, cache_dir=tmp_path)
-    assert UNMEASURED not in [row.note for row in made.race]
+    assert unmeasured == [row.name for row in made.race if row.note == UNMEASURED]
+    assert TOO_LARGE not in [row.note for row in made.race]
+    # What cannot be built may need any of them.
     build, failed = runner.build, []
 
     def first_fails(program, mesh, job, environment):

@@ -119,6 +119,11 @@ def test_what_is_no_number_is_refused(name, value):
         PlannerSettings(**{name: value})
 
 
+def test_numbers_of_numpy_are_taken():
+    made = PlannerSettings(per_kind=np.int64(3), seconds=np.float32(2))
+    assert (made.per_kind, made.seconds) == (3, 2.0)
+
+
 def test_what_asks_for_a_dimension_that_is_left_out_is_refused():
     for asked in (
         {"attention": ("cudnn",)},

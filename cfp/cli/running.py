@@ -231,7 +231,7 @@ def check_text(trial: Trial) -> str:
             "\nThe step's code names devices, so it does not run on one: the plan's "
             "was compared with the step as written on the same devices, its arguments "
             "whole on each. What that code does on each device is the same on both "
-            "sides: the check is of what cfp shards around it. Where cfp shards nothing "
+            "sides: the check is of what cfp shards around it. Where that is nothing, "
             "both are one program, and differ by 0."
         )
     elif trial.preset:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from cfp.analysis.contractions import find_members, is_contraction
 from cfp.analysis.numbering import number_values
@@ -137,6 +138,29 @@ def test_lookups_and_their_scatters(mode):
     table_rows = lookup.operands[0][0][0]
     assert table_rows in lookup.reduction
     assert table_rows in found[0][1][0]
+
+
+def test_a_scatter_follows_the_lookup_that_reads_the_same_clamped_places():
+    dims = lax.GatherDimensionNumbers((1,), (0,), (0,))
+
+    def step(table, i):
+        places = lax.clamp(0, i, 31)
+
+        def loss(table):
+            found = lax.gather(
+                table,
+                places,
+                dims,
+                (1, 16),
+                mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+            )
+            return jnp.sin(found).sum()
+
+        return jax.grad(loss)(table)
+
+    program, _, blocks = members(step, normal(0, 32, 16), jnp.arange(8)[:, None])
+    [block] = [[program.ops[m.op].kind for m in block] for block in blocks]
+    assert block == ["gather", "scatter"]
 
 
 def test_shared_weights_make_two_blocks():

@@ -223,7 +223,7 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
                 if error.interrupted or not _may_measure_more(context, profiles):
                     raise
                 # Memory was ample by predictions, and is short once compiled.
-                profiles = profile(context, analysis, any_budget=True)
+                profiles = profile(context, analysis, all_presets=True)
                 interrupted = profiles.interrupted
                 solution = search(context, analysis, profiles)
                 found = complete_plan(context, step, analyzed, solution, profiles)
@@ -237,7 +237,7 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
 
 def _may_measure_more(context: PlanContext, profiles: Profiles | None) -> bool:
     """True if presets were left out that may need less memory, and there is time."""
-    if profiles is None or profiles.has_all or profiles.interrupted:
+    if profiles is None or profiles.has_all_presets or profiles.interrupted:
         return False
     return not context.agreement.is_over(context.end)
 

@@ -228,11 +228,11 @@ class Check:
         Args:
             tell: called with what is being done.
         """
-        tell("the reference")
+        tell("running the reference")
         expected = self._reference(fresh)
         moved = [compare(expected, expected)]
         expected = in_host(expected)  # The other runs need the room.
-        tell("the plan, and all results compared")
+        tell("running the plan's step, and comparing results")
         found = on_device(fixed(self.planned(*self._for_plan())))
         if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(found)):
             found = self._beside_reference(found)
@@ -244,7 +244,7 @@ class Check:
             if not made.failures(self.tolerance):
                 break
             for seed in range(len(moved) - 1, tries):
-                tell(f"how much rounding changes, run {seed + 1} of {tries}")
+                tell(f"finding what rounding changes, run {seed + 1} of {tries}")
                 moved.append(self._nudged(expected, seed))
             made = _comparison(moved, *sides, self._margin)
         feed_back(self._args, expected, self._feedback)

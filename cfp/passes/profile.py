@@ -42,14 +42,14 @@ from cfp.units import overtime_text
 
 
 def profile(
-    context: PlanContext, analysis: Analysis, any_budget: bool = False
+    context: PlanContext, analysis: Analysis, all_presets: bool = False
 ) -> Profiles:
     """Measures options of every kind of segment, as the search asks for them.
 
     Interrupted, once every kind has some, it makes do with what was measured.
 
     Args:
-        any_budget: see `profile_segments`.
+        all_presets: see `profile_segments`.
     """
     started = time.perf_counter()
     if context.rules.estimates:
@@ -60,7 +60,7 @@ def profile(
         analysis,
         rates,
         measure=context.settings.measure is not False,
-        any_budget=any_budget,
+        all_presets=all_presets,
     )
     done = [found.records.get(item.own_job.key.digest) for item in found.requests]
     cached = sum(item.own_job.key.digest in measurer.known for item in found.requests)
@@ -80,13 +80,13 @@ def profile_segments(
     rates: Rates,
     *,
     measure: bool,
-    any_budget: bool = False,
+    all_presets: bool = False,
 ) -> tuple[Profiles, Measurer]:
     """All that was asked for, and what answered.
 
     Args:
         measure: whether to measure; otherwise no device is used.
-        any_budget: whether presets that are estimated to be far behind are measured
+        all_presets: whether those that are estimated to be far behind are measured
             where memory seems ample, too: it may be short, as of smaller budgets.
     """
     settings, alone = context.settings, context.agreement.alone
@@ -106,7 +106,7 @@ def profile_segments(
     # several processes may know differently.
     near = leading_presets(analysis, estimates, every, rules.estimate_reach)
     tight = _tight_by_estimate(context, every, estimates, costs)
-    short = any_budget or (memory is not None and tight)
+    short = all_presets or (memory is not None and tight)
     first = every if short or not alone else near
     replacing = rules.replacing_for_memory if tight else rules.replacing
     measurer = Measurer(
@@ -150,7 +150,7 @@ def profile_segments(
         cut = measurer.interrupted or (found.memory_bound and measurer.is_over)
         if more.memory_bound or not cut:
             return more, measurer
-    return replace(found, has_all=first == every), measurer
+    return replace(found, has_all_presets=first == every), measurer
 
 
 def expected_race(
@@ -291,7 +291,7 @@ def measure_all_budgets(
         context.measure.outlook.leave_open()
         rates = measured_rates(context)
         found, measurer = profile_segments(
-            context, analysis, rates, measure=True, any_budget=True
+            context, analysis, rates, measure=True, all_presets=True
         )
         wanted, records = [*found.requests], dict(found.records)
         asked_again = not measurer.interrupted

@@ -177,8 +177,8 @@ class Profiles:
 
     Attributes:
         presets: those presets that are worth measuring.
-        has_all: whether these are all that may fit; otherwise those that are estimated
-            to be far behind are left out.
+        has_all_presets: whether these are all that may fit; otherwise those that are
+            estimated to be far behind are left out.
         memory_bound: memory decides, so that segments may be rematerialized.
         rounds: what was asked for, in order: before any search, and by each.
         records: what is known of it, by key.
@@ -197,7 +197,7 @@ class Profiles:
     replacing: Replacing = field(default_factory=Replacing)
     counts: Mapping[str, float] = field(default_factory=dict)
     interrupted: bool = False
-    has_all: bool = True
+    has_all_presets: bool = True
 
     @property
     def requests(self) -> list[MeasurementRequest]:

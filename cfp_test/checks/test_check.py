@@ -702,7 +702,7 @@ def test_rounding_is_looked_at_more_closely_before_a_check_fails(off, passes):
     told: list[str] = []
     found = check.step(told.append)
     assert alone.calls == 17
-    runs = [line for line in told if line.startswith("how much rounding changes")]
+    runs = [line for line in told if line.startswith("finding what rounding changes")]
     assert [line.rpartition(",")[2] for line in runs] == [
         *(f" run {n} of 3" for n in (1, 2, 3)),
         *(f" run {n} of 16" for n in range(4, 17)),

@@ -77,10 +77,12 @@ def test_steps_are_checked(name, donate, leaves, tmp_path, monkeypatch):
     state = [leaf for leaf in returned if isinstance(leaf, jax.Array) and leaf.ndim]
     assert state and {*map(id, state)} <= {*map(id, passed)}
     # What takes long beside the steps themselves is said.
+    runs = (
+        "running the reference",
+        "running the plan's step, and comparing results",
+    )
     assert [line for line in told if line.startswith("checking")] == [
-        f"checking step {number} of 2: {what}"
-        for number in (1, 2)
-        for what in ("the reference", "the plan, and all results compared")
+        f"checking step {number} of 2: {what}" for number in (1, 2) for what in runs
     ]
     # The plan's own program is there already, and is not compiled for the check.
     (prepared,) = (line for line in told if line.startswith("preparing the check"))

@@ -312,27 +312,25 @@ class _Labels:
 
         Behind them the blocks of what reads the ops' results: a product of rows of the
         batch and of a matrix that all rows share, as of derivatives along each input,
-        has dims that only the next contraction has all of.
+        has dims that only the next contraction has all of; so has a bias that was
+        looked up and is added to each row.
         """
-        program, near, comes_in = self.program, set(), False
+        near: set[int] = set()
         for op_id in part:
-            op = program.ops[op_id]
+            op = self.program.ops[op_id]
             assert op.rule is not None
             for v, dims in zip(op.operands, op.rule.operands, strict=False):
-                if lacking[op_id].isdisjoint(f for dim in dims for f in dim):
-                    continue
-                makers = {labels[o.id] for o in self.flow.makers(v)}
-                comes_in |= program.values[v].producer not in program.leaf_ops and (
-                    label not in makers
-                )
-                near |= makers - {label, NONE}
-        found = sorted(near, key=lambda other: -self.rank[other])
-        if comes_in:
-            results = (v for op_id in part for v in program.ops[op_id].results)
-            readers = (o.id for v in results for o, _ in self.flow.readers(v))
-            behind = {labels[op_id] for op_id in readers} - {label, NONE, *near}
-            found += sorted(behind, key=lambda other: -self.rank[other])
-        return found
+                if not lacking[op_id].isdisjoint(f for dim in dims for f in dim):
+                    near |= {labels[o.id] for o in self.flow.makers(v)}
+        near -= {label, NONE}
+        results = (v for op_id in part for v in self.program.ops[op_id].results)
+        readers = (o.id for v in results for o, _ in self.flow.readers(v))
+        behind = {labels[op_id] for op_id in readers} - {label, NONE, *near}
+        return [
+            other
+            for blocks in (near, behind)
+            for other in sorted(blocks, key=lambda other: -self.rank[other])
+        ]
 
     def _move(
         self,

@@ -1,7 +1,8 @@
 """Anchors, and the contractions that differentiation made from them.
 
-An *anchor* is a contraction of the forward pass (or a lookup in a table that no
-contraction made, such as an embedding). From ``C = A B`` differentiation makes
+An *anchor* is a contraction of the forward pass, or a lookup: in a table that no
+contraction made, such as an embedding, or one that makes no less than it reads, as of
+a graph's nodes for its edges. From ``C = A B`` differentiation makes
 ``dB = A^T dC`` and ``dA = dC B^T``: contractions that share one operand with the
 anchor and whose other operand has the dims of ``C``. They are found by that
 structure, and each comes with a map of its factors to the anchor's.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from cfp.analysis.numbering import Numbers, Permutation, squeeze
 from cfp.program.graph import Op, Program, call_flops
@@ -103,13 +105,15 @@ class _Finder:
         for op in self.program.ops:
             if op.id in self.program.leaf_ops or op.rule is None:
                 continue
-            lookup = op.kind == "gather" and not computed[op.operands[0]]
-            if not (is_contraction(op) or lookup or op.kind == "scatter"):
+            if not (is_product(op) or op.kind == "scatter"):
                 continue
             again = self.by_result.get(self.numbers[op.results[0]])
             if again is not None:
                 member = Member(op.id, self.blocks[again][0].factors)
                 self.blocks[again].append(member)
+                continue
+            is_made = op.kind == "gather" and computed[op.operands[0]]
+            if is_made and not self._spreads(op):
                 continue
             candidates = [] if _differentiated_later(op) else self._candidates(op)
             if not candidates and "transpose(" in op.scope:
@@ -121,6 +125,21 @@ class _Finder:
         for block, member in self._resolve(derived):
             self.blocks[block].append(member)
         return self.blocks
+
+    def _spreads(self, op: Op) -> bool:
+        """True if a forward pass's gather makes no less than it reads, with new dims.
+
+        With these sharded the table is gathered, which is less than to reduce
+        the result. Where a loss picks few scores, their sum is less.
+        """
+        assert op.rule is not None
+        if "transpose(" in op.scope:
+            return False
+        own, new = ({f for d in dims for f in d} for dims in op.rule.operands[:2])
+        sizes = [op.rule.sizes[f] for f in new - own - op.rule.fixed]
+        table, result = op.operands[0], op.results[0]
+        size = self.program.values[result].size_bytes
+        return prod(sizes) > 1 and size >= self.program.values[table].size_bytes
 
     def _is_inner_product(self, op: Op) -> bool:
         """True of a product of two whole tensors, as of a norm: no more than a sum."""

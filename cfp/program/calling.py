@@ -152,29 +152,29 @@ def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | Non
 _MOST_NAMED = 3
 
 
-class Watch:
-    """The leaves of modules among a call's arguments, to see what becomes of them."""
+def changed(
+    before: Mapping[str, Any], passed: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """The arrays of modules that stand where other ones stood before, by path.
 
-    def __init__(self, passed: Mapping[str, Any]) -> None:
-        """Remembers them.
-
-        Args:
-            passed: the arguments by name, as the step is about to see them.
-        """
-        self._passed = passed
-        self._before = dict(_leaves(passed))
-
-    def changed(self) -> dict[str, Any]:
-        """The arrays that stand where other ones stood before, by path."""
-        now = dict(_leaves(self._passed))
-        return {
-            path: now[path]
-            for path, leaf in self._before.items()
-            if now.get(path, leaf) is not leaf and isinstance(now[path], jax.Array)
-        }
+    Args:
+        before: of `leaves_of_modules`, before the step saw the arguments.
+        passed: the same arguments now.
+    """
+    now = dict(leaves_of_modules(passed))
+    return {
+        path: now[path]
+        for path, leaf in before.items()
+        if now.get(path, leaf) is not leaf and isinstance(now[path], jax.Array)
+    }
 
 
-def _leaves(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the leaves of modules among a call's arguments, by path.
+
+    Args:
+        passed: the arguments by name.
+    """
     for name, arg in passed.items():
         nodes, _ = tree_flatten_with_path(arg, is_leaf=_may_change)
         for start, node in nodes:
@@ -289,22 +289,13 @@ def lost_changes_text(name: str, lost: Sequence[str]) -> str:
     )
 
 
-class Surroundings:
-    """The arrays around a step: in its closure, globals and object."""
+def arrays_around(fn: Callable[..., Any], traced: bool) -> list[str]:
+    """Paths of the arrays around a step: in its closure, globals and object.
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
-        self._arrays = {
-            path for path, leaf in _held(fn) if not isinstance(leaf, Tracer)
-        }
-
-    def overwritten(self) -> list[str]:
-        """Paths of arrays in whose place tracers stand since the step was traced."""
-        return [
-            path
-            for path, leaf in _held(self._fn)
-            if path in self._arrays and isinstance(leaf, Tracer)
-        ]
+    Args:
+        traced: of those in whose place tracers stand; else of the others.
+    """
+    return [path for path, leaf in _held(fn) if isinstance(leaf, Tracer) == traced]
 
 
 def _held(fn: Any) -> Iterator[tuple[str, Any]]:

@@ -286,7 +286,8 @@ class FlatStep:
 
     def _what_changed(self, dynamic: Any) -> str:
         """Describes briefly how a call's arguments differ from those of the step."""
-        names = [name for _, name, _ in self._named(fixed(dynamic))]
+        static = {key for key, _ in self.static}
+        names = [name for _, name, _ in _named_leaves(self.fn, fixed(dynamic), static)]
         gone = [name for name in self.arg_names if name not in names]
         new = [name for name in names if name not in self.arg_names]
         lines = [
@@ -304,9 +305,6 @@ class FlatStep:
                 "Pass what was planned for, or plan again.",
             ]
         )
-
-    def _named(self, dynamic: Any) -> list[tuple[int | str, str, Any]]:
-        return _named_leaves(self.fn, dynamic, {key for key, _ in self.static})
 
     def with_donated(self, donated: Sequence[bool]) -> FlatStep:
         """The same step, as it was traced, with other leaves' memory given away."""
@@ -355,9 +353,9 @@ class FlatStep:
         names = parameter_names(self.fn)
         names += [f"arg{i}" for i in range(len(names), len(args))]
         passed = {**dict(zip(names, args, strict=False)), **kwargs}
-        watch = calling.Watch(passed)
+        before = dict(calling.leaves_of_modules(passed))
         result = fn(*args, **kwargs)
-        return fixed(result), watch.changed()
+        return fixed(result), calling.changed(before, passed)
 
     @cached_property
     def _changed(self) -> list[str]:
@@ -406,7 +404,7 @@ class FlatStep:
                 place would be lost.
         """
         check_settings()
-        around = calling.Surroundings(self.fn)
+        around = calling.arrays_around(self.fn, traced=False)
         try:
             with cudnn_expected():
                 traced = self._trace()
@@ -421,7 +419,8 @@ class FlatStep:
                 + _NO_ARGUMENTS * (not self.avals)
             ) from error
         name = self.flat_fn.__name__
-        if overwritten := around.overwritten():
+        traced_now = calling.arrays_around(self.fn, traced=True)
+        if overwritten := [path for path in traced_now if path in around]:
             raise StepNotTraceable(calling.lost_surroundings_text(name, overwritten))
         if lost := self._lost():
             raise StepNotTraceable(calling.lost_changes_text(name, lost))

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
 from cfp.analysis.strategies import Spec
@@ -36,11 +36,12 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.store import store_path
 from cfp.program.calling import sequence
-from cfp.program.constrain import Constraints, partition_spec
+from cfp.program.constrain import Constraints
 from cfp.program.fixed import released
 from cfp.program.meaning import trace_context_key
 from cfp.program.memory import HOST, in_memory
 from cfp.program.outline import Outline
+from cfp.program.signature import shardings
 from cfp.program.step import FlatStep, flatten_step, typed_as_returned
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import RaceRow
@@ -172,10 +173,7 @@ class Plan:
                 see :meth:`bind`.
         """
         step = self._bound()
-        leaves = [
-            NamedSharding(self._on_mesh(), partition_spec(spec, len(aval.shape)))
-            for spec, aval in zip(self.arg_specs, step.avals, strict=True)
-        ]
+        leaves = shardings(self._on_mesh(), self.arg_specs, step.avals)
         leaves = in_memory(leaves, step.memory_kinds)
         return released(tree_unflatten(step.in_tree, leaves)[0], lambda _: None)
 
@@ -184,10 +182,7 @@ class Plan:
         """NamedShardings of the results: a pytree like the results."""
         step, mesh = self._bound(), self._on_mesh()
         results = tree_leaves(step.traced.out_info)
-        leaves = [
-            NamedSharding(mesh, partition_spec(spec, len(result.shape)))
-            for spec, result in zip(self.output_specs, results, strict=True)
-        ]
+        leaves = shardings(mesh, self.output_specs, results)
         leaves = in_memory(leaves, step.result_memory_kinds)
         return released(tree_unflatten(self.out_tree, leaves), lambda _: None)
 

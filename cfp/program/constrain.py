@@ -18,7 +18,7 @@ from cfp.program import shardy
 from cfp.program.graph import Op, Program, Spec
 from cfp.program.partitioned import bind
 from cfp.program.rematerialize import Rematerialization, rematerialize, repeatable
-from cfp.program.replace import Replacement, replace_ops
+from cfp.program.replace import Replacement, Replacer
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ def constrain(
         inserter = Inserter(module, function, ops, program, mesh)
         inserter.insert(constraints)
         rematerialize(function, ops, constraints.rematerialized)
-        where = (module, ops, program, mesh, inserter.mesh_name)
-        return replace_ops(*where, constraints.replaced)
+        replacer = Replacer(module, ops, program, mesh, inserter.mesh_name)
+        return replacer.run(constraints.replaced)
 
 
 def values_by_id(
@@ -125,7 +125,9 @@ class Inserter:
         slots = {use: self._slot(*use) for use in constraints.uses}
         for value_id, spec in sorted(constraints.values.items()):
             value = self._values[value_id]
-            made = self._constraint(value, spec, _location(value))
+            maker = shardy.owner_of(value)
+            where = maker.location if maker else ir.Location.unknown()
+            made = self._constraint(value, spec, where)
             value.replace_all_uses_except(made.result, made.operation)
             self._values[value_id] = made.result
         for use, spec in sorted(constraints.uses.items()):
@@ -156,11 +158,9 @@ class Inserter:
         self, value: ir.Value, spec: Spec, location: ir.Location
     ) -> sdy.ShardingConstraintOp:
         owner = value.owner
-        if isinstance(owner, ir.Block):
-            point = ir.InsertionPoint.at_block_begin(owner)
-        else:
-            point = ir.InsertionPoint.after(owner)
-        with point:
+        is_argument = isinstance(owner, ir.Block)
+        point = ir.InsertionPoint
+        with point.at_block_begin(owner) if is_argument else point.after(owner):
             return sdy.ShardingConstraintOp(value, self.attribute(spec), loc=location)
 
     def attribute(self, spec: Spec) -> ir.Attribute:
@@ -172,14 +172,6 @@ class Inserter:
             text = f"#sdy.sharding<@{self.mesh_name}, [{dims}]>"
             self._attributes[spec] = ir.Attribute.parse(text)
         return self._attributes[spec]
-
-
-def _location(value: ir.Value) -> ir.Location:
-    """Returns the user's source location of a value; unknown for an argument."""
-    owner = value.owner
-    if isinstance(owner, ir.Block):
-        return ir.Location.unknown()
-    return owner.operation.location
 
 
 def _mesh_symbol(module: ir.Module, mesh: Mesh | AbstractMesh) -> str:

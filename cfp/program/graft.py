@@ -27,6 +27,8 @@ from cfp.program.rematerialize import tag_of
 from cfp.program.replace import erase_unread, rewire
 from cfp.program.signature import Part, numbered, signature
 
+_CUTTING = Lock()
+
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
@@ -73,12 +75,8 @@ class Excerpt:
         )
 
 
-def excerpt(program: Program, part: Part, text: bytes) -> Excerpt:
-    """Renumbers a part.
-
-    Args:
-        text: the module that the part is by itself.
-    """
+def _excerpt(program: Program, part: Part) -> Excerpt:
+    """The part as a program."""
     numbers = numbered(program, part)
     values, ops = numbers.values, numbers.ops
     read = {**values, **{v: values[other] for v, other in part.instead}}
@@ -115,7 +113,7 @@ def excerpt(program: Program, part: Part, text: bytes) -> Excerpt:
             arg_names=("",) * count,
             output_names=("",) * len(part.outputs),
             alias=(None,) * count,
-            text=text,
+            text=_text(program, part),
             fingerprint="",
         ),
         Part(
@@ -150,7 +148,8 @@ def lower_part(
     types = signature(program, part)
     lowered = types.lower(*types.shardings(mesh, in_specs, out_specs), donated)
     module = shardy.stablehlo(lowered)
-    cut = _excerpt(program, part)
+    with _CUTTING:  # Once, since it is built under many shardings.
+        cut = program.found(_excerpt, part)
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(cut.program.text)
         inside = cut.translated(constraints)
@@ -164,17 +163,6 @@ def lower_part(
                 _leave_in_place(function)
         module.operation.attributes["sym_name"] = ir.StringAttr.get(program.name)
     return lowered
-
-
-_CUTTING = Lock()
-
-
-def _excerpt(program: Program, part: Part) -> Excerpt:
-    """The part as a program; cut once, since it is built under many shardings."""
-    with _CUTTING:
-        if part not in program.excerpts:
-            program.excerpts[part] = excerpt(program, part, _text(program, part))
-        return program.excerpts[part]
 
 
 def _text(program: Program, part: Part) -> bytes:
@@ -197,9 +185,8 @@ def _transplant(
     The source has its constraints already: each of them follows the op whose result
     it constrains, and goes along with it. What was replaced stands for its values.
     """
-    function = shardy.main_function(target)
-    block = function.regions[0].blocks[0]
-    origin = shardy.main_function(source).regions[0].blocks[0]
+    block = shardy.main_block(target)
+    origin = shardy.main_block(source)
     mapping: dict[ir.Value, ir.Value] = {}
     every = [*_top_level(origin, program)]
     by_id = {**values_by_id(program, origin.arguments, every), **stands}
@@ -302,12 +289,9 @@ def _top_level(
 
 def _constrained(value: ir.Value) -> ir.Value:
     """A value behind its own constraint: the form that every other op reads."""
-    users = list(value.uses)
-    if len(users) == 1:
-        user = users[0].owner.operation
-        if user.name == "sdy.sharding_constraint":
-            return user.results[0]
-    return value
+    users = [use.owner.operation for use in value.uses]
+    alone = len(users) == 1 and users[0].name == "sdy.sharding_constraint"
+    return users[0].results[0] if alone else value
 
 
 def _part_ops(

@@ -219,25 +219,20 @@ class Program:
         return tuple(tuple(u) for u in found)
 
     @cached_property
-    def excerpts(self) -> dict[Any, Any]:
-        """Parts of it as programs of their own, kept by `cfp.program.graft`."""
+    def looked_for(self) -> dict[tuple[Any, ...], Any]:
+        """Cache of searches in this program, keyed by the searcher and what for."""
         return {}
 
-    @cached_property
-    def parts(self) -> dict[Any, Any]:
-        """Parts of it and their numberings, kept by `cfp.program.signature`."""
-        return {}
+    def found(self, find: Callable[..., _Found], *of: Hashable) -> _Found:
+        """Returns the finding of a function in this program, called once.
 
-    @cached_property
-    def looked_for(self) -> dict[Any, Any]:
-        """Cache of searches in this program, keyed by the searcher."""
-        return {}
-
-    def found(self, find: Callable[[Program], _Found]) -> _Found:
-        """Returns the finding of a function in this program, called once."""
-        if find not in self.looked_for:
-            self.looked_for[find] = find(self)
-        return self.looked_for[find]
+        Args:
+            of: what the function takes behind the program.
+        """
+        key = (find, *of)
+        if key not in self.looked_for:
+            self.looked_for[key] = find(self, *of)
+        return self.looked_for[key]
 
     @cached_property
     def leaf_ops(self) -> frozenset[int]:

@@ -371,10 +371,8 @@ def is_call(op: ir.Operation) -> bool:
 
 
 def _calls_in(module: ir.Module) -> Iterator[tuple[ir.Operation, str]]:
-    for function in shardy.functions(module.operation):
-        for op in shardy.walk(function):
-            if is_call(op):
-                yield op, ir.StringAttr(op.attributes[_CONFIG]).value
+    for op in filter(is_call, shardy.every_op(module)):
+        yield op, ir.StringAttr(op.attributes[_CONFIG]).value
 
 
 def _register(key: bytes, call: PartitionedCall, mesh: Mesh) -> None:

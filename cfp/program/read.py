@@ -49,22 +49,13 @@ def _is_counter_type(kind: ir.Type) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprints:
+def _fingerprints(text: bytes, context: ir.Context) -> tuple[str, str, dict[str, str]]:
     """Digests of a module, blind to names, locations and shardings.
 
-    Attributes:
-        exact: of all of it, the values of all constants included.
-        functions: of the structure of what composites stand for, by name.
+    Returns:
+        Of its structure; of all of it, the values of all constants included; and of
+        the structure of what composites stand for, by name.
     """
-
-    structure: str
-    exact: str
-    functions: Mapping[str, str]
-
-
-def fingerprints(text: bytes, context: ir.Context) -> Fingerprints:
-    """Computes a module's fingerprints."""
     structure, exact = hashlib.sha256(), hashlib.sha256()
     module = shardy.without_locations(text, context)
     texts: dict[str, str] = {}
@@ -85,7 +76,7 @@ def fingerprints(text: bytes, context: ir.Context) -> Fingerprints:
         return hashlib.sha256(repr((texts[name], inner)).encode()).hexdigest()
 
     bodies = {name: digest(name) for name in texts if name != "main"}
-    return Fingerprints(structure.hexdigest(), exact.hexdigest(), bodies)
+    return structure.hexdigest(), exact.hexdigest(), bodies
 
 
 def stands_for(op: ir.Operation) -> str:
@@ -126,11 +117,9 @@ def shaping_constants(function: ir.Operation) -> set[ir.Operation]:
         if value in seen or not _is_counter_type(value.type):
             continue
         seen.add(value)
-        owner = value.owner
-        if not isinstance(owner, ir.Block) and (
-            owner.operation.name == "stablehlo.constant"
-        ):
-            found.add(owner.operation)
+        owner = shardy.owner_of(value)
+        if owner is not None and owner.name == "stablehlo.constant":
+            found.add(owner)
         stack.extend(_made_of(value))
     return found
 
@@ -191,10 +180,10 @@ def read_program(
     """
     function = shardy.main_function(module)
     text = shardy.bytecode(module.operation)
-    prints = fingerprints(text, module.context)
+    structure, exact, bodies = _fingerprints(text, module.context)
     own = {op for op in shardy.walk(function) if shardy.RULE in op.attributes}
     shardy.add_rules(module)
-    reader = _Reader(_Blanks(shaping_constants(function), prints.functions))
+    reader = _Reader(_Blanks(shaping_constants(function), bodies))
     reader.read_function(function)
     # From regions that are sharded by hand, too, of which nothing is read: XLA refuses
     # rules that stay there.
@@ -210,8 +199,8 @@ def read_program(
         output_names=tuple(output_names),
         alias=tuple(alias),
         text=text,
-        fingerprint=prints.structure,
-        content=prints.exact,
+        fingerprint=structure,
+        content=exact,
         name=shardy.symbol_name(module.operation),
         erased_constraints=erased_constraints,
     )

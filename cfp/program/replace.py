@@ -32,7 +32,7 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Generic, Protocol, TypeVar
 
 import jax
@@ -181,54 +181,44 @@ def is_in_order(program: Program, stage: Stage) -> bool:
     return len(parents) == 1 and all(program.values[v].producer < first for v in read)
 
 
-def replace_ops(
-    module: ir.Module,
-    ops: Sequence[ir.Operation],
-    program: Program,
-    mesh: Mesh,
-    mesh_name: str,
-    wanted: Sequence[Replacement],
-) -> dict[int, ir.Value]:
+_Instance = Sequence[ir.Operation] | Mapping[int, ir.Operation]  # of ops, by id
+
+
+@dataclass(frozen=True)
+class Replacer:
     """Puts functions in the place of ops, in place.
 
     The ops stay, so that what numbers them finds all; `erase_unread` takes them away.
 
-    Args:
+    Attributes:
         module: a module with the program's ops, its constraints, and what is
             rematerialized.
         ops: the program's ops, by id.
         mesh_name: the symbol of the mesh in the module.
-
-    Returns:
-        What now stands for values of the program, by id.
     """
-    if not wanted:
-        return {}
-    found: dict[int, ir.Value] = {}
-    replacer = _Replacer(module, ops, program, mesh, mesh_name)
-    for one in wanted:
-        found.update(replacer.run(one))
-    return found
 
+    module: ir.Module
+    ops: Sequence[ir.Operation]
+    program: Program
+    mesh: Mesh
+    mesh_name: str
 
-class _Replacer:
-    def __init__(
-        self,
-        module: ir.Module,
-        ops: Sequence[ir.Operation],
-        program: Program,
-        mesh: Mesh,
-        mesh_name: str,
-    ) -> None:
-        self._module = module
-        self._program = program
-        self._mesh = mesh
-        self._mesh_name = mesh_name
-        self._original = dict(enumerate(ops))
-        self._clones = _clones(module)
+    @cached_property
+    def _clones(self) -> dict[int, ir.Operation]:
+        """The rematerialized clones, by the ids of their originals."""
+        skipped = (_CONSTRAINT, "stablehlo.optimization_barrier")
+        return {
+            number: opview.operation
+            for opview in shardy.main_block(self.module).operations
+            if (number := tag_of(opview.operation)) is not None
+            and opview.operation.name not in skipped
+        }
 
-    def run(self, one: Replacement) -> dict[int, ir.Value]:
-        """Replaces what one replacement names; returns what stands for its values."""
+    def run(self, wanted: Sequence[Replacement]) -> dict[int, ir.Value]:
+        """Replaces ops; returns what now stands for values of the program, by id."""
+        return {v: new for one in wanted for v, new in self._replace(one).items()}
+
+    def _replace(self, one: Replacement) -> dict[int, ir.Value]:
         if not one.stages:
             raise AssertionError(f"{one.name} is of a file, and was not found again")
         stands: dict[int, ir.Value] = {}
@@ -236,18 +226,18 @@ class _Replacer:
         again: list[ir.Value] | None = None  # residuals that are rematerialized
         latest: ir.Operation | None = None  # the op behind those
         for number, stage in enumerate(one.stages):
-            makers = [self._program.values[v].producer for v in stage.makes]
+            makers = [self.program.values[v].producer for v in stage.makes]
             is_cloned = all(
                 op in self._clones for op in (*makers, *(o for o, _ in stage.reads))
             )
-            first = self._original[min(makers)]
+            first = self.ops[min(makers)]
             # Backward stages read what is rematerialized, forward ones the originals.
             if not is_cloned and latest is not None and _is_behind(first, latest):
                 assert again is not None, "they stand before that op"
                 kept = again
-            results = self._put(one, number, self._original, kept)
+            results = self._put(one, number, self.ops, kept)
             for v, result in zip(stage.makes, results, strict=False):
-                self._made(self._original, v).replace_all_uses_with(result)
+                self._made(self.ops, v).replace_all_uses_with(result)
                 stands[v] = result
             if is_cloned:
                 copies = self._put(
@@ -262,30 +252,31 @@ class _Replacer:
             kept = results[len(stage.makes) :]
         return stands
 
-    def _made(self, instance: Mapping[int, ir.Operation], v: int) -> ir.Value:
-        maker = self._program.values[v].producer
-        place = self._program.ops[maker].results.index(v)
+    def _made(self, instance: _Instance, v: int) -> ir.Value:
+        maker = self.program.values[v].producer
+        place = self.program.ops[maker].results.index(v)
         return instance[maker].results[place]
 
     def _put(
         self,
         one: Replacement,
         number: int,
-        instance: Mapping[int, ir.Operation],
+        instance: _Instance,
         kept: Sequence[ir.Value],
     ) -> list[ir.Value]:
         """Puts a stage's ops before the first op that they stand for."""
         stage = one.stages[number]
         reads = [*(instance[op].operands[index] for op, index in stage.reads), *kept]
         types = tuple(str(value.type) for value in reads)
-        text = _lowered(one.functions, number, types, self._mesh)
-        first = min(self._program.values[v].producer for v in stage.makes)
-        source = ir.Module.parse(_with_names(text, {"cfp_mesh": self._mesh_name}))
+        text = _lowered(one.functions, number, types, self.mesh)
+        first = min(self.program.values[v].producer for v in stage.makes)
+        source = ir.Module.parse(_with_names(text, {"cfp_mesh": self.mesh_name}))
         self._add_functions(source)
+        main = shardy.main_block(source)
         mapping: dict[ir.Value, ir.Value] = dict(
-            zip(_main(source).arguments, reads, strict=True)
+            zip(main.arguments, reads, strict=True)
         )
-        *body, last = [op.operation for op in _main(source).operations]
+        *body, last = [op.operation for op in main.operations]
         tag = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), first)
         with ir.InsertionPoint(instance[first]):
             for op in body:
@@ -301,26 +292,14 @@ class _Replacer:
         return results
 
     def _add_functions(self, source: ir.Module) -> None:
-        there = (op.operation for op in self._module.body.operations)
+        there = (op.operation for op in self.module.body.operations)
         known = set(map(shardy.symbol_name, there))
-        with ir.InsertionPoint(self._module.body):
+        with ir.InsertionPoint(self.module.body):
             for opview in source.body.operations:
                 symbol = shardy.symbol_name(opview.operation)
                 is_helper = opview.operation.name == "func.func" and symbol != "main"
                 if is_helper and symbol not in known:
                     opview.operation.clone()
-
-
-def _clones(module: ir.Module) -> dict[int, ir.Operation]:
-    """Returns the rematerialized clones, by the ids of their originals."""
-    found: dict[int, ir.Operation] = {}
-    for opview in shardy.main_function(module).regions[0].blocks[0].operations:
-        op = opview.operation
-        number = tag_of(op)
-        skipped = (_CONSTRAINT, "stablehlo.optimization_barrier")
-        if number is not None and op.name not in skipped:
-            found[number] = op
-    return found
 
 
 def _is_behind(op: ir.Operation, other: ir.Operation) -> bool:
@@ -330,10 +309,6 @@ def _is_behind(op: ir.Operation, other: ir.Operation) -> bool:
     regions = op.parent.operation.regions
     body = [one.operation for r in regions for b in r.blocks for one in b.operations]
     return body.index(op) > body.index(other)
-
-
-def _main(module: ir.Module) -> ir.Block:
-    return shardy.main_function(module).regions[0].blocks[0]
 
 
 def rewire(op: ir.Operation, mapping: Mapping[ir.Value, ir.Value]) -> None:

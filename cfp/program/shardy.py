@@ -42,6 +42,11 @@ def main_function(module: ir.Module) -> ir.Operation:
     raise ValueError("the module has no function named main")
 
 
+def main_block(module: ir.Module) -> ir.Block:
+    """The body of the module's public function."""
+    return main_function(module).regions[0].blocks[0]
+
+
 def functions(module: ir.Operation) -> list[ir.Operation]:
     """A module's functions: the main one, and those that composites stand for."""
     every = (op.operation for op in module.regions[0].blocks[0].operations)
@@ -91,6 +96,11 @@ def walk(function: ir.Operation) -> list[ir.Operation]:
     return found[:-1]  # The function itself comes last.
 
 
+def every_op(module: ir.Module) -> list[ir.Operation]:
+    """The ops of all functions of a module; see `walk`."""
+    return [op for function in functions(module.operation) for op in walk(function)]
+
+
 def calls_host(op: ir.Operation) -> bool:
     """True if an op calls a function of the host."""
     return "callback" in call_target(op)
@@ -105,15 +115,6 @@ def memory_of_move(op: ir.Operation) -> str:
     """The kind of memory that a value is moved to."""
     attributes = ir.DictAttr(op.attributes["mhlo.frontend_attributes"])
     return ir.StringAttr(attributes["_xla_buffer_placement"]).value
-
-
-def inspects_sharding(module: ir.Module) -> bool:
-    """True if JAX is to show how a value inside of the module is sharded."""
-    return any(
-        call_target(op) == "InspectSharding"
-        for function in functions(module.operation)
-        for op in walk(function)
-    )
 
 
 def constant(number: str, kind: ir.Type) -> ir.Value:
@@ -176,12 +177,6 @@ def bytecode(op: ir.Operation) -> bytes:
     return buffer.getvalue()
 
 
-def bare_bytecode(module: ir.Module) -> bytes:
-    """A module as bytecode, without locations."""
-    text = bytecode(module.operation)
-    return bytecode(without_locations(text, module.context).operation)
-
-
 def replace_body(target: ir.Module, source: ir.Module) -> None:
     """Gives a module another one's functions and meshes, of the same context."""
     for op in list(target.body.operations):
@@ -232,9 +227,8 @@ def _tidy_moves(function: ir.Operation) -> None:
     """
     [block] = function.regions[0].blocks
     for op in [o.operation for o in block.operations]:
-        if not moves_to_memory(op) or isinstance(op.operands[0].owner, ir.Block):
+        if not moves_to_memory(op) or (maker := owner_of(op.operands[0])) is None:
             continue
-        maker = op.operands[0].owner.operation
         where = memory_of_move(maker) if moves_to_memory(maker) else "device"
         if memory_of_move(op) == where:
             _forward(op, [op.operands[0]])
@@ -264,11 +258,11 @@ def _move_late(function: ir.Operation) -> None:
     for op in moves:
         [value], [result] = op.operands, op.results
         readers = [place(use) for use in result.uses]
-        if isinstance(value.owner, ir.Block):
+        if (maker := owner_of(value)) is None:
             if readers:
                 op.move_before(ops[min(readers)])
         elif all(ops[i] is ops[-1] for i in readers):
-            op.move_after(value.owner.operation)
+            op.move_after(maker)
 
 
 def _separate_constants(function: ir.Operation) -> None:
@@ -280,10 +274,9 @@ def _separate_constants(function: ir.Operation) -> None:
     merged: dict[ir.Operation, None] = {}
     for op in walk(function):
         for index, operand in enumerate(op.operands):
-            owner = operand.owner
-            if isinstance(owner, ir.Block) or not _is_small_constant(owner.operation):
+            constant = owner_of(operand)
+            if constant is None or not _is_small_constant(constant):
                 continue
-            constant = owner.operation
             merged[constant] = None
             before = op.operation
             while before.parent != constant.parent:
@@ -318,12 +311,12 @@ def _sink_constants(op: ir.Operation) -> None:
             copies: dict[ir.Value, ir.Value] = {}
             for inner in [o.operation for o in block.operations]:
                 for index, operand in enumerate(inner.operands):
-                    owner = operand.owner
-                    if isinstance(owner, ir.Block) or owner.operation.parent == op:
+                    owner = owner_of(operand)
+                    if owner is None or owner.parent == op:
                         continue
                     if operand not in copies:
                         with ir.InsertionPoint.at_block_begin(block):
-                            copies[operand] = owner.operation.clone().results[0]
+                            copies[operand] = owner.clone().results[0]
                     inner.operands[index] = copies[operand]
 
 

@@ -70,9 +70,10 @@ class Numbered:
 
 def numbered(program: Program, part: Part) -> Numbered:
     """Numbers what a part is made of."""
-    known = program.parts.get(part)
-    if known is not None:
-        return known
+    return program.found(_numbered, part)
+
+
+def _numbered(program: Program, part: Part) -> Numbered:
     values: dict[int, int] = {v: i for i, v in enumerate(part.inputs)}
     digest = hashlib.sha256()
     ops: dict[int, int] = {}
@@ -88,17 +89,12 @@ def numbered(program: Program, part: Part) -> Numbered:
         ]
         types = [str(program.values[v]) for v in (*op.operands, *op.results)]
         digest.update(repr((op.name, op.structure, reads, types)).encode())
-    found = Numbered(digest.hexdigest(), values, ops)
-    program.parts[part] = found
-    return found
+    return Numbered(digest.hexdigest(), values, ops)
 
 
 def cut_part(program: Program, wanted: Sequence[int]) -> Part:
     """Completes a set of top-level ops with the constants that it needs."""
-    key, parts = tuple(wanted), program.parts
-    if key not in parts:
-        parts[key] = _cut(program, key)
-    return parts[key]
+    return program.found(_cut, tuple(wanted))
 
 
 def whole(program: Program) -> Part:
@@ -218,7 +214,7 @@ def signature(program: Program, part: Part) -> Signature:
 
 
 def shardings(
-    mesh: Mesh, specs: Sequence[Spec], avals: Avals
+    mesh: Mesh, specs: Sequence[Spec], avals: Sequence[Any]
 ) -> tuple[NamedSharding, ...]:
     """Specs as shardings of values of these types.
 

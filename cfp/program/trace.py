@@ -97,13 +97,14 @@ class Lowering:
     @property
     def bare_text(self) -> bytes:
         """The module as bytecode, without what says where it comes from."""
-        return shardy.bare_bytecode(self.module)
+        text = shardy.bytecode(self.module.operation)
+        bare = shardy.without_locations(text, self.module.context)
+        return shardy.bytecode(bare.operation)
 
     @property
     def calls_host(self) -> bool:
         """True if the program calls functions of the host while it runs."""
-        functions = shardy.functions(self.module.operation)
-        return any(shardy.calls_host(op) for f in functions for op in shardy.walk(f))
+        return any(map(shardy.calls_host, shardy.every_op(self.module)))
 
 
 @contextmanager
@@ -187,10 +188,11 @@ def lower_step(
             f"{type(error).__name__}: {step.with_paths(str(error))}\n{advice}"
         ) from error
     module = shardy.stablehlo(lowered)
-    [block] = shardy.main_function(module).regions[0].blocks
-    if len(block.arguments) > len(step.avals):  # tokens that keep the order
+    arguments = shardy.main_block(module).arguments
+    if len(arguments) > len(step.avals):  # tokens that keep the order
         raise StepNotTraceable(f"The step has effects in a fixed order. {_ORDERED}")
-    if shardy.inspects_sharding(module):
+    every = shardy.every_op(module)
+    if any(shardy.call_target(op) == "InspectSharding" for op in every):
         raise StepNotTraceable(
             "The step calls jax.debug.inspect_array_sharding, and when it is traced no "
             "sharding is chosen yet. Leave the call out, and save the plan: cfp "

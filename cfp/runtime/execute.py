@@ -33,7 +33,7 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiled import compile_right
 from cfp.profiling.key import GPU_PLATFORMS, environment_parts
 from cfp.program.callbacks import Alarm
-from cfp.program.constrain import Constraints, constrain, misfit, partition_spec, uneven
+from cfp.program.constrain import Constraints, constrain, misfit, uneven
 from cfp.program.dispatch import Dispatch, Look
 from cfp.program.fixed import has_fixed, released
 from cfp.program.graph import Program
@@ -46,6 +46,7 @@ from cfp.program.meaning import (
 from cfp.program.memory import in_memory
 from cfp.program.outline import Outline, other_program
 from cfp.program.replace import Replacement, erase_unread
+from cfp.program.signature import shardings
 from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering, lower_step, read_lowering
 from cfp.program.widen import widened
@@ -414,10 +415,7 @@ def _shardings(
     Raises:
         PlanMismatch: they are not the step's.
     """
-    ins = tuple(
-        NamedSharding(mesh, partition_spec(spec, len(aval.shape)))
-        for spec, aval in zip(arg_specs, step.avals, strict=True)
-    )
+    ins = shardings(mesh, arg_specs, step.avals)
     results = tree_leaves(step.traced.out_info)
     if len(results) != len(output_specs):
         raise PlanMismatch(
@@ -428,10 +426,7 @@ def _shardings(
         ("result", results, output_specs),
     ):
         _check_even(kind, mesh, avals, specs)
-    outs = tuple(
-        NamedSharding(mesh, partition_spec(spec, len(aval.shape)))
-        for spec, aval in zip(output_specs, results, strict=True)
-    )
+    outs = shardings(mesh, output_specs, results)
     return (
         in_memory(ins, step.memory_kinds),
         in_memory(outs, step.result_memory_kinds),

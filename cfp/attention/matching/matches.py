@@ -65,7 +65,7 @@ def attentions(program: Program) -> Sites[Match]:
 
 def was_searched(program: Program) -> bool:
     """True if the program was searched for attentions, as kernels require."""
-    return _find in program.looked_for
+    return (_find,) in program.looked_for
 
 
 def _find(program: Program) -> Sites[Match]:

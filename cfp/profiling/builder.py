@@ -32,7 +32,7 @@ from cfp.program.constrain import Constraints
 from cfp.program.graft import lower_part
 from cfp.program.graph import Program, Spec
 from cfp.program.local import dump_options, lower_local, partitioned_program
-from cfp.program.memory import is_in_host
+from cfp.program.memory import host_kind
 from cfp.program.signature import Part, Signature, WrongPlace, pack, signature
 
 # What a compiler says when a program does not fit can list every buffer.
@@ -361,7 +361,7 @@ def _bytes_in_host(compiled: jax.stages.Compiled) -> dict[str, int]:
 
 
 def _host_bytes(info: Any, sharding: Sharding) -> int:
-    if not is_in_host(sharding):
+    if not host_kind(sharding):
         return 0
     return prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
 

@@ -12,7 +12,7 @@ import re
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -92,7 +92,7 @@ def place(
     sources = tuple(_source(eqn) for eqn in every)
     if not constraints.values and not constraints.uses:
         return EqnConstraints(places={}, lost=(), sources=sources)
-    marked = closed.replace(jaxpr=_Marker().mark(closed.jaxpr))
+    marked = closed.replace(jaxpr=_marked(closed.jaxpr, count()))
     replicated = NamedSharding(mesh, PartitionSpec())
     lowering = lower_step(step, [replicated] * len(step.avals), replicated, marked)
     program = read_lowering(step, lowering)
@@ -106,13 +106,13 @@ def place(
     places: dict[EqnValue, Spec] = {}
     lost = []
     for value, spec in constraints.values.items():
-        where = finder.made(value)
+        where = finder.makers.get(value)
         if where is None:
             lost.append(program.values[value].producer)
         else:
             places[where] = spec
     for (op, index), spec in constraints.uses.items():
-        readers = finder.read(op, index)
+        readers = finder.readers.get((op, index), ())
         if not readers:
             lost.append(op)
         for where in readers:
@@ -127,24 +127,24 @@ def place(
     )
 
 
-class _Marker:
-    """Writes each equation's number into its name stack."""
+def _marked(jaxpr: Jaxpr, numbers: Iterator[int]) -> Jaxpr:
+    """A program with each equation's number in its name stack."""
 
-    def __init__(self) -> None:
-        self.count = 0
-
-    def mark(self, jaxpr: Jaxpr) -> Jaxpr:
-        return with_equations(jaxpr, self._marked)
-
-    def _marked(self, eqn: JaxprEqn) -> JaxprEqn:
-        eqn = with_inner(eqn, self.mark)
-        stack = eqn.source_info.name_stack.extend(f"cfp-eqn-{self.count}-")
-        self.count += 1
+    def mark(eqn: JaxprEqn) -> JaxprEqn:
+        eqn = with_inner(eqn, lambda inner: _marked(inner, numbers))
+        stack = eqn.source_info.name_stack.extend(f"cfp-eqn-{next(numbers)}-")
         return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+    return with_equations(jaxpr, mark)
 
 
 class _Finder:
-    """Matches an equation's variables with the program's values."""
+    """Matches an equation's variables with the program's values.
+
+    Attributes:
+        makers: by value, the equation that makes it.
+        readers: by op and operand index, the equation that reads a value there.
+    """
 
     def __init__(
         self, program: Program, every: Sequence[JaxprEqn], marks: Sequence[int]
@@ -159,14 +159,6 @@ class _Finder:
         self.makers: dict[int, EqnValue] = {}
         self.readers: dict[tuple[int, int], list[EqnValue]] = {}
         self.number = 0
-
-    def made(self, value: int) -> EqnValue | None:
-        """The equation that makes a value."""
-        return self.makers.get(value)
-
-    def read(self, op: int, index: int) -> list[EqnValue]:
-        """The equation that reads a value where an op does."""
-        return self.readers.get((op, index), [])
 
     def enter(self, jaxpr: Jaxpr, inputs: Sequence[int | None]) -> None:
         """Goes through a jaxpr whose inputs stand for some values."""

@@ -33,7 +33,7 @@ def has_host_memory(device: Any) -> bool:
 
 def memory_kind(leaf: Any) -> str:
     """The memory of the host that an array is in, or is to be; "" for the device's."""
-    return _host_kind(getattr(leaf, "sharding", None))
+    return host_kind(getattr(leaf, "sharding", None))
 
 
 def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[st
                 kinds[id(var)] = kinds.get(id(var)) or kind
         if (shardings := eqn.params.get("out_shardings")) is not None:
             for var, sharding in zip(eqn.outvars, shardings, strict=True):
-                kinds[id(var)] = _host_kind(sharding) or kinds.get(id(var), "")
+                kinds[id(var)] = host_kind(sharding) or kinds.get(id(var), "")
     spaces = [getattr(var.aval, "memory_space", None) for var in jaxpr.outvars]
     return tuple(
         HOST if space == jax.memory.Space.Host else kinds.get(id(var), "")
@@ -99,12 +99,8 @@ def in_host(tree: Any) -> Any:
     return jax.tree.map(moved, tree)
 
 
-def is_in_host(sharding: Sharding) -> bool:
-    """Returns True if a sharding is of an array in the memory of the host."""
-    return bool(_host_kind(sharding))
-
-
-def _host_kind(sharding: Any) -> str:
+def host_kind(sharding: Any) -> str:
+    """The memory of the host that a sharding is in; "" for the device's."""
     kind = getattr(sharding, "memory_kind", None)
     return kind if kind in _OF_THE_HOST else ""
 

@@ -137,10 +137,9 @@ def widen(module: ir.Module, *, precise: bool = True) -> tuple[str, ...]:
     function = shardy.main_function(module)
     with module.context, ir.Location.unknown():
         ops = shardy.walk(function)
-        fixed = [_Fixed.of(op) for op in ops if _is_fixed(op)]
-        kept = {one.op for one in fixed}
+        fixed = {op: [v.type for v in op.operands] for op in ops if _is_fixed(op)}
         for op in ops:
-            if op in kept:
+            if op in fixed:
                 continue
             for value in _values(op):
                 value.set_type(_wide(value.type))
@@ -149,10 +148,10 @@ def widen(module: ir.Module, *, precise: bool = True) -> tuple[str, ...]:
                 _make_precise(op, precise)
             elif kind == "reduce_precision":
                 _drop_rounding(op)
-        for one in fixed:
-            one.join()
+        for op, reads in fixed.items():
+            _join(op, reads)
         _retype(function)
-    return tuple(sorted({one.name for one in fixed if one.computes}))
+        return tuple(sorted({*map(_name, fixed)} - {"stablehlo.constant"}))
 
 
 def _values(op: ir.Operation) -> list[ir.Value]:
@@ -187,41 +186,25 @@ def _is_fixed(op: ir.Operation) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Fixed:
-    """An op that keeps its types, and the types that it reads."""
+def _name(op: ir.Operation) -> str:
+    """The name of an op, and whom it calls."""
+    called = (name for name in ("call_target_name", "name") if name in op.attributes)
+    texts = [ir.StringAttr(op.attributes[name]).value for name in called]
+    return " ".join([op.name, *texts])
 
-    op: ir.Operation
-    reads: tuple[ir.Type, ...]
 
-    @staticmethod
-    def of(op: ir.Operation) -> _Fixed:
-        return _Fixed(op, tuple(v.type for v in op.operands))
-
-    @property
-    def name(self) -> str:
-        """The op's name, and whom it calls."""
-        called = (n for n in ("call_target_name", "name") if n in self.op.attributes)
-        texts = [ir.StringAttr(self.op.attributes[n]).value for n in called]
-        return " ".join([self.op.name, *texts])
-
-    @property
-    def computes(self) -> bool:
-        """True if it does more than hold a constant."""
-        return self.op.name != "stablehlo.constant"
-
-    def join(self) -> None:
-        """Converts what it reads and makes."""
-        for index, kind in enumerate(self.reads):
-            if _is_narrow(kind):
-                with ir.InsertionPoint(self.op):
-                    made = _convert(self.op.operands[index], kind)
-                self.op.operands[index] = made.results[0]
-        for result in self.op.results:
-            if _is_narrow(result.type):
-                with ir.InsertionPoint.after(self.op):
-                    made = _convert(result, _wide(result.type))
-                result.replace_all_uses_except(made.results[0], made)
+def _join(op: ir.Operation, reads: Sequence[ir.Type]) -> None:
+    """Converts what an op that keeps its types reads, of these types, and makes."""
+    for index, kind in enumerate(reads):
+        if _is_narrow(kind):
+            with ir.InsertionPoint(op):
+                made = _convert(op.operands[index], kind)
+            op.operands[index] = made.results[0]
+    for result in op.results:
+        if _is_narrow(result.type):
+            with ir.InsertionPoint.after(op):
+                made = _convert(result, _wide(result.type))
+            result.replace_all_uses_except(made.results[0], made)
 
 
 def _convert(value: ir.Value, kind: ir.Type) -> ir.Operation:

@@ -133,13 +133,8 @@ class BuildEnvironment:
 
     @property
     def learnt_dir(self) -> Path:
-        """The folder of autotuning results, in files named by jobs.
-
-        Raises:
-            ValueError: there is no directory for autotuning.
-        """
-        if self.autotune_dir is None:
-            raise ValueError("expected a directory for autotuning, got none")
+        """The folder of autotuning results, in files named by jobs."""
+        assert self.autotune_dir is not None, "there is a directory for autotuning"
         return self.autotune_dir / "learnt"
 
     def is_untuned(self, platform: str) -> bool:
@@ -243,7 +238,7 @@ def build(
             job.donated,
         )
         if (wants := environment.wants_local) is not None:
-            return _Compiling(job, types, mesh, options, wants).both(lowered, started)
+            return _compile_both(job, types, mesh, lowered, options, started, wants)
         return compile_lowered(job.key, lowered, options, started=started, how=how)
     except AssertionError:
         raise  # A bug of ours says nothing about the part.
@@ -295,44 +290,37 @@ def compile_lowered(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Compiling:
-    """Compiles a program, and one device's computation as a program of its own.
-
-    Attributes:
-        wants_local: whether one device's computation is wanted.
-    """
-
-    job: Job
-    types: Signature
-    mesh: Mesh
-    options: Mapping[str, Any]
-    wants_local: Callable[[Job, str], bool]
-
-    def both(self, lowered: jax.stages.Lowered, started: float) -> Built:
-        with tempfile.TemporaryDirectory() as folder:
-            options = {**self.options, **dump_options(Path(folder))}
-            built = compile_lowered(self.job.key, lowered, options, started=started)
-            try:
-                if not self.wants_local(self.job, built.compiled.as_text() or ""):
-                    return built
-                local = self._local(partitioned_program(Path(folder)))
-            except AssertionError:
-                raise
-            except Exception as error:  # As in `build`.
-                seconds = time.perf_counter() - started
-                failed = build_failure(self.job.key, error, build_seconds=seconds)
-                # That says nothing about the program itself.
-                return replace(built, local=replace(failed, status="refused"))
-        return replace(built, local=local)
-
-    def _local(self, partitioned: bytes) -> Built:
-        started, job = time.perf_counter(), self.job
-        shardings = self.types.shardings(self.mesh, job.in_specs, job.out_specs)
-        lowered = lower_local(
-            partitioned, self.types, shardings, one_device(self.mesh), job.donated
-        )
-        return compile_lowered(job.key, lowered, self.options, started=started)
+def _compile_both(
+    job: Job,
+    types: Signature,
+    mesh: Mesh,
+    lowered: jax.stages.Lowered,
+    options: Mapping[str, Any],
+    started: float,
+    wants_local: Callable[[Job, str], bool],
+) -> Built:
+    """Compiles a program, and one device's computation as a program of its own."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        dumping = {**options, **dump_options(folder)}
+        built = compile_lowered(job.key, lowered, dumping, started=started)
+        try:
+            if not wants_local(job, built.compiled.as_text() or ""):
+                return built
+            partitioned, began = partitioned_program(folder), time.perf_counter()
+            where = types.shardings(mesh, job.in_specs, job.out_specs)
+            alone = lower_local(
+                partitioned, types, where, one_device(mesh), job.donated
+            )
+            local = compile_lowered(job.key, alone, options, started=began)
+        except AssertionError:
+            raise
+        except Exception as error:  # As in `build`.
+            seconds = time.perf_counter() - started
+            failed = build_failure(job.key, error, build_seconds=seconds)
+            # That says nothing about the program itself.
+            local = replace(failed, status="refused")
+    return replace(built, local=local)
 
 
 def one_device(mesh: Mesh) -> Mesh:

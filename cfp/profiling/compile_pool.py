@@ -49,7 +49,10 @@ def _cores() -> int:
 
 
 def overlaps(platform: str) -> bool:
-    """Returns True if builds leave the devices idle, so that others may be timed."""
+    """Returns True if builds leave the devices idle, so that others may be timed.
+
+    CPUs build and run with the same cores; on GPUs compilers try out kernels.
+    """
     return platform != "cpu" and platform not in GPU_PLATFORMS
 
 

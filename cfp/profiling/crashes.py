@@ -65,10 +65,7 @@ class Crash:
     record: ProfileRecord | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Cause:
-    status: Status
-    reason: str
+_Cause = tuple[Status, str]  # as of a record: its status, and the reason
 
 
 def record_crashes(
@@ -140,14 +137,15 @@ def _judge(
     one = suspects[0]
     tries = noted[one.key.digest].crashes
     if cause is None and tries >= _TRIES:
-        cause = _Cause("crashed", f"the process died {tries} times")
+        cause = ("crashed", f"the process died {tries} times")
     if cause is None or len(suspects) > 1:
         return Crash(pid=process.pid, suspects=tuple(suspects))
+    status, reason = cause
     record = ProfileRecord(
         key=one.key.digest,
         parts=one.parts,
-        status=cause.status,
-        reason=f"{cause.reason} while {_doing(one)} it",
+        status=status,
+        reason=f"{reason} while {_doing(one)} it",
     )
     store.put(record, replace=True)
     del noted[record.key]
@@ -189,21 +187,20 @@ def _cause(
 ) -> _Cause | None:
     """Returns the reason of a crash that the process caused itself."""
     if words:
-        return _Cause("crashed", words)
+        return "crashed", words
     late = ended.overdue if ended else all(one.overdue for one in suspects)
     if suspects and late:
         limit = suspects[0].limit_seconds or 0.0
-        return _Cause("timeout", f"no end after {limit:.0f} s")
+        return "timeout", f"no end after {limit:.0f} s"
     if ended is not None:
         code = os.waitstatus_to_exitcode(ended.status)
         if code >= 0:
-            return _Cause("crashed", f"the process ended with exit code {code}")
+            return "crashed", f"the process ended with exit code {code}"
         if -code not in _SENT_BY_OTHERS:
-            name = signal.Signals(-code).name
-            return _Cause("crashed", f"the process ended by {name}")
+            return "crashed", f"the process ended by {signal.Signals(-code).name}"
     if oom_kills() > process.oom_kills:
         reason = "the machine's memory was used up, and the kernel ended the process"
-        return _Cause("out_of_memory", reason)
+        return "out_of_memory", reason
     return None
 
 

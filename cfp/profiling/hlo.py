@@ -29,7 +29,7 @@ KINDS = (
     "collective-broadcast",
 )
 
-_Found = Counter[tuple[str, int, int]]  # (kind, bytes, group size) -> count
+_Sent = tuple[str, int, int]  # kind, bytes, group size
 
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([^\]]*)\]")
 _CALLING = (
@@ -66,19 +66,27 @@ def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
       the larger side's size on one device: of an all-gather the result's, of a
       reduce-scatter the operand's.
     """
-    total: _Found = Counter()
+    total: Counter[_Sent] = Counter()
     for module in modules_in(_lines_that_count(hlo_text)):
-        devices = devices_of(module)
-        for name, runs in _runs(module).items():
-            for one in module.computations[name]:
-                if (sent := sent_by(one, devices)) is not None:
-                    total[sent] += runs
+        for sent, runs, _, _ in _sent(module):
+            total[sent] += runs
     return tuple(
         Collective(kind=kind, bytes=size, group_size=group, count=count)
         for (kind, size, group), count in sorted(
             total.items(), key=lambda item: (-item[0][1] * item[1], item[0])
         )
     )
+
+
+def _sent(
+    module: Module,
+) -> Iterator[tuple[_Sent, int, Instruction, list[Instruction]]]:
+    """Yields the collectives of a module: how often each runs, and where it stands."""
+    devices = devices_of(module)
+    for name, runs in _runs(module).items():
+        for one in module.computations[name]:
+            if (sent := sent_by(one, devices)) is not None:
+                yield sent, runs, one, module.computations[name]
 
 
 def _lines_that_count(hlo_text: str) -> str:
@@ -103,7 +111,7 @@ def devices_of(module: Module) -> int:
     return devices
 
 
-def sent_by(one: Instruction, devices: int) -> tuple[str, int, int] | None:
+def sent_by(one: Instruction, devices: int) -> _Sent | None:
     """Kind, bytes and group size of the collective that an instruction starts.
 
     Args:
@@ -162,17 +170,18 @@ def shape_bytes(shape: str) -> int:
     """Bytes of a shape, of all parts if it is a tuple's."""
     total = 0
     for element, dims in _ARRAY.findall(shape):
-        sizes = [int(dim.strip(" <=")) for dim in dims.split(",") if dim.strip()]
-        total += -(-prod(sizes) * _element_bits(element) // 8)
+        total += -(-prod(_sizes(dims)) * _element_bits(element) // 8)
     return total
 
 
 def dims_of(shape: str) -> list[int]:
     """The dims of a shape, of a tuple's first part; empty for a scalar."""
     found = _ARRAY.search(shape)
-    if found is None:
-        return []
-    return [int(dim.strip(" <=")) for dim in found[2].split(",") if dim.strip()]
+    return _sizes(found[2]) if found else []
+
+
+def _sizes(dims: str) -> list[int]:
+    return [int(dim.strip(" <=")) for dim in dims.split(",") if dim.strip()]
 
 
 def _element_bits(element: str) -> int:
@@ -269,12 +278,8 @@ def collective_sites(hlo_text: str) -> tuple[CollectiveSite, ...]:
     texts = re.split(r"^(?=HloModule )", hlo_text, flags=re.MULTILINE)
     for text, module in zip(texts, modules_in(hlo_text), strict=True):
         places = _places(text)
-        devices = devices_of(module)
-        for name, runs in _runs(module).items():
-            instructions = module.computations[name]
-            for one in instructions:
-                if (sent := sent_by(one, devices)) is not None:
-                    found[*sent, *_place(one, instructions, places)] += runs
+        for sent, runs, one, instructions in _sent(module):
+            found[*sent, *_place(one, instructions, places)] += runs
     ranked = sorted(
         found.items(), key=lambda item: (-item[0][1] * item[1], str(item[0]))
     )

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+from pydantic import TypeAdapter
 
 from cfp.errors import CacheError
 from cfp.profiling.files import lock_file, make_private_folder, open_private
@@ -91,6 +92,10 @@ class CrashCandidate:
     what: str = ""
 
 
+_PROCESS = TypeAdapter(ProcessInFlight)
+_SUSPECTS = TypeAdapter(dict[str, CrashCandidate])
+
+
 class InFlightFolder:
     """The logs of all processes beside a store, for reading them."""
 
@@ -119,13 +124,8 @@ class InFlightFolder:
     def read(self, name: str) -> ProcessInFlight:
         """Reads the log of a process, living or not; empty if that cannot be read."""
         try:
-            data = json.loads((self.path / f"{name}.json").read_text())
-            operations = [
-                InFlight(**{**one, "parts": tuple((a, b) for a, b in one["parts"])})
-                for one in data.pop("operations")
-            ]
-            return ProcessInFlight(**data, operations=tuple(operations))
-        except (OSError, ValueError, TypeError, KeyError):
+            return _PROCESS.validate_json((self.path / f"{name}.json").read_bytes())
+        except (OSError, ValueError):
             return ProcessInFlight(name=name, pid=0)
 
     def of_process(self, pid: int) -> list[str]:
@@ -158,11 +158,8 @@ class InFlightFolder:
     def suspects(self) -> dict[str, CrashCandidate]:
         """Lists candidates for crashes without a known cause, by key."""
         try:
-            found = json.loads((self.path / "suspects.json").read_text())
-            return {
-                key: CrashCandidate(**suspicion) for key, suspicion in found.items()
-            }
-        except (OSError, ValueError, TypeError, AttributeError):
+            return _SUSPECTS.validate_json((self.path / "suspects.json").read_bytes())
+        except (OSError, ValueError):
             return {}
 
     def write_suspects(self, suspects: dict[str, CrashCandidate]) -> None:

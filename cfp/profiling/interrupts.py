@@ -11,10 +11,9 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from cfp.errors import CfpError
 from cfp.profiling.store import ProfileStore, store_path
@@ -69,52 +68,34 @@ def _none_lost() -> Iterator[None]:
     if threading.current_thread() is not main or not usual:
         yield
         return
-    before = sys.unraisablehook
-    lost = _Lost(before, main)
-    sys.unraisablehook = lost.hook
+    before, ident = sys.unraisablehook, main.ident
+    assert ident is not None, "the main thread has begun"
+    again: threading.Timer | None = None
+    is_pending = False
+
+    def send() -> None:
+        nonlocal is_pending
+        is_pending = False
+        signal.pthread_kill(ident, signal.SIGINT)
+
+    def hook(raised: sys.UnraisableHookArgs) -> None:
+        nonlocal again, is_pending
+        interrupts = issubclass(raised.exc_type, KeyboardInterrupt)
+        if not interrupts or threading.current_thread() is not main:
+            before(raised)
+        elif not is_pending:  # A second would come after the end.
+            is_pending = True
+            again = threading.Timer(_AGAIN_SECONDS, send)
+            again.daemon = True
+            again.start()
+
+    sys.unraisablehook = hook
     try:
         yield
     finally:
         sys.unraisablehook = before
-        is_pending = lost.take()
+        if again is not None:
+            again.cancel()
+            again.join()
     if is_pending:
         raise KeyboardInterrupt
-
-
-class _Lost:
-    """Sends an interrupt again that was raised where nothing can be.
-
-    Args:
-        before: the hook for everything else that was raised there.
-    """
-
-    def __init__(self, before: Callable[[Any], Any], main: threading.Thread) -> None:
-        self._before = before
-        self._main = main
-        self._again: threading.Timer | None = None
-        self._is_sent = True
-
-    def hook(self, raised: sys.UnraisableHookArgs) -> None:
-        """As `sys.unraisablehook`."""
-        interrupts = issubclass(raised.exc_type, KeyboardInterrupt)
-        if not interrupts or threading.current_thread() is not self._main:
-            self._before(raised)
-            return
-        if not self._is_sent:
-            return  # Another one is about to be: a second would come after the end.
-        self._is_sent = False
-        self._again = threading.Timer(_AGAIN_SECONDS, self._send)
-        self._again.daemon = True
-        self._again.start()
-
-    def _send(self) -> None:
-        self._is_sent = True
-        assert self._main.ident is not None, "the main thread has begun"
-        signal.pthread_kill(self._main.ident, signal.SIGINT)
-
-    def take(self) -> bool:
-        """Returns True if a signal was lost, and will not be sent again."""
-        if self._again is not None:
-            self._again.cancel()
-            self._again.join()
-        return not self._is_sent

@@ -55,10 +55,7 @@ def profile(
     store: ProfileStore,
     options: MeasureOptions | None = None,
     *,
-    threads: int | None = None,
-    overlap: bool | None = None,
     timing: TimingOptions | None = None,
-    environment: BuildEnvironment | None = None,
     is_late: Callable[[], bool] | None = None,
     built: dict[str, Built] | None = None,
 ) -> ProfileSummary:
@@ -68,11 +65,6 @@ def profile(
       jobs: what to measure; jobs with equal keys are measured once.
       store: answers what it can, failures too, and keeps every new record.
       options: how to measure; a remote compiler disturbs no run.
-      threads: how many builds at once; by default as `default_threads` has it.
-      overlap: build while something is timed. By default not on CPUs, which build
-        and run with the same cores, nor on GPUs, where compilers try out kernels.
-      environment: the compiler's directories; by default one for autotuning next
-        to the store.
       is_late: whether time is over, so that nothing else is begun.
       built: what was built for this mesh before, by key; it is taken out.
 
@@ -83,10 +75,9 @@ def profile(
       DeviceError: if the devices answer no more after something crashed on them.
     """
     options = options or MeasureOptions()
-    environment = environment or BuildEnvironment.beside(store.build_path)
     platform = mesh.devices.flat[0].platform
     there = remote_for(platform, options.remote)
-    environment = replace(environment, remote=there)
+    environment = replace(BuildEnvironment.beside(store.build_path), remote=there)
     # The scheduler keeps each record before the next run.
     run_next = StopOnDeviceLoss(run)
     summary = run_tasks(
@@ -94,8 +85,8 @@ def profile(
         store,
         build=lambda job: _build(program, mesh, job, environment, built or {}),
         run=lambda job, built: run_next(built, job, program, mesh, timing=timing),
-        threads=threads or (there.at_once if there else default_threads(platform)),
-        overlap=(bool(there) or overlaps(platform)) if overlap is None else overlap,
+        threads=there.at_once if there else default_threads(platform),
+        overlap=bool(there) or overlaps(platform),
         retry_failures=options.retry_failures,
         progress=options.tell_of_segments,
         agreement=Agreement.of(mesh),

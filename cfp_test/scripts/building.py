@@ -30,10 +30,9 @@ from cfp.cli.session import open_target
 from cfp.context import open_context
 from cfp.cost.costs import Costs
 from cfp.passes.profile import profile_segments
-from cfp.profiling import compile_pool
+from cfp.profiling import compile_pool, runner
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.measurer import first_of_kernels, tune_kernels
-from cfp.profiling.runner import profile
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.choices import estimate_kinds
 from cfp.search.requests import RequestBuilder
@@ -84,14 +83,11 @@ def main() -> None:
             # Threads begin with the cores of what starts them: the builders get them.
             _builders_keep(cores - {min(cores)})
             os.sched_setaffinity(0, {min(cores)})
-        done = profile(
-            program,
-            mesh,
-            jobs,
-            context.store,
-            threads=options.threads,
-            overlap=options.overlap or None,
-        )
+        if options.threads:
+            runner.default_threads = lambda platform: options.threads
+        if options.overlap:
+            runner.overlaps = lambda platform: True
+        done = runner.profile(program, mesh, jobs, context.store)
         ended = time.perf_counter()
     row = {
         "target": [options.target, *rest],

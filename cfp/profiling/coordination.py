@@ -264,9 +264,6 @@ def interrupting_all(alone: bool) -> Iterator[None]:
 
     Where it came within a plan all hear of it there: a further epoch would only part
     those that go on from here. After a plan's end some may be past it.
-
-    Args:
-        alone: whether there is only one process.
     """
     talk = None if alone else coordination()
     begun = 0 if talk is None else talk.epoch

@@ -96,11 +96,11 @@ def _instruction(line: str) -> Instruction | None:
     left, _, right = line.partition(" = ")
     # Names and paths in quotes, and comments, may contain anything.
     text = _COMMENT.sub("", _QUOTED.sub('""', right))
-    end = _shape_end(text)
+    end = _outside(text, " ")  # Of the shape.
     opcode = _OPCODE.match(text, end)
     if opcode is None:
         return None
-    close = _closing(text, opcode.end())
+    close = _outside(text, _CLOSING, opcode.end())
     words = left.split()
     trips = _TRIPS.search(line) if opcode[1] == "while" else None
     return Instruction(
@@ -120,44 +120,34 @@ def elements(shape: str) -> list[str]:
     """The elements of a tuple's shape; the shape itself if it is an array's."""
     if not shape.startswith("("):
         return [shape]
-    return split_at_commas(shape[1 : _closing(shape, 1)])
+    return split_at_commas(shape[1 : _outside(shape, _CLOSING, 1)])
 
 
 def split_at_commas(text: str) -> list[str]:
     """Splits a text at those of its commas that stand in no brackets."""
-    found, depth, start = [], 0, 0
-    for place, letter in enumerate(text):
-        if letter in "([{":
-            depth += 1
-        elif letter in ")]}":
-            depth -= 1
-        elif letter == "," and depth == 0:
-            found.append(text[start:place].strip())
-            start = place + 1
+    found, start = [], 0
+    while (end := _outside(text, ",", start)) < len(text):
+        found.append(text[start:end].strip())
+        start = end + 1
     return [*found, text[start:].strip()]
 
 
-def _shape_end(text: str) -> int:
-    """Finds the end of the shape at the beginning of an instruction's text."""
+_CLOSING = ")]}"
+
+
+def _outside(text: str, wanted: str, start: int = 0) -> int:
+    """Finds the first of some letters that is in no brackets that open behind a place.
+
+    Returns:
+        Its place; the end of the text if there is none.
+    """
     depth = 0
-    for place, letter in enumerate(text):
+    for place in range(start, len(text)):
+        letter = text[place]
+        if depth == 0 and letter in wanted:
+            return place
         if letter in "([{":
             depth += 1
-        elif letter in ")]}":
+        elif letter in _CLOSING:
             depth -= 1
-        elif letter == " " and depth == 0:
-            return place
-    return len(text)
-
-
-def _closing(text: str, start: int) -> int:
-    """Finds the bracket that closes the one open at a place."""
-    depth = 1
-    for place in range(start, len(text)):
-        if text[place] in "([{":
-            depth += 1
-        elif text[place] in ")]}":
-            depth -= 1
-            if depth == 0:
-                return place
     return len(text)

@@ -15,6 +15,7 @@ from math import exp, log, prod
 from jax.sharding import Mesh
 
 Curve = tuple[tuple[int, float], ...]  # (bytes, milliseconds), bytes rising
+Axes = Mesh | Iterable[tuple[str, int]]  # a mesh, or its axes' names and sizes
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
@@ -53,12 +54,8 @@ class Rates:
     launch_ms: float = 0.0
 
     @classmethod
-    def default(cls, mesh: Mesh | Iterable[tuple[str, int]]) -> Rates:
-        """Plausible rates without any device, for tests and for looking only.
-
-        Args:
-          mesh: a mesh, or the names and sizes of its axes.
-        """
+    def default(cls, mesh: Axes) -> Rates:
+        """Plausible rates without any device, for tests and for looking only."""
         # About what one host of GPUs with fast links between them does.
         return cls._alike(
             mesh,
@@ -69,12 +66,8 @@ class Rates:
         )
 
     @classmethod
-    def of_virtual_devices(cls, mesh: Mesh | Iterable[tuple[str, int]]) -> Rates:
-        """About what the virtual devices of one CPU do; measures nothing.
-
-        Args:
-          mesh: a mesh, or the names and sizes of its axes.
-        """
+    def of_virtual_devices(cls, mesh: Axes) -> Rates:
+        """About what the virtual devices of one CPU do; measures nothing."""
         # As four of them on two cores do, November 2026.
         return cls._alike(
             mesh,
@@ -87,7 +80,7 @@ class Rates:
     @classmethod
     def _alike(
         cls,
-        mesh: Mesh | Iterable[tuple[str, int]],
+        mesh: Axes,
         latency_ms: float,
         link_bytes_per_ms: float,
         flops_per_ms: Mapping[str, float],

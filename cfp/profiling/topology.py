@@ -86,12 +86,7 @@ def gpu_parts(
 def numbers_of(
     ordinals: Sequence[int | None], ask: Ask = ask_driver, ask_bus: AskBus = bus_of
 ) -> list[int]:
-    """The driver's numbers of GPUs; -1 where it is not known.
-
-    Args:
-        ordinals: as CUDA counts those that it may see.
-        ask_bus: asks CUDA for a GPU's address on the PCI bus.
-    """
+    """The driver's numbers of GPUs, see `gpu_parts`; -1 where it is not known."""
     gpus = _gpus(ask)
     by_bus = {_address(bus): number for number, (*_, bus) in gpus.items()}
     counted = [-1 if i is None else i for i in ordinals]

@@ -114,8 +114,6 @@ class Ring:
       gather: whether keys and values are gathered at once; otherwise they rotate.
       scores: how products become scores.
       mask: of the whole sequence, by position, without segments.
-      plays: the rank that one device plays by itself: its blocks stay where they are,
-        and results are wrong, but the computation is that rank's. None is no play.
     """
 
     axis: str
@@ -125,7 +123,6 @@ class Ring:
     kernel: Kernel
     scores: Scores
     mask: Mask
-    plays: int | None = None
 
     @classmethod
     def of(
@@ -146,9 +143,14 @@ class Ring:
     @property
     def rank(self) -> jax.Array:
         """Returns this device's rank, [] int32."""
-        if self.plays is not None:
-            return jnp.asarray(self.plays, jnp.int32)
         return lax.axis_index(self.axis)
+
+    def rotated(self, x: Any, ranks: int) -> Any:
+        """Arrays that so many ranks before have, or behind if that is negative."""
+        if ranks % self.ranks == 0:
+            return x
+        path = [(rank, (rank + ranks) % self.ranks) for rank in range(self.ranks)]
+        return lax.ppermute(x, self.axis, path)
 
     @property
     def in_one(self) -> bool:
@@ -187,7 +189,7 @@ class Piece:
     mask: Mask
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Pieces:
     """All steps of a rank.
 
@@ -206,24 +208,6 @@ class Pieces:
     query_segments: jax.Array | None
     key_segments: jax.Array | None
     rank: jax.Array
-
-    @classmethod
-    def of(
-        cls,
-        ring: Ring,
-        q: jax.Array,
-        k: jax.Array,
-        query_segments: jax.Array | None,
-        key_segments: jax.Array | None,
-    ) -> Pieces:
-        return cls(
-            ring=ring,
-            queries=q.shape[1],
-            keys=k.shape[1],
-            query_segments=query_segments,
-            key_segments=key_segments,
-            rank=ring.rank,
-        )
 
     def of_step(self, step: int | jax.Array) -> tuple[Piece, ...]:
         """The pieces of a step, one after the other.
@@ -379,7 +363,9 @@ def forward(
         out, lse = attend(rows.of(q), keys, values, ring.scores, piece.mask)
         return merge(so_far, (rows.spread(out), rows.spread(lse, -jnp.inf)))
 
-    pieces = Pieces.of(ring, q, k, query_segments, key_segments)
+    pieces = Pieces(
+        ring, q.shape[1], k.shape[1], query_segments, key_segments, ring.rank
+    )
 
     def compute(step: Step, so_far: Partial, kv: KeysValues) -> Partial:
         return _run(pieces.of_step(step), attend, so_far, kv)
@@ -398,7 +384,7 @@ def forward(
 
         def go_on(step: Step, carried: tuple[KeysValues, Partial]) -> Any:
             kv, so_far = carried
-            following = _rotated(kv, ring, 1)
+            following = ring.rotated(kv, 1)
             return following, compute(step, so_far, kv)
 
         # A loop, so that no block leaves before its predecessor is used up; unrolled,
@@ -434,7 +420,9 @@ def backward(ring: Ring, kept: Residuals, dout: jax.Array) -> tuple[Any, ...]:
             x + one.astype(jnp.float32) for x, one in zip(so_far, more, strict=True)
         )
 
-    pieces = Pieces.of(ring, q, k, query_segments, key_segments)
+    pieces = Pieces(
+        ring, q.shape[1], k.shape[1], query_segments, key_segments, ring.rank
+    )
 
     def compute(step: Step, dq: jax.Array, kv: jax.Array) -> tuple[jax.Array, ...]:
         """Gradients of queries, added to; of values and keys, as one array."""
@@ -460,24 +448,24 @@ def backward(ring: Ring, kept: Residuals, dout: jax.Array) -> tuple[Any, ...]:
 
         def go_on(step: Step, carried: tuple[jax.Array, ...]) -> Any:
             kv, dq, dkv = carried
-            following, arrived = _rotated(kv, ring, 1), _rotated(dkv, ring, 1)
+            following, arrived = ring.rotated(kv, 1), ring.rotated(dkv, 1)
             dq, more = compute(step, dq, kv)
             return following, dq, arrived + more
 
         # What other ranks add to a block's gradients travels with it; its own rank's
         # part stays, some of it computed while keys leave, some while gradients arrive.
         begin, end = pieces.of_own()
-        following = _rotated(kv, ring, 1)
+        following = ring.rotated(kv, 1)
         nothing = jnp.zeros(k.shape, jnp.float32)
         made = _run(begin, add, (dq, nothing, nothing), (v, k))
         if last > 0:
             dq, *own = made
             others = jnp.zeros(kv.shape, jnp.float32)
             kv, dq, others = lax.fori_loop(1, last, go_on, (following, dq, others))
-            others = _rotated(others, ring, 1) if last > 1 else others
+            others = ring.rotated(others, 1) if last > 1 else others
             dq, more = compute(last, dq, kv)
             # Nothing is added any more.
-            arrived = _rotated((others + more).astype(k.dtype), ring, -last)
+            arrived = ring.rotated((others + more).astype(k.dtype), -last)
             made = dq, own[0] + arrived[0], own[1] + arrived[1]
         dq, *dkv = _run(end, add, made, (v, k))
     dv, dk = (x.astype(k.dtype) for x in dkv)
@@ -504,13 +492,6 @@ def _run(
         else:
             so_far = lax.cond(piece.when, go, lambda so_far: so_far, so_far)
     return so_far
-
-
-def _rotated(x: Any, ring: Ring, ranks: int) -> Any:
-    if ranks % ring.ranks == 0 or ring.plays is not None:
-        return x
-    path = [(rank, (rank + ranks) % ring.ranks) for rank in range(ring.ranks)]
-    return lax.ppermute(x, ring.axis, path)
 
 
 def _gathered(kv: jax.Array, ring: Ring) -> jax.Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from math import pi, sqrt
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,21 +139,35 @@ SOFTMAX = Operator(
 )
 
 
+def _ways_of_mask(mask_of: Callable[..., jax.Array]) -> dict[str, Any]:
+    """The oracle and the implementations of a softmax over some of the keys.
+
+    Args:
+        mask_of: makes of the scores, and what comes with them, which keys those are.
+    """
+
+    def xla(scores: jax.Array, *rest: jax.Array) -> jax.Array:
+        seen = mask_of(scores, *rest)
+        found = _softmax(jnp.where(seen, scores.astype(jnp.float32), _LEAST))
+        return found.astype(scores.dtype)
+
+    def jax_nn(scores: jax.Array, *rest: jax.Array) -> jax.Array:
+        wide = scores.astype(jnp.float32)
+        found = jax.nn.softmax(wide, where=mask_of(scores, *rest))
+        return found.astype(scores.dtype)
+
+    return {
+        "oracle": xla,
+        "implementations": (
+            Implementation(name="jax_nn", library="jax.nn", call=jax_nn),
+            Implementation(name="xla", library="XLA", call=xla),
+        ),
+    }
+
+
 def length_mask(lengths: jax.Array, keys: int) -> jax.Array:
     """[batch] -> [batch, 1, 1, keys]: which keys there are."""
     return jnp.arange(keys) < lengths[:, None, None, None]
-
-
-def _masked(scores: jax.Array, lengths: jax.Array) -> jax.Array:
-    mask = length_mask(lengths, scores.shape[-1])
-    return _softmax(jnp.where(mask, scores.astype(jnp.float32), _LEAST)).astype(
-        scores.dtype
-    )
-
-
-def _masked_jax_nn(scores: jax.Array, lengths: jax.Array) -> jax.Array:
-    mask = length_mask(lengths, scores.shape[-1])
-    return jax.nn.softmax(scores.astype(jnp.float32), where=mask).astype(scores.dtype)
 
 
 MASKED_SOFTMAX = Operator(
@@ -162,11 +177,7 @@ MASKED_SOFTMAX = Operator(
         _SCORES,
         Argument(name="lengths", dims="b", kind="lengths", below="s"),
     ),
-    oracle=_masked,
-    implementations=(
-        Implementation(name="jax_nn", library="jax.nn", call=_masked_jax_nn),
-        Implementation(name="xla", library="XLA", call=_masked),
-    ),
+    **_ways_of_mask(lambda scores, lengths: length_mask(lengths, scores.shape[-1])),
 )
 
 
@@ -175,27 +186,11 @@ def causal_mask(queries: int, keys: int) -> jax.Array:
     return jnp.tril(jnp.ones((queries, keys), bool), keys - queries)
 
 
-def _causal(scores: jax.Array) -> jax.Array:
-    mask = causal_mask(*scores.shape[-2:])
-    return _softmax(jnp.where(mask, scores.astype(jnp.float32), _LEAST)).astype(
-        scores.dtype
-    )
-
-
-def _causal_jax_nn(scores: jax.Array) -> jax.Array:
-    mask = causal_mask(*scores.shape[-2:])
-    return jax.nn.softmax(scores.astype(jnp.float32), where=mask).astype(scores.dtype)
-
-
 CAUSAL_SOFTMAX = Operator(
     name="causal_softmax",
     summary="softmax over the keys up to each query's own place",
     arguments=(_SCORES,),
-    oracle=_causal,
-    implementations=(
-        Implementation(name="jax_nn", library="jax.nn", call=_causal_jax_nn),
-        Implementation(name="xla", library="XLA", call=_causal),
-    ),
+    **_ways_of_mask(lambda scores: causal_mask(*scores.shape[-2:])),
 )
 
 

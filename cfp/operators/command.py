@@ -119,10 +119,10 @@ def _print_rest(rows: Sequence[Row], console: Console, *, verbose: bool) -> None
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in rest:
         why = row.reason if row.state == ABSENT else f"{row.state}: {row.reason}"
-        key = (row.operator, row.implementation, why)
+        key = (row.operator, row.implementation, row.state, why)
         groups.setdefault(key, []).append(f"{row.shape} {row.dtype}")
-    for (operator, one, why), where in groups.items():
-        every = "all" if why.split(":")[0] not in STATES_OF_ONE else "; ".join(where)
+    for (operator, one, state, why), where in groups.items():
+        every = "all" if state == ABSENT else "; ".join(where)
         table.add_row(operator, one, every, why)
     console.print(Fitted(table))
     if verbose:
@@ -132,9 +132,6 @@ def _print_rest(rows: Sequence[Row], console: Console, *, verbose: bool) -> None
                 console.print(row.detail)
     elif any(row.state == FAILED for row in rest):
         console.print("--verbose prints the whole messages of what failed.")
-
-
-STATES_OF_ONE = ("incorrect", "failed", "refused", "no memory", "not reached")
 
 
 def _megabytes(one: Pass) -> str:

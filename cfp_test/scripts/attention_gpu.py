@@ -18,6 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -187,11 +188,29 @@ def _kernel(kernel: str, tokens: int, rows: list[dict[str, Any]]) -> dict[str, A
     return {**found, "percent_of_matmul": 100 * found["tflops_per_s"] / rate}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Played(Ring):
+    """A ring of which one device plays a rank by itself.
+
+    Its blocks stay where they are: results are wrong, but the computation is that
+    rank's.
+    """
+
+    plays: int
+
+    @property
+    def rank(self) -> jax.Array:
+        return jnp.asarray(self.plays, jnp.int32)
+
+    def rotated(self, x: Any, ranks: int) -> Any:
+        return x
+
+
 def _ring(what: str, kernel: str, tokens: int) -> dict[str, Any]:
     """All steps of the last rank of a ring, forward and backward."""
     q, k, v, dout = _arrays(tokens)
     mask = Mask(causal=True, left=None, right=None, keys=None)
-    ring = Ring(
+    ring = _Played(
         axis="played",
         ranks=RANKS,
         zigzag=what == "zigzag",

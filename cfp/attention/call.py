@@ -66,8 +66,6 @@ def fit_heads(heads: int, kv_heads: int, parts: int) -> HeadFit:
 
     Args:
       heads: query heads, a multiple of kv_heads.
-      kv_heads: key and value heads.
-      parts: into how many parts they are to divide.
     """
     group = heads // kv_heads
     fits = [
@@ -265,8 +263,6 @@ class _Choice:
     Attributes:
       problem: of the whole mesh.
       mesh: None for one device.
-      kernel: what computes on each device.
-      heads: how heads are made to divide.
       converts: whether tokens come in natural order where the strategy is zigzag.
     """
 

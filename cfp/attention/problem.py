@@ -151,9 +151,6 @@ class AttentionProblem:
     """One attention, of the whole model or of one device.
 
     Attributes:
-      batch: sequences.
-      queries: tokens that ask.
-      keys: tokens that are asked.
       heads: of queries, a multiple of kv_heads.
       kv_heads: of keys and values.
       causal: whether no key behind the query is seen.

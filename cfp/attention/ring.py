@@ -39,7 +39,6 @@ def zigzag_order(length: int, ranks: int) -> np.ndarray:
 
     Args:
       length: tokens, a multiple of 2 * ranks.
-      ranks: devices that share a sequence in the ring.
 
     Raises:
       ValueError: the length cannot be cut into two chunks for each rank.
@@ -159,11 +158,7 @@ class Ring:
         return self.gather and (simple or self.kernel.any_positions)
 
     def steps(self, tokens: int) -> int:
-        """Blocks of keys that a rank may see, its own first.
-
-        Args:
-          tokens: of a rank.
-        """
+        """Blocks of keys that a rank may see, its own first."""
         if self.in_one:
             return 1
         left = self.mask.left
@@ -194,7 +189,6 @@ class Pieces:
     """All steps of a rank.
 
     Attributes:
-      ring: how tokens are spread.
       queries: tokens of a rank.
       keys: tokens of a rank.
       query_segments: [batch, queries] of the rank, or None.

@@ -80,9 +80,6 @@ def outcome(started: Future[Built], build: Callable[[], Built]) -> Built:
     Compilers that try kernels at the same time take each other's memory: where it was
     short the program is compiled again, alone.
 
-    Args:
-        build: what was started.
-
     Raises:
         TooLargeError: it does not fit.
     """
@@ -112,7 +109,6 @@ def least_bytes(operator: Operator, args: Any, *, backward: bool) -> int:
 
     Args:
         args: its arguments, or their shapes and types.
-        backward: whether the backward pass follows the forward one.
     """
     out = output(operator, args)
     moved = sum(_bytes(x) for x in args) + _bytes(out)

@@ -51,8 +51,6 @@ class Job(Task):
 
     Attributes:
       part: the ops, from `cfp.program.signature.cut_part`.
-      in_specs: shardings of the part's inputs.
-      out_specs: shardings of the part's outputs.
       feedback: (input position, output position) pairs: the input is donated, and
         the output takes its place in the next iteration.
       choice: of a whole program what its record is to keep beside the figures.

@@ -340,9 +340,6 @@ def measure_rates(
 
     Takes a few seconds, and none if the store knows the devices already.
 
-    Args:
-      store: answers what it can, and keeps every new record.
-
     Raises:
       DeviceError: if the devices do not even run these small programs.
     """

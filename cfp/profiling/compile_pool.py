@@ -131,7 +131,6 @@ def awaited(
 
     Args:
         say: called with the seconds so far.
-        clock: seconds, monotonic.
     """
     started = clock()
     while not wait([future], timeout=_TELL_SECONDS).done:

@@ -226,9 +226,6 @@ def coordinated_planning(alone: bool) -> Iterator[None]:
 
     Meanwhile a thread watches for a failure. A process that does not react to one,
     because its devices wait for the failed one's, is ended with a message.
-
-    Args:
-        alone: whether there is only one process.
     """
     talk = None if alone else coordination()
     if talk is None:

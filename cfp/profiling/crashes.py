@@ -76,7 +76,6 @@ def record_crashes(
     """Removes the logs of dead processes, and records why they crashed.
 
     Args:
-      store: whose logs, and where the records go.
       ended: by process id how those ended whose parent asks.
       about: keys of what is about to be measured: only of these warnings speak. All
         programs of a user share a store; None for all of them.

@@ -112,11 +112,7 @@ def devices_of(module: Module) -> int:
 
 
 def sent_by(one: Instruction, devices: int) -> _Sent | None:
-    """Kind, bytes and group size of the collective that an instruction starts.
-
-    Args:
-      devices: how many the program is for.
-    """
+    """Kind, bytes and group size of the collective that an instruction starts."""
     kind, started, _ = one.opcode.partition("-start")
     if kind not in KINDS:
         return None

@@ -68,7 +68,6 @@ class ProcessInFlight:
       name: of its files, without suffix.
       witnessed: its crash record would stand in its `.alive` file.
       oom_kills: how many processes the kernel had ended for want of memory then.
-      operations: what it is at.
     """
 
     name: str
@@ -253,11 +252,7 @@ class InFlightLog:
     def __init__(
         self, store_path: Path, limits: Limits | None = None, program: str = ""
     ):
-        """Makes the folder beside a store.
-
-        Args:
-          limits: what counts as hung; see `Limits` for the default.
-        """
+        """Makes the folder beside a store."""
         self._program = program
         self.folder = InFlightFolder(store_path)
         self.limits = limits or Limits()
@@ -328,7 +323,6 @@ class InFlightLog:
         """Logs something for as long as the body takes.
 
         Args:
-          doing: what is done to it.
           then_wait: log it as waiting afterwards.
         """
         self._set(key, self._begin(key, label, doing, expected_ms))

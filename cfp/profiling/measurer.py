@@ -62,7 +62,6 @@ def tune_kernels(
     Args:
       store: beside it lies what the compiler has learnt.
       options: how to build; what a process died of is a failure.
-      is_late: whether time is over, so that nothing else is begun.
 
     Returns:
       What was built for the mesh itself, by key: it need not be built again.

@@ -63,9 +63,7 @@ def profile(
 
     Args:
       jobs: what to measure; jobs with equal keys are measured once.
-      store: answers what it can, failures too, and keeps every new record.
       options: how to measure; a remote compiler disturbs no run.
-      is_late: whether time is over, so that nothing else is begun.
       built: what was built for this mesh before, by key; it is taken out.
 
     Returns:

@@ -68,7 +68,6 @@ def open_sound(path: Path, busy_seconds: float, *, thorough: bool = False) -> Op
 
     Args:
       path: the file; it and its directory are made if they are missing.
-      busy_seconds: how long to wait for another process that is writing.
       thorough: check the index against the table too, which takes far longer.
         Wanted after `is_damage`, since the quick check has passed the file once.
 

@@ -69,9 +69,6 @@ class Callbacks:
     def partitioned(self, mesh: Mesh | AbstractMesh, dims: Dims) -> tuple[Dims, str]:
         """The dims that the op keeps sharded of those it is asked for.
 
-        Args:
-            dims: the sharded dims of operands and results.
-
         Returns:
             The sharded dims of operands and results, and what computes them on one
             device, as text.

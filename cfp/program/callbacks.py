@@ -73,11 +73,7 @@ class Alarm:
 
 
 def guarded(closed: ClosedJaxpr, alarm: Alarm) -> ClosedJaxpr:
-    """A traced step whose functions of the host raise nothing into the devices.
-
-    Args:
-        alarm: called with what they raise.
-    """
+    """A traced step whose functions of the host raise nothing into the devices."""
 
     def guard(jaxpr: Jaxpr) -> Jaxpr:
         return with_equations(jaxpr, guard_equation)

@@ -159,7 +159,6 @@ def changed(
 
     Args:
         before: of `leaves_of_modules`, before the step saw the arguments.
-        passed: the same arguments now.
     """
     now = dict(leaves_of_modules(passed))
     return {
@@ -261,11 +260,7 @@ def _origin(var: Any, makers: Mapping[Any, JaxprEqn]) -> Any:
 
 
 def lost_changes_text(name: str, lost: Sequence[str]) -> str:
-    """Returns the message about a step that loses changes, and how to write it.
-
-    Args:
-        lost: paths of what is lost.
-    """
+    """Returns the message about a step that loses changes, and how to write it."""
     roots = list(dict.fromkeys(path.partition("/")[0] for path in lost))
     given = ", ".join(roots)
     named = _first_named(lost)

@@ -57,9 +57,6 @@ def constrain(
 
     Then rematerializes and replaces what is to be; what is not read any more stays.
 
-    Args:
-        module: a module with the program's ops.
-
     Returns:
         What stands for values that other functions compute, by id.
     """

@@ -139,11 +139,7 @@ def _numbers(release: str) -> tuple[int, ...]:
 def correct_rule(
     rule: Rule, op: ir.Operation, shapes: Sequence[tuple[int, ...]]
 ) -> Rule | None:
-    """The rule of an op as it may be used; None if nothing about the op can be sharded.
-
-    Args:
-        rule: the rule that Shardy gives to the op.
-    """
+    """The rule of an op as it may be used; None if nothing about the op can be sharded."""
     is_elementwise = len({*rule.operands, *rule.results}) <= 1
     if not (op.name.removeprefix("stablehlo.") in _PADDED_WELL or is_elementwise):
         rule = _unpadded(rule)
@@ -380,7 +376,6 @@ def is_split_right(taken: Sequence[str], made: Sequence[str]) -> bool:
     Args:
         taken: what each dim of the input becomes in the result, such as
             ``("b", "f", "0", "1")``.
-        made: the dims of the result.
     """
     groups = made.index("f")
     return made.index(taken[groups]) == taken.index("f")

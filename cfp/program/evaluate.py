@@ -95,7 +95,6 @@ class Evaluator:
         """Evaluates some values.
 
         Args:
-            wanted: ids of values.
             known: values by id, at their coordinates; nothing behind them is evaluated.
             coordinates: which coordinates of a value's dim there are to be.
             stands: the value that another one is the same as.

@@ -142,7 +142,6 @@ def lower_part(
 
     Args:
         constraints: shardings, by the program's value and op ids.
-        in_specs, out_specs: shardings of the part's inputs and outputs.
         donated: positions of inputs whose memory the part may overwrite.
     """
     types = signature(program, part)

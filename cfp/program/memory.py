@@ -41,9 +41,6 @@ def result_memory_kinds(jaxpr: Jaxpr, argument_kinds: Sequence[str]) -> tuple[st
 
     JAX has it in types, but for arguments that are handed back as they came, and for
     what a jax.jit inside puts there by its out_shardings, also in a loop or a branch.
-
-    Args:
-        argument_kinds: for each argument the memory of the host that it is in, or "".
     """
     kinds = {
         id(var): kind for var, kind in zip(jaxpr.invars, argument_kinds, strict=True)
@@ -170,7 +167,6 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
     Args:
         leaf: the whole array; where devices of other processes are to have parts of it,
             each process passes the same.
-        sharding: where it is to be.
     """
     is_here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
     if sharding.is_fully_addressable or not is_here:

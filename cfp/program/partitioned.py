@@ -97,11 +97,7 @@ _LOCK = Lock()
 
 
 def call_of(attributes: str) -> PartitionedCall | None:
-    """The custom_partitioning op whose call has these attributes, if it is one.
-
-    Args:
-        attributes: :attr:`cfp.program.graph.Op.attributes` of an op.
-    """
+    """The custom_partitioning op whose call has these attributes, if it is one."""
     found = PARTITIONED.search(attributes)
     return _CALLS.get(found[1]) if found else None
 

@@ -173,10 +173,7 @@ def read_program(
     for those that came with ops.
 
     Args:
-        arg_names: a name for each argument of the main function.
-        output_names: a name for each of its results.
         alias: for each argument the output that may reuse its memory.
-        erased_constraints: for :attr:`Program.erased_constraints`.
     """
     function = shardy.main_function(module)
     text = shardy.bytecode(module.operation)

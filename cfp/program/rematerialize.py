@@ -106,7 +106,6 @@ def rematerialize(
     Args:
         function: the function, its sharding constraints in place: clones have those
             of their originals.
-        ops: the program's ops, by id.
     """
     if not wanted:
         return

@@ -309,12 +309,7 @@ def pack(
     out_specs: Sequence[Spec],
     donated: Sequence[int],
 ) -> Parcel:
-    """Writes a lowering down.
-
-    Args:
-        types: of what it takes and returns.
-        in_specs, out_specs, donated: what it was lowered with.
-    """
+    """Writes a lowering down."""
     return Parcel(
         module=shardy.bytecode(shardy.stablehlo(lowered).operation),
         inputs=tuple(map(_array, types.inputs)),

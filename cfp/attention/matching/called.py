@@ -43,9 +43,7 @@ class Called:
     """One pass of an attention that a kernel of the step's own computes.
 
     Attributes:
-        op: id of its op.
         kernel: the name of the same kernel in `cfp.attention`.
-        call: what it computes.
         shapes: of queries, keys and values, as [batch, tokens, heads, head_dim].
         refusal: why its tokens are not sharded; "" if they may be.
     """

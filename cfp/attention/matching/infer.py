@@ -485,11 +485,7 @@ class _Proof:
             v = op.operands[0]
 
     def _drawn_hiding(self, hidden: float) -> dict[int, np.ndarray]:
-        """Random masks and biases.
-
-        Args:
-            hidden: the share of keys that a mask hides.
-        """
+        """Random masks and biases; a mask hides this share of the keys."""
         found = {}
         for side in self.found.sides:
             for one in side.parts:

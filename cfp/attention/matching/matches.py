@@ -137,12 +137,7 @@ def way_of(
 def cannot(
     match: Match, way: Way, mesh: Mapping[str, int], platform: str
 ) -> str | None:
-    """Returns the reason why an attention cannot be computed in a way, or None.
-
-    Args:
-        match, way: the attention, and the way.
-        platform: of its devices, such as "cpu" or "gpu".
-    """
+    """Returns the reason why an attention cannot be computed in a way, or None."""
     reason = refusal_of(match.problem, way, mesh, platform)
     if reason is None and match.called is not None:
         return indivisible(match.problem, way, mesh)

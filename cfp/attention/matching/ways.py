@@ -111,11 +111,7 @@ def roles_of(
 def refusal_of(
     problem: AttentionProblem, way: Way, sizes: Mapping[str, int], platform: str
 ) -> str | None:
-    """Returns the reason why a problem cannot be computed in a way, or None.
-
-    Args:
-        platform: of its devices, such as "cpu" or "gpu".
-    """
+    """Returns the reason why a problem cannot be computed in a way, or None."""
     if problem.dtype == "float64":
         return "kernels compute in float32 at most, and it is in float64"
     try:

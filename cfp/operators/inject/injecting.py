@@ -44,7 +44,6 @@ class Injected(nnx.Module):
     """An operator in a part's place; its attributes are the parameters.
 
     Args:
-        part: that it replaces.
         policy: makes of calls what the replacement takes.
         replacement: takes parameters and what was made of the call.
         variables: nested dicts of parameters.

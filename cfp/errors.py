@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 
 _OWN = Path(__file__).resolve().parent
 _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
@@ -57,6 +57,11 @@ def _plain(name: str) -> str:
     return name.lower().lstrip("-").replace("-", "_")
 
 
+def is_installed(path: str | PurePath) -> bool:
+    """True if a file is of an installed package."""
+    return not _INSTALLED.isdisjoint(PurePath(path).parts)
+
+
 def place_of(error: BaseException) -> str:
     """Finds the line of the user's code that an exception left; empty if none.
 
@@ -65,8 +70,7 @@ def place_of(error: BaseException) -> str:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename).resolve()
         own = _OWN in path.parents or frame.filename.startswith("<")
-        installed = _STDLIB in path.parents or not _INSTALLED.isdisjoint(path.parts)
-        if own or installed:
+        if own or _STDLIB in path.parents or is_installed(path):
             continue
         code = f": {frame.line}" if frame.line else ""
         return f"\n  at {frame.filename}:{frame.lineno}, in {frame.name}{code}"

@@ -68,10 +68,8 @@ def local_positions(rank: jax.Array, ranks: int, count: int, zigzag: bool) -> ja
     index = jnp.arange(count, dtype=jnp.int32)
     if not zigzag:
         return rank * count + index
-    half = count // 2
-    first, second = index[:half], index[:half]
-    last = 2 * ranks - 1 - rank
-    return jnp.concatenate([rank * half + first, last * half + second])
+    half, last = count // 2, 2 * ranks - 1 - rank
+    return jnp.concatenate([rank * half + index[:half], last * half + index[:half]])
 
 
 @dataclass(frozen=True, slots=True)

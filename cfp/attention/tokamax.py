@@ -5,24 +5,17 @@ It chooses among its own kernels: Mosaic for Hopper and Blackwell, Triton, and X
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
-from typing import Any
+from importlib import import_module
 
 import jax
 
 from cfp.attention.problem import AttentionProblem, Mask, Scores
 
 
-@cache
-def _module() -> Any:
-    return importlib.import_module("tokamax")
-
-
 def refusal(problem: AttentionProblem, platform: str) -> str | None:
     """Returns the reason why Tokamax does not compute this, or None."""
     try:
-        _module()
+        import_module("tokamax")
     except ImportError as error:
         return f"it cannot be imported: {error} (pip install tokamax; Python 3.12)"
     if problem.segments:
@@ -54,7 +47,7 @@ def whole(
             queries if mask.left is None else mask.left,
             keys if mask.right is None else mask.right,
         )
-    return _module().dot_product_attention(
+    return import_module("tokamax").dot_product_attention(
         q,
         k,
         v,

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import PurePath
 
+from cfp.errors import is_installed
 from cfp.profiling.hlo_text import Instruction, Module, elements, modules_in
 from cfp.profiling.record import Collective
 
@@ -241,7 +241,6 @@ _FILE_LINE = re.compile(r"\bsource_line=(\d+)")
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _FIELD = re.compile(r"(\w+)=(\d+)")
 _ROW = re.compile(r"^(\d+) (.*)$")
-_INSTALLED = {"site-packages", "dist-packages"}
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 
@@ -329,7 +328,7 @@ def _source(said: str, tables: Mapping[str, Mapping[int, str]]) -> str:
     if frame is None:
         return ""
     stack = _stack(int(frame[1]), tables)
-    own = [s for s in stack if not _INSTALLED & set(PurePath(s).parts)]
+    own = [s for s in stack if not is_installed(s)]
     return (own or stack or [""])[0]
 
 

@@ -263,7 +263,7 @@ def lost_changes_text(name: str, lost: Sequence[str]) -> str:
     """Returns the message about a step that loses changes, and how to write it."""
     roots = list(dict.fromkeys(path.partition("/")[0] for path in lost))
     given = ", ".join(roots)
-    named = _first_named(lost)
+    named = first_named(lost, _MOST_NAMED)
     return (
         f"The step {name!r} changes {named} in place, and does not return what it "
         "changed. nnx.jit copies such changes back; cfp, like jax.jit, does not: they "
@@ -324,7 +324,7 @@ def _held(fn: Any) -> Iterator[tuple[str, Any]]:
 
 def lost_surroundings_text(name: str, lost: Sequence[str]) -> str:
     """Returns the message about a step that overwrites arrays outside its arguments."""
-    named = _first_named(lost)
+    named = first_named(lost, _MOST_NAMED)
     return (
         f"The step {name!r} assigns to {named}, which is not one of its arguments. A "
         "planned step is a function, like under jax.jit: that happens once, while it "
@@ -337,6 +337,7 @@ def lost_surroundings_text(name: str, lost: Sequence[str]) -> str:
     )
 
 
-def _first_named(lost: Sequence[str]) -> str:
-    more = len(lost) - _MOST_NAMED
-    return ", ".join(lost[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+def first_named(names: Sequence[str], most: int) -> str:
+    """The first few of some names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -60,15 +60,12 @@ def constrain(
     Returns:
         What stands for values that other functions compute, by id.
     """
-    function = shardy.main_function(module)
-    ops = shardy.program_ops(function)
-    if len(ops) != len(program.ops):
-        raise AssertionError("the module does not have the program's ops")
     bind(module, mesh)
     with module.context, ir.Location.unknown():
-        inserter = Inserter(module, function, ops, program, mesh)
+        inserter = Inserter(module, program, mesh)
         inserter.insert(constraints)
-        rematerialize(function, ops, constraints.rematerialized)
+        ops = inserter.ops
+        rematerialize(ops, constraints.rematerialized)
         replacer = Replacer(module, ops, program, mesh, inserter.mesh_name)
         return replacer.run(constraints.replaced)
 
@@ -97,19 +94,16 @@ class Inserter:
     """Inserts constraints into a module that has a program's ops."""
 
     def __init__(
-        self,
-        module: ir.Module,
-        function: ir.Operation,
-        ops: list[ir.Operation],
-        program: Program,
-        mesh: Mesh | AbstractMesh,
+        self, module: ir.Module, program: Program, mesh: Mesh | AbstractMesh
     ) -> None:
         self._program = program
-        self._ops = ops
+        self.ops = shardy.program_ops(shardy.main_function(module))
+        if len(self.ops) != len(program.ops):
+            raise AssertionError("the module does not have the program's ops")
         self.mesh_name = _mesh_symbol(module, mesh)
         self._attributes: dict[Spec, ir.Attribute] = {}
-        arguments = function.regions[0].blocks[0].arguments
-        pairs = zip(ops, program.ops, strict=True)
+        arguments = shardy.main_block(module).arguments
+        pairs = zip(self.ops, program.ops, strict=True)
         self._values = values_by_id(program, arguments, pairs)
         self._resharded: dict[tuple[int, Spec], ir.Value] = {}
 
@@ -142,9 +136,9 @@ class Inserter:
         record = self._program.ops[op_id]
         count = len(record.operands)
         if index < count:
-            return self._ops[op_id], index, record.operands[index]
+            return self.ops[op_id], index, record.operands[index]
         place = index - count
-        regions = list(self._ops[op_id].regions)
+        regions = list(self.ops[op_id].regions)
         if record.kind == "while":
             regions = regions[1:]
         region = regions[place // len(record.results)]
@@ -284,18 +278,17 @@ def propagate(
     where = AbstractMesh(tuple(s for _, s in mesh), tuple(name for name, _ in mesh))
     module = shardy.parsed(program.text)
     with module.context, ir.Location.unknown():
-        function = shardy.main_function(module)
-        ops = shardy.program_ops(function)
+        inserter = Inserter(module, program, where)
         number = ir.IntegerType.get_signless(64)
-        for index, op in enumerate(ops):
+        for index, op in enumerate(inserter.ops):
             op.attributes[_NUMBER] = ir.IntegerAttr.get(number, index)
-        inserter = Inserter(module, function, ops, program, where)
         inserter.insert(Constraints(values, {}))
 
         def marked(specs: Sequence[Spec | None]) -> ir.ArrayAttr:
             every = ({_SHARDING: inserter.attribute(s)} if s else {} for s in specs)
             return ir.ArrayAttr.get([ir.DictAttr.get(one) for one in every])
 
+        function = shardy.main_function(module)
         function.attributes["arg_attrs"] = marked(arguments)
         function.attributes["res_attrs"] = marked(outputs)
         pipeline = passmanager.PassManager.parse(shardy.PROPAGATION)

@@ -139,7 +139,7 @@ def _numbers(release: str) -> tuple[int, ...]:
 def correct_rule(
     rule: Rule, op: ir.Operation, shapes: Sequence[tuple[int, ...]]
 ) -> Rule | None:
-    """The rule of an op as it may be used; None if nothing about the op can be sharded."""
+    """The rule of Shardy's as it may be used; None if nothing can be sharded."""
     is_elementwise = len({*rule.operands, *rule.results}) <= 1
     if not (op.name.removeprefix("stablehlo.") in _PADDED_WELL or is_elementwise):
         rule = _unpadded(rule)

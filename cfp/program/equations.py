@@ -13,13 +13,14 @@ import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from cfp.errors import is_installed
 from cfp.program import shardy
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Op, Program, Spec
@@ -29,7 +30,6 @@ from cfp.program.step import FlatStep
 from cfp.program.trace import lower_step, read_lowering
 
 _SUMMARY = re.compile(r"(.*\.py):(\d+)")  # path:line:column (function)
-_INSTALLED = {"site-packages", "dist-packages"}
 _CALLER = str(Path(__file__).with_name("step.py"))  # It calls the step.
 # This room, and Python's own library.
 _NOT_OWN = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<")
@@ -256,9 +256,8 @@ def _source(eqn: JaxprEqn) -> str:
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback else ()
     for frame in takewhile(lambda frame: frame.file_name != _CALLER, frames):
-        if not frame.file_name.startswith(_NOT_OWN) and not _INSTALLED & {
-            *PurePath(frame.file_name).parts
-        }:
+        name = frame.file_name
+        if not name.startswith(_NOT_OWN) and not is_installed(name):
             return f"{frame.file_name}:{frame.line_num}"
     found = _SUMMARY.match(source_info_util.summarize(eqn.source_info))
     return f"{found[1]}:{found[2]}" if found else ""

@@ -16,11 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import prod
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from jax.extend.mlir import ir
 
+from cfp.errors import is_installed
 from cfp.program import shardy
 from cfp.program.corrections import correct_rule
 from cfp.program.graph import Op, Program, Spec, Value
@@ -153,7 +154,6 @@ def _made_of(value: ir.Value) -> Iterator[ir.Value]:
 
 
 _SOURCE = re.compile(r'"([^"]+)":(\d+):\d+')
-_INSTALLED = {"site-packages", "dist-packages"}
 _HERE = str(Path(__file__).parent)
 _CALLER = str(Path(__file__).with_name("step.py"))  # It calls the step.
 _MAX_ATTRIBUTE_CHARS = 400
@@ -313,8 +313,7 @@ class _Reader:
             return correct_rule(rule, op, shapes)
         shapes = [self.values[v].shape for v in (*operands, *results)]
         if op.name == "stablehlo.optimization_barrier":
-            split = len(operands)
-            return passthrough_rule(tuple(shapes[:split]), tuple(shapes[split:]))
+            return passthrough_rule(shapes[: len(operands)])
         if op.name == SCAN and len(operands) == len(results) == 2:
             return scan_rule(op, shapes[0])
         is_elementwise = op.name.startswith("chlo.") and len(set(shapes)) == 1
@@ -369,7 +368,7 @@ def _source(location: ir.Location) -> str:
         for path, line in takewhile(lambda frame: frame[0] != _CALLER, frames)
         if path.endswith(".py") and not path.startswith(("<", _HERE))
     ]
-    own = [call for call in calls if not _INSTALLED & {*PurePath(call[0]).parts}]
+    own = [call for call in calls if not is_installed(call[0])]
     for path, line in own or calls:
         return f"{path}:{line}"
     return ""

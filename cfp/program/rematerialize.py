@@ -97,15 +97,13 @@ def repeatable(program: Program, op_id: int) -> bool:
 
 
 def rematerialize(
-    function: ir.Operation,
-    ops: Sequence[ir.Operation],
-    wanted: Sequence[Rematerialization],
+    ops: Sequence[ir.Operation], wanted: Sequence[Rematerialization]
 ) -> None:
     """Clones forward ops before the backward ops that read them, in place.
 
     Args:
-        function: the function, its sharding constraints in place: clones have those
-            of their originals.
+        ops: the program's, their sharding constraints in place: clones have those of
+            their originals.
     """
     if not wanted:
         return

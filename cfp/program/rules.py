@@ -117,18 +117,14 @@ def rule_of(attribute: ir.Attribute) -> Rule:
     )
 
 
-def passthrough_rule(
-    operand_shapes: tuple[tuple[int, ...], ...],
-    result_shapes: tuple[tuple[int, ...], ...],
-) -> Rule:
+def passthrough_rule(shapes: Iterable[tuple[int, ...]]) -> Rule:
     """The rule of an op whose i-th result is its i-th operand (a barrier)."""
     sizes: list[int] = []
     dims = []
-    for shape in operand_shapes:
+    for shape in shapes:
         first = len(sizes)
         sizes.extend(shape)
         dims.append(tuple((first + d,) for d in range(len(shape))))
-    assert operand_shapes == result_shapes
     return Rule(tuple(sizes), tuple(dims), tuple(dims))
 
 

@@ -291,8 +291,7 @@ class FlatStep:
         gone = [name for name in self.arg_names if name not in names]
         new = [name for name in names if name not in self.arg_names]
         lines = [
-            f"  {what}: {', '.join(some[:_MOST_NAMED])}"
-            + (f" and {len(some) - _MOST_NAMED} more" * (len(some) > _MOST_NAMED))
+            f"  {what}: {calling.first_named(some, _MOST_NAMED)}"
             for what, some in (("missing", gone), ("not there before", new))
             if some
         ]

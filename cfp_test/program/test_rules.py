@@ -56,6 +56,6 @@ def test_elementwise(rule):
 
 def test_passthrough_ties_nothing_together():
     shapes = ((2, 3), (2,), ())
-    rule = passthrough_rule(shapes, shapes)
+    rule = passthrough_rule(shapes)
     assert rule.sizes == (2, 3, 2)
     assert rule.operands == rule.results == (((0,), (1,)), ((2,),), ())

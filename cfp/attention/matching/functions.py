@@ -315,16 +315,15 @@ class AttentionFunctions:
         def compute(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> Any:
             sizes = self._sizes(one)
             dtype = jnp.result_type(q, k, v)
-            order = self._order(sizes)
-            q4 = _spread(q.astype(dtype), q_letters, order("q", "d"), sizes)
-            k4 = _spread(k.astype(dtype), k_letters, order("k", "d"), sizes)
-            v4 = _spread(v.astype(dtype), v_letters, order("k", "e"), sizes)
+            q4 = _spread(q.astype(dtype), q_letters, self._order(sizes, "q"), sizes)
+            k4 = _spread(k.astype(dtype), k_letters, self._order(sizes, "k"), sizes)
+            order = self._order(sizes, "k", "e")
+            v4 = _spread(v.astype(dtype), v_letters, order, sizes)
             more = self._more(one.sides, rest, sizes)
             out = _attend(q4, k4, v4, mesh, self.way, self.meaning, more)
             if self.meaning.fills:
                 out = _filled(out, v4, self.meaning, more)
-            groups = [[*g] for g in order("q", "e")]
-            names = [name for group in groups for name in group]
+            names = [x for group in self._order(sizes, "q", "e") for x in group]
             out = out.reshape([sizes[name] for name in names])
             return turned(out, tuple(names), out_letters).reshape(out_shape)
 
@@ -338,19 +337,21 @@ class AttentionFunctions:
         found.setdefault(self.meaning.tokens, 1)
         return found
 
-    def _order(self, sizes: Mapping[str, int]) -> Any:
-        """The letters of [batch, tokens, heads, head_dim], each dim by its parts."""
-        batch = [x for x in sizes if x[0] == "b" and x != self.heads]
-        groups = sorted(x for x in sizes if x[0] == "q" and x != self.meaning.tokens)
+    def _order(
+        self, sizes: Mapping[str, int], of: str, features: str = "d"
+    ) -> list[list[str]]:
+        """The letters of [batch, tokens, heads, head_dim], each dim by its parts.
+
+        Args:
+            of: "q" for queries, "k" for keys and values.
+        """
+        batch = sorted(x for x in sizes if x[0] == "b" and x != self.heads)
         heads = [self.heads] if self.heads else []
-
-        def order(tokens: str, features: str) -> list[list[str]]:
-            is_query = tokens == "q"
-            tokens = self.meaning.tokens if is_query else "k"
-            own = [*heads, *groups] if is_query else heads
-            return [sorted(batch), [tokens], own, [features]]
-
-        return order
+        if of == "k":
+            return [batch, ["k"], heads, [features]]
+        tokens = self.meaning.tokens
+        groups = sorted(x for x in sizes if x[0] == "q" and x != tokens)
+        return [batch, [tokens], [*heads, *groups], [features]]
 
     def _more(
         self,
@@ -366,7 +367,7 @@ class AttentionFunctions:
             (side, [*islice(read, 2 if side.kind == SEGMENTS else 1)])
             for side in self.meaning.sides
         ]
-        order = self._order(sizes)("q", "d")
+        order = self._order(sizes, "q")
         if self.meaning.is_dense:
             return {"bias": _bias(given, order, sizes)}
         batch, [tokens], *_ = order

@@ -292,12 +292,8 @@ def interceptor(
         try:
             replacement = policy.build(module)
             adapted = policy.adapt(module, args, kwargs)
-        except Refused as error:
-            report.add_left(path, kind, policy, str(error))
-            return next_function(*args, **kwargs)
-        parameters = nn.meta.unbox(dict(module.variables.get("params", {})))
-        check_mapping(policy, parameters, path or kind)
-        try:
+            parameters = nn.meta.unbox(dict(module.variables.get("params", {})))
+            check_mapping(policy, parameters, path or kind)
             with jax.named_scope(policy.name):
                 made = replacement(policy.to_injected(parameters), *adapted)
         except Refused as error:

@@ -200,6 +200,47 @@ def test_a_counter_that_begins_as_a_number_is_taken_as_restored(
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.parametrize(
+    "scale", [2.0**15, jnp.asarray(2.0**15)], ids=["number", "array"]
+)
+def test_a_saved_plan_takes_restored_state_as_it_was_planned(
+    mesh, cache, tmp_path, scale
+):
+    """A loss scale without a type of its own; as an array it would make others."""
+
+    def step(state, x):
+        scale, weights = state
+
+        def loss(weights):
+            return (x @ weights.astype(jnp.bfloat16)).mean() * scale
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        fits = jnp.isfinite(value)
+        return (jnp.where(fits, scale * 2, scale / 2), weights - grads / scale), value
+
+    def begun():
+        return scale + 0, jnp.ones((8, 16))
+
+    x = jnp.full((4, 8), 1.01, jnp.bfloat16)
+    plan = cfp.plan(
+        step, begun(), x, mesh=mesh, cache_dir=cache, settings=QUICK, donate_argnums=0
+    )
+    assert plan.weak == (0,)
+    plan.save(tmp_path / "plan.json")
+    run = cfp.parallelize(step, plan=tmp_path / "plan.json", mesh=mesh)
+    state, _ = run(begun(), x)
+    stored = jax.tree.map(np.asarray, state)
+    wanted = jax.tree.map(np.asarray, run(state, x))
+    again = cfp.parallelize(step, plan=tmp_path / "plan.json", mesh=mesh)
+    restored = jax.tree.map(jnp.asarray, stored)
+    assert not restored[0].weak_type
+    found = again(restored, x)
+    assert_same(found, wanted)
+    assert found[0][0] == 2.0**17 and found[1].dtype == jnp.bfloat16
+    strong = jax.eval_shape(step, jax.tree.map(jnp.asarray, stored), x)
+    assert strong[1].dtype == jnp.float32
+
+
 def test_a_counter_that_only_a_weak_type_makes_a_loops_carry_stays_weak():
     traced = []
 

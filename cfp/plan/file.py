@@ -214,6 +214,7 @@ class PlanFile(_Part):
         in_host: arguments and their results that are in the memory of the host between
             steps, by position.
         undonated: arguments that are there twice, by position.
+        weak: donated arguments that are weakly typed, by position.
         uncounted: loops of which one iteration is counted.
     """
 
@@ -247,6 +248,7 @@ class PlanFile(_Part):
     sites: Sites | None
     in_host: tuple[tuple[Count, Count], ...] = ()
     undonated: tuple[Count, ...] = ()
+    weak: tuple[Count, ...] = ()
     uncounted: tuple[Words, ...] = ()
 
     @field_validator("mesh_axes")
@@ -316,7 +318,7 @@ class PlanFile(_Part):
                 raise ValueError("every argument and result once, of those there are")
         return pairs
 
-    @field_validator("undonated")
+    @field_validator("undonated", "weak")
     @classmethod
     def _are_there(
         cls, positions: tuple[int, ...], info: ValidationInfo

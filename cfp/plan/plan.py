@@ -83,6 +83,8 @@ class Plan:
         rows: the blocks, with the strategy of each.
         uneven: arguments that stay whole because no axis divides them, with the size.
         undonated: argument leaves that are there twice, since they are not donated.
+        weak: donated argument leaves that are weakly typed; a checkpoint restores them
+            as arrays that are not, which are taken as these.
         uncounted: loops that predictions and FLOPs count as one iteration, since the
             program does not say how many there are.
         replicated_ops: what every device runs in full: loops, and ops without a
@@ -124,6 +126,7 @@ class Plan:
     rows: tuple[PlanRow, ...] = ()
     uneven: tuple[str, ...] = ()
     undonated: tuple[int, ...] = ()
+    weak: tuple[int, ...] = ()
     uncounted: tuple[str, ...] = ()
     replicated_ops: tuple[str, ...] = ()
     host_callbacks_skipped: tuple[str, ...] = ()
@@ -261,7 +264,8 @@ class Plan:
         )
         check_arguments(self.arg_names, self.arg_types, step)
         check_donated(self.donated, step)
-        return step.with_state_in_host(self.in_host).with_donated(self.donated)
+        step = step.with_state_in_host(self.in_host).with_donated(self.donated)
+        return step.with_weak_types(self.weak)
 
     def as_in_file(self) -> Plan:
         """The plan as a file would have it: without step, devices and programs."""
@@ -280,12 +284,14 @@ class Plan:
         types = tuple(type_text(aval) for aval in step.avals)
         static = tuple(key for key, _ in step.static)
         step = step.with_donated(self.donated)
+        donated = [i for i, given in enumerate(step.donated) if given]
         return replace(
             self,
             step=step,
             out_tree=out_tree,
             arg_types=types,
             static=static,
+            weak=tuple(i for i in donated if step.avals[i].weak_type),
             in_host=step.in_host,
         )
 

@@ -18,7 +18,8 @@ from cfp.program.read import source_of
 _KIND_BYTES, _READS_BYTES = 3, 1
 _BYTES = _KIND_BYTES + _READS_BYTES
 _MOST_BYTES = 64 * 2**20
-_OF_WEAK_TYPES = re.compile(r"\bconvert (\S+) -> \1(?![^,])")
+# A scalar that is converted.
+_OF_WEAK_TYPES = re.compile(r"\bconvert \w+\[\] -> ")
 
 # What to attempt with a plan and another step, where a command was typed.
 OTHER_STEP = (
@@ -184,10 +185,9 @@ def other_program(
         lines.append("  operations: the plan does not say which it was made for")
     if _OF_WEAK_TYPES.search(difference):
         lines.append(
-            "Such a convert makes no other type: JAX has it where a Python number, "
-            "which is weakly typed, is passed in place of an array, or the reverse. "
-            "Pass what the plan was made with, 0.1 or jnp.float32(0.1); a checkpoint "
-            "restores arrays, so plan with these."
+            "A Python number, which is weakly typed, in place of an array, or the "
+            "reverse, makes other types. Pass what the plan was made with, 0.1 or "
+            "jnp.float32(0.1); a checkpoint restores arrays, so plan with these."
         )
     lines.append("Other values of constants, such as a learning rate, are no obstacle.")
     attempt = "the step, with the arguments, the number of microbatches and the "

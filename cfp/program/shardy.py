@@ -189,8 +189,10 @@ def replace_body(target: ir.Module, source: ir.Module) -> None:
 def normalise(module: ir.Module) -> int:
     """Inlines every call and removes the user's own sharding constraints.
 
-    Loops that run once are taken apart: inlining comes first, the innermost loops
-    next. Convolutions that XLA would split wrongly get another layout.
+    And conversions to the type that a value has, which JAX writes where a number is
+    passed in place of an array, or the reverse: both make one program then. Loops that
+    run once are taken apart: inlining comes first, the innermost loops next.
+    Convolutions that XLA would split wrongly get another layout.
 
     Returns:
         The number of sharding constraints that were removed.
@@ -208,6 +210,8 @@ def normalise(module: ir.Module) -> int:
             elif op.name == "sdy.sharding_constraint":
                 erased += 1
                 _forward(op, [op.operands[0]])
+            elif op.name == "stablehlo.convert" and _keeps_type(op):
+                _forward(op, [op.operands[0]])
             elif op.name not in REGION_OPS:
                 _sink_constants(op)
                 relayout(op)
@@ -218,6 +222,10 @@ def normalise(module: ir.Module) -> int:
             _separate_constants(each)
         _tidy_moves(function)
     return erased
+
+
+def _keeps_type(op: ir.Operation) -> bool:
+    return op.operands[0].type == op.results[0].type
 
 
 def _tidy_moves(function: ir.Operation) -> None:

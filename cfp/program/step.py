@@ -312,6 +312,13 @@ class FlatStep:
         vars(other).update(kept)
         return other
 
+    def with_weak_types(self, places: Collection[int]) -> FlatStep:
+        """The step with weakly typed leaves at these places, beside those that are."""
+        if all(self.avals[i].weak_type for i in places):
+            return self
+        weak = [i in places or one.weak_type for i, one in enumerate(self.avals)]
+        return _with_weak_types(self, weak)
+
     def with_state_in_host(self, pairs: Sequence[tuple[int, int]]) -> FlatStep:
         """The step with state that is in the memory of the host between its calls.
 

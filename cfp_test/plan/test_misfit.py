@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
@@ -83,17 +84,33 @@ def test_other_constants_are_no_difference(plan):
     plan.compile(make_step(sign=-3.0), W, X)
 
 
-def test_a_number_in_place_of_an_array_is_named(mesh, tmp_path):
-    def step(w, rate):
-        return w * rate
+def scaled(w, rate):
+    return w * (1 - rate)
 
-    made = cfp.plan(step, W, 0.1, mesh=mesh, preset="replicated", cache_dir=tmp_path)
-    made.save(tmp_path / "plan.json")
-    plan = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
-    assert plan.compile(step, W, 0.2)(W, 0.2).shape == W.shape
-    with pytest.raises(cfp.PlanMismatch, match="a Python number, which is") as no:
-        plan.compile(step, W, jnp.float32(0.1))
-    assert "convert f32[] -> f32[]" in str(no.value)
+
+def loaded_plan(mesh, tmp_path, w, rate):
+    options = {"mesh": mesh, "preset": "replicated", "cache_dir": tmp_path}
+    cfp.plan(scaled, w, rate, **options).save(tmp_path / "plan.json")
+    return cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
+
+
+@pytest.mark.parametrize("planned", [0.25, jnp.float32(0.25)])
+def test_a_number_takes_the_place_of_an_array_where_both_compute_the_same(
+    mesh, tmp_path, planned
+):
+    plan = loaded_plan(mesh, tmp_path, W + 1, planned)
+    for rate in (0.5, jnp.asarray(0.5), jnp.float32(0.5), np.float32(0.5)):
+        found = plan.compile(scaled, W + 1, rate)(W + 1, rate)
+        np.testing.assert_array_equal(found, (W + 1) / 2)
+
+
+def test_a_number_in_place_of_an_array_is_named_where_it_makes_other_types(
+    mesh, tmp_path
+):
+    w = jnp.ones((8, 16), jnp.bfloat16)
+    plan = loaded_plan(mesh, tmp_path, w, 0.25)
+    with pytest.raises(cfp.PlanMismatch, match="A Python number, which is weakly"):
+        plan.compile(scaled, w, jnp.float32(0.25))
 
 
 def test_the_configuration_is_named(plan):

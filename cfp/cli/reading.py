@@ -15,7 +15,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from cfp import api
 from cfp.cli import options as o
 from cfp.cli.options import mode_of, only_json
-from cfp.cli.session import check_writable, target_of
+from cfp.cli.session import check_writable, planned_target, target_of
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.export.module import Names, Rules, logical_rules, names_by_path
 from cfp.models import MODELS, logical_names
@@ -24,7 +24,7 @@ from cfp.plan.plan import Plan
 from cfp.printable import printable
 from cfp.profiling.hlo import collective_sites
 from cfp.report.passes import sites_data, sites_text
-from cfp.targets import Target, parse_options, resolve
+from cfp.targets import Target, parse_options
 from cfp.view.console import literal_console, wrapped
 from cfp.view.text import diff_data, diff_text, explain_data, explain_text, print_plan
 from cfp.view.words import headline
@@ -169,24 +169,22 @@ def export(
     for option, file in wanted.items():
         check_writable(file, option)
     plan = Plan.load(path)
+    found, exported = None, plan
+    if target is not None and python is not None and plan.changes_ops:
+        attempt = "this command on a machine with the plan's devices"
+        found, mesh = target_of(ctx, plan, attempt)
+        exported = plan.bind(found.step, *found.args, mesh=mesh)
+    elif target is not None:
+        found = planned_target(target, ctx.args, plan, static=static or ())
+        check_arguments(plan.arg_names, plan.arg_types, found.flatten())
     if python is not None:
-        exported = plan
-        if target is not None and exported.changes_ops:
-            attempt = "this command on a machine with the plan's devices"
-            found, mesh = target_of(ctx, plan, attempt)
-            exported = plan.bind(found.step, *found.args, mesh=mesh)
-        elif target is not None:
-            known = [i for i in plan.static or () if isinstance(i, int)]
-            found = resolve(target, ctx.args, static=static or known)
-            check_arguments(plan.arg_names, plan.arg_types, found.flatten())
         exported.export_python(python)
     if flax is not None or maxtext is not None:
-        if target is None:
+        if found is None:
             raise CfpError(
                 "A plan has no logical names of dims. Name its step, whose "
                 "parameters have logical names: cfp export plan.json TARGET ..."
             )
-        found = resolve(target, ctx.args, static=static or ())
         rules = logical_rules(plan, names_of(plan, found, ctx.args))
         if flax is not None:
             flax.write_text(flax_text(plan, rules), encoding="utf-8")

@@ -15,6 +15,7 @@ from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
 from cfp.cli.options import leave_printing_to_process_0
 from cfp.devices.joining import is_follower
 from cfp.errors import CfpError, PinError
+from cfp.models import MODELS
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step
 from cfp.plan.parts import check_arguments, check_donated
 from cfp.plan.plan import Plan
@@ -89,16 +90,40 @@ def open_target(
     if plan is not None:
         kind = "" if platform_name else plan.environment.get("device_kind", "")
         axes = axes or plan.mesh_axes
-        static = static or [i for i in plan.static or () if isinstance(i, int)]
         on_cpu = plan.environment.get("platform") == "cpu"
         platform_name = platform_name or ("cpu" if on_cpu else None)
     platform.select(platform_name, axes)
     leave_printing_to_process_0()
     # The target first: to say that it does not exist takes no device.
-    target = resolve(text, options, donate=donate, static=static)
+    target = planned_target(text, options, plan, donate=donate, static=static)
     if not of_plan:
         return target, platform.make_asked_mesh(axes)
     return target, platform.make_mesh(axes, device_kind=kind, attempt=attempt)
+
+
+def planned_target(
+    text: str,
+    options: Sequence[str],
+    plan: Plan | None,
+    *,
+    donate: Sequence[int] = (),
+    static: Sequence[int] = (),
+) -> Target:
+    """Finds a target, with a plan's static arguments where none are given.
+
+    Raises:
+        CfpError: there is no such target, or it cannot be the plan's step.
+    """
+    known = [i for i in (plan and plan.static) or () if isinstance(i, int)]
+    if known and not static and text in MODELS:
+        raise CfpError(
+            "The plan is for another step.",
+            expected=f"a step with static arguments at {', '.join(map(str, known))}, "
+            "as it was planned",
+            got=f"{text}, which has none",
+            attempt="the function that was planned, file.py:function",
+        )
+    return resolve(text, options, donate=donate, static=static or known)
 
 
 def analyse(

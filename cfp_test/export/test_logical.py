@@ -224,3 +224,59 @@ def test_the_command_line(plans, tmp_path):
     assert "logical_axis_rules" in (tmp_path / "rules.yml").read_text()
     assert "no logical names of dims" in bare.err
     assert "Name a file to write" in nothing.err
+
+
+BOXED = """
+import jax
+import jax.numpy as jnp
+from flax.core import meta
+
+
+def boxed():
+    def step(depth, params, x):
+        def loss(params):
+            up, down = (params[name].value for name in ("up", "down"))
+            for _ in range(depth):
+                h = jnp.tanh(x @ up) @ down
+            return (h**2).mean()
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    params = {
+        "up": meta.Partitioned(jnp.ones((16, 64)), names=("embed", "mlp")),
+        "down": meta.Partitioned(jnp.ones((64, 16)), names=("mlp", "embed")),
+    }
+    return step, (2, params, jnp.ones((8, 16)))
+"""
+
+
+def test_static_arguments_are_the_plans_for_rules_too(mesh, tmp_path):
+    (tmp_path / "boxed.py").write_text(BOXED)
+    known = resolve(f"{tmp_path / 'boxed.py'}:boxed", static=(0,))
+    plan = cfp.plan(
+        known.step,
+        *known.args,
+        static_argnums=0,
+        donate_argnums=1,
+        mesh=mesh,
+        preset="tensor_parallel",
+        settings=SETTINGS,
+        cache_dir=tmp_path,
+    )
+    plan.save(tmp_path / "plan.json")
+    line = ["export", "plan.json", "boxed.py:boxed", "--flax-logical"]
+    found, asked, wrong = run_batch(
+        [
+            [*line, "rules.py"],
+            [*line, "asked.py", "--static", "0"],
+            ["export", "plan.json", "gpt", *WORDS, "--maxtext-rules", "gpt.yml"],
+        ],
+        tmp_path,
+    )
+    assert (found.code, found.err) == (asked.code, asked.err) == (0, "")
+    rules = tables((tmp_path / "rules.py").read_text())["RULES"]
+    assert dict(rules) == {"embed": None, "mlp": "x"}
+    assert tables((tmp_path / "asked.py").read_text())["RULES"] == rules
+    assert wrong.code == 2 and "got: gpt, which has none" in wrong.err
+    assert "static arguments at 0, as it was planned" in wrong.err
+    assert "--donate" not in wrong.err and not (tmp_path / "gpt.yml").exists()

@@ -15,12 +15,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from cfp.cost.step_time import UNTUNED, StepPredictor
+from cfp.cost.step_time import StepPredictor
 from cfp.devices import described
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.builder import Job
+from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.coordination import coordinated_planning
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.options import MeasureOptions

@@ -26,7 +26,7 @@ from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MemoryBudgetError
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step, decide
 from cfp.passes.profile import estimate, profile
-from cfp.passes.search import preset_solution, search, with_rematerialization
+from cfp.passes.search import preset_solution, search, search_as_compiled
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.coordination import coordinated_planning
@@ -35,7 +35,7 @@ from cfp.program.callbacks import host_calls
 from cfp.program.meaning import check_settings, unchecked
 from cfp.program.memory import has_host_memory
 from cfp.program.step import FlatStep
-from cfp.race.programs import RaceOutcome, kernels_not_timed
+from cfp.race.programs import NoneFits, RaceOutcome, kernels_not_timed
 from cfp.report.figures import with_figures
 from cfp.search.problem import Problem
 from cfp.search.requests import Profiles
@@ -217,16 +217,18 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
                 profiles = analyzed.profiles or profile(context, analysis)
                 interrupted = profiles.interrupted
                 solution = search(context, analysis, profiles)
+            may_measure_more = _may_measure_more(context, profiles)
+            parts = context, step, analyzed
             try:
-                found = complete_plan(context, step, analyzed, solution, profiles)
-            except MemoryBudgetError as error:
-                if error.interrupted or not _may_measure_more(context, profiles):
-                    raise
+                found = complete_plan(
+                    *parts, solution, profiles, last_resort=not may_measure_more
+                )
+            except NoneFits:
                 # Memory was ample by predictions, and is short once compiled.
                 profiles = profile(context, analysis, all_presets=True)
                 interrupted = profiles.interrupted
                 solution = search(context, analysis, profiles)
-                found = complete_plan(context, step, analyzed, solution, profiles)
+                found = complete_plan(*parts, solution, profiles)
         except CfpError as error:
             error.interrupted |= interrupted
             raise
@@ -248,10 +250,17 @@ def complete_plan(
     analyzed: Analyzed,
     solution: Solution,
     profiles: Profiles | None = None,
+    last_resort: bool = True,
 ) -> FoundPlan:
-    """Has a solution's candidates raced, and completes the plan of what won."""
+    """Has a solution's candidates raced, and completes the plan of what won.
+
+    Args:
+        last_resort: whether the smallest are compiled where no candidate fits.
+    """
     analysis, rules = analyzed.analysis, context.rules
-    made, outcome, solution = _decided(context, analysis, solution, profiles)
+    made, outcome, solution = _decided(
+        context, analysis, solution, profiles, last_resort
+    )
     made = made.bound_to(step, analyzed.lowering.out_tree)
     if context.memory is not None and context.memory.reserve_bytes:
         reserve = {RESERVE_BYTES: float(context.memory.reserve_bytes)}
@@ -286,27 +295,29 @@ def _decided(
     analysis: Analysis,
     solution: Solution,
     profiles: Profiles | None,
+    last_resort: bool,
 ) -> tuple[Plan, RaceOutcome, Solution]:
     """The plan of what won, the race, and the solution that raced.
 
-    Where the search saw no need to rematerialize anything, and what was compiled does
-    not fit, or only what an earlier search has rematerialized, that is the one in which
-    it may be. Interrupted in the race, before the first have their times, it takes the
-    best by prediction.
+    Where nothing that was predicted to fit does, as compiled, that is the one that was
+    searched for by what was compiled; so it is where only what an earlier search has
+    rematerialized fits, and this one saw no need. Interrupted in the race, before the
+    first have their times, it takes the best by prediction.
+
+    Args:
+        last_resort: whether the smallest are compiled where no candidate of both fits.
     """
 
-    def rematerialized() -> Solution | None:
-        saw_no_need = profiles is not None and not profiles.memory_bound
-        if not saw_no_need or context.agreement.is_over(context.end):
-            return None
-        return with_rematerialization(context, analysis, solution)
-
+    may_again = profiles is not None and not context.agreement.is_over(context.end)
     try:
-        made, outcome = decide(context, analysis, solution)
-    except MemoryBudgetError:
-        again = rematerialized()
-        if again is None:
+        made, outcome = decide(
+            context, analysis, solution, last_resort and not may_again
+        )
+    except NoneFits:
+        again = search_as_compiled(context, analysis, solution)
+        if again is None and not last_resort:
             raise
+        again = again or solution
     except KeyboardInterrupt:
         decided_by = context.decided_by(solution.interrupted)
         if not context.agreement.alone or decided_by is not DecidedBy.RACE:
@@ -319,11 +330,16 @@ def _decided(
             error.interrupted = True
             raise
     else:
-        may_again = outcome.winner.choice.remat and not outcome.interrupted
-        again = rematerialized() if may_again else None
+        saw_no_need = profiles is not None and not profiles.memory_bound
+        is_short = saw_no_need and outcome.winner.choice.remat
+        again = None
+        if is_short and not (
+            outcome.interrupted or context.agreement.is_over(context.end)
+        ):
+            again = search_as_compiled(context, analysis, solution)
         if again is None:
             return made, outcome, solution
-    return *decide(context, analysis, again), again
+    return *decide(context, analysis, again, last_resort), again
 
 
 def _unasked(context: PlanContext) -> Replacing | None:

@@ -30,7 +30,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from types import MappingProxyType
 
 from jax.sharding import Mesh
 
@@ -266,10 +265,6 @@ def _axes(one: Sent, rates: Rates) -> tuple[str, ...]:
     return tuple(name for name, _ in rates.mesh)
 
 
-# Trying out kernels takes a device.
-UNTUNED: Mapping[str, str] = MappingProxyType(
-    {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
-)
 # One run, whose median counts: as long as in the runs that `Constants` are fitted on,
 # less what repeats.
 _LIMITS = {

@@ -79,15 +79,22 @@ def analyze_step(
 
 
 def decide(
-    context: PlanContext, analysis: Analysis, solution: Solution
+    context: PlanContext,
+    analysis: Analysis,
+    solution: Solution,
+    last_resort: bool = True,
 ) -> tuple[Plan, RaceOutcome]:
     """The race, and the plan of what has won it.
 
+    Args:
+        last_resort: whether the smallest are compiled where no candidate fits.
+
     Raises:
+        NoneFits: none does, and the smallest are not to be compiled.
         MemoryBudgetError: nothing fits in memory.
         DeviceError: nothing runs.
     """
-    outcome = race(context, analysis, solution)
+    outcome = race(context, analysis, solution, last_resort)
     plan = compose_plan(
         analysis,
         context.mesh,

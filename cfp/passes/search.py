@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
@@ -26,10 +27,11 @@ from cfp.presets.presets import (
 from cfp.profiling.collectives import known_rates
 from cfp.race.candidates import (
     leanest_of,
+    less_memory,
     named_candidates,
+    plain_choices,
     planned_around,
     rematerialized,
-    smaller_than,
     with_kernels,
     with_preferred_kernels,
 )
@@ -41,7 +43,11 @@ from cfp.search.expected import build_problem, expect
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.search.requests import Profiles, measured_options
 from cfp.search.solver import best_solutions
-from cfp.settings import COMPILED_TO_PREDICTED, PRESETS_BY_ESTIMATE, Dimension
+from cfp.settings import (
+    COMPILED_TO_PREDICTED,
+    PRESETS_BY_ESTIMATE,
+    Dimension,
+)
 from cfp.solution import Candidate, Solution, prediction_of
 
 
@@ -145,13 +151,17 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     )
 
 
-def with_rematerialization(
+def search_as_compiled(
     context: PlanContext, analysis: Analysis, solution: Solution
 ) -> Solution | None:
-    """A solution whose options may be rematerialized, as the search saw no need to.
+    """A solution with candidates that fit by what its own need, as compiled.
 
-    The best of them by what its candidates need, as compiled, is a candidate, too. None
-    where nothing can be rematerialized.
+    Memory that is no state was some factor larger than predicted, by the median and at
+    most. With each of both applied to all choices the best is a candidate, and so are
+    presets that fit then with segments rematerialized, as all may be now.
+
+    Returns:
+        None where that is no other search.
     """
     problem, rates = solution.problem, solution.rates
     if problem is None or rates is None:
@@ -159,26 +169,63 @@ def with_rematerialization(
     may = Dimension.REMAT in context.rules.dimensions
     costs = Costs(analysis, rates, may, measured=not context.rules.estimates)
     estimates = estimate_kinds(analysis, rates)
-    again = [costs.can_rematerialize(kind) for kind in range(len(problem.options))]
-    if not any(again):
-        return None
-    options = [
-        [*row, *expect(costs, kind, estimates[kind], row, map(_again, row))]
-        if again[kind]
-        else row
-        for kind, row in enumerate(problem.options)
-    ]
+    options = []
+    for kind, row in enumerate(problem.options):
+        there = {one.candidate for one in row}
+        again = [one for one in map(_again, row) if one not in there]
+        if again and costs.can_rematerialize(kind):
+            row = [*row, *expect(costs, kind, estimates[kind], row, again)]
+        options.append(row)
+    is_wider = [*map(len, options)] != [*map(len, problem.options)]
     problem = build_problem(costs, options, problem.budget_bytes)
-    candidates = [*solution.candidates]
-    if problem.budget_bytes is not None:
-        programs = programs_of(analysis, candidates, context.environment)
-        needs = dict[Choice, int]()
-        for (choice, *_), one in compiled_before(context, programs).items():
-            needs[choice] = max(needs.get(choice, 0), one.peak_bytes)
-        best = smaller_than(analysis, problem, needs, problem.budget_bytes)
-        if best is not None and best.choice not in {one.choice for one in candidates}:
-            candidates.append(best)
-    return replace(solution, candidates=candidates, problem=problem)
+    more = _fitting_as_compiled(context, analysis, problem, solution.candidates)
+    if not (more or is_wider):
+        return None
+    return replace(solution, candidates=[*more, *solution.candidates], problem=problem)
+
+
+def _fitting_as_compiled(
+    context: PlanContext,
+    analysis: Analysis,
+    problem: Problem,
+    candidates: Sequence[Candidate],
+) -> list[Candidate]:
+    """New candidates that fit by what others need, as compiled; the plan first."""
+    programs = programs_of(analysis, candidates, context.environment)
+    factors = dict[Choice, float]()
+    for (choice, *_), one in compiled_before(context, programs).items():
+        size = prediction_of(analysis, problem, choice).size
+        if size is not None and size.temp_bytes:
+            factor = (one.peak_bytes - size.argument_bytes) / size.temp_bytes
+            # At another constraint level it may need more.
+            factors[choice] = min(factor, factors.get(choice, factor))
+    if problem.budget_bytes is None or not factors:
+        return []
+    usual, most = median(factors.values()), max(factors.values())
+    scaled = [scale_memory(problem, factor) for factor in dict.fromkeys((usual, most))]
+    best = dict.fromkeys(
+        whole_choice(analysis, one, found)
+        for one in scaled
+        for found in best_solutions(one, context.rules.plans)
+    )
+    share = context.usual_temp_share()
+    reckonings = (scaled[0], scale_memory(scaled[0], share))
+    again = rematerialized(analysis, reckonings, plain_choices(candidates))
+    there = {one.choice for one in candidates}
+    names = {one.name for one in candidates}
+    presets = {
+        f"{name} further" if name in names else name: choice
+        for name, choice in again.items()
+        if choice not in there
+    }
+    plans = [choice for choice in best if choice not in there]
+    return [
+        replace(one, predicted_ms=prediction_of(analysis, problem, one.choice).time_ms)
+        for one in (
+            *(Candidate(less_memory(n), choice) for n, choice in enumerate(plans, 1)),
+            *named_candidates(presets, context.rules.levels),
+        )
+    ]
 
 
 def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solution:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 _SWITCH = re.compile("[Tt]rue|[Ff]alse")
@@ -20,6 +21,12 @@ _LEVEL = re.compile("[0-3]")
 
 # The percentage of what arguments leave of a device's memory that others may take.
 MEMORY_SHARE = "xla_gpu_memory_limit_slop_factor"
+
+# Trying kernels out takes a device and most of a compile. Untried, Triton's kernels for
+# products are slow ones.
+UNTUNED: Mapping[str, str] = MappingProxyType(
+    {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
+)
 
 # Which values each known option may have.
 _KNOWN = {

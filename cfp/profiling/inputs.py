@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
+from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.key import GPU_PLATFORMS
 from cfp.program.constrain import partition_spec
 from cfp.program.graph import Op, Program, Spec, reached
@@ -111,8 +112,6 @@ def _sources(program: Program, value: int) -> set[int]:
 _SMALLEST_FLOAT = 0.002
 _LARGEST_FLOAT = 0.0199
 _INTEGER_BITS = 7
-# Inputs are not worth tuning: trying out kernels for it takes longer than making it.
-_UNTUNED = {"xla_gpu_autotune_level": "0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +229,7 @@ def generator(kind: InputKind, mesh: Mesh) -> jax.stages.Compiled:
         if kind.memory:
             sharding = sharding.with_memory_kind(kind.memory)
         lowered = jax.jit(partial(_made, kind), out_shardings=sharding).lower()
-    return lowered.compile(compiler_options=dict(_UNTUNED) if is_gpu else None)
+    return lowered.compile(compiler_options=dict(UNTUNED) if is_gpu else None)
 
 
 def _made(kind: InputKind) -> jax.Array:

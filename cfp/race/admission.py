@@ -4,7 +4,8 @@
 memory budget. By three rules programs are not compiled:
 
 - *Reach*: one that is not within `reach` of the fastest that fits is not.
-- *Refusals*: after `MOST_REFUSED` that do not fit no others are.
+- *Refusals*: after `MOST_REFUSED` that do not fit no others are. What was compiled
+  before, and is known not to fit, is none of these.
 - *Memory*: what cannot fit by prediction, whatever the compiler does, is not. One whose
   predicted memory times `COMPILED_TO_PREDICTED` is more than the budget is compiled
   with the compiler's memory limit only, where the compiler takes one, and at one
@@ -35,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from cfp.analysis.layout import Choice
@@ -182,6 +184,8 @@ class _Admission:
         memory: what they have to fit into, if a budget was asked for.
         exempt_from_refusals: keys of what is compiled as it is, however many others
             do not fit.
+        known_large: choices and levels that were known not to fit, which counts for
+            nothing.
         found: what was compiled, or skipped.
         queue: what is to be compiled.
         limited: choices that are compiled with the memory limit.
@@ -189,6 +193,7 @@ class _Admission:
 
     memory: MemoryBudget | None
     exempt_from_refusals: Collection[Any]
+    known_large: Collection[tuple[Choice, ConstraintLevel]] = ()
     found: Admitted = field(default_factory=Admitted)
     queue: list[_Queued] = field(default_factory=list)
     limited: set[Choice] = field(default_factory=set)
@@ -245,6 +250,7 @@ class _Admission:
         refused = (made.candidate for made in self.found.refused)
         failed = {(one.choice, one.level) for one in refused}
         failed -= {(one.choice, one.level) for one in fitting}
+        failed -= {*self.known_large}
         allowed = max(0, MOST_REFUSED - len(failed))
         if self.memory is None:
             allowed = len(self.queue)
@@ -284,6 +290,7 @@ def compile_until_enough_fit(
     size_of: Callable[[Candidate], CompiledBytes | None],
     reach: Mapping[ConstraintLevel, float] | None,
     known: Collection[Any] = (),
+    compiled: Mapping[Any, CompiledBytes] = MappingProxyType({}),
     is_over: Callable[[], bool] = lambda: False,
 ) -> Admitted:
     """Compiles candidates until enough of them fit.
@@ -296,14 +303,29 @@ def compile_until_enough_fit(
         reach: how many times as long as the fastest that fits one may take; None if
             one that fits is enough, without a race.
         known: keys of what was compiled before and fits.
+        compiled: what was compiled before needs, by key.
         is_over: whether what was compiled by now must do, even if nothing fits.
     """
     # The plan is compiled as it is, and what is known to fit needs no prediction.
     exempt = {*known, *(one.key for one in candidates[:1])}
-    state = _Admission(memory=memory, exempt_from_refusals=exempt)
+    large = [
+        one
+        for one in candidates
+        if memory is not None
+        and (size := compiled.get(one.key)) is not None
+        and size.peak_bytes > memory.budget_bytes
+    ]
+    state = _Admission(
+        memory=memory,
+        exempt_from_refusals=exempt,
+        known_large={(one.choice, one.level) for one in large},
+    )
+    for one, made in zip(large, compile_all(large) if large else (), strict=True):
+        state.sort_in(_Queued(one), made)
     for one in candidates:
         is_sure = memory is None or one.options or one.key in exempt
-        state.add(one, None if is_sure else size_of(one))
+        if one not in large:
+            state.add(one, None if is_sure else size_of(one))
     first = [queued.next for queued in state.queue]
     however_slow = exempt_from_reach([*candidates[:1], *first])
     is_late = False

@@ -54,6 +54,16 @@ def named_candidates(
     return found
 
 
+def plain_choices(candidates: Sequence[Candidate]) -> dict[str, Choice]:
+    """Returns what `named_candidates` were made of, but for what is rematerialized."""
+    found = {}
+    for one in candidates:
+        is_named = one.is_preset or one.name.partition(",")[0] in _PROPAGATED_LEVELS
+        if is_named and not one.choice.remat:
+            found[one.name.removesuffix(level_name("", one.level))] = one.choice
+    return found
+
+
 def with_options(
     one: Candidate, options: Mapping[str, Mapping[str, str]]
 ) -> list[Candidate]:
@@ -64,7 +74,12 @@ def with_options(
     ]
 
 
-LESS_MEMORY = "planned, less memory"  # Names what `smaller_than` finds.
+LESS_MEMORY = "planned, less memory"
+
+
+def less_memory(number: int) -> str:
+    """Names a choice that was searched for by what others need, as compiled."""
+    return LESS_MEMORY if number == 1 else f"{LESS_MEMORY} {number}"
 
 
 def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
@@ -84,6 +99,7 @@ def smaller_than(
     problem: Problem,
     compiled: Mapping[Choice, int],
     most_bytes: int,
+    number: int = 1,
 ) -> Candidate | None:
     """The fastest choice that fits once its prediction is corrected.
 
@@ -93,6 +109,7 @@ def smaller_than(
     Args:
         compiled: choices, and what each needs on a device, as compiled.
         most_bytes: memory that there is.
+        number: of choices that were searched for by what others need.
 
     Returns:
         None where nothing fits then.
@@ -108,7 +125,7 @@ def smaller_than(
     if best is None:
         return None
     choice = whole_choice(analysis, problem, best)
-    return Candidate(LESS_MEMORY, choice, best.cost_ms)
+    return Candidate(less_memory(number), choice, best.cost_ms)
 
 
 def rematerialized(

@@ -215,6 +215,10 @@ class RaceRow:
     rung: Rung = "measured"
 
 
+class NoneFits(Exception):
+    """No candidate fits, as compiled, and nothing smaller was tried."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RaceOutcome:
     """Outcome of a race.

@@ -37,7 +37,7 @@ from cfp.race.admission import (
     exempt_from_reach,
     within_reach,
 )
-from cfp.race.candidates import leanest_of, smaller_than
+from cfp.race.candidates import LESS_MEMORY, leanest_of, smaller_than
 from cfp.race.compile import (
     Builder,
     compile_programs,
@@ -46,7 +46,9 @@ from cfp.race.compile import (
 from cfp.race.programs import (
     TOO_FAR,
     TOO_LARGE,
+    TOO_LATE,
     UNTRIED,
+    NoneFits,
     RaceOutcome,
     RaceResult,
     RaceRow,
@@ -188,6 +190,7 @@ class Run:
         candidates: Sequence[Candidate],
         known: Sequence[Candidate] = (),
         one_is_enough: bool = False,
+        last_resort: bool = True,
     ) -> Iterator[Admitted]:
         """Compiles candidates in batches: near ones first, more as long as asked for.
 
@@ -199,6 +202,11 @@ class Run:
             candidates: the best by prediction first.
             known: what is known to fit; it is tried in any case.
             one_is_enough: whether one that fits is, without a race.
+            last_resort: whether the smallest are compiled where none of these fits; so
+                they are where time is over.
+
+        Raises:
+            NoneFits: none does, and the smallest are not to be compiled.
         """
         keys = {one.key for one in known}
         new = [one for one in candidates if one.key not in keys]
@@ -210,6 +218,11 @@ class Run:
             found = self._admit([one for one, _ in found.left])
             yield found
             refused = [*refused, *found.refused]
+        skipped = [o.outcome.reason for o in refused if isinstance(o.outcome, Skipped)]
+        is_late = TOO_LATE in {*skipped, *(why for _, why in found.left)}
+        is_late = is_late or self.is_over()
+        if not (last_resort or is_late):
+            raise NoneFits
         for number, one in enumerate(self.smaller(refused)):
             if number and self.is_over():
                 return
@@ -235,6 +248,7 @@ class Run:
             ),
             reach=None if one_is_enough else self.context.rules.reach,
             known=known,
+            compiled=self.sizes,
             is_over=self.is_over,
         )
 
@@ -259,7 +273,9 @@ class Run:
             choice = one.candidate.choice
             needs[choice] = max(needs[choice], one.peak_bytes)
         if (most := self.context.budget_bytes) is not None:
-            best = smaller_than(analysis, problem, needs, most)
+            names = {one.name for one in refused}
+            again = sum(name.startswith(LESS_MEMORY) for name in names)
+            best = smaller_than(analysis, problem, needs, most, again + 1)
             sizes = [
                 (prediction_of(analysis, problem, o.choice).size, o) for o in others
             ]
@@ -357,14 +373,23 @@ class Run:
 _ALONE: Parts = (("race", "the winner of truncated ones"),)
 
 
-def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOutcome:
+def race(
+    context: PlanContext,
+    analysis: Analysis,
+    solution: Solution,
+    last_resort: bool = True,
+) -> RaceOutcome:
     """The fastest of the best by prediction, its rivals and the presets.
 
     Without a race that is the best by prediction; or, where a memory budget was asked
     for, or programs are compiled for devices that are described, the best by prediction
     that fits when compiled.
 
+    Args:
+        last_resort: whether the smallest are compiled where no candidate fits.
+
     Raises:
+        NoneFits: none does, and the smallest are not to be compiled.
         MemoryBudgetError: none of them fits in memory.
         DeviceError: none of them runs.
     """
@@ -373,7 +398,8 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
     described = context.mesh if isinstance(context.mesh, DescribedMesh) else None
     decided_by = context.decided_by(solution.interrupted)
     if decided_by is DecidedBy.RACE:
-        raced = _truncated_race(run, candidates) or _whole_race(run, candidates)
+        raced = _truncated_race(run, candidates)
+        raced = raced or _whole_race(run, candidates, last_resort)
         return as_predicted(raced, described.rung) if described else raced
     rows: list[RaceRow] = []
     if described:
@@ -386,7 +412,7 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
         return RaceOutcome(winner=candidates[0], rows=tuple(rows), counts=counts)
     if described:
         counts = {**counts, "memory_compiled": 1}
-    fits = _first_that_fits(run, candidates)
+    fits = _first_that_fits(run, candidates, last_resort)
     return RaceOutcome(
         winner=fits.candidate,
         peak_bytes=fits.peak_bytes,
@@ -398,13 +424,15 @@ def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOu
 # ---------------------------------------------------------------------- whole programs
 
 
-def _whole_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome:
+def _whole_race(
+    run: Run, candidates: Sequence[Candidate], last_resort: bool
+) -> RaceOutcome:
     """Whole programs, compiled until enough fit, and timed."""
     run.built.clear()
     known, asked = run.remember(candidates)
     fitting, refused, left = [], [], []
     ranking = Ranking((), ())
-    for made in run.attempts(candidates, known):
+    for made in run.attempts(candidates, known, last_resort=last_resort):
         refused += made.refused
         left = made.left
         if made.fitting:
@@ -432,11 +460,14 @@ def _whole_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome:
     return run.outcome(best, rows, made, counts, results=results, interrupted=cut)
 
 
-def _first_that_fits(run: Run, candidates: Sequence[Candidate]) -> RaceResult:
+def _first_that_fits(
+    run: Run, candidates: Sequence[Candidate], last_resort: bool
+) -> RaceResult:
     """The best by prediction whose whole program, compiled, fits in memory."""
     known, _ = run.remember(candidates)
     refused: list[RaceResult] = []
-    for made in run.attempts(candidates, known, one_is_enough=True):
+    attempts = run.attempts(candidates, known, True, last_resort)
+    for made in attempts:
         if made.fitting:
             return made.fitting[0]
         refused += made.refused

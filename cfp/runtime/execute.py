@@ -31,6 +31,7 @@ from cfp.patterns.build import build, read_how
 from cfp.patterns.sites import cross_entropies
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiled import compile_right
+from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.key import GPU_PLATFORMS, environment_parts
 from cfp.program.callbacks import Alarm
 from cfp.program.constrain import Constraints, constrain, misfit, uneven
@@ -374,7 +375,8 @@ def load_or_lower(
     environment.prepare(platform)
     how = {**environment.options(platform), **(options or {})}
     if wide and platform in GPU_PLATFORMS:
-        how |= _UNTUNED
+        # What checks another runs a few times: decisions.md, "A check tunes nothing".
+        how |= UNTUNED
     kept = _executables(mesh, environment) if plain else None
     key = kept.key(lowering.bare_text, mesh, how, step) if kept else ""
     compiled = raced.built.compiled if raced else None
@@ -401,9 +403,6 @@ def _not_kept(compiled: jax.stages.Compiled) -> None:
     """Keeps nothing: several processes have the program, or it computes otherwise."""
 
 
-# Of a program that checks another, and runs a few times: decisions.md, "A check tunes
-# nothing".
-_UNTUNED = {"xla_gpu_autotune_level": "0"}
 _Shardings = tuple[NamedSharding, ...]
 
 

@@ -39,11 +39,11 @@ from jax.sharding import Mesh
 from cfp import platform
 from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
-from cfp.cost.step_time import UNTUNED
 from cfp.devices import described
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build, one_device
 from cfp.profiling.collectives import LARGE, SMALL, build_probe, probes
+from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.inputs import generator, input_kinds, local_kinds, make_inputs
 from cfp.profiling.key import ProfileKey, environment_parts
 from cfp.profiling.meter import limits_of

@@ -23,9 +23,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # Its plugin's own checks ask for a GPU.
 
 from cfp.cli.session import Session, analyse
 from cfp.cost.schedule import schedule_of
-from cfp.cost.step_time import UNTUNED
 from cfp.devices.described import described
 from cfp.profiling.builder import BuildEnvironment, Built, build
+from cfp.profiling.compiler_options import UNTUNED
 from cfp.targets import resolve
 from cfp_test.bench.one_as_four import job_of
 from cfp_test.bench.one_as_n_data import FILE, schedule_to_json, write_page

@@ -39,13 +39,13 @@ from cfp.cost.memory import can_rematerialize
 from cfp.presets.presets import PRESETS, presets
 from cfp.profiling import compiled
 from cfp.profiling.builder import Built, build
+from cfp.profiling.compiler_options import UNTUNED
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.jobs import whole_job
 from cfp.targets import resolve
 
 H200 = Path(cfp.__file__).parent / "devices" / "kinds" / "h200.txtpb"
 # Tuning kernels takes a device.
-UNTUNED = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def main() -> None:
     for name in options.presets.split(","):
         for remat in ((), again) if name in known else ():
             choice = replace(known[name], remat=remat)
-            job = whole_job(analysis, choice, (), name, options=UNTUNED | given)
+            job = whole_job(analysis, choice, (), name, options={**UNTUNED, **given})
             found.clear()
             built = build(program, mesh, job)
             if not isinstance(built, Built):
@@ -87,7 +87,7 @@ def main() -> None:
                 "argument_bytes": built.argument_bytes,
                 "temp_bytes": built.temp_bytes,
                 "peak_bytes": built.peak_bytes,
-                "options": UNTUNED | given,
+                "options": {**UNTUNED, **given},
                 "overwritten": found[0],
             }
             print(

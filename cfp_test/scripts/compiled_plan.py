@@ -20,10 +20,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import cfp
 from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.hlo import collectives_in
 from cfp.runtime.execute import compile_step
 from cfp.targets import resolve
-from cfp_test.scripts.compiled_memory import H200, UNTUNED, described_mesh
+from cfp_test.scripts.compiled_memory import H200, described_mesh
 
 
 def main() -> None:

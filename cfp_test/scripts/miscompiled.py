@@ -44,11 +44,11 @@ from jax.sharding import SingleDeviceSharding
 
 from cfp.checking.check import compare
 from cfp.profiling.compiled import compile_right, miscompile_reason
+from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.overwritten import count_rematerialized, read_after_overwritten
 from cfp.targets import Target, resolve
 
 # Kernels are not tuned, so that all compile within the time and compute alike.
-UNTUNED = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
 LIMIT = "xla_gpu_memory_limit_slop_factor"
 LIMITS = (
     {LIMIT: "1"},
@@ -138,7 +138,7 @@ def alone(rows: Rows, until: float, described: Path | None, small: bool) -> None
             name, *rest = words.split()
             target = resolve(name, rest)
             lowered = lower_alone(target, device)
-            plain = pool.submit(lowered.compile, compiler_options=UNTUNED)
+            plain = pool.submit(lowered.compile, compiler_options=dict(UNTUNED))
             for limit in LIMITS:
                 options = {**UNTUNED, **limit}
                 if not rows.has("alone", words, options):

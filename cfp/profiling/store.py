@@ -82,13 +82,11 @@ class ProfileStore:
         self,
         path: str | os.PathLike[str],
         *,
-        busy_seconds: float = 30.0,
         copy: Callable[[Sequence[ProfileRecord], bool], None] | None = None,
     ):
         """Opens the file, and makes it and its directory if they are missing.
 
         Args:
-          busy_seconds: how long to wait for another process that is writing.
           copy: called with what was put, and whether it was to replace, once it is
             in the file.
 
@@ -96,14 +94,13 @@ class ProfileStore:
           CacheError: if the directory or the file cannot be made or written.
         """
         self.path = Path(path)
-        self._busy_seconds = busy_seconds
         self._copy = copy
         self._lock = threading.RLock()
         self._file: OpenFile | None = None
         with self._explained():
             if self.path == _own_store():
                 close_to_others(self.path.parent)
-            self._file = open_sound(self.path, self._busy_seconds)
+            self._file = open_sound(self.path)
 
     def __enter__(self) -> ProfileStore:
         return self
@@ -280,7 +277,7 @@ class ProfileStore:
 
     def _reopen(self, file: OpenFile, *, thorough: bool) -> None:
         # In this order, so that a failure leaves the old file to try again from.
-        self._file = open_sound(self.path, self._busy_seconds, thorough=thorough)
+        self._file = open_sound(self.path, thorough=thorough)
         file.connection.close()
 
     @contextlib.contextmanager

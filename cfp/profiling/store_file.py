@@ -26,6 +26,7 @@ from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 
 SCHEMA_VERSION = 1
+_BUSY_SECONDS = 30.0  # For another process that is writing.
 
 _TABLE = (
     "CREATE TABLE records "
@@ -61,7 +62,7 @@ class OpenFile:
             return False
 
 
-def open_sound(path: Path, busy_seconds: float, *, thorough: bool = False) -> OpenFile:
+def open_sound(path: Path, *, thorough: bool = False) -> OpenFile:
     """Opens a file that passes all checks, a fresh one if need be.
 
     A file that fails is renamed to `<name>.damaged-<time>`, with its log.
@@ -77,7 +78,7 @@ def open_sound(path: Path, busy_seconds: float, *, thorough: bool = False) -> Op
     make_private_folder(path.parent)
     with _only_opener(path):
         try:
-            connection = _connect(path, busy_seconds, thorough)
+            connection = _connect(path, thorough)
         except _DamagedError as damage:
             _log.warning(
                 "the profile cache %s was damaged and is set aside (%s); a fresh one "
@@ -85,7 +86,7 @@ def open_sound(path: Path, busy_seconds: float, *, thorough: bool = False) -> Op
                 path,
                 damage,
             )
-            connection = _connect(path, busy_seconds, thorough)
+            connection = _connect(path, thorough)
         return OpenFile(path=path, connection=connection, identity=_identity(path))
 
 
@@ -104,7 +105,7 @@ class _DamagedError(OSError):
     """The file was no store of this version, whatever else it may have been."""
 
 
-def _connect(path: Path, busy_seconds: float, thorough: bool) -> sqlite3.Connection:
+def _connect(path: Path, thorough: bool) -> sqlite3.Connection:
     """Opens, checks and, if it is new, fills the file.
 
     Raises:
@@ -114,7 +115,7 @@ def _connect(path: Path, busy_seconds: float, thorough: bool) -> sqlite3.Connect
     # SQLite gives its logs the mode of the file.
     make_private(path)
     connection = sqlite3.connect(
-        path, timeout=busy_seconds, isolation_level=None, check_same_thread=False
+        path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
     )
     try:
         try:

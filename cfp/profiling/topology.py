@@ -10,7 +10,7 @@ import ctypes
 import os
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 UNKNOWN = "unknown"
@@ -20,9 +20,6 @@ _BUS = re.compile(r"([0-9a-fA-F]+):([0-9a-fA-F]+):([0-9a-fA-F]+)\.([0-9a-fA-F]+)
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _QUERY = "index,uuid,power.limit,driver_version,pci.bus_id"
 _BUS_LETTERS = 32  # More than such an address has.
-
-Ask = Callable[..., str]
-AskBus = Callable[[int], str]
 
 
 @lru_cache(maxsize=16)
@@ -59,38 +56,33 @@ def bus_of(ordinal: int) -> str:
     return "" if failed else text.value.decode(errors="replace")
 
 
-def gpu_parts(
-    ordinals: Sequence[int | None], ask: Ask = ask_driver, ask_bus: AskBus = bus_of
-) -> dict[str, str]:
+def gpu_parts(ordinals: Sequence[int | None]) -> dict[str, str]:
     """The parts of a key that say what is between some GPUs of this host.
 
     Args:
         ordinals: of the mesh's devices in this process, in the mesh's order, as CUDA
             counts those that it may see.
-        ask_bus: asks CUDA for a GPU's address on the PCI bus.
 
     Returns:
         ``links`` of each pair, in the order of the mesh; ``power_limit`` and ``driver``
         of the devices. What the driver does not say is "unknown".
     """
-    gpus = _gpus(ask)
-    numbers = numbers_of(ordinals, ask, ask_bus)
+    gpus = _gpus()
+    numbers = numbers_of(ordinals)
     mine = [gpus.get(number, (UNKNOWN,) * 4) for number in numbers]
     return {
-        "links": _links(numbers, ask),
+        "links": _links(numbers),
         "power_limit": ", ".join(dict.fromkeys(power for _, power, *_ in mine)),
         "driver": ", ".join(dict.fromkeys(driver for _, _, driver, _ in mine)),
     }
 
 
-def numbers_of(
-    ordinals: Sequence[int | None], ask: Ask = ask_driver, ask_bus: AskBus = bus_of
-) -> list[int]:
+def numbers_of(ordinals: Sequence[int | None]) -> list[int]:
     """The driver's numbers of GPUs, see `gpu_parts`; -1 where it is not known."""
-    gpus = _gpus(ask)
+    gpus = _gpus()
     by_bus = {_address(bus): number for number, (*_, bus) in gpus.items()}
     counted = [-1 if i is None else i for i in ordinals]
-    addresses = [_address(ask_bus(i)) if i >= 0 else None for i in counted]
+    addresses = [_address(bus_of(i)) if i >= 0 else None for i in counted]
     if all(one is not None and one in by_bus for one in addresses):
         return [by_bus[one] for one in addresses]
     return _visible(counted, gpus)
@@ -102,10 +94,11 @@ def _address(bus: str) -> tuple[int, ...] | None:
     return None if match is None else tuple(int(part, 16) for part in match.groups())
 
 
-def _gpus(ask: Ask) -> dict[int, tuple[str, str, str, str]]:
+def _gpus() -> dict[int, tuple[str, str, str, str]]:
     """All GPUs of the host by number: identifier, power limit, driver, address."""
     found = {}
-    for line in ask(f"--query-gpu={_QUERY}", "--format=csv,noheader").splitlines():
+    answer = ask_driver(f"--query-gpu={_QUERY}", "--format=csv,noheader")
+    for line in answer.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) == 5 and cells[0].isdigit():
             found[int(cells[0])] = (cells[1], cells[2], cells[3], cells[4])
@@ -128,11 +121,11 @@ def _visible(
     return [numbers[i] if 0 <= i < len(numbers) else -1 for i in ordinals]
 
 
-def _links(numbers: Sequence[int], ask: Ask) -> str:
+def _links(numbers: Sequence[int]) -> str:
     """Lists the links of pairs: ``NV18``, ``PIX``, ``SYS``; once if all are alike."""
     if len(numbers) < 2:
         return ""
-    lines = [line.split("\t") for line in ask("topo", "-m").splitlines()]
+    lines = [line.split("\t") for line in ask_driver("topo", "-m").splitlines()]
     heads = next((line for line in lines if "GPU0" in map(str.strip, line)), [])
     columns = {name.strip(): i for i, name in enumerate(heads)}
     rows = {line[0].strip(): line for line in lines if len(line) > 1 and line != heads}

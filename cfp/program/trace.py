@@ -22,7 +22,7 @@ from jax.sharding import (
     NamedSharding,
     PartitionSpec,
 )
-from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
+from jax.tree_util import tree_flatten_with_path, tree_structure, tree_unflatten
 
 from cfp.errors import MeshError, StepNotTraceable
 from cfp.program import shardy
@@ -85,7 +85,6 @@ class Lowering:
     lowered: jax.stages.Lowered
     module: ir.Module
     out_tree: Any
-    out_avals: tuple[jax.ShapeDtypeStruct, ...]
     erased_constraints: int
     alarm: Alarm = field(default_factory=Alarm)
 
@@ -142,7 +141,7 @@ def lower_step(
             devices.
     """
     check_settings()
-    out_avals, out_tree = tree_flatten(step.traced.out_info)
+    out_tree = tree_structure(step.traced.out_info)
     in_shardings = in_memory(in_shardings, step.memory_kinds)
     if any(kinds := step.result_memory_kinds):
         if isinstance(out_shardings, NamedSharding):
@@ -199,7 +198,7 @@ def lower_step(
             "show PLAN --explain says how the step's blocks are sharded."
         )
     erased = shardy.normalise(module)
-    return Lowering(lowered, module, out_tree, tuple(out_avals), erased, alarm)
+    return Lowering(lowered, module, out_tree, erased, alarm)
 
 
 def trace(step: FlatStep, mesh: Mesh | AbstractMesh) -> tuple[Program, Lowering]:
@@ -224,7 +223,7 @@ def trace(step: FlatStep, mesh: Mesh | AbstractMesh) -> tuple[Program, Lowering]
 def read_lowering(step: FlatStep, lowering: Lowering) -> Program:
     """Reads the program of a lowered step."""
     paths, _ = tree_flatten_with_path(
-        tree_unflatten(lowering.out_tree, list(range(len(lowering.out_avals))))
+        tree_unflatten(lowering.out_tree, range(lowering.out_tree.num_leaves))
     )
     output_names = [
         jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cfp.errors import CacheError
+from cfp.profiling import store_file
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import Collective, ProfileRecord, Status
 from cfp.profiling.store import ProfileStore, default_cache_dir
@@ -473,8 +474,9 @@ def test_a_path_that_is_a_directory(tmp_path):
         ProfileStore(tmp_path)
 
 
-def test_a_writer_that_never_ends(path):
-    with ProfileStore(path, busy_seconds=0.05) as store:
+def test_a_writer_that_never_ends(path, monkeypatch):
+    monkeypatch.setattr(store_file, "_BUSY_SECONDS", 0.05)
+    with ProfileStore(path) as store:
         connection = sqlite3.connect(path)
         connection.execute("BEGIN IMMEDIATE")
         with pytest.raises(CacheError, match="locked"):

@@ -5,6 +5,7 @@ The answers have the form in which nvidia-smi prints them.
 
 import pytest
 
+from cfp.profiling import topology
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.topology import (
     UNKNOWN,
@@ -30,8 +31,12 @@ GPUS = "".join(
 )
 
 
-def ask(*words):
-    return MATRIX if words[0] == "topo" else GPUS
+@pytest.fixture(autouse=True)
+def driver(monkeypatch):
+    def ask(*words):
+        return MATRIX if words[0] == "topo" else GPUS
+
+    monkeypatch.setattr(topology, "ask_driver", ask)
 
 
 @pytest.fixture(autouse=True)
@@ -53,24 +58,22 @@ def all_visible(monkeypatch):
     ],
 )
 def test_links_of_pairs_in_the_order_of_the_mesh(ordinals, links):
-    assert gpu_parts(ordinals, ask)["links"] == links
+    assert gpu_parts(ordinals)["links"] == links
 
 
 def test_a_pair_over_nvlink_does_not_answer_for_one_over_pcie():
-    keys = [
-        ProfileKey(tuple(gpu_parts(pair, ask).items())) for pair in ([0, 1], [2, 3])
-    ]
+    keys = [ProfileKey(tuple(gpu_parts(pair).items())) for pair in ([0, 1], [2, 3])]
     assert keys[0].digest != keys[1].digest
     assert keys[0].differing(keys[1]) == ("links", "power_limit")
 
 
 def test_power_and_driver():
-    assert gpu_parts([0, 1], ask) == {
+    assert gpu_parts([0, 1]) == {
         "links": "NV18",
         "power_limit": "700.00 W",
         "driver": "570.86.15",
     }
-    assert gpu_parts([3, 2], ask)["power_limit"] == "350.00 W, 700.00 W"
+    assert gpu_parts([3, 2])["power_limit"] == "350.00 W, 700.00 W"
 
 
 @pytest.mark.parametrize(
@@ -79,10 +82,11 @@ def test_power_and_driver():
 )
 def test_devices_that_are_counted_anew(visible, links, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu_parts([0, 1], ask)["links"] == links
+    assert gpu_parts([0, 1])["links"] == links
 
 
 def test_without_a_driver_nothing_is_known(monkeypatch):
+    monkeypatch.setattr(topology, "ask_driver", ask_driver)
     monkeypatch.setenv("PATH", "/nowhere")
     ask_driver.cache_clear()
     found = gpu_parts([0, 1])
@@ -100,17 +104,19 @@ def test_without_a_driver_nothing_is_known(monkeypatch):
         (["0000:99:00.0", "0000:10:00.0"], [0, 1]),
     ],
 )
-def test_numbers_follow_from_addresses_on_the_bus(buses, numbers):
-    assert numbers_of([0, 1], ask, buses.__getitem__) == numbers
-    links = gpu_parts([0, 1], ask, buses.__getitem__)["links"]
+def test_numbers_follow_from_addresses_on_the_bus(buses, numbers, monkeypatch):
+    monkeypatch.setattr(topology, "bus_of", buses.__getitem__)
+    assert numbers_of([0, 1]) == numbers
+    links = gpu_parts([0, 1])["links"]
     assert links == {(3, 0): "SYS", (1, 2): "SYS", (0, 1): "NV18"}[tuple(numbers)]
 
 
 def test_addresses_come_before_what_the_environment_names(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
-    assert numbers_of([0], ask, lambda ordinal: "0000:12:00.0") == [2]
-    assert numbers_of([0], ask, lambda ordinal: "") == [3]
-    assert numbers_of([None], ask) == [-1]
+    for bus, number in (("0000:12:00.0", 2), ("", 3)):
+        monkeypatch.setattr(topology, "bus_of", lambda ordinal, bus=bus: bus)
+        assert numbers_of([0]) == [number]
+    assert numbers_of([None]) == [-1]
 
 
 def test_without_cuda_no_address_is_known():

@@ -84,10 +84,10 @@ def test_leaves_keep_type_and_weakness():
 
 def test_keys_keep_their_type():
     step = flatten_step(lambda key: jax.random.split(key, 3), (jax.random.key(0),))
-    program, lowering = trace(step, MESH)
+    program, _ = trace(step, MESH)
     assert step.avals[0].shape == ()
     assert program.values[program.args[0]].shape == (2,)
-    assert lowering.out_avals[0].shape == (3,)
+    assert program.output_avals[0].shape == (3,)
 
 
 def test_refuses_what_is_no_array():

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from cfp.devices.joining import Membership, join_if_asked
 from cfp.errors import CfpError, DeviceError, MeshError
+from cfp.printable import mesh_text
 
 PLATFORMS = ("cpu", "cuda")
 DEFAULT_CPU_DEVICES = 4
@@ -55,11 +56,6 @@ def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
                 "only one of them."
             )
     return axes
-
-
-def mesh_text(axes: Axes) -> str:
-    """Axes as they are written on the command line: ``x=2,y=4``."""
-    return ",".join(f"{name}={size}" for name, size in axes)
 
 
 def mesh_shapes(count: int) -> list[Axes]:

@@ -25,6 +25,11 @@ def counted(count: float, one: str, many: str) -> str:
     return f"{count:.0f} {one if count == 1 else many}"
 
 
+def mesh_text(axes: Iterable[tuple[str, int]]) -> str:
+    """Axes of a mesh as they are written on the command line: ``x=2,y=4``."""
+    return ",".join(f"{name}={size}" for name, size in axes)
+
+
 def printable(text: str, kept: str = "") -> str:
     """Text without what a terminal would take for commands, or cannot show.
 

@@ -51,6 +51,7 @@ from cfp.plan.adapt import adapt_step, check_axes
 from cfp.plan.plan import Plan
 from cfp.planner_settings import dimensions_of
 from cfp.presets.presets import named_choices
+from cfp.printable import mesh_text
 from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.store import store_path
 from cfp.report import passes
@@ -238,7 +239,7 @@ def _plays(cluster: Cluster, given: dict[str, Any]) -> bool:
 
 def _name(axes: platform.Axes, count: int | None) -> str:
     parts = "" if count is None else f", microbatches {count}"
-    return platform.mesh_text(axes) + parts
+    return mesh_text(axes) + parts
 
 
 def _counts(text: str | None) -> list[int | None]:
@@ -264,7 +265,7 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
     named = [text for text in texts if text != _ALL] or [mesh]
     shapes = dict.fromkeys(platform.parse_mesh(devices, text) for text in named)
     sizes = {
-        platform.mesh_text(axes): prod(size for _, size in axes)
+        mesh_text(axes): prod(size for _, size in axes)
         for axes in shapes
         if axes is not None
     }

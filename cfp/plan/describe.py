@@ -33,6 +33,7 @@ from cfp.plan.parts import (
     short_source,
 )
 from cfp.presets.roles import data_arguments
+from cfp.printable import mesh_text
 from cfp.profiling.rates import Rates
 from cfp.program.graph import Op, Program, call_flops, op_flops
 from cfp.program.partitioned import call_of
@@ -174,7 +175,7 @@ def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
     """
     frame = layout.frame
     program, sizes = frame.program, frame.mesh
-    over = ",".join(f"{name}={size}" for name, size in sizes)
+    over = mesh_text(sizes)
     found = {}
     for position, rank in data_arguments(frame).items():
         shape = program.values[program.args[position]].shape
@@ -293,8 +294,8 @@ def _why_whole(layout: Layout, op: Op) -> str:
     able = [f for f, size in enumerate(rule.sizes) if size > 1 and f not in rule.fixed]
     if any(rule.splits(f, size) for f in able for _, size in mesh):
         return f": {NOT_CHOSEN}"
-    over = ",".join(f"{name}={size}" for name, size in mesh)
-    return f": {over} {INDIVISIBLE} {' or '.join(str(rule.sizes[f]) for f in able)}"
+    parts = " or ".join(str(rule.sizes[f]) for f in able)
+    return f": {mesh_text(mesh)} {INDIVISIBLE} {parts}"
 
 
 def sharded_kernels(layout: Layout) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from cfp.errors import DeviceError
+from cfp.printable import mesh_text
 from cfp.profiling.builder import Built, build_failure, compile_lowered
 from cfp.profiling.compile_pool import default_threads, overlaps
 from cfp.profiling.inputs import InputKind, generator
@@ -391,7 +392,7 @@ def _probes_by_key(mesh: Mesh) -> tuple[Mesh, dict[ProfileKey, RateProbe]]:
     platform = mesh.devices.flat[0].platform
     sizes = LARGE if platform in (*GPU_PLATFORMS, "tpu") else SMALL
     every = ",".join(name for name, size in mesh.shape.items() if size > 1)
-    shape = ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+    shape = mesh_text(mesh.shape.items())
     where = (*_processes(mesh), *environment_parts(list(mesh.devices.flat)))
 
     def key(probe: RateProbe) -> ProfileKey:

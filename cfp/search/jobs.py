@@ -24,6 +24,7 @@ from cfp.attention.matching.matches import replacements
 from cfp.cost.choice import SegmentChoice, layout_of
 from cfp.cost.memory import kernel_sites, turning_point
 from cfp.presets.presets import activations
+from cfp.printable import mesh_text
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.constrain import Constraints
@@ -264,7 +265,7 @@ def _job(
         ("ops", numbers.digest),
         ("shardings", digest.hexdigest()),
         *([("given", repr(sorted(decided)))] if decided else []),
-        ("mesh", ",".join(f"{name}={size}" for name, size in frame.mesh)),
+        ("mesh", mesh_text(frame.mesh)),
         *environment,
     )
     return Job(

@@ -28,6 +28,7 @@ from cfp.printable import (
     counted,
     distinct_ends,
     merged_alike,
+    mesh_text,
     printable,
     span_text,
 )
@@ -523,7 +524,7 @@ def _facts(view: PlanView, timed: bool) -> dict[str, Mapping[str, str]]:
         "figures": figures,
         "program": {
             "program": plan.fingerprint[:12],
-            "mesh": words.mesh_text(plan),
+            "mesh": mesh_text(plan.mesh_axes),
             "constraint level": str(plan.level),
         },
         "environment": plan.environment,

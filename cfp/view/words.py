@@ -11,7 +11,7 @@ from cfp.devices.device_kind import kind_of
 from cfp.plan.figures import VARIANTS_SECONDS, OptionFigures
 from cfp.plan.parts import MoveFigure, PlanSegment, TensorFigure, shape_of
 from cfp.plan.plan import Plan
-from cfp.printable import counted
+from cfp.printable import counted, mesh_text
 from cfp.units import format_bytes
 
 REMATERIALIZED = "rematerialized"
@@ -148,15 +148,10 @@ def headline(plan: Plan) -> str:
 def title(plan: Plan) -> str:
     """Names a plan, its mesh and its devices."""
     kind = plan.environment.get("device_kind", "")
-    on = f"a mesh {mesh_text(plan)} of" if plan.mesh_axes else "one"
+    on = f"a mesh {mesh_text(plan.mesh_axes)} of" if plan.mesh_axes else "one"
     text = f"Plan {plan.winner!r} for {on} {kind or 'device'}"
     described = plan.environment.get("described")
     return f"{text}, as {described} is described" if described else text
-
-
-def mesh_text(plan: Plan) -> str:
-    """The mesh in short: ``x=2,y=4``."""
-    return ",".join(f"{name}={size}" for name, size in plan.mesh_axes)
 
 
 def figure_texts(plan: Plan) -> list[str]:

@@ -3,13 +3,13 @@
 Before many programs are built side by side, the compiler tunes their kernels. A
 compiler for GPUs times several kernels for each matrix product that it meets, and keeps
 the outcome. Programs that are built at once and share products would all do that work,
-on one device and at the same time: on 4 H200, 32 segments of a transformer took 62 s,
-and 10 s after three programs, built one by one in 19 s, had met nearly all products.
-Kernels are timed on the first device of a mesh, so that as many programs as there are
-devices can be built at once, each for the mesh in another order. These are the first of
-all that share kernels (`Job.kernels`), not those of presets alone: on 2 H200, 28
-programs of an encoder took 35 s after 15 s of tuning. Five with other kernels, such as
-attention as it is written, took 9 to 18 s each: they were tuned on one device.
+on one device and at the same time (docs/decisions.md, "Kernels are tuned before
+segments are built side by side"). Kernels are timed on the first device of a mesh, so
+that as many programs as there are devices can be built at once, each for the mesh in
+another order. These are the first of all that share kernels (`Job.kernels`), not those
+of presets alone: on 2 H200, 28 programs of an encoder took 35 s after 15 s of tuning.
+Five with other kernels, such as attention as it is written, took 9 to 18 s each: they
+were tuned on one device.
 """
 
 from __future__ import annotations

@@ -149,9 +149,11 @@ class Inserter:
         self, value: ir.Value, spec: Spec, location: ir.Location
     ) -> sdy.ShardingConstraintOp:
         owner = value.owner
-        is_argument = isinstance(owner, ir.Block)
-        point = ir.InsertionPoint
-        with point.at_block_begin(owner) if is_argument else point.after(owner):
+        if isinstance(owner, ir.Block):
+            point = ir.InsertionPoint.at_block_begin(owner)
+        else:
+            point = ir.InsertionPoint.after(owner)
+        with point:
             return sdy.ShardingConstraintOp(value, self.attribute(spec), loc=location)
 
     def attribute(self, spec: Spec) -> ir.Attribute:

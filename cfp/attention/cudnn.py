@@ -163,9 +163,6 @@ def whole(
     bias: jax.Array | None,
 ) -> jax.Array:
     """Attention by the public function, differentiable."""
-    lengths = None
-    if mask.keys is not None:
-        lengths = jnp.full(q.shape[0], mask.keys, jnp.int32)
     return jax.nn.dot_product_attention(
         q,
         k,
@@ -173,7 +170,7 @@ def whole(
         bias=None if bias is None else _finite(bias, q.dtype),
         scale=scores.scale,
         is_causal=mask.causal,
-        key_value_seq_lengths=lengths,
+        key_value_seq_lengths=mask.lengths(q.shape[0]),
         local_window_size=None if mask.left is None else (mask.left, 0),
         implementation="cudnn",
     )

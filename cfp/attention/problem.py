@@ -67,6 +67,10 @@ class Mask:
         bounds = (self.left, self.right, self.keys)
         return self.causal or any(bound is not None for bound in bounds)
 
+    def lengths(self, batch: int) -> jax.Array | None:
+        """[batch] int32: how many keys each sequence has; None without padding."""
+        return None if self.keys is None else jnp.full(batch, self.keys, jnp.int32)
+
     def without_positions(self) -> Mask:
         """The same mask of queries and keys that all see each other by position."""
         return replace(

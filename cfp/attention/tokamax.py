@@ -36,9 +36,6 @@ def whole(
     bias: jax.Array | None,
 ) -> jax.Array:
     """Attention by Tokamax, differentiable."""
-    lengths = None
-    if mask.keys is not None:
-        lengths = jax.numpy.full(q.shape[0], mask.keys, jax.numpy.int32)
     keys, queries = k.shape[1], q.shape[1]
     window = None
     if mask.left is not None or mask.right is not None:
@@ -54,7 +51,7 @@ def whole(
         bias=bias,
         scale=scores.scale,
         is_causal=mask.causal,
-        key_value_seq_lengths=lengths,
+        key_value_seq_lengths=mask.lengths(q.shape[0]),
         local_window_size=window,
         logits_soft_cap=scores.softcap,
     )

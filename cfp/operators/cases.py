@@ -170,10 +170,8 @@ def _integer(argument: Argument, shape: Shape, bits: jax.Array) -> jax.Array:
 
 
 def _float(argument: Argument, shape: Shape, normal: jax.Array) -> jax.Array:
-    wanted, spread = sizes(argument, shape), argument.spread
-    if isinstance(spread, str):
-        spread = wanted[{"fan_in": -2, "fan_last": -1}[spread]] ** -0.5
-    return normal.reshape(wanted) * spread + argument.around
+    wanted = sizes(argument, shape)
+    return normal.reshape(wanted) * argument.deviation(wanted) + argument.around
 
 
 # Of norms, by type. On GPUs products of float32 are computed in TF32, which has a

@@ -110,9 +110,8 @@ def initial(
     shape = tuple(int(dim) if dim.isdigit() else dims[dim] for dim in names)
     if argument.name in ("scale", "bias"):
         return jnp.full(shape, argument.around, dtype)
-    deviation = _TABLE_DEVIATION
-    if isinstance(argument.spread, str):
-        deviation = shape[{"fan_in": -2, "fan_last": -1}[argument.spread]] ** -0.5
+    is_by_size = isinstance(argument.spread, str)
+    deviation = argument.deviation(shape) if is_by_size else _TABLE_DEVIATION
     return jax.random.normal(key, shape, dtype) * deviation
 
 

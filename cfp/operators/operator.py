@@ -8,7 +8,7 @@ the one that was asked for, and says in one message why if there is none.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -48,6 +48,12 @@ class Argument:
     below: str = ""
     around: float = 0.0
     spread: float | str = 1.0
+
+    def deviation(self, shape: Sequence[int]) -> float:
+        """The deviation of random floats of a shape."""
+        if isinstance(self.spread, str):
+            return shape[{"fan_in": -2, "fan_last": -1}[self.spread]] ** -0.5
+        return self.spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,7 +131,7 @@ def _judge(
         noted[one.key.digest] = CrashCandidate(
             crashes=1 + (before.crashes if before else 0),
             since=one.since,
-            what=f"{_doing(one)} {_name(one)}",
+            what=f"{one.words} {_name(one)}",
         )
     one = suspects[0]
     tries = noted[one.key.digest].crashes
@@ -144,7 +144,7 @@ def _judge(
         key=one.key.digest,
         parts=one.parts,
         status=status,
-        reason=f"{reason} while {_doing(one)} it",
+        reason=f"{reason} while {one.words} it",
     )
     store.put(record, replace=True)
     del noted[record.key]
@@ -205,7 +205,3 @@ def _cause(
 
 def _name(one: InFlight) -> str:
     return f"{one.label} of {one.program}" if one.program else one.label
-
-
-def _doing(one: InFlight) -> str:
-    return "running" if one.doing == "run" else "compiling"

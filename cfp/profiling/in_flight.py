@@ -59,6 +59,11 @@ class InFlight:
     def key(self) -> ProfileKey:
         return ProfileKey(self.parts)
 
+    @property
+    def words(self) -> str:
+        """The word for it, to users."""
+        return "running" if self.doing == "run" else "compiling"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessInFlight:
@@ -377,7 +382,7 @@ class InFlightLog:
                     "%s: %s for more than %.0f s; it may hang. If this process is "
                     "ended now, that is noted, and it is not tried again",
                     one.label,
-                    "running" if one.doing == "run" else "compiling",
+                    one.words,
                     one.limit_seconds,
                 )
 

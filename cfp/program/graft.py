@@ -226,10 +226,9 @@ def _silence_callbacks(function: ir.Operation) -> None:
         if not shardy.calls_host(op):
             continue
         with ir.InsertionPoint(op):
-            for result in op.results:
-                zero = shardy.constant(_zero(result.type), result.type)
-                result.replace_all_uses_with(zero)
-        op.erase()
+            kinds = [result.type for result in op.results]
+            zeros = [shardy.constant(_zero(kind), kind) for kind in kinds]
+        shardy.forward(op, zeros)
 
 
 def _leave_in_place(function: ir.Operation) -> None:
@@ -239,8 +238,7 @@ def _leave_in_place(function: ir.Operation) -> None:
     """
     for op in shardy.walk(function):
         if shardy.moves_to_memory(op):
-            op.results[0].replace_all_uses_with(op.operands[0])
-            op.erase()
+            shardy.forward(op, [op.operands[0]])
 
 
 def _zero(kind: ir.Type) -> str:

@@ -159,11 +159,8 @@ def _make_local(op: ir.Operation, sizes: Mapping[str, int]) -> None:
         found = _stands_for(op, sizes)
     if _SHARDING in op.attributes:
         del op.attributes[_SHARDING]
-    if found is None:
-        return
-    for old, new in zip(op.results, found, strict=True):
-        old.replace_all_uses_with(new)
-    op.erase()
+    if found is not None:
+        shardy.forward(op, found)
 
 
 def _stands_for(op: ir.Operation, sizes: Mapping[str, int]) -> list[ir.Value] | None:

@@ -94,8 +94,7 @@ def _blank_constants(function: ir.Operation) -> None:
         if op.name == "stablehlo.constant" and op not in kept:
             with ir.InsertionPoint(op), op.location:
                 blank = ir.Operation.create(_BLANK, results=[op.results[0].type])
-            op.results[0].replace_all_uses_with(blank.results[0])
-            op.erase()
+            shardy.forward(op, [blank.results[0]])
 
 
 def shaping_constants(function: ir.Operation) -> set[ir.Operation]:

@@ -7,7 +7,7 @@ the same order after :func:`normalise`; plans rely on it to name ops by number.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -202,16 +202,16 @@ def normalise(module: ir.Module) -> int:
         function = main_function(module)
         for op in walk(function):
             if op.name == "sdy.data_flow_edge":
-                _forward(op, [op.operands[0]])
+                forward(op, [op.operands[0]])
         erased = 0
         for op in walk(function):
             if op.name == "sdy.named_computation":
                 _inline(op)
             elif op.name == "sdy.sharding_constraint":
                 erased += 1
-                _forward(op, [op.operands[0]])
+                forward(op, [op.operands[0]])
             elif op.name == "stablehlo.convert" and _keeps_type(op):
-                _forward(op, [op.operands[0]])
+                forward(op, [op.operands[0]])
             elif op.name not in REGION_OPS:
                 _sink_constants(op)
                 relayout(op)
@@ -239,7 +239,7 @@ def _tidy_moves(function: ir.Operation) -> None:
             continue
         where = memory_of_move(maker) if moves_to_memory(maker) else "device"
         if memory_of_move(op) == where:
-            _forward(op, [op.operands[0]])
+            forward(op, [op.operands[0]])
     _move_late(function)
 
 
@@ -328,7 +328,8 @@ def _sink_constants(op: ir.Operation) -> None:
                     inner.operands[index] = copies[operand]
 
 
-def _forward(op: ir.Operation, values: list[ir.Value]) -> None:
+def forward(op: ir.Operation, values: Sequence[ir.Value]) -> None:
+    """Takes an op away, and has what reads its results read other values."""
     for result, value in zip(list(op.results), values, strict=True):
         result.replace_all_uses_with(value)
     op.erase()
@@ -353,7 +354,7 @@ def _put_in_place(op: ir.Operation, body: ir.Region) -> None:
         one.move_before(op)
     returned = list(last.operands)
     last.erase()
-    _forward(op, returned)
+    forward(op, returned)
 
 
 def _prefix_scope(op: ir.Operation, scope: str) -> None:

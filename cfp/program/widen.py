@@ -223,8 +223,7 @@ def _make_precise(op: ir.Operation, precise: bool) -> None:
 def _drop_rounding(op: ir.Operation) -> None:
     """Takes away an op that does nothing but round to less than float32."""
     if ir.IntegerAttr(op.attributes["mantissa_bits"]).value < _MANTISSA_BITS:
-        op.results[0].replace_all_uses_with(op.operands[0])
-        op.erase()
+        shardy.forward(op, [op.operands[0]])
 
 
 def _retype(function: ir.Operation) -> None:

@@ -24,7 +24,7 @@ from cfp.profiling.measurer import Measurer
 from cfp.profiling.outlook import Stage
 from cfp.profiling.rates import Rates
 from cfp.race.candidates import named_candidates
-from cfp.search.choices import estimate_among, leading_presets
+from cfp.search.choices import estimate_among, leading_presets, preset_times
 from cfp.search.expected import build_problem, estimate_options
 from cfp.search.guided import measure_candidates
 from cfp.search.problem import Problem
@@ -86,8 +86,8 @@ def profile_segments(
 
     Args:
         measure: whether to measure; otherwise no device is used.
-        all_presets: whether those that are estimated to be far behind are measured
-            where memory seems ample, too: it may be short, as of smaller budgets.
+        all_presets: whether those that are estimated to be far behind are measured,
+            too, which others are expected to make needless.
     """
     settings, alone = context.settings, context.agreement.alone
     rules = context.rules
@@ -101,13 +101,14 @@ def profile_segments(
         needs = {name: costs.least_peak_bytes(c) for name, c in every.items()}
         able = {n: every[n] for n, b in needs.items() if b <= memory.budget_bytes}
         every = able or every
-    # Where memory is short, what saves it is worth measuring however long it takes, and
-    # so are all where one could not be built or run; which depends on times, too, that
-    # several processes may know differently.
+    # Where memory is short, what saves it is worth measuring however long it takes; and
+    # so are all where one could not be built or run, or nothing fits once compiled.
+    # That depends on times, too, that several processes may know differently.
     near = leading_presets(analysis, estimates, every, rules.estimate_reach)
     tight = _tight_by_estimate(context, every, estimates, costs)
-    short = all_presets or (memory is not None and tight)
-    first = every if short or not alone else near
+    lean = near | _leaner(analysis, estimates, costs, every, near)
+    short = memory is not None and tight
+    first = every if all_presets or not alone else lean if short else near
     replacing = rules.replacing_for_memory if tight else rules.replacing
     measurer = Measurer(
         analysis.frame.program,
@@ -142,15 +143,32 @@ def profile_segments(
 
     found = explored(first)
     failed = any(not record.ok for record in found.records.values())
-    wider = (found.memory_bound or failed) and first != every
-    if wider and not measurer.interrupted:
-        more = explored(every)
+    wider = every if failed else lean if found.memory_bound else first
+    if wider.keys() - first.keys() and not measurer.interrupted:
+        more = explored(wider)
         # Where memory is not tight there is one round. If that was interrupted, or time
         # was over, less is known of all presets than is of the first ones.
         cut = measurer.interrupted or (found.memory_bound and measurer.is_over)
         if more.memory_bound or not cut:
-            return more, measurer
+            found, first = more, wider
     return replace(found, has_all_presets=first == every), measurer
+
+
+def _leaner(
+    analysis: Analysis,
+    estimates: Sequence[SegmentEstimate],
+    costs: Costs,
+    presets: Mapping[str, Choice],
+    near: Mapping[str, Choice],
+) -> dict[str, Choice]:
+    """Presets that need less memory than all that are estimated to be faster."""
+    times_ms = preset_times(analysis, estimates, presets)
+    needs = {name: costs.least_peak_bytes(one) for name, one in presets.items()}
+    least, found = min(needs[name] for name in near), dict[str, Choice]()
+    for name in sorted(presets.keys() - near.keys(), key=times_ms.__getitem__):
+        if needs[name] < least:
+            least, found[name] = needs[name], presets[name]
+    return found
 
 
 def expected_race(

@@ -223,16 +223,7 @@ def leading_presets(
     Args:
         reach: how many times as long as the best of them one may be estimated to take.
     """
-    kinds = [segment.kind for segment in analysis.segments]
-    # What moves between kinds is left out.
-    total_ms = {
-        name: sum(
-            kinds.count(kind)
-            * estimates[kind].total_ms(segment_candidate(analysis, index, choice))
-            for kind, index in enumerate(analysis.representatives)
-        )
-        for name, choice in presets.items()
-    }
+    total_ms = preset_times(analysis, estimates, presets)
     # Of a program that only passes on what it got there is nothing to estimate.
     best_ms = min(total_ms.values(), default=0.0)
     limit_ms = reach * best_ms if best_ms else float("inf")
@@ -243,6 +234,23 @@ def leading_presets(
         name: choice
         for name, choice in presets.items()
         if name in leading and total_ms[name] <= limit_ms
+    }
+
+
+def preset_times(
+    analysis: Analysis,
+    estimates: Sequence[SegmentEstimate],
+    presets: Mapping[str, Choice],
+) -> dict[str, float]:
+    """Estimated step times, in milliseconds, without what moves between segments."""
+    kinds = [segment.kind for segment in analysis.segments]
+    return {
+        name: sum(
+            kinds.count(kind)
+            * estimates[kind].total_ms(segment_candidate(analysis, index, choice))
+            for kind, index in enumerate(analysis.representatives)
+        )
+        for name, choice in presets.items()
     }
 
 

@@ -1,16 +1,27 @@
-"""Presets that race where choices are made by estimates."""
+"""Presets that are measured and race, and the search after what was compiled."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cfp.cost.costs import Costs
-from cfp.passes.search import _fastest
+from cfp.passes.profile import _leaner
+from cfp.passes.search import _fastest, search_as_compiled
 from cfp.presets.presets import presets
-from cfp.search.choices import picks_of
+from cfp.profiling.record import CompiledBytes
+from cfp.search.choices import picks_of, whole_choice
 from cfp.search.expected import build_problem, estimate_options
-from cfp.settings import PRESETS_BY_ESTIMATE, Replacing
-from cfp.solution import Prediction, prediction_of
+from cfp.search.problem import scale_memory
+from cfp.search.solver import solve
+from cfp.settings import (
+    ALL_DIMENSIONS,
+    PRESETS_BY_ESTIMATE,
+    ConstraintLevel,
+    Replacing,
+)
+from cfp.solution import Candidate, Prediction, Solution, prediction_of
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of
 
@@ -73,3 +84,66 @@ def test_a_prediction_has_time_and_memory_or_nothing(found):
     for nothing in (None, problem):
         unknown = prediction_of(analysis, nothing, again)
         assert unknown == Prediction() and unknown.peak_bytes is None
+
+
+@pytest.mark.parametrize("factor", [1.2, 1.5])
+def test_a_search_as_compiled_finds_the_fastest_that_fits_then(
+    found, monkeypatch, factor
+):
+    """All candidates need more than predicted by as much, and none fits."""
+    analysis, named, free = found
+    best = solve(free)
+    assert best is not None
+    problem = replace(free, budget_bytes=best.memory_bytes)
+    first = Candidate("planned", whole_choice(analysis, problem, best))
+
+    def needed(candidate, problem=problem):
+        size = prediction_of(analysis, problem, candidate.choice).size
+        rest = round(factor * size.temp_bytes)
+        return CompiledBytes(argument_bytes=size.argument_bytes, temp_bytes=rest)
+
+    every = [Candidate(n, c, is_preset=True) for n, c in named.items()]
+    large = [c for c in every if needed(c).peak_bytes > best.memory_bytes]
+    solution = Solution([first, *large], problem=problem, rates=rates_of(SQUARE))
+    monkeypatch.setattr(
+        "cfp.passes.search.compiled_before",
+        lambda _, programs: {
+            one.candidate.key: needed(one.candidate) for one in programs
+        },
+    )
+    rules = SimpleNamespace(
+        dimensions=ALL_DIMENSIONS,
+        estimates=False,
+        plans=1,
+        levels=(ConstraintLevel.EVERYTHING,),
+    )
+    context: Any = SimpleNamespace(
+        rules=rules, environment=(), usual_temp_share=lambda: 1.0
+    )
+    again = search_as_compiled(context, analysis, solution)
+    assert again is not None and again.problem is not None
+    new = again.candidates[0]
+    assert new.name == "planned, less memory"
+    scaled = scale_memory(again.problem, factor)
+    fastest = solve(scaled)
+    assert fastest is not None
+    assert new.predicted_ms == pytest.approx(fastest.cost_ms)
+    assert needed(new, again.problem).peak_bytes <= problem.budget_bytes
+    assert needed(first).peak_bytes > problem.budget_bytes
+    assert [*again.candidates[-len(solution.candidates) :]] == solution.candidates
+    # Presets that do not fit come with segments rematerialized, if they fit then.
+    more = again.candidates[1 : -len(solution.candidates)]
+    for one in more:
+        fitted = needed(one, again.problem).peak_bytes <= problem.budget_bytes
+        assert fitted and one.is_preset and one.choice.remat
+
+
+def test_slower_presets_are_worth_measuring_if_they_are_leaner(monkeypatch):
+    times = {"near": 1.0, "lean": 3.0, "large": 2.0, "as lean": 4.0, "leanest": 5.0}
+    needs = {"near": 9, "large": 9, "lean": 6, "as lean": 6, "leanest": 5}
+    monkeypatch.setattr("cfp.passes.profile.preset_times", lambda *_: times)
+    costs: Any = SimpleNamespace(least_peak_bytes=needs.__getitem__)
+    every: Any = {name: name for name in times}  # The choice is its name.
+    near = {"near": every["near"]}
+    analysis: Any = None
+    assert [*_leaner(analysis, (), costs, every, near)] == ["lean", "leanest"]

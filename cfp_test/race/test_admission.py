@@ -362,3 +362,17 @@ def test_what_fails_is_refused_and_the_next_has_its_turn(name):
     assert bases(made.candidate for made in found.refused) == {name}
     expected = {"planned", "next"} if name == "first" else {"first", "next"}
     assert fitting(found) <= expected and fitting(found)
+
+
+def test_what_is_known_not_to_fit_leaves_room_for_others():
+    """It is as many as are compiled in vain, where nobody knows their sizes."""
+    names = ["planned", *(f"p{n}" for n in range(1, MOST_REFUSED))]
+    sizes = {**dict.fromkeys(names, 122), "new": 90}
+    times = {name: 10.0 + 0.01 * place for place, name in enumerate(sizes)}
+    how = {"predicted": dict.fromkeys(sizes, 80), "presets": False}
+    found, _ = admit(sizes, times, **how)
+    assert fitting(found) == set() and len(left(found, MANY_REFUSED)) == len(sizes)
+    compiled = {candidate(name, 0.0).key: split(122) for name in names}
+    found, _ = admit(sizes, times, compiled=compiled, **how)
+    # What did not fit does with the memory limit.
+    assert fitting(found) == {*sizes}

@@ -164,7 +164,7 @@ def test_looking_at_a_program_takes_no_measurements(folder):
         ["plan", TOY, *ON_CPU, "--presets", "--json"],
     ]
     analysed, analysed_json, listed, listed_json = run_batch(lines, folder)
-    assert "2 blocks, 1 segments" in analysed.out
+    assert "2 blocks, 1 segment" in analysed.out
     assert (folder / "look" / "debug_analysis_global" / "strategy_map.txt").exists()
     assert not list(folder.glob("look/*.sqlite"))
     found = json.loads(analysed_json.out)

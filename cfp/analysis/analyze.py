@@ -23,6 +23,7 @@ from cfp.analysis.segments import Segment, find_segments, open_loops
 from cfp.analysis.storage import find_storage, pair_outputs
 from cfp.analysis.strategies import BlockSharding, Mesh, Spec
 from cfp.errors import PinError
+from cfp.printable import counted
 from cfp.program.graph import Program, reached
 
 # (segment that makes or stores, segment that reads)
@@ -145,11 +146,11 @@ class Analysis:
     segments: tuple[Segment, ...]
 
     def __repr__(self) -> str:
-        return (
-            f"Analysis of {len(self.frame.blocks)} blocks in {len(self.segments)} "
-            f"segments of {len(self.representatives)} kinds, on a mesh "
-            f"{dict(self.frame.mesh)}"
-        )
+        blocks = counted(len(self.frame.blocks), "block", "blocks")
+        segments = counted(len(self.segments), "segment", "segments")
+        kinds = counted(len(self.representatives), "kind", "kinds")
+        mesh = dict(self.frame.mesh)
+        return f"Analysis of {blocks} in {segments} of {kinds}, on a mesh {mesh}"
 
     @cached_property
     def representatives(self) -> tuple[int, ...]:

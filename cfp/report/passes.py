@@ -66,12 +66,14 @@ def analysis_view(
     """Kinds of segments, the blocks of each, and the ops that cannot be sharded."""
     frame = analysis.frame
     program = frame.program
-    kinds = len(analysis.representatives)
+    ops = counted(len(program.ops), "op", "ops")
+    blocks = counted(len(frame.blocks), "block", "blocks")
+    segments = counted(len(analysis.segments), "segment", "segments")
+    kinds = counted(len(analysis.representatives), "kind", "kinds")
     flops = program_flops(program) / 1e12
     lines = (
-        f"{len(program.ops)} ops, {len(frame.blocks)} blocks, "
-        f"{len(analysis.segments)} segments of {kinds} kinds, {flops:.4g} TFLOP per "
-        f"step; analysed in {seconds:.2f} s"
+        f"{ops}, {blocks}, {segments} of {kinds}, {flops:.4g} TFLOP per step; "
+        f"analysed in {seconds:.2f} s"
     )
     headings = ("kind", "segments", "block", "operation", "strategies")
     table = new_table(border, "Segments", dict.fromkeys(headings, "text"))

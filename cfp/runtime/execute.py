@@ -29,6 +29,7 @@ from cfp.errors import PlanMismatch
 from cfp.patterns.build import NAME as CROSS_ENTROPY
 from cfp.patterns.build import build, read_how
 from cfp.patterns.sites import cross_entropies
+from cfp.printable import counted
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiled import compile_right
 from cfp.profiling.compiler_options import UNTUNED
@@ -183,10 +184,9 @@ class CompiledStep:
 
     def __repr__(self) -> str:
         name = getattr(self.step.fn, "__name__", "a step")
-        return (
-            f"CompiledStep of {name}: {len(self.in_shardings)} arguments, "
-            f"{len(self.out_shardings)} results"
-        )
+        arguments = counted(len(self.in_shardings), "argument", "arguments")
+        results = counted(len(self.out_shardings), "result", "results")
+        return f"CompiledStep of {name}: {arguments}, {results}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step; arguments go to their shardings where they are elsewhere.

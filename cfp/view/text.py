@@ -66,7 +66,8 @@ def short_text(plan: Plan) -> str:
         more = counted(len(view.runs) - _MOST_RUNS, "more run", "more runs")
         lines.append(f"  and {more} of segments")
     sharded = sum(map(any, plan.arg_specs))
-    lines.append(f"  arguments: {sharded} of {len(plan.arg_specs)} are sharded")
+    verb = "is" if sharded == 1 else "are"
+    lines.append(f"  arguments: {sharded} of {len(plan.arg_specs)} {verb} sharded")
     lines += [f"  {remark}" for remark in view.remarks]
     lines.append('  more: plan.save("plan.json"), then: cfp show plan.json')
     wrap = TextWrapper(

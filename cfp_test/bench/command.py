@@ -113,6 +113,9 @@ def bench(
     process goes on. Options that this command does not know are the models':
     --layers 2 --batch 16 --dtype float32. Runs in a clone of cfp.
 
+    The example takes six minutes on two cores. On GPUs planning alone takes one to two
+    minutes for each model and mesh, and all its competitors are compiled and timed.
+
     Example: cfp bench --suite tiny --models gpt --devices 4 --platform cpu --quick
     """
     check_writable(json_file, "--json")

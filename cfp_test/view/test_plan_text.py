@@ -53,7 +53,7 @@ def test_a_plan_prints_in_a_few_lines():
         "  segment 0: embedding replicated; parameters sharded",
         "  segment 1-4 (layer_0-3): mlp x: columns; parameters sharded",
         "  segment 5: head replicated; parameters sharded",
-        "  arguments: 1 of 2 are sharded",
+        "  arguments: 1 of 2 is sharded",
         '  more: plan.save("plan.json"), then: cfp show plan.json',
     ]
 
@@ -584,10 +584,10 @@ def test_what_else_a_user_holds_prints_in_a_line(tmp_path):
     step(*args)
     assert repr(step) == f"ParallelStep of scaled: {step.plan}"
     compiled = step.plan.compile(scaled, *args)
-    assert repr(compiled) == "CompiledStep of scaled: 2 arguments, 1 results"
+    assert repr(compiled) == "CompiledStep of scaled: 2 arguments, 1 result"
     variant = cfp.Variant(name="line", fn=scaled, args=args, mesh=mesh)
     assert "name='line'" in repr(variant) and "1., 1." not in repr(variant)
     program, _ = trace(flatten_step(scaled, args, {}), mesh)
     assert repr(analyze(program, (("x", 4),))) == (
-        "Analysis of 1 blocks in 1 segments of 1 kinds, on a mesh {'x': 4}"
+        "Analysis of 1 block in 1 segment of 1 kind, on a mesh {'x': 4}"
     )

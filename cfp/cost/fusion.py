@@ -60,6 +60,17 @@ def uses_through(
 
 def is_in_memory(program: Program, v: int) -> bool:
     """Returns True if a tensor has memory of its own."""
+    return _is_written(program, v) or v in program.found(_find_shared)
+
+
+def _find_shared(program: Program) -> frozenset[int]:
+    """Finds what would be fused but for its many readers, and has no other memory."""
+    kernels = (program.ops[op] for op in program.found(_find_kernels))
+    shared = (v for op in kernels if op.kind in FUSED for v in op.results)
+    return frozenset(shared) - _kept(program)
+
+
+def _is_written(program: Program, v: int) -> bool:
     return _has_memory(program, v) or v in summed_in_two_orders(program)
 
 
@@ -167,6 +178,15 @@ def moved_bytes(program: Program) -> Mapping[int, float]:
 
 
 def _find_moved(program: Program) -> Mapping[int, float]:
+    kernels = program.found(_find_kernels)
+    within = _sums_within_others(program, kernels)
+    return {
+        op: 0.0 if op in within else _written(program, op) + sum(reads.values())
+        for op, reads in kernels.items()
+    }
+
+
+def _find_kernels(program: Program) -> Mapping[int, Reads]:
     users = program.users
     made_of: dict[int, Reads] = {}
     kernels: dict[int, Reads] = {}
@@ -183,7 +203,7 @@ def _find_moved(program: Program) -> Mapping[int, float]:
         is_fused = _sums_nothing(program, op) or (
             op.kind in FUSED
             and not any(
-                is_in_memory(program, v) or _is_shared(program, v, reads)
+                _is_written(program, v) or _is_shared(program, v, reads)
                 for v in op.results
             )
         )
@@ -192,11 +212,7 @@ def _find_moved(program: Program) -> Mapping[int, float]:
             made_of.update(dict.fromkeys(op.results, reads))
         else:
             kernels[op.id] = reads
-    within = _sums_within_others(program, kernels)
-    return {
-        op: 0.0 if op in within else _written(program, op) + sum(reads.values())
-        for op, reads in kernels.items()
-    }
+    return kernels
 
 
 def _kept(program: Program) -> frozenset[int]:

@@ -7,7 +7,7 @@ import pytest
 from cfp.analysis.analyze import analyze
 from cfp.cost.choice import segment_candidate
 from cfp.cost.costs import Costs, peak_bytes, steps_of
-from cfp.cost.fusion import summed_in_two_orders
+from cfp.cost.fusion import is_in_memory, summed_in_two_orders
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.rates import Rates
@@ -147,3 +147,51 @@ def test_what_a_tensor_in_memory_is_made_of_is_free_behind_it():
     peak = peak_bytes(steps, lambda v: program.values[v].size_bytes // size * size)
     # Both factors and the product; not these and the quotient.
     assert peak == 3 * size
+
+
+@pytest.mark.parametrize("in_loop", [False, True])
+@pytest.mark.parametrize("readers", [2, 3])
+def test_what_many_would_make_again_is_in_memory(readers, in_loop):
+    """Two readers of a sum of three read six; or one is written, and read twice."""
+
+    def step(a, b, c, ws):
+        def layer(a, _):
+            total = a + b + c
+            made = [jnp.tanh(i * total) @ w for i, w in enumerate(ws[:readers])]
+            return total, sum(one.sum() for one in made)
+
+        return jax.lax.scan(layer, a, None, 2)[1] if in_loop else layer(a, None)[1]
+
+    rows = 48
+    a, b, c, *ws = (normal(i, rows, rows) for i in range(6))
+    program, _ = trace(flatten_step(step, (a, b, c, ws)), make_mesh((("x", 2),)))
+    added = [op for op in program.ops if op.kind == "add"]
+    users = {op.results[0]: program.users[op.results[0]] for op in added}
+    [v] = [
+        v
+        for v, uses in users.items()
+        if any(program.ops[user].kind == "multiply" for user, _ in uses)
+    ]
+    # What a loop hands on has the loop's memory.
+    assert is_in_memory(program, v) is (readers == 3 and not in_loop)
+
+
+def test_levels_of_an_associative_scan_are_in_memory():
+    """Other tensors are three of 0.5 MiB. For an H200 XLA needs 1.63 MiB in all."""
+
+    def both(one, other):
+        return one[0] * other[0], other[0] * one[1] + other[1]
+
+    def step(params, x):
+        decay, added = jax.nn.sigmoid(x @ params["a"]), x @ params["in"]
+        _, h = jax.lax.associative_scan(both, (decay, added), axis=1)
+        return h @ params["out"]
+
+    params = {name: normal(i, 128, 128) for i, name in enumerate(("in", "a", "out"))}
+    args = params, normal(3, 4, 256, 128)
+    program, _ = trace(flatten_step(step, args), make_mesh((("x", 2),)))
+    steps = steps_of(program, [op.id for op in program.ops], frozenset())
+    sizes = {v: value.size_bytes for v, value in enumerate(program.values)}
+    sizes |= dict.fromkeys(program.outputs, 0)
+    peak = peak_bytes(steps, sizes.__getitem__)
+    assert 1.63 * 2**20 <= peak <= 2 * 2**20

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Any
 
 from cfp.analysis.blocks import Block
 from cfp.analysis.layout import Choice, Frame, Storage, lay_out
@@ -153,10 +152,8 @@ def propagated(frame: Frame) -> Mapping[str, Choice]:
 
     Nothing where there is no state to shard, and no two alike.
     """
-    known: dict[Any, Mapping[str, Choice]] = frame.program.looked_for.setdefault(
-        "propagated", {}
-    )
-    key = frame.mesh, tuple(sorted(frame.pins.items()))
+    known = frame.program.looked_for
+    key = (_propagated, frame.mesh, tuple(sorted(frame.pins.items())))
     if key not in known:
         known[key] = _propagated(frame)
     return known[key]
@@ -182,8 +179,8 @@ def activations(frame: Frame) -> Mapping[int, Spec]:
 
     A residual stream, forward and backward: what several blocks read.
     """
-    known = frame.program.looked_for.setdefault("activations", {})
-    if frame.mesh not in known:
+    known, key = frame.program.looked_for, (activations, frame.mesh)
+    if key not in known:
         program = frame.program
         layout = lay_out(frame, data_parallel(frame))
         shared = {}
@@ -193,8 +190,8 @@ def activations(frame: Frame) -> Mapping[int, Spec]:
                 spec = layout.spec(value.id)
                 if spec is not None and any(spec):
                     shared[value.id] = spec
-        known[frame.mesh] = shared
-    return known[frame.mesh]
+        known[key] = shared
+    return known[key]
 
 
 def data_parallel(frame: Frame) -> Choice:

@@ -260,6 +260,8 @@ PAGES: tuple[Page, ...] = (
             "suite_budgets_h100x2",
             "suite_budgets_h200x2",
             "suite_cost_model_h200x2",
+            "suite_cold_h100x2",
+            "suite_cold_h200x2",
         )
     ),
     *_OPERATORS,
@@ -360,6 +362,8 @@ PAGES: tuple[Page, ...] = (
                 "slow_h200x2",
                 "budgets_h200x2",
                 "budgets_h100x2",
+                "cold_h100x2",
+                "cold_h200x2",
             )
         ),
         figures=partial(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from cfp.presets.presets import PRESETS
@@ -231,6 +233,17 @@ def _presets_within(
     return own + others
 
 
+def _smallest_presets(data: Mapping[str, Any]) -> dict[str, int]:
+    """What the smallest preset that ran needs, by model; over any links as much."""
+    found: dict[str, int] = {}
+    for piece in data["pieces"]:
+        for one in timed_of(piece):
+            size = one.about.get("peak_bytes")
+            if one.group == "preset" and size:
+                found[piece["model"]] = min(size, found.get(piece["model"], size))
+    return found
+
+
 def _no_preset_fits(
     race: Sequence[Mapping[str, Any]], ways: Mapping[str, Mapping[str, Any]]
 ) -> bool:
@@ -248,10 +261,15 @@ def _no_preset_fits(
 
 
 def _budget_cells(
-    data: Mapping[str, Any], kind: str
+    data: Mapping[str, Any], kind: str, smallest: Mapping[str, int] | None = None
 ) -> tuple[list[list[Any]], list[Cell]]:
-    """Rows under budgets, and the cells that count, over one kind of links."""
+    """Rows under budgets, and the cells that count, over one kind of links.
+
+    Args:
+        smallest: see `_smallest_presets`; of the same data where it is left out.
+    """
     rows, cells = [], []
+    smallest = _smallest_presets(data) if smallest is None else smallest
     for piece in _pieces(data, kind):
         for share, about in piece.get("budgets", {}).items():
             where = f"{piece['model']}, {share}"
@@ -271,7 +289,9 @@ def _budget_cells(
                 for name, row in piece["ways"].items()
                 if name.startswith(f"{share}: ")
             }
+            is_small = smallest.get(piece["model"], math.inf) <= about["bytes"]
             unfit = ours is not None and _no_preset_fits(about["race"], these)
+            unfit = unfit and not is_small
             if found is None and unfit:
                 found = Cell(where=where, ratio=None, tie=False, rival="no preset fits")
             if found is not None:
@@ -460,11 +480,13 @@ def cells_page(
         left_out: cells that do not count.
     """
     newest: dict[str, tuple[str, str, Cell]] = {}
-    for piece in (piece for data in suites for piece in data["pieces"]):
+    every = {"pieces": [piece for data in suites for piece in data["pieces"]]}
+    smallest = _smallest_presets(every)
+    for piece in every["pieces"]:
         gpus, date = piece["environment"]["device_kind"].split()[1], piece["date"]
         alone = {"pieces": [piece]}
-        under = (one for kind in BUDGETS for one in _budget_cells(alone, kind)[1])
-        for one in (*under, *_free_cells(alone)):
+        under = [_budget_cells(alone, kind, smallest)[1] for kind in BUDGETS]
+        for one in (*chain.from_iterable(under), *_free_cells(alone)):
             if one.where not in newest or newest[one.where][0] <= date:
                 newest[one.where] = date, gpus, one
     counted = [one for where, (*_, one) in newest.items() if where not in left_out]

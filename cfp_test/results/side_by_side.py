@@ -234,7 +234,7 @@ def _presets_within(
 
 
 def _smallest_presets(data: Mapping[str, Any]) -> dict[str, int]:
-    """What the smallest preset that ran needs, by model; over any links as much."""
+    """Memory of the smallest preset that ran, by model; over any links it is as much."""
     found: dict[str, int] = {}
     for piece in data["pieces"]:
         for one in timed_of(piece):

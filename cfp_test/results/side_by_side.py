@@ -234,7 +234,7 @@ def _presets_within(
 
 
 def _smallest_presets(data: Mapping[str, Any]) -> dict[str, int]:
-    """Memory of the smallest preset that ran, by model; over any links it is as much."""
+    """Bytes of the smallest preset that ran, by model; over any links as many."""
     found: dict[str, int] = {}
     for piece in data["pieces"]:
         for one in timed_of(piece):

@@ -57,7 +57,7 @@ CHANGE_MARGIN = 1000.0
 # From how many arguments in their neighbourhood that is found out. Where it is one
 # number of a leaf that varies, one try may happen to be a hundred times too small.
 NUDGES = 3
-# And from how many more before a check fails.
+# And from how many more, at most, before a check fails.
 MORE_NUDGES = 13
 
 
@@ -240,12 +240,13 @@ class Check:
         del found
         sides = differences, compare(self._before(expected), expected)
         made = _comparison(moved, *sides, self._margin)
-        for tries in (NUDGES, NUDGES + MORE_NUDGES):
-            if not made.failures(self.tolerance):
+        for seed in range(NUDGES + MORE_NUDGES):
+            is_enough = seed == 0 or seed >= NUDGES
+            if is_enough and not made.failures(self.tolerance):
                 break
-            for seed in range(len(moved) - 1, tries):
-                tell(f"finding what rounding changes, run {seed + 1} of {tries}")
-                moved.append(self._nudged(expected, seed))
+            most = NUDGES if seed < NUDGES else NUDGES + MORE_NUDGES
+            tell(f"finding what rounding changes, run {seed + 1} of at most {most}")
+            moved.append(self._nudged(expected, seed))
             made = _comparison(moved, *sides, self._margin)
         feed_back(self._args, expected, self._feedback)
         return made

@@ -163,17 +163,8 @@ class Admitted:
     left: list[tuple[Candidate, str]] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Queued:
-    """A candidate that is to be compiled.
-
-    Attributes:
-        next: how it is compiled next: as it is, or with a memory limit.
-        tighter: the same with tighter limits, should that not fit.
-    """
-
-    next: Candidate
-    tighter: Sequence[Candidate] = ()
+# A candidate as it is, or with memory limits, the loosest first.
+_Ways = Sequence[Candidate]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -195,7 +186,7 @@ class _Admission:
     exempt_from_refusals: Collection[Any]
     known_large: Collection[tuple[Choice, ConstraintLevel]] = ()
     found: Admitted = field(default_factory=Admitted)
-    queue: list[_Queued] = field(default_factory=list)
+    queue: list[_Ways] = field(default_factory=list)
     limited: set[Choice] = field(default_factory=set)
 
     @property
@@ -217,23 +208,24 @@ class _Admission:
             if size.peak_bytes * COMPILED_TO_PREDICTED > memory.budget_bytes:
                 limits = limit_options(memory, size)
         if not limits:
-            self.queue.append(_Queued(one))
+            self.queue.append([one])
         elif one.choice in self.limited:
             # At another constraint level a choice needs as much.
             self.found.left.append((one, LIMITED_ONCE))
         else:
-            self._queue(with_options(one, limits))
+            self.limit(with_options(one, limits))
 
-    def _queue(self, ways: Sequence[Candidate]) -> None:
-        """Queues a candidate with memory limits, the loosest first."""
-        self.queue.append(_Queued(ways[0], ways[1:]))
-        self.limited.add(ways[0].choice)
+    def limit(self, ways: _Ways) -> None:
+        """Queues a candidate with memory limits, if there are any."""
+        if ways:
+            self.queue.append(ways)
+            self.limited.add(ways[0].choice)
 
     def select(
         self,
         however_slow: Collection[Any],
         reach: Mapping[ConstraintLevel, float] | None,
-    ) -> list[_Queued]:
+    ) -> list[_Ways]:
         """Selects what is compiled next; nothing if enough is compiled.
 
         The plan, and what is known to fit, come first, however many others were
@@ -244,7 +236,7 @@ class _Admission:
             however_slow: keys of what is compiled however slow it is.
             reach: as for :func:`compile_until_enough_fit`.
         """
-        self.queue.sort(key=lambda one: expected_ms(one.next))
+        self.queue.sort(key=lambda ways: expected_ms(ways[0]))
         fitting = self.fitting
         # What was refused as it is, and fits with the memory limit, fits.
         refused = (made.candidate for made in self.found.refused)
@@ -255,31 +247,49 @@ class _Admission:
         if self.memory is None:
             allowed = len(self.queue)
         exempt = self.exempt_from_refusals
-        first = [one for one in self.queue if one.next.key in exempt]
+        first = [ways for ways in self.queue if ways[0].key in exempt]
         if reach is None:
             return [] if fitting else [*(self.queue if allowed else first)][:1]
-        queued = [one.next for one in self.queue]
+        queued = [ways[0] for ways in self.queue]
         near = within_reach(queued, however_slow, reach, fitting)
-        others = [o for o in self.queue if o.next in near and o not in first]
-        others.sort(key=lambda one: one.next.key not in however_slow)
+        others = [w for w in self.queue if w[0] in near and w not in first]
+        others.sort(key=lambda ways: ways[0].key not in however_slow)
         return [*first, *others][: max(allowed, len(first))]
 
-    def sort_in(self, tried: _Queued, made: RaceResult) -> None:
-        """Adds what was compiled to what fits, or does not; then to the queue again."""
-        one, ways = tried.next, tried.tighter
-        if made.may_race:
-            self.found.fitting.append(made)
-            return
-        self.found.refused.append(made)
+    def sort_in(self, ways: _Ways, made: Sequence[RaceResult]) -> None:
+        """Adds a candidate to what fits, or does not; then to the queue again.
+
+        Args:
+            made: what became of the first of its ways, or more of them.
+        """
+        for one in made:
+            if one.may_race:
+                self.found.fitting.append(one)
+                return
+            self.found.refused.append(one)
+        one, first = ways[0], made[0]
         if (
             self.memory is not None
-            and not (made.fits or one.choice in self.limited)
+            and not (first.fits or one.choice in self.limited)
             and MEMORY_SHARE not in one.options
-            and may_fit(self.memory, made.size)
+            and may_fit(self.memory, first.size)
         ):
-            ways = with_options(one, limit_options(self.memory, made.size))
-        if ways:
-            self._queue(ways)
+            ways = [one, *with_options(one, limit_options(self.memory, first.size))]
+        self.limit(ways[len(made) :])
+
+
+def _at_once(chosen: Sequence[_Ways], most: int) -> list[int]:
+    """How many ways of each are compiled side by side: one, and more if threads idle.
+
+    Args:
+        most: programs that compile side by side.
+    """
+    counts, depth = [1] * len(chosen), max(map(len, chosen))
+    for count in range(2, depth + 1):
+        for place, ways in enumerate(chosen):
+            if len(ways) >= count and sum(counts) < most:
+                counts[place] = count
+    return counts
 
 
 def compile_until_enough_fit(
@@ -291,6 +301,7 @@ def compile_until_enough_fit(
     reach: Mapping[ConstraintLevel, float] | None,
     known: Collection[Any] = (),
     compiled: Mapping[Any, CompiledBytes] = MappingProxyType({}),
+    at_once: int = 1,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Admitted:
     """Compiles candidates until enough of them fit.
@@ -304,6 +315,8 @@ def compile_until_enough_fit(
             one that fits is enough, without a race.
         known: keys of what was compiled before and fits.
         compiled: what was compiled before needs, by key.
+        at_once: programs that compile side by side: where there are fewer, tighter
+            limits are tried beside the loosest.
         is_over: whether what was compiled by now must do, even if nothing fits.
     """
     # The plan is compiled as it is, and what is known to fit needs no prediction.
@@ -321,12 +334,12 @@ def compile_until_enough_fit(
         known_large={(one.choice, one.level) for one in large},
     )
     for one, made in zip(large, compile_all(large) if large else (), strict=True):
-        state.sort_in(_Queued(one), made)
+        state.sort_in([one], [made])
     for one in candidates:
         is_sure = memory is None or one.options or one.key in exempt
         if one not in large:
             state.add(one, None if is_sure else size_of(one))
-    first = [queued.next for queued in state.queue]
+    first = [ways[0] for ways in state.queue]
     however_slow = exempt_from_reach([*candidates[:1], *first])
     is_late = False
     while state.queue:
@@ -334,11 +347,17 @@ def compile_until_enough_fit(
         is_late = bool(chosen and (state.fitting or state.found.refused)) and is_over()
         if not chosen or is_late:
             break
-        state.queue = [one for one in state.queue if one not in chosen]
-        results = compile_all([one.next for one in chosen])
-        for queued, made in zip(chosen, results, strict=True):
-            state.sort_in(queued, made)
-    rest = [one.next for one in state.queue]
+        state.queue = [ways for ways in state.queue if ways not in chosen]
+        counts = _at_once(chosen, 1 if reach is None else at_once)
+        pairs = [*zip(chosen, counts, strict=True)]
+        # The loosest first: there may be no time for all.
+        depths = range(max(counts))
+        programs = [w[depth] for depth in depths for w, n in pairs if depth < n]
+        keys = [one.key for one in programs]
+        made = dict(zip(keys, compile_all(programs), strict=True))
+        for ways, count in pairs:
+            state.sort_in(ways, [made[one.key] for one in ways[:count]])
+    rest = [ways[0] for ways in state.queue]
     if is_late and not state.fitting:
         near = rest
     else:

@@ -26,7 +26,7 @@ from cfp.profiling.options import MeasureOptions
 from cfp.profiling.outlook import Stage
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import CompiledBytes, ProfileRecord, is_to_retry
-from cfp.profiling.remote import remote_for
+from cfp.profiling.remote import RemoteCompiler, remote_for
 from cfp.profiling.store import ProfileStore
 from cfp.program.graph import Program
 from cfp.race.programs import (
@@ -65,6 +65,17 @@ class Builder:
     options: MeasureOptions = field(default_factory=MeasureOptions)
     built: dict[str, Built] = field(default_factory=dict, repr=False)
     stages: tuple[Stage, Stage, Stage] = (Stage.WHOLE, Stage.WARM_UP, Stage.LOOKS)
+
+    @property
+    def remote(self) -> RemoteCompiler | None:
+        """Where programs are compiled, if not here."""
+        return remote_for(self.mesh.devices.flat[0].platform, self.options.remote)
+
+    @property
+    def at_once(self) -> int:
+        """Programs that compile side by side, at most."""
+        platform, remote = self.mesh.devices.flat[0].platform, self.remote
+        return default_threads(platform) if remote is None else remote.at_once
 
     @property
     def in_flight(self) -> InFlightLog:
@@ -123,14 +134,14 @@ def build_each(
         return {}
     mesh, built, options = builder.mesh, builder.built, builder.options
     agreement, platform = Agreement.of(mesh), mesh.devices.flat[0].platform
-    remote, most_bytes = remote_for(platform, options.remote), builder.budget_bytes
+    remote, most_bytes = builder.remote, builder.budget_bytes
     environment = replace(
         BuildEnvironment.beside(builder.store.build_path),
         always=options.compiler_options,
         remote=remote,
         wants_local=options.wants_local,
     )
-    most = default_threads(platform) if remote is None else remote.at_once
+    most = builder.at_once
     pairs = [(digest, built.get(one.identity)) for digest, one in wanted.items()]
     there = {digest: ready for digest, ready in pairs if ready is not None}
     took = [one.build_seconds for one in built.values()]

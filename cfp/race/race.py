@@ -249,6 +249,7 @@ class Run:
             reach=None if one_is_enough else self.context.rules.reach,
             known=known,
             compiled=self.sizes,
+            at_once=self.builder.at_once if self.context.agreement.alone else 1,
             is_over=self.is_over,
         )
 

@@ -376,3 +376,36 @@ def test_what_is_known_not_to_fit_leaves_room_for_others():
     found, _ = admit(sizes, times, compiled=compiled, **how)
     # What did not fit does with the memory limit.
     assert fitting(found) == {*sizes}
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(90, 140), st.floats(9.0, 12.0)), max_size=6),
+    st.sets(st.integers(0, 5)),
+    st.integers(2, 12),
+)
+def test_limits_beside_each_other_lose_nothing(others, stubborn, at_once):
+    """Tighter limits are tried where threads idle; of what fits the loosest races."""
+    sizes = {"planned": 122, **{f"p{n}": size for n, (size, _) in enumerate(others)}}
+    times = {"planned": 10.0, **{f"p{n}": ms for n, (_, ms) in enumerate(others)}}
+    how = {"stubborn": {f"p{n}" for n in stubborn}, "presets": False}
+    one_by_one, _ = admit(sizes, times, **how)
+    found, asked = admit(sizes, times, at_once=at_once, **how)
+    assert fitting(one_by_one) <= fitting(found)
+    assert len(asked) == len(set(asked))
+    names = [made.candidate.name for made in found.fitting]
+    assert len({name.partition(",")[0] for name in names}) == len(names)
+    limits = [name.partition(", ")[2] for name in names]
+    assert {*limits} <= {"", "within the budget"}
+
+
+def test_only_threads_that_idle_try_tighter_limits():
+    sizes, times = {"planned": 122, "next": 122}, {"planned": 10.0, "next": 10.1}
+    how = {"predicted": dict.fromkeys(sizes, 80), "stubborn": {*sizes}}
+    _, asked = admit(sizes, times, at_once=3, **how)
+    loose, tight = ", within the budget", ", well within the budget"
+    assert asked[2:5] == [f"planned{loose}", f"next{loose}", f"planned{tight}"]
+    _, asked = admit(sizes, times, **how)
+    assert asked[2:5] == [f"planned{loose}", f"next{loose}", f"planned{tight}"]
+    _, asked = admit(sizes, times, at_once=6, **how)
+    assert asked[2:6] == [f"{n}{how}" for how in (loose, tight) for n in sizes]

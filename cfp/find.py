@@ -223,11 +223,12 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
                 found = complete_plan(
                     *parts, solution, profiles, last_resort=not may_measure_more
                 )
-            except NoneFits:
+            except NoneFits as unfit:
                 # Memory was ample by predictions, and is short once compiled.
                 profiles = profile(context, analysis, all_presets=True)
                 interrupted = profiles.interrupted
                 solution = search(context, analysis, profiles)
+                solution = solution.after_race(unfit.seconds)
                 found = complete_plan(*parts, solution, profiles)
         except CfpError as error:
             error.interrupted |= interrupted
@@ -313,11 +314,11 @@ def _decided(
         made, outcome = decide(
             context, analysis, solution, last_resort and not may_again
         )
-    except NoneFits:
+    except NoneFits as unfit:
         again = search_as_compiled(context, analysis, solution)
         if again is None and not last_resort:
             raise
-        again = again or solution
+        again = (again or solution).after_race(unfit.seconds)
     except KeyboardInterrupt:
         decided_by = context.decided_by(solution.interrupted)
         if not context.agreement.alone or decided_by is not DecidedBy.RACE:

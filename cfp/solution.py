@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cfp.analysis.analyze import Analysis
@@ -56,6 +56,10 @@ class Candidate:
         return self.choice, self.level, tuple(sorted(self.options.items()))
 
 
+# Of a plan's counts how long the races took, and of a solution's those before it.
+RACE_SECONDS = "race_seconds"
+
+
 @dataclass(frozen=True)
 class Solution:
     """Result of the search.
@@ -76,6 +80,10 @@ class Solution:
     counts: Mapping[str, float] = field(default_factory=dict)
     interrupted: bool = False
     rates: Rates | None = field(default=None, repr=False)
+
+    def after_race(self, seconds: float) -> Solution:
+        """The same, after a race that took some time and that nothing fitted in."""
+        return replace(self, counts={**self.counts, RACE_SECONDS: seconds})
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -106,9 +107,9 @@ def profile_segments(
     # That depends on times, too, that several processes may know differently.
     near = leading_presets(analysis, estimates, every, rules.estimate_reach)
     tight = _tight_by_estimate(context, every, estimates, costs)
-    lean = near | _leaner(analysis, estimates, costs, every, near)
+    with_leaner = partial(_with_leaner, analysis, estimates, costs, every, near)
     short = memory is not None and tight
-    first = every if all_presets or not alone else lean if short else near
+    first = every if all_presets or not alone else with_leaner() if short else near
     replacing = rules.replacing_for_memory if tight else rules.replacing
     measurer = Measurer(
         analysis.frame.program,
@@ -143,7 +144,7 @@ def profile_segments(
 
     found = explored(first)
     failed = any(not record.ok for record in found.records.values())
-    wider = every if failed else lean if found.memory_bound else first
+    wider = every if failed else with_leaner() if found.memory_bound else first
     if wider.keys() - first.keys() and not measurer.interrupted:
         more = explored(wider)
         # Where memory is not tight there is one round. If that was interrupted, or time
@@ -154,17 +155,18 @@ def profile_segments(
     return replace(found, has_all_presets=first == every), measurer
 
 
-def _leaner(
+def _with_leaner(
     analysis: Analysis,
     estimates: Sequence[SegmentEstimate],
     costs: Costs,
     presets: Mapping[str, Choice],
     near: Mapping[str, Choice],
 ) -> dict[str, Choice]:
-    """Presets that need less memory than all that are estimated to be faster."""
+    """Near presets, and those that need less memory than all estimated to be faster."""
     times_ms = preset_times(analysis, estimates, presets)
     needs = {name: costs.least_peak_bytes(one) for name, one in presets.items()}
-    least, found = min(needs[name] for name in near), dict[str, Choice]()
+    least = min((needs[name] for name in near), default=0)
+    found = dict(near)
     for name in sorted(presets.keys() - near.keys(), key=times_ms.__getitem__):
         if needs[name] < least:
             least, found[name] = needs[name], presets[name]

@@ -216,7 +216,15 @@ class RaceRow:
 
 
 class NoneFits(Exception):
-    """No candidate fits, as compiled, and nothing smaller was tried."""
+    """No candidate fits, as compiled, and nothing smaller was tried.
+
+    Attributes:
+        seconds: how long that took to find out.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"after {seconds:.0f} s")
+        self.seconds = seconds
 
 
 @dataclass(frozen=True, kw_only=True)

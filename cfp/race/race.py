@@ -79,7 +79,7 @@ from cfp.settings import (
     WHOLE_TRIES,
     ConstraintLevel,
 )
-from cfp.solution import Candidate, Solution, prediction_of
+from cfp.solution import RACE_SECONDS, Candidate, Solution, prediction_of
 
 # A key of its own, so that this race cannot change the leaders of the first.
 SECOND: Parts = (("race", "with other compiler options"),)
@@ -112,6 +112,12 @@ class Run:
             options=context.measure,
             built=self.built,
         )
+
+    @property
+    def seconds(self) -> float:
+        """Time that the race took until now, with races before it."""
+        before_seconds = self.solution.counts.get(RACE_SECONDS, 0.0)
+        return before_seconds + time.perf_counter() - self.started
 
     def compile_all(self, candidates: Sequence[Candidate]) -> list[RaceResult]:
         """Compiles candidates; results say what they need and which cannot race."""
@@ -222,7 +228,7 @@ class Run:
         is_late = TOO_LATE in {*skipped, *(why for _, why in found.left)}
         is_late = is_late or self.is_over()
         if not (last_resort or is_late):
-            raise NoneFits
+            raise NoneFits(self.seconds)
         for number, one in enumerate(self.smaller(refused)):
             if number and self.is_over():
                 return
@@ -362,7 +368,7 @@ class Run:
             counts={
                 **counts,
                 **self.context.measure.outlook.counts,
-                "race_seconds": time.perf_counter() - self.started,
+                RACE_SECONDS: self.seconds,
                 "race_cached": float(not self.fresh),
             },
             raced=tuple((one.candidate, one.time_ms) for one in results if one.ran),

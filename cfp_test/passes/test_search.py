@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cfp.cost.costs import Costs
-from cfp.passes.profile import _leaner
+from cfp.passes.profile import _with_leaner
 from cfp.passes.search import _fastest, search_as_compiled
 from cfp.presets.presets import presets
 from cfp.profiling.record import CompiledBytes
@@ -146,4 +146,5 @@ def test_slower_presets_are_worth_measuring_if_they_are_leaner(monkeypatch):
     every: Any = {name: name for name in times}  # The choice is its name.
     near = {"near": every["near"]}
     analysis: Any = None
-    assert [*_leaner(analysis, (), costs, every, near)] == ["lean", "leanest"]
+    found = _with_leaner(analysis, (), costs, every, near)
+    assert [*found] == ["near", "lean", "leanest"]

@@ -183,11 +183,14 @@ def test_the_second_time_nothing_runs(measured, square):
 
 def test_keys_say_what_and_where(measured):
     _, _, store = measured
-    names = [name for name, _ in store.records()[0].parts]
-    assert names[0] == "what"
-    assert {"mesh", "platform", "device_kind", "jaxlib_version"} <= set(names)
+    every = [one.parts for one in store.records()]
+    assert {parts[0][0] for parts in every} == {"what"}
+    assert all(
+        {"platform", "device_kind", "jaxlib_version"} <= {*dict(p)} for p in every
+    )
     wanted = {("what", "collective"), ("kind", "all-gather"), ("axes", "y")}
-    found = [dict(key.parts) for key in store.keys() if wanted <= {*key.parts}]
+    wanted |= {("mesh", "x=2,y=4")}
+    found = [dict(parts) for parts in every if wanted <= {*parts}]
     assert {parts["bytes"] for parts in found} == {"1024", "8192"}
 
 

@@ -212,6 +212,8 @@ from jax.extend.mlir import ir
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 
+MANY = 12  # Since JAX 0.12 up to eleven programs in a row share a context.
+
 def read(scale):
     def step(x):
         def layer(x, _):
@@ -228,10 +230,10 @@ def count():
 
 read(1.0)
 before = count()
-for number in range(3):
+for number in range(MANY):
     read(float(number))
 after = count()
-held = read(1.0)
+held = [read(1.0) for _ in range(MANY)]
 print(before, after, count())
 """
 

@@ -219,16 +219,19 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
                 solution = search(context, analysis, profiles)
             may_measure_more = _may_measure_more(context, profiles)
             parts = context, step, analyzed
+            found, seconds_before = None, 0.0
             try:
                 found = complete_plan(
                     *parts, solution, profiles, last_resort=not may_measure_more
                 )
             except NoneFits as unfit:
+                seconds_before = unfit.seconds
+            if found is None:
                 # Memory was ample by predictions, and is short once compiled.
                 profiles = profile(context, analysis, all_presets=True)
                 interrupted = profiles.interrupted
                 solution = search(context, analysis, profiles)
-                solution = solution.after_race(unfit.seconds)
+                solution = solution.after_race(seconds_before)
                 found = complete_plan(*parts, solution, profiles)
         except CfpError as error:
             error.interrupted |= interrupted
@@ -302,8 +305,7 @@ def _decided(
 
     Where nothing that was predicted to fit does, as compiled, that is the one that was
     searched for by what was compiled; so it is where only what an earlier search has
-    rematerialized fits, and this one saw no need. Interrupted in the race, before the
-    first have their times, it takes the best by prediction.
+    rematerialized fits, and this one saw no need.
 
     Args:
         last_resort: whether the smallest are compiled where no candidate of both fits.
@@ -311,14 +313,42 @@ def _decided(
 
     may_again = profiles is not None and not context.agreement.is_over(context.end)
     try:
-        made, outcome = decide(
-            context, analysis, solution, last_resort and not may_again
-        )
+        first = _raced(context, analysis, solution, last_resort and not may_again)
     except NoneFits as unfit:
         again = search_as_compiled(context, analysis, solution)
         if again is None and not last_resort:
             raise
-        again = (again or solution).after_race(unfit.seconds)
+        first, solution = None, (again or solution).after_race(unfit.seconds)
+    if first is None:
+        return _raced(context, analysis, solution, last_resort)
+    made, outcome, raced = first
+    saw_no_need = profiles is not None and not profiles.memory_bound
+    is_short = saw_no_need and outcome.winner.choice.remat
+    cut = raced.interrupted or outcome.interrupted
+    if not is_short or cut or context.agreement.is_over(context.end):
+        return first
+    again = search_as_compiled(context, analysis, solution)
+    if again is None:
+        return first
+    try:
+        return *decide(context, analysis, again, last_resort), again
+    except KeyboardInterrupt:
+        if not context.agreement.alone:
+            raise
+        context.measure.tell("interrupted: taking what won before")
+        return made, replace(outcome, interrupted=True), solution
+
+
+def _raced(
+    context: PlanContext, analysis: Analysis, solution: Solution, last_resort: bool
+) -> tuple[Plan, RaceOutcome, Solution]:
+    """The plan of what won, the race, and the solution that raced.
+
+    Interrupted in the race, before the first have their times, it takes the best by
+    prediction.
+    """
+    try:
+        return *decide(context, analysis, solution, last_resort), solution
     except KeyboardInterrupt:
         decided_by = context.decided_by(solution.interrupted)
         if not context.agreement.alone or decided_by is not DecidedBy.RACE:
@@ -330,17 +360,6 @@ def _decided(
         except CfpError as error:
             error.interrupted = True
             raise
-    else:
-        saw_no_need = profiles is not None and not profiles.memory_bound
-        is_short = saw_no_need and outcome.winner.choice.remat
-        again = None
-        if is_short and not (
-            outcome.interrupted or context.agreement.is_over(context.end)
-        ):
-            again = search_as_compiled(context, analysis, solution)
-        if again is None:
-            return made, outcome, solution
-    return *decide(context, analysis, again, last_resort), again
 
 
 def _unasked(context: PlanContext) -> Replacing | None:

@@ -280,7 +280,7 @@ class Run:
             choice = one.candidate.choice
             needs[choice] = max(needs[choice], one.peak_bytes)
         if (most := self.context.budget_bytes) is not None:
-            names = {one.name for one in refused}
+            names = [one.name for one in self.solution.candidates]
             again = sum(name.startswith(LESS_MEMORY) for name in names)
             best = smaller_than(analysis, problem, needs, most, again + 1)
             sizes = [

@@ -433,6 +433,11 @@ def _place(row: RaceRow) -> tuple[bool, float, float]:
     return bool(row.note), first, second
 
 
+def _base(row: RaceRow) -> str:
+    """The name of the candidate that a row is a variant of."""
+    return row.name.partition(", ")[0]
+
+
 def _race(plan: Plan) -> RaceView:
     """Takes each candidate's fastest variant, and each program once.
 
@@ -441,7 +446,7 @@ def _race(plan: Plan) -> RaceView:
     """
     best: dict[str, RaceRow] = {}
     for row in sorted(plan.race, key=lambda r: (r.name != plan.winner, *_place(r))):
-        best.setdefault(row.name.partition(", ")[0], row)
+        best.setdefault(_base(row), row)
     programs: dict[object, list[RaceRow]] = {}
     for row in best.values():
         programs.setdefault(row.samples_ms or row.name, []).append(row)
@@ -467,15 +472,17 @@ def _race(plan: Plan) -> RaceView:
     times = {row.name: row.time_ms for row in able if row.time_ms is not None}
     figures = times or {row.name: row.predicted_ms for row in able}
     own = figures.get(plan.winner)
-    slower = len(plan.race) - len(best)
-    variants = "variants" if slower > 1 else "variant"
+    hidden = [row for row in plan.race if best[_base(row)] is not row]
+    ran_all = not any(row.note for row in hidden)
+    kind = "slower variant" if ran_all else "variant"
+    variants = f"and {counted(len(hidden), kind, f'{kind}s')} of these"
     title = _UNMEASURED[plan.rung] if candidates else "Candidates"
     return RaceView(
         title="Race" if ran else title,
         ran=ran,
         candidates=tuple(candidates),
         shared_note=shared,
-        slower=f"and {slower} slower {variants} of these" if slower else "",
+        slower=variants + ", slower or not run" * (not ran_all) if hidden else "",
         scale=words.scale_text(plan.search, plan.measured_ms),
         is_tie=own is not None and any(ms < own for ms in figures.values() if ms),
         has_rungs=any(row.rung != "measured" for row in plan.race),

@@ -20,6 +20,7 @@ from cfp.view.page import (
     ticks,
     timeline,
 )
+from cfp.view.text import plan_text
 from cfp_test.report.plans import RACE, as_data, layers, make_plan, row
 from cfp_test.reported import (
     DEEP,
@@ -233,6 +234,14 @@ def test_the_page_says_of_a_race_what_the_terminal_says():
     assert page.rows("race")[0][1] == "7.0 s, from the cache"
     assert "7 times in one step" in page.text
     assert page.rows("search")[0][1] == "0.5 s"
+
+
+def test_variants_that_do_not_fit_are_not_called_slower():
+    [data, planned, zero1, _] = RACE
+    large = replace(zero1, name="data_parallel, flag", note="over the memory budget")
+    plan = make_plan([row(0, 0, "Net/up")], [data, planned, large])
+    assert "and 1 variant of these, slower or not run" in plan_text(plan)
+    assert "slower variant" not in Page(page_html(plan)).text
 
 
 def test_a_page_without_candidates_calls_them_no_estimates():

@@ -242,8 +242,8 @@ def test_a_described_plan_is_of_the_program_that_gpus_run(mesh, tmp_path, kind):
         lowered = traced.lower(lowering_platforms=(platform,))
         module = lowered.compiler_ir("stablehlo")
         erased = shardy.normalise(module)
-        leaves, tree = jax.tree.flatten(step.traced.out_info)
-        lowering = Lowering(lowered, module, tree, tuple(leaves), erased)
+        tree = jax.tree.structure(step.traced.out_info)
+        lowering = Lowering(lowered, module, tree, erased)
         found[platform] = read_lowering(step, lowering).fingerprint
     assert ahead.fingerprint == found["cuda"]
     if found["cpu"] != found["cuda"]:

@@ -25,7 +25,7 @@ def won(name, choice=PLAIN):
 
 @pytest.fixture
 def decided(monkeypatch):
-    """What is decided where races end so, one after the other, and what was said."""
+    """Decides where races end so, one after the other; returns what was said, too."""
 
     def make(*ends, alone=True, memory_bound=False):
         left, asked, told = [*ends], [], []
@@ -47,8 +47,9 @@ def decided(monkeypatch):
                 DecidedBy.COMPILER if interrupted else DecidedBy.RACE
             ),
         )
+        analysis: Any = None
         profiles: Any = SimpleNamespace(memory_bound=memory_bound)
-        found = find._decided(context, SimpleNamespace(), FIRST, profiles, True)
+        found = find._decided(context, analysis, FIRST, profiles, True)
         assert not left
         return found, asked, told
 

@@ -279,7 +279,7 @@ class _Admission:
 
 
 def _at_once(chosen: Sequence[_Ways], most: int) -> list[int]:
-    """How many ways of each are compiled side by side: one, and more if threads idle.
+    """Counts ways of each that compile side by side: one, and more if threads idle.
 
     Args:
         most: programs that compile side by side.

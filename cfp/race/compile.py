@@ -68,7 +68,7 @@ class Builder:
 
     @property
     def remote(self) -> RemoteCompiler | None:
-        """Where programs are compiled, if not here."""
+        """The machine that compiles programs, if not this one."""
         return remote_for(self.mesh.devices.flat[0].platform, self.options.remote)
 
     @property

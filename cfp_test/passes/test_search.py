@@ -11,6 +11,8 @@ from cfp.passes.profile import _with_leaner
 from cfp.passes.search import _fastest, search_as_compiled
 from cfp.presets.presets import presets
 from cfp.profiling.record import CompiledBytes
+from cfp.race.candidates import less_memory
+from cfp.race.race import Run
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.expected import build_problem, estimate_options
 from cfp.search.problem import scale_memory
@@ -136,6 +138,21 @@ def test_a_search_as_compiled_finds_the_fastest_that_fits_then(
     for one in more:
         fitted = needed(one, again.problem).peak_bytes <= problem.budget_bytes
         assert fitted and one.is_preset and one.choice.remat
+
+
+def test_the_last_resort_is_named_like_no_candidate(found):
+    """There was no time to compile what the search as compiled has found."""
+    analysis, _, free = found
+    best = solve(free)
+    assert best is not None
+    problem = replace(free, budget_bytes=best.memory_bytes)
+    choice = whole_choice(analysis, problem, best)
+    names = ["planned", less_memory(1), less_memory(2)]
+    solution = Solution([Candidate(n, choice) for n in names], problem=problem)
+    context: Any = SimpleNamespace(budget_bytes=problem.budget_bytes)
+    first, *_ = Run(context, analysis, solution).smaller([])
+    assert first.name == "planned, less memory 3"
+    assert first.choice == choice
 
 
 def test_slower_presets_are_worth_measuring_if_they_are_leaner(monkeypatch):

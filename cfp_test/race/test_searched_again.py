@@ -58,10 +58,11 @@ def decided(monkeypatch):
 
 def test_interrupted_after_nothing_fitted_the_best_that_fits_is_taken(decided):
     best = won(LESS_MEMORY, AGAIN)
-    found, asked, told = decided(NoneFits(), KeyboardInterrupt(), best)
-    cut = replace(SECOND, interrupted=True)
+    found, asked, told = decided(NoneFits(1.5), KeyboardInterrupt(), best)
+    second = SECOND.after_race(1.5)
+    cut = replace(second, interrupted=True)
     assert found == (*best, cut)
-    assert asked == [(FIRST, False), (SECOND, True), (cut, True)]
+    assert asked == [(FIRST, False), (second, True), (cut, True)]
     assert told == ["interrupted: taking the best by prediction"]
 
 
@@ -74,7 +75,7 @@ def test_interrupted_in_a_further_race_what_won_before_is_taken(decided):
     assert told == ["interrupted: taking what won before"]
 
 
-@pytest.mark.parametrize("ends", [(NoneFits(),), (won("planned", AGAIN),)])
+@pytest.mark.parametrize("ends", [(NoneFits(1.5),), (won("planned", AGAIN),)])
 def test_several_processes_are_interrupted_together(decided, ends):
     with pytest.raises(KeyboardInterrupt):
         decided(*ends, KeyboardInterrupt(), alone=False)

@@ -5,7 +5,7 @@ memory budget. By three rules programs are not compiled:
 
 - *Reach*: one that is not within `reach` of the fastest that fits is not.
 - *Refusals*: after `MOST_REFUSED` that do not fit no others are. What was compiled
-  before, and is known not to fit, is none of these.
+  before, and is known not to fit, is none of these; as many of it get a memory limit.
 - *Memory*: what cannot fit by prediction, whatever the compiler does, is not. One whose
   predicted memory times `COMPILED_TO_PREDICTED` is more than the budget is compiled
   with the compiler's memory limit only, where the compiler takes one, and at one
@@ -237,22 +237,24 @@ class _Admission:
             reach: as for :func:`compile_until_enough_fit`.
         """
         self.queue.sort(key=lambda ways: expected_ms(ways[0]))
-        fitting = self.fitting
+        fitting, large = self.fitting, {*self.known_large}
         # What was refused as it is, and fits with the memory limit, fits.
-        refused = (made.candidate for made in self.found.refused)
+        refused = [made.candidate for made in self.found.refused]
         failed = {(one.choice, one.level) for one in refused}
-        failed -= {(one.choice, one.level) for one in fitting}
-        failed -= {*self.known_large}
+        failed -= {(one.choice, one.level) for one in fitting} | large
+        limited = {(o.choice, o.level) for o in refused if MEMORY_SHARE in o.options}
+        vain = large - limited if len(large & limited) >= MOST_REFUSED else set()
+        queue = [w for w in self.queue if (w[0].choice, w[0].level) not in vain]
         allowed = max(0, MOST_REFUSED - len(failed))
         if self.memory is None:
-            allowed = len(self.queue)
+            allowed = len(queue)
         exempt = self.exempt_from_refusals
-        first = [ways for ways in self.queue if ways[0].key in exempt]
+        first = [ways for ways in queue if ways[0].key in exempt]
         if reach is None:
-            return [] if fitting else [*(self.queue if allowed else first)][:1]
-        queued = [ways[0] for ways in self.queue]
+            return [] if fitting else [*(queue if allowed else first)][:1]
+        queued = [ways[0] for ways in queue]
         near = within_reach(queued, however_slow, reach, fitting)
-        others = [w for w in self.queue if w[0] in near and w not in first]
+        others = [w for w in queue if w[0] in near and w not in first]
         others.sort(key=lambda ways: ways[0].key not in however_slow)
         return [*first, *others][: max(allowed, len(first))]
 

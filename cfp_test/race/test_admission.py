@@ -409,3 +409,23 @@ def test_only_threads_that_idle_try_tighter_limits():
     assert asked[2:5] == [f"planned{loose}", f"next{loose}", f"planned{tight}"]
     _, asked = admit(sizes, times, at_once=6, **how)
     assert asked[2:6] == [f"{n}{how}" for how in (loose, tight) for n in sizes]
+
+
+@pytest.mark.parametrize(("reach", "new_ms"), [(REACH, 10.4), (None, 30.0)])
+def test_of_what_is_known_not_to_fit_few_get_a_memory_limit(reach, new_ms):
+    """With smaller budgets in turn, as of a store that has many programs."""
+    names = ["planned", *(f"p{n}" for n in range(1, 4 * MOST_REFUSED))]
+    sizes = {**dict.fromkeys(names, 122), "new": 90}
+    times = {name: 10.0 + 0.01 * place for place, name in enumerate(names)}
+    found, asked = admit(
+        sizes,
+        {**times, "new": new_ms},
+        predicted=dict.fromkeys(sizes, 80),
+        stubborn=names,
+        compiled={candidate(name, 0.0).key: split(122) for name in names},
+        presets=False,
+        reach=reach,
+    )
+    limited = {name.partition(", ")[0] for name in asked if ", " in name}
+    assert limited == {*names[:MOST_REFUSED]}
+    assert fitting(found) == {"new"}

@@ -143,15 +143,18 @@ def profile_segments(
         )
 
     found = explored(first)
-    failed = any(not record.ok for record in found.records.values())
-    wider = every if failed else with_leaner() if found.memory_bound else first
-    if wider.keys() - first.keys() and not measurer.interrupted:
+    while not measurer.interrupted:
+        failed = any(not record.ok for record in found.records.values())
+        wider = every if failed else with_leaner() if found.memory_bound else first
+        if not wider.keys() - first.keys():
+            break
         more = explored(wider)
         # Where memory is not tight there is one round. If that was interrupted, or time
         # was over, less is known of all presets than is of the first ones.
         cut = measurer.interrupted or (found.memory_bound and measurer.is_over)
-        if more.memory_bound or not cut:
-            found, first = more, wider
+        if cut and not more.memory_bound:
+            break
+        found, first = more, wider
     return replace(found, has_all_presets=first == every), measurer
 
 

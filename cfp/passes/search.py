@@ -196,7 +196,7 @@ def _fitting_as_compiled(
     for (choice, *_), one in compiled_before(context, programs).items():
         size = prediction_of(analysis, problem, choice).size
         if size is not None and size.temp_bytes:
-            factor = (one.peak_bytes - size.argument_bytes) / size.temp_bytes
+            factor = max(0.0, one.peak_bytes - size.argument_bytes) / size.temp_bytes
             # At another constraint level it may need more.
             factors[choice] = min(factor, factors.get(choice, factor))
     if problem.budget_bytes is None or not factors:

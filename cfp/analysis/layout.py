@@ -299,6 +299,19 @@ class Layout:
             found = self._made_spec(loop.yields[place])
         return found or ((),) * len(program.values[canonical].shape)
 
+    def _chosen(self, op: Op, result: int) -> Spec:
+        """The sharding of a branch's result: as it is read, or else stored, or made."""
+        if (spec := self.read_spec(result)) is not None:
+            return spec
+        program = self.frame.program
+        for position, output in enumerate(self.frame.paired):
+            if output is not None and program.outputs[output] == result:
+                return self.arg_spec(position)
+        made = op.yields[op.results.index(result) :: len(op.results)]
+        specs = [*filter(None, map(self._made_spec, made))]
+        whole = ((),) * len(program.values[result].shape)
+        return next(filter(any, specs), whole)
+
     def _made_spec(self, value: int) -> Spec | None:
         """Returns the spec in which a value's op makes it, seen through barriers."""
         producer = self.frame.program.values[value].producer
@@ -317,9 +330,7 @@ class Layout:
                 if op.kind == "while":
                     self._carry(op, result)
                 else:
-                    shape = program.values[result].shape
-                    spec = self.read_spec(result) or ((),) * len(shape)
-                    self.value_spec[result] = spec
+                    self.value_spec[result] = self._chosen(op, result)
         for op_id in sorted(self.axes):
             op = program.ops[op_id]
             specs, partial = self._result_specs(op)

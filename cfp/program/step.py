@@ -21,7 +21,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from math import prod
 from types import NoneType
@@ -675,6 +675,10 @@ def abstract(leaf: Any, name: str) -> jax.ShapeDtypeStruct:
     if "/" in name:
         root = name.partition("/")[0]
         way_out = f"Pass only the arrays in {root!r}, and add the rest inside the step."
+    if is_dataclass(leaf):
+        way_out = "If it holds arrays, register its class with "
+        way_out += "jax.tree_util.register_dataclass; if it holds none, name the "
+        way_out += "argument in static_argnums or static_argnames."
     raise StepNotTraceable(
         f"Argument {name!r} is a {kind}, which is not an array that JAX takes. "
         + way_out

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import AbstractMesh
 
@@ -345,3 +346,55 @@ def test_what_shards_nothing_is_not_called_data_parallel():
     assert "data_parallel" not in found
     layout = lay_out(frame, found["replicated"])
     assert not any(any(layout.arg_spec(i)) for i in range(len(program.args)))
+
+
+def small_step(where):
+    """A step by Adam whose update is in a branch, its own or a wrapper's, or is not."""
+    tx = optax.adam(1e-3)
+    if where == "apply_if_finite":
+        tx = optax.apply_if_finite(tx, 5)
+
+    def step(state, x):
+        params, opt = state
+
+        def loss_of(p):
+            return ((jnp.tanh(x @ p["up"]) @ p["down"] - x) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+
+        def update():
+            changes, new = tx.update(grads, opt, params)
+            return optax.apply_updates(params, changes), new
+
+        if where == "cond":
+            kept = jax.lax.cond(jnp.isfinite(loss), update, lambda: (params, opt))
+        else:
+            kept = update()
+        return kept, loss
+
+    params = {"up": jnp.ones((64, 256)) / 64, "down": jnp.ones((256, 64)) / 256}
+    return step, ((params, tx.init(params)), jnp.ones((128, 64)))
+
+
+@pytest.mark.parametrize("where", ["cond", "apply_if_finite"])
+@pytest.mark.parametrize("preset", ["tensor_parallel", "zero1", "fully_sharded"])
+def test_updates_in_branches_send_what_others_do(mesh, tmp_path, preset, where):
+    """What a branch returns is as it is stored: state is not gathered to be chosen."""
+
+    def sent(where):
+        step, args = small_step(where)
+        plan = cfp.plan(
+            step,
+            *args,
+            mesh=mesh,
+            preset=preset,
+            donate_argnums=0,
+            cache_dir=tmp_path,
+            settings=NO_RACE,
+        )
+        found = collectives(plan, step, args)
+        # Numbers that say if all is finite count for nothing.
+        return sorted(one for one in found if one[1] > 64)
+
+    plain = sent("step")
+    assert plain and sent(where) == plain

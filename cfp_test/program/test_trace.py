@@ -1,4 +1,5 @@
 import warnings
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -103,6 +104,17 @@ def test_what_is_no_array_among_arrays_is_added_inside(leaf, kind):
     message = f"'model/way' is a {kind}.* Pass only the arrays in 'model'"
     with pytest.raises(StepNotTraceable, match=message):
         flatten_step(lambda model: model["w"], ({"w": X, "way": leaf},))
+
+
+@dataclass
+class Unregistered:
+    w: jax.Array
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"model": s}])
+def test_a_class_that_jax_does_not_know_is_to_be_registered(wrap):
+    with pytest.raises(StepNotTraceable, match="register_dataclass"):
+        flatten_step(lambda state: state, (wrap(Unregistered(X)),))
 
 
 def test_refuses_another_structure():

@@ -351,14 +351,17 @@ def compile_until_enough_fit(
             break
         state.queue = [ways for ways in state.queue if ways not in chosen]
         counts = _at_once(chosen, 1 if reach is None else at_once)
-        pairs = [*zip(chosen, counts, strict=True)]
         # The loosest first: there may be no time for all.
-        depths = range(max(counts))
-        programs = [w[depth] for depth in depths for w, n in pairs if depth < n]
-        keys = [one.key for one in programs]
-        made = dict(zip(keys, compile_all(programs), strict=True))
-        for ways, count in pairs:
-            state.sort_in(ways, [made[one.key] for one in ways[:count]])
+        order = [
+            (place, depth)
+            for depth in range(max(counts))
+            for place, count in enumerate(counts)
+            if depth < count
+        ]
+        results = compile_all([chosen[place][depth] for place, depth in order])
+        made = dict(zip(order, results, strict=True))
+        for place, ways in enumerate(chosen):
+            state.sort_in(ways, [made[place, n] for n in range(counts[place])])
     rest = [ways[0] for ways in state.queue]
     if is_late and not state.fitting:
         near = rest

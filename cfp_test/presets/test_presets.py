@@ -379,7 +379,7 @@ def small_step(where):
 @pytest.mark.parametrize("where", ["cond", "apply_if_finite"])
 @pytest.mark.parametrize("preset", ["tensor_parallel", "zero1", "fully_sharded"])
 def test_updates_in_branches_send_what_others_do(mesh, tmp_path, preset, where):
-    """What a branch returns is as it is stored: state is not gathered to be chosen."""
+    """State that a branch returns is not gathered to be chosen."""
 
     def sent(where):
         step, args = small_step(where)

@@ -429,3 +429,18 @@ def test_of_what_is_known_not_to_fit_few_get_a_memory_limit(reach, new_ms):
     limited = {name.partition(", ")[0] for name in asked if ", " in name}
     assert limited == {*names[:MOST_REFUSED]}
     assert fitting(found) == {"new"}
+
+
+def test_one_choice_under_two_names_is_compiled_under_both():
+    """As the plan, where it is a preset's."""
+    one = candidate("planned", 10.0)
+    compiler = Compiler({"planned": 90, "preset": 90})
+    found = compile_until_enough_fit(
+        [one, replace(one, name="preset", is_preset=True)],
+        compiler,
+        memory=None,
+        size_of=lambda one: None,
+        reach=REACH,
+        at_once=8,
+    )
+    assert [made.candidate.name for made in found.fitting] == ["planned", "preset"]

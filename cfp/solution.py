@@ -72,6 +72,8 @@ class Solution:
         counts: counts and seconds of the passes until now.
         interrupted: whether the user ended the measuring, so that there is no race.
         rates: the devices' rates; None where they are not known.
+        named: presets and what propagation makes that are among the candidates, with
+            their kernels and nothing rematerialized, by name.
     """
 
     candidates: Sequence[Candidate]
@@ -80,6 +82,7 @@ class Solution:
     counts: Mapping[str, float] = field(default_factory=dict)
     interrupted: bool = False
     rates: Rates | None = field(default=None, repr=False)
+    named: Mapping[str, Choice] = field(default_factory=dict, repr=False)
 
     def after_race(self, seconds: float) -> Solution:
         """The same, after a race that took some time and that nothing fitted in."""

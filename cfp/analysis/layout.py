@@ -299,7 +299,7 @@ class Layout:
             found = self._made_spec(loop.yields[place])
         return found or ((),) * len(program.values[canonical].shape)
 
-    def _chosen(self, op: Op, result: int) -> Spec:
+    def _branch_spec(self, op: Op, result: int) -> Spec:
         """The sharding of a branch's result: as it is read, or else stored, or made."""
         if (spec := self.read_spec(result)) is not None:
             return spec
@@ -330,7 +330,7 @@ class Layout:
                 if op.kind == "while":
                     self._carry(op, result)
                 else:
-                    self.value_spec[result] = self._chosen(op, result)
+                    self.value_spec[result] = self._branch_spec(op, result)
         for op_id in sorted(self.axes):
             op = program.ops[op_id]
             specs, partial = self._result_specs(op)

@@ -87,8 +87,8 @@ def profile_segments(
 
     Args:
         measure: whether to measure; otherwise no device is used.
-        all_presets: whether those that are estimated to be far behind are measured,
-            too, which others are expected to make needless.
+        all_presets: whether presets are measured, too, that are estimated to be far
+            behind and need no less memory than faster ones.
     """
     settings, alone = context.settings, context.agreement.alone
     rules = context.rules

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 
@@ -28,8 +28,8 @@ from cfp.profiling.collectives import known_rates
 from cfp.race.candidates import (
     leanest_of,
     less_memory,
+    memory_factor,
     named_candidates,
-    plain_choices,
     planned_around,
     rematerialized,
     with_kernels,
@@ -43,11 +43,7 @@ from cfp.search.expected import build_problem, expect
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.search.requests import Profiles, measured_options
 from cfp.search.solver import best_solutions
-from cfp.settings import (
-    COMPILED_TO_PREDICTED,
-    PRESETS_BY_ESTIMATE,
-    Dimension,
-)
+from cfp.settings import COMPILED_TO_PREDICTED, PRESETS_BY_ESTIMATE, Dimension
 from cfp.solution import Candidate, Solution, prediction_of
 
 
@@ -84,7 +80,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     if profiles.estimated and decided_by is DecidedBy.RACE and not context.predictor:
         named = _fastest(analysis, named, problem)
     named |= {name: c for name, c in known if name in PROPAGATED}
-    named = with_kernels(analysis, problem, named)
+    named = plain = with_kernels(analysis, problem, named)
     # Of each problem, with its memory as predicted or scaled, how many of the best.
     ways = [(1.0, plans)]
     if tight and not (profiles.estimated and plans == 1):
@@ -104,7 +100,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         # Where the compiler may yet save some memory, more may fit; it will say so.
         share = context.usual_temp_share(profiles.interrupted)
         reckonings = (problem, scale_memory(problem, share))
-        named |= rematerialized(analysis, reckonings, named)
+        named = named | rematerialized(analysis, reckonings, named)
     if not found:
         if not compiled:
             reserve = context.memory.reserve_bytes if context.memory else 0
@@ -148,6 +144,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         counts={**profiles.counts, "search_seconds": time.perf_counter() - started},
         interrupted=profiles.interrupted,
         rates=profiles.rates,
+        named=plain,
     )
 
 
@@ -178,7 +175,7 @@ def search_as_compiled(
         options.append(row)
     is_wider = [*map(len, options)] != [*map(len, problem.options)]
     problem = build_problem(costs, options, problem.budget_bytes)
-    more = _fitting_as_compiled(context, analysis, problem, solution.candidates)
+    more = _fitting_as_compiled(context, analysis, problem, solution)
     if not (more or is_wider):
         return None
     return replace(solution, candidates=[*more, *solution.candidates], problem=problem)
@@ -188,15 +185,15 @@ def _fitting_as_compiled(
     context: PlanContext,
     analysis: Analysis,
     problem: Problem,
-    candidates: Sequence[Candidate],
+    solution: Solution,
 ) -> list[Candidate]:
     """New candidates that fit by what others need, as compiled; the plan first."""
+    candidates = solution.candidates
     programs = programs_of(analysis, candidates, context.environment)
     factors = dict[Choice, float]()
     for (choice, *_), one in compiled_before(context, programs).items():
-        size = prediction_of(analysis, problem, choice).size
-        if size is not None and size.temp_bytes:
-            factor = max(0.0, one.peak_bytes - size.argument_bytes) / size.temp_bytes
+        factor = memory_factor(analysis, problem, choice, one.peak_bytes)
+        if factor is not None:
             # At another constraint level it may need more.
             factors[choice] = min(factor, factors.get(choice, factor))
     if problem.budget_bytes is None or not factors:
@@ -210,7 +207,7 @@ def _fitting_as_compiled(
     )
     share = context.usual_temp_share()
     reckonings = (scaled[0], scale_memory(scaled[0], share))
-    again = rematerialized(analysis, reckonings, plain_choices(candidates))
+    again = rematerialized(analysis, reckonings, solution.named)
     there = {one.choice for one in candidates}
     names = {one.name for one in candidates}
     presets = {

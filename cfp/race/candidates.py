@@ -54,16 +54,6 @@ def named_candidates(
     return found
 
 
-def plain_choices(candidates: Sequence[Candidate]) -> dict[str, Choice]:
-    """Returns what `named_candidates` were made of, but for what is rematerialized."""
-    found = {}
-    for one in candidates:
-        is_named = one.is_preset or one.name.partition(",")[0] in _PROPAGATED_LEVELS
-        if is_named and not one.choice.remat:
-            found[one.name.removesuffix(level_name("", one.level))] = one.choice
-    return found
-
-
 def with_options(
     one: Candidate, options: Mapping[str, Mapping[str, str]]
 ) -> list[Candidate]:
@@ -94,6 +84,23 @@ def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
     return Candidate("leanest", whole_choice(analysis, problem, best), best.cost_ms)
 
 
+def memory_factor(
+    analysis: Analysis, problem: Problem, choice: Choice, needed_bytes: int
+) -> float | None:
+    """Compiled memory that is no state, as a multiple of what was predicted of it.
+
+    Args:
+        needed_bytes: what the choice needs on a device, as compiled.
+
+    Returns:
+        None where nothing is predicted.
+    """
+    size = prediction_of(analysis, problem, choice).size
+    if size is None or not size.temp_bytes:
+        return None
+    return max(0, needed_bytes - size.argument_bytes) / size.temp_bytes
+
+
 def smaller_than(
     analysis: Analysis,
     problem: Problem,
@@ -114,12 +121,8 @@ def smaller_than(
     Returns:
         None where nothing fits then.
     """
-    factor = 1.0
-    for choice, needed_bytes in compiled.items():
-        size = prediction_of(analysis, problem, choice).size
-        if size is not None and size.temp_bytes:
-            rest = needed_bytes - size.argument_bytes
-            factor = max(factor, rest / size.temp_bytes)
+    factors = (memory_factor(analysis, problem, c, b) for c, b in compiled.items())
+    factor = max([1.0, *filter(None, factors)])
     within = replace(problem, budget_bytes=most_bytes)
     best = solve(scale_memory(within, factor))
     if best is None:

@@ -106,7 +106,12 @@ def test_a_search_as_compiled_finds_the_fastest_that_fits_then(
 
     every = [Candidate(n, c, is_preset=True) for n, c in named.items()]
     large = [c for c in every if needed(c).peak_bytes > best.memory_bytes]
-    solution = Solution([first, *large], problem=problem, rates=rates_of(SQUARE))
+    solution = Solution(
+        [first, *large],
+        problem=problem,
+        rates=rates_of(SQUARE),
+        named={one.name: one.choice for one in large},
+    )
     monkeypatch.setattr(
         "cfp.passes.search.compiled_before",
         lambda _, programs: {

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from cfp.operators import probe
 from cfp.operators.norms import tokamaxes
@@ -22,31 +23,31 @@ from cfp.operators.operator import Argument, Implementation, Operator, Reason
 # ------------------------------------------------------------------- GELU of a sum
 
 
-def _bias_gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
+def _bias_gelu(x: Array, bias: Array) -> Array:
     y = x + bias
     inner = sqrt(2 / pi) * (y + 0.044715 * y * y * y)
     return 0.5 * y * (1 + jnp.tanh(inner))
 
 
-def _bias_gelu_jax_nn(x: jax.Array, bias: jax.Array) -> jax.Array:
+def _bias_gelu_jax_nn(x: Array, bias: Array) -> Array:
     return jax.nn.gelu(x + bias, approximate=True)
 
 
-BIAS_GELU = Operator(
+bias_gelu = Operator(
     name="bias_gelu",
     summary="GELU (tanh) of x + bias, as between the two halves of an MLP",
     arguments=(
-        Argument(name="x", dims="* f"),
-        Argument(name="bias", dims="f"),
+        Argument("x", "* f"),
+        Argument("bias", "f"),
     ),
     oracle=_bias_gelu,
     implementations=(
-        Implementation(name="jax_nn", library="jax.nn", call=_bias_gelu_jax_nn),
-        Implementation(name="xla", library="XLA", call=_bias_gelu),
+        Implementation("jax_nn", "jax.nn", _bias_gelu_jax_nn),
+        Implementation("xla", "XLA", _bias_gelu),
         Implementation(
-            name="rematerialized",
-            library="jax.nn, jax.checkpoint",
-            call=jax.checkpoint(_bias_gelu_jax_nn),
+            "rematerialized",
+            "jax.nn, jax.checkpoint",
+            jax.checkpoint(_bias_gelu_jax_nn),
         ),
     ),
 )
@@ -54,84 +55,80 @@ BIAS_GELU = Operator(
 # --------------------------------------------------------------------- gated SiLU
 
 
-def _swiglu(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+def _swiglu(x: Array, gate: Array, up: Array) -> Array:
     return jax.nn.silu(x @ gate) * (x @ up)
 
 
-def _swiglu_fused(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+def _swiglu_fused(x: Array, gate: Array, up: Array) -> Array:
     both = x @ jnp.concatenate([gate, up], axis=1)
     left, right = jnp.split(both, 2, axis=-1)
     return jax.nn.silu(left) * right
 
 
-def _swiglu_rematerialized(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+def _swiglu_rematerialized(x: Array, gate: Array, up: Array) -> Array:
     # The products are stored, what is made of them is not.
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return jax.checkpoint(_swiglu, policy=policy)(x, gate, up)
 
 
-def _swiglu_tokamax(
-    x: jax.Array, gate: jax.Array, up: jax.Array, *, backend: str
-) -> jax.Array:
+def _swiglu_tokamax(x: Array, gate: Array, up: Array, *, backend: str) -> Array:
     return probe.load_tokamax().gated_linear_unit(
         x, (gate, up), activation=jax.nn.silu, implementation=backend
     )
 
 
-SWIGLU = Operator(
+swiglu = Operator(
     name="swiglu",
     summary="silu(x @ gate) * (x @ up), the first half of a gated MLP",
     arguments=(
-        Argument(name="x", dims="* h"),
-        Argument(name="gate", dims="h f", spread="fan_in"),
-        Argument(name="up", dims="h f", spread="fan_in"),
+        Argument("x", "* h"),
+        Argument("gate", "h f", spread="fan_in"),
+        Argument("up", "h f", spread="fan_in"),
     ),
     oracle=_swiglu,
     flops=lambda d: 4.0 * d["*"] * d["h"] * d["f"],
     implementations=(
-        Implementation(name="jax_nn", library="jax.nn", call=_swiglu),
-        Implementation(name="fused", library="XLA", call=_swiglu_fused),
+        Implementation("jax_nn", "jax.nn", _swiglu),
+        Implementation("fused", "XLA", _swiglu_fused),
         Implementation(
-            name="rematerialized",
-            library="jax.nn, jax.checkpoint",
-            call=_swiglu_rematerialized,
+            "rematerialized", "jax.nn, jax.checkpoint", _swiglu_rematerialized
         ),
         *tokamaxes(_swiglu_tokamax, ("xla", "triton", "mosaic")),
     ),
 )
 
 
-_SCORES = Argument(name="scores", dims="b n q s", spread=2.0)
+_SCORES = Argument("scores", "b n q s", spread=2.0)
 _LEAST = -1e30  # Finite: a row without any key has no not-a-number.
 
 
-def _softmax(scores: jax.Array) -> jax.Array:
+def _softmax(scores: Array) -> Array:
     y = scores.astype(jnp.float32)
     powers = jnp.exp(y - jax.lax.stop_gradient(y.max(-1, keepdims=True)))
     return (powers / powers.sum(-1, keepdims=True)).astype(scores.dtype)
 
 
-def _softmax_jax_nn(scores: jax.Array) -> jax.Array:
+def _softmax_jax_nn(scores: Array) -> Array:
     return jax.nn.softmax(scores.astype(jnp.float32)).astype(scores.dtype)
 
 
-def softmax_pallas(scores: jax.Array, *, interpret: bool = False) -> jax.Array:
+def softmax_pallas(scores: Array, *, interpret: bool = False) -> Array:
     """The kernel of `jax.experimental.pallas.ops.gpu`; on CPUs it is interpreted."""
     return probe.load_pallas("softmax").softmax(scores, interpret=interpret)
 
 
-SOFTMAX = Operator(
+softmax = Operator(
     name="softmax",
     summary="softmax over the last dim",
     arguments=(_SCORES,),
     oracle=_softmax,
     implementations=(
-        Implementation(name="jax_nn", library="jax.nn", call=_softmax_jax_nn),
-        Implementation(name="xla", library="XLA", call=_softmax),
+        Implementation("jax_nn", "jax.nn", _softmax_jax_nn),
+        Implementation("xla", "XLA", _softmax),
         Implementation(
-            name="pallas",
-            library="Pallas",
-            call=softmax_pallas,
+            "pallas",
+            "Pallas",
+            softmax_pallas,
             probe=probe.pallas("softmax"),
             differentiable=False,
         ),
@@ -139,19 +136,19 @@ SOFTMAX = Operator(
 )
 
 
-def _ways_of_mask(mask_of: Callable[..., jax.Array]) -> dict[str, Any]:
+def _ways_of_mask(mask_of: Callable[..., Array]) -> dict[str, Any]:
     """The oracle and the implementations of a softmax over some of the keys.
 
     Args:
         mask_of: makes of the scores, and what comes with them, which keys those are.
     """
 
-    def xla(scores: jax.Array, *rest: jax.Array) -> jax.Array:
+    def xla(scores: Array, *rest: Array) -> Array:
         seen = mask_of(scores, *rest)
         found = _softmax(jnp.where(seen, scores.astype(jnp.float32), _LEAST))
         return found.astype(scores.dtype)
 
-    def jax_nn(scores: jax.Array, *rest: jax.Array) -> jax.Array:
+    def jax_nn(scores: Array, *rest: Array) -> Array:
         wide = scores.astype(jnp.float32)
         found = jax.nn.softmax(wide, where=mask_of(scores, *rest))
         return found.astype(scores.dtype)
@@ -159,34 +156,34 @@ def _ways_of_mask(mask_of: Callable[..., jax.Array]) -> dict[str, Any]:
     return {
         "oracle": xla,
         "implementations": (
-            Implementation(name="jax_nn", library="jax.nn", call=jax_nn),
-            Implementation(name="xla", library="XLA", call=xla),
+            Implementation("jax_nn", "jax.nn", jax_nn),
+            Implementation("xla", "XLA", xla),
         ),
     }
 
 
-def length_mask(lengths: jax.Array, keys: int) -> jax.Array:
+def length_mask(lengths: Array, keys: int) -> Array:
     """[batch] -> [batch, 1, 1, keys]: which keys there are."""
     return jnp.arange(keys) < lengths[:, None, None, None]
 
 
-MASKED_SOFTMAX = Operator(
+masked_softmax = Operator(
     name="masked_softmax",
     summary="softmax over the first keys of each sequence, the others are zero",
     arguments=(
         _SCORES,
-        Argument(name="lengths", dims="b", kind="lengths", below="s"),
+        Argument("lengths", "b", kind="lengths", below="s"),
     ),
     **_ways_of_mask(lambda scores, lengths: length_mask(lengths, scores.shape[-1])),
 )
 
 
-def causal_mask(queries: int, keys: int) -> jax.Array:
+def causal_mask(queries: int, keys: int) -> Array:
     """[queries, keys]: a query sees those up to its own place."""
     return jnp.tril(jnp.ones((queries, keys), bool), keys - queries)
 
 
-CAUSAL_SOFTMAX = Operator(
+causal_softmax = Operator(
     name="causal_softmax",
     summary="softmax over the keys up to each query's own place",
     arguments=(_SCORES,),
@@ -196,10 +193,10 @@ CAUSAL_SOFTMAX = Operator(
 
 # ----------------------------------------------------------- matrix products of groups
 
-GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+GroupedMatmul = Callable[[Array, Array, Array], Array]
 
 
-def _one_by_one(x: jax.Array, kernels: jax.Array, groups: jax.Array) -> jax.Array:
+def _one_by_one(x: Array, kernels: Array, groups: Array) -> Array:
     """Every product of all rows, of which those of the group are taken."""
     ends = jnp.cumsum(groups)
     rows = jnp.arange(x.shape[0])[:, None]
@@ -210,31 +207,29 @@ def _one_by_one(x: jax.Array, kernels: jax.Array, groups: jax.Array) -> jax.Arra
     return found
 
 
-def _ragged_dot(x: jax.Array, kernels: jax.Array, groups: jax.Array) -> jax.Array:
+def _ragged_dot(x: Array, kernels: Array, groups: Array) -> Array:
     return jax.lax.ragged_dot(x, kernels, groups)
 
 
-def _tokamax(
-    x: jax.Array, kernels: jax.Array, groups: jax.Array, *, backend: str
-) -> jax.Array:
+def _tokamax(x: Array, kernels: Array, groups: Array, *, backend: str) -> Array:
     return probe.load_tokamax().ragged_dot(x, kernels, groups, implementation=backend)
 
 
 _TOKAMAX = ("xla", "triton", "mosaic_gpu")
 
-GROUPED_MATMUL = Operator(
+grouped_matmul = Operator(
     name="grouped_matmul",
     summary="rows of x in groups, each group with a kernel of its own",
     arguments=(
-        Argument(name="x", dims="t h"),
-        Argument(name="kernels", dims="e h w", spread="fan_in"),
-        Argument(name="groups", dims="e", kind="groups", below="t"),
+        Argument("x", "t h"),
+        Argument("kernels", "e h w", spread="fan_in"),
+        Argument("groups", "e", kind="groups", below="t"),
     ),
     oracle=_one_by_one,
     flops=lambda d: 2.0 * d["t"] * d["h"] * d["w"],
     implementations=(
-        Implementation(name="ragged_dot", library="jax.lax", call=_ragged_dot),
-        Implementation(name="one_by_one", library="XLA", call=_one_by_one),
+        Implementation("ragged_dot", "jax.lax", _ragged_dot),
+        Implementation("one_by_one", "XLA", _one_by_one),
         *tokamaxes(_tokamax, _TOKAMAX),
     ),
 )
@@ -242,13 +237,13 @@ GROUPED_MATMUL = Operator(
 # ----------------------------------------------------------------------------- experts
 
 
-def _gates(scores: jax.Array, choices: int) -> tuple[jax.Array, jax.Array]:
+def _gates(scores: Array, choices: int) -> tuple[Array, Array]:
     """Weights and experts of each token, [tokens, choices]."""
     best, experts = jax.lax.top_k(scores.astype(jnp.float32), choices)
     return jax.nn.softmax(best), experts
 
 
-def _every_expert(x, scores, up, down, *, choices: int) -> jax.Array:
+def _every_expert(x, scores, up, down, *, choices: int) -> Array:
     """Every expert computes every token; most of it is multiplied by zero."""
     weights, experts = _gates(scores, choices)
     hot = jax.nn.one_hot(experts, up.shape[0], dtype=jnp.float32)
@@ -259,7 +254,7 @@ def _every_expert(x, scores, up, down, *, choices: int) -> jax.Array:
     return mixed.astype(x.dtype)
 
 
-def _sorted(x, scores, up, down, *, choices: int, multiply: GroupedMatmul) -> jax.Array:
+def _sorted(x, scores, up, down, *, choices: int, multiply: GroupedMatmul) -> Array:
     """Tokens in the order of their experts, so that each multiplies one block."""
     weights, experts = _gates(scores, choices)
     order = jnp.argsort(experts.reshape(-1), stable=True)
@@ -271,7 +266,7 @@ def _sorted(x, scores, up, down, *, choices: int, multiply: GroupedMatmul) -> ja
     return mixed.astype(x.dtype)
 
 
-def _sorted_tokamax(x, scores, up, down, *, choices: int, backend: str) -> jax.Array:
+def _sorted_tokamax(x, scores, up, down, *, choices: int, backend: str) -> Array:
     multiply = functools.partial(_tokamax, backend=backend)
     return _sorted(x, scores, up, down, choices=choices, multiply=multiply)
 
@@ -282,28 +277,26 @@ def _refuses(x, scores, up, down, *, choices: int) -> Reason:
     return f"choices={choices} of {scores.shape[1]} experts"
 
 
-MOE_DISPATCH = Operator(
+moe_dispatch = Operator(
     name="moe_dispatch",
     summary="each token through the MLPs of its best experts, weighted",
     arguments=(
-        Argument(name="x", dims="t h"),
-        Argument(name="scores", dims="t e"),
-        Argument(name="up", dims="e h w", spread="fan_in"),
-        Argument(name="down", dims="e w h", spread="fan_in"),
+        Argument("x", "t h"),
+        Argument("scores", "t e"),
+        Argument("up", "e h w", spread="fan_in"),
+        Argument("down", "e w h", spread="fan_in"),
     ),
     oracle=_every_expert,
     flops=lambda d: 8.0 * d["t"] * d["h"] * d["w"],
     options={"choices": 2},
     implementations=(
         Implementation(
-            name="ragged_dot",
-            library="jax.lax",
-            call=functools.partial(_sorted, multiply=_ragged_dot),
+            "ragged_dot",
+            "jax.lax",
+            functools.partial(_sorted, multiply=_ragged_dot),
             refuses=_refuses,
         ),
-        Implementation(
-            name="every_expert", library="XLA", call=_every_expert, refuses=_refuses
-        ),
+        Implementation("every_expert", "XLA", _every_expert, refuses=_refuses),
         *tokamaxes(_sorted_tokamax, _TOKAMAX),
     ),
 )

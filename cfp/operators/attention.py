@@ -19,6 +19,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from cfp.attention import pallas
 from cfp.attention.kernels import KERNELS
@@ -32,44 +33,44 @@ from cfp.operators.operator import Argument, Implementation, Operator, Reason
 # ---------------------------------------------------------- query, key and value
 
 
-def _qkv_separate(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+def _qkv_separate(x: Array, kernel: Array, bias: Array) -> Array:
     return jnp.stack([x @ kernel[i] + bias[i] for i in range(3)])
 
 
-def _qkv_fused(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+def _qkv_fused(x: Array, kernel: Array, bias: Array) -> Array:
     hidden = x.shape[-1]
     wide = jnp.concatenate([kernel[0], kernel[1], kernel[2]], axis=1)
     made = x @ wide + bias.reshape(-1)
     return jnp.stack([made[..., i * hidden : (i + 1) * hidden] for i in range(3)])
 
 
-def _qkv_batched(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+def _qkv_batched(x: Array, kernel: Array, bias: Array) -> Array:
     ones = (1,) * (x.ndim - 1)
     made = jnp.einsum("...h,xhk->x...k", x, kernel)
     return made + bias.reshape(3, *ones, -1)
 
 
-QKV_PROJECTION = Operator(
+qkv_projection = Operator(
     name="qkv_projection",
     summary="query, key and value of x, stacked",
     arguments=(
-        Argument(name="x", dims="* h"),
-        Argument(name="kernel", dims="3 h h", spread="fan_in"),
-        Argument(name="bias", dims="3 h", spread=0.1),
+        Argument("x", "* h"),
+        Argument("kernel", "3 h h", spread="fan_in"),
+        Argument("bias", "3 h", spread=0.1),
     ),
     oracle=_qkv_separate,
     flops=lambda d: 6.0 * d["*"] * d["h"] ** 2,
     implementations=(
-        Implementation(name="separate", library="XLA", call=_qkv_separate),
-        Implementation(name="fused", library="XLA", call=_qkv_fused),
-        Implementation(name="batched", library="jax.numpy", call=_qkv_batched),
+        Implementation("separate", "XLA", _qkv_separate),
+        Implementation("fused", "XLA", _qkv_fused),
+        Implementation("batched", "jax.numpy", _qkv_batched),
     ),
 )
 
 # ------------------------------------------------------------------ rotary embedding
 
 
-def _angles(x: jax.Array, base: float) -> tuple[jax.Array, jax.Array]:
+def _angles(x: Array, base: float) -> tuple[Array, Array]:
     """Cosine and sine, [tokens, 1, head_dim / 2]."""
     half = x.shape[-1] // 2
     rates = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -77,39 +78,39 @@ def _angles(x: jax.Array, base: float) -> tuple[jax.Array, jax.Array]:
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def _rotary(x: jax.Array, *, base: float) -> jax.Array:
+def _rotary(x: Array, *, base: float) -> Array:
     cos, sin = _angles(x, base)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [left * cos - right * sin, right * cos + left * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def _rotary_rotated(x: jax.Array, *, base: float) -> jax.Array:
+def _rotary_rotated(x: Array, *, base: float) -> Array:
     cos, sin = (jnp.concatenate([a, a], axis=-1) for a in _angles(x, base))
     y = x.astype(jnp.float32)
     left, right = jnp.split(y, 2, axis=-1)
     return (y * cos + jnp.concatenate([-right, left], axis=-1) * sin).astype(x.dtype)
 
 
-def _rotary_complex(x: jax.Array, *, base: float) -> jax.Array:
+def _rotary_complex(x: Array, *, base: float) -> Array:
     cos, sin = _angles(x, base)
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jax.lax.complex(left, right) * jax.lax.complex(cos, sin)
     return jnp.concatenate([turned.real, turned.imag], axis=-1).astype(x.dtype)
 
 
-def _rotary_refuses(x: jax.Array, *, base: float) -> Reason:
+def _rotary_refuses(x: Array, *, base: float) -> Reason:
     return f"the head's width {x.shape[-1]} is odd" if x.shape[-1] % 2 else None
 
 
-ROTARY_EMBEDDING = Operator(
+rotary_embedding = Operator(
     name="rotary_embedding",
     summary="turns pairs of a head's features by angles that grow with the place",
-    arguments=(Argument(name="x", dims="b s n d"),),
+    arguments=(Argument("x", "b s n d"),),
     oracle=_rotary,
     options={"base": 10000.0},
     implementations=tuple(
-        Implementation(name=name, library=of, call=call, refuses=_rotary_refuses)
+        Implementation(name, of, call, refuses=_rotary_refuses)
         for name, of, call in (
             ("xla", "XLA", _rotary),
             ("rotated", "XLA", _rotary_rotated),
@@ -121,37 +122,37 @@ ROTARY_EMBEDDING = Operator(
 # ------------------------------------------------------------------- token embedding
 
 
-def _take(table: jax.Array, tokens: jax.Array) -> jax.Array:
+def _take(table: Array, tokens: Array) -> Array:
     return jnp.take(table, tokens, axis=0)
 
 
-def _one_hot(table: jax.Array, tokens: jax.Array) -> jax.Array:
+def _one_hot(table: Array, tokens: Array) -> Array:
     return jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype) @ table
 
 
-def _embed_flax(table: jax.Array, tokens: jax.Array) -> jax.Array:
+def _embed_flax(table: Array, tokens: Array) -> Array:
     made = nn.Embed(*table.shape, dtype=table.dtype)
     return made.apply({"params": {"embedding": table}}, tokens)  # type: ignore
 
 
-def _take_float32(table: jax.Array, tokens: jax.Array) -> jax.Array:
+def _take_float32(table: Array, tokens: Array) -> Array:
     # The gradients of a token that occurs often are then added up in float32.
     return jnp.take(table.astype(jnp.float32), tokens, axis=0).astype(table.dtype)
 
 
-EMBEDDING = Operator(
+embedding = Operator(
     name="embedding",
     summary="rows of a table, by token",
     arguments=(
-        Argument(name="table", dims="v h"),
-        Argument(name="tokens", dims="b s", kind="below", below="v"),
+        Argument("table", "v h"),
+        Argument("tokens", "b s", kind="below", below="v"),
     ),
     oracle=_take,
     implementations=(
-        Implementation(name="xla", library="jax.numpy", call=_take),
-        Implementation(name="float32", library="jax.numpy", call=_take_float32),
-        Implementation(name="one_hot", library="jax.nn", call=_one_hot),
-        Implementation(name="flax", library="flax", call=_embed_flax),
+        Implementation("xla", "jax.numpy", _take),
+        Implementation("float32", "jax.numpy", _take_float32),
+        Implementation("one_hot", "jax.nn", _one_hot),
+        Implementation("flax", "flax", _embed_flax),
     ),
 )
 
@@ -160,21 +161,21 @@ _LEAST = -1e30
 
 
 _Q_K_V = (
-    Argument(name="query", dims="b s n d"),
-    Argument(name="key", dims="b s n d"),
-    Argument(name="value", dims="b s n d"),
+    Argument("query", "b s n d"),
+    Argument("key", "b s n d"),
+    Argument("value", "b s n d"),
 )
 
 
 def _attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Array,
+    key: Array,
+    value: Array,
     *,
-    mask: jax.Array | None = None,
-    bias: jax.Array | None = None,
+    mask: Array | None = None,
+    bias: Array | None = None,
     scale: float | None = None,
-) -> jax.Array:
+) -> Array:
     """Softmax of all scores, which are stored."""
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = jnp.einsum(
@@ -189,7 +190,7 @@ def _attend(
     return jnp.einsum("bnqk,bknd->bqnd", weights, value)
 
 
-def _flax(query, key, value, *, mask=None, bias=None, scale=None) -> jax.Array:
+def _flax(query, key, value, *, mask=None, bias=None, scale=None) -> Array:
     if scale is not None:  # It always divides by the root of the head's width.
         query = query * (scale * query.shape[-1] ** 0.5)
     return nn.dot_product_attention(
@@ -219,10 +220,10 @@ def _limits(kernel: str, fused: Callable[..., Mapping[str, Any]]):
     return refuses
 
 
-def _with(form: Callable[..., Mapping[str, Any]], attend: Callable[..., jax.Array]):
+def _with(form: Callable[..., Mapping[str, Any]], attend: Callable[..., Array]):
     """An attention whose keyword arguments are made of the operator's arguments."""
 
-    def call(query, key, value, *rest, **options) -> jax.Array:
+    def call(query, key, value, *rest, **options) -> Array:
         return attend(query, key, value, **form(query, key, *rest), **options)
 
     return call
@@ -241,35 +242,33 @@ def _implementations(
         tokamax_backends: of tokamax, whose function takes the same arguments.
     """
 
-    def by_jax_nn(name: str) -> Callable[..., jax.Array]:
+    def by_jax_nn(name: str) -> Callable[..., Array]:
         attend: Any = jax.nn.dot_product_attention
         return _with(fused, functools.partial(attend, implementation=name))
 
-    def by_tokamax(*args: jax.Array, backend: str) -> jax.Array:
+    def by_tokamax(*args: Array, backend: str) -> Array:
         attend = functools.partial(
             probe.load_tokamax().dot_product_attention, implementation=backend
         )
         return _with(fused, attend)(*args)
 
-    def all_scores(*args: jax.Array) -> jax.Array:
+    def all_scores(*args: Array) -> Array:
         return _with(form, _attend)(*args)
 
     return (
         Implementation(
-            name="cudnn",
-            library="cuDNN by jax.nn",
-            call=by_jax_nn("cudnn"),
+            "cudnn",
+            "cuDNN by jax.nn",
+            by_jax_nn("cudnn"),
             probe=functools.partial(probe.gpu_reason, 8.0),
             refuses=_limits("cudnn", fused),
         ),
-        Implementation(name="jax_nn", library="jax.nn", call=by_jax_nn("xla")),
-        Implementation(name="xla", library="XLA", call=all_scores),
+        Implementation("jax_nn", "jax.nn", by_jax_nn("xla")),
+        Implementation("xla", "XLA", all_scores),
         Implementation(
-            name="rematerialized",
-            library="XLA, jax.checkpoint",
-            call=jax.checkpoint(all_scores),
+            "rematerialized", "XLA, jax.checkpoint", jax.checkpoint(all_scores)
         ),
-        Implementation(name="flax", library="flax", call=_with(form, _flax)),
+        Implementation("flax", "flax", _with(form, _flax)),
         *tokamaxes(by_tokamax, tokamax_backends, triton=""),
     )
 
@@ -290,12 +289,12 @@ def _bert_fused(query, key, lengths) -> dict[str, Any]:
     return {"key_value_seq_lengths": lengths}
 
 
-BERT_ATTENTION = Operator(
+bert_attention = Operator(
     name="bert_attention",
     summary="attention to the first keys of each sequence",
     arguments=(
         *_Q_K_V,
-        Argument(name="lengths", dims="b", kind="lengths", below="s"),
+        Argument("lengths", "b", kind="lengths", below="s"),
     ),
     oracle=_with(_bert_form, _attend),
     flops=_flops(causal=False),
@@ -319,14 +318,14 @@ _CAUSAL = replace(NO_MASK, causal=True)
 
 
 def gpt_attention_pallas(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, interpret: bool = False
-) -> jax.Array:
+    query: Array, key: Array, value: Array, *, interpret: bool = False
+) -> Array:
     """The kernel of `jax.experimental.pallas.ops.gpu`; on CPUs it is interpreted."""
     scores = Scores(scale=query.shape[-1] ** -0.5)
     return pallas.whole(query, key, value, scores, _CAUSAL, None, interpret)
 
 
-GPT_ATTENTION = Operator(
+gpt_attention = Operator(
     name="gpt_attention",
     summary="causal attention",
     arguments=_Q_K_V,
@@ -335,9 +334,9 @@ GPT_ATTENTION = Operator(
     implementations=(
         *_implementations(_gpt_form, _gpt_fused, ("xla", "triton", "mosaic_gpu")),
         Implementation(
-            name="pallas",
-            library="Pallas",
-            call=gpt_attention_pallas,
+            "pallas",
+            "Pallas",
+            gpt_attention_pallas,
             probe=probe.pallas("attention"),
             refuses=_limits("pallas", _gpt_fused),
         ),
@@ -351,13 +350,13 @@ def _t5_form(query, key, bias) -> dict[str, Any]:
     return {"bias": bias, "scale": 1.0}
 
 
-T5_ATTENTION = Operator(
+t5_attention = Operator(
     name="t5_attention",
     summary="attention with a bias of the scores, which are not scaled",
     arguments=(
-        Argument(name="query", dims="b s n d", spread="fan_last"),
+        Argument("query", "b s n d", spread="fan_last"),
         *_Q_K_V[1:],
-        Argument(name="bias", dims="1 n s s"),
+        Argument("bias", "1 n s s"),
     ),
     oracle=_with(_t5_form, _attend),
     flops=_flops(causal=False),

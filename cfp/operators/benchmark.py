@@ -24,6 +24,7 @@ from math import isfinite
 from typing import Any
 
 import jax
+from jax import Array
 
 from cfp.devices.device_kind import DeviceKind, kind_of
 from cfp.operators.cases import (
@@ -432,7 +433,7 @@ class _Case:
 
 
 def _bytes_of(values: Any) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(values) if isinstance(x, jax.Array))
+    return sum(x.nbytes for x in jax.tree.leaves(values) if isinstance(x, Array))
 
 
 def check_shapes(operators: Sequence[Operator], rows: Sequence[Row]) -> None:

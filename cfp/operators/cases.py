@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from cfp.operators.operator import FLOAT_TYPES, Argument, Operator, OperatorError
 
@@ -116,7 +117,7 @@ def abstract(
 
 def sample(
     operator: Operator, shape: Shape, dtype: str
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+) -> tuple[tuple[Array, ...], Array]:
     """Random arguments, and a random cotangent of what the operator makes of them."""
 
     floats = [one for one in operator.arguments if one.kind == "float"]
@@ -125,7 +126,7 @@ def sample(
     normals = sum(prod(sizes(one, shape)) for one in floats)
     words = sum(_words(one, shape) for one in others)
 
-    def make(key: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    def make(key: Array) -> tuple[tuple[Array, ...], Array]:
         # Drawn at once, and by this generator, what is random compiles soonest.
         one, other = jax.random.split(key)
         drawn = jax.random.normal(one, (normals + out.size,), jnp.float32)
@@ -158,7 +159,7 @@ def _words(argument: Argument, shape: Shape) -> int:
     return prod(sizes(argument, shape))
 
 
-def _integer(argument: Argument, shape: Shape, bits: jax.Array) -> jax.Array:
+def _integer(argument: Argument, shape: Shape, bits: Array) -> Array:
     wanted = sizes(argument, shape)
     if argument.kind == "key":
         return bits.reshape(wanted)
@@ -169,7 +170,7 @@ def _integer(argument: Argument, shape: Shape, bits: jax.Array) -> jax.Array:
     return found + 1 if argument.kind == "lengths" else found
 
 
-def _float(argument: Argument, shape: Shape, normal: jax.Array) -> jax.Array:
+def _float(argument: Argument, shape: Shape, normal: Array) -> Array:
     wanted = sizes(argument, shape)
     return normal.reshape(wanted) * argument.deviation(wanted) + argument.around
 
@@ -181,7 +182,7 @@ TF32_LIMIT = 3e-3
 # How much more the largest difference may be, as a part of the largest element.
 _LARGEST = 4.0
 
-Program = Callable[..., dict[str, jax.Array]]
+Program = Callable[..., dict[str, Array]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,16 +224,13 @@ def is_float(argument: Argument) -> bool:
 
 
 def program(
-    operator: Operator,
-    call: Callable[..., jax.Array],
-    *,
-    backward: bool = True,
+    operator: Operator, call: Callable[..., Array], *, backward: bool = True
 ) -> Program:
     """A function of arguments and cotangent to output and gradients, by name."""
     places = [i for i, one in enumerate(operator.arguments) if is_float(one)]
 
-    def run(args: Sequence[jax.Array], cotangent: jax.Array) -> dict[str, jax.Array]:
-        def of_floats(*floats: jax.Array) -> jax.Array:
+    def run(args: Sequence[Array], cotangent: Array) -> dict[str, Array]:
+        def of_floats(*floats: Array) -> Array:
             every = list(args)
             for place, value in zip(places, floats, strict=True):
                 every[place] = value
@@ -253,7 +251,7 @@ def oracle_program(operator: Operator, *, backward: bool = True) -> Program:
     """The oracle as a function like the others; its arguments become float32."""
     inner = program(operator, operator.oracle, backward=backward)
 
-    def run(args: Sequence[jax.Array], cotangent: jax.Array) -> dict[str, jax.Array]:
+    def run(args: Sequence[Array], cotangent: Array) -> dict[str, Array]:
         wide = [
             x.astype(jnp.float32) if is_float(one) else x
             for x, one in zip(args, operator.arguments, strict=True)
@@ -288,7 +286,7 @@ _on_device = jax.jit(functools.partial(_distances, xp=jnp))
 
 
 def check(
-    found: Mapping[str, jax.Array], right: Mapping[str, jax.Array], limit: float
+    found: Mapping[str, Array], right: Mapping[str, Array], limit: float
 ) -> Check:
     """Compares what an implementation found with what the oracle did."""
     expected = {name: right[name] for name in found}

@@ -3,48 +3,48 @@
 from __future__ import annotations
 
 from cfp.operators.activations import (
-    BIAS_GELU,
-    CAUSAL_SOFTMAX,
-    GROUPED_MATMUL,
-    MASKED_SOFTMAX,
-    MOE_DISPATCH,
-    SOFTMAX,
-    SWIGLU,
+    bias_gelu,
+    causal_softmax,
+    grouped_matmul,
+    masked_softmax,
+    moe_dispatch,
+    softmax,
+    swiglu,
 )
 from cfp.operators.attention import (
-    BERT_ATTENTION,
-    EMBEDDING,
-    GPT_ATTENTION,
-    QKV_PROJECTION,
-    ROTARY_EMBEDDING,
-    T5_ATTENTION,
+    bert_attention,
+    embedding,
+    gpt_attention,
+    qkv_projection,
+    rotary_embedding,
+    t5_attention,
 )
-from cfp.operators.losses import CROSS_ENTROPY, LINEAR_CROSS_ENTROPY
-from cfp.operators.norms import DROPOUT_ADD_LAYER_NORM, LAYER_NORM, RMS_NORM
+from cfp.operators.losses import cross_entropy, linear_cross_entropy
+from cfp.operators.norms import dropout_add_layer_norm, layer_norm, rms_norm
 from cfp.operators.operator import Operator, unknown
 
 # In the order in which they are measured: those that matter most come first.
 OPERATORS: dict[str, Operator] = {
     one.name: one
     for one in (
-        GPT_ATTENTION,
-        BERT_ATTENTION,
-        T5_ATTENTION,
-        LINEAR_CROSS_ENTROPY,
-        LAYER_NORM,
-        RMS_NORM,
-        DROPOUT_ADD_LAYER_NORM,
-        BIAS_GELU,
-        SWIGLU,
-        QKV_PROJECTION,
-        CROSS_ENTROPY,
-        SOFTMAX,
-        MASKED_SOFTMAX,
-        CAUSAL_SOFTMAX,
-        ROTARY_EMBEDDING,
-        EMBEDDING,
-        GROUPED_MATMUL,
-        MOE_DISPATCH,
+        gpt_attention,
+        bert_attention,
+        t5_attention,
+        linear_cross_entropy,
+        layer_norm,
+        rms_norm,
+        dropout_add_layer_norm,
+        bias_gelu,
+        swiglu,
+        qkv_projection,
+        cross_entropy,
+        softmax,
+        masked_softmax,
+        causal_softmax,
+        rotary_embedding,
+        embedding,
+        grouped_matmul,
+        moe_dispatch,
     )
 }
 

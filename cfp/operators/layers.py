@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from cfp.operators.inventory import find
 from cfp.operators.operator import Argument, Operator
@@ -74,13 +75,13 @@ class LayerForm:
 
     def apply(
         self,
-        parameters: Mapping[str, jax.Array],
+        parameters: Mapping[str, Array],
         inputs: tuple[Any, ...],
         *,
         dtype: Any,
         implementation: str | None,
         options: Mapping[str, Any],
-    ) -> jax.Array:
+    ) -> Array:
         """Calls the operator with the parameters in their places.
 
         Args:
@@ -103,8 +104,8 @@ class LayerForm:
 
 
 def initial(
-    argument: Argument, key: jax.Array, dims: Mapping[str, int], dtype: Any
-) -> jax.Array:
+    argument: Argument, key: Array, dims: Mapping[str, int], dtype: Any
+) -> Array:
     """Ones for scales, zeros for biases, and random numbers for kernels."""
     names = argument.dims.split()
     shape = tuple(int(dim) if dim.isdigit() else dims[dim] for dim in names)

@@ -17,8 +17,8 @@ from types import new_class
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from cfp.operators.layers import LAYERS, LayerForm, initial
 
@@ -41,7 +41,7 @@ class Layer(nn.Module):
     form: ClassVar[LayerForm]
 
     @nn.compact
-    def __call__(self, *inputs: jax.Array) -> jax.Array:
+    def __call__(self, *inputs: Array) -> Array:
         """Calls the operator.
 
         Raises:
@@ -53,7 +53,7 @@ class Layer(nn.Module):
         parameters = {}
         for one in form.parameters:
 
-            def begin(key: jax.Array, dtype: Any, one: Any = one) -> Any:
+            def begin(key: Array, dtype: Any, one: Any = one) -> Any:
                 return initial(one, key, dims, dtype)
 
             parameters[one.name] = self.param(one.name, begin, self.param_dtype)

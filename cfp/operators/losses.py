@@ -11,53 +11,52 @@ import functools
 import jax
 import jax.numpy as jnp
 import optax
+from jax import Array
 
 from cfp.operators import probe
 from cfp.operators.norms import tokamaxes
 from cfp.operators.operator import Argument, Implementation, Operator, Reason
 
-_LABELS = Argument(name="labels", dims="t", kind="below", below="v")
+_LABELS = Argument("labels", "t", kind="below", below="v")
 
 
 # ------------------------------------------------------------------------- of logits
 
 
-def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _cross_entropy(logits: Array, labels: Array) -> Array:
     y = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(y, labels[:, None], axis=-1)[:, 0]
     return jax.nn.logsumexp(y, axis=-1) - chosen
 
 
-def _cross_entropy_jax_nn(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _cross_entropy_jax_nn(logits: Array, labels: Array) -> Array:
     found = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.take_along_axis(found, labels[:, None], axis=-1)[:, 0]
 
 
-def _cross_entropy_one_hot(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _cross_entropy_one_hot(logits: Array, labels: Array) -> Array:
     found = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.sum(found * jax.nn.one_hot(labels, logits.shape[-1]), axis=-1)
 
 
-def _cross_entropy_optax(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _cross_entropy_optax(logits: Array, labels: Array) -> Array:
     return optax.softmax_cross_entropy_with_integer_labels(
         logits.astype(jnp.float32), labels
     )
 
 
-CROSS_ENTROPY = Operator(
+cross_entropy = Operator(
     name="cross_entropy",
     summary="minus the log probability of each label, float32",
-    arguments=(Argument(name="logits", dims="t v", spread=2.0), _LABELS),
+    arguments=(Argument("logits", "t v", spread=2.0), _LABELS),
     oracle=_cross_entropy,
     implementations=(
-        Implementation(name="xla", library="XLA", call=_cross_entropy),
-        Implementation(name="jax_nn", library="jax.nn", call=_cross_entropy_jax_nn),
-        Implementation(name="optax", library="optax", call=_cross_entropy_optax),
-        Implementation(name="one_hot", library="jax.nn", call=_cross_entropy_one_hot),
+        Implementation("xla", "XLA", _cross_entropy),
+        Implementation("jax_nn", "jax.nn", _cross_entropy_jax_nn),
+        Implementation("optax", "optax", _cross_entropy_optax),
+        Implementation("one_hot", "jax.nn", _cross_entropy_one_hot),
         Implementation(
-            name="rematerialized",
-            library="XLA, jax.checkpoint",
-            call=jax.checkpoint(_cross_entropy),
+            "rematerialized", "XLA, jax.checkpoint", jax.checkpoint(_cross_entropy)
         ),
     ),
 )
@@ -65,19 +64,17 @@ CROSS_ENTROPY = Operator(
 # ---------------------------------------------------- of hidden state and the kernel
 
 
-def _linear(x, kernel, labels, *, chunks: int, loss=_cross_entropy) -> jax.Array:
+def _linear(x, kernel, labels, *, chunks: int, loss=_cross_entropy) -> Array:
     logits = jnp.einsum("th,vh->tv", x, kernel, preferred_element_type=jnp.float32)
     return loss(logits, labels).mean()
 
 
-def _linear_rematerialized(x, kernel, labels, *, chunks: int) -> jax.Array:
+def _linear_rematerialized(x, kernel, labels, *, chunks: int) -> Array:
     return jax.checkpoint(functools.partial(_linear, chunks=chunks))(x, kernel, labels)
 
 
 @jax.checkpoint
-def _part(
-    x: jax.Array, kernel: jax.Array, first: jax.Array, labels: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _part(x: Array, kernel: Array, first: Array, labels: Array) -> tuple[Array, Array]:
     """Log of the sum of powers over a part of the vocabulary, and the labels' logits.
 
     Args:
@@ -94,12 +91,12 @@ def _part(
     return jax.nn.logsumexp(logits, axis=-1), jnp.where(inside, chosen, 0.0)
 
 
-def _linear_chunked(x, kernel, labels, *, chunks: int) -> jax.Array:
+def _linear_chunked(x, kernel, labels, *, chunks: int) -> Array:
     size = kernel.shape[0] // chunks
     whole = size * chunks
     firsts = jnp.arange(chunks) * size
 
-    def step(_: None, part: tuple[jax.Array, jax.Array]):
+    def step(_: None, part: tuple[Array, Array]):
         return None, _part(x, *part, labels)
 
     parts = kernel[:whole].reshape(chunks, size, kernel.shape[1])
@@ -111,7 +108,7 @@ def _linear_chunked(x, kernel, labels, *, chunks: int) -> jax.Array:
     return (jax.nn.logsumexp(sums, axis=0) - chosen).mean()
 
 
-def _chunked_tokens(x, kernel, labels, *, chunks: int) -> jax.Array:
+def _chunked_tokens(x, kernel, labels, *, chunks: int) -> Array:
     size = x.shape[0] // chunks
 
     @jax.checkpoint
@@ -123,7 +120,7 @@ def _chunked_tokens(x, kernel, labels, *, chunks: int) -> jax.Array:
     return total / chunks
 
 
-def _linear_tokamax(x, kernel, labels, *, chunks: int, backend: str) -> jax.Array:
+def _linear_tokamax(x, kernel, labels, *, chunks: int, backend: str) -> Array:
     return (
         probe.load_tokamax()
         .linear_softmax_cross_entropy_loss(
@@ -145,40 +142,31 @@ def _uneven(x, kernel, labels, *, chunks: int) -> Reason:
     return f"{x.shape[0]} tokens have no {chunks} equal parts"
 
 
-LINEAR_CROSS_ENTROPY = Operator(
+linear_cross_entropy = Operator(
     name="linear_cross_entropy",
     summary="mean cross-entropy of x @ kernel.T, float32",
     arguments=(
-        Argument(name="x", dims="t h"),
-        Argument(name="kernel", dims="v h", spread="fan_last"),
+        Argument("x", "t h"),
+        Argument("kernel", "v h", spread="fan_last"),
         _LABELS,
     ),
     oracle=_linear,
     flops=lambda d: 2.0 * d["t"] * d["h"] * d["v"],
     options={"chunks": 8},
     implementations=(
-        Implementation(name="xla", library="XLA", call=_linear),
+        Implementation("xla", "XLA", _linear),
         Implementation(
-            name="optax",
-            library="optax",
-            call=functools.partial(_linear, loss=_cross_entropy_optax),
+            "optax", "optax", functools.partial(_linear, loss=_cross_entropy_optax)
         ),
+        Implementation("rematerialized", "XLA, jax.checkpoint", _linear_rematerialized),
         Implementation(
-            name="rematerialized",
-            library="XLA, jax.checkpoint",
-            call=_linear_rematerialized,
-        ),
-        Implementation(
-            name="chunked_vocabulary",
-            library="XLA, jax.lax.scan",
-            call=_linear_chunked,
+            "chunked_vocabulary",
+            "XLA, jax.lax.scan",
+            _linear_chunked,
             refuses=_too_many,
         ),
         Implementation(
-            name="chunked_tokens",
-            library="XLA, jax.lax.scan",
-            call=_chunked_tokens,
-            refuses=_uneven,
+            "chunked_tokens", "XLA, jax.lax.scan", _chunked_tokens, refuses=_uneven
         ),
         *tokamaxes(_linear_tokamax, ("xla",)),
     ),

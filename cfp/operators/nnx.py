@@ -16,9 +16,9 @@ from inspect import Parameter, Signature
 from types import MappingProxyType, new_class
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from cfp.operators.layers import LAYERS, LayerForm, initial
 
@@ -62,7 +62,7 @@ class Layer(nnx.Module):
             value = initial(one, rngs.params(), dims, param_dtype)
             setattr(self, one.name, nnx.Param(value))
 
-    def __call__(self, *inputs: jax.Array) -> jax.Array:
+    def __call__(self, *inputs: Array) -> Array:
         """Calls the operator.
 
         Raises:

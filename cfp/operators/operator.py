@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from math import prod
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from cfp.errors import CfpError
 
@@ -27,7 +27,7 @@ class OperatorError(CfpError):
     """No such operator or implementation, or none that takes these arguments."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Argument:
     """One argument of an operator.
 
@@ -44,6 +44,7 @@ class Argument:
 
     name: str
     dims: str
+    _: KW_ONLY
     kind: str = "float"
     below: str = ""
     around: float = 0.0
@@ -56,7 +57,7 @@ class Argument:
         return self.spread
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Implementation:
     """One way to compute an operator.
 
@@ -71,7 +72,8 @@ class Implementation:
 
     name: str
     library: str
-    call: Callable[..., jax.Array]
+    call: Callable[..., Array]
+    _: KW_ONLY
     probe: Callable[[], Reason] = lambda: None
     refuses: Callable[..., Reason] = lambda *args, **options: None
     differentiable: bool = True
@@ -94,14 +96,14 @@ class Operator:
     name: str
     summary: str
     arguments: tuple[Argument, ...]
-    oracle: Callable[..., jax.Array]
+    oracle: Callable[..., Array]
     implementations: tuple[Implementation, ...]
     flops: Callable[[Mapping[str, int]], float] = lambda dims: 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(
         self, *args: Any, implementation: str | None = None, **options: Any
-    ) -> jax.Array:
+    ) -> Array:
         """Computes the operator.
 
         Args:

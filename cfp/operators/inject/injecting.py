@@ -23,6 +23,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from cfp.operators.inject.policy import (
     Choices,
@@ -70,10 +71,7 @@ class Injected(nnx.Module):
 
 
 class _Adapter:
-    """Stand-in for a replaced part, without arrays of its own.
-
-    Of the part only its plain attributes stay, such as its configuration.
-    """
+    """Stand-in for a replaced part: its plain attributes, such as its configuration."""
 
     def __init__(
         self,
@@ -89,7 +87,7 @@ class _Adapter:
                 name: value
                 for name, value in vars(part).items()
                 if not name.startswith("_")
-                and not isinstance(value, nnx.Pytree | nnx.Variable | jax.Array)
+                and not isinstance(value, nnx.Pytree | nnx.Variable | Array)
             }
         )
 
@@ -262,7 +260,7 @@ def mapped_state(
     return visit(state, ())
 
 
-_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+_ARRAYS = (Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
 def interceptor(

@@ -19,6 +19,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from cfp.errors import CfpError
 from cfp.operators.inventory import find
@@ -109,7 +110,7 @@ class Policy(ABC):
             raise Refused(f"is called with {', '.join(kwargs)}")
         return args
 
-    def call(self, operator: str, *args: Any, **options: Any) -> jax.Array:
+    def call(self, operator: str, *args: Any, **options: Any) -> Array:
         """Calls an operator by the implementation that the user chose."""
         found = find(operator)
         wanted = self.choices.implementations.get(operator)
@@ -249,7 +250,7 @@ class _Norm(Policy):
                 raise Refused(f"has no {name}")
         eps, wanted = part.epsilon, part.dtype
 
-        def replacement(parameters: Parameters, x: jax.Array) -> jax.Array:
+        def replacement(parameters: Parameters, x: Array) -> Array:
             """Computes in one type for all, and gives the type that flax would give."""
             given = [x, *(parameters[name] for name in self.parameters)]
             result = wanted or jnp.result_type(*given)
@@ -289,9 +290,7 @@ class FlaxRMSNorm(_Norm):
 # ------------------------------------------------------------------- modules as of HF
 
 
-def _dense(
-    parameters: Parameters, x: jax.Array, dtype: Any, *, transposed: bool
-) -> jax.Array:
+def _dense(parameters: Parameters, x: Array, dtype: Any, *, transposed: bool) -> Array:
     """Applies a dense layer."""
     kernel, bias = parameters["kernel"], parameters["bias"]
     kernel = kernel.T if transposed else kernel
@@ -300,11 +299,7 @@ def _dense(
 
 
 def _is_transposed(parameters: Parameters, hidden: int) -> bool:
-    """Returns True if kernels are [out, in], as in HF's GPT-2 in linen.
-
-    Raises:
-        Refused: it is square, and does not tell.
-    """
+    """True if kernels are [out, in], as in HF's GPT-2; refused if they are square."""
     rows, columns = parameters["kernel"].shape
     if rows == columns:
         raise Refused("has a square kernel, which may be transposed or not")
@@ -358,7 +353,7 @@ class _OfHF(Policy):
         return hidden, mask
 
 
-def _heads(x: jax.Array, heads: int) -> jax.Array:
+def _heads(x: Array, heads: int) -> Array:
     return x.reshape(*x.shape[:-1], heads, -1)
 
 
@@ -385,8 +380,8 @@ class HFGPT2Attention(_OfHF):
             raise Refused("is cross-attention")
 
         def replacement(
-            parameters: Parameters, hidden: jax.Array, mask: jax.Array | None
-        ) -> tuple[jax.Array]:
+            parameters: Parameters, hidden: Array, mask: Array | None
+        ) -> tuple[Array]:
             # Of what sees only the past, padding at the ends is no part.
             turned = _is_transposed(parameters["c_attn"], hidden.shape[-1])
             wide = _dense(parameters["c_attn"], hidden, dtype, transposed=turned)
@@ -415,7 +410,7 @@ class HFGPT2MLP(_OfHF):
             raise Refused(f"activates by {activation}, and bias_gelu by tanh")
         dtype = getattr(part, "dtype", None)
 
-        def replacement(parameters: Parameters, hidden: jax.Array, _: Any) -> jax.Array:
+        def replacement(parameters: Parameters, hidden: Array, _: Any) -> Array:
             up, bias = parameters["c_fc"]["kernel"], parameters["c_fc"]["bias"]
             turned = _is_transposed(parameters["c_fc"], hidden.shape[-1])
             up = up.T if turned else up
@@ -460,8 +455,8 @@ class HFBertSelfAttention(_OfHF):
         heads, dtype = _number_of_heads(part), getattr(part, "dtype", None)
 
         def replacement(
-            parameters: Parameters, hidden: jax.Array, mask: jax.Array | None
-        ) -> tuple[jax.Array]:
+            parameters: Parameters, hidden: Array, mask: Array | None
+        ) -> tuple[Array]:
             kernel, bias = parameters["qkv"]["kernel"], parameters["qkv"]["bias"]
             inner = dtype or jnp.result_type(hidden, kernel, bias)
             stacked = self.call(

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
-from cfp.program.graph import Op, Program
+from cfp.program.graph import Op, Program, searched_once
 from cfp.program.rematerialize import CHEAP
 
 # Of these the reader reads what they are made of, where it lies.
@@ -60,23 +60,19 @@ def uses_through(
 
 def is_in_memory(program: Program, v: int) -> bool:
     """Returns True if a tensor has memory of its own."""
-    return _is_written(program, v) or v in program.found(_find_shared)
+    return _is_written(program, v) or v in _find_shared(program)
 
 
+@searched_once
 def _find_shared(program: Program) -> frozenset[int]:
     """Finds what would be fused but for its many readers, and has no other memory."""
-    kernels = (program.ops[op] for op in program.found(_find_kernels))
+    kernels = (program.ops[op] for op in _find_kernels(program))
     shared = (v for op in kernels if op.kind in FUSED for v in op.results)
     return frozenset(shared) - _kept(program)
 
 
 def _is_written(program: Program, v: int) -> bool:
     return _has_memory(program, v) or v in summed_in_two_orders(program)
-
-
-def summed_in_two_orders(program: Program) -> frozenset[int]:
-    """Values that sums read and that are made of tensors read in two orders."""
-    return program.found(_find_summed)
 
 
 def _has_memory(program: Program, v: int) -> bool:
@@ -94,7 +90,9 @@ def _has_memory(program: Program, v: int) -> bool:
     )
 
 
-def _find_summed(program: Program) -> frozenset[int]:
+@searched_once
+def summed_in_two_orders(program: Program) -> frozenset[int]:
+    """Values that sums read and that are made of tensors read in two orders."""
     orders: dict[int, frozenset[Order]] = {}
     found = set()
     for op in program.ops:
@@ -167,6 +165,7 @@ _IN_PART = frozenset({"slice", "dynamic_slice", "gather"})
 Reads = dict[int, float]  # Bytes of tensors in memory.
 
 
+@searched_once
 def moved_bytes(program: Program) -> Mapping[int, float]:
     """Bytes that each op without products moves, of whole tensors.
 
@@ -174,11 +173,7 @@ def moved_bytes(program: Program) -> Mapping[int, float]:
         By op id: of the last op of each kernel what its kernel moves, and nothing of
         ops that are fused into others.
     """
-    return program.found(_find_moved)
-
-
-def _find_moved(program: Program) -> Mapping[int, float]:
-    kernels = program.found(_find_kernels)
+    kernels = _find_kernels(program)
     within = _sums_within_others(program, kernels)
     return {
         op: 0.0 if op in within else _written(program, op) + sum(reads.values())
@@ -186,6 +181,7 @@ def _find_moved(program: Program) -> Mapping[int, float]:
     }
 
 
+@searched_once
 def _find_kernels(program: Program) -> Mapping[int, Reads]:
     users = program.users
     made_of: dict[int, Reads] = {}

@@ -23,7 +23,7 @@ from cfp.patterns.chunked import ChunkedCrossEntropy, StageParameters, Step, res
 from cfp.patterns.cross_entropy import ARGMAX, CrossEntropy, find_cross_entropies
 from cfp.patterns.expression import from_rows, to_rows
 from cfp.program.evaluate import Evaluator, NotEvaluated
-from cfp.program.graph import Program, numpy_dtype
+from cfp.program.graph import Program, numpy_dtype, searched_once
 from cfp.program.replace import LeftAlone, Replacement, Sites, Use
 
 # Relative difference of norms, of float32 and sums of a few products.
@@ -216,12 +216,9 @@ def _close(got: np.ndarray, right: np.ndarray) -> bool:
 _TOO_LATE = "something is made too late to be read"
 
 
+@searched_once
 def cross_entropies(program: Program) -> Sites[CrossEntropy]:
-    """All of a program, by the ops that make logits; proved, once for each program."""
-    return program.found(_find)
-
-
-def _find(program: Program) -> Sites[CrossEntropy]:
+    """All of a program, by the ops that make logits; proved."""
     found: dict[int, CrossEntropy] = {}
     alone: list[LeftAlone] = []
     for one in find_cross_entropies(program):

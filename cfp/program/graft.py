@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain, values_by_id
-from cfp.program.graph import Op, Program, Spec
+from cfp.program.graph import Op, Program, Spec, searched_once
 from cfp.program.rematerialize import tag_of
 from cfp.program.replace import erase_unread, rewire
 from cfp.program.signature import Part, numbered, signature
@@ -75,6 +75,7 @@ class Excerpt:
         )
 
 
+@searched_once
 def _excerpt(program: Program, part: Part) -> Excerpt:
     """The part as a program."""
     numbers = numbered(program, part)
@@ -148,7 +149,7 @@ def lower_part(
     lowered = types.lower(*types.shardings(mesh, in_specs, out_specs), donated)
     module = shardy.stablehlo(lowered)
     with _CUTTING:  # Once, since it is built under many shardings.
-        cut = program.found(_excerpt, part)
+        cut = _excerpt(program, part)
     with module.context, ir.Location.unknown():
         source = ir.Module.parse(cut.program.text)
         inside = cut.translated(constraints)
@@ -181,8 +182,7 @@ def _transplant(
 ) -> None:
     """Replaces the body of the target's main function by the part's ops.
 
-    The source has its constraints already: each of them follows the op whose result
-    it constrains, and goes along with it. What was replaced stands for its values.
+    The source has its constraints already, each behind the op that it constrains.
     """
     block = shardy.main_block(target)
     origin = shardy.main_block(source)
@@ -232,10 +232,7 @@ def _silence_callbacks(function: ir.Operation) -> None:
 
 
 def _leave_in_place(function: ir.Operation) -> None:
-    """Takes out what moves values between the memory of the host and the device's.
-
-    A part takes and gives everything in the device's memory.
-    """
+    """Takes out moves between the memories of host and device: parts use the latter."""
     for op in shardy.walk(function):
         if shardy.moves_to_memory(op):
             shardy.forward(op, [op.operands[0]])

@@ -10,9 +10,9 @@ import json
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +28,7 @@ Spec = tuple[tuple[str, ...], ...]  # for each dim the mesh axes it is sharded o
 
 _Node = TypeVar("_Node", bound=Hashable)
 _Found = TypeVar("_Found")
+_Of = ParamSpec("_Of")
 
 
 def reached(
@@ -223,17 +224,6 @@ class Program:
         """Cache of searches in this program, keyed by the searcher and what for."""
         return {}
 
-    def found(self, find: Callable[..., _Found], *of: Hashable) -> _Found:
-        """Returns the finding of a function in this program, called once.
-
-        Args:
-            of: what the function takes behind the program.
-        """
-        key = (find, *of)
-        if key not in self.looked_for:
-            self.looked_for[key] = find(self, *of)
-        return self.looked_for[key]
-
     @cached_property
     def leaf_ops(self) -> frozenset[int]:
         """Ops that depend on no argument: constants, iotas and what follows.
@@ -308,6 +298,21 @@ class Program:
             found.add(op)
             found.update(self.ops[op].body)
         return found
+
+
+def searched_once(
+    find: Callable[Concatenate[Program, _Of], _Found],
+) -> Callable[Concatenate[Program, _Of], _Found]:
+    """Has a function search a program once; it may take more, by position."""
+
+    @wraps(find)
+    def search(program: Program, *of: _Of.args, **named: _Of.kwargs) -> _Found:
+        key = (search, *of)
+        if key not in program.looked_for:
+            program.looked_for[key] = find(program, *of, **named)
+        return program.looked_for[key]
+
+    return search
 
 
 # ------------------------------------------------------------------------------ dtypes

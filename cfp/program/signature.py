@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from cfp.program import shardy
 from cfp.program.constrain import partition_spec
-from cfp.program.graph import Program, Spec, numpy_dtype
+from cfp.program.graph import Program, Spec, numpy_dtype, searched_once
 from cfp.program.memory import in_memory, placed_avals
 from cfp.program.partitioned import unbound
 
@@ -68,12 +68,9 @@ class Numbered:
     ops: Mapping[int, int]
 
 
+@searched_once
 def numbered(program: Program, part: Part) -> Numbered:
     """Numbers what a part is made of."""
-    return program.found(_numbered, part)
-
-
-def _numbered(program: Program, part: Part) -> Numbered:
     values: dict[int, int] = {v: i for i, v in enumerate(part.inputs)}
     digest = hashlib.sha256()
     ops: dict[int, int] = {}
@@ -94,7 +91,7 @@ def _numbered(program: Program, part: Part) -> Numbered:
 
 def cut_part(program: Program, wanted: Sequence[int]) -> Part:
     """Completes a set of top-level ops with the constants that it needs."""
-    return program.found(_cut, tuple(wanted))
+    return _cut(program, tuple(wanted))
 
 
 def whole(program: Program) -> Part:
@@ -107,7 +104,8 @@ def whole(program: Program) -> Part:
     return Part(top, program.args, program.outputs)
 
 
-def _cut(program: Program, wanted: Sequence[int]) -> Part:
+@searched_once
+def _cut(program: Program, wanted: tuple[int, ...]) -> Part:
     chosen = set(wanted)
     stack = list(chosen)
     while stack:

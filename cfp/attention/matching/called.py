@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from cfp.analysis.strategies import FactorAxes, tensor_spec
@@ -29,7 +30,14 @@ from cfp.attention.matching.functions import NAME, Way
 from cfp.attention.problem import AttentionProblem, problem_of
 from cfp.attention.ring import Ring, backward, forward, from_zigzag, to_zigzag
 from cfp.attention.strategy import BATCH, HEADS, AttentionStrategy
-from cfp.program.graph import Op, Program, Spec, dtype_bytes, numpy_dtype
+from cfp.program.graph import (
+    Op,
+    Program,
+    Spec,
+    dtype_bytes,
+    numpy_dtype,
+    searched_once,
+)
 from cfp.program.partitioned import call_of
 from cfp.program.replace import Replacement, Stage
 from cfp.program.rules import Dims, Rule
@@ -70,12 +78,9 @@ class Called:
         return self.call.layout.index(letter)
 
 
+@searched_once
 def called_attentions(program: Program) -> Mapping[int, Called]:
-    """All of a program, by their ops; found once for each program."""
-    return program.found(_find)
-
-
-def _find(program: Program) -> Mapping[int, Called]:
+    """All of a program, by their ops."""
     read = (_read(program, op) for op in program.ops if op.kind == "custom_call")
     return {one.op: one for one in read if one is not None}
 
@@ -215,11 +220,7 @@ def exchanges(
 
 
 def way_of_called(
-    program: Program,
-    one: Called,
-    implementation: str,
-    axes: FactorAxes,
-    spread: str,
+    program: Program, one: Called, implementation: str, axes: FactorAxes, spread: str
 ) -> Way | str:
     """Returns the way in which a kernel computes an attention with sharded tokens.
 
@@ -316,7 +317,7 @@ class CalledFunctions:
         """One function, see `cfp.program.replace`."""
         return [partial(self._run, mesh)]
 
-    def _run(self, mesh: Mesh, *reads: jax.Array) -> list[jax.Array]:
+    def _run(self, mesh: Mesh, *reads: Array) -> list[Array]:
         strategy = AttentionStrategy.of(dict(self.way.roles), dict(mesh.shape))
         kernel = KERNELS[self.way.implementation]
         ring = Ring.of(strategy, kernel, self.problem.scores, self.problem.mask())
@@ -337,14 +338,14 @@ class CalledFunctions:
         pairs = zip(map(self._as_called, made), self.makes, strict=False)
         return [x.reshape(shape).astype(jnp.dtype(d)) for x, (shape, d) in pairs]
 
-    def _with_tokens_second(self, x: jax.Array) -> jax.Array:
+    def _with_tokens_second(self, x: Array) -> Array:
         heads_first = x.ndim < len(self.call.layout) or self.call.layout == "BNTH"
         return x.swapaxes(1, 2) if heads_first else x
 
     _as_called = _with_tokens_second  # It is its own inverse.
 
 
-def _compute(ring: Ring, is_backward: bool, *reads: jax.Array) -> tuple[Any, ...]:
+def _compute(ring: Ring, is_backward: bool, *reads: Array) -> tuple[Any, ...]:
     """Output and log-sum-exp; or, where these are read, too, the gradients."""
     q, k, v, *more = reads
     if not is_backward:

@@ -29,7 +29,7 @@ from cfp.attention.matching.ways import (
     roles_of,
 )
 from cfp.attention.problem import AttentionProblem
-from cfp.program.graph import Program
+from cfp.program.graph import Program, searched_once
 from cfp.program.replace import Different, LeftAlone, Replacement, Sites
 
 ROUNDS = frozenset({"ring", "zigzag"})  # Keys come in parts.
@@ -58,17 +58,14 @@ class Match:
         return {self.found.op, *self.found.inside, *self.found.dots.values()}
 
 
-def attentions(program: Program) -> Sites[Match]:
-    """All of a program, by the ops that make scores; proved, once for each program."""
-    return program.found(_find)
-
-
 def was_searched(program: Program) -> bool:
     """True if the program was searched for attentions, as kernels require."""
-    return (_find,) in program.looked_for
+    return (attentions,) in program.looked_for
 
 
-def _find(program: Program) -> Sites[Match]:
+@searched_once
+def attentions(program: Program) -> Sites[Match]:
+    """All of a program, by the ops that make scores; proved."""
     found = [*_written_out(program)]
     for op, one in called_attentions(program).items():
         if one.refusal:

@@ -219,11 +219,7 @@ class _Labels:
                     labels[op.id] = max(near)[1]
 
     def _reattach(self, labels: list[int]) -> None:
-        """Moves ops that share no dim with their block's contractions.
-
-        A mask made from a small result of the block before, for example, follows the
-        contraction whose result it masks.
-        """
+        """Moves ops, such as masks, that share no dim with their contractions."""
         before = list(labels)
         ops = self._by_block(labels)
         for label, members in enumerate(self.members):
@@ -443,10 +439,7 @@ def find_blocks(
 def _extra_anchors(
     flow: Flow, labels: list[int], update_ops: Set[int]
 ) -> list[list[Member]]:
-    """Anchors for parts of a program that no contraction reaches.
-
-    In a part without contractions the op with the largest result anchors a block.
-    """
+    """Anchors of parts without contractions: the ops with the largest results."""
     program = flow.program
     apart = update_ops | program.leaf_ops
     rest = {

@@ -180,8 +180,7 @@ class _Finder:
         """The blocks that a contraction may be derived from.
 
         Args:
-            moved: whether a cotangent's dims may be in another order than those of
-                the result, as where vmap puts its own dim first.
+            moved: whether a cotangent's dims may be in another order, as vmap has them.
         """
         found = []
         for shared, cotangent in [(1, 2)] if op.kind == "scatter" else [(0, 1), (1, 0)]:

@@ -125,13 +125,7 @@ class Layout:
         strategies: Mapping[int, Strategy],
         storage: Mapping[int, Storage],
     ) -> None:
-        """Lays out the blocks that ``strategies`` names, and their state.
-
-        Args:
-            frame: the program and its analysis.
-            strategies: a strategy for each block index to lay out.
-            storage: a storage mode for each group index to lay out.
-        """
+        """Lays out blocks, by index, and storage groups, by index."""
         self.frame = frame
         self.axes: dict[int, FactorAxes] = {}
         self.value_spec: dict[int, Spec] = {}

@@ -201,10 +201,7 @@ class _Numbering:
         return found
 
     def _number_regions(self, op: Op) -> None:
-        """A loop or branch that does the same with the same as one before it is equal.
-
-        So is all in it, as in a loop of a layer that is rematerialized.
-        """
+        """Numbers a loop or branch, and all in it, like an equal one before it."""
         form = self._form(op)
         before = op if form is None else self.regions.setdefault(form, op)
         if before is not op:

@@ -289,10 +289,7 @@ def _best_repeats(
 
 
 def _in_series(before: Sequence[int], start: int, period: int, count: int) -> bool:
-    """True if every repeat reads what the one before it made.
-
-    Parallel twins (query, key and value projections) are no repeat.
-    """
+    """True if every repeat reads what the one before made; parallel twins do not."""
     for repeat in range(1, count):
         first = start + repeat * period
         own = before[first : first + period]

@@ -159,11 +159,7 @@ class _Finder:
                 stack.extend((operand, inner) for operand in op.operands)
 
     def _updates(self, op: Op, shape: tuple[int, ...]) -> bool:
-        """True if an op computes elementwise on tensors of one shape.
-
-        Args:
-            shape: the shape, without dims of size 1.
-        """
+        """True if an op is elementwise on tensors of a shape without dims of size 1."""
         program = self.program
         if op.rule is None or op.rule.reduction or len(op.results) != 1:
             return False

@@ -177,14 +177,11 @@ class Truncation:
         around: range,
         early: Sequence[tuple[int, int]],
     ) -> list[list[int]] | None:
-        """Repeats, each with what its ops read that came too late.
+        """Repeats, each with what its ops read that came too late; None if they differ.
 
-        What a layer rematerializes in its backward pass may stand with the layer
-        before it, whose result it is: then it is made in the backward pass of another
-        repeat than that of its own.
+        A layer's values may be rematerialized with the layer before it, whose they are.
 
         Args:
-            repeats: the ops of each repeat.
             around: the repeats that are alike.
             early: places of ops in them, and numbers of operands.
         """

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from cfp.attention.kernels import KERNELS, Kernel
@@ -45,11 +46,11 @@ class HeadFit:
         """Query heads, with those of zeros."""
         return self.padded_kv_heads * self.group
 
-    def queries(self, q: jax.Array) -> jax.Array:
+    def queries(self, q: Array) -> Array:
         """[batch, tokens, heads, head_dim] with heads of zeros behind."""
         return _padded(q, self.heads)
 
-    def keys(self, k: jax.Array) -> jax.Array:
+    def keys(self, k: Array) -> Array:
         """[batch, tokens, kv_heads, head_dim], repeated and padded."""
         if self.repeats > 1:
             # In float32, so that the gradients of copies are summed in it.
@@ -80,27 +81,27 @@ def fit_heads(heads: int, kv_heads: int, parts: int) -> HeadFit:
     return min(fits, key=lambda fit: (fit.heads + fit.padded_kv_heads, fit.heads))
 
 
-def _padded(x: jax.Array, heads: int) -> jax.Array:
+def _padded(x: Array, heads: int) -> Array:
     more = heads - x.shape[2]
     return jnp.pad(x, ((0, 0), (0, 0), (0, more), (0, 0))) if more else x
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     causal: bool = False,
     window: Window = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    bias: jax.Array | None = None,
+    segment_ids: Array | tuple[Array, Array] | None = None,
+    bias: Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     mesh: Mesh | None = None,
     strategy: Given = None,
     implementation: str | None = None,
     zigzag_tokens: bool = False,
-) -> jax.Array:
+) -> Array:
     """Attention by a kernel of choice, spread over a mesh in a way of choice.
 
     Differentiable in q, k, v and bias; to be called inside `jax.jit`. Outside, each
@@ -281,13 +282,13 @@ class _Choice:
 
     def run(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        query_ids: jax.Array | None,
-        key_ids: jax.Array | None,
-        bias: jax.Array | None,
-    ) -> jax.Array:
+        q: Array,
+        k: Array,
+        v: Array,
+        query_ids: Array | None,
+        key_ids: Array | None,
+        bias: Array | None,
+    ) -> Array:
         strategy = self.strategy
         if not strategy.roles or self.mesh is None:
             return self._local(q, k, v, query_ids, key_ids, bias)
@@ -343,13 +344,13 @@ class _Choice:
 
     def _inside(
         self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        query_ids: jax.Array | None = None,
-        key_ids: jax.Array | None = None,
-        bias: jax.Array | None = None,
-    ) -> jax.Array:
+        q: Array,
+        k: Array,
+        v: Array,
+        query_ids: Array | None = None,
+        key_ids: Array | None = None,
+        bias: Array | None = None,
+    ) -> Array:
         """Computes one device's part, inside `jax.shard_map`."""
         strategy = self.strategy
         compute = self._local if strategy.spread is None else self._spread
@@ -359,17 +360,17 @@ class _Choice:
         out = compute(q, k, v, query_ids, key_ids, bias)
         return _exchanged(out, axes[0], to_heads=False)
 
-    def _local(self, q, k, v, query_ids, key_ids, bias) -> jax.Array:
+    def _local(self, q, k, v, query_ids, key_ids, bias) -> Array:
         mask = replace(self.mask, query_segments=query_ids, key_segments=key_ids)
         return self.kernel.whole(q, k, v, self.problem.scores, mask, bias)
 
-    def _spread(self, q, k, v, query_ids, key_ids, bias) -> jax.Array:
+    def _spread(self, q, k, v, query_ids, key_ids, bias) -> Array:
         assert bias is None, "refused before"
         ring = Ring.of(self.strategy, self.kernel, self.problem.scores, self.mask)
         return spread_attention(q, k, v, query_ids, key_ids, ring)
 
 
-def _exchanged(x: jax.Array, axis: str, *, to_heads: bool) -> jax.Array:
+def _exchanged(x: Array, axis: str, *, to_heads: bool) -> Array:
     """Tokens sharded and all heads, to all tokens and heads sharded; or back."""
     split, joined = (2, 1) if to_heads else (1, 2)
     return jax.lax.all_to_all(x, axis, split_axis=split, concat_axis=joined, tiled=True)

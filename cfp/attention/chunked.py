@@ -12,7 +12,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from cfp.attention import plain
 from cfp.attention.problem import (
@@ -26,7 +26,7 @@ from cfp.attention.problem import (
 
 CHUNK = 1024  # Tokens.
 
-_Arrays = tuple[jax.Array, ...]
+_Arrays = tuple[Array, ...]
 
 
 def refusal(problem: AttentionProblem, platform: str) -> str | None:
@@ -39,13 +39,8 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
 
 
 def whole(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    scores: Scores,
-    mask: Mask,
-    bias: jax.Array | None = None,
-) -> jax.Array:
+    q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None = None
+) -> Array:
     """Computes attention in the dtype of q, with gradients by `gradients`."""
     assert bias is None, "refused before"
     return _whole(q, k, v, scores, mask)
@@ -73,12 +68,8 @@ _whole.defvjp(_forward, _backward)
 
 
 def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    scores: Scores,
-    mask: Mask,
-) -> tuple[jax.Array, jax.Array]:
+    q: Array, k: Array, v: Array, scores: Scores, mask: Mask
+) -> tuple[Array, Array]:
     """Like `plain.attend`, which see, without a bias."""
     queries = q.shape[1]
     if max(queries, k.shape[1]) <= CHUNK:
@@ -87,10 +78,10 @@ def attend(
     size_q, size_k = min(CHUNK, q.shape[1]), min(CHUNK, k.shape[1])
     rounds = k.shape[1] // size_k
 
-    def rows(start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def rows(start: Array) -> tuple[Array, Array]:
         part = _cut(q, start, size_q)
 
-        def add(i: jax.Array, so_far: _Arrays) -> _Arrays:
+        def add(i: Array, so_far: _Arrays) -> _Arrays:
             at = i * size_k
             inner = _mask_of(mask, start, size_q, at, size_k)
 
@@ -108,15 +99,15 @@ def attend(
 
 
 def gradients(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
     scores: Scores,
     mask: Mask,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array]:
     """Like `plain.gradients`, which see."""
     queries, keys = q.shape[1], k.shape[1]
     if max(queries, keys) <= CHUNK:
@@ -125,10 +116,10 @@ def gradients(
     size_q, size_k = min(CHUNK, q.shape[1]), min(CHUNK, k.shape[1])
     rounds = q.shape[1] // size_q
 
-    def columns(dq: jax.Array, start: jax.Array) -> tuple[jax.Array, _Arrays]:
+    def columns(dq: Array, start: Array) -> tuple[Array, _Arrays]:
         part = _cut(k, start, size_k), _cut(v, start, size_k)
 
-        def add(i: jax.Array, so_far: _Arrays) -> _Arrays:
+        def add(i: Array, so_far: _Arrays) -> _Arrays:
             at = i * size_q
             inner = _mask_of(mask, at, size_q, start, size_k)
 
@@ -165,7 +156,7 @@ def _if_met(mask: Mask, meet, so_far: _Arrays) -> _Arrays:
 
 def _even(
     mask: Mask, by_query: _Arrays, by_key: _Arrays
-) -> tuple[Mask, list[jax.Array], list[jax.Array]]:
+) -> tuple[Mask, list[Array], list[Array]]:
     """Fills queries and keys up to whole chunks; keys that fill up are not seen."""
     queries, keys = by_query[0].shape[1], by_key[0].shape[1]
     more_q, more_k = _missing(queries), _missing(keys)
@@ -190,14 +181,14 @@ def _missing(count: int) -> int:
     return 0 if count <= CHUNK else -count % CHUNK
 
 
-def _pad(x: jax.Array | None, more: int) -> jax.Array | None:
+def _pad(x: Array | None, more: int) -> Array | None:
     if x is None or not more:
         return x
     return jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))
 
 
-def _mask_of(mask: Mask, query: jax.Array, queries: int, key: jax.Array, keys: int):
-    def cut(x: jax.Array | None, start: jax.Array, count: int, axis: int):
+def _mask_of(mask: Mask, query: Array, queries: int, key: Array, keys: int):
+    def cut(x: Array | None, start: Array, count: int, axis: int):
         return None if x is None else _cut(x, start, count, axis)
 
     return replace(
@@ -209,11 +200,11 @@ def _mask_of(mask: Mask, query: jax.Array, queries: int, key: jax.Array, keys: i
     )
 
 
-def _cut(x: jax.Array, start: jax.Array, count: int, axis: int = 1) -> jax.Array:
+def _cut(x: Array, start: Array, count: int, axis: int = 1) -> Array:
     return lax.dynamic_slice_in_dim(x, start, count, axis=axis)
 
 
-def _joined(chunks: jax.Array) -> jax.Array:
+def _joined(chunks: Array) -> Array:
     """[chunk, batch, tokens, ...] -> [batch, chunk * tokens, ...]."""
     moved = jnp.moveaxis(chunks, 0, 1)
     return moved.reshape(moved.shape[0], -1, *moved.shape[3:])
@@ -222,10 +213,10 @@ def _joined(chunks: jax.Array) -> jax.Array:
 # ------------------------------------------------------------------- parts of the keys
 
 # Output [batch, query, heads, head_dim], log-sum-exp [batch, query, heads]: float32.
-Partial = tuple[jax.Array, ...]
+Partial = tuple[Array, ...]
 
 
-def nothing_yet(q: jax.Array) -> Partial:
+def nothing_yet(q: Array) -> Partial:
     """The result of attention to no key at all."""
     out = jnp.zeros(q.shape, jnp.float32)
     return out, jnp.full(q.shape[:-1], -jnp.inf, jnp.float32)

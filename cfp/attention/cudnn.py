@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from cfp.attention.problem import AttentionProblem, Mask, Scores
 from cfp.errors import AttentionError
@@ -155,13 +156,8 @@ def _least_capability() -> float | None:
 
 
 def whole(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    scores: Scores,
-    mask: Mask,
-    bias: jax.Array | None,
-) -> jax.Array:
+    q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None
+) -> Array:
     """Attention by the public function, differentiable."""
     return jax.nn.dot_product_attention(
         q,
@@ -176,15 +172,15 @@ def whole(
     )
 
 
-def _finite(bias: jax.Array, dtype: Any) -> jax.Array:
+def _finite(bias: Array, dtype: Any) -> Array:
     """A bias in another dtype, in which a hidden key's stays a number."""
     least = float(jnp.finfo(dtype).min) / 2
     return jnp.maximum(bias, jnp.asarray(least, bias.dtype)).astype(dtype)
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores, mask: Mask
-) -> tuple[jax.Array, jax.Array]:
+    q: Array, k: Array, v: Array, scores: Scores, mask: Mask
+) -> tuple[Array, Array]:
     """Like `plain.attend`, but the output is in q's dtype; causal, or without mask."""
     call = _find(FORWARD, q, k, v, scores, mask)
     out, lse = _bind(call, {0: q, 1: k, 2: v})[:2]
@@ -192,15 +188,15 @@ def attend(
 
 
 def gradients(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
     scores: Scores,
     mask: Mask,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array]:
     """Like `plain.gradients`; the mask is causal, or there is none."""
     call = _find(BACKWARD, q, k, v, scores, mask)
     given = {0: q, 1: k, 2: v, _LSE: lse.swapaxes(1, 2)}
@@ -209,13 +205,11 @@ def gradients(
     return dq, dk, dv
 
 
-def _find(
-    name: str, q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores, mask: Mask
-) -> Any:
+def _find(name: str, q: Array, k: Array, v: Array, scores: Scores, mask: Mask) -> Any:
     """The operation of that name in what JAX traces for the public function."""
     assert mask.query_segments is None and mask.query_positions is None
 
-    def both(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    def both(q: Array, k: Array, v: Array) -> Any:
         out, pull = jax.vjp(lambda q, k, v: whole(q, k, v, scores, mask, None), q, k, v)
         return pull(out)
 
@@ -231,7 +225,7 @@ def _find(
     )
 
 
-def _bind(equation: Any, given: dict[int, jax.Array]) -> Any:
+def _bind(equation: Any, given: dict[int, Array]) -> Any:
     """Runs an operation; operands that are not given are those that are not used."""
     operands = []
     for place, variable in enumerate(equation.invars):

@@ -29,17 +29,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import jax
+    from jax import Array
 
     from cfp.attention.problem import AttentionProblem, Mask, Scores
 
-    Attend = Callable[
-        [jax.Array, jax.Array, jax.Array, Scores, Mask], tuple[jax.Array, jax.Array]
-    ]
-    Gradients = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-    Whole = Callable[
-        [jax.Array, jax.Array, jax.Array, Scores, Mask, jax.Array | None], jax.Array
-    ]
+    Attend = Callable[[Array, Array, Array, Scores, Mask], tuple[Array, Array]]
+    Gradients = Callable[..., tuple[Array, Array, Array]]
+    Whole = Callable[[Array, Array, Array, Scores, Mask, Array | None], Array]
     Refusal = Callable[[AttentionProblem, str], str | None]
 
 

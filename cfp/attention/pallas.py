@@ -9,8 +9,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from cfp.attention.problem import AttentionProblem, Mask, Scores
 
@@ -73,14 +73,14 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
 
 
 def whole(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
     scores: Scores,
     mask: Mask,
-    bias: jax.Array | None,
+    bias: Array | None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Attention by Triton kernels, differentiable; interpreted for tests on CPUs."""
     assert bias is None, "refused before"
     group = q.shape[2] // k.shape[2]

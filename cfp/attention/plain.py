@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from cfp.attention.problem import AttentionProblem, Mask, Scores, visible
 
 
 def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    scores: Scores,
-    mask: Mask,
-    bias: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None = None
+) -> tuple[Array, Array]:
     """Attention of a block of queries to a block of keys.
 
     Args:
@@ -46,13 +42,8 @@ def attend(
 
 
 def whole(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    scores: Scores,
-    mask: Mask,
-    bias: jax.Array | None = None,
-) -> jax.Array:
+    q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None = None
+) -> Array:
     """Computes attention in the dtype of q, as `attend` does."""
     return attend(q, k, v, scores, mask, bias)[0].astype(q.dtype)
 
@@ -62,13 +53,7 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
     return None
 
 
-def float32_oracle(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    scores: Scores,
-    mask: Mask,
-) -> jax.Array:
+def float32_oracle(q: Array, k: Array, v: Array, scores: Scores, mask: Mask) -> Array:
     """Computes attention in float32 throughout."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     with jax.default_matmul_precision("float32"):
@@ -76,15 +61,15 @@ def float32_oracle(
 
 
 def gradients(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
     scores: Scores,
     mask: Mask,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array]:
     """Computes a block's share of the gradients from the whole row's results.
 
     Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
@@ -117,8 +102,8 @@ def gradients(
 
 
 def _scores(
-    q: jax.Array, k: jax.Array, scores: Scores, mask: Mask, bias: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
+    q: Array, k: Array, scores: Scores, mask: Mask, bias: Array | None
+) -> tuple[Array, Array | None]:
     """[batch, kv_heads, group, query, key] float32, and the soft cap's slope."""
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -139,17 +124,17 @@ def _scores(
     return found, slope
 
 
-def _sum(what: str, *operands: jax.Array) -> jax.Array:
+def _sum(what: str, *operands: Array) -> Array:
     return jnp.einsum(what, *operands, preferred_element_type=jnp.float32)
 
 
-def _by_query(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _by_query(rows: Array, shape: tuple[int, ...]) -> Array:
     """[batch, kv_heads, group, query, 1] -> [batch, query, heads, 1]."""
     batch, queries, heads, _ = shape
     return rows.reshape(batch, heads, queries, 1).swapaxes(1, 2)
 
 
-def _by_score(rows: jax.Array, kv_heads: int) -> jax.Array:
+def _by_score(rows: Array, kv_heads: int) -> Array:
     """[batch, query, heads] -> [batch, kv_heads, group, query, 1]."""
     batch, queries, heads = rows.shape
     turned = rows.swapaxes(1, 2)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from cfp.errors import AttentionError
 
@@ -56,10 +57,10 @@ class Mask:
     left: int | None = _static()
     right: int | None = _static()
     keys: int | None = _static()
-    query_positions: jax.Array | None = None
-    key_positions: jax.Array | None = None
-    query_segments: jax.Array | None = None
-    key_segments: jax.Array | None = None
+    query_positions: Array | None = None
+    key_positions: Array | None = None
+    query_segments: Array | None = None
+    key_segments: Array | None = None
 
     @property
     def by_position(self) -> bool:
@@ -67,7 +68,7 @@ class Mask:
         bounds = (self.left, self.right, self.keys)
         return self.causal or any(bound is not None for bound in bounds)
 
-    def lengths(self, batch: int) -> jax.Array | None:
+    def lengths(self, batch: int) -> Array | None:
         """[batch] int32: how many keys each sequence has; None without padding."""
         return None if self.keys is None else jnp.full(batch, self.keys, jnp.int32)
 
@@ -87,12 +88,12 @@ class Mask:
 NO_MASK = Mask(causal=False, left=None, right=None, keys=None)
 
 
-def positions_of(given: jax.Array | None, count: int) -> jax.Array:
+def positions_of(given: Array | None, count: int) -> Array:
     """Positions as an array, also where they are counted from 0."""
     return jnp.arange(count, dtype=jnp.int32) if given is None else given
 
 
-def visible(mask: Mask, queries: int, keys: int) -> jax.Array | None:
+def visible(mask: Mask, queries: int, keys: int) -> Array | None:
     """[1 or batch, 1, query, key] of bool; None if everything is seen."""
     allowed = None
     if mask.by_position:
@@ -108,7 +109,7 @@ def visible(mask: Mask, queries: int, keys: int) -> jax.Array | None:
     return allowed
 
 
-def may_meet(mask: Mask, query: jax.Array, key: jax.Array) -> jax.Array:
+def may_meet(mask: Mask, query: Array, key: Array) -> Array:
     """True if any of some queries may see any of some keys, by position.
 
     Args:

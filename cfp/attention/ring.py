@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from cfp.attention.chunked import Partial, merge, nothing_yet
 from cfp.attention.kernels import Kernel
@@ -53,17 +53,17 @@ def zigzag_order(length: int, ranks: int) -> np.ndarray:
     return np.concatenate(mine).reshape(-1)
 
 
-def to_zigzag(x: jax.Array, ranks: int) -> jax.Array:
+def to_zigzag(x: Array, ranks: int) -> Array:
     """Tokens, along dim 1, in zigzag order, whose positions are `zigzag_order`."""
     return jnp.take(x, zigzag_order(x.shape[1], ranks), axis=1)
 
 
-def from_zigzag(x: jax.Array, ranks: int) -> jax.Array:
+def from_zigzag(x: Array, ranks: int) -> Array:
     """Undoes `to_zigzag`."""
     return jnp.take(x, np.argsort(zigzag_order(x.shape[1], ranks)), axis=1)
 
 
-def local_positions(rank: jax.Array, ranks: int, count: int, zigzag: bool) -> jax.Array:
+def local_positions(rank: Array, ranks: int, count: int, zigzag: bool) -> Array:
     """Positions of the tokens that a rank has, [count] int32."""
     index = jnp.arange(count, dtype=jnp.int32)
     if not zigzag:
@@ -81,16 +81,16 @@ class Rows:
       count: tokens of the half, or of all.
     """
 
-    half: int | jax.Array | None
+    half: int | Array | None
     count: int
 
-    def of(self, x: jax.Array, dim: int = 1) -> jax.Array:
+    def of(self, x: Array, dim: int = 1) -> Array:
         """Returns these tokens of an array of all."""
         if self.half is None:
             return x
         return lax.dynamic_slice_in_dim(x, self.half * self.count, self.count, dim)
 
-    def spread(self, part: jax.Array, fill: float = 0.0) -> jax.Array:
+    def spread(self, part: Array, fill: float = 0.0) -> Array:
         """Returns all tokens, along dim 1, where there are only these.
 
         An elementwise expression, which the compiler makes part of what adds it.
@@ -138,7 +138,7 @@ class Ring:
         )
 
     @property
-    def rank(self) -> jax.Array:
+    def rank(self) -> Array:
         """Returns this device's rank, [] int32."""
         return lax.axis_index(self.axis)
 
@@ -176,7 +176,7 @@ class Piece:
       keys: of the step's block, half of them in zigzag order, or all.
     """
 
-    when: jax.Array | None
+    when: Array | None
     queries: Rows
     keys: Rows
     mask: Mask
@@ -197,11 +197,11 @@ class Pieces:
     ring: Ring
     queries: int
     keys: int
-    query_segments: jax.Array | None
-    key_segments: jax.Array | None
-    rank: jax.Array
+    query_segments: Array | None
+    key_segments: Array | None
+    rank: Array
 
-    def of_step(self, step: int | jax.Array) -> tuple[Piece, ...]:
+    def of_step(self, step: int | Array) -> tuple[Piece, ...]:
         """The pieces of a step, one after the other.
 
         Args:
@@ -254,9 +254,9 @@ class Pieces:
 
     def _piece(
         self,
-        step: int | jax.Array,
+        step: int | Array,
         mask: Mask | None = None,
-        when: jax.Array | None = None,
+        when: Array | None = None,
         queries: Rows | None = None,
         keys: Rows | None = None,
     ) -> Piece:
@@ -272,8 +272,8 @@ class Pieces:
 
     def _located(
         self,
-        step: int | jax.Array,
-        when: jax.Array | None = None,
+        step: int | Array,
+        when: Array | None = None,
         queries: Rows | None = None,
         keys: Rows | None = None,
         always: bool = False,
@@ -298,7 +298,7 @@ class Pieces:
         ranks = self.ring.ranks if self.ring.in_one else 1
         return Rows(None, self.keys * ranks)
 
-    def _segments_of(self, step: int | jax.Array) -> jax.Array | None:
+    def _segments_of(self, step: int | Array) -> Array | None:
         if self.key_segments is None or self.ring.in_one:
             return self.key_segments
         source = (self.rank - step) % self.ring.ranks
@@ -307,19 +307,19 @@ class Pieces:
         )
 
 
-Step = int | jax.Array  # Not 0 where it is an array.
-KeysValues = jax.Array | tuple[jax.Array, jax.Array]  # Stacked, or two arrays.
+Step = int | Array  # Not 0 where it is an array.
+KeysValues = Array | tuple[Array, Array]  # Stacked, or two arrays.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def spread_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    query_segments: jax.Array | None,
-    key_segments: jax.Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    query_segments: Array | None,
+    key_segments: Array | None,
     ring: Ring,
-) -> jax.Array:
+) -> Array:
     """Attention of a rank's queries to the keys of all ranks.
 
     Args:
@@ -339,7 +339,7 @@ Residuals = tuple[Any, ...]
 
 def forward(
     q, k, v, query_segments, key_segments, ring: Ring
-) -> tuple[jax.Array, Residuals]:
+) -> tuple[Array, Residuals]:
     """The forward pass of `spread_attention`.
 
     Returns:
@@ -390,7 +390,7 @@ def forward(
     return out, (q, k, v, query_segments, key_segments, out, lse)
 
 
-def backward(ring: Ring, kept: Residuals, dout: jax.Array) -> tuple[Any, ...]:
+def backward(ring: Ring, kept: Residuals, dout: Array) -> tuple[Any, ...]:
     """The gradients of all arguments of `spread_attention`."""
     # What goes round here must not look like what went round in the forward pass, or
     # XLA takes both for one and keeps blocks in between. A barrier is not enough: it is
@@ -398,9 +398,7 @@ def backward(ring: Ring, kept: Residuals, dout: jax.Array) -> tuple[Any, ...]:
     q, k, v, query_segments, key_segments, out, lse = kept
     q, k, v, out, lse, dout = lax.optimization_barrier((q, k, v, out, lse, dout))
 
-    def add(
-        so_far: Sequence[jax.Array], piece: Piece, kv: KeysValues
-    ) -> tuple[jax.Array, ...]:
+    def add(so_far: Sequence[Array], piece: Piece, kv: KeysValues) -> tuple[Array, ...]:
         gradients = ring.kernel.gradients
         assert gradients is not None, "refused before"
         queries, keys = piece.queries, piece.keys
@@ -416,7 +414,7 @@ def backward(ring: Ring, kept: Residuals, dout: jax.Array) -> tuple[Any, ...]:
         ring, q.shape[1], k.shape[1], query_segments, key_segments, ring.rank
     )
 
-    def compute(step: Step, dq: jax.Array, kv: jax.Array) -> tuple[jax.Array, ...]:
+    def compute(step: Step, dq: Array, kv: Array) -> tuple[Array, ...]:
         """Gradients of queries, added to; of values and keys, as one array."""
         nothing = jnp.zeros(kv.shape[1:], jnp.float32)
         dq, *made = _run(pieces.of_step(step), add, (dq, nothing, nothing), kv)
@@ -428,7 +426,7 @@ def backward(ring: Ring, kept: Residuals, dout: jax.Array) -> tuple[Any, ...]:
     if ring.gather:
         gathered = _gathered(kv, ring)
 
-        def add_block(step: Step, carried: tuple[jax.Array, ...]) -> Any:
+        def add_block(step: Step, carried: tuple[Array, ...]) -> Any:
             dq, total = carried
             dq, dkv = compute(step, dq, _block(gathered, step, ring))
             return dq, _with_block(total, dkv, step, ring)
@@ -438,7 +436,7 @@ def backward(ring: Ring, kept: Residuals, dout: jax.Array) -> tuple[Any, ...]:
         dq, dkv = carried[0], _scattered(carried[1], ring)
     else:
 
-        def go_on(step: Step, carried: tuple[jax.Array, ...]) -> Any:
+        def go_on(step: Step, carried: tuple[Array, ...]) -> Any:
             kv, dq, dkv = carried
             following, arrived = ring.rotated(kv, 1), ring.rotated(dkv, 1)
             dq, more = compute(step, dq, kv)
@@ -486,29 +484,27 @@ def _run(
     return so_far
 
 
-def _gathered(kv: jax.Array, ring: Ring) -> jax.Array:
+def _gathered(kv: Array, ring: Ring) -> Array:
     """[ranks, 2, batch, keys, ...]; of a single block [2, batch, ranks * keys, ...]."""
     if ring.in_one:
         return lax.all_gather(kv, ring.axis, axis=2, tiled=True)
     return lax.all_gather(kv, ring.axis, axis=0)
 
 
-def _scattered(dkv: jax.Array, ring: Ring) -> jax.Array:
+def _scattered(dkv: Array, ring: Ring) -> Array:
     """Sums the gradients of `_gathered` over ranks; each rank keeps its own part."""
     axis = 2 if ring.in_one else 0
     return lax.psum_scatter(dkv, ring.axis, scatter_dimension=axis, tiled=ring.in_one)
 
 
-def _block(gathered: jax.Array, step: Step, ring: Ring) -> jax.Array:
+def _block(gathered: Array, step: Step, ring: Ring) -> Array:
     if ring.in_one:
         return gathered
     source = (ring.rank - step) % ring.ranks
     return lax.dynamic_index_in_dim(gathered, source, keepdims=False)
 
 
-def _with_block(
-    total: jax.Array, block: jax.Array, step: Step, ring: Ring
-) -> jax.Array:
+def _with_block(total: Array, block: Array, step: Step, ring: Ring) -> Array:
     if ring.in_one:
         return block
     source = (ring.rank - step) % ring.ranks

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-import jax
+from jax import Array
 
 from cfp.attention.problem import AttentionProblem, Mask, Scores
 
@@ -28,13 +28,8 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
 
 
 def whole(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    scores: Scores,
-    mask: Mask,
-    bias: jax.Array | None,
-) -> jax.Array:
+    q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None
+) -> Array:
     """Attention by Tokamax, differentiable."""
     keys, queries = k.shape[1], q.shape[1]
     window = None

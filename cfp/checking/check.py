@@ -265,10 +265,7 @@ class Check:
         return on_device(self.reference.step(*self._each(change)))
 
     def _beside_reference(self, tree: Any) -> Any:
-        """A tree's arrays where the reference runs, parts of other processes included.
-
-        Where it is sharded its step places them.
-        """
+        """A tree's arrays whole where the reference runs, unless it is sharded."""
         tree, devices = fixed(tree), self.reference.step.out_shardings[0].device_set
         if len(devices) > 1:
             return jax.tree.map(jnp.asarray, tree)
@@ -495,10 +492,7 @@ def _measured(have: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _norm(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """L2 norm, as a unit and how many of it.
-
-    Squares, and the norm itself, may be too large or too small to hold.
-    """
+    """L2 norm, as a unit and how many of it, so that no square overflows."""
     size = jnp.abs(x)
     # The compiler may multiply by the reciprocal, which has to be held, too.
     most = float(jnp.finfo(size.dtype).max) ** 0.75

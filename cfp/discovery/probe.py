@@ -336,11 +336,7 @@ class Probe:
         shapes: Sequence[Shape],
         roles: Sequence[Role],
     ) -> None:
-        """Tests that a part's results stay, whatever the other parts hold.
-
-        Raises:
-            Differs: one does not.
-        """
+        """Tests that a part's results stay, whatever the other parts hold."""
         operands = self.inputs("normal", shapes)
         before, again = self._ran(operands), self._ran(operands)
         is_steady = all(map(_is_same, before, again))
@@ -423,11 +419,7 @@ def _part(array: Array, dim: int, ways: int, part: int) -> Array:
 def _joined(
     whole: jax.ShapeDtypeStruct, part: jax.ShapeDtypeStruct, ways: int
 ) -> int | None:
-    """The dim along which parts' results are joined; None if they are as the whole.
-
-    Raises:
-        Differs: their shapes are neither.
-    """
+    """The dim along which parts' results are joined; None if they are as the whole."""
     if whole.dtype == part.dtype and len(whole.shape) == len(part.shape):
         apart = [d for d, n in enumerate(whole.shape) if part.shape[d] != n]
         if not apart:

@@ -143,12 +143,7 @@ def passes(replacement: Replacement) -> int:
 def _split_axes(
     groups: Sequence[tuple[int, ...]], axes: Sequence[Axes], sizes: Mapping[str, int]
 ) -> tuple[Axes, ...] | None:
-    """The axes of each tokens' dim, if those of the logits' dims are theirs.
-
-    Args:
-        groups: see `cfp.patterns.cross_entropy.Head`.
-        axes: of each dim of the logits but the words'.
-    """
+    """The axes of each tokens' dim, if those of the logits' dims are theirs."""
     found: list[Axes] = []
     for group, own in zip(groups, axes, strict=True):
         waiting = list(own)

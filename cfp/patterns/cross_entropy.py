@@ -378,10 +378,7 @@ class _Finder:
         return self._program.values[value].producer
 
     def _follow(self) -> None:
-        """Goes from the logits to all that reads them, and from labels' words, too.
-
-        What is computed of labels alone may also be read elsewhere; it stays then.
-        """
+        """Goes from the logits to all that reads them, and from labels' words, too."""
         if errors := self._follow_from(self._head.logits, self._start):
             raise errors[0]
         done: set[tuple[int, Dims]] = set()

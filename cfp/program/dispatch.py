@@ -292,13 +292,10 @@ class Dispatch:
         )
 
     def _looked_up(self, look: Look, there: set[int]) -> tuple[_Memory, Sequence[int]]:
-        """Learns which arguments are the latest results.
+        """Finds out which arguments are the latest results, and which may share memory.
 
         Args:
             there: those of the new ones that are where the step takes them.
-
-        Returns:
-            What is known now, and which arguments may share memory with others.
         """
         _, new, memory = look
         results = memory.results

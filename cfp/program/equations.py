@@ -213,10 +213,7 @@ class _Finder:
                     self.readers[op.id, index] = places
 
     def _slices(self, eqn: JaxprEqn, body: Jaxpr) -> None:
-        """Matches what each turn of a scan reads of the arrays that it scans.
-
-        The loop cuts a slice and takes off its dim, array by array.
-        """
+        """Matches what each turn of a scan slices out of the arrays that it scans."""
         number = self.number + sum(1 for _ in equations(body))
         cuts = (
             op

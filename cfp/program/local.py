@@ -187,11 +187,7 @@ def _stands_for(op: ir.Operation, sizes: Mapping[str, int]) -> list[ir.Value] | 
 
 
 def _summed_over(op: ir.Operation, sizes: Mapping[str, int]) -> int:
-    """The number of devices over which an all-reduce adds; 1 of all other ops.
-
-    Args:
-        sizes: of the axes of the module's meshes.
-    """
+    """The devices over which an all-reduce adds, by sizes of axes; 1 for other ops."""
     if op.name != "stablehlo.all_reduce":
         return 1
     first, *_ = op.regions[0].blocks[0].operations

@@ -396,11 +396,7 @@ def _register(key: bytes, call: PartitionedCall, mesh: Mesh) -> None:
 
 
 def _axes_in(sharding: Any, mesh: Mesh, rank: int) -> list[tuple[str, ...]]:
-    """Returns the axes of each dim of a sharding of XLA's.
-
-    A dim that XLA shards by a part of an axis, as what reshapes make of a whole one,
-    gets none: no NamedSharding tells of it.
-    """
+    """The axes of each dim of XLA's sharding; none where it uses a part of an axis."""
     if sharding is None or not sharding.is_tiled():
         return [()] * rank
     ways = sharding.tile_assignment_dimensions()
@@ -480,11 +476,7 @@ def _axes(one: Any) -> tuple[tuple[str, ...], ...]:
 def _settled(
     call: PartitionedCall, mesh: Mesh, given: Sequence[tuple[tuple[str, ...], ...]]
 ) -> Dims:
-    """Shardings that the rule allows, near those that are given.
-
-    All dims of a factor are sharded as the first of them that is; all others are
-    whole.
-    """
+    """Shards all dims of a factor as the first of them that is, and no others."""
     found: Dims = {}
     used: set[str] = set()
     for group, size in zip(call.asked.groups, call.asked.sizes, strict=True):

@@ -204,12 +204,7 @@ def read_program(
 
 @dataclass(frozen=True, slots=True)
 class _Blanks:
-    """Constants and functions that the structure of an op keeps.
-
-    Attributes:
-        kept: the constants whose values are structure.
-        functions: digests of what composites stand for, by name.
-    """
+    """Kept constants, and digests of composites' functions: the structure of ops."""
 
     kept: Set[ir.Operation]
     functions: Mapping[str, str]

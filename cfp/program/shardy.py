@@ -229,10 +229,7 @@ def _keeps_type(op: ir.Operation) -> bool:
 
 
 def _tidy_moves(function: ir.Operation) -> None:
-    """Leaves out moves to where a value is already, and sorts the others.
-
-    JAX writes such moves of results, where the mesh has devices.
-    """
+    """Leaves out moves to where a value is already, and sorts the others."""
     [block] = function.regions[0].blocks
     for op in [o.operation for o in block.operations]:
         if not moves_to_memory(op) or (maker := owner_of(op.operands[0])) is None:
@@ -244,11 +241,7 @@ def _tidy_moves(function: ir.Operation) -> None:
 
 
 def _move_late(function: ir.Operation) -> None:
-    """Has what moves arguments to the devices stand where they are read first.
-
-    And what moves results to the host where these are made. So what the host has
-    between steps is on the devices for a short time.
-    """
+    """Moves arguments to devices where they are first read, results away where made."""
     [block] = function.regions[0].blocks
     moves = [op.operation for op in block.operations if moves_to_memory(op.operation)]
     if not moves:
@@ -310,10 +303,7 @@ def _is_small_constant(op: ir.Operation) -> bool:
 
 
 def _sink_constants(op: ir.Operation) -> None:
-    """Gives the scalar code of a sort or the like its own copy of what it captures.
-
-    So an op depends on its operands alone, and can be cloned elsewhere.
-    """
+    """Copies into an op's scalar code what it captures from outside of the op."""
     for region in op.regions:
         for block in region.blocks:
             copies: dict[ir.Value, ir.Value] = {}

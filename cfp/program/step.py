@@ -629,11 +629,7 @@ def _named_leaves(
 
 
 def _check_width(dtype: Any, name: str) -> None:
-    """Refuses what this version of JAX passes to no program that is compiled ahead.
-
-    Raises:
-        StepNotTraceable: the type has less than eight bits, and JAX is older than 0.11.
-    """
+    """Refuses types of less than eight bits where JAX is older than 0.11."""
     key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     narrow = not key and jax.dtypes.itemsize_bits(dtype) < 8
     if narrow and jax.__version_info__ < (0, 11):

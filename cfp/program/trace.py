@@ -108,11 +108,9 @@ class Lowering:
 
 @contextmanager
 def _ragged_products_expanded() -> Iterator[None]:
-    """Lowers `jax.lax.ragged_dot` to products of masked operands.
+    """Lowers `jax.lax.ragged_dot` to products of masked operands, as XLA would later.
 
-    On GPUs JAX lowers it to ``chlo.ragged_dot``, which has no sharding rule, and which
-    XLA, at its defaults, expands to these same products, but after partitioning: every
-    device would compute all of it. Where ``XLA_FLAGS`` asks for a kernel it stays.
+    ``chlo.ragged_dot`` has no sharding rule. Where ``XLA_FLAGS`` asks for it, it stays.
     """
     if "ragged_dot" in os.environ.get("XLA_FLAGS", ""):
         yield

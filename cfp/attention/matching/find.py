@@ -240,11 +240,7 @@ class Sides:
         return tuple(found.values())
 
     def _read(self, term: Term, passes: Sequence[Pass]) -> Side:
-        """A term with the values by which each pass reads it, the smallest there are.
-
-        Raises:
-            Different: some pass has none of them.
-        """
+        """A term with the smallest values by which every pass can read it."""
         if len(term) > 1:
             ends = tuple(path[-1] for path in term)
             if uses := self._uses(ends, passes):
@@ -384,11 +380,7 @@ class _Finder:
         return self.view.numbers.of[v]
 
     def found(self) -> Found:
-        """Everything about it.
-
-        Raises:
-            Different: it is something else.
-        """
+        """Everything about the attention."""
         self._grow(self.scores.results[0])
         self._add_gradients_of_weights()
         letters = self._name_dims()

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
@@ -297,7 +298,7 @@ class AttentionFunctions:
         def stage(one: PassShapes) -> Any:
             compute = self._compute(mesh, one)
 
-            def run(*given: jax.Array) -> list[jax.Array]:
+            def run(*given: Array) -> list[Array]:
                 with jax.default_matmul_precision(self.precision):
                     if one.is_backward:
                         return _backward(compute, one, given)
@@ -312,7 +313,7 @@ class AttentionFunctions:
         q_letters, k_letters, v_letters = (letters for _, _, letters in one.reads[:3])
         out_shape, _, out_letters = one.out
 
-        def compute(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> Any:
+        def compute(q: Array, k: Array, v: Array, *rest: Array) -> Any:
             sizes = self._sizes(one)
             dtype = jnp.result_type(q, k, v)
             q4 = _spread(q.astype(dtype), q_letters, self._order(sizes, "q"), sizes)
@@ -354,10 +355,7 @@ class AttentionFunctions:
         return [batch, [tokens], [*heads, *groups], [features]]
 
     def _more(
-        self,
-        sides: Sequence[Shaped],
-        rest: Sequence[jax.Array],
-        sizes: Mapping[str, int],
+        self, sides: Sequence[Shaped], rest: Sequence[Array], sizes: Mapping[str, int]
     ) -> dict[str, Any]:
         """Segment ids or a bias, of the masks and biases that enter."""
         if not sides:
@@ -390,9 +388,7 @@ class AttentionFunctions:
         return {"segment_ids": (queries, keys)}
 
 
-def _seen(
-    side: SideMeaning, x: jax.Array, letters: Letters
-) -> tuple[jax.Array, Letters]:
+def _seen(side: SideMeaning, x: Array, letters: Letters) -> tuple[Array, Letters]:
     """A mask that is true where a key is seen, in the dims that it is made of."""
     if x.dtype == jnp.bool_:
         x = x if side.above else ~x
@@ -405,10 +401,10 @@ def _seen(
 
 
 def _bias(
-    given: Sequence[tuple[SideMeaning, Sequence[tuple[jax.Array, Letters]]]],
+    given: Sequence[tuple[SideMeaning, Sequence[tuple[Array, Letters]]]],
     order: Sequence[Sequence[str]],
     sizes: Mapping[str, int],
-) -> jax.Array:
+) -> Array:
     """[1 or batch, 1 or heads, query, key], of all masks and biases that enter."""
     batch, [tokens], heads, _ = order
     read = {a for _, parts in given for _, letters in parts for a in letters}
@@ -419,7 +415,7 @@ def _bias(
         ["k"],
     ]
 
-    def whole(x: jax.Array, letters: Letters) -> jax.Array:
+    def whole(x: Array, letters: Letters) -> Array:
         return _spread(x, letters, groups, sizes)
 
     total: Any = 0.0
@@ -442,22 +438,20 @@ def _bias(
 
 
 def _forward(
-    compute: Any, one: PassShapes, reads: Sequence[jax.Array], keeps_residuals: bool
-) -> list[jax.Array]:
+    compute: Any, one: PassShapes, reads: Sequence[Array], keeps_residuals: bool
+) -> list[Array]:
     if not keeps_residuals:
         return _cast([compute(*reads)], one.makes)
     made, pull = jax.vjp(compute, *reads)
     return [*_cast([made], one.makes), *tree_leaves(pull)]
 
 
-def _backward(
-    compute: Any, one: PassShapes, given: Sequence[jax.Array]
-) -> list[jax.Array]:
+def _backward(compute: Any, one: PassShapes, given: Sequence[Array]) -> list[Array]:
     count = len(one.reads)
     *inputs, dout = given[:count]
     kept = given[count:]
 
-    def pulled(*reads: jax.Array) -> Any:
+    def pulled(*reads: Array) -> Any:
         return jax.vjp(compute, *reads)[1]
 
     if kept:
@@ -479,7 +473,7 @@ def _attend(q, k, v, mesh: Mesh, way: Way, meaning: Meaning, more: Mapping) -> A
     if meaning.left is not None or meaning.right is not None:
         window = (meaning.left, meaning.right)
 
-    def compute(q: jax.Array, k: jax.Array, v: jax.Array, **rest: Any) -> jax.Array:
+    def compute(q: Array, k: Array, v: Array, **rest: Any) -> Array:
         return attention(
             q,
             k,
@@ -504,9 +498,7 @@ def _attend(q, k, v, mesh: Mesh, way: Way, meaning: Meaning, more: Mapping) -> A
     )(q, k, v, dict(more))
 
 
-def _filled(
-    out: jax.Array, v: jax.Array, meaning: Meaning, more: Mapping[str, Any]
-) -> jax.Array:
+def _filled(out: Array, v: Array, meaning: Meaning, more: Mapping[str, Any]) -> Array:
     """The output, with the mean of all values for queries that see no key."""
     queries, keys = out.shape[1], v.shape[1]
     query_ids, key_ids = segments_of(more.get("segment_ids"))
@@ -523,7 +515,7 @@ def _filled(
     return jnp.where(seen, out, mean)
 
 
-def _cast(arrays: Sequence[jax.Array], made: Sequence[Shaped]) -> list[jax.Array]:
+def _cast(arrays: Sequence[Array], made: Sequence[Shaped]) -> list[Array]:
     return [
         x.reshape(shape).astype(jnp.dtype(dtype))
         for x, (shape, dtype, _) in zip(arrays, made, strict=True)
@@ -536,11 +528,11 @@ def product(sizes: Mapping[str, int], names: Sequence[str]) -> int:
 
 
 def _spread(
-    x: jax.Array,
+    x: Array,
     letters: Letters,
     groups: Sequence[Sequence[str]],
     sizes: Mapping[str, int],
-) -> jax.Array:
+) -> Array:
     """An array with a dim for each group of letters, repeated along those it lacks."""
     wanted = [a for group in groups for a in group]
     x = placed(x, letters, wanted)

@@ -214,11 +214,7 @@ class _Proof:
     # -- what it computes --------------------------------------------------------------
 
     def run(self) -> Meaning:
-        """The meaning.
-
-        Raises:
-            Different, NotEvaluated: there is none, or it cannot be found.
-        """
+        """The meaning, proved."""
         self._check_sides()
         self.neutral = self._neutral()
         scale, softcap = self._scale()
@@ -257,11 +253,7 @@ class _Proof:
         return not side.is_segments and self.view.dtype(side.parts[0]) == "i1"
 
     def _neutral(self) -> dict[int, np.ndarray]:
-        """Values of masks and biases that hide nothing and add nothing.
-
-        Raises:
-            Different: there are too many masks to try.
-        """
+        """Values of masks and biases that hide nothing and add nothing."""
         made, zero = self.view.made, np.zeros(())
         sides = self.found.sides
         given = {made(part.value): zero for side in sides for part in side.parts}
@@ -303,11 +295,7 @@ class _Proof:
         return _rounded(small), _rounded(cap)
 
     def _read(self, side: Side) -> SideMeaning:
-        """Infers the meaning of a mask or bias from the values that are read of it.
-
-        Raises:
-            Different: what is read says it in another way than what it is made of.
-        """
+        """The meaning of a mask or bias, from what is read of it."""
         if side.is_segments:
             numbers = {self.view.numbers.of[one.value] for one in side.reads}
             return SideMeaning(SEGMENTS, same=len(numbers) == 1)
@@ -427,11 +415,7 @@ class _Proof:
     # -- the proof ---------------------------------------------------------------------
 
     def _prove(self, meaning: Meaning, drawn: Mapping[int, np.ndarray]) -> None:
-        """Compares outputs and gradients with those of the attention that it means.
-
-        Raises:
-            Different: they are others.
-        """
+        """Compares outputs and gradients with those of the attention that it means."""
         reads = [t for p in self.found.passes for t in p.reads.values()]
         makes = [t for p in self.found.passes for t in p.makes.values()]
         roots = dict.fromkeys(self._root(t.value) for t in reads)
@@ -522,11 +506,7 @@ class _Proof:
         return found
 
     def _drawn(self, meaning: Meaning) -> dict[int, np.ndarray]:
-        """Random masks and biases that show each query some key.
-
-        Raises:
-            Different: masks hide all keys of a query, whatever they are.
-        """
+        """Random masks and biases that show each query some key."""
         rows = [x for x in self.sizes if x not in ("d", "e", "k")]
         given = {
             "q": (np.empty([len(self.at[x]) for x in rows]), rows),

@@ -19,6 +19,7 @@ _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 # Wherever they are: a user's own, and others on PYTHONPATH.
 _INSTALLED = {"site-packages", "dist-packages"}
 
+_MOST_SUMMARY = 200  # characters
 # What stands before what to try, in every message of `compose`.
 ATTEMPT = "\n  try: "
 
@@ -75,6 +76,13 @@ def place_of(error: BaseException) -> str:
         code = f": {frame.line}" if frame.line else ""
         return f"\n  at {frame.filename}:{frame.lineno}, in {frame.name}{code}"
     return ""
+
+
+def summary_of(error: BaseException) -> str:
+    """An exception's type and the first line of its text, not too long."""
+    text = str(error).strip().partition("\n")[0]
+    kind = type(error).__name__
+    return f"{kind}: {text}"[:_MOST_SUMMARY] if text else kind
 
 
 class CfpError(Exception):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from math import prod
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -24,7 +25,7 @@ from cfp.analysis.storage import find_storage, pair_outputs
 from cfp.analysis.strategies import BlockSharding, Mesh, Spec
 from cfp.errors import PinError
 from cfp.printable import counted
-from cfp.program.graph import Program, reached
+from cfp.program.graph import Program, axes_of, reached
 
 # (segment that makes or stores, segment that reads)
 Pair = tuple[int, int]
@@ -56,7 +57,7 @@ def _made(
         for op_id in segment.ops:
             if op_id not in program.leaf_ops:
                 for value in program.ops[op_id].results:
-                    if program.values[value].shape:
+                    if program.shape(value):
                         yield value, segment.index
     owner = {
         position: segment.index
@@ -65,7 +66,7 @@ def _made(
         for position in frame.groups[group].args
     }
     for position, value in enumerate(program.args):
-        if not program.values[value].shape:
+        if not program.shape(value):
             continue
         readers = _readers(frame, place, value)
         if readers:
@@ -272,13 +273,12 @@ def _fit(
     sizes = dict(mesh)
     if len(spec) > len(value.shape):
         raise PinError(f"{where}: it names {len(spec)} dims.")
-    dims: list[tuple[str, ...]] = []
-    for entry in (*spec, *(None,) * (len(value.shape) - len(spec))):
-        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        dims.append(tuple(axis for axis in names if sizes.get(axis) != 1))
+    dims = [
+        tuple(axis for axis in names if sizes.get(axis) != 1)
+        for names in axes_of(spec, len(value.shape))
+    ]
     used: set[str] = set()
     for dim, names in enumerate(dims):
-        ways = 1
         for axis in names:
             if axis not in sizes:
                 raise PinError(
@@ -288,7 +288,7 @@ def _fit(
             if axis in used:
                 raise PinError(f"{where}: it uses axis {axis!r} twice.")
             used.add(axis)
-            ways *= sizes[axis]
+        ways = prod(sizes[axis] for axis in names)
         if value.shape[dim] % ways:
             raise PinError(
                 f"{where}: dim {dim} of size {value.shape[dim]} does not divide by "

@@ -145,7 +145,7 @@ class _Labels:
                         backward[result] = any(backward[s] for s in sources)
                     continue
                 # A number (a loss, a norm, a seed) ties no dims together.
-                shaped = [v for v in reads if program.values[v].shape]
+                shaped = [v for v in reads if program.shape(v)]
                 best = max((self._time(times[v]) for v in shaped), default=_FAR)
                 back = any(backward[v] for v in shaped) or op.id in self.derived
                 if op.id in self.member_block and op.id not in self.derived:
@@ -314,8 +314,7 @@ class _Labels:
         near: set[int] = set()
         for op_id in part:
             op = self.program.ops[op_id]
-            assert op.rule is not None
-            for v, dims in zip(op.operands, op.rule.operands, strict=False):
+            for v, dims in zip(op.operands, op.known_rule.operands, strict=False):
                 if not lacking[op_id].isdisjoint(f for dim in dims for f in dim):
                     near |= {labels[o.id] for o in self.flow.makers(v)}
         near -= {label, NONE}
@@ -360,7 +359,7 @@ class _Labels:
         for member in members:
             op = self.program.ops[member.op]
             for v in (*op.operands, *op.results):
-                for dim in range(len(self.program.values[v].shape)):
+                for dim in range(len(self.program.shape(v))):
                     anchored.add(classes.of_dim(v, dim))
         for op_id in ops:
             if (rule := self.program.ops[op_id].rule) is not None:
@@ -450,7 +449,7 @@ def _extra_anchors(
     parts = UnionFind()
     for op_id in rest:
         for v in program.ops[op_id].results:
-            if program.values[v].shape:
+            if program.shape(v):
                 for reader, _ in flow.readers(v):
                     if reader.id in rest:
                         parts.union(reader.id, op_id)
@@ -468,5 +467,4 @@ def _extra_anchors(
 
 
 def _all_factors(op: Op) -> tuple[int, ...]:
-    assert op.rule is not None
-    return tuple(range(len(op.rule.sizes)))
+    return tuple(range(len(op.known_rule.sizes)))

@@ -132,24 +132,22 @@ class _Finder:
         With these sharded the table is gathered, which is less than to reduce
         the result. Where a loss picks few scores, their sum is less.
         """
-        assert op.rule is not None
         if "transpose(" in op.scope:
             return False
-        own, new = ({f for d in dims for f in d} for dims in op.rule.operands[:2])
-        sizes = [op.rule.sizes[f] for f in new - own - op.rule.fixed]
+        own, new = ({f for d in dims for f in d} for dims in op.known_rule.operands[:2])
+        sizes = [op.known_rule.sizes[f] for f in new - own - op.known_rule.fixed]
         table, result = op.operands[0], op.results[0]
         size = self.program.values[result].size_bytes
         return prod(sizes) > 1 and size >= self.program.values[table].size_bytes
 
     def _is_inner_product(self, op: Op) -> bool:
         """True of a product of two whole tensors, as of a norm: no more than a sum."""
-        is_number = not self.program.values[op.results[0]].shape
+        is_number = not self.program.shape(op.results[0])
         return op.kind == "dot_general" and is_number
 
     def _anchor(self, op: Op) -> None:
-        assert op.rule is not None
         block = len(self.blocks)
-        self.blocks.append([Member(op.id, tuple(range(len(op.rule.sizes))))])
+        self.blocks.append([Member(op.id, tuple(range(len(op.known_rule.sizes))))])
         self.by_result[self.numbers[op.results[0]]] = block
         for index, operand in enumerate(op.operands[:2]):
             base, _ = self._view(operand)
@@ -158,7 +156,7 @@ class _Finder:
     def _view(self, value: int) -> tuple[int, Permutation]:
         """The number of the tensor that a value is a view of, and its dims there."""
         number = self.numbers[value]
-        rank = len(squeeze(self.program.values[value].shape))
+        rank = len(squeeze(self.program.shape(value)))
         return self.numbers.views.get(number, (number, tuple(range(rank))))
 
     def _read(self, op: Op, index: int) -> int:
@@ -167,9 +165,8 @@ class _Finder:
         A gather clamps its places by itself; for a scatter they are clamped before.
         """
         value = op.operands[index]
-        producer = self.program.values[value].producer
-        if op.kind == "scatter" and index == 1 and producer >= 0:
-            before = self.program.ops[producer]
+        before = self.program.maker(value)
+        if op.kind == "scatter" and index == 1 and before is not None:
             # The gather may read them clamped, too.
             is_known = self._view(value)[0] in self.by_operand
             if before.kind == "clamp" and not is_known:
@@ -204,8 +201,7 @@ class _Finder:
         moved: bool,
     ) -> tuple[int, ...] | None:
         """Maps a contraction's factors to the anchor's; None if it is not derived."""
-        rule, base = op.rule, anchor.rule
-        assert rule is not None and base is not None
+        rule, base = op.known_rule, anchor.known_rule
         mine = self._sharing(op, shared)
         theirs = self._sharing(anchor, index)
         result = _factors(base, base.results[0])
@@ -224,8 +220,7 @@ class _Finder:
 
     def _sharing(self, op: Op, index: int) -> list[int]:
         """The factors of an operand, in the order of the tensor it is a view of."""
-        assert op.rule is not None
-        factors = _factors(op.rule, op.rule.operands[index])
+        factors = _factors(op.known_rule, op.known_rule.operands[index])
         _, order = self._view(self._read(op, index))
         if len(order) != len(factors):
             return factors
@@ -233,8 +228,7 @@ class _Finder:
 
     def _cotangents(self, op: Op, index: int) -> Iterator[list[int]]:
         """Factors of a cotangent as it is read, then as it was before a transpose."""
-        assert op.rule is not None
-        factors = _factors(op.rule, op.rule.operands[index])
+        factors = _factors(op.known_rule, op.known_rule.operands[index])
         yield factors
         before = self._sharing(op, index)
         if before != factors:
@@ -242,8 +236,7 @@ class _Finder:
 
     def _fits(self, found: dict[int, int], op: Op, anchor: Op, index: int) -> bool:
         """True if a contraction makes the gradient of the anchor's operand."""
-        rule, base = op.rule, anchor.rule
-        assert rule is not None and base is not None
+        rule, base = op.known_rule, anchor.known_rule
         other = base.operands[1 - index]
         produced = _factors(rule, rule.results[0])
         if op.kind in ("scatter", "convolution"):
@@ -380,7 +373,7 @@ class DimClasses:
             (op.results, rule.results),
         ):
             for value, dims in zip(values, tensors, strict=False):
-                if program.values[value].producer in program.leaf_ops:
+                if program.is_leaf(value):
                     continue
                 for dim, factor in major_factors(rule, dims, self._size):
                     self._sets.union(self._dim(value, dim), (~op.id, factor))

@@ -169,8 +169,7 @@ def op_strategies(frame: Frame, block: Block, member: Member) -> list[Strategy]:
     """
     if not member.derived:
         return block_strategies(frame.program, block, frame.mesh)
-    rule = frame.program.ops[member.op].rule
-    assert rule is not None
+    rule = frame.program.ops[member.op].known_rule
     per_axis = [
         [c for c in axis_choices(rule, size) if c.exit == NONE]
         for _, size in frame.mesh
@@ -227,12 +226,10 @@ def op_line(program: Program, op: Op, *, typed: bool = False) -> str:
 
 def value_name(program: Program, value: int) -> str:
     """A value's name: an argument's path, or the op that makes it."""
-    record = program.values[value]
-    if record.producer >= 0:
-        op = program.ops[record.producer]
+    if (op := program.maker(value)) is not None:
         place = op.results.index(value)
         return f"{op.kind}.{op.id}" + (f"#{place}" if place else "")
-    if record.origin >= 0:
+    if program.values[value].origin >= 0:
         return f"carried.{value}"
     return program.arg_names[program.args.index(value)]
 

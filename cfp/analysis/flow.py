@@ -67,10 +67,9 @@ class Flow:
             loop_id, place = self.entry_place[value]
             loop = self.program.ops[loop_id]
             return loop.operands[place], loop.yields[place]
-        producer = self.program.values[value].producer
-        if producer < 0 or not passes(self.program.ops[producer]):
+        op = self.program.maker(value)
+        if op is None or not passes(op):
             return ()
-        op = self.program.ops[producer]
         place = op.results.index(value)
         if op.kind in _BARRIERS:
             return (op.operands[place],)
@@ -81,9 +80,9 @@ class Flow:
     def makers(self, value: int) -> Iterator[Op]:
         """The ops that compute a value."""
         for v in reached([value], self.sources):
-            producer = self.program.values[v].producer
-            if producer >= 0 and not passes(self.program.ops[producer]):
-                yield self.program.ops[producer]
+            op = self.program.maker(v)
+            if op is not None and not passes(op):
+                yield op
 
     def becomes(self, user: int, index: int) -> tuple[int, ...]:
         """The values that an op passes on of what it reads at an index.
@@ -129,7 +128,7 @@ class Flow:
             for result in op.results if passes(op) else ():
                 for source in self.sources(result):
                     # Initial zeros are shared by places that have nothing in common.
-                    if program.values[source].producer not in program.leaf_ops:
+                    if not program.is_leaf(source):
                         parent[find(source)] = find(result)
         for entry, (loop, place) in self.entry_place.items():
             parent[find(entry)] = find(program.ops[loop].results[place])
@@ -328,10 +327,10 @@ def _origin(flow: Flow, value: int) -> int:
         if sources := flow.sources(value):
             value = sources[0]
             continue
-        producer = flow.program.values[value].producer
-        if producer < 0 or flow.program.ops[producer].kind not in _SAME:
+        op = flow.program.maker(value)
+        if op is None or op.kind not in _SAME:
             return value
-        value = flow.program.ops[producer].operands[0]
+        value = op.operands[0]
 
 
 def _shortened(paths: Sequence[str]) -> list[str]:

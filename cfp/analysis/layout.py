@@ -141,16 +141,14 @@ class Layout:
         known = self.value_spec.get(value)
         if known is not None:
             return known
-        record = self.frame.program.values[value]
-        if record.producer in self.frame.program.leaf_ops:
+        program = self.frame.program
+        if program.is_leaf(value):
             return None
-        replicated = ((),) * len(record.shape)
-        if record.producer < 0:
-            found = self.read_spec(value) or replicated
-            if value in self._arg_position:
-                return even_spec(found, record.shape, self.frame.mesh)
-            return found
-        op = self.frame.program.ops[record.producer]
+        if (op := program.maker(value)) is None:
+            shape = program.shape(value)
+            found = self.read_spec(value) or ((),) * len(shape)
+            is_argument = value in self._arg_position
+            return even_spec(found, shape, self.frame.mesh) if is_argument else found
         return self.natural_spec(op, op.results.index(value))
 
     # -- what an op wants ----------------------------------------------------
@@ -197,7 +195,7 @@ class Layout:
             return self._by_hand(op.shardings[len(op.operands) + index])
         if op.id in self.frame.program.leaf_ops:
             return None
-        return ((),) * len(self.frame.program.values[op.results[index]].shape)
+        return ((),) * len(self.frame.program.shape(op.results[index]))
 
     def unreduced(self, op: Op) -> tuple[str, ...]:
         """The axes over which an op leaves partial sums."""
@@ -228,7 +226,7 @@ class Layout:
     def arg_spec(self, position: int) -> Spec:
         """The sharding of an argument of the program."""
         value = self.frame.program.args[position]
-        return self.spec(value) or ((),) * len(self.frame.program.values[value].shape)
+        return self.spec(value) or ((),) * len(self.frame.program.shape(value))
 
     # -- building ------------------------------------------------------------
 
@@ -291,7 +289,7 @@ class Layout:
             found = found or self.read_spec(entry)
         if found is None:
             found = self._made_spec(loop.yields[place])
-        return found or ((),) * len(program.values[canonical].shape)
+        return found or ((),) * len(program.shape(canonical))
 
     def _branch_spec(self, op: Op, result: int) -> Spec:
         """The sharding of a branch's result: as it is read, or else stored, or made."""
@@ -303,13 +301,12 @@ class Layout:
                 return self.arg_spec(position)
         made = op.yields[op.results.index(result) :: len(op.results)]
         specs = [*filter(None, map(self._made_spec, made))]
-        whole = ((),) * len(program.values[result].shape)
+        whole = ((),) * len(program.shape(result))
         return next(filter(any, specs), whole)
 
     def _made_spec(self, value: int) -> Spec | None:
         """Returns the spec in which a value's op makes it, seen through barriers."""
-        producer = self.frame.program.values[value].producer
-        op = self.frame.program.ops[producer] if producer >= 0 else None
+        op = self.frame.program.maker(value)
         if op is not None and op.id in self.axes:
             return self.natural_spec(op, op.results.index(value))
         if op is not None and passes(op) and not op.has_regions:
@@ -390,7 +387,7 @@ def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
         if ops is not None and op_id not in ops:
             continue
         for result in program.ops[op_id].results:
-            if not program.values[result].shape:
+            if not program.shape(result):
                 continue
             if not _is_constrained_behind(layout, result, ops):
                 values[result] = layout.value_spec[result]
@@ -472,8 +469,7 @@ class GroupSharding:
             }
         found = {}
         for op_id in ops:
-            rule = program.ops[op_id].rule
-            assert rule is not None
+            rule = program.ops[op_id].known_rule
             wanted: list[list[str]] = [[] for _ in rule.sizes]
             for name, size in self.mesh:
                 classes = self._classes_for(reads, ops, size)

@@ -108,11 +108,11 @@ class _Numbering:
                 numbers[result] = numbers[operand]
             return
         operands = tuple(numbers[v] for v in op.operands)
-        shapes = tuple(self.program.values[v].shape for v in op.operands)
+        shapes = tuple(self.program.shape(v) for v in op.operands)
         if op.kind in _UNIT_VIEWS and self._only_units(op):
             numbers[op.results[0]] = operands[0]
         elif op.kind == "reshape":
-            shape = self.program.values[op.results[0]].shape
+            shape = self.program.shape(op.results[0])
             numbers[op.results[0]] = self._reshaped(operands[0], shapes[0], shape)
         elif op.kind == "transpose":
             order = _squeezed_order(op.integers("permutation"), shapes[0])
@@ -134,7 +134,7 @@ class _Numbering:
                 numbers[result] = self.fresh()
         else:
             for index, result in enumerate(op.results):
-                shape = self.program.values[result].shape
+                shape = self.program.shape(result)
                 key = (op.name, op.attributes, operands, shapes, shape, index)
                 numbers[result] = self.intern(key)
             if op.kind == "concatenate":
@@ -148,13 +148,13 @@ class _Numbering:
         starts, limits = (
             op.integers(name) for name in ("start_indices", "limit_indices")
         )
-        shape = self.program.values[op.operands[0]].shape
-        if shape != self.program.values[whole.results[0]].shape:
+        shape = self.program.shape(op.operands[0])
+        if shape != self.program.shape(whole.results[0]):
             return None
         cut = [d for d, size in enumerate(shape) if (starts[d], limits[d]) != (0, size)]
         offset = 0
         for piece in whole.operands:
-            sizes = self.program.values[piece].shape
+            sizes = self.program.shape(piece)
             same = [d for d, size in enumerate(shape) if sizes[d] != size]
             if cut == same and len(cut) == 1:
                 end = offset + sizes[cut[0]]
@@ -165,8 +165,8 @@ class _Numbering:
 
     def _only_units(self, op: Op) -> bool:
         """True if a reshape or broadcast only adds or drops dims of size 1."""
-        source = self.program.values[op.operands[0]].shape
-        target = self.program.values[op.results[0]].shape
+        source = self.program.shape(op.operands[0])
+        target = self.program.shape(op.results[0])
         if squeeze(source) != squeeze(target):
             return False
         if op.kind == "reshape":
@@ -257,7 +257,7 @@ class _Numbering:
             found = {
                 self.numbers[v]
                 for v in op.yields[place::count]
-                if program.values[v].producer not in program.leaf_ops
+                if not program.is_leaf(v)
             }
             self.numbers[result] = found.pop() if len(found) == 1 else self.fresh()
 
@@ -270,11 +270,10 @@ class _Numbering:
                 self.numbers[result] = self.numbers[operand]
                 continue
             self.numbers[result] = number = self.fresh()
-            producer = self.program.values[yielded].producer
-            if producer < 0:
+            update = self.program.maker(yielded)
+            if update is None or update.kind != "dynamic_update_slice":
                 continue
-            update = self.program.ops[producer]
-            if update.kind == "dynamic_update_slice" and update.operands[0] == arg:
+            if update.operands[0] == arg:
                 self.stacked[number] = self.numbers[update.operands[1]]
 
 

@@ -163,7 +163,7 @@ def block_fingerprint(program: Program, block: Block) -> Hashable:
     for member in block.members:
         op = program.ops[member.op]
         shapes = tuple(
-            (program.values[v].shape, program.values[v].dtype)
+            (program.shape(v), program.values[v].dtype)
             for v in (*op.operands, *op.results)
         )
         parts.append((op.name, shapes, op.rule, member.factors, op.repeat))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Set
 from dataclasses import dataclass
 from enum import StrEnum
+from math import prod
 
 from cfp.analysis.contractions import UnionFind, is_contraction
 from cfp.analysis.flow import NEVER, Flow, first_downstream
@@ -118,7 +119,7 @@ class _Finder:
         return self._collect()
 
     def _shape(self, position: int) -> tuple[int, ...]:
-        return self.program.values[self.program.args[position]].shape
+        return self.program.shape(self.program.args[position])
 
     def _walk(self, position: int, output: int) -> None:
         shape = self._shape(position)
@@ -149,11 +150,11 @@ class _Finder:
                 continue
             self.owner[op.id] = position
             if op.kind == "dynamic_update_slice":
-                piece = squeeze(self.program.values[op.operands[1]].shape)
+                piece = squeeze(self.program.shape(op.operands[1]))
                 stack.append((op.operands[0], inner))
                 stack.append((op.operands[1], piece))
             elif op.kind in _VIEWS:
-                source = squeeze(self.program.values[op.operands[0]].shape)
+                source = squeeze(self.program.shape(op.operands[0]))
                 stack.append((op.operands[0], source))
             else:
                 stack.extend((operand, inner) for operand in op.operands)
@@ -169,16 +170,15 @@ class _Finder:
             return op.parent >= 0 and self._stacks(op)
         if op.rule.fixed:
             return False
-        result = squeeze(program.values[op.results[0]].shape)
+        result = squeeze(program.shape(op.results[0]))
         if result != shape:
             return False
         if op.kind in _VIEWS:
-            source = squeeze(program.values[op.operands[0]].shape)
+            source = squeeze(program.shape(op.operands[0]))
             single = len(program.users[op.operands[0]]) == 1
             return (single or source == shape) and sorted(source) == sorted(shape)
         return op.kind == "broadcast_in_dim" or all(
-            squeeze(program.values[v].shape) in (shape, ())
-            or program.values[v].producer in program.leaf_ops
+            squeeze(program.shape(v)) in (shape, ()) or program.is_leaf(v)
             for v in op.operands
         )
 
@@ -220,7 +220,7 @@ class _Finder:
         }
         outside = frozenset(p for p in positions if not inside.issuperset(readers[p]))
         positions.sort(key=lambda p: (p not in outside, p))
-        shape = program.values[program.args[positions[0]]].shape
+        shape = program.shape(program.args[positions[0]])
         entering = self._entering(positions, inside)
         inside |= self._statistics(positions, inside, entering, squeeze(shape))
         reads, whole = self._reads(program.args[positions[0]], inside, shape)
@@ -243,7 +243,7 @@ class _Finder:
         for op_id in inside:
             op = self.program.ops[op_id]
             if op.kind == "dynamic_update_slice":
-                whole, piece = (self.program.values[v].shape for v in op.operands[:2])
+                whole, piece = (self.program.shape(v) for v in op.operands[:2])
                 if len(whole) == rank:
                     found |= {d for d in range(rank) if whole[d] != piece[d]}
         return frozenset(found)
@@ -255,7 +255,7 @@ class _Finder:
         entering: dict[int, None] = {}
         for op_id in sorted(inside):
             for v in program.ops[op_id].operands:
-                if not program.values[v].shape or v in values:
+                if not program.shape(v) or v in values:
                     continue
                 makers = list(self.flow.makers(v))
                 if not makers or any(
@@ -285,7 +285,7 @@ class _Finder:
         known = {program.args[p] for p in positions} | set(entering)
         known.update(r for op in inside for r in program.ops[op].results)
         found: set[int] = set()
-        stack = [v for v in known if squeeze(program.values[v].shape) == shape]
+        stack = [v for v in known if squeeze(program.shape(v)) == shape]
         while stack:
             for user, _ in program.users[stack.pop()]:
                 op = program.ops[user]
@@ -296,7 +296,7 @@ class _Finder:
                 found.add(user)
                 result = op.results[0]
                 known.add(result)
-                if squeeze(program.values[result].shape) == shape:
+                if squeeze(program.shape(result)) == shape:
                     stack.append(result)
         self.owner.update(dict.fromkeys(found, positions[0]))
         return found
@@ -307,15 +307,13 @@ class _Finder:
             return False
         if self._leads(op) or op.kind in _LOOKUPS or is_contraction(op):
             return False
-        result = squeeze(program.values[op.results[0]].shape)
+        result = squeeze(program.shape(op.results[0]))
         if result != shape and op.kind not in ("reduce", *_VIEWS):
             return False
         if op.kind in _VIEWS and sorted(result) != sorted(shape):
             return False
         return all(
-            v in known
-            or not program.values[v].shape
-            or program.values[v].producer in program.leaf_ops
+            v in known or not program.shape(v) or program.is_leaf(v)
             for v in op.operands
         )
 
@@ -335,8 +333,8 @@ class _Finder:
                 if op.id in inside or op.id in found or index or op.rule is None:
                     continue
                 if op.kind == "dynamic_slice" and op.parent >= 0:
-                    sizes = program.values[op.results[0]].shape
-                    full = program.values[op.operands[0]].shape
+                    sizes = program.shape(op.results[0])
+                    full = program.shape(op.operands[0])
                     cut = {
                         d
                         for d, (a, b) in enumerate(zip(full, sizes, strict=True))
@@ -353,13 +351,15 @@ class _Finder:
 
 def _carried_dims(op: Op, dims: tuple[int | None, ...]) -> tuple[int | None, ...]:
     """Maps each dim of a view's result to a dim of the parameter."""
-    assert op.rule is not None
     of_factor = {
-        op.rule.major(factors): dims[d] for d, factors in enumerate(op.rule.operands[0])
+        op.known_rule.major(factors): dims[d]
+        for d, factors in enumerate(op.known_rule.operands[0])
     }
     return tuple(
-        None if (major := op.rule.major(factors)) is None else of_factor.get(major)
-        for factors in op.rule.results[0]
+        None
+        if (major := op.known_rule.major(factors)) is None
+        else of_factor.get(major)
+        for factors in op.known_rule.results[0]
     )
 
 
@@ -402,7 +402,7 @@ def _renews(flow: Flow, arg: int, output: int) -> bool:
     program = flow.program
     if program.outputs[output] == arg:
         return True
-    shape = squeeze(program.values[arg].shape)
+    shape = squeeze(program.shape(arg))
     stack, seen = [program.outputs[output]], set()
     reached = entered = False
     while stack:
@@ -413,14 +413,13 @@ def _renews(flow: Flow, arg: int, output: int) -> bool:
         reached = reached or v == arg
         sources = flow.sources(v)
         stack.extend(sources)
-        producer = program.values[v].producer
-        if sources or producer < 0 or producer in program.leaf_ops:
+        op = program.maker(v)
+        if sources or op is None or program.is_leaf(v):
             continue
-        op = program.ops[producer]
         plain = op.rule is not None and not (op.rule.reduction or op.rule.fixed)
-        if plain and squeeze(program.values[op.results[0]].shape) == shape:
+        if plain and squeeze(program.shape(op.results[0])) == shape:
             stack.extend(op.operands)
-        elif program.values[v].shape:
+        elif program.shape(v):
             entered = True
     return reached and entered
 
@@ -428,11 +427,7 @@ def _renews(flow: Flow, arg: int, output: int) -> bool:
 def spec_ways(spec: Spec, mesh: Mesh) -> int:
     """Into how many pieces a spec cuts a tensor."""
     sizes = dict(mesh)
-    ways = 1
-    for names in spec:
-        for name in names:
-            ways *= sizes[name]
-    return ways
+    return prod(sizes[name] for names in spec for name in names)
 
 
 def even_spec(spec: Spec, shape: tuple[int, ...], mesh: Mesh) -> Spec:
@@ -473,9 +468,8 @@ def extend_spec(
         if name in used:
             continue
         for dim in sorted(range(len(dims)), key=lambda d: -shape[d] if largest else d):
-            names, ways = dims[dim], size
-            for other in names:
-                ways *= sizes[other]
+            names = dims[dim]
+            ways = size * prod(sizes[other] for other in names)
             if shape[dim] % ways == 0 and dim not in whole_dims:
                 names.append(name)
                 break

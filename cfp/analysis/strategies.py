@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 from cfp.analysis.blocks import Block
@@ -88,8 +89,7 @@ def block_strategies(program: Program, block: Block, mesh: Mesh) -> list[Strateg
     of a mesh may be linked differently.
     """
     anchor = program.ops[block.anchor]
-    rule = anchor.rule
-    assert rule is not None
+    rule = anchor.known_rule
     options = [axis_choices(rule, size) for _, size in mesh]
     found = []
     for strategy in product(*options):
@@ -157,26 +157,22 @@ class BlockSharding:
             size: DimClasses(program, block.ops, block.members, canonical, size)
             for size in {size for _, size in mesh}
         }
-        self._split: dict[tuple[int, AxisChoice], list[tuple[int, ...]]] = {}
-        self._legal: dict[tuple[int, tuple[tuple[int, ...], ...]], FactorAxes] = {}
+        self._factors = cache(self._factors_split)
+        self._combine = cache(self._combined)
 
     def factor_axes(self, strategy: Strategy) -> dict[int, FactorAxes]:
         """For each op of the block that has a rule, the axes that split its factors."""
         splits = [self._factors(i, choice) for i, choice in enumerate(strategy)]
         return {
-            op: self._combine(op, factors)
+            op: self._combine(op, tuple(factors))
             for op, *factors in zip(self._ops, *splits, strict=True)
         }
 
-    def _factors(self, axis: int, choice: AxisChoice) -> list[tuple[int, ...]]:
+    def _factors_split(self, axis: int, choice: AxisChoice) -> list[tuple[int, ...]]:
         """For each op the factors that one axis is to split."""
-        known = self._split.get((axis, choice))
-        if known is None:
-            classes = self._classes[self.mesh[axis][1]]
-            marked = self._mark(classes, choice)
-            known = [self._factors_of(op, classes, marked, choice) for op in self._ops]
-            self._split[axis, choice] = known
-        return known
+        classes = self._classes[self.mesh[axis][1]]
+        marked = self._mark(classes, choice)
+        return [self._factors_of(op, classes, marked, choice) for op in self._ops]
 
     def _factors_of(
         self, op: int, classes: DimClasses, marked: set[Hashable], choice: AxisChoice
@@ -186,25 +182,19 @@ class BlockSharding:
         member = self._members.get(op)
         if member is not None:
             return tuple(f for f, g in enumerate(member.factors) if g == choice.inner)
-        rule = self.program.ops[op].rule
-        assert rule is not None
+        rule = self.program.ops[op].known_rule
         return tuple(
             f for f in range(len(rule.sizes)) if classes.of_factor(op, f) in marked
         )
 
-    def _combine(self, op: int, factors: list[tuple[int, ...]]) -> FactorAxes:
+    def _combined(self, op: int, factors: tuple[tuple[int, ...], ...]) -> FactorAxes:
         """The axes of an op's factors, where each axis is to split some."""
-        key = (op, tuple(factors))
-        known = self._legal.get(key)
-        if known is None:
-            rule = self.program.ops[op].rule
-            assert rule is not None
-            wanted: list[list[str]] = [[] for _ in rule.sizes]
-            for (name, _), split in zip(self.mesh, factors, strict=True):
-                for f in split:
-                    wanted[f].append(name)
-            known = self._legal[key] = legal_axes(rule, wanted, dict(self.mesh))
-        return known
+        rule = self.program.ops[op].known_rule
+        wanted: list[list[str]] = [[] for _ in rule.sizes]
+        for (name, _), split in zip(self.mesh, factors, strict=True):
+            for f in split:
+                wanted[f].append(name)
+        return legal_axes(rule, wanted, dict(self.mesh))
 
     def _mark(self, classes: DimClasses, choice: AxisChoice) -> set[Hashable]:
         """The classes that an axis shards in ops other than contractions."""
@@ -212,26 +202,24 @@ class BlockSharding:
             return set()
         program = self.program
         anchor = program.ops[self.block.anchor]
-        assert anchor.rule is not None
         result = anchor.results[0]
         outer = choice.inner if choice.exit == NONE else choice.exit
         tail, marked = set(), set()
-        for dim, factors in enumerate(anchor.rule.results[0]):
+        for dim, factors in enumerate(anchor.known_rule.results[0]):
             tail.add(classes.of_dim(result, dim))
-            if anchor.rule.major(factors) == outer:
+            if anchor.known_rule.major(factors) == outer:
                 marked.add(classes.of_dim(result, dim))
         for op_id, member in self._members.items():
             op = program.ops[op_id]
-            assert op.rule is not None
             mine = {f for f, g in enumerate(member.factors) if g == choice.inner}
             tensors = zip(
                 (*op.operands, *op.results),
-                (*op.rule.operands, *op.rule.results),
+                (*op.known_rule.operands, *op.known_rule.results),
                 strict=False,
             )
             for value, dims in tensors:
                 for dim, factors in enumerate(dims):
-                    if op.rule.major(factors) in mine:
+                    if op.known_rule.major(factors) in mine:
                         found = classes.of_dim(value, dim)
                         if found not in tail:
                             marked.add(found)
@@ -286,8 +274,7 @@ def describe(op: Op, mesh: Mesh, strategy: Strategy) -> str:
     S and R stand for sharded and replicated dims of result and operands; the braces
     hold the mesh axis of each sharded factor, in the order of the operands' dims.
     """
-    rule = op.rule
-    assert rule is not None
+    rule = op.known_rule
     number = {name: str(i) for i, (name, _) in enumerate(mesh)}
     wanted: list[list[str]] = [[] for _ in rule.sizes]
     for (name, _), choice in zip(mesh, strategy, strict=True):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
@@ -51,7 +52,7 @@ class Truncation:
         stored += [v for op in casts for v in self._program.ops[op].results]
         self._stored = {*map(self._canonical, stored)}
         self._top = [op for op in self._program.ops if op.parent < 0]
-        self._forms: dict[int, tuple[object, ...]] = {}
+        self._form = cache(self._form_of)
         self._gone: set[int] = set()  # top-level ops
         # What a repeat reads from its neighbour, and what a sum is without a part.
         self._substitutes: dict[int, int] = {}
@@ -309,8 +310,8 @@ class Truncation:
         return True
 
     def _is_gone(self, v: int) -> bool:
-        producer = self._program.values[v].producer
-        return producer >= 0 and self._program.top_level(producer) in self._gone
+        op = self._program.maker(v)
+        return op is not None and self._program.top_level(op.id) in self._gone
 
     def _is_missing(self, v: int) -> bool:
         return self._is_gone(v) and v not in self._through
@@ -330,13 +331,9 @@ class Truncation:
         inside = [op, *(self._program.ops[inner] for inner in op.body)]
         return tuple(v for one in inside for v in (*one.operands, *one.yields))
 
-    def _form(self, op: int) -> tuple[object, ...]:
-        """Returns a key that ops doing the same share."""
-        if op not in self._forms:
-            self._forms[op] = self._form_of(self._program.ops[op])
-        return self._forms[op]
-
-    def _form_of(self, op: Op) -> tuple[object, ...]:
+    def _form_of(self, op_id: int) -> tuple[object, ...]:
+        """A key that ops doing the same share."""
+        op = self._program.ops[op_id]
         values = [*self._reads(op), *op.results, *op.entries]
         types = tuple(str(self._program.values[v]) for v in values)
         inside = [op, *(self._program.ops[inner] for inner in op.body)]
@@ -360,7 +357,7 @@ class Truncation:
 
 def _is_scalar(program: Program, op: Op) -> bool:
     values = (*op.operands, *op.results)
-    return not op.has_regions and not any(program.values[v].shape for v in values)
+    return not op.has_regions and not any(program.shape(v) for v in values)
 
 
 @dataclass(frozen=True, slots=True)

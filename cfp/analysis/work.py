@@ -42,7 +42,7 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
     if loops := uncounted_loops(program):
         found["uncounted_loops"] = float(len(loops))
     rows = [program.args[p] for p, rank in batch.items() if not rank]
-    shapes = [program.values[v].shape for v in rows]
+    shapes = [program.shape(v) for v in rows]
     if sizes := [shape[0] for shape in shapes if shape]:
         samples = max(set(sizes), key=sizes.count)
         found["batch_samples"] = float(samples)

@@ -20,7 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from cfp.discovery.probe import Differs, Probe, Role, Shape, blocks, check_operand
+from cfp.discovery.probe import (
+    Differs,
+    Probe,
+    Role,
+    Shape,
+    blocks,
+    check_operand,
+    parts_of,
+)
 from cfp.discovery.rule import Evidence, OpDim, Refusal, ShardingRule
 from cfp.errors import CfpError
 
@@ -266,13 +274,7 @@ class _Discovery:
                 continue
             kept.append(factor)
             places.update(factor.places(len(shapes)))
-            ways = factor.parts[0]
-            shapes = [
-                tuple(
-                    n // ways if (t, d) in factor.dims else n for d, n in enumerate(s)
-                )
-                for t, s in enumerate(shapes)
-            ]
+            shapes = parts_of(shapes, factor.dims, factor.parts[0])
         self.factors = kept
 
     # ------------------------------------------------------------------------- answers

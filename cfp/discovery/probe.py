@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cfp.discovery.rule import OpDim
-from cfp.errors import CfpError
+from cfp.errors import CfpError, summary_of
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
@@ -191,16 +191,11 @@ class Probe:
             Differs: they are not.
         """
         of = dict(dims)
-        parts = [
-            tuple(n // ways if of.get(t) == d else n for d, n in enumerate(shape))
-            for t, shape in enumerate(shapes)
-        ]
+        parts = parts_of(shapes, dims, ways)
         try:
             whole_types, part_types = self.made_from(shapes), self.made_from(parts)
         except Exception as error:  # Functions raise whatever they like.
-            raise Differs(
-                f"refused for {ways} parts ({type(error).__name__}: {_first(error)})"
-            ) from error
+            raise Differs(f"refused for {ways} parts ({summary_of(error)})") from error
         joins = [
             _joined(*both, ways) for both in zip(whole_types, part_types, strict=True)
         ]
@@ -246,8 +241,7 @@ class Probe:
         except Exception as error:  # Kernels fail in many ways.
             shapes = ", ".join(str(one.shape) for one in operands)
             raise Differs(
-                f"it fails on operands of {shapes} ({type(error).__name__}: "
-                f"{_first(error)})"
+                f"it fails on operands of {shapes} ({summary_of(error)})"
             ) from error
 
     def _scaled(self, operand: Array, dim: int, ways: int) -> Array:
@@ -408,6 +402,14 @@ def blocks(size: int, most: int) -> Iterator[int]:
     return (n for n in range(min(size, most), 1, -1) if size % n == 0)
 
 
+def parts_of(shapes: Sequence[Shape], dims: Sequence[OpDim], ways: int) -> list[Shape]:
+    """Shapes with some of their dims split into parts."""
+    return [
+        tuple(n // ways if (t, d) in dims else n for d, n in enumerate(shape))
+        for t, shape in enumerate(shapes)
+    ]
+
+
 def _part(array: Array, dim: int, ways: int, part: int) -> Array:
     """A view of one of several equal parts along a dim."""
     size = array.shape[dim] // ways
@@ -450,9 +452,3 @@ def _same(a: Array, b: Array) -> Array:
 
 def _is_same(a: Array, b: Array) -> bool:
     return bool(_same(a, b).all())
-
-
-def _first(error: BaseException) -> str:
-    """The first line of an error, not too long."""
-    text = str(error).strip().partition("\n")[0]
-    return text if len(text) <= 120 else f"{text[:117]}..."

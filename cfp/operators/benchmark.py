@@ -27,6 +27,7 @@ import jax
 from jax import Array
 
 from cfp.devices.device_kind import DeviceKind, kind_of
+from cfp.errors import summary_of
 from cfp.operators.cases import (
     Program,
     Shape,
@@ -40,7 +41,7 @@ from cfp.operators.cases import (
     sample,
 )
 from cfp.operators.operator import Implementation, Operator, OperatorError
-from cfp.operators.probe import first_line, memory_limit
+from cfp.operators.probe import memory_limit
 from cfp.profiling.compile_pool import CompilePool
 from cfp.profiling.timing import ON_CPUS, measure
 from cfp.units import format_bytes
@@ -355,7 +356,7 @@ class _Case:
             return replace(
                 row,
                 state=NO_MEMORY if memory else FAILED,
-                reason=f"{type(error).__name__}: {first_line(error)}",
+                reason=summary_of(error),
                 detail=traceback.format_exc(),
             )
 

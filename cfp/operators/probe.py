@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from cfp.attention.pallas import KERNELS, load
+from cfp.errors import summary_of
 from cfp.operators.operator import Reason
 
 
@@ -27,13 +28,8 @@ def import_reason(name: str) -> Reason:
     try:
         load(name)
     except Exception as error:  # A library may raise anything while it is loaded.
-        return f"import {name}: {type(error).__name__}: {first_line(error)}"
+        return f"import {name}: {summary_of(error)}"
     return None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of what an exception says."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
 @cache

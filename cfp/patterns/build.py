@@ -97,7 +97,7 @@ def build(
     """
     spread, sizes = spread or Spread(), sizes or {}
     op = program.ops[found.contraction]
-    shape = list(program.values[op.results[0]].shape)
+    shape = list(program.shape(op.results[0]))
     words = shape.pop(found.head.words_dim)
     axes = spread.tokens or ((),) * len(shape)
     dims = zip((*shape, words), (*axes, spread.words), strict=True)

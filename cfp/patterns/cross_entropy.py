@@ -211,16 +211,14 @@ def _reason_before(program: Program, value: int, seen: Mapping[int, str]) -> str
     """The reason why a value that was computed from a contraction is none of its."""
 
     def made_of(v: int) -> tuple[int, ...]:
-        if (producer := program.values[v].producer) < 0:
-            return ()
-        op = program.ops[producer]
-        return op.operands if op.kind in KINDS or op.kind in _MOVING else ()
+        op = program.maker(v)
+        return op.operands if op is not None and op.kind in _ELEMENTWISE else ()
 
     reasons = (seen.get(one) for one in reached([value], made_of))
     return next(filter(None, reasons), "")
 
 
-_MOVING = ("broadcast_in_dim", "pad", "reshape", "slice", "transpose")
+_ELEMENTWISE = KINDS | {"broadcast_in_dim", "pad", "reshape", "slice", "transpose"}
 _OTHER_LOGITS = (
     "its logits are not computed element by element from the product of each token's "
     "vector with a matrix"
@@ -238,8 +236,8 @@ def _heads(program: Program, op: Op) -> list[Head]:
     """
     if op.kind != "dot_general" or op.rule is None or op.has_regions:
         return []
-    shapes = [program.values[v].shape for v in op.operands]
-    result = program.values[op.results[0]].shape
+    shapes = [program.shape(v) for v in op.operands]
+    result = program.shape(op.results[0])
     (batch, left), (_, right) = op.product_dims(0), op.product_dims(1)
     precision = _precision(op)
     if batch or len(left) != 1 or "+" in precision or len(result) < 2:
@@ -295,7 +293,7 @@ class _Finder:
         self.rank, self.reason, self.seen = 0, "", dict[int, Dims]()
         self._program, self._head = program, head
         self._op = program.ops[head.op]
-        words = program.values[head.logits].shape[head.words_dim]
+        words = program.shape(head.logits)[head.words_dim]
         self._start = head.dims(head.words_dim)
         self._reader = Reader(program, head.logits, self._start, head.tokens, words)
         self._reductions: list[Reduction] = []

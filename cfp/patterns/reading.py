@@ -107,7 +107,7 @@ class Reader:
         if not op.results:
             return None
         before, after = (
-            self.program.values[v].shape for v in (op.operands[index], op.results[0])
+            self.program.shape(v) for v in (op.operands[index], op.results[0])
         )
         if op.kind in KINDS:
             return dims
@@ -178,10 +178,10 @@ class Reader:
         """The dims of the wide operand that a product that sums nothing has in turn."""
         own, contracted = op.product_dims(index)
         others, _ = op.product_dims(1 - index)
-        other = self.program.values[op.operands[1 - index]].shape
+        other = self.program.shape(op.operands[1 - index])
         if contracted or len(others) != len(other):
             return None
-        rank = len(self.program.values[op.operands[index]].shape)
+        rank = len(self.program.shape(op.operands[index]))
         return [*own, *(dim for dim in range(rank) if dim not in own)]
 
     def wide_of_tokens(self) -> list[tuple[int, Dims]]:
@@ -219,13 +219,12 @@ class Reader:
         return self._known[key]
 
     def _expressed(self, value: int, dims: Dims) -> Expr:
-        record = self.program.values[value]
-        if record.producer < 0:
+        record, op = self.program.values[value], self.program.maker(value)
+        if op is None:
             raise Different("an argument has a column for each word")
-        op = self.program.ops[record.producer]
         if op.parent != self.parent and op.id not in self.program.leaf_ops:
             raise Different(f"{op.kind} is in another loop")
-        before = self.program.values[op.operands[0]].shape if op.operands else ()
+        before = self.program.shape(op.operands[0]) if op.operands else ()
         if op.kind in KINDS:
             args = [self._operand(op, index, dims) for index in range(len(op.operands))]
             if op.kind == CONVERT:
@@ -264,7 +263,7 @@ class Reader:
 
     def _operand(self, op: Op, index: int, dims: Dims) -> Expr:
         value = op.operands[index]
-        if self.program.values[value].shape == ():
+        if self.program.shape(value) == ():
             return self.small(op, index)
         return self.express(value, dims)
 
@@ -282,20 +281,20 @@ class Reader:
         """Expresses padding: zero for tokens that were cut off."""
         value, _ = op.operands
         low = op.integers("edge_padding_low")
-        inside = self.program.values[value].shape
+        inside = self.program.shape(value)
         cut = [
             (own[0], a, a + size)
             for own, a, size, full in zip(
                 dims.of,
                 low,
                 inside,
-                self.program.values[op.results[0]].shape,
+                self.program.shape(op.results[0]),
                 strict=True,
             )
             if size != full and len(own) == 1
         ]
         own = Dims(dims.of, tuple(sorted({*dims.cut, *cut})))
-        after = self.program.values[op.results[0]].shape
+        after = self.program.shape(op.results[0])
         if self._padded(op, own, inside, after) != dims:
             raise Different("words or tokens are added")
         if not is_constant(self.small(op, 1), 0.0):
@@ -316,7 +315,7 @@ class Reader:
         """A product of something wide with something of each token."""
         for index in (0, 1):
             order = self._multiplied(op, index)
-            rank = len(self.program.values[op.operands[index]].shape)
+            rank = len(self.program.shape(op.operands[index]))
             if order is None or rank != len(dims.of):
                 continue
             own = dims.picked([order.index(dim) for dim in range(rank)])
@@ -337,8 +336,8 @@ class Reader:
 
     def _broadcast(self, op: Op, dims: Dims) -> Expr:
         [operand] = op.operands
-        shape = self.program.values[operand].shape
-        after = self.program.values[op.results[0]].shape
+        shape = self.program.shape(operand)
+        after = self.program.shape(op.results[0])
         places = op.integers("broadcast_dimensions")
         own = dims.made_of(
             [
@@ -360,9 +359,7 @@ class Reader:
         """A scalar: a constant, or one that is read."""
         value = op.operands[index]
         types: list[str] = []
-        while (producer := self.program.values[value].producer) >= 0:
-            maker = self.program.ops[producer]
-            self_made = maker.kind in ("convert", "reshape", "broadcast_in_dim")
+        while (maker := self.program.maker(value)) is not None:
             if maker.kind == "constant":
                 record = self.program.values[value]
                 if (found := constant(maker.attributes, record.dtype)) is None:
@@ -370,21 +367,20 @@ class Reader:
                 for dtype in reversed(types):
                     found = found.cast(dtype)
                 return found
-            if not self_made:
+            if maker.kind not in ("convert", "reshape", "broadcast_in_dim"):
                 break
             types.append(self.program.values[value].dtype)
             value = maker.operands[0]
-        rank = len(self.program.values[op.operands[index]].shape)
+        rank = len(self.program.shape(op.operands[index]))
         return self.leaf(SCALAR, (op.id, index), Dims(((),) * rank))
 
     def _columns(self, op: Op, operand: int, dims: Dims) -> Expr:
         """A row for all tokens: the numbers of words, or one that is read."""
         value = operand
-        while (producer := self.program.values[value].producer) >= 0:
-            maker = self.program.ops[producer]
+        while (maker := self.program.maker(value)) is not None:
             if maker.kind == "iota":
                 [dim] = maker.integers("iota_dimension")
-                if self.program.values[value].shape[dim] == self.words:
+                if self.program.shape(value)[dim] == self.words:
                     return Expr(INDEX, self.program.values[operand].dtype)
                 break
             if maker.kind not in ("broadcast_in_dim", "reshape", "transpose"):
@@ -435,9 +431,7 @@ class Reader:
             )
         )
         unread = Different(f"a {op.kind} has not one word of each token")
-        shapes = [
-            self.program.values[v].shape for v in (op.operands[1], op.operands[0])
-        ]
+        shapes = [self.program.shape(v) for v in (op.operands[1], op.operands[0])]
         (indices, wide) = shapes
         [vector] = op.integers("index_vector_dim") or (0,)
         own: dict[int, tuple[int, ...]] = {}
@@ -463,7 +457,7 @@ class Reader:
         if sorted(one for dim in of for one in dim) != sorted(dims.tokens):
             raise unread
         narrow_value = op.results[0] if is_gather else op.operands[2]
-        shape = self.program.values[narrow_value].shape
+        shape = self.program.shape(narrow_value)
         rows = iter([one for place, one in enumerate(of) if place != vector])
         narrow = [() if dim in window else next(rows) for dim in range(len(shape))]
         if any(shape[dim] > 1 for dim in window):
@@ -480,10 +474,10 @@ class Reader:
         value = self.program.values[op.operands[1]]
         if vector == len(value.shape) or value.shape[vector] == 1:
             return (op.id, 1)
-        maker = self.program.ops[value.producer] if value.producer >= 0 else None
+        maker = self.program.maker(value.id)
         if maker is None or maker.kind != "concatenate":
             return None
-        sizes = [self.program.values[v].shape[vector] for v in maker.operands]
+        sizes = [self.program.shape(v)[vector] for v in maker.operands]
         if maker.integers("dimension") != (vector,) or max(sizes) > 1:
             return None
         return (maker.id, number)
@@ -494,14 +488,14 @@ class Reader:
         if use is None or use[0] == op.id:
             return None
         value = self.program.ops[use[0]].operands[use[1]]
-        shape = self.program.values[value].shape
+        shape = self.program.shape(value)
 
         if size ** sum(one == size for one in shape) > _MOST_COUNTED:
             return None
 
         def coordinates(v: int, dim: int) -> np.ndarray:
             """All along a dim that may count, since any may be another; else ends."""
-            here = self.program.values[v].shape[dim]
+            here = self.program.shape(v)[dim]
             every = np.arange(here)
             return every if here == size else np.unique(every[[0, -1]])
 

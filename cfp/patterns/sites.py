@@ -94,7 +94,7 @@ class _Proof:
         return self._program.ops[use[0]].operands[use[1]]
 
     def _coordinates(self, value: int, dim: int) -> np.ndarray:
-        size = self._program.values[value].shape[dim]
+        size = self._program.shape(value)[dim]
         known = self._places.get(size)
         return np.arange(min(size, _TOKENS)) if known is None else known
 
@@ -119,7 +119,7 @@ class _Proof:
         steps = self._functions.steps
         arrays = [one for step in steps for one in (*step.takes, *step.makes)]
         shapes = [(one.dims, one.shape) for one in arrays if one.dims.of]
-        shapes += [(dims, self._program.values[v].shape) for v, dims in found.dims]
+        shapes += [(dims, self._program.shape(v)) for v, dims in found.dims]
         for dims, shape in shapes:
             own = dims.sizes(tokens)
             for merged, size in zip(dims.of, shape, strict=True):
@@ -170,7 +170,7 @@ class _Proof:
                 for dims in (one.wide, one.narrow, one.label.dims)
             )
             [result] = op.results
-            rank = len(program.values[result].shape)
+            rank = len(program.shape(result))
             shape = [len(self._coordinates(result, dim)) for dim in range(rank)]
             [wide] = self._evaluated(op.operands[:1], known)
             rows = to_rows(wide, wide_dims, tokens)

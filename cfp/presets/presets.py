@@ -132,8 +132,7 @@ def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
 
 def compatible(frame: Frame, block: Block, strategy: Strategy) -> Strategy:
     """A strategy without the later of two axes that do not split a factor together."""
-    rule = frame.program.ops[block.anchor].rule
-    assert rule is not None
+    rule = frame.program.ops[block.anchor].known_rule
     kept: list[AxisChoice] = []
     for choice in strategy:
         kept.append(choice)
@@ -245,8 +244,7 @@ def _stored_usually(frame: Frame, strategies: tuple[Strategy, ...]) -> Choice:
 def _read_back(frame: Frame, block: Block, specs: Mapping[int, Spec]) -> Strategy:
     """Derives each axis's strategy in a block from the sharding of its anchor."""
     op = frame.program.ops[block.anchor]
-    rule = op.rule
-    assert rule is not None
+    rule = op.known_rule
     result = rule.results[0], specs.get(op.results[0], ())
     operands = [
         (dims, specs.get(value, ()))

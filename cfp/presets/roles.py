@@ -101,7 +101,7 @@ def data_arguments(frame: Frame) -> dict[int, int]:
         ((usual, _),) = Counter(leading.values()).most_common(1)
         found |= {p: int(size != usual) for p, size in leading.items()}
     rows = [program.args[p] for p, rank in found.items() if rank == 0]
-    sizes = {program.values[v].shape[0] for v in rows}
+    sizes = {program.shape(v)[0] for v in rows}
     found |= {p: 0 for p, size in same.items() if not sizes or size in sizes}
     return found or (carried if others else {}) or _rows_of_state(frame)
 
@@ -155,11 +155,10 @@ def _is_gradient(program: Program, value: int) -> bool:
     stack, seen = [value], {*program.outputs} - {value}
     while stack:
         v = stack.pop()
-        producer = program.values[v].producer
-        if v in seen or producer < 0 or producer in program.leaf_ops:
+        op = program.maker(v)
+        if v in seen or op is None or program.is_leaf(v):
             continue
         seen.add(v)
-        op = program.ops[producer]
         if "transpose(" in op.scope:
             return True
         if op.has_regions:
@@ -207,11 +206,7 @@ def made_of_parameters(frame: Frame) -> list[bool]:
         numbers = all(is_number[v] for v in op.operands)
         if op.kind in _SHAPING and numbers:
             is_number[op.results[0]] = True
-        reads = [
-            v
-            for v in op.operands
-            if not is_number[v] and program.values[v].producer not in program.leaf_ops
-        ]
+        reads = [v for v in op.operands if not is_number[v] and not program.is_leaf(v)]
         only = bool(reads) and all(state[v] for v in reads) and not op.has_regions
         for result in op.results:
             state[result] = only
@@ -313,12 +308,12 @@ def _walked(common: _Common, dim: int) -> list[AxisChoice]:
         return _Walk(common, {}).choices
     frame, program = common.frame, common.frame.program
     ranks = data_arguments(frame)
-    shapes = {p: program.values[program.args[p]].shape for p in ranks}
+    shapes = {p: program.shape(program.args[p]) for p in ranks}
     first = {p: min(dim, len(shapes[p]) - 1) for p in ranks}
     # Drawn rows that are not as many as the batch's are others, and come second.
     sizes = {shapes[p][d] for p, d in first.items() if ranks[p] == 0}
     drawn = {
-        v: {d: int(bool(sizes) and program.values[v].shape[d] not in sizes)}
+        v: {d: int(bool(sizes) and program.shape(v)[d] not in sizes)}
         for v, d in _drawn_rows(common, dim).items()
     }
     best: list[AxisChoice] = []
@@ -364,8 +359,7 @@ def _drawn_rows(common: _Common, dim: int) -> dict[int, int]:
             if outside is not None:
                 drawn[v] = drawn[outside]
         if op.id in anchors:
-            rule = op.rule
-            assert rule is not None
+            rule = op.known_rule
             if op.kind == "gather" or any(weight[v] for v in op.operands):
                 for v, dims in zip(op.operands, rule.operands, strict=False):
                     place = min(dim, len(dims) - 1)
@@ -373,7 +367,7 @@ def _drawn_rows(common: _Common, dim: int) -> dict[int, int]:
                         found[v] = place
             continue
         reads = [v for v in op.operands if program.values[v].producer not in leaves]
-        others = [v for v in reads if program.values[v].shape and not drawn[v]]
+        others = [v for v in reads if program.shape(v) and not drawn[v]]
         made = any(drawn[v] for v in reads) and all(weight[v] for v in others)
         for result in op.results:
             drawn[result] = made or (not others and _is_key(program.values[result]))
@@ -595,7 +589,7 @@ class _Walk:
             for d, dim in enumerate(dims):
                 factors = dim if self.follows_batch else (rule.major(dim),)
                 ranks = [carried[f] for f in factors if f is not None and f in carried]
-                if ranks and self.program.values[result].shape[d] > 1:
+                if ranks and self.program.shape(result)[d] > 1:
                     found[d] = min(ranks)
             if not self.follows_batch:
                 found = {d: 0 for d in sorted(found)[:1]}
@@ -603,7 +597,7 @@ class _Walk:
                 self.marked[result] = found
             elif carried and op.kind == "dynamic_slice" and op.parent >= 0:
                 marks = self._marks(op.operands[0])
-                shape = self.program.values[op.operands[0]].shape
+                shape = self.program.shape(op.operands[0])
                 self.taken |= {shape[d] for d in marks}
 
     def _mark_by_place(self, op: Op) -> None:
@@ -618,8 +612,7 @@ class _Walk:
                     self.marked.setdefault(result, found)
 
     def _mark_result(self, op: Op, choice: AxisChoice) -> None:
-        rule = op.rule
-        assert rule is not None
+        rule = op.known_rule
         outer = choice.inner if choice.exit == NONE else choice.exit
         carried = self._carried(op, rule) if self.follows_batch else _NOTHING
         if outer in carried or outer == NONE:
@@ -628,8 +621,7 @@ class _Walk:
             self._mark(op, rule, {outer: 0})
 
     def _choose(self, op: Op) -> AxisChoice:
-        rule = op.rule
-        assert rule is not None
+        rule = op.known_rule
         return self.common.wishes.choose(rule, self._wish(op, rule))
 
     def _wish(self, op: Op, rule: Rule) -> list[AxisChoice]:

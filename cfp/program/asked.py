@@ -30,10 +30,10 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from cfp.errors import summary_of
 from cfp.program.rules import Rule
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-_MOST_REASON = 200
 
 OpDim = tuple[int, int]  # (number among operands and then results, dim)
 Shape = jax.ShapeDtypeStruct
@@ -104,8 +104,7 @@ class Callbacks:
                 *self.in_tree.unflatten(tiles[:count])
             )
         except Exception as error:  # Callbacks raise whatever they like.
-            text = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise Refused(text[:_MOST_REASON]) from error
+            raise Refused(summary_of(error)) from error
         made: list[Any] = [*closed.out_avals]
         found = [(tuple(a.shape), a.dtype) for a in made]
         wanted = [(t.shape, t.dtype) for t in tiles[count:]]

@@ -229,7 +229,7 @@ def uneven(shape: Collection[int], mesh: Mesh, spec: Spec) -> bool:
 
 
 def _spec_misfit(program: Program, value: int, mesh: Mesh, spec: Spec) -> str | None:
-    rank = len(program.values[value].shape)
+    rank = len(program.shape(value))
     if len(spec) != rank:
         return f"a sharding of {len(spec)} dims, where there are {rank}"
     axes = [name for names in spec for name in names]

@@ -110,10 +110,9 @@ class Evaluator:
             if v in found:
                 stack.pop()
                 continue
-            producer = self._program.values[v].producer
-            if producer < 0:
+            op = self._program.maker(v)
+            if op is None:
                 raise NotEvaluated("an argument")
-            op = self._program.ops[producer]
             if op.kind not in KNOWN | _CUTS:
                 raise NotEvaluated(op.name)
             reads = [stands(x) for x in op.operands]
@@ -152,7 +151,7 @@ class Evaluator:
         return np.asarray(x, np.int64)
 
     def _sizes(self, v: int, coordinates: Coordinates) -> list[int]:
-        shape = self._program.values[v].shape
+        shape = self._program.shape(v)
         return [len(coordinates(v, d)) for d in range(len(shape))]
 
     def _apply(
@@ -210,7 +209,7 @@ class Evaluator:
         except TypeError as error:  # no attribute class for complex numbers
             raise NotEvaluated("a constant of complex numbers") from error
         [result] = op.results
-        rank = len(self._program.values[result].shape)
+        rank = len(self._program.shape(result))
         every = [coordinates(result, d) for d in range(rank)]
         if not isinstance(value, ir.DenseElementsAttr):
             raise NotEvaluated("a large constant")
@@ -226,8 +225,8 @@ class Evaluator:
     def _reshape(
         self, op: Op, x: np.ndarray, size: list[int], coordinates: Coordinates
     ) -> np.ndarray:
-        before = self._program.values[op.operands[0]].shape
-        after = self._program.values[op.results[0]].shape
+        before = self._program.shape(op.operands[0])
+        after = self._program.shape(op.results[0])
         squeezed = [n for n in before if n > 1] == [n for n in after if n > 1]
         if not squeezed and x.size != np.prod(before):
             own, wanted = (
@@ -240,7 +239,7 @@ class Evaluator:
     def _places(self, v: int, coordinates: Coordinates) -> np.ndarray:
         """The places of the coordinates of a value, in row-major order."""
         found = np.zeros(1, np.int64)
-        for dim, size in enumerate(self._program.values[v].shape):
+        for dim, size in enumerate(self._program.shape(v)):
             found = (found[:, None] * size + coordinates(v, dim)).reshape(-1)
         return found
 
@@ -256,7 +255,7 @@ class Evaluator:
     ) -> np.ndarray:
         if any(op.integers("interior_padding")):
             raise NotEvaluated("padding between elements")
-        shape = self._program.values[op.operands[0]].shape
+        shape = self._program.shape(op.operands[0])
         for dim, low in enumerate(op.integers("edge_padding_low")):
             wanted = coordinates(op.results[0], dim) - low
             there = (wanted >= 0) & (wanted < shape[dim])

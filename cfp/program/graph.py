@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.mlir import ir
+from jax.sharding import PartitionSpec
 
 from cfp.program.rules import Rule
 
@@ -131,6 +132,12 @@ class Op:
         return self.name.split(".", 1)[-1]
 
     @property
+    def known_rule(self) -> Rule:
+        """The rule of an op that is known to have one."""
+        assert self.rule is not None, f"{self.name} has no rule"
+        return self.rule
+
+    @property
     def has_regions(self) -> bool:
         """True for a loop or a branch; its regions may hold no ops at all."""
         return bool(self.body or self.yields)
@@ -242,6 +249,19 @@ class Program:
                 leaves.add(op.id)
         return frozenset(leaves)
 
+    def shape(self, value: int) -> tuple[int, ...]:
+        """The shape of a value, unsharded."""
+        return self.values[value].shape
+
+    def maker(self, value: int) -> Op | None:
+        """The op that makes a value; None for an argument of the program or a body."""
+        producer = self.values[value].producer
+        return self.ops[producer] if producer >= 0 else None
+
+    def is_leaf(self, value: int) -> bool:
+        """True if an op of `leaf_ops` makes a value."""
+        return self.values[value].producer in self.leaf_ops
+
     def made_of(self, start: Iterable[int], passes: Callable[[Op], bool]) -> set[int]:
         """Some values, and what some of the ops compute of them, one of another."""
 
@@ -300,6 +320,14 @@ class Program:
         return found
 
 
+def axes_of(spec: PartitionSpec, rank: int) -> Spec:
+    """The mesh axes of each dim of an array, of a spec as JAX has it."""
+    parts = (*spec, *(None,) * (rank - len(spec)))
+    return tuple(
+        () if p is None else (p,) if isinstance(p, str) else tuple(p) for p in parts
+    )
+
+
 def searched_once(
     find: Callable[Concatenate[Program, _Of], _Found],
 ) -> Callable[Concatenate[Program, _Of], _Found]:
@@ -353,13 +381,12 @@ def op_flops(program: Program, op: Op) -> int:
     """Floating-point operations of a contraction, over all its runs in one step."""
     if PARTITIONED.search(op.attributes):
         return call_flops(op) * op.repeat
-    rule = op.rule
-    assert rule is not None
+    rule = op.known_rule
     if op.kind == "convolution":
         # The rule's spatial factors are those of the input: it says which dims may
         # be split, and not how often a window is placed.
-        result = program.values[op.results[0]].shape
-        kernel = program.values[op.operands[1]].shape
+        result = program.shape(op.results[0])
+        kernel = program.shape(op.operands[1])
         features = {f for dim in rule.operands[1] for f in dim}
         made = [f for dim in rule.results[0] for f in dim if f in features]
         window = prod(kernel) // max(1, prod(rule.sizes[f] for f in made))
@@ -405,6 +432,6 @@ def _inner_flops(program: Program, record: Op, op: ir.Operation) -> int:
     for name in _SCORES:
         found = found[name]
     scores = prod(map(int, found))
-    q, _, v = (program.values[v].shape for v in record.operands[:3])
+    q, _, v = (program.shape(v) for v in record.operands[:3])
     products = 2 * scores * (q[-1] + v[-1]) * record.repeat
     return int(products * (_BACKWARD_TIMES if "Backward" in target else 1))

@@ -102,24 +102,16 @@ def host_kind(sharding: Any) -> str:
     return kind if kind in _OF_THE_HOST else ""
 
 
-def leaves_on_device(leaves: Sequence[Any], which: Collection[int]) -> list[Any]:
-    """Moves some of a step's argument leaves to the memory of its devices."""
-    return [
-        jax.device_put(leaf, jax.memory.Space.Device) if i in which else leaf
-        for i, leaf in enumerate(leaves)
-    ]
-
-
-def results_in_host(results: Any, which: Collection[int]) -> Any:
-    """Moves some leaves of a step's results to the memory of the host."""
+def with_leaves_in(tree: Any, which: Collection[int], space: Any) -> Any:
+    """Moves some leaves of a pytree, by number, to the memory of host or devices."""
     if not which:
-        return results
-    leaves, tree = tree_flatten(results)
+        return tree
+    leaves, structure = tree_flatten(tree)
     moved = [
-        jax.device_put(leaf, jax.memory.Space.Host) if i in which else leaf
+        jax.device_put(leaf, space) if i in which else leaf
         for i, leaf in enumerate(leaves)
     ]
-    return tree_unflatten(tree, moved)
+    return tree_unflatten(structure, moved)
 
 
 def explicit_sharding(leaf: Any) -> NamedSharding | None:

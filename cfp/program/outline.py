@@ -64,8 +64,8 @@ def _described(program: Program) -> Iterator[tuple[str, int]]:
 
 def _origin(program: Program, op: Op, value: int, places: Mapping[int, int]) -> Any:
     """A value as an operation reads it, wherever in a program that stands."""
-    if (producer := program.values[value].producer) >= 0:
-        return op.id - producer, value - program.ops[producer].results[0]
+    if (maker := program.maker(value)) is not None:
+        return op.id - maker.id, value - maker.results[0]
     return "argument", places.get(value, -1)
 
 

@@ -48,7 +48,7 @@ from cfp.program.asked import (
     spec_of,
     written,
 )
-from cfp.program.graph import PARTITIONED, inner_flops
+from cfp.program.graph import PARTITIONED, Spec, axes_of, inner_flops
 from cfp.program.jaxprs import closed_with, with_equations, with_inner
 from cfp.program.read import read_program
 from cfp.program.rules import Rule, rule_of
@@ -430,7 +430,8 @@ def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -
         *callbacks.in_tree.flatten_up_to(operands),
         *callbacks.out_tree.flatten_up_to(results),
     )
-    dims = _settled(call, mesh, [_axes(one) for one in given])
+    axes = [axes_of(one.sharding.spec, len(one.shape)) for one in given]
+    dims = _settled(call, mesh, axes)
     count = len(callbacks.operands)
     shaped = [
         jax.ShapeDtypeStruct(
@@ -464,18 +465,7 @@ def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -
         )
 
 
-def _axes(one: Any) -> tuple[tuple[str, ...], ...]:
-    """The axes of each dim of a shape with a sharding."""
-    spec = one.sharding.spec
-    parts = (*spec, *(None,) * (len(one.shape) - len(spec)))
-    return tuple(
-        () if p is None else (p,) if isinstance(p, str) else tuple(p) for p in parts
-    )
-
-
-def _settled(
-    call: PartitionedCall, mesh: Mesh, given: Sequence[tuple[tuple[str, ...], ...]]
-) -> Dims:
+def _settled(call: PartitionedCall, mesh: Mesh, given: Sequence[Spec]) -> Dims:
     """Shards all dims of a factor as the first of them that is, and no others."""
     found: Dims = {}
     used: set[str] = set()

@@ -298,14 +298,13 @@ def _ops_from(
     stack = [v]
     while stack:
         w = stack.pop()
-        producer = program.values[w].producer
-        if w in known or producer < 0 or producer in found | program.leaf_ops:
+        op = program.maker(w)
+        if w in known or op is None or op.id in found or program.is_leaf(w):
             continue
-        op = program.ops[producer]
         is_cheap = op.kind in _CHEAP_OR_SUM and not op.has_regions
-        if not is_cheap or not (within is None or producer in within):
+        if not is_cheap or not (within is None or op.id in within):
             return None
-        found.add(producer)
+        found.add(op.id)
         if len(found) > _MOST_OPS:
             return None
         stack.extend(op.operands)

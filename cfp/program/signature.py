@@ -115,10 +115,10 @@ def _cut(program: Program, wanted: tuple[int, ...]) -> Part:
             reads.extend(program.ops[inner].operands)
         for v in reads:
             producer = program.values[v].producer
-            if producer >= 0 and producer not in chosen:
-                if producer in program.leaf_ops and program.is_top_level(producer):
-                    chosen.add(producer)
-                    stack.append(producer)
+            is_new_leaf = program.is_leaf(v) and producer not in chosen
+            if is_new_leaf and program.is_top_level(producer):
+                chosen.add(producer)
+                stack.append(producer)
         chosen.update(op.body)
     inside = {
         r for i in chosen for r in (*program.ops[i].results, *program.ops[i].entries)

@@ -59,11 +59,10 @@ from cfp.program.memory import (
     HOST,
     explicit_sharding,
     in_memory,
-    leaves_on_device,
     memory_kind,
     placed_avals,
     result_memory_kinds,
-    results_in_host,
+    with_leaves_in,
 )
 from cfp.program.partitioned import traced_with_callbacks
 
@@ -146,7 +145,7 @@ def deciding(program: Program, value: int) -> bool:
     stack, seen = [value], set()
     while stack:
         v = stack.pop()
-        if v in seen or program.values[v].shape:
+        if v in seen or program.shape(v):
             continue
         seen.add(v)
         for user, index in program.users[v]:
@@ -339,10 +338,11 @@ class FlatStep:
         """``fn`` as a function of flat leaves, under its own name."""
 
         def flat(*leaves: Any) -> Any:
-            leaves_here = leaves_on_device(leaves, {a for a, _ in self.in_host})
+            ins, outs = ({pair[side] for pair in self.in_host} for side in (0, 1))
+            leaves_here = with_leaves_in(leaves, ins, jax.memory.Space.Device)
             result, changed = self._run(self.fn, leaves_here)
             self._changed.extend(calling.not_among(changed, result))
-            return results_in_host(result, {r for _, r in self.in_host})
+            return with_leaves_in(result, outs, jax.memory.Space.Host)
 
         flat.__name__ = flat.__qualname__ = getattr(self.fn, "__name__", "step")
         return flat

@@ -180,8 +180,7 @@ def axes_of(
         program: it has the rules of `with_token_factors`.
         axes: for each of its op's factors, its axes.
     """
-    rule = program.ops[one.op].rule
-    assert rule is not None, "what has axes has a rule"
+    rule = program.ops[one.op].known_rule
     factors = {x: rule.major(rule.operands[0][one.place(x)]) for x in _DIMS}
     return {x: () if f is None else axes[f] for x, f in factors.items()}
 
@@ -207,11 +206,10 @@ def exchanges(
         then), as transitions of a layout have them.
     """
     op, tokens = program.ops[one.op], axes_of(program, one, axes)["T"]
-    assert op.rule is not None, "what has axes has a rule"
     moved = one.call.reads[1:3] if is_replaced else one.call.reads
     for place in moved if tokens else ():
         value = program.values[op.operands[place]]
-        have = tensor_spec(op.rule, op.rule.operands[place], axes)
+        have = tensor_spec(op.known_rule, op.known_rule.operands[place], axes)
         whole = tuple(tuple(a for a in dim if a not in tokens) for dim in have)
         yield value.size_bytes, have, (), whole
         if is_replaced and one.call.is_backward:  # They travel in float32.

@@ -128,7 +128,7 @@ class Sides:
             op = self.view.producer(v)
             if op is None:
                 return False
-            if all(n == 1 for n in self.program.values[op.results[0]].shape):
+            if all(n == 1 for n in self.program.shape(op.results[0])):
                 return True
             if op.kind == "constant":
                 text = op.attributes
@@ -165,12 +165,11 @@ class Sides:
 
     def _operands(self, op: Op, one: Tensor) -> list[Tensor]:
         """Returns an op's operands that vary between steps; [] if dims merge."""
-        assert op.rule is not None
         [result] = op.results[:1]
-        names = aligned(one.letters, self.program.values[result].shape)
+        names = aligned(one.letters, self.program.shape(result))
         of: dict[int, str] = {}
-        for factors, name in zip(op.rule.results[0], names, strict=True):
-            large = [f for f in factors if op.rule.sizes[f] > 1]
+        for factors, name in zip(op.known_rule.results[0], names, strict=True):
+            large = [f for f in factors if op.known_rule.sizes[f] > 1]
             if len(large) > 1:
                 return []
             of.update((f, name) for f in large)
@@ -178,10 +177,10 @@ class Sides:
         for index, v in enumerate(op.operands):
             if self.view.is_leaf(v):
                 continue
-            dims = op.rule.operands[index]
-            if any(sum(op.rule.sizes[f] > 1 for f in dim) > 1 for dim in dims):
+            dims = op.known_rule.operands[index]
+            if any(sum(op.known_rule.sizes[f] > 1 for f in dim) > 1 for dim in dims):
                 return []
-            majors = majors_of(op.rule, dims)
+            majors = majors_of(op.known_rule, dims)
             letters = tuple("" if f is None else of.get(f, "?") for f in majors)
             if "?" in letters:
                 return []
@@ -293,17 +292,16 @@ class Sides:
             op = ops[stack.pop()]
             for index, v in enumerate(op.operands):
                 found.setdefault(self.view.numbers.of[v], []).append((op.id, index))
-                producer = self.program.values[v].producer
-                if producer < 0 or producer in own or v in outputs:
+                maker = self.program.maker(v)
+                if maker is None or maker.id in own or v in outputs:
                     continue
-                maker = ops[producer]
                 if maker.kind not in KNOWN or maker.kind in ("reduce", "dot_general"):
                     continue
                 if maker.parent != parent or len(own) > _MOST_VALUES:
                     continue
                 if all(user in own for r in maker.results for user, _ in users[r]):
-                    own.add(producer)
-                    stack.append(producer)
+                    own.add(maker.id)
+                    stack.append(maker.id)
         return {number: sorted(uses, reverse=True) for number, uses in found.items()}
 
 
@@ -338,17 +336,16 @@ def candidates(view: View) -> Iterator[Found | LeftAlone]:
 
 def _is_batched(dot: Op) -> bool:
     """True if a contraction does the same for each sequence or head."""
-    assert dot.rule is not None
     left, right, out = (
-        {dot.rule.major(f) for f in dims} - {None}
-        for dims in (*dot.rule.operands[:2], dot.rule.results[0])
+        {dot.known_rule.major(f) for f in dims} - {None}
+        for dims in (*dot.known_rule.operands[:2], dot.known_rule.results[0])
     )
     return bool(left & right & out)
 
 
 def _scores_of(view: View, exponential: Op) -> Op | None:
     """The contraction whose result a softmax may be of."""
-    size = prod(view.program.values[exponential.results[0]].shape)
+    size = prod(view.program.shape(exponential.results[0]))
     stack, steps = [exponential.operands[0]], 0
     while stack and steps < 64:
         steps += 1
@@ -356,7 +353,7 @@ def _scores_of(view: View, exponential: Op) -> Op | None:
         op = view.producer(v)
         if op is None or view.is_leaf(v):
             continue
-        if prod(view.program.values[op.results[0]].shape) != size:
+        if prod(view.program.shape(op.results[0])) != size:
             continue
         if op.kind == "dot_general":
             return op
@@ -395,7 +392,7 @@ class _Finder:
         sizes: dict[str, int] = {}
         tensors = [t for p in forward for t in (*p.reads.values(), *p.makes.values())]
         for t in tensors:
-            shape = self.program.values[t.value].shape
+            shape = self.program.shape(t.value)
             sizes.update((x, n) for x, n in zip(t.letters, shape, strict=True) if x)
         sides = Sides(self.view, letters, self.inside, self.region)
         return Found(
@@ -451,7 +448,7 @@ class _Finder:
 
     def _add_gradients_of_weights(self) -> None:
         """Adds contractions whose results enter: the weights' gradients."""
-        size = prod(self.program.values[self.scores.results[0]].shape)
+        size = prod(self.program.shape(self.scores.results[0]))
         while True:
             added = False
             for op_id in [*self.inside]:
@@ -477,7 +474,7 @@ class _Finder:
         found: list[Op] = []
         while True:
             op = self.view.producer(v)
-            if op is None or prod(self.program.values[v].shape) != size:
+            if op is None or prod(self.program.shape(v)) != size:
                 return None
             found.append(op)
             if op.kind == "dot_general":
@@ -489,8 +486,7 @@ class _Finder:
     # -- what dims run over ------------------------------------------------------------
 
     def _name_dims(self) -> Lettering:
-        rule = self.scores.rule
-        assert rule is not None
+        rule = self.scores.known_rule
         left, right = rule.operands[:2]
         of = [{rule.major(f) for f in dims} - {None} for dims in (left, right)]
         names: dict[Hashable, str] = {}
@@ -590,10 +586,9 @@ class _Finder:
         """The instance of an op that stands in a reader's body, last before it."""
         best = None
         for v in self.view.values[self._number(op.results[0])]:
-            producer = self.program.values[v].producer
-            if producer < 0 or producer >= reader.id:
+            one = self.program.maker(v)
+            if one is None or one.id >= reader.id:
                 continue
-            one = self.program.ops[producer]
             if one.kind == op.kind and one.parent == reader.parent:
                 best = one
         if best is None:

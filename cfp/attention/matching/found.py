@@ -51,12 +51,10 @@ class View:
         return found
 
     def _rank(self, v: int) -> tuple[int, int]:
-        producer = self.program.values[v].producer
-        if producer < 0:
+        op = self.program.maker(v)
+        if op is None or op.kind in _PASSES:
             return 2, v
-        op = self.program.ops[producer]
-        same = {self.numbers.of[x] for x in op.operands} & {self.numbers.of[v]}
-        if same or op.kind in _PASSES:
+        if self.numbers.of[v] in {self.numbers.of[x] for x in op.operands}:
             return 2, v  # only another view of what is made elsewhere
         return (0, v) if op.kind in KNOWN else (1, v)
 
@@ -70,8 +68,7 @@ class View:
 
     def producer(self, v: int) -> Op | None:
         """The op that makes the value that stands for one; None for arguments."""
-        producer = self.program.values[self.made(v)].producer
-        return self.program.ops[producer] if producer >= 0 else None
+        return self.program.maker(self.made(v))
 
     def readers(self, v: int) -> list[tuple[Op, int]]:
         """Returns (op, operand index) pairs that read a value or an equal one."""
@@ -229,10 +226,9 @@ class Dims:
             leaves: also those of what is the same in every step, which attentions of
                 other dims may share.
         """
-        assert op.rule is not None
         tensors = zip(
             (*op.operands, *op.results),
-            (*op.rule.operands, *op.rule.results),
+            (*op.known_rule.operands, *op.known_rule.results),
             strict=False,
         )
         by_factor: dict[int, tuple[int, int]] = {}
@@ -240,7 +236,7 @@ class Dims:
             if not leaves and self.view.is_leaf(v):
                 continue
             for d, factors in enumerate(dims):
-                major = op.rule.major(factors)
+                major = op.known_rule.major(factors)
                 if major is None:
                     continue
                 node = self._node(v, d)
@@ -253,7 +249,7 @@ class Dims:
         return self._same.find(self._node(v, d))
 
     def _node(self, v: int, d: int) -> tuple[int, int]:
-        shape = self.view.program.values[v].shape
+        shape = self.view.program.shape(v)
         return self.view.numbers.of[v], sum(n > 1 for n in shape[:d])
 
 
@@ -275,7 +271,7 @@ class Lettering:
 
     def of_value(self, v: int) -> Letters:
         """Returns the letters of a value between the contractions."""
-        shape = self._dims.view.program.values[v].shape
+        shape = self._dims.view.program.shape(v)
         return tuple(
             self._names.get(self._dims.of(v, d), "?") if n > 1 else ""
             for d, n in enumerate(shape)
@@ -283,12 +279,11 @@ class Lettering:
 
     def _factors(self, op: Op, weights: int | None) -> dict[int, str]:
         """The letters of a contraction's factors, by the operand that is known."""
-        assert op.rule is not None
         if weights is None:
-            v, dims = op.results[0], op.rule.results[0]
+            v, dims = op.results[0], op.known_rule.results[0]
         else:
-            v, dims = op.operands[weights], op.rule.operands[weights]
-        majors = majors_of(op.rule, dims)
+            v, dims = op.operands[weights], op.known_rule.operands[weights]
+        majors = majors_of(op.known_rule, dims)
         pairs = zip(majors, self.of_value(v), strict=True)
         return {f: letter for f, letter in pairs if f is not None and letter}
 
@@ -296,25 +291,24 @@ class Lettering:
         self, op: Op, index: int, other: str, weights: int | None = None
     ) -> Tensor:
         """An operand; ``other`` names the dim that the known tensor does not have."""
-        assert op.rule is not None
         known = self._factors(op, weights)
-        names = _named(majors_of(op.rule, op.rule.operands[index]), known, other)
+        names = _named(
+            majors_of(op.known_rule, op.known_rule.operands[index]), known, other
+        )
         return Tensor(op.operands[index], (op.id, index), names)
 
     def of_result(
         self, op: Op, weights: int | None = None, other: str = "e"
     ) -> Letters:
         """A contraction's result."""
-        assert op.rule is not None
         known = self._factors(op, weights)
-        return _named(majors_of(op.rule, op.rule.results[0]), known, other)
+        return _named(majors_of(op.known_rule, op.known_rule.results[0]), known, other)
 
     def of_operand(self, op: Op, index: int) -> Letters:
         """Returns the letters of an operand, by the result of the op that reads it."""
-        assert op.rule is not None
         known, majors = (
             self._factors(op, None),
-            majors_of(op.rule, op.rule.operands[index]),
+            majors_of(op.known_rule, op.known_rule.operands[index]),
         )
         return tuple("" if f is None else known.get(f, "?") for f in majors)
 

@@ -164,7 +164,7 @@ class _Proof:
                     raise Different("dims of different kinds are one")
 
     def _at(self, v: int, d: int) -> np.ndarray:
-        size = self.program.values[v].shape[d]
+        size = self.program.shape(v)[d]
         if size == 1:
             return np.zeros(1, int)
         found = self.coordinates.get(self.dims.of(v, d))
@@ -189,7 +189,7 @@ class _Proof:
         ]
 
     def shape_of(self, v: int) -> list[int]:
-        return [len(self._at(v, d)) for d in range(len(self.program.values[v].shape))]
+        return [len(self._at(v, d)) for d in range(len(self.program.shape(v)))]
 
     def argument_of(
         self, scores: np.ndarray | float, given: Mapping[int, np.ndarray]
@@ -495,7 +495,7 @@ class _Proof:
         for side in filter(self._is_mask, self.found.sides):
             [one] = side.parts
             v = self.view.made(one.value)
-            letters = aligned(one.letters, self.program.values[v].shape)
+            letters = aligned(one.letters, self.program.shape(v))
             shown = np.array(found[v] == self._shows(side))
             along = [np.moveaxis(shown, d, 0) for d, x in enumerate(letters) if x]
             if "k" in letters:

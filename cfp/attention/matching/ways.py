@@ -84,8 +84,7 @@ def roles_of(
     Returns:
         (axis, role) pairs, or why there are none.
     """
-    rule = program.ops[found.op].rule
-    assert rule is not None
+    rule = program.ops[found.op].known_rule
     letters = dict(
         zip(
             (rule.major(f) for f in rule.results[0]),
@@ -180,7 +179,7 @@ def _replacement(
         stages.append(Stage(uses, tuple(t.value for t in one.makes.values())))
         values = [program.ops[op].operands[index] for op, index in uses]
         reads = tuple(
-            _shaped(program, v, aligned(t.letters, program.values[v].shape))
+            _shaped(program, v, aligned(t.letters, program.shape(v)))
             for v, t in zip(values, tensors, strict=True)
         )
         makes = tuple(_shaped(program, t.value, t.letters) for t in one.makes.values())

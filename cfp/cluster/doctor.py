@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from cfp.cluster.machine import (
     document,
     failed,
     installed,
+    jax_range,
     names_like,
     parse,
     passed,
@@ -51,17 +52,14 @@ def python(machine: Machine) -> Result:
     lowest, above = SUPPORTED_PYTHON
     if not lowest <= machine.version[:2] < above:
         return failed(
-            "python",
             f"{kind}; cfp runs on 3.11, 3.12 and 3.13",
             "make an environment with one of them: python3.12 -m venv",
         )
     if sys.maxsize < 2**32:
-        return failed(
-            "python", f"{kind}, with 32 bits", "install a Python with 64 bits"
-        )
+        return failed(f"{kind}, with 32 bits", "install a Python with 64 bits")
     if platform.machine() not in WITH_WHEELS:
         kind += "; jaxlib has no wheel for it (docs/install/ppc64le.md)"
-    return passed("python", kind)
+    return passed(kind)
 
 
 def packages(machine: Machine) -> Result:
@@ -69,7 +67,6 @@ def packages(machine: Machine) -> Result:
     wanted = [r for r in requirements(machine) if r.name not in ("jax", "jaxlib")]
     if not wanted:
         return failed(
-            "packages",
             "cfp's own metadata are missing, and so is the list of packages it needs",
             "install cfp with pip, or run it from a clone",
         )
@@ -84,12 +81,11 @@ def packages(machine: Machine) -> Result:
         said = [f"missing: {', '.join(missing)}"] if missing else []
         said += [f"of a wrong version: {', '.join(wrong)}"] if wrong else []
         return failed(
-            "packages",
             "; ".join(said),
             "pip install -e . in the clone, or from a wheelhouse: pip install "
             "--no-index --find-links WHEELHOUSE cfp",
         )
-    return passed("packages", f"all {len(wanted)} are there")
+    return passed(f"all {len(wanted)} are there")
 
 
 def jax(machine: Machine) -> Result:
@@ -97,32 +93,22 @@ def jax(machine: Machine) -> Result:
     version = installed(machine, "jax")
     if version is None:
         return failed(
-            "jax",
             "JAX is not installed for this Python",
-            f"{machine.python} -m pip install 'jax{_jax_range(machine)}'",
+            f"{machine.python} -m pip install 'jax{jax_range(machine)}'",
         )
-    requirement = parse(f"jax{_jax_range(machine)}")
+    requirement = parse(f"jax{jax_range(machine)}")
     if not requirement.allows(version):
         return failed(
-            "jax",
             f"JAX {version}; cfp works with {requirement.versions}",
             f"pip install 'jax{requirement.versions}'",
         )
     answer = probe(machine, "imports")
     if answer.trouble:
         return failed(
-            "jax",
             f"JAX {version} cannot be imported: {answer.trouble}",
             _import_remedy(machine, answer, version),
         )
-    return passed("jax", f"JAX {answer.data['version']} from {answer.data['file']}")
-
-
-def _jax_range(machine: Machine) -> str:
-    for requirement in requirements(machine):
-        if requirement.name == "jax":
-            return requirement.versions
-    return ""
+    return passed(f"JAX {answer.data['version']} from {answer.data['file']}")
 
 
 def _import_remedy(machine: Machine, answer: ProcessAnswer, version: str) -> str:
@@ -146,19 +132,16 @@ def jaxlib(machine: Machine) -> Result:
     ours, theirs = installed(machine, "jaxlib"), installed(machine, "jax")
     if ours is None:
         return failed(
-            "jaxlib",
             "jaxlib is not installed for this Python",
             f"pip install jaxlib=={theirs}"
             if theirs
-            else f"{machine.python} -m pip install 'jax{_jax_range(machine)}'",
+            else f"{machine.python} -m pip install 'jax{jax_range(machine)}'",
         )
     if theirs is not None and not same_release(ours, theirs):
         return failed(
-            "jaxlib",
-            f"jaxlib {ours} beside JAX {theirs}",
-            f"pip install jaxlib=={theirs}",
+            f"jaxlib {ours} beside JAX {theirs}", f"pip install jaxlib=={theirs}"
         )
-    return passed("jaxlib", f"jaxlib {ours}")
+    return passed(f"jaxlib {ours}")
 
 
 def plugin(machine: Machine) -> Result:
@@ -170,7 +153,6 @@ def plugin(machine: Machine) -> Result:
         if foreign:
             listed = ", ".join(f"{name} {v}" for name, v in foreign.items())
             return failed(
-                "plugin",
                 f"{listed} beside jaxlib {lib}: JAX leaves out plugins of another "
                 "version",
                 "pip install " + " ".join(f"{name}=={lib}" for name in foreign),
@@ -184,27 +166,24 @@ def plugin(machine: Machine) -> Result:
     ]
     if lacking:
         return failed(
-            "plugin",
             f"{', '.join(found)} without {', '.join(lacking)}: they work together only",
             "pip install " + " ".join(f"{n}=={lib}" if lib else n for n in lacking),
         )
     if len(kinds) > 1:
         return failed(
-            "plugin",
             f"plugins of several kinds: {', '.join(sorted(kinds))}",
             "uninstall all but the one that the driver is for "
             "(pip uninstall NAME-plugin NAME-pjrt)",
         )
     if found:
-        return passed("plugin", ", ".join(f"{n} {v}" for n, v in found.items()))
+        return passed(", ".join(f"{n} {v}" for n, v in found.items()))
     if machine.shows_nvidia:
         return failed(
-            "plugin",
             "there is an NVIDIA driver, and no CUDA plugin for JAX",
             f"pip install 'jax[cuda13]{'==' + lib if lib else ''}' (cuda12 for drivers "
             "older than 580)",
         )
-    return absent("plugin", "no GPU, so none is needed")
+    return absent("no GPU, so none is needed")
 
 
 # ------------------------------------------------------------------- what is installed
@@ -218,23 +197,21 @@ def cache(machine: Machine) -> Result:
     folder = machine.cache
     if folder is None:
         return failed(
-            "cache",
             "no place for the cache: neither CFP_CACHE_DIR, XDG_CACHE_HOME nor a home "
             "directory",
             _ELSEWHERE,
         )
     if trouble := _write_error(folder):
-        return failed("cache", f"{folder} cannot be written: {trouble}", _ELSEWHERE)
+        return failed(f"{folder} cannot be written: {trouble}", _ELSEWHERE)
     free = machine.free_bytes(folder)
     if free < _ENOUGH_BYTES:
         return failed(
-            "cache",
             f"{folder} has {free >> 20} MiB left; cfp needs {_ENOUGH_BYTES >> 20}",
             "make space there (its contents may be deleted), or set CFP_CACHE_DIR to a "
             "directory with more",
             free_bytes=free,
         )
-    return passed("cache", f"{folder}, {free / 2**30:.0f} GiB free", free_bytes=free)
+    return passed(f"{folder}, {free / 2**30:.0f} GiB free", free_bytes=free)
 
 
 def scratch(machine: Machine) -> Result:
@@ -244,10 +221,9 @@ def scratch(machine: Machine) -> Result:
     if not trouble:
         free = machine.free_bytes(folder)
         if free >= _ENOUGH_BYTES:
-            return passed("scratch", f"{folder}, {free / 2**30:.0f} GiB free")
+            return passed(f"{folder}, {free / 2**30:.0f} GiB free")
         trouble = f"{free >> 20} MiB left"
     return failed(
-        "scratch",
         f"{folder} cannot hold temporary files: {trouble}",
         "export TMPDIR, naming a directory with a few GiB of space",
     )
@@ -327,8 +303,8 @@ def examine(machine: Machine, checks: Sequence[Check] = CHECKS) -> Iterator[Resu
     found: dict[str, Result] = {}
     for check in checks:
         result = _missing_need(check, found) or _run(check, machine)
-        found[check.name] = result
-        yield result
+        found[check.name] = replace(result, name=check.name)
+        yield found[check.name]
 
 
 def _missing_need(check: Check, found: dict[str, Result]) -> Result | None:
@@ -337,8 +313,8 @@ def _missing_need(check: Check, found: dict[str, Result]) -> Result | None:
         if before is None or before.status is Status.PASS:
             continue
         if before.status is Status.FAIL:
-            return absent(check.name, f"not tried, as {need} failed")
-        return absent(check.name, before.reason)
+            return absent(f"not tried, as {need} failed")
+        return absent(before.reason)
     return None
 
 
@@ -349,7 +325,6 @@ def _run(check: Check, machine: Machine) -> Result:
         # A machine can be broken in ways that no check looks for. That is a result,
         # and the other checks go on.
         return failed(
-            check.name,
             f"the check itself broke: {type(error).__name__}: {error}",
             "please report it, with what cfp doctor --json prints",
         )

@@ -19,7 +19,7 @@ import tempfile
 import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from importlib import metadata
 from operator import eq, ge, gt, le, lt, ne
@@ -150,6 +150,11 @@ def requirements(machine: Machine) -> list[Requirement]:
         found = list(metadata.distributions(name="cfp", path=list(machine.search_path)))
         lines = (found[0].requires or []) if found else []
     return [parse(line) for line in lines if not _EXTRA.search(line)]
+
+
+def jax_range(machine: Machine) -> str:
+    """Returns the versions of JAX that cfp works with; empty if nothing says so."""
+    return next((r.versions for r in requirements(machine) if r.name == "jax"), "")
 
 
 def parse(line: str) -> Requirement:
@@ -331,38 +336,37 @@ class Result:
     """One row of the table.
 
     Attributes:
+        name: of the check, which whoever runs it fills in.
         status: PASS; FAIL, with a remedy; or ABSENT, where there is nothing to check.
         reason: the finding, in one sentence.
         remedy: a command or a hint; empty unless something is to be done.
         numbers: measurements by name, with units in the names.
     """
 
-    name: str
+    name: str = ""
     status: Status
     reason: str
     remedy: str = ""
     numbers: Mapping[str, Number] = field(default_factory=dict)
 
     def __post_init__(self):
-        if (self.status is Status.FAIL) and not self.remedy:
-            raise ValueError(f"{self.name} fails without a remedy: {self.reason}")
+        if self.status is Status.FAIL and not self.remedy:
+            raise ValueError(f"a failure without a remedy: {self.reason}")
 
 
-def passed(name: str, reason: str, **numbers: Number) -> Result:
+def passed(reason: str, **numbers: Number) -> Result:
     """Makes the result of a check that works."""
-    return Result(name=name, status=Status.PASS, reason=reason, numbers=numbers)
+    return Result(status=Status.PASS, reason=reason, numbers=numbers)
 
 
-def failed(name: str, reason: str, remedy: str, **numbers: Number) -> Result:
+def failed(reason: str, remedy: str, **numbers: Number) -> Result:
     """Makes the result of a check that does not work, with its remedy."""
-    return Result(
-        name=name, status=Status.FAIL, reason=reason, remedy=remedy, numbers=numbers
-    )
+    return Result(status=Status.FAIL, reason=reason, remedy=remedy, numbers=numbers)
 
 
-def absent(name: str, reason: str, remedy: str = "") -> Result:
+def absent(reason: str, remedy: str = "") -> Result:
     """Makes the result of a check for which there is nothing to check."""
-    return Result(name=name, status=Status.ABSENT, reason=reason, remedy=remedy)
+    return Result(status=Status.ABSENT, reason=reason, remedy=remedy)
 
 
 def row(result: Result, width: int) -> str:
@@ -400,14 +404,5 @@ def document(machine: Machine, results: Sequence[Result]) -> dict[str, Any]:
         "architecture": platform.machine(),
         "python": ".".join(map(str, machine.version)),
         "ok": all(r.status is not Status.FAIL for r in results),
-        "checks": [
-            {
-                "name": r.name,
-                "status": r.status.value,
-                "reason": r.reason,
-                "remedy": r.remedy,
-                "numbers": dict(r.numbers),
-            }
-            for r in results
-        ],
+        "checks": [asdict(r) for r in results],
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import re
-from dataclasses import dataclass
 
 from cfp.attention.kernels import KERNELS
 from cfp.cluster.machine import (
@@ -15,11 +14,11 @@ from cfp.cluster.machine import (
     absent,
     failed,
     installed,
+    jax_range,
     names_like,
     passed,
     probe,
     release,
-    requirements,
     tool,
 )
 
@@ -36,20 +35,20 @@ def devices(machine: Machine) -> Result:
     """JAX uses the devices that the driver shows."""
     answer = probe(machine, "devices")
     if answer.trouble:
-        return failed("devices", answer.trouble, _start_remedy(machine, answer))
+        return failed(answer.trouble, _start_remedy(machine, answer))
     data = answer.data
     said = f"{data['count']} × {data['kind']} ({data['platform']})"
-    shown = len(query_gpus(machine, "index").rows) if machine.shows_nvidia else 0
+    gpus = query_gpus(machine, "index") if machine.shows_nvidia else ProcessAnswer()
+    shown = len(gpus.data.get("rows", ()))
     used = data["count"] if data["platform"] in ("gpu", "cuda") else 0
     if used < shown:
         cause, remedy = _explain_hidden(machine)
         return failed(
-            "devices",
             f"JAX uses {said}; the driver shows {shown} GPUs{cause}",
             remedy,
             count=data["count"],
         )
-    return passed("devices", said, count=data["count"], platform=data["platform"])
+    return passed(said, count=data["count"], platform=data["platform"])
 
 
 def _explain_hidden(machine: Machine) -> tuple[str, str]:
@@ -92,7 +91,6 @@ def _start_remedy(machine: Machine, answer: ProcessAnswer) -> str:
 
 def all_reduce(machine: Machine) -> Result:
     """An all-reduce is right; on GPUs, as fast as the links let it be."""
-    name = "all-reduce"
     variables = dict(_SMALL)
     flags = machine.environ.get("XLA_FLAGS", "")
     if _CPU_DEVICES not in flags:
@@ -100,20 +98,19 @@ def all_reduce(machine: Machine) -> Result:
         variables["XLA_FLAGS"] = f"{flags} {_CPU_DEVICES}=4".strip()
     answer = probe(machine, "allreduce", variables=variables)
     if answer.trouble:
-        return failed(name, answer.trouble, _nccl_remedy(machine, answer))
+        return failed(answer.trouble, _nccl_remedy(machine, answer))
     data = answer.data
     count, time_ms = data["devices"], data["median_ms"]
     if not data["right"]:
         return failed(
-            name,
             f"{count} devices: the sum is wrong",
             "a faulty link or device: run nccl-tests' all_reduce_perf -c 1 on pairs of "
             "devices; NCCL_P2P_DISABLE=1 tells whether it is the link",
         )
     if not machine.shows_nvidia:
-        return passed(name, f"{count} virtual devices: the sum is right")
+        return passed(f"{count} virtual devices: the sum is right")
     if count < 2:
-        return passed(name, "starts, on 1 device; no link is used")
+        return passed("starts, on 1 device; no link is used")
     # In a ring each device sends this much.
     rate = 2 * (count - 1) / count * data["bytes"] / time_ms / 1e6
     link = nvlink_gb_per_s(machine)
@@ -125,13 +122,12 @@ def all_reduce(machine: Machine) -> Result:
     off = machine.environ.get("NCCL_P2P_DISABLE") == "1"
     if link and rate < _LEAST_SHARE * link and not off:
         return failed(
-            name,
             said,
             "NCCL_DEBUG=INFO says which way it takes; unset NCCL_* variables that "
             "choose a way; see docs/install/limits.md",
             **numbers,
         )
-    return passed(name, said + (" with NCCL_P2P_DISABLE=1" if off else ""), **numbers)
+    return passed(said + (" with NCCL_P2P_DISABLE=1" if off else ""), **numbers)
 
 
 def _nccl_remedy(machine: Machine, answer: ProcessAnswer) -> str:
@@ -149,20 +145,19 @@ def _nccl_remedy(machine: Machine, answer: ProcessAnswer) -> str:
 def shardy(machine: Machine) -> Result:
     """jaxlib has Shardy's passes; faults of XLA that cfp works around are named."""
     answer = probe(machine, "shardy", variables={"JAX_PLATFORMS": "cpu"})
-    versions = next((r.versions for r in requirements(machine) if r.name == "jax"), "")
+    versions = jax_range(machine)
     remedy = f"pip install 'jax{versions}' with its own jaxlib, or build that one"
     if answer.trouble:
-        return failed("shardy", answer.trouble, remedy)
+        return failed(answer.trouble, remedy)
     missing = answer.data["missing"]
     if missing:
         return failed(
-            "shardy",
             f"jaxlib lacks {len(missing)} of the {answer.data['needed']} pipelines "
             f"that cfp needs: {answer.data['reasons'][0]}",
             remedy,
         )
     if answer.data["rules"] == 0:
-        return failed("shardy", "Shardy's passes write no sharding rules", remedy)
+        return failed("Shardy's passes write no sharding rules", remedy)
     known = answer.data["faults"]
     said = f"all {answer.data['needed']} pipelines are there and write rules"
     if known:
@@ -170,25 +165,23 @@ def shardy(machine: Machine) -> Result:
             f"; cfp works around {len(known)} faults of XLA's partitioner: "
             "docs/results/rules_cpu_202611.md lists them"
         )
-    return passed("shardy", said, faults=len(known))
+    return passed(said, faults=len(known))
 
 
 def graft(machine: Machine) -> Result:
     """A part of a program becomes a program, compiles, runs, and is right."""
     answer = probe(machine, "graft", variables=_SMALL)
     if answer.trouble:
-        return failed("graft", answer.trouble, _compile_remedy(answer))
+        return failed(answer.trouble, _compile_remedy(answer))
     data = answer.data
     if data["difference"] > _GRAFT_ERROR:
         return failed(
-            "graft",
             f"the result is off by {data['difference']:.1e}",
             "the compiler or the device is faulty: run with JAX_PLATFORMS=cpu, then "
             "with another version of jaxlib; see ECC errors (nvidia-smi -q -d ECC)",
             difference=data["difference"],
         )
     return passed(
-        "graft",
         f"compiled in {data['compile_s']:.1f} s, runs on {data['devices']} devices, "
         f"off by {data['difference']:.0e}",
         **data,
@@ -216,21 +209,18 @@ def attention_kernel(machine: Machine, name: str) -> Result:
     kernel = KERNELS[name]
     if kernel.package and installed(machine, kernel.package) is None:
         return absent(
-            name,
             f"{kernel.package} is not installed",
             f"optional: pip install {kernel.package}",
         )
     if not machine.shows_nvidia:
-        return absent(name, NO_GPU)
+        return absent(NO_GPU)
     answer = probe(machine, "kernel", name, variables=_SMALL)
     if trouble := answer.trouble or answer.data.get("refusal", ""):
-        return failed(name, trouble, kernel.remedy)
+        return failed(trouble, kernel.remedy)
     said = ", ".join(f"{what} {value:.1e}" for what, value in answer.data.items())
     if not max(answer.data.values()) <= _ATTENTION_ERROR:  # Also if it is no number.
-        return failed(
-            name, f"differs from float32: {said}", kernel.remedy, **answer.data
-        )
-    return passed(name, f"forward and backward; relative {said}", **answer.data)
+        return failed(f"differs from float32: {said}", kernel.remedy, **answer.data)
+    return passed(f"forward and backward; relative {said}", **answer.data)
 
 
 # --------------------------------------------------------------------- NVIDIA's driver
@@ -243,76 +233,60 @@ _WAYS = re.compile(r"(X|NV\d+|PIX|PXB|PHB|NODE|SYS)")
 _GBYTES = re.compile(r"([\d.]+)\s*GB/s")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Query:
-    """Rows of an answer of nvidia-smi.
+def query_gpus(machine: Machine, *fields: str) -> ProcessAnswer:
+    """Asks for fields of all GPUs (``nvidia-smi --help-query-gpu`` lists them).
 
-    Attributes:
-        rows: one for each GPU; texts by field.
-        trouble: the reason why there are none; empty if the tool answered.
-        timed_out: the tool did not answer in time.
+    Returns:
+        Its data has "rows", one for each GPU; texts by field.
     """
-
-    rows: tuple[dict[str, str], ...] = ()
-    trouble: str = ""
-    timed_out: bool = False
-
-
-def query_gpus(machine: Machine, *fields: str) -> Query:
-    """Asks for fields of all GPUs (``nvidia-smi --help-query-gpu`` lists them)."""
-    answer = tool(
-        machine,
-        "nvidia-smi",
-        f"--query-gpu={','.join(fields)}",
-        "--format=csv,noheader,nounits",
-    )
+    what = f"--query-gpu={','.join(fields)}"
+    answer = tool(machine, "nvidia-smi", what, "--format=csv,noheader,nounits")
     if answer.trouble:
-        return Query(trouble=answer.trouble, timed_out=answer.timed_out)
-    rows = list(csv.reader(answer.text.splitlines(), skipinitialspace=True))
-    odd = [row for row in rows if row and len(row) != len(fields)]
-    if odd:
-        return Query(trouble=f"nvidia-smi said {', '.join(odd[0])}")
-    return Query(rows=tuple(dict(zip(fields, row, strict=True)) for row in rows if row))
+        return answer
+    rows = [*filter(None, csv.reader(answer.text.splitlines(), skipinitialspace=True))]
+    if odd := [row for row in rows if len(row) != len(fields)]:
+        return ProcessAnswer(trouble=f"nvidia-smi said {', '.join(odd[0])}")
+    return ProcessAnswer(
+        data={"rows": [dict(zip(fields, r, strict=True)) for r in rows]}
+    )
 
 
 def driver(machine: Machine) -> Result:
     """The driver answers, and is new enough for the plugin's CUDA."""
     if not machine.shows_nvidia:
-        return absent("driver", NO_GPU)
+        return absent(NO_GPU)
     found = query_gpus(machine, "name", "driver_version", "compute_cap")
     if found.trouble:
-        return failed("driver", found.trouble, _driver_remedy(found))
-    if not found.rows:
+        return failed(found.trouble, _driver_remedy(found))
+    rows = found.data["rows"]
+    if not rows:
         return failed(
-            "driver",
             "nvidia-smi lists no GPU",
             "ask for one: --gres=gpu:1 (Slurm), -g 1 (jsrun), --gpus all (Docker), "
             "--nv (Apptainer)",
         )
-    first = found.rows[0]
+    first = rows[0]
     version = first["driver_version"]
     for name in names_like(machine, GPU_PLUGIN):
         cuda = name.split("-")[1]
         oldest = OLDEST_DRIVER.get(cuda)
         if oldest is not None and release(version)[0] < oldest:
             return failed(
-                "driver",
                 f"driver {version} is older than {oldest}, which {name} needs",
                 "update the driver, or pip uninstall the plugin and install "
                 "'jax[cuda12]'"
                 if cuda == "cuda13" and release(version)[0] >= OLDEST_DRIVER["cuda12"]
                 else f"update the driver to {oldest} or newer",
             )
-    kinds = sorted({row["name"] for row in found.rows})
+    kinds = sorted({row["name"] for row in rows})
     return passed(
-        "driver",
-        f"driver {version}; {len(found.rows)} × {', '.join(kinds)}, compute capability "
+        f"driver {version}; {len(rows)} × {', '.join(kinds)}, compute capability "
         f"{first['compute_cap']}",
-        gpus=len(found.rows),
+        gpus=len(rows),
     )
 
 
-def _driver_remedy(found: Query) -> str:
+def _driver_remedy(found: ProcessAnswer) -> str:
     if found.timed_out:
         return (
             "the driver hangs: look for Xid in dmesg; end the programs that use the "
@@ -332,25 +306,22 @@ def links(machine: Machine) -> Result:
     """The driver names the links between the GPUs, and NVLink's rate."""
     found = query_gpus(machine, "index")
     if found.trouble:
-        return failed("links", found.trouble, _driver_remedy(found))
-    if len(found.rows) < 2:
-        return absent("links", "one GPU: no links")
+        return failed(found.trouble, _driver_remedy(found))
+    if len(found.data["rows"]) < 2:
+        return absent("one GPU: no links")
     answer = tool(machine, "nvidia-smi", "topo", "-m")
     if answer.trouble:
-        return failed(
-            "links", answer.trouble, "see what nvidia-smi topo -m says by itself"
-        )
+        return failed(answer.trouble, "see what nvidia-smi topo -m says by itself")
     ways = link_kinds(answer.text)
     if not ways:
         return failed(
-            "links",
             "nvidia-smi topo -m names no links",
             "update the driver; without it NCCL guesses",
         )
     speed = nvlink_gb_per_s(machine)
     listed = ", ".join(f"{kind} ({count} pairs)" for kind, count in ways.items())
     fast = f"; NVLink {speed:.0f} GB/s each way of a GPU" if speed else ""
-    return passed("links", listed + fast, nvlink_gb_per_s=speed)
+    return passed(listed + fast, nvlink_gb_per_s=speed)
 
 
 def link_kinds(matrix: str) -> dict[str, int]:

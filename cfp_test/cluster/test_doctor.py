@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -134,11 +135,11 @@ def test_what_needs_a_failed_check_is_not_tried():
         raise AssertionError("it was tried")
 
     chain = [
-        Check(name="a", run=lambda _: failed("a", "broken", "mend it")),
+        Check(name="a", run=lambda _: failed("broken", "mend it")),
         Check(name="b", run=run, needs=("a",)),
-        Check(name="c", run=lambda _: absent("c", "no such thing")),
+        Check(name="c", run=lambda _: absent("no such thing")),
         Check(name="d", run=run, needs=("c",)),
-        Check(name="e", run=lambda _: passed("e", "fine")),
+        Check(name="e", run=lambda _: passed("fine")),
         Check(name="f", run=run),
     ]
     results = list(examine(Machine.here(), chain))
@@ -169,11 +170,11 @@ def test_names_bring_what_they_need():
 
 def test_a_failure_has_a_remedy():
     with pytest.raises(ValueError, match="without a remedy"):
-        Result(name="a", status=Status.FAIL, reason="broken")
+        Result(status=Status.FAIL, reason="broken")
 
 
 def test_a_row_fits_the_console():
-    text = row(failed("a", "word " * 40, "do " * 40), 80)
+    text = row(replace(failed("word " * 40, "do " * 40), name="a"), 80)
     assert all(len(line) <= 80 for line in text.splitlines())
     assert text.startswith("a             FAIL   word")
     assert "\n" + " " * 21 + "-> do" in text

@@ -5,9 +5,8 @@ Variants of a step are the meshes and microbatches that it is planned for.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -28,16 +27,16 @@ from cfp.cli.options import (
     leave_printing_to_process_0,
     mode_of,
     only_json,
-    plan_json,
+    plan_data,
     print_error,
     save,
     show,
     suggest,
 )
 from cfp.cli.session import (
-    analyse,
     check_drawable,
     check_writable,
+    open_session,
     parse_pins,
     target_of,
 )
@@ -70,48 +69,30 @@ _ALL = "all"
 
 MeshShapes = Annotated[
     list[str] | None,
-    typer.Option(
+    o.of_variants(
         metavar="AXES",
         help="A mesh to plan for, such as x=2,y=4. May be given more than once: the "
         "fastest of the shapes is kept. all: every shape of the devices with up to "
         "three axes.",
-        rich_help_panel=o.VARIANTS,
     ),
 ]
 Microbatches = Annotated[
     str | None,
-    typer.Option(
+    o.of_variants(
         metavar="N,N",
         help="Number of parts in which the batch goes through the step, such as 1,2,4: "
         "the fastest is kept. For models, and functions that take an argument "
         "microbatches.",
-        rich_help_panel=o.VARIANTS,
     ),
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VariantRequest:
-    """Variants that a command is to plan.
-
-    Attributes:
-        target: whose static and donated arguments are those of all variants.
-        rule_out: whether estimates may rule out some, which nobody named.
-        leaner: makes variants that need less memory.
-    """
-
-    target: Target
-    variants: list[Variant]
-    rule_out: bool
-    leaner: Callable[[], Iterable[Variant]]
-
-
-def variants_of(ctx: typer.Context) -> VariantRequest:
-    """Returns the variants that a command is to plan.
+def variants_of(ctx: typer.Context) -> dict[str, Any]:
+    """Returns the variants that a command is to plan, as `plan_fastest` takes them.
 
     Without a mesh or a number of devices that is every mesh of up to two axes of the
-    devices that are there; and where none of them fits in memory, the step in several
-    microbatches, if it takes them.
+    devices that are there, of which estimates may rule out some; and where none of
+    them fits in memory, the step in several microbatches, if it takes them.
 
     Raises:
         CfpError: there is no such target, mesh, platform or number of devices, or the
@@ -165,9 +146,9 @@ def variants_of(ctx: typer.Context) -> VariantRequest:
         meshes = [make(axes) for axes in dict.fromkeys([*shapes, *known])]
 
     def vary(mesh: Mesh | DescribedMesh, count: int | None, target: Target) -> Variant:
-        name = _name(tuple(mesh.shape.items()), count)
+        parts = "" if count is None else f", microbatches {count}"
         return Variant(
-            name=name,
+            name=mesh_text(mesh.shape.items()) + parts,
             fn=target.step,
             args=target.args,
             mesh=mesh,
@@ -188,14 +169,16 @@ def variants_of(ctx: typer.Context) -> VariantRequest:
             yield from (vary(mesh, count, target) for mesh in meshes)
 
     numbered = zip(counts, targets, strict=True)
-    return VariantRequest(
-        target=targets[0],
-        variants=[vary(mesh, *one) for mesh, one in product(meshes, numbered)],
-        rule_out=every and not given["mesh_shapes"],
-        leaner=leaner,
-    )
+    return {
+        "variants": [vary(mesh, *one) for mesh, one in product(meshes, numbered)],
+        "static_argnums": targets[0].static,
+        "donate_argnums": targets[0].donate,
+        "rule_out": every and not given["mesh_shapes"],
+        "leaner": leaner,
+    }
 
 
+_OF_MESHES = ("devices", "mesh", "mesh_shapes")
 # Options that name variants, and what these are of.
 _VARIED = {
     "mesh_shapes": Dimension.MESH,
@@ -237,11 +220,6 @@ def _plays(cluster: Cluster, given: dict[str, Any]) -> bool:
     )
 
 
-def _name(axes: platform.Axes, count: int | None) -> str:
-    parts = "" if count is None else f", microbatches {count}"
-    return mesh_text(axes) + parts
-
-
 def _counts(text: str | None) -> list[int | None]:
     """Numbers of microbatches; None where the target is to decide."""
     if text is None:
@@ -258,7 +236,10 @@ def _counts(text: str | None) -> list[int | None]:
 
 
 def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
-    """Meshes that were asked for, and whether all others of their devices are, too."""
+    """Meshes that were asked for, and whether all others of their devices are, too.
+
+    That is also so where nobody has named a mesh, so that a search chooses it.
+    """
     devices, mesh, texts = given["devices"], given["mesh"], given["mesh_shapes"] or []
     if mesh is not None and texts:
         raise CfpError("Give --mesh for one mesh or --mesh-shapes for more, not both.")
@@ -276,13 +257,8 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
             got="; ".join(f"{text} of {n}" for text, n in sizes.items()),
             attempt="--mesh-shapes all, with --devices N",
         )
-    return list(shapes), _ALL in texts or _is_open(given)
-
-
-def _is_open(given: dict[str, Any]) -> bool:
-    """Returns whether nobody has named a mesh, so that a search chooses it."""
-    names = ("devices", "mesh", "mesh_shapes", "preset")
-    return not any(given[name] for name in names)
+    is_open = not any(given[name] for name in (*_OF_MESHES, "preset"))
+    return list(shapes), _ALL in texts or is_open
 
 
 # ---------------------------------------------------------------------------- output
@@ -319,7 +295,10 @@ def variants_view(found: Fastest, border: box.Box) -> RenderableType:
     numbers = dict.fromkeys(("step ms", "memory", "planned in"), "number")
     headings = {"": "word", "variant": "text", "plan": "text", **numbers}
     table = new_table(border, "Variants", {**headings, "note": "text"})
-    every = ranked(found.outcomes)
+    # The fastest first; what has no time last.
+    every = sorted(
+        found.outcomes, key=lambda o: float("inf") if o.step_ms is None else o.step_ms
+    )
     # Times of different moments do not say how far behind something is.
     best_ms = None if found.basis is Basis.MEASURED else every[0].step_ms
     for outcome in every:
@@ -338,13 +317,6 @@ def variants_view(found: Fastest, border: box.Box) -> RenderableType:
     compared = sum(outcome.step_ms is not None for outcome in found.outcomes) > 1
     return Group(
         Fitted(table), Text(f"{_BASIS_WORDS[found.basis]}\n" if compared else "")
-    )
-
-
-def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The fastest first; what has no time last."""
-    return sorted(
-        outcomes, key=lambda o: float("inf") if o.step_ms is None else o.step_ms
     )
 
 
@@ -374,13 +346,12 @@ Output = Annotated[
 
 _Ray = Annotated[
     str | None,
-    typer.Option(
+    o.of_measuring(
         "--ray",
         metavar="ADDRESS",
         help="Plan on a Ray cluster: auto, host:port, or local, which starts one here. "
         "Programs are compiled on its CPUs where the platform allows, and run on the "
         "node with the devices; measurements come back to --workdir.",
-        rich_help_panel=o.MEASURING,
     ),
 ]
 
@@ -448,7 +419,7 @@ def plan(
         save(found.plan, output, say=not as_json)
         if as_json:
             more = {"variants": variants_data(found)} if several else {}
-            print_json(plan_json(found.plan, more))
+            print_json(plan_data(found.plan) | more)
             _end_interrupted(found)
             return
         if several:
@@ -502,16 +473,12 @@ def find(given: Given, remote: RemoteCompiler | None = None) -> Fastest:
         wanted = variants_of(given.context)
         settings = o.settings(given.context, progress=display.tell)
         return plan_fastest(
-            wanted.variants,
-            static_argnums=wanted.target.static,
-            donate_argnums=wanted.target.donate,
+            **wanted,
             memory_budget=parse_bytes(options["memory_budget"]),
             pins=parse_pins(options["pin"]),
             preset=options["preset"],
             cache_dir=options["workdir"],
             settings=replace(settings, remote=remote),
-            rule_out=wanted.rule_out,
-            leaner=wanted.leaner,
         )
 
 
@@ -547,50 +514,42 @@ def _find_there(
 # Some strategies are measured for their memory: they make nothing faster.
 _TRADE_OFF_OTHERS = 4
 
-_PANEL = "Instead of a new plan"
+_instead = o.under("Instead of a new plan")
 Presets = Annotated[
     bool,
-    typer.Option(
+    _instead(
         "--presets",
         help="List the presets for the step: data parallel, fully sharded, ...",
-        rich_help_panel=_PANEL,
     ),
 ]
 TradeOff = Annotated[
     bool,
-    typer.Option(
+    _instead(
         "--tradeoff",
         help="Show the step time for each amount of memory. Measures as for a plan "
         "with plenty of memory, and the fastest strategies also rematerialized. All "
         "times and sizes are predicted.",
-        rich_help_panel=_PANEL,
     ),
 ]
 Points = Annotated[
     int,
-    typer.Option(
-        metavar="N",
-        help="With --tradeoff: number of points of the curve.",
-        min=2,
-        rich_help_panel=_PANEL,
+    _instead(
+        metavar="N", help="With --tradeoff: number of points of the curve.", min=2
     ),
 ]
 Plot = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="With --tradeoff: draw the curve, as .png, .svg or .pdf.",
-        rich_help_panel=_PANEL,
+    _instead(
+        metavar="FILE", help="With --tradeoff: draw the curve, as .png, .svg or .pdf."
     ),
 ]
 Adapt = Annotated[
     Path | None,
-    typer.Option(
+    _instead(
         metavar="PLAN",
         help="Carry a saved plan over to more layers of the same segments, another "
         "batch, or another number of devices (--mesh). Nothing is compiled or "
         "measured: the new plan is marked as predicted, and cfp verify times it.",
-        rich_help_panel=_PANEL,
     ),
 ]
 
@@ -610,14 +569,11 @@ TAKES = {
 def list_presets(ctx: typer.Context) -> None:
     """Prints the presets for a step."""
     as_json = ctx.params["as_json"]
-    pins = parse_pins(ctx.params["pin"])
     with only_json(as_json) as print_json:
-        session = analyse(*target_of(ctx), pins)
-        found = passes.presets_data(
-            session.analysis, named_choices(session.analysis.frame)
-        )
+        analysis = open_session(ctx).analysis
+        found = passes.presets_data(analysis, named_choices(analysis.frame))
         if as_json:
-            print_json(json.dumps(found, indent=1))
+            print_json(found)
             return
         show(lambda b: passes.presets_view(found, b))
 
@@ -626,13 +582,12 @@ def show_trade_off(ctx: typer.Context) -> None:
     """Prints step times by memory, and draws them with --plot."""
     given = ctx.params
     plot = given["plot"]
-    pins = parse_pins(given["pin"])
     budget = parse_bytes(given["memory_budget"])
     check_drawable(plot)
     if not is_given(ctx, "others"):
         given["others"] = _TRADE_OFF_OTHERS
     with only_json(given["as_json"]) as print_json:
-        session = analyse(*target_of(ctx), pins)
+        session = open_session(ctx)
         budget = budget or device_memory(session.mesh)
         with Display(given["quiet"]) as display:
             settings = o.settings(ctx, measure=True, progress=display.tell)
@@ -645,7 +600,7 @@ def show_trade_off(ctx: typer.Context) -> None:
             plot_trade_off(problem, found, plot, budget)
         if given["as_json"]:
             data = trade_off_data(session.analysis, problem, found, budget)
-            print_json(json.dumps({**data, "cut": cut}, indent=1))
+            print_json({**data, "cut": cut})
             return
         show(lambda b: trade_off_view(session.analysis, problem, found, budget, b))
         if cut:
@@ -669,7 +624,7 @@ def adapt_plan(ctx: typer.Context) -> None:
         made = adapt_step(plan, found.flatten(), mesh)
         save(made, given["output"], say=not given["as_json"])
         if given["as_json"]:
-            print_json(plan_json(made))
+            print_json(plan_data(made))
         else:
             print_plan(made, literal_console())
 

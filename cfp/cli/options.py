@@ -73,11 +73,10 @@ def save(made: Plan, output: Path | None, *, say: bool) -> None:
             print(wrapped(f"{unplanned[0].upper()}{unplanned[1:]}"))
 
 
-def plan_json(plan: Plan, more: Mapping[str, Any] | None = None) -> str:
-    """Writes a plan as JSON that `Plan.load` reads, with more entries."""
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """Returns a plan as plain data that `Plan.load` reads, with its throughput."""
     rates = throughput(plan)
-    found = {**json.loads(plan.to_json()), "throughput": rates and asdict(rates)}
-    return json.dumps({**found, **(more or {})}, indent=1)
+    return {**json.loads(plan.to_json()), "throughput": rates and asdict(rates)}
 
 
 def suggest(made: Plan, output: Path | None) -> None:
@@ -92,13 +91,13 @@ def suggest(made: Plan, output: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def only_json(wanted: bool) -> Iterator[Callable[[str], None]]:
+def only_json(wanted: bool) -> Iterator[Callable[[Any], None]]:
     """Keeps stdout for one document: all other output goes to stderr."""
     stdout = sys.stdout
 
-    def print_json(text: str) -> None:
+    def print_json(data: Any) -> None:
         if not is_follower():
-            print(text, file=stdout)
+            print(json.dumps(data, indent=1), file=stdout)
 
     with contextlib.redirect_stdout(sys.stderr if wanted else stdout):
         yield print_json
@@ -112,11 +111,17 @@ def leave_printing_to_process_0() -> None:
 
 USUAL = PlannerSettings()  # Where options say nothing.
 
-# Headings of a command's help; options under none are the first.
-VARIANTS = "Meshes, batches and arguments"
-KERNELS = "Kernels"
-MEASURING = "Measuring and racing"
-OUTPUT = "Output and folders"
+
+def under(heading: str) -> Callable[..., Any]:
+    """Returns a maker of options that stand under a heading of a command's help."""
+    return functools.partial(typer.Option, rich_help_panel=heading)
+
+
+# Options under no heading are the first.
+of_variants = under("Meshes, batches and arguments")
+of_kernels = under("Kernels")
+of_measuring = under("Measuring and racing")
+of_output = under("Output and folders")
 
 _TARGET: Any = typer.Argument(
     metavar="TARGET",
@@ -125,6 +130,12 @@ _TARGET: Any = typer.Argument(
     "microbatches, and returns (train_step, args).",
     show_default=False,
 )
+PlanFile = Annotated[
+    Path, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)
+]
+SavedPlan = Annotated[
+    Path | None, typer.Option("--plan", help="A plan saved by cfp plan -o.")
+]
 TargetText = Annotated[str, _TARGET]
 OptionalTarget = Annotated[str | None, _TARGET]
 Devices = Annotated[
@@ -149,12 +160,11 @@ For = Annotated[
 ]
 Compile = Annotated[
     bool,
-    typer.Option(
+    of_measuring(
         "--compile",
         help="With --for, and without a GPU: compile the best by estimates for the "
         "described devices, and choose by the compiled programs. Takes JAX's CUDA "
         "plugin, and minutes.",
-        rich_help_panel=MEASURING,
     ),
 ]
 Platform = Annotated[
@@ -176,25 +186,16 @@ PlansPlatform = Annotated[
 ]
 Workdir = Annotated[
     Path | None,
-    typer.Option(
+    of_output(
         metavar="DIR",
         help="Folder for profiles.sqlite and debug folders; the user's cache, and no "
         "debug folders, if not given.",
-        rich_help_panel=OUTPUT,
     ),
 ]
 Json = Annotated[
-    bool,
-    typer.Option(
-        "--json",
-        help="Print one JSON document, and nothing else.",
-        rich_help_panel=OUTPUT,
-    ),
+    bool, of_output("--json", help="Print one JSON document, and nothing else.")
 ]
-Quiet = Annotated[
-    bool,
-    typer.Option("--quiet", "-q", help="Show no progress.", rich_help_panel=OUTPUT),
-]
+Quiet = Annotated[bool, of_output("--quiet", "-q", help="Show no progress.")]
 Pins = Annotated[
     list[str] | None,
     typer.Option(
@@ -232,13 +233,12 @@ Donate = Annotated[
 ]
 Static = Annotated[
     list[int] | None,
-    typer.Option(
+    of_variants(
         metavar="N",
         help="Position of an argument of a function's step that is no array, or "
         "several: 0,1, or the option again for each.",
         parser=_positions,
         callback=_together,
-        rich_help_panel=VARIANTS,
     ),
 ]
 Budget = Annotated[
@@ -251,54 +251,49 @@ Budget = Annotated[
 ]
 PerKind = Annotated[
     int,
-    typer.Option(
+    of_measuring(
         metavar="N",
         help="Strategies to measure for each kind of segment, at most.",
         min=1,
-        rich_help_panel=MEASURING,
     ),
 ]
 Attention = Annotated[
     str | None,
-    typer.Option(
+    of_kernels(
         metavar="KERNELS",
         help="Kernels that may compute the step's attentions, such as cudnn,chunked, "
         "the preferred first; none keeps them as they are written. By default cuDNN's "
         "on GPUs, in the attention's own dtype, and chunks where memory decides.",
         show_default=False,
-        rich_help_panel=KERNELS,
     ),
 ]
 CrossEntropy = Annotated[
     int | None,
-    typer.Option(
+    of_kernels(
         metavar="PARTS",
         help="Allow cross-entropies to be computed in this many vocabulary parts, so "
         "that logits are never held whole; 0: never. By default 8 where memory "
         "decides.",
         show_default=False,
-        rich_help_panel=KERNELS,
     ),
 ]
 Choose = Annotated[
     str | None,
-    typer.Option(
+    of_measuring(
         metavar="NAMES",
         help="Kinds of choices to make, such as sharding,kernels, of: mesh, sharding, "
         "storage, remat, kernels, cross-entropies, compiler-options, microbatches, "
         "host-memory. All, if not given.",
         show_default=False,
-        rich_help_panel=MEASURING,
     ),
 ]
 Others = Annotated[
     int,
-    typer.Option(
+    of_measuring(
         metavar="COUNT",
         help="Number of strategies of each kind of segment to measure beside those of "
         "the presets, the best by estimate.",
         min=0,
-        rich_help_panel=MEASURING,
     ),
 ]
 TimeBudget = Annotated[
@@ -320,68 +315,53 @@ Preset = Annotated[
 ]
 NoRace = Annotated[
     bool,
-    typer.Option(
+    of_measuring(
         "--no-race",
         help="Choose by prediction; do not time whole programs. With --memory-budget "
         "the plan is compiled, to see whether it fits.",
-        rich_help_panel=MEASURING,
     ),
 ]
 
 WholeRace = Annotated[
     bool,
-    typer.Option(
+    of_measuring(
         "--whole-race",
         help="Race whole programs, also of a step that repeats its layers often. By "
         "default a few of the repeats race, and the winner is timed whole.",
-        rich_help_panel=MEASURING,
     ),
 ]
 Quick = Annotated[
     bool,
-    typer.Option(
+    of_measuring(
         "--quick",
         help="Measure less: segments alone, and each plan with all values constrained "
         "only, where by default it also races with arguments alone constrained.",
-        rich_help_panel=MEASURING,
     ),
 ]
 
 Measure = Annotated[
     bool,
-    typer.Option(
+    of_measuring(
         "--measure",
         help="Measure strategies on virtual CPU devices, too. By default choices are "
         "made by estimates there, since such times say nothing about GPUs, and the "
         "plan and two presets race.",
-        rich_help_panel=MEASURING,
     ),
 ]
 RetryFailures = Annotated[
-    bool,
-    typer.Option(
-        "--retry-failures",
-        help="Measure again what failed before.",
-        rich_help_panel=MEASURING,
-    ),
+    bool, of_measuring("--retry-failures", help="Measure again what failed before.")
 ]
 RunTimeout = Annotated[
     float,
-    typer.Option(
+    of_measuring(
         metavar="SECONDS",
         help="Stop a run after SECONDS plus 20 times its expected time.",
         min=1,
-        rich_help_panel=MEASURING,
     ),
 ]
 BuildTimeout = Annotated[
     float,
-    typer.Option(
-        metavar="SECONDS",
-        help="Stop a compilation after SECONDS.",
-        min=1,
-        rich_help_panel=MEASURING,
-    ),
+    of_measuring(metavar="SECONDS", help="Stop a compilation after SECONDS.", min=1),
 ]
 
 # Colours in the help of commands, where there are any.
@@ -424,23 +404,12 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def measuring(function: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a command that measures, so that it outlives its measuring process."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> None:
-        supervise(kwargs["ctx"], kwargs["workdir"])
-        function(*args, **kwargs)
-
-    return command(run)
-
-
 def supervise(
     ctx: typer.Context,
     workdir: Path | None,
     more_done: Callable[[], int] = lambda: 0,
 ) -> None:
-    """Continues in a child process; see :meth:`Supervision.enter`."""
+    """Continues in a child process, which measures; see :meth:`Supervision.enter`."""
     if isinstance(ctx.obj, Supervision):
         ctx.obj.enter(store_path(workdir), more_done)
 

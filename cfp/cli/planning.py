@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -21,19 +20,17 @@ from cfp.cli.finding import Output
 from cfp.cli.options import (
     mode_of,
     only_json,
-    plan_json,
+    plan_data,
     save,
     show,
     suggest,
 )
 from cfp.cli.session import (
     Session,
-    analyse,
     check_drawable,
     check_writable,
     dump_session,
-    parse_pins,
-    target_of,
+    open_session,
 )
 from cfp.context import PlanContext, open_context
 from cfp.devices.device_kind import description_of
@@ -51,7 +48,6 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.store_file import read_export
 from cfp.report import passes
 from cfp.report.explained import (
-    Misses,
     explanation_data,
     explanation_view,
     find_misses,
@@ -67,19 +63,18 @@ from cfp.units import parse_bytes
 from cfp.view.console import Fitted, literal_console, wrapped
 from cfp.view.text import print_plan
 
-_PANEL = "Instead of a step's measurements"
-_CURVES = "Curves of links"
+_instead = o.under("Instead of a step's measurements")
+_of_curves = o.under("Curves of links")
 Export = Annotated[
     Path | None,
-    typer.Option(
+    _instead(
         metavar="FILE",
         help="Write all stored measurements to a file, to be imported elsewhere.",
-        rich_help_panel=_PANEL,
     ),
 ]
 Import = Annotated[
     list[Path] | None,
-    typer.Option(
+    _instead(
         "--import",
         metavar="FILE",
         help="Add measurements that were exported elsewhere to those stored here; may "
@@ -87,41 +82,33 @@ Import = Annotated[
         "is here stays, unless it is a failure and the other is not. A file with an "
         "error in it adds nothing. Those of another kind of machine are kept apart: "
         "no plan here uses them.",
-        rich_help_panel=_PANEL,
     ),
 ]
 Curves = Annotated[
     bool,
-    typer.Option(
+    _instead(
         "--curves",
         help="Measure the rates of collectives over each axis of a mesh, or look them "
         "up.",
-        rich_help_panel=_PANEL,
     ),
 ]
 Plot = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Draw the curves, as .png, .svg or .pdf.",
-        rich_help_panel=_CURVES,
-    ),
+    _of_curves(metavar="FILE", help="Draw the curves, as .png, .svg or .pdf."),
 ]
 Link = Annotated[
     float | None,
-    typer.Option(
+    _of_curves(
         metavar="GB/S",
         help="Rate of one device's links, to compare with: 450 for an H200.",
         min=0.001,
-        rich_help_panel=_CURVES,
     ),
 ]
 Describe = Annotated[
     Path | None,
-    typer.Option(
+    _of_curves(
         metavar="FILE",
         help="Write a description of these devices for cfp plan --for, as .toml.",
-        rich_help_panel=_CURVES,
     ),
 ]
 # Options that go with each mode, by parameter.
@@ -196,7 +183,7 @@ def measure_curves(ctx: typer.Context) -> None:
         if plot is not None:
             plot_curves([("", rates)], plot, link)
         if given["as_json"]:
-            print_json(json.dumps(curves_data(rates, link), indent=1))
+            print_json(curves_data(rates, link))
         else:
             literal_console(width=columns()).print(Fitted(curves_table(rates, link)))
 
@@ -243,13 +230,11 @@ def analyze(
 
     Example: cfp analyze moe --layers 4 --platform cpu --workdir debug
     """
-    pins = parse_pins(pin)
     with only_json(as_json) as print_json:
-        session = analyse(*target_of(ctx), pins)
+        session = open_session(ctx)
         folder = dump_session(session, workdir)
         if as_json:
-            found = passes.analysis_data(session.analysis, session.seconds)
-            print_json(json.dumps(found, indent=1))
+            print_json(passes.analysis_data(session.analysis, session.seconds))
             return
         show(lambda b: passes.analysis_view(session.analysis, session.seconds, b))
         if folder is not None:
@@ -309,36 +294,29 @@ def profile(
         RUN[mode](ctx)
         return
     budget = parse_bytes(memory_budget)
-    pins = parse_pins(pin)
     with only_json(as_json) as print_json:
         with Display(quiet) as display:
-            session = analyse(*target_of(ctx), pins)
+            session = open_session(ctx)
             settings = o.settings(ctx, progress=display.tell)
             with open_context(session.mesh, workdir, budget, settings) as context:
                 misses = find_misses(context, session.analysis) if why else None
                 found = None if why else profile_segments(context, session.analysis)
                 kept = context.store.path
         if misses is not None:
-            _explain(misses, print_json if as_json else None)
+            if as_json:
+                print_json(why_data(misses))
+            else:
+                print("\n".join(map(wrapped, why_lines(misses))))
             return
         assert found is not None
         if as_json:
-            data = passes.profiles_data(session.analysis, found)
-            print_json(json.dumps(data, indent=1))
+            print_json(passes.profiles_data(session.analysis, found))
             return
         show(lambda b: passes.profiles_view(session.analysis, found, b))
         print(f"Kept in {kept}")
 
 
-def _explain(found: Misses, print_json: Callable[[str], None] | None) -> None:
-    if print_json is not None:
-        print_json(json.dumps(why_data(found), indent=1))
-        return
-    for line in why_lines(found):
-        print(wrapped(line))
-
-
-@o.measuring
+@o.command
 def search(
     ctx: typer.Context,
     target: o.TargetText,
@@ -370,12 +348,12 @@ def search(
 
     Example: cfp search gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --workdir work
     """
+    o.supervise(ctx, workdir)
     budget = parse_bytes(memory_budget)
-    pins = parse_pins(pin)
     check_writable(output)
     with only_json(as_json) as print_json:
         with Display(quiet) as display:
-            session = analyse(*target_of(ctx), pins)
+            session = open_session(ctx)
             settings = o.settings(ctx, progress=display.tell)
             found = search_stored(session, workdir, budget, settings)
             if explain_why:
@@ -387,17 +365,16 @@ def search(
         made = found.plan
         save(made, output, say=not as_json)
         if as_json:
-            more = {}
+            data = plan_data(made)
             if why is not None:
-                data = explanation_data(session.analysis, problem, why)
-                more["explanation"] = data
-            print_json(plan_json(made, more))
+                found = explanation_data(session.analysis, problem, why)
+                data["explanation"] = found
+            print_json(data)
             return
         print_plan(made, literal_console())
         if why is not None:
             print()
-            how = (session.analysis, problem, why)
-            show(lambda b: explanation_view(*how, b))
+            show(lambda b: explanation_view(session.analysis, problem, why, b))
         suggest(made, output)
 
 

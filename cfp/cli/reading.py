@@ -29,10 +29,6 @@ from cfp.view.console import literal_console, wrapped
 from cfp.view.text import diff_data, diff_text, explain_data, explain_text, print_plan
 from cfp.view.words import headline
 
-PlanFile = Annotated[
-    Path, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)
-]
-
 # Options of `cfp show` that go with each mode, by parameter.
 _SHOW_TAKES = {
     "explain": ("path", "block", "as_json"),
@@ -44,7 +40,7 @@ _SHOW_TAKES = {
 @o.command
 def show(
     ctx: typer.Context,
-    path: PlanFile,
+    path: o.PlanFile,
     explain: Annotated[
         bool,
         typer.Option(
@@ -111,7 +107,7 @@ def show(
 @o.command
 def export(
     ctx: typer.Context,
-    path: PlanFile,
+    path: o.PlanFile,
     target: Annotated[
         str | None,
         typer.Argument(
@@ -214,9 +210,7 @@ def inspect(
             show_default=False,
         ),
     ],
-    plan: Annotated[
-        Path | None, typer.Option("--plan", help="A plan saved by cfp plan -o.")
-    ] = None,
+    plan: o.SavedPlan = None,
     preset: o.Preset = None,
     devices: o.Devices = None,
     mesh: o.MeshText = None,
@@ -261,7 +255,7 @@ def inspect(
                 text = _plainly(found)
         sites = collective_sites(text)
         if as_json:
-            print_json(json.dumps(sites_data(sites), indent=1))
+            print_json(sites_data(sites))
         else:
             print(sites_text(sites), end="")
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -45,9 +43,7 @@ _FAILURES_SHOWN = 5
 def run(
     ctx: typer.Context,
     target: o.TargetText,
-    plan: Annotated[
-        Path | None, typer.Option("--plan", help="A plan saved by cfp plan -o.")
-    ] = None,
+    plan: o.SavedPlan = None,
     preset: o.Preset = None,
     choose: o.Choose = None,
     steps: Annotated[int, typer.Option(help="Number of steps to run.", min=1)] = 10,
@@ -104,11 +100,7 @@ def run(
             if saved is not None:
                 used = saved.on(devices_mesh)
             else:
-                settings = o.settings(
-                    ctx,
-                    no_race=no_race,
-                    progress=display.tell,
-                )
+                settings = o.settings(ctx, progress=display.tell)
                 used = api.plan(
                     found.step,
                     *found.args,
@@ -130,7 +122,7 @@ def run(
                 progress=display.tell,
             )
         if as_json:
-            print_json(json.dumps(trial_data(trial, used), indent=1))
+            print_json(trial_data(trial, used))
         else:
             _print_trial(trial)
             if (rates := throughput(used, trial.median_ms)) is not None:
@@ -248,12 +240,10 @@ def _where(trial: Trial) -> str:
     return f"{'under' if trial.preset else 'on'} {reference_text(trial.preset)}"
 
 
-@o.measuring
+@o.command
 def verify(
     ctx: typer.Context,
-    path: Annotated[
-        Path, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)
-    ],
+    path: o.PlanFile,
     target: o.TargetText,
     seconds: Annotated[
         float, typer.Option(help="About how long it may take.", min=1)
@@ -278,6 +268,7 @@ def verify(
 
     Example: cfp verify plan.json gpt --layers 4 -o measured.json
     """
+    o.supervise(ctx, workdir)
     check_writable(output)
     with only_json(as_json) as print_json:
         plan = Plan.load(path)
@@ -298,7 +289,7 @@ def verify(
             )
         save(verified.best, output, say=not as_json)
         if as_json:
-            print_json(json.dumps(verified_data(verified), indent=1))
+            print_json(verified_data(verified))
             return
         print_plan(replace(verified.best, rows=()), Console())
         for line in verified_text(verified):

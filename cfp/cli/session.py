@@ -156,6 +156,16 @@ def analyse(
     )
 
 
+def open_session(ctx: typer.Context) -> Session:
+    """Traces and analyses the target that a command was given, with its pins.
+
+    Raises:
+        CfpError: as of :func:`target_of` and :func:`analyse`.
+    """
+    pins = parse_pins(ctx.params["pin"])
+    return analyse(*target_of(ctx), pins)
+
+
 def dump_session(session: Session, workdir: Path | None) -> Path | None:
     """Writes the analysis below the working folder, if there is one."""
     if workdir is None or is_follower():

@@ -25,43 +25,28 @@ from cfp.models.layers import (
     flax_network,
     layer_norm,
     named,
-    remat_layer,
-    scan_layers,
+    run_layers,
 )
-from cfp.models.options import (
-    REMAT_DOC,
-    SCAN_DOC,
-    check_heads,
-    check_options,
-    dtype_option,
-    option,
-)
+from cfp.models.options import TransformerConfig, option
 from cfp.models.train import Batch, Network
 
 TYPES = 2  # A sequence is two sentences, one after the other.
 MASKED_SHARE = 0.15
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class BERTConfig:
-    """The shape of a BERT, by default of BERT-large. `ffn` is 4 * hidden unless given.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BERTConfig(TransformerConfig):
+    """The shape of a BERT, by default of BERT-large.
 
     The last token of the vocabulary stands for [MASK].
     """
 
     vocab: int = option(30522, "tokens in the vocabulary, two or more")
     seq: int = option(512, "tokens in a sequence")
-    hidden: int = option(1024, "width of the residual stream")
     layers: int = option(24, "encoder layers")
-    heads: int = option(16, "attention heads; they divide hidden")
-    ffn: int | None = option(None, "width inside the MLP; 4 * hidden if not given")
-    dtype: str = dtype_option()
-    scan: bool = option(False, SCAN_DOC)
-    remat: bool = option(False, REMAT_DOC)
 
     def __post_init__(self) -> None:
-        check_options(self)
-        check_heads(self.hidden, self.heads)
+        super().__post_init__()
         if self.vocab < 2:
             raise ValueError(
                 f"vocab must be at least 2, as one token stands for [MASK], got "
@@ -101,18 +86,10 @@ class BERT(nn.Module):
         type_embedding = nn.Embed(
             TYPES, c.hidden, embedding_init=table_init, name="type_embedding"
         )
-        kind = remat_layer(EncoderLayer, remat=c.remat, scan=c.scan)
-        if c.scan:
-            kind = scan_layers(kind, c.layers)
-        layer = functools.partial(kind, c.heads, c.ffn or 4 * c.hidden, c.dtype)
 
         x = embedding(tokens) + type_embedding(types).astype(c.dtype)
         x = norm(name="embedding_norm")(x)
-        if c.scan:
-            x, _ = layer(name="layers")(x, None)
-        else:
-            for i in range(c.layers):
-                x = layer(name=f"layer_{i}")(x)
+        x = run_layers(c, EncoderLayer, (c.heads, c.ffn or 4 * c.hidden, c.dtype), x)
 
         # Its kernel is square: only one of its dims can have the name.
         head = dense(c.hidden, ("embed", "head_embed"), c.dtype, name="head_dense")

@@ -3,13 +3,11 @@
 Every layer takes one array and returns one, so that `flax.linen.remat` and
 `flax.linen.scan` can wrap it. Parameters are float32; `dtype` is what is computed in.
 
-Dims of parameters and activations have logical names, for what wants to
-shard a model by hand.
-
 Shapes use: batch, seq, hidden, heads, head_dim, ffn, vocab.
 
-Every dim of a parameter has a name, and so has every dim of the activations that a
-person would care to shard. Rules map names to axes of a mesh, as in MaxText:
+For what shards a model by hand, every dim of a parameter has a logical name, and so
+has every dim of the activations that a person would care to shard. Rules map names to
+axes of a mesh, as in MaxText:
 
     parameters   vocab, position, embed, heads, kv_heads, head_dim, mlp, experts,
                  norm, layers, and a few that are never sharded
@@ -40,6 +38,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from cfp.models.options import TransformerConfig
 from cfp.models.train import Batch, Network
 
 Axes = str | tuple[str, ...] | None
@@ -319,6 +318,26 @@ def scan_layers(layer: type[nn.Module], length: int) -> type[nn.Module]:
         length=length,
         metadata_params={nn.PARTITION_NAME: "layers"},
     )
+
+
+def run_layers(
+    config: TransformerConfig,
+    layer: type[nn.Module],
+    attributes: tuple[Any, ...],
+    x: jax.Array,
+) -> jax.Array:
+    """Runs as many layers as a configuration says, in a loop if it says so.
+
+    Args:
+      layer: the class of all, which maps an array to one like it.
+      attributes: of each layer.
+    """
+    kind = remat_layer(layer, remat=config.remat, scan=config.scan)
+    if config.scan:
+        return scan_layers(kind, config.layers)(*attributes, name="layers")(x, None)[0]
+    for i in range(config.layers):
+        x = kind(*attributes, name=f"layer_{i}")(x)
+    return x
 
 
 def flax_network(

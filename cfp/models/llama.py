@@ -28,14 +28,7 @@ from cfp.models.layers import (
     attention_kernel,
     constrain,
 )
-from cfp.models.options import (
-    REMAT_DOC,
-    SCAN_DOC,
-    check_heads,
-    check_options,
-    dtype_option,
-    option,
-)
+from cfp.models.options import TransformerConfig, option
 from cfp.models.train import Batch, Network, random_text
 
 Params = dict[str, Any]
@@ -61,12 +54,11 @@ LLAMA_7B: Mapping[str, int] = MappingProxyType(
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class LlamaConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig(TransformerConfig):
     """The shape of a LLaMA, by default of LLaMA-2-7B."""
 
     vocab: int = option(LLAMA_7B["vocab"], "tokens in the vocabulary")
-    seq: int = option(1024, "tokens in a sequence")
     hidden: int = option(LLAMA_7B["hidden"], "width of the residual stream")
     layers: int = option(LLAMA_7B["layers"], "decoder layers")
     heads: int = option(
@@ -78,13 +70,9 @@ class LlamaConfig:
     ffn: int | None = option(
         None, "width inside the MLP; 8/3 * hidden, up to a multiple of 256, by default"
     )
-    dtype: str = dtype_option()
-    scan: bool = option(False, SCAN_DOC)
-    remat: bool = option(False, REMAT_DOC)
 
     def __post_init__(self) -> None:
-        check_options(self)
-        check_heads(self.hidden, self.heads)
+        super().__post_init__()
         if self.head_dim % 2:
             raise ValueError(
                 f"hidden / heads must be even, as rotary embedding turns pairs, got "

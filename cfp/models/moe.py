@@ -33,14 +33,7 @@ from cfp.models.layers import (
     remat_layer,
     scan_layers,
 )
-from cfp.models.options import (
-    REMAT_DOC,
-    SCAN_DOC,
-    check_heads,
-    check_options,
-    dtype_option,
-    option,
-)
+from cfp.models.options import SCAN_DOC, TransformerConfig, dtype_option, option
 from cfp.models.train import Network, random_text
 
 BALANCE_WEIGHT = 0.01
@@ -53,12 +46,11 @@ _SEATED = ("act_experts", "act_expert_groups", "act_capacity", "act_embed")
 _INNER = ("act_experts", "act_expert_groups", "act_capacity", "act_mlp")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class MoEConfig:
-    """The shape of a mixture of experts. `ffn` is 4 * hidden unless given."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig(TransformerConfig):
+    """The shape of a mixture of experts."""
 
     vocab: int = option(32000, "tokens in the vocabulary")
-    seq: int = option(1024, "tokens in a sequence")
     hidden: int = option(1280, "width of the residual stream")
     layers: int = option(4, "decoder layers; those of odd index have experts")
     heads: int = option(4, "attention heads; they divide hidden")
@@ -71,11 +63,9 @@ class MoEConfig:
     )
     dtype: str = dtype_option("parameters and gates")
     scan: bool = option(False, f"{SCAN_DOC}; two layers a round")
-    remat: bool = option(False, REMAT_DOC)
 
     def __post_init__(self) -> None:
-        check_options(self)
-        check_heads(self.hidden, self.heads)
+        super().__post_init__()
         if self.experts < 2:
             raise ValueError(
                 f"experts must be at least 2, as each token goes to two, got "

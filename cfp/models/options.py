@@ -12,9 +12,7 @@ from typing import Any
 
 Scalar = int | float | str | bool | None
 
-# What every model's options of these names do.
 SCAN_DOC = "run the layers in a loop, their parameters stacked on dim 0"
-REMAT_DOC = "rematerialize each layer in the backward pass, and keep only its input"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +87,6 @@ def check_options(config: Any) -> None:
             raise ValueError(f"{known.name} must be positive, got {value!r}")
 
 
-def check_heads(hidden: int, heads: int) -> None:
-    """Raises ValueError unless `heads` divides `hidden`."""
-    if hidden % heads:
-        raise ValueError(
-            f"hidden must be divisible by heads, got hidden={hidden} and heads={heads}"
-        )
-
-
 def _fits(value: Any, wanted: type) -> bool:
     """Returns True if a value has the right type; an int will do for a float."""
     if isinstance(value, bool):  # A subclass of int, but not meant as a number.
@@ -109,3 +99,28 @@ def _without_none(hint: Any) -> type:
     if isinstance(hint, types.UnionType):
         (hint,) = (part for part in hint.__args__ if part is not types.NoneType)
     return hint
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """The shape of a transformer. `ffn` is 4 * hidden unless given."""
+
+    vocab: int = option(51200, "tokens in the vocabulary")
+    seq: int = option(1024, "tokens in a sequence")
+    hidden: int = option(1024, "width of the residual stream")
+    layers: int = option(4, "decoder layers")
+    heads: int = option(16, "attention heads; they divide hidden")
+    ffn: int | None = option(None, "width inside the MLP; 4 * hidden if not given")
+    dtype: str = dtype_option()
+    scan: bool = option(False, SCAN_DOC)
+    remat: bool = option(
+        False, "rematerialize each layer in the backward pass, and keep only its input"
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.hidden % self.heads:
+            raise ValueError(
+                f"hidden must be divisible by heads, got hidden={self.hidden} and "
+                f"heads={self.heads}"
+            )

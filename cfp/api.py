@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,6 +100,17 @@ def plan(
         settings = settings_or_defaults(settings)
         names = tuple(sorted(dimensions_of(choose)))
         settings = replace(settings, choose=names)
+    options = {
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+        "memory_budget": memory_budget,
+        "pins": pins,
+        "preset": preset,
+        "cache_dir": cache_dir,
+        "settings": settings,
+    }
     if isinstance(settings, PlannerSettings) and settings.ray is not None:
         if isinstance(mesh, DescribedMesh):
             raise CfpError(
@@ -110,34 +122,13 @@ def plan(
                 "A plan on a Ray cluster needs its mesh: "
                 "mesh=jax.sharding.AbstractMesh((4,), ('x',))."
             )
-        return plan_step(
-            plan,
-            fn,
-            args,
-            kwargs,
-            mesh,
-            cache_dir=cache_dir,
-            settings=settings,
-            static_argnums=static_argnums,
-            static_argnames=static_argnames,
-            donate_argnums=donate_argnums,
-            donate_argnames=donate_argnames,
-            memory_budget=memory_budget,
-            pins=pins,
-            preset=preset,
-        )
+        return plan_step(plan, fn, args, kwargs, mesh, **options)
     if isinstance(mesh, AbstractMesh):
         raise CfpError(
             "A mesh without devices is for PlannerSettings(ray=...). Pass a Mesh, or "
             "cfp.described(...) to plan for devices that are not here."
         )
     check_keywords(fn, kwargs, ["mesh", "quiet", *_OPTIONS])
-    calls = {
-        "static_argnums": static_argnums,
-        "static_argnames": static_argnames,
-        "donate_argnums": donate_argnums,
-        "donate_argnames": donate_argnames,
-    }
     may = Dimension.MESH in settings_or_defaults(settings).dimensions
     most_axes = 2 if may and preset is None else 1
     meshes = {"": mesh} if mesh is not None else all_meshes(most_axes)
@@ -146,12 +137,7 @@ def plan(
             Variant(name=name, fn=fn, args=args, kwargs=kwargs, mesh=one)
             for name, one in meshes.items()
         ],
-        **calls,
-        memory_budget=memory_budget,
-        pins=pins,
-        preset=preset,
-        cache_dir=cache_dir,
-        settings=settings,
+        **options,
         quiet=quiet,
         rule_out=True,
     )
@@ -221,9 +207,8 @@ def parallelize(
         )
     if plan is not None and not isinstance(plan, Plan):
         plan = Plan.load(plan)
-    if fn is None:
-        return lambda function: ParallelStep(function, mesh, quiet, options, plan)
-    return ParallelStep(fn, mesh, quiet, options, plan)
+    wrap = partial(ParallelStep, mesh=mesh, quiet=quiet, options=options, plan=plan)
+    return wrap if fn is None else wrap(fn)
 
 
 def _say_nothing(_: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any
 
@@ -76,43 +76,6 @@ class Deadline:
             return False
         with coordinated_planning(self.agreement.alone):
             return self.agreement.decided("the time", self.end - now() <= seconds)
-
-
-class _Steps:
-    """Steps of variants, each traced once, and analysed once on its mesh.
-
-    Args:
-        calls: which arguments are static, and which are donated.
-        options: how to plan.
-    """
-
-    def __init__(self, calls: Mapping[str, Any], options: PlanOptions) -> None:
-        self._calls, self._options = calls, options
-        self._known: dict[str, tuple[FlatStep, Analyzed]] = {}
-        self._broken: dict[int, StepNotTraceable] = {}
-
-    def analyzed(self, variant: Variant) -> tuple[FlatStep, Analyzed]:
-        """The step of a variant, analysed.
-
-        Raises:
-            CfpError: it cannot be; a step that JAX cannot trace is tried once.
-        """
-        if variant.name not in self._known:
-            key = id(variant.fn)
-            if key in self._broken:
-                raise self._broken[key]
-            try:
-                step = flatten_step(
-                    variant.fn, variant.args, variant.kwargs, **self._calls
-                )
-                check_settings()
-                with self._options.planning(variant.mesh):
-                    made = analyze_step(step, variant.mesh, self._options.pins)
-            except StepNotTraceable as error:
-                self._broken[key] = error
-                raise
-            self._known[variant.name] = step, made
-        return self._known[variant.name]
 
 
 _INTERRUPTED = "interrupted"
@@ -185,7 +148,7 @@ def plan_in_turn(
         CfpError: none can be planned.
         ProcessError: the processes do not plan together.
     """
-    work = _Planning(variants, _Steps(calls, options), options, deadline)
+    work = _Planning(variants, calls, options, deadline)
     is_preset = options.preset is not None
     is_timed = isfinite(options.settings.seconds)
     if len(variants) > 1 and not is_preset and (rule_out or is_timed):
@@ -202,7 +165,7 @@ def plan_in_turn(
     every = (*variants, *work.leaner)
     tries = {one.name: Try(name=one.name) for one in every} | work.tries
     tries |= {one.name: one for one in work.ruled_out}
-    return Tried(variants=every, tries=tries, estimates=work.estimates.by_name)
+    return Tried(variants=every, tries=tries, estimates=work.estimates)
 
 
 class _Planning:
@@ -212,27 +175,51 @@ class _Planning:
         turns: variants in the order of their turns.
         leaner: those among them that were made since nothing else fits in memory.
         ruled_out: those that estimates leave out.
-        estimates: of those that were estimated.
+        estimates: of the best plans of those that can be estimated, by name.
         tries: what came of those that had a turn, by name.
     """
 
     def __init__(
         self,
         variants: Sequence[Variant],
-        steps: _Steps,
+        calls: Mapping[str, Any],
         options: PlanOptions,
         deadline: Deadline,
     ) -> None:
         self._variants, self._options, self._deadline = variants, options, deadline
-        self._steps = steps
-        self._settings = options.settings
+        self._calls, self._settings = calls, options.settings
+        self._known: dict[str, tuple[FlatStep, Analyzed]] = {}
+        self._broken: dict[int, StepNotTraceable] = {}
         self._need = ""
         self._late: list[str] = []
         self.turns = [*variants]
         self.leaner: list[Variant] = []
         self.ruled_out: list[Try] = []
-        self.estimates = _Estimates()
+        self.estimates: dict[str, Estimate] = {}
         self.tries: dict[str, Try] = {}
+
+    def analyzed(self, variant: Variant) -> tuple[FlatStep, Analyzed]:
+        """The step of a variant, traced once, and analysed once on its mesh.
+
+        Raises:
+            CfpError: it cannot be; a step that JAX cannot trace is tried once.
+        """
+        if variant.name not in self._known:
+            key = id(variant.fn)
+            if key in self._broken:
+                raise self._broken[key]
+            try:
+                step = flatten_step(
+                    variant.fn, variant.args, variant.kwargs, **self._calls
+                )
+                check_settings()
+                with self._options.planning(variant.mesh):
+                    made = analyze_step(step, variant.mesh, self._options.pins)
+            except StepNotTraceable as error:
+                self._broken[key] = error
+                raise
+            self._known[variant.name] = step, made
+        return self._known[variant.name]
 
     def has_plan(self) -> bool:
         """True if any variant has one."""
@@ -254,22 +241,28 @@ class _Planning:
         return all(isinstance(one.error, MemoryBudgetError) for one in tries)
 
     def estimate(self, rule_out: bool) -> None:
-        """Estimates variants, and orders them, or leaves some out.
+        """Estimates variants in a share of the time, the first of each mesh first.
+
+        In the time that there is, the most promising are planned first then.
 
         Args:
-            rule_out: whether what estimates have far behind is left out.
+            rule_out: whether what estimates have far behind is left out, which spares
+                more time than they take: then they may take all that there is.
         """
-        found = _estimates_of(
-            self.turns, self._steps, self._options, self._deadline, rule_out
-        )
-        self.estimates = found
+        count, seconds, took = len(self.turns), self._settings.seconds, inf
+        spared = 0.0 if rule_out else (1.0 - ESTIMATES_SHARE) * seconds
+        for place, variant in enumerate(_by_turns(self.turns), start=1):
+            if self.estimates and self._deadline.is_within(spared + took):
+                break
+            started = now()
+            which = f"{variant.name} ({place} of {count}{self._need})"
+            if (estimate := self._estimated(variant, which)) is not None:
+                self.estimates[variant.name] = estimate
+                took = min(took, now() - started)
+                self._need = "" if rule_out else _need_text(count, took, seconds)
         if rule_out:
-            self.turns, self.ruled_out = _near_by_estimate(self.turns, found)
-            return
-        # In the time that there is, the most promising come first.
-        self.turns.sort(key=found.rank)
-        seconds = self._settings.seconds
-        self._need = _need_text(len(self.turns), found.took_seconds, seconds)
+            self._rule_out()
+        self.turns.sort(key=self._rank)
 
     def plan(
         self,
@@ -314,7 +307,7 @@ class _Planning:
         """Plans what estimates left out: they may be wrong of memory."""
         names = {one.name for one in self.ruled_out}
         spared = [one for one in self._variants if one.name in names]
-        spared.sort(key=self.estimates.rank)
+        spared.sort(key=self._rank)
         self.turns += spared
         for place, one in enumerate(spared):
             if self._is_late():
@@ -336,7 +329,7 @@ class _Planning:
         short.sort(key=lambda one: errors[one.name].smallest_feasible_bytes)
 
         def in_host(variant: Variant, seconds: float) -> FoundPlan:
-            step, analyzed = self._steps.analyzed(variant)
+            step, analyzed = self.analyzed(variant)
             options, end = self._options_of(variant.name, seconds), now() + seconds
             error = errors[variant.name]
             return find_with_state_in_host(step, error, end, analyzed, options)
@@ -354,23 +347,73 @@ class _Planning:
             if self._is_late():
                 self._late.append(one.name)
                 return
-            estimate = _estimate_of(one, self._steps, self._options, one.name)
+            estimate = self._estimated(one, one.name)
             if estimate is None or not estimate.fits:
                 continue
-            self.estimates.by_name[one.name] = estimate
+            self.estimates[one.name] = estimate
             self.leaner.append(one)
             self.turns.append(one)
             self.plan([one])
             if self._is_done(one):
                 return
 
+    def _estimated(self, variant: Variant, which: str) -> Estimate | None:
+        """Estimates a variant's best plan; None if it cannot be.
+
+        Args:
+            which: the variant, in events.
+
+        Raises:
+            ProcessError: the processes do not plan together.
+        """
+        told = _telling(self._settings, which)
+        if told.progress is not None:
+            told.progress("reading the step")
+        try:
+            _, analyzed = self.analyzed(variant)
+            return estimate_plan(analyzed, replace(self._options, settings=told))
+        except ProcessError:
+            raise
+        except CfpError:
+            return None
+
+    def _rank(self, variant: Variant) -> tuple[bool, float]:
+        """Sort key: choices that fit come first, then fast ones.
+
+        What was not estimated comes last: what cannot be fails as a plan, too.
+        """
+        if (estimate := self.estimates.get(variant.name)) is None:
+            return True, inf
+        return not estimate.fits, estimate.time_ms
+
+    def _rule_out(self) -> None:
+        """Leaves out variants that are not the fastest by estimates."""
+        known = [one for one in self.turns if one.name in self.estimates]
+        if not known:
+            return
+        best = min(known, key=self._rank)
+        is_final = self.estimates[best.name].is_final
+        misfit, best_ms = self._rank(best)
+        for variant in known:
+            misfits, time_ms = self._rank(variant)
+            is_slow = misfits > misfit or time_ms > REACH_BY_ESTIMATE * best_ms
+            if variant is best or not (is_final or is_slow):
+                continue
+            memory = ", does not fit in memory" if misfits else ""
+            why = f"estimated at {time_ms:.3f} ms{memory}; {best.name} at {best_ms:.3f}"
+            if not memory and abs(time_ms - best_ms) <= SAME_MS:
+                why = f"estimated at {time_ms:.3f} ms, a tie with {best.name}"
+            self.ruled_out.append(Try(name=variant.name, why_not=why))
+        far = {one.name for one in self.ruled_out}
+        self.turns = [one for one in self.turns if one.name not in far]
+
     def _plan_one(self, variant: Variant, seconds: float) -> FoundPlan:
         place = [one.name for one in self.turns].index(variant.name) + 1
         which = f"{variant.name} ({place} of {len(self.turns)}{self._need})"
         started = now()
-        step, analyzed = self._steps.analyzed(variant)
+        step, analyzed = self.analyzed(variant)
         options = self._options_of(which, seconds - (now() - started))
-        known = self.estimates.by_name.get(variant.name)
+        known = self.estimates.get(variant.name)
         if known is not None and (profiles := known.profiles) is not None:
             again = analyzed.seconds + profiles.counts["estimate_seconds"]
             analyzed = replace(analyzed, profiles=profiles, seconds=again)
@@ -398,109 +441,6 @@ class _Planning:
         """True if a variant has a plan, or the user has ended planning."""
         tried = self.tries[variant.name]
         return tried.found is not None or tried.interrupted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Estimates:
-    """Estimates of the best plans of variants.
-
-    Attributes:
-        by_name: of those that can be estimated.
-        took_seconds: what the quickest of them took.
-    """
-
-    by_name: dict[str, Estimate] = field(default_factory=dict)
-    took_seconds: float = inf
-
-    def rank(self, variant: Variant) -> tuple[bool, float]:
-        """Sort key: choices that fit come first, then fast ones.
-
-        What was not estimated comes last: what cannot be fails as a plan, too.
-        """
-        if (estimate := self.by_name.get(variant.name)) is None:
-            return True, inf
-        return not estimate.fits, estimate.time_ms
-
-
-def _estimates_of(
-    variants: Sequence[Variant],
-    steps: _Steps,
-    options: PlanOptions,
-    deadline: Deadline,
-    rule_out: bool,
-) -> _Estimates:
-    """Estimates variants, the first of each mesh first, in a share of the time.
-
-    Args:
-        rule_out: whether estimates rule some out, which spares more time than they
-            take: then they may take all that there is.
-    """
-    found: dict[str, Estimate] = {}
-    took, need = inf, ""
-    seconds = options.settings.seconds
-    spared = 0.0 if rule_out else (1.0 - ESTIMATES_SHARE) * seconds
-    for place, variant in enumerate(_by_turns(variants), start=1):
-        if found and deadline.is_within(spared + took):
-            return _Estimates(by_name=found, took_seconds=took)
-        started = now()
-        which = f"{variant.name} ({place} of {len(variants)}{need})"
-        if (estimate := _estimate_of(variant, steps, options, which)) is not None:
-            found[variant.name] = estimate
-            took = min(took, now() - started)
-            need = "" if rule_out else _need_text(len(variants), took, seconds)
-    return _Estimates(by_name=found, took_seconds=took)
-
-
-def _near_by_estimate(
-    variants: Sequence[Variant], estimates: _Estimates
-) -> tuple[list[Variant], list[Try]]:
-    """Splits variants into those that may be the fastest by estimates, and others.
-
-    What was not estimated may be, and comes last; the best come first.
-    """
-    known = [one for one in variants if one.name in estimates.by_name]
-    if not known:
-        return [*variants], []
-    best = min(known, key=estimates.rank)
-    is_final = estimates.by_name[best.name].is_final
-    misfit, best_ms = estimates.rank(best)
-    near, far = [], []
-    for variant in variants:
-        misfits, time_ms = estimates.rank(variant)
-        is_slow = is_final or misfits > misfit or time_ms > REACH_BY_ESTIMATE * best_ms
-        is_known = variant.name in estimates.by_name
-        if variant is best or not is_known or not is_slow:
-            near.append(variant)
-            continue
-        memory = ", does not fit in memory" if misfits else ""
-        why = f"estimated at {time_ms:.3f} ms{memory}; {best.name} at {best_ms:.3f}"
-        if not memory and abs(time_ms - best_ms) <= SAME_MS:
-            why = f"estimated at {time_ms:.3f} ms, a tie with {best.name}"
-        far.append(Try(name=variant.name, why_not=why))
-    return sorted(near, key=estimates.rank), far
-
-
-def _estimate_of(
-    variant: Variant, steps: _Steps, options: PlanOptions, which: str
-) -> Estimate | None:
-    """Estimates a variant's best plan; None if it cannot be.
-
-    Args:
-        which: the variant, in events.
-
-    Raises:
-        ProcessError: the processes do not plan together.
-    """
-    told = _telling(options.settings, which)
-    if told.progress is not None:
-        told.progress("reading the step")
-    try:
-        _, analyzed = steps.analyzed(variant)
-        return estimate_plan(analyzed, replace(options, settings=told))
-    except ProcessError:
-        raise
-    except CfpError:
-        return None
 
 
 def _by_turns(variants: Sequence[Variant]) -> list[Variant]:

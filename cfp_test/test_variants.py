@@ -380,14 +380,14 @@ def test_of_nine_variants_the_most_promising_are_planned_in_the_time_there_is(
         [name] = [n for n, made in known.items() if made is analyzed]
         return promise[name] + 0.1 * [s.name for s in SHAPES].index(name.split()[0])
 
-    known, read = {}, turns._Steps.analyzed
+    known, read = {}, turns._Planning.analyzed
 
     def analyzed(steps, variant):
         step, made = read(steps, variant)
         known[variant.name] = made
         return step, made
 
-    monkeypatch.setattr(turns._Steps, "analyzed", analyzed)
+    monkeypatch.setattr(turns._Planning, "analyzed", analyzed)
     clock.estimates_take(0.0, promised)
     clock.plans_take(20.0)
     said, how = told(small(tmp_path, seconds=60.0))
@@ -522,13 +522,13 @@ def test_a_plan_says_what_the_slowest_variant_took_of_the_time(
 
 
 def test_tracing_counts_as_time_of_a_variant(monkeypatch, clock, tmp_path):
-    read = turns._Steps.analyzed
+    read = turns._Planning.analyzed
 
     def analyzed(steps, variant):
         clock.now += 10.0
         return read(steps, variant)
 
-    monkeypatch.setattr(turns._Steps, "analyzed", analyzed)
+    monkeypatch.setattr(turns._Planning, "analyzed", analyzed)
     clock.plans_take(0.0)
     cfp.plan_fastest(SHAPES[:1], **small(tmp_path, seconds=60.0))
     assert clock.given == [50.0]

@@ -109,7 +109,25 @@ def adapt_step(plan: Plan, step: FlatStep, mesh: Mesh) -> Plan:
         step = step.with_state_in_host(_host_pairs(plan, analysis))
         program, lowering = trace(step, mesh)
         analysis = analyze(with_token_factors(program), axes)
-    return carry_over(plan, analysis, step, lowering.out_tree, mesh)
+    if not plan.rows:
+        _refuse("The plan does not say what it does to each block.", "rows", "none")
+    plan = _along(plan, analysis.frame.mesh)
+    pairs = _paired(plan, analysis)
+    if any(pair.scaled for pair in pairs):
+        _check_state(plan, analysis, step)
+    choice = _choice(plan, analysis, pairs)
+    winner = Candidate(
+        name=plan.winner,
+        choice=choice,
+        predicted_ms=_predicted_ms(plan, analysis, pairs),
+        level=plan.level,
+        options=plan.options,
+    )
+    outcome = RaceOutcome(winner=winner, counts={"adapted": 1.0})
+    environment = dict(environment_parts(list(mesh.devices.flat)))
+    made = compose_plan(analysis, mesh, environment, outcome)
+    made = made.bound_to(step, lowering.out_tree)
+    return replace(made, rung="estimated", figures=Figures())
 
 
 _OPTIONS = tuple(signature(adapt).parameters)[3:-1]  # not plan, fn, args, kwargs
@@ -146,41 +164,6 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
             if planned
             else "plan again",
         )
-
-
-def carry_over(
-    plan: Plan, analysis: Analysis, step: FlatStep, out_tree: Any, mesh: Mesh
-) -> Plan:
-    """A plan for an analysed step; see :func:`adapt`.
-
-    Args:
-        analysis: of the step on the mesh.
-        out_tree: the structure of its results.
-        mesh: the devices, with axes of the plan's names.
-
-    Raises:
-        PlanMismatch: a segment or an argument does not match; the message names it.
-    """
-    mesh = planning_mesh(mesh)
-    if not plan.rows:
-        _refuse("The plan does not say what it does to each block.", "rows", "none")
-    plan = _along(plan, analysis.frame.mesh)
-    pairs = _paired(plan, analysis)
-    if any(pair.scaled for pair in pairs):
-        _check_state(plan, analysis, step)
-    choice = _choice(plan, analysis, pairs)
-    winner = Candidate(
-        name=plan.winner,
-        choice=choice,
-        predicted_ms=_predicted_ms(plan, analysis, pairs),
-        level=plan.level,
-        options=plan.options,
-    )
-    outcome = RaceOutcome(winner=winner, counts={"adapted": 1.0})
-    environment = dict(environment_parts(list(mesh.devices.flat)))
-    made = compose_plan(analysis, mesh, environment, outcome)
-    made = made.bound_to(step, out_tree)
-    return replace(made, rung="estimated", figures=Figures())
 
 
 def _along(plan: Plan, mesh: Sequence[tuple[str, int]]) -> Plan:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, cast
+from types import SimpleNamespace
+from typing import Annotated, Any
 
 import typer
 from jax.sharding import Mesh
@@ -409,12 +410,11 @@ def plan(
     if mode is not None:
         RUN[mode](ctx)
         return
-    given = Given(params=dict(ctx.params), args=list(ctx.args), obj=ctx.obj)
     parse_bytes(memory_budget)
     parse_pins(pin)
     check_writable(output)
     with only_json(as_json) as print_json:
-        found = find(given) if ray is None else find_on_ray(given)
+        found = find(ctx) if ray is None else find_on_ray(ctx)
         several = bool(mesh_shapes or microbatches) or len(found.outcomes) > 1
         save(found.plan, output, say=not as_json)
         if as_json:
@@ -443,35 +443,17 @@ def _end_interrupted(found: Fastest) -> None:
         raise typer.Exit(o.INTERRUPTED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """The command's parameters as data, under the names of `typer.Context`.
-
-    Attributes:
-        args: the target's own options.
-        obj: the command's supervision.
-    """
-
-    params: dict[str, Any]
-    args: list[str]
-    obj: Any
-
-    @property
-    def context(self) -> typer.Context:
-        """The same as a context, for functions that read these three alone."""
-        return cast(typer.Context, self)
-
-
-def find(given: Given, remote: RemoteCompiler | None = None) -> Fastest:
+def find(given: Any, remote: RemoteCompiler | None = None) -> Fastest:
     """Runs all passes on the devices of this process.
 
     Args:
+        given: the command's context; of it the params, the args and the obj.
         remote: another process to compile programs and keep records, if any.
     """
     options = given.params
     with Display(options["quiet"]) as display:
-        wanted = variants_of(given.context)
-        settings = o.settings(given.context, progress=display.tell)
+        wanted = variants_of(given)
+        settings = o.settings(given, progress=display.tell)
         return plan_fastest(
             **wanted,
             memory_budget=parse_bytes(options["memory_budget"]),
@@ -482,14 +464,14 @@ def find(given: Given, remote: RemoteCompiler | None = None) -> Fastest:
         )
 
 
-def find_on_ray(given: Given) -> Fastest:
+def find_on_ray(ctx: typer.Context) -> Fastest:
     """Runs all passes on the devices of a node of a Ray cluster."""
-    options = given.params
+    options = ctx.params
     if options["described"] is not None:
         raise CfpError("--ray does not go with --for: described devices never run.")
     shapes, _ = shapes_of(options)
     return plan_on_ray(
-        partial(_find_there, given, os.getcwd()),
+        partial(_find_there, dict(options), list(ctx.args), ctx.obj, os.getcwd()),
         address=options["ray"],
         store=store_path(options["workdir"]),
         needs=RunnerNeeds.of(options["platform"], shapes[0]),
@@ -497,12 +479,18 @@ def find_on_ray(given: Given) -> Fastest:
 
 
 def _find_there(
-    given: Given, folder: str, remote: RemoteCompiler, workdir: Path
+    params: dict[str, Any],
+    args: list[str],
+    obj: Any,
+    folder: str,
+    remote: RemoteCompiler,
+    workdir: Path,
 ) -> Fastest:
     # Where hosts share a file system, names of files mean the same there.
     if os.path.isdir(folder):
         os.chdir(folder)
-    found = find(replace(given, params={**given.params, "workdir": workdir}), remote)
+    given = SimpleNamespace(params=params | {"workdir": workdir}, args=args, obj=obj)
+    found = find(given, remote)
     outcomes = tuple(
         replace(one, plan=one.plan and one.plan.as_in_file()) for one in found.outcomes
     )

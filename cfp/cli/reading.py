@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import typer
 from flax.core.meta import AxisMetadata
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.sharding import PartitionSpec
 
 from cfp import api
 from cfp.cli import options as o
@@ -23,7 +24,7 @@ from cfp.plan.parts import check_arguments
 from cfp.plan.plan import Plan
 from cfp.printable import printable
 from cfp.profiling.hlo import collective_sites
-from cfp.report.passes import sites_data, sites_text
+from cfp.report.passes import sites_text
 from cfp.targets import Target, parse_options
 from cfp.view.console import literal_console, wrapped
 from cfp.view.text import diff_data, diff_text, explain_data, explain_text, print_plan
@@ -255,7 +256,7 @@ def inspect(
                 text = _plainly(found)
         sites = collective_sites(text)
         if as_json:
-            print_json(sites_data(sites))
+            print_json([*map(asdict, sites)])
         else:
             print(sites_text(sites), end="")
 
@@ -308,21 +309,16 @@ def names_of(plan: Plan, target: Target, words: Sequence[str]) -> dict[str, Name
 
 def boxed_names(plan: Plan, target: Target) -> dict[str, Names]:
     """Names of dims from the boxes in a target's arguments."""
-    roots = dict.fromkeys(path.partition("/")[0] for path in plan.arg_names)
     dynamic = [a for i, a in enumerate(target.args) if i not in target.static]
-    found: dict[str, Names] = {}
-    for root, tree in zip(roots, dynamic, strict=False):
-        boxes = tree_flatten_with_path(tree, is_leaf=_is_box)[0]
-        for path, box in boxes:
-            names: Any = getattr(box, "names", None) if _is_box(box) else None
-            if names is not None:
-                rest = keystr(path, simple=True, separator="/")
-                found[f"{root}/{rest}/value" if rest else f"{root}/value"] = names
-    return found
 
+    def is_box(leaf: Any) -> bool:
+        return isinstance(leaf, AxisMetadata)
 
-def _is_box(leaf: Any) -> bool:
-    return isinstance(leaf, AxisMetadata)
+    def named(leaf: Any) -> dict[str, PartitionSpec] | None:
+        names = getattr(leaf, "names", None) if is_box(leaf) else None
+        return None if names is None else {"value": PartitionSpec(*names)}
+
+    return names_by_path(plan, jax.tree.map(named, dynamic, is_leaf=is_box))
 
 
 def flax_text(plan: Plan, rules: Rules) -> str:

@@ -21,7 +21,7 @@ import pkgutil
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from math import prod
@@ -110,9 +110,7 @@ def mocked_mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
         DeviceError: JAX had its devices before `play_one_of`, or there is no GPU.
     """
     devices = jax.devices()
-    names, sizes = zip(*axes, strict=True)
-    types = (AxisType.Auto,) * len(names)
-    wanted = int(np.prod(sizes))
+    wanted = prod(size for _, size in axes)
     here = len(jax.local_devices())
     if len(devices) != wanted or here != 1 or not mocked_topology():
         raise DeviceError(
@@ -123,6 +121,12 @@ def mocked_mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
             attempt="a machine with one GPU (or CUDA_VISIBLE_DEVICES=0), and "
             "play_one_of before anything asks JAX for its devices",
         )
+    return _mesh(devices, axes)
+
+
+def _mesh(devices: Sequence[Any], axes: tuple[tuple[str, int], ...]) -> Mesh:
+    names, sizes = zip(*axes, strict=True)
+    types = (AxisType.Auto,) * len(names)
     return Mesh(np.array(devices).reshape(sizes), names, axis_types=types)
 
 
@@ -142,13 +146,12 @@ def compiling_mesh(axes: tuple[tuple[str, int], ...], target: str) -> Mesh:
             got="neither of jax-cuda12-plugin and jax-cuda13-plugin",
             attempt='install "cfp[cuda]", or plan without --compile',
         )
-    names, sizes = zip(*axes, strict=True)
     # One process has them all: no other is waited for.
+    count = prod(size for _, size in axes)
     found = topologies.get_topology_desc(
-        "", "cuda", target_config=target, topology=f"1x1x{prod(sizes)}"
+        "", "cuda", target_config=target, topology=f"1x1x{count}"
     )
-    types = (AxisType.Auto,) * len(names)
-    return Mesh(np.array(found.devices).reshape(sizes), names, axis_types=types)
+    return _mesh(found.devices, axes)
 
 
 Axes = tuple[tuple[str, int], ...]

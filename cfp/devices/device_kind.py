@@ -242,6 +242,7 @@ def _memory_bytes(mesh: Mesh) -> float:
 
 # The kind whose measurements say what share of a specification programs reach.
 _MEASURED_KIND = "h200"
+_FOLDER = resources.files("cfp.devices").joinpath("kinds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +308,7 @@ class DeviceKind:
 def kinds() -> Mapping[str, str]:
     """The shipped kinds: the file's name by each name that it goes by."""
     found = {}
-    for file in resources.files("cfp.devices").joinpath("kinds").iterdir():
+    for file in _FOLDER.iterdir():
         if file.name.endswith(".toml"):
             name = file.name.removesuffix(".toml")
             aliases = tomllib.loads(file.read_text(encoding="utf-8"))["aliases"]
@@ -321,12 +322,11 @@ def compiler_target(name: str) -> str:
     Raises:
         TargetError: it is not shipped for that kind.
     """
-    folder = resources.files("cfp.devices").joinpath("kinds")
-    file = folder.joinpath(f"{name}.txtpb")
+    file = _FOLDER.joinpath(f"{name}.txtpb")
     if not file.is_file():
         known = sorted(
             one.name.removesuffix(".txtpb")
-            for one in folder.iterdir()
+            for one in _FOLDER.iterdir()
             if one.name.endswith(".txtpb")
         )
         raise TargetError(
@@ -356,7 +356,7 @@ def kind(name: str) -> DeviceKind:
             "docs/planning-ahead.md",
         )
     file = known[name.lower()]
-    text = resources.files("cfp.devices").joinpath("kinds", f"{file}.toml").read_text()
+    text = _FOLDER.joinpath(f"{file}.toml").read_text()
     return kind_from(read(tomllib.loads(text), f"{file}.toml"), file, f"{file}.toml")
 
 

@@ -44,6 +44,8 @@ _FUNCTION = re.compile(r"jit\((\w+)\)")
 _MOST_OPERANDS = 2
 _WORTH_NAMING = 0.01  # of the bytes that a program's ops make
 
+_Move = tuple[str, tuple[str, ...], int]  # A collective's kind, axes and bytes.
+
 
 def plan_segments(
     analysis: Analysis, choice: Choice, problem: Problem | None
@@ -234,7 +236,9 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
     if not layout.frame.mesh:
         return ()
     program = layout.frame.program
-    made = [0 if op.has_regions else _made_bytes(program, op) for op in program.ops]
+    made = [
+        0 if op.has_regions else _bytes(program, op, op.results) for op in program.ops
+    ]
     every, products = sum(made), program_flops(program)
     whole: set[int] = set()
     found = Counter()
@@ -252,7 +256,7 @@ def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
         elif _is_whole_op(layout, op):
             site += _why_whole(layout, op)
             found[site] += made[op.id]
-            touched[site] += _read_bytes(program, op) if made[op.id] else 0
+            touched[site] += _bytes(program, op, op.operands) if made[op.id] else 0
             computed[site] += call_flops(op) * op.repeat
             inside = [op]
         else:
@@ -379,8 +383,8 @@ def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> floa
         if one.has_regions or one.id in program.leaf_ops:
             continue
         foreign = one.rule is None
-        moved = _made_bytes(program, one)
-        moved += _read_bytes(program, one) if foreign else 0
+        moved = _bytes(program, one, one.results)
+        moved += _bytes(program, one, one.operands) if foreign else 0
         flops = call_flops(one) if foreign else 0
         if is_contraction(one):
             moved, flops = 0, op_flops(program, one) // one.repeat
@@ -397,12 +401,9 @@ def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> floa
     return total * (1 - 1 / prod(size for _, size in mesh)) + gathered
 
 
-def _read_bytes(program: Program, op: Op) -> int:
-    return op.repeat * sum(program.values[v].size_bytes for v in op.operands)
-
-
-def _made_bytes(program: Program, op: Op) -> int:
-    return op.repeat * sum(program.values[v].size_bytes for v in op.results)
+def _bytes(program: Program, op: Op, values: Iterable[int]) -> int:
+    """Bytes of some values of an op, as often as it runs in one step."""
+    return op.repeat * sum(program.values[v].size_bytes for v in values)
 
 
 def _is_whole(layout: Layout, loop: Op) -> bool:
@@ -497,24 +498,12 @@ def _result_dim(op: Op, factor: int) -> int:
     return next((d for d, dim in enumerate(op.rule.results[0]) if factor in dim), -1)
 
 
-def block_collectives(analysis: Analysis, layout: Layout) -> list[Counter]:
-    """For each block the collectives that a layout calls for in one step.
-
-    As Shardy would place them; XLA may merge or replace some.
-
-    Returns:
-        For each block by (kind, axes) the bytes of all together.
-    """
-    found = [Counter() for _ in analysis.frame.blocks]
-    for block, kind, axes, size, turns in block_moves(analysis, layout):
-        found[block][kind, ",".join(axes)] += turns * size
-    return found
-
-
 def block_moves(
     analysis: Analysis, layout: Layout
 ) -> Iterator[tuple[int, str, tuple[str, ...], int, int]]:
     """The collectives that a layout calls for, one by one.
+
+    As Shardy would place them; XLA may merge or replace some.
 
     Yields:
         (block, kind, axes, bytes, times): bytes of a whole group's tensor, and how
@@ -541,9 +530,7 @@ def block_moves(
                 yield block, *move, op.repeat
 
 
-def _op_moves(
-    layout: Layout, op: Op, done: set[tuple]
-) -> Iterator[tuple[str, tuple[str, ...], int]]:
+def _op_moves(layout: Layout, op: Op, done: set[tuple]) -> Iterator[_Move]:
     """The collectives of an op: of its results, of what it reads, and within it.
 
     Args:
@@ -570,9 +557,7 @@ def _op_moves(
                 yield kind, tuple(axes), int(size)
 
 
-def _written_moves(
-    layout: Layout, op: Op
-) -> Iterator[tuple[str, tuple[str, ...], int]]:
+def _written_moves(layout: Layout, op: Op) -> Iterator[_Move]:
     """The collectives of an update of several places along a sharded dim.
 
     XLA gathers that dim for it, and takes each device's part of what comes out.
@@ -590,9 +575,7 @@ def _written_moves(
         yield from _moves(layout.frame, op.results[0], have, (), want)
 
 
-def _carried_moves(
-    layout: Layout, op: Op
-) -> Iterator[tuple[str, tuple[str, ...], int]]:
+def _carried_moves(layout: Layout, op: Op) -> Iterator[_Move]:
     """The collectives of what a loop carries from one turn to the next."""
     for index, v in enumerate(op.yields if op.kind == "while" else ()):
         want, have = layout.use_spec(op.id, len(op.operands) + index), layout.spec(v)
@@ -611,7 +594,7 @@ def _group_block(frame: Frame, group: int, default: int) -> int:
 
 def _moves(
     frame: Frame, v: int, have: Spec, partial: tuple[str, ...], want: Spec
-) -> Iterator[tuple[str, tuple[str, ...], int]]:
+) -> Iterator[_Move]:
     value = frame.program.values[v]
     if value.shape:
         steps = transition(value.size_bytes, have, partial, want, frame.mesh)

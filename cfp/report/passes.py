@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -24,7 +23,7 @@ from cfp.analysis.layout import Choice, lay_out, program_flops
 from cfp.analysis.segments import Segment
 from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import Strategy, block_strategies
-from cfp.plan.describe import block_collectives, op_text
+from cfp.plan.describe import block_moves, op_text
 from cfp.plan.parts import short_source
 from cfp.printable import counted, merged_alike, printable
 from cfp.profiling.hlo import CollectiveSite
@@ -236,9 +235,9 @@ def presets_data(
             for position, v in enumerate(frame.program.args)
         )
         sent: dict[str, int] = {}
-        for counter in block_collectives(analysis, layout):
-            for (kind, axes), size in counter.items():
-                sent[f"{kind} {axes}"] = sent.get(f"{kind} {axes}", 0) + int(size)
+        for _, kind, axes, size, turns in block_moves(analysis, layout):
+            over = f"{kind} {','.join(axes)}"
+            sent[over] = sent.get(over, 0) + turns * size
         found.append({"name": name, "argument_bytes": held, "collective_bytes": sent})
     return found
 
@@ -294,14 +293,12 @@ def sites_view(sites: Sequence[CollectiveSite], border: box.Box) -> RenderableTy
         )
     total = sum(site.bytes * site.count for site in sites)
     count = sum(site.count for site in sites)
-    return Group(
-        Fitted(table),
-        Text(
-            f"{count} {'collective' if count == 1 else 'collectives'} in one step; "
-            f"{format_bytes(total)} on each device together. Bytes of one: the larger "
-            "of what a device gives and gets. --json lists each op."
-        ),
+    line = (
+        f"{counted(count, 'collective', 'collectives')} in one step; "
+        f"{format_bytes(total)} on each device together. Bytes of one: the larger of "
+        "what a device gives and gets. --json lists each op."
     )
+    return Group(Fitted(table), Text(line))
 
 
 def _row_text(alike: Sequence[CollectiveSite]) -> str:
@@ -331,11 +328,6 @@ def _alike(sites: Sequence[CollectiveSite]) -> list[list[CollectiveSite]]:
 def sites_text(sites: Sequence[CollectiveSite]) -> str:
     """The table as plain ASCII text, as wide as `columns` says."""
     return plain_text(sites_view(sites, box.ASCII))
-
-
-def sites_data(sites: Sequence[CollectiveSite]) -> list[dict[str, Any]]:
-    """The same as plain data."""
-    return [asdict(site) for site in sites]
 
 
 def ops_text(scopes: Sequence[str]) -> str:

@@ -1,13 +1,7 @@
 """Requests to measure a segment, and its cost from their records.
 
 A segment is measured alone, and together with a neighbour, unless it takes so little of
-a step that the noise of the two would be as large. Its cost in a step
-(:meth:`MeasurementRequest.time_ms`) is
-
-    pair - neighbour alone - resharding between them, at least 0.4 of the segment alone.
-
-Rematerialized it is the cost without (``base``) plus what the pair takes more, if that
-is positive.
+a step that the noise of the two would be as large.
 """
 
 from __future__ import annotations

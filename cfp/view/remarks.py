@@ -21,24 +21,8 @@ from cfp.printable import counted, merged_alike
 from cfp.race.programs import TOO_LATE
 from cfp.settings import Dimension, defaults_of
 from cfp.units import format_bytes, overtime_text
-from cfp.view.words import (
-    ALL_SECONDS,
-    MOST_NAMES,
-    NONE_CAN,
-    ONE_DEVICE,
-    RESERVE_BYTES,
-    SAME_MS,
-    SHORT_STEP_MS,
-    VERIFIED,
-    WAS_DESCRIBED,
-    few,
-    is_mostly_launches,
-    is_rough,
-    is_sharded,
-    known_how,
-    runs_whole,
-    unsearched_text,
-)
+from cfp.view import words
+from cfp.view.words import few
 
 _WORTH_DONATING = 0.02  # of the memory that a plan needs
 # Of a GPU's memory what JAX takes by default, and what the driver leaves of that.
@@ -51,7 +35,7 @@ def remarks(plan: Plan) -> Iterator[str]:
     if unplanned := unplanned_text(plan):
         yield unplanned
     given = search.get(GIVEN_SECONDS)
-    took = search.get(VARIANTS_SECONDS, search.get(ALL_SECONDS, 0.0))
+    took = search.get(VARIANTS_SECONDS, search.get(words.ALL_SECONDS, 0.0))
     if given is not None and (
         overtime := overtime_text("planning", took - given, given)
     ):
@@ -73,22 +57,24 @@ def remarks(plan: Plan) -> Iterator[str]:
             how = "not measured" if known else "neither measured nor predicted"
             still = f", and {how}: cfp verify times it"
         yield f"carried over from the plan of another program{still}"
-    if is_mostly_launches(plan):
+    if words.is_mostly_launches(plan):
         yield (
-            f"below {SHORT_STEP_MS:g} ms launches of kernels and collectives, which "
-            "estimates mostly leave out, take most of a step: expect more"
+            f"below {words.SHORT_STEP_MS:g} ms launches of kernels and collectives, "
+            "which estimates mostly leave out, take most of a step: expect more"
         )
     if plan.uncounted:
         yield (
             "counted as one iteration, in predictions too, since the program does not "
             f"say how many: {few(plan.uncounted)}"
         )
-    if known_how(plan) == "estimated" and plan.rung == "measured":
+    if words.known_how(plan) == "estimated" and plan.rung == "measured":
         raced = sum(bool(row.samples_ms) for row in plan.race)
         alone = "nothing" if plan.measured_ms is None else "only the plan's own step"
         timed = f"{'only the race' if raced > 1 else alone} was timed"
-        if WAS_DESCRIBED in search:
-            own = ", that of the plan by one device" if ONE_DEVICE in search else ""
+        if words.WAS_DESCRIBED in search:
+            own = (
+                ", that of the plan by one device" if words.ONE_DEVICE in search else ""
+            )
             yield f"predictions are estimates of described devices{own}; {timed}"
         else:
             chosen = (
@@ -147,7 +133,7 @@ def remarks(plan: Plan) -> Iterator[str]:
         for name in dict.fromkeys(one.name for one in as_written):
             reasons = [one.reason for one in as_written if one.name == name]
             if refused:  # They say it of each kernel.
-                reasons = [one for one in reasons if one != NONE_CAN]
+                reasons = [one for one in reasons if one != words.NONE_CAN]
             if reasons:
                 yield f"{name} as written: {few(reasons, '; ')}"
         if refused:
@@ -168,20 +154,22 @@ def unplanned_text(plan: Plan) -> str:
     def estimate(one: VariantFigures) -> str:
         if one.estimated_ms is None:
             return f"{one.name}, not estimated"
-        is_tie = own is not None and abs(one.estimated_ms - own) <= SAME_MS
+        is_tie = own is not None and abs(one.estimated_ms - own) <= words.SAME_MS
         text = f"{one.name}, estimated at {one.estimated_ms:.3f} ms"
         return text + " like this one" * is_tie
 
     texts = [*map(estimate, late)]
-    if (more := len(late) - MOST_NAMES) > 0:
-        texts[MOST_NAMES:] = [counted(more, "other variant", "other variants")]
+    if (more := len(late) - words.MOST_NAMES) > 0:
+        texts[words.MOST_NAMES :] = [counted(more, "other variant", "other variants")]
     if own is not None and any(one.estimated_ms not in (None, own) for one in late):
         texts.append(f"this one, before it was planned, at {own:.3f} ms")
     text = (
         f"time was over before {counted(len(late), 'variant', 'variants')} of "
         f"{len(every)} could be planned: {'; '.join(texts)}"
     )
-    took = max(plan.search.get(ALL_SECONDS, 0.0), plan.search.get(SLOWEST_SECONDS, 0.0))
+    took = max(
+        plan.search.get(words.ALL_SECONDS, 0.0), plan.search.get(SLOWEST_SECONDS, 0.0)
+    )
     if took:
         # Each has a share, and so has the last race. What was given was too little.
         given = plan.search.get(GIVEN_SECONDS, 0.0)
@@ -197,8 +185,8 @@ def unplanned_text(plan: Plan) -> str:
 def _whole_remarks(plan: Plan) -> Iterator[str]:
     """Says of a plan that has all blocks on every device that this gains little."""
     devices = prod(size for _, size in plan.mesh_axes)
-    is_whole = devices > 1 and plan.arg_specs and not is_sharded(plan)
-    if not is_whole and not runs_whole(plan):
+    is_whole = devices > 1 and plan.arg_specs and not words.is_sharded(plan)
+    if not is_whole and not words.runs_whole(plan):
         return
     others = [
         f" (the best with all blocks data parallel: {one.without_ms:.3f} ms, "
@@ -223,7 +211,7 @@ def _whole_remarks(plan: Plan) -> Iterator[str]:
 def remat_untried(plan: Plan) -> bool:
     """True if a search under a memory limit had no need to rematerialize anything."""
     figures = plan.figures
-    if figures is None or figures.budget_bytes is None or unsearched_text(plan):
+    if figures is None or figures.budget_bytes is None or words.unsearched_text(plan):
         return False
     if figures.chosen and Dimension.REMAT not in figures.chosen:
         return False
@@ -257,7 +245,7 @@ def _budget_remarks(plan: Plan) -> Iterator[str]:
 def reserve_text(plan: Plan) -> str:
     """Describes what of a budget is not for the plan; "" if nothing is held back."""
     budget = plan.figures.budget_bytes if plan.figures else None
-    reserve = round(plan.search.get(RESERVE_BYTES, 0.0))
+    reserve = round(plan.search.get(words.RESERVE_BYTES, 0.0))
     if budget is None or not reserve:
         return ""
     asked, kept = map(format_bytes, (budget + reserve, reserve))
@@ -333,7 +321,7 @@ def _worth_remarks(plan: Plan) -> Iterator[str]:
     elif figures.variants and (untried := _untried(plan, figures)):
         yield f"not tried: {'; '.join(untried)}"
     own_ms, how = plan.measured_ms, "in its own race" * figures.variants_raced
-    if VERIFIED in plan.search:
+    if words.VERIFIED in plan.search:
         how = "as verified"
     own = f"; {own_ms:.3f} ms {how}" if how and own_ms else ""
     for one in figures.variants:
@@ -345,15 +333,15 @@ def _worth_remarks(plan: Plan) -> Iterator[str]:
         parts = []
         for one in figures.worth:
             of_variants = one.name in (Dimension.MESH, Dimension.MICROBATCHES)
-            is_noise = is_measured and is_rough(plan) and not of_variants
+            is_noise = is_measured and words.is_rough(plan) and not of_variants
             if one.is_measured is not is_measured or is_noise:
                 continue
             is_sharding = one.name == Dimension.SHARDING
-            if is_sharding and (runs_whole(plan) or not is_sharded(plan)):
+            if is_sharding and (words.runs_whole(plan) or not words.is_sharded(plan)):
                 continue
             if one.without_ms is None:
                 parts.append(f"{one.name}, without which nothing fits")
-            elif abs(one.without_ms - one.with_ms) >= SAME_MS:
+            elif abs(one.without_ms - one.with_ms) >= words.SAME_MS:
                 plain = ", against all blocks data parallel" * is_sharding
                 gain_ms = one.without_ms - one.with_ms
                 parts.append(f"{one.name} {gain_ms:.3f} ms{plain}")
@@ -368,7 +356,7 @@ def _untried(plan: Plan, figures: Figures) -> list[str]:
     """
     platform = plan.environment.get("platform", "")
     tried = [one.strategy for kind in figures.kinds for one in kind.options]
-    if not tried or WAS_DESCRIBED in plan.search:
+    if not tried or words.WAS_DESCRIBED in plan.search:
         return []
     usual = defaults_of(platform)
     has_kernels = usual.replacing.attention or any(one.kernels for one in tried)

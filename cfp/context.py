@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import isfinite
@@ -20,7 +20,6 @@ from cfp.devices import described
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError
 from cfp.planner_settings import DetailedSettings, PlannerSettings
-from cfp.profiling.builder import Job
 from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.coordination import coordinated_planning
 from cfp.profiling.key import Parts, environment_parts
@@ -76,8 +75,6 @@ class PlanContext:
     Attributes:
         mesh: the devices, which may only be described.
         rules: the platform's defaults, with the user's settings in their place.
-        agreement: of the processes that have the devices.
-        measure: how anything is built and timed.
         memory: the budget that was asked for, not the device's memory; None if none
             was.
         device_bytes: memory of a device, or None where it does not say.
@@ -135,9 +132,6 @@ class PlanContext:
         """The share of temporaries that the compiler usually leaves under a limit.
 
         1 where it takes no limit, or nothing is compiled.
-
-        Args:
-            interrupted: whether the user has ended the measuring.
         """
         compiled = self.decided_by(interrupted) is not DecidedBy.PREDICTION
         limited = compiled and self.rules.limits_memory and self.device_bytes
@@ -168,7 +162,6 @@ def open_context(
     """Opens the context of a plan; the store is closed at the end.
 
     Args:
-        mesh: the devices, which may only be described.
         cache_dir: where measurements are kept; the user's cache by default.
 
     Raises:
@@ -210,6 +203,7 @@ def open_context(
             )
         remote, path = settings.remote, store_path(cache_dir)
         end = time.monotonic() + settings.seconds
+        runs = settings.race and settings.measure is not False
         with (
             open_store(path, agreement)
             if remote is None
@@ -230,7 +224,9 @@ def open_context(
                     remote=remote,
                     compiler_options=predictor.compiler_options if predictor else {},
                     run=predictor,
-                    wants_local=_wants_local(predictor, settings),
+                    wants_local=predictor.wants_local
+                    if predictor and predictor.here and runs
+                    else None,
                     outlook=Outlook(end),
                 ),
                 memory=memory,
@@ -338,14 +334,6 @@ def _step_predictor(
         ("rung", mesh.rung),
         ("described_rates", rated),
     )
-
-
-def _wants_local(
-    predictor: StepPredictor | None, settings: DetailedSettings
-) -> Callable[[Job, str], bool] | None:
-    """Says which programs' computation is to be compiled by itself, if any runs."""
-    runs = settings.race and settings.measure is not False
-    return predictor.wants_local if predictor and predictor.here and runs else None
 
 
 def device_memory(mesh: Mesh | DescribedMesh) -> int | None:

@@ -25,14 +25,7 @@ ATTEMPT = "\n  try: "
 
 
 def compose(summary: str, *, expected: str, got: str, attempt: str) -> str:
-    """Writes an error message that says what to do next.
-
-    Args:
-      summary: what went wrong, one sentence.
-      expected: what would have been right.
-      got: what came instead.
-      attempt: what the user can do about it.
-    """
+    """Writes an error message that says what to do next."""
     return f"{summary}\n  expected: {expected}\n  got: {got}{ATTEMPT}{attempt}"
 
 
@@ -43,7 +36,6 @@ def nearest(
 
     Args:
       name: that there is not.
-      known: the names that there are.
       aliases: what else these are called.
     """
     by_plain = {_plain(one): one for one in known}

@@ -27,9 +27,7 @@ class Variant:
     """One way to run a step.
 
     Attributes:
-        name: what it is called in the outcome.
         args: its arguments, arrays or ``jax.ShapeDtypeStruct`` s.
-        kwargs: its arguments by name.
         microbatches: in how many parts the batch goes through the step, if that is
             what variants differ in.
     """

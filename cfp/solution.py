@@ -22,7 +22,6 @@ class Estimate:
 
     Attributes:
         memory_bytes: on each device.
-        fits: whether that fits into memory.
         is_final: whether choices are made by estimates anyway.
         profiles: what the profile pass would find again, where it estimates.
     """
@@ -39,7 +38,6 @@ class Candidate:
     """A whole program that may become the plan.
 
     Attributes:
-        name: what the race calls it.
         predicted_ms: its step time by the profiles, or None.
     """
 

@@ -57,7 +57,6 @@ class UnknownOption(CfpError):
 
     Attributes:
         flag: as it was written: ``--layer``.
-        known: the target's own options.
     """
 
     flag = ""
@@ -72,7 +71,6 @@ class Target:
     """A step and its arguments.
 
     Attributes:
-        name: as it was written.
         donate: positions of arguments that the step may overwrite.
         static: positions of arguments that are not arrays.
         make_args: makes real arguments; takes the shardings of those that are not
@@ -103,7 +101,6 @@ def resolve(
     """Finds a target.
 
     Args:
-        text: as written on the command line.
         options: what followed and is not an option of the command.
         donate: for a user's function, positions of the arguments to donate.
         static: for a user's function, positions that are not arrays.
@@ -411,11 +408,7 @@ def _may_pick(leaf: Any) -> bool:
 def _rows(
     step: FlatStep, places: Sequence[Any], which: Collection[int]
 ) -> dict[int, int]:
-    """For those of these leaves of the arguments that pick something, out of how many.
-
-    Args:
-        places: a sharding for each leaf of the arguments.
-    """
+    """Those of some leaves of the arguments that pick something, out of how many."""
     place = places[0]
     if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
         mesh = planning_mesh(place.mesh)
@@ -434,7 +427,6 @@ def _made(
 
     Args:
         leaves: arrays and `jax.ShapeDtypeStruct` s.
-        places: a sharding for each.
         rows: for those that pick something, out of how many.
     """
     drawn = {

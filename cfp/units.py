@@ -70,7 +70,6 @@ def overtime_text(doing: str, late: float, given: float) -> str:
     """Says that something took longer than asked for; "" if by less than a second.
 
     Args:
-        doing: what took so long.
         late: seconds from the time asked for to the end.
     """
     if late < 1.0:
@@ -83,10 +82,6 @@ def overtime_text(doing: str, late: float, given: float) -> str:
 
 def seconds_left(done: int, total: int, seconds: float) -> float | None:
     """Estimates the time for the rest of some work of equal parts.
-
-    Args:
-        done: parts that are over.
-        seconds: that took.
 
     Returns:
         None where nothing is over yet, or all is.

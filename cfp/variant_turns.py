@@ -109,7 +109,6 @@ class Tried:
 
     Attributes:
         variants: those that were asked for, and those that need less memory.
-        tries: by their names.
         estimates: of the best plans of those that were estimated.
     """
 
@@ -141,7 +140,6 @@ def plan_in_turn(
     """Plans variants, one after another, for as long as there is time.
 
     Args:
-        calls: which arguments are static, and which are donated.
         rule_out, leaner: as for :func:`cfp.plan_fastest`.
 
     Raises:
@@ -457,9 +455,7 @@ def _need_text(count: int, took: float, seconds: float) -> str:
     """Describes the time that some variants need, where it is more than there is.
 
     Args:
-        count: how many they are.
         took: what it took to estimate one, in seconds; infinite if none was.
-        seconds: for all.
     """
     each = PLANNED_BY_ESTIMATE * took
     if not isfinite(took) or not count * each > seconds:
@@ -496,10 +492,6 @@ def _no_plan(
     """The error where every variant failed: each that there is, once.
 
     Where none fits in memory that is the error of the one that needs least.
-
-    Args:
-        errors: by the variants' names.
-        late: variants that there was no time for.
     """
     short = {n: one for n, one in errors if isinstance(one, MemoryBudgetError)}
     if errors and len(short) == len(errors):

@@ -50,8 +50,6 @@ class Fastest:
     """The fastest variant, and what came of the others.
 
     Attributes:
-        name: the fastest variant's.
-        plan: its plan.
         outcomes: of all variants, in their order.
         basis: raced together; measured, but each in a race of its own, so that small
             differences say nothing; or predicted.

@@ -423,7 +423,6 @@ def settings(
     """Makes planner settings from a command's options.
 
     Args:
-        progress: see :class:`PlannerSettings`.
         other: options that it does not have, or has otherwise.
     """
     given = {**(ctx.params if ctx is not None else {}), **other}
@@ -467,17 +466,14 @@ class Command(TyperCommand):
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None:
-                panels.setdefault(panel_of(param), []).append(record)
+                kind = param.param_type_name
+                usual = "Arguments" if kind == "argument" else "Options"
+                heading = getattr(param, "rich_help_panel", None) or usual
+                panels.setdefault(heading, []).append(record)
         for name, rows in panels.items():
             if rows:
                 with formatter.section(name):
                     formatter.write_dl(rows)
-
-
-def panel_of(param: Any) -> str:
-    """Returns the heading of an option or argument in a command's help."""
-    kind = "Arguments" if param.param_type_name == "argument" else "Options"
-    return getattr(param, "rich_help_panel", None) or kind
 
 
 def is_given(ctx: typer.Context, name: str) -> bool:

@@ -44,9 +44,6 @@ def target_of(
 ) -> tuple[Target, Mesh]:
     """The target and the devices that a command was given.
 
-    Args:
-        plan, attempt: see :func:`open_target`.
-
     Raises:
         CfpError: there is no such target, mesh, platform or number of devices.
     """
@@ -77,7 +74,6 @@ def open_target(
     """Finds a target and its devices.
 
     Args:
-        text, options: the target, as on the command line.
         axes, platform_name: of the devices, if asked for.
         plan: whose mesh, platform and static arguments it has where none are given.
         attempt: what to try where the plan's devices are missing.
@@ -219,9 +215,6 @@ def check_drawable(path: Path | None) -> None:
 
 def check_writable(path: Path | None, option: str = "-o") -> None:
     """Says before anything is measured that the outcome could not be saved.
-
-    Args:
-        option: the one that named it.
 
     Raises:
         CfpError: the file cannot be written.

@@ -73,9 +73,6 @@ class RayPlace:
 
     To be made in a process that is connected to Ray, whose devices the programs are
     for. A task whose worker or node is lost is started again by Ray, elsewhere.
-
-    Args:
-        keeper: the actor that keeps records; see `cfp.cluster.actors.Keeper`.
     """
 
     def __init__(self, keeper: Any) -> None:
@@ -177,9 +174,6 @@ class Runner:
 
     def plan(self, keeper: Any, work: Work) -> tuple[Any, str | None]:
         """Does the work.
-
-        Args:
-            keeper: the actor with the records.
 
         Returns:
             What came of it, or what is wrong.

@@ -247,7 +247,6 @@ class Check:
     """A check and its dependencies.
 
     Attributes:
-        name: as in its result.
         needs: checks that must have passed; where one failed or was absent, this one is
             absent, so that one fault is one FAIL.
     """

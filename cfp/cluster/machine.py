@@ -39,9 +39,7 @@ class Machine:
         python: the interpreter that runs the probes.
         version: of that interpreter: major, minor, micro.
         search_path: folders of installed packages, as in `sys.path`.
-        proc: the folder /proc.
         cache: the folder of cfp's measurements.
-        timeout_s: the time limit of one probe.
         tool_timeout_s: the time limit of a tool such as nvidia-smi.
         free_bytes: the free space of the file system that holds a folder.
     """
@@ -62,7 +60,6 @@ class Machine:
 
         Args:
             cache: another folder than the one that cfp would choose.
-            timeout_s: the time limit of one probe.
         """
         return cls(
             python=sys.executable,
@@ -199,7 +196,6 @@ class ProcessAnswer:
         data: the findings of a probe.
         trouble: the reason why there is no answer; empty if there is one.
         signal: the name of the signal that ended the process, or empty.
-        timed_out: the process took too long.
     """
 
     text: str = ""
@@ -370,11 +366,7 @@ def absent(reason: str, remedy: str = "") -> Result:
 
 
 def row(result: Result, width: int) -> str:
-    """Formats one result, with the reason and the remedy beside it.
-
-    Args:
-        width: of the console, in characters.
-    """
+    """Formats one result, with the reason and the remedy beside it."""
     indent = " " * (_NAME_WIDTH + _STATUS_WIDTH)
     room = max(width, LEAST_WIDTH) - len(indent)
     # A path or a command stays in one piece.

@@ -90,7 +90,6 @@ def plan_on_ray(
             folder of the runner's store. It is sent there as Ray sends functions.
         address: of the cluster, as `ray.init` has it ("auto", "host:port"), or
             "local", which starts one on this machine.
-        needs: what the runner's host must have.
         planning: see :class:`cfp.cluster.actors.Runner`; by default the store.
 
     Raises:

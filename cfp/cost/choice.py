@@ -16,8 +16,6 @@ class SegmentChoice:
 
     Attributes:
         estimate_ms: what it is estimated to take; choices that differ in it are equal.
-        remat: whether its forward pass is rematerialized in the backward pass.
-        kernels: kernels that compute parts of it.
     """
 
     strategies: tuple[Strategy, ...]

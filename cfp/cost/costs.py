@@ -398,7 +398,6 @@ def peak_bytes(steps: Iterable[Step], size_of: Callable[[int], int]) -> int:
     """The most that is in memory at once, of what some steps make.
 
     Args:
-        steps: one after another.
         size_of: what a tensor takes on a device; 0 if it is not made.
     """
     live = most = 0
@@ -420,7 +419,6 @@ def steps_of(
     What a loop makes is there before what happens within it.
 
     Args:
-        ops: their ids.
         held: tensors that are kept for the backward pass.
         spans: ids of ops, each from a first to a last, that happen at once: what they
             read stays until the last. What is in memory meanwhile besides is tensor -1
@@ -476,8 +474,6 @@ class Span:
 
     Attributes:
         match: the op by which the attention is known.
-        first, last: ids of ops.
-        is_backward: whether its gradients are computed.
     """
 
     match: int
@@ -505,9 +501,6 @@ def working_bytes(
     """Computes a device's memory beside the values that a pass reads.
 
     For the backward pass that is the output, too; gradients, in float32, are counted.
-
-    Args:
-        way: how it is computed, in chunks.
     """
 
     def ranks(roles: Iterable[str]) -> int:

@@ -26,7 +26,6 @@ class SegmentEstimate:
     """Estimated costs of one segment, for every strategy of every block.
 
     Attributes:
-        strategies: for each of its blocks the strategies it may take.
         node_ms: ``[storage mode][block][strategy]``.
         edge_ms: for each pair of blocks (positions in the segment, the first not
             behind the second) a matrix over their strategies. Pairs of a block with

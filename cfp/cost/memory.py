@@ -57,7 +57,6 @@ def residuals(frame: Frame, ops: Sequence[int], remat: bool = False) -> set[int]
     """Values that some ops keep from the forward to the backward pass.
 
     Args:
-        ops: ids of top-level ops, such as those of a segment.
         remat: whether they are rematerialized: then they keep only what others read.
     """
     program, turn = frame.program, turning_point(frame)
@@ -101,9 +100,6 @@ def kernel_sites(
     layout: Layout, ops: Sequence[int], kernels: SegmentKernels
 ) -> tuple[list[tuple[Match, Way]], tuple[Replacement, ...]]:
     """Returns what kernels compute in place of some ops.
-
-    Args:
-        ops: top-level ops, such as those of a segment.
 
     Returns:
         Attentions, each with the way in which it is computed, and what takes the place

@@ -42,7 +42,6 @@ class Computed:
     Attributes:
         flops: of matrix products.
         moved_bytes: read and written by what multiplies no matrices.
-        kernels: how many of those there are.
     """
 
     flops: float

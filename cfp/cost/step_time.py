@@ -338,8 +338,6 @@ class _Computation:
 
     Attributes:
         key: where its times are kept, one for each run.
-        built, job, program, mesh: how it is run.
-        schedule: of the program that it was compiled from.
     """
 
     key: ProfileKey
@@ -363,8 +361,6 @@ class StepPredictor:
         here: what these depend on; None where nothing runs, and the computation's
             time follows from the rates, too.
         compiler_options: that programs for such devices need.
-        constants: of the device kind.
-        known: what was found, by key.
         timed: computations that were timed just now.
         turns: how often each was asked for, by key.
         computations: by the program, whatever joins or moves its collectives.

@@ -412,9 +412,7 @@ def transition(
 
     Args:
         size_bytes: bytes of the whole tensor.
-        have: how it is sharded now.
         partial: axes over which it still has to be summed.
-        want: how it is to be sharded.
 
     Returns:
         The steps. Bytes are those of the whole tensor in a group of devices: what an

@@ -166,11 +166,7 @@ _SHORT = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Some hosts of equally many devices.
-
-    Attributes:
-        text: as it was named.
-    """
+    """Some hosts of equally many devices."""
 
     text: str
     kind: DeviceKind

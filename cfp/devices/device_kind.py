@@ -67,8 +67,6 @@ class Curves(_Table):
 
     Attributes:
         devices: number of devices of a host that took part.
-        basis: "measured" or "specified".
-        source: a record of ours, or a document of the vendor.
     """
 
     devices: Count = 2
@@ -105,9 +103,7 @@ class Description(_Numbers):
     Attributes:
         kind: the shipped kind to start from.
         devices_per_host: number of devices of each host.
-        aliases: other names of the kind.
         rates: measured ones, in the table ``measured``.
-        curves: of the links of a host.
     """
 
     kind: str | None = None
@@ -146,10 +142,6 @@ REQUIRED = (
 
 def read(data: Mapping[str, Any], where: str) -> Description:
     """Checks a parsed description.
-
-    Args:
-        data: parsed TOML.
-        where: the file, for messages.
 
     Raises:
         TargetError: a name is unknown, or a value is not allowed.
@@ -247,11 +239,7 @@ _FOLDER = resources.files("cfp.devices").joinpath("kinds")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkCurves:
-    """Times of collectives inside a host, by kind.
-
-    Attributes:
-        devices: number of devices that took part.
-    """
+    """Times of collectives inside a host, by kind."""
 
     devices: int
     times: Mapping[str, Curve]
@@ -266,7 +254,6 @@ class DeviceKind:
         devices_per_host: how many stand in a host, usually.
         numbers: what is specified, by name.
         measured: of those, what was measured.
-        curves: of the links of a host, if they are known.
     """
 
     name: str
@@ -375,9 +362,6 @@ def memory_of(device_kind: str) -> int | None:
 
 def kind_from(given: Description, name: str, where: str) -> DeviceKind:
     """Makes a kind of device of its description.
-
-    Args:
-        where: the file, for messages.
 
     Raises:
         TargetError: numbers are missing.

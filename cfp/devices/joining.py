@@ -41,7 +41,6 @@ class Membership:
 
     Attributes:
         coordinator: HOST:PORT where process 0 is reached.
-        processes: how many there are.
     """
 
     coordinator: str

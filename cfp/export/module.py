@@ -51,7 +51,6 @@ class ExportedProgram:
     Attributes:
         bytecode: of the program, as StableHLO.
         digest: of the step that it is of, with its constants.
-        platform: of the devices.
     """
 
     bytecode: bytes
@@ -68,7 +67,6 @@ def python_module(
     """Writes the text of a module that runs the plan's step with plain JAX.
 
     Args:
-        sites: of its constraints.
         program: of the step under the plan, which a plan needs that rematerializes or
             replaces parts of it.
         title: the plan in a sentence, for the module's docstring.
@@ -193,7 +191,6 @@ def spec_code(spec: Spec, kind: str | None = None) -> str:
     """A sharding as Python: ``P(None, 'x')``.
 
     Args:
-        spec: for each dim the axes.
         kind: the type of the tensor, where JAX may show fewer dims than the program.
     """
     rank = len(spec) if kind is None else len(shape_of(kind))
@@ -215,7 +212,6 @@ def sites_of(
     """The sites of a plan's constraints; None if the step does not show them.
 
     Args:
-        step: the step that was planned.
         constraints: by the program's values and ops.
     """
     placed = place(step, mesh, fingerprint, constraints)

@@ -199,8 +199,6 @@ class Attention(nn.Module):
     heads are a dim of the program from the first to the last op.
 
     Attributes:
-      heads: number of attention heads.
-      dtype: what is computed in.
       causal: a token sees itself and those before it; otherwise it sees all.
     """
 
@@ -267,9 +265,7 @@ class DecoderLayer(nn.Module):
     """A pre-LN decoder layer: attention, then the given feed-forward module.
 
     Attributes:
-      heads: number of attention heads.
       feed_forward: makes the second half's module; it names it too.
-      dtype: what is computed in.
     """
 
     heads: int
@@ -352,7 +348,6 @@ def flax_network(
 
     Args:
       module: takes the batch's entries named by `inputs`, in that order.
-      random_batch: see `Network`.
       inputs: keys of a batch.
     """
 

@@ -209,7 +209,6 @@ def attention(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
       params: query [hidden, heads, head_dim]; key and value [hidden, kv_heads,
         head_dim], each for heads / kv_heads query heads in a row; out [heads,
         head_dim, hidden].
-      dtype: what is computed in.
     """
     batch, seq = x.shape[:2]
     heads, head_dim = params["query"].shape[1:]
@@ -247,7 +246,6 @@ def mlp(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
     Args:
       params: gate and up [hidden, ffn]; down [ffn, hidden].
-      dtype: what is computed in.
     """
     with jax.named_scope("gate"):
         gate = x @ params["gate"].astype(dtype)

@@ -106,7 +106,6 @@ def route_top2(gates: jax.Array, capacity: int) -> Routing:
 
     Args:
       gates: [groups, group, experts], each token's probabilities.
-      capacity: seats of an expert.
     """
     experts = gates.shape[-1]
     first = jax.nn.one_hot(jnp.argmax(gates, axis=-1), experts, dtype=jnp.int32)
@@ -138,7 +137,6 @@ class ExpertDense(nn.Module):
 
     Attributes:
       names: of the last two dims of the kernel.
-      dtype: what is computed in.
     """
 
     features: int

@@ -23,7 +23,6 @@ class ModelOption:
       name: the keyword, as in `build(name, expert_group_size=...)`.
       type: int, float, str or bool.
       default: what holds when the option is not given. None: derived from others.
-      doc: one sentence of help.
       choices: the values allowed, or empty for any.
     """
 

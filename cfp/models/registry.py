@@ -43,7 +43,6 @@ class Model:
     """A model that can be built by name.
 
     Attributes:
-      doc: one line of help.
       config: the frozen dataclass of its options.
       network: makes the network from such a configuration.
     """
@@ -83,7 +82,6 @@ def build(name: str, **options: Scalar) -> tuple[TrainStep, tuple[TrainState, Ba
     """Makes a train step and its abstract arguments; allocates no array.
 
     Args:
-      name: a key of `MODELS`.
       **options: see `find(name).options`.
 
     Returns:

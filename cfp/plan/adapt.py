@@ -95,9 +95,6 @@ def adapt(
 def adapt_step(plan: Plan, step: FlatStep, mesh: Mesh) -> Plan:
     """Carries a plan over to a step over flat arguments; see :func:`adapt`.
 
-    Args:
-        mesh: the devices, with axes of the plan's names.
-
     Raises:
         PlanMismatch: a segment or an argument does not match; the message names it.
     """
@@ -186,7 +183,6 @@ class _Pair:
     """A segment of the new program, and the segment of a plan that it takes after.
 
     Attributes:
-        old: the one that it takes after.
         rows: blocks of that.
         scaled: whether sizes differ.
     """

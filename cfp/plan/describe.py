@@ -171,9 +171,6 @@ def _uneven_batch(layout: Layout, named: Collection[str]) -> Iterator[str]:
 
     Of those the first dim is one of a block's, which a strategy might shard, and not
     what a loop goes over.
-
-    Args:
-        named: those that are named anyway.
     """
     frame = layout.frame
     program, sizes = frame.program, frame.mesh

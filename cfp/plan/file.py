@@ -51,7 +51,7 @@ from cfp.plan.parts import (
 )
 from cfp.profiling.compiler_options import refused_option
 from cfp.program.constrain import Constraints
-from cfp.program.outline import Outline, outline_to_json, unpacked
+from cfp.program.outline import outline_to_json, unpacked
 from cfp.program.rematerialize import Rematerialization
 from cfp.program.replace import Recorded, Replacement
 from cfp.race.programs import RaceRow
@@ -179,8 +179,7 @@ class _Outline(_Part):
     ops: str
 
 
-def _unpacked(outline: _Outline) -> Outline:
-    return unpacked(outline.kinds, outline.ops)
+_UNPACKED = AfterValidator(lambda outline: unpacked(outline.kinds, outline.ops))
 
 
 class PlanFile(_Part):
@@ -244,7 +243,7 @@ class PlanFile(_Part):
     search: dict[Words, Number]
     static: tuple[StrictInt | StrictStr, ...] | None
     figures: Figures | None
-    outline: Annotated[_Outline, AfterValidator(_unpacked)] | None
+    outline: Annotated[_Outline, _UNPACKED] | None
     sites: Sites | None
     in_host: tuple[tuple[Count, Count], ...] = ()
     undonated: tuple[Count, ...] = ()
@@ -368,7 +367,6 @@ def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, A
     """Returns the fields of a plan from parsed JSON, each of them checked.
 
     Args:
-        data: what :func:`read_json` returns.
         allowed_options: compiler options that the caller trusts besides the known ones.
 
     Raises:

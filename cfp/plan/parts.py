@@ -238,9 +238,6 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
 
     The arguments may have other names: paths inside them are compared.
 
-    Args:
-        names, types: the plan's, leaf by leaf.
-
     Raises:
         PlanMismatch: they differ; the first few differences are named.
     """

@@ -379,7 +379,6 @@ def plot_trade_off(
     """Draws the frontier: steps, since memory in between buys nothing.
 
     Args:
-        file: an image; its ending says which kind.
         budget_bytes: drawn as a line, if given.
 
     Raises:

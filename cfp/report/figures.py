@@ -408,7 +408,6 @@ def _predicted(
     """Predicts the gain of what some options make use of.
 
     Args:
-        name: of the kind of choice.
         kept: for each kind of segment the options that go without it.
     """
     if [*map(len, kept)] == [*map(len, problem.options)]:

@@ -49,9 +49,7 @@ def figure(
     """The axes of a figure; it is saved when all is drawn.
 
     Args:
-        file: an image; its ending says which kind.
         columns: how many plots stand side by side.
-        figsize: in inches.
 
     Raises:
         CfpError: matplotlib is not installed, or does not know the kind of image.
@@ -79,7 +77,6 @@ class CurvePoint:
     """One measured collective.
 
     Attributes:
-        kind: as in HLO, such as "all-gather".
         axes: the mesh's axes that it runs over.
         size_bytes: the whole tensor of a group; see `Rates.collective_ms`.
         sent_gb_per_s: what each device sent, by a ring's account, in 1e9 bytes a
@@ -152,7 +149,6 @@ def plot_curves(
 
     Args:
         curves: names and rates; each name has a line style of its own.
-        file: an image; its ending says which kind.
         link_gb_per_s: what one device's links can send, drawn as a line.
 
     Raises:

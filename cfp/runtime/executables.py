@@ -168,7 +168,6 @@ class ReusableExecutable:
         """True if it is a step's program, compiled in just this way.
 
         Args:
-            ins, outs: of its argument and result leaves.
             constraints: what the partitioner is constrained to.
         """
         job, types = self.job, self.types

@@ -272,11 +272,9 @@ class LoweredStep:
     """A step, lowered under a plan: with its executable, or to be compiled.
 
     Attributes:
-        lowering: with the plan's constraints in it.
         compiled: what a race compiled, or an earlier process kept; None if there is
             neither.
         keep: keeps what is compiled for later processes.
-        make: makes a step of what is compiled.
     """
 
     lowering: Lowering = field(repr=False)
@@ -336,8 +334,6 @@ def load_or_lower(
     Args:
         fingerprint: of the structure of the program that the constraints were made
             for; None where there are none.
-        arg_specs, output_specs: a sharding for each leaf.
-        options: XLA compiler options.
         wide: compute in float32 what the step computes in less, with precise matrix
             products; arguments and results are float32, too.
         unwidened: with `wide`, the same step under the same plan, compiled as it is:

@@ -48,7 +48,6 @@ def plain_text(view: RenderableType, width: int | None = None) -> str:
 
     Args:
         view: with ASCII lines.
-        width: of the text; what `columns` says, if not given.
     """
     file = io.StringIO()
     literal_console(file=file, width=width or columns(), color_system=None).print(view)
@@ -73,8 +72,6 @@ def new_table(border: box.Box, title: str | None, headings: Mapping[str, str]) -
     """A table without rows.
 
     Args:
-        border: its lines.
-        title: stands above it.
         headings: of each column its kind: "text", which may be broken; "word", which
             may not; or "number", which may not, and is justified to the right.
     """

@@ -30,7 +30,6 @@ def strategy_text(
     """Describes a strategy: what it shards, and how parameters are kept.
 
     Args:
-        strategy: of a kind of segment.
         base: say only in what it differs from this one of the same kind; "" where it
             differs in nothing.
     """
@@ -107,7 +106,6 @@ class ChoiceView:
     """The reason for a segment's choice, and the choice that comes next.
 
     Attributes:
-        why: the reason, in words.
         taken, runner_up: None where they were not measured.
         too_large: a remark on a runner-up that does not fit, or "".
     """
@@ -123,14 +121,11 @@ class SegmentView:
     """Segments that are alike, each in another repeat of a run.
 
     Attributes:
-        indices: of the segments.
         span: the same in words: ``1-4``.
         names: its first block, and its last.
         parameters: how they are stored, and what else the segment does.
         time_ms: of each; None if it was not measured.
         collectives_ms: of each, one after another.
-        blocks: in their order.
-        choice: the reason for it.
     """
 
     indices: tuple[int, ...]
@@ -155,7 +150,6 @@ class RunView:
     Attributes:
         first: index of the first segment.
         period: number of segments in one repeat.
-        segments: of one repeat.
     """
 
     first: int
@@ -190,7 +184,6 @@ class RaceView:
 
     Attributes:
         ran: whether any of them was run.
-        candidates: each program once.
         shared_note: a note that all have in common, which stands at none of them.
         slower: the number of variants that were slower than another of their
             candidate, in words, or "".
@@ -219,7 +212,6 @@ class PlanView:
         chosen: how it was chosen, briefly.
         why: the same in sentences; "" if it was not searched for.
         memory: memory and the budget, in a sentence, or "".
-        runs: its segments.
         moves: collectives of all blocks together by kind and axes, most bytes first.
         remarks: see `cfp.view.remarks.remarks`.
     """

@@ -55,8 +55,6 @@ def drawing(
 
     Args:
         width, height: in the drawing's own units.
-        label: what it shows, for people who do not see it.
-        parts: its elements.
         class_: for its style.
     """
     return element(
@@ -211,13 +209,7 @@ def timeline(figures: Figures) -> list[Moment]:
 def is_far(
     moments: Sequence[Moment], budget_bytes: int, compiled_bytes: int | None
 ) -> bool:
-    """Returns True if a budget lies far above all memory that is used.
-
-    Args:
-        moments: at least one.
-        budget_bytes: memory that the plan may use.
-        compiled_bytes: what the compiled program needs, if it was compiled.
-    """
+    """Returns True if a budget lies far above all memory that is used."""
     peak = max(moment.total_bytes for moment in moments)
     return budget_bytes > _FAR * max(peak, compiled_bytes or 0)
 
@@ -229,8 +221,6 @@ def timeline_drawing(
 
     Args:
         moments: at least one.
-        budget_bytes: memory that the plan may use, if there is a limit.
-        compiled_bytes: what the compiled program needs, if it was compiled.
     """
     peak = max(moment.total_bytes for moment in moments)
     lines = {"compiled": compiled_bytes or 0}

@@ -213,11 +213,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def plan_text(plan: Plan, width: int | None = None) -> str:
-    """Everything as plain ASCII text, for files and pipes.
-
-    Args:
-        width: of the text; what `columns` says, if not given.
-    """
+    """Everything as plain ASCII text, for files and pipes."""
     return plain_text(plan_view(plan, border=box.ASCII), width)
 
 

@@ -40,11 +40,7 @@ RESERVE_BYTES = "reserve_bytes"
 
 
 def storage_text(segment: PlanSegment, *, short: bool = False) -> str:
-    """Describes how a segment's parameters are stored, and what else it does.
-
-    Args:
-        short: whether to use the short name of the storage.
-    """
+    """Describes how a segment's parameters are stored, and what else it does."""
     stored = segment.shown_storage
     if short:
         words = str(stored or "-")
@@ -247,12 +243,7 @@ def rates_text(plan: Plan) -> str:
 
 
 def scale_text(search: Mapping[str, float], measured_ms: float | None) -> str:
-    """Describes the part of the step that was timed, if not all of it.
-
-    Args:
-        search: what a plan says of how it was found.
-        measured_ms: the plan's own time, or None.
-    """
+    """Describes the part of the step that was timed, if not all of it."""
     if "segments_raced" not in search:
         return ""
     raced, total = search["segments_raced"], search["segments"]

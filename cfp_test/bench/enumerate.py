@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from cfp.cli.session import Session, analyse
 from cfp.cluster.machine import Machine
 from cfp.errors import CfpError
 from cfp.models import find
-from cfp.plan.describe import block_collectives
+from cfp.plan.describe import block_moves
 from cfp.presets.presets import PRESETS, presets
 from cfp.profiling.builder import BuildEnvironment, reason_of
 from cfp.profiling.runner import execute
@@ -145,12 +146,10 @@ def theoretical_volume(analysis: Analysis, choice: Choice) -> float:
     """Bytes that a device sends in one step, by Shardy's rules and Alpa's formulas."""
     sizes = dict(analysis.frame.mesh)
     total = 0.0
-    for counter in block_collectives(analysis, lay_out(analysis.frame, choice)):
-        for (kind, axes), size in counter.items():
-            ways = 1
-            for axis in axes.split(","):
-                ways *= sizes[axis]
-            total += sent_share(kind, ways) * size
+    layout = lay_out(analysis.frame, choice)
+    for _, kind, axes, size, turns in block_moves(analysis, layout):
+        ways = prod(sizes[axis] for axis in axes)
+        total += sent_share(kind, ways) * turns * size
     return total
 
 

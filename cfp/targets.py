@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
-from cfp.errors import CfpError, compose, nearest, place_of
+from cfp.errors import CfpError, nearest, place_of
 from cfp.models import registry
 from cfp.models.options import ModelOption, Scalar
 from cfp.profiling.inputs import counts, hashed_bits
@@ -199,20 +199,20 @@ def _unknown_option(target: str, flag: str, known: dict[str, ModelOption]) -> Cf
         f"{name} ({'derived' if o.default is None else o.default})"
         for name, o in known.items()
     )
-    is_microbatches = flag == MICROBATCHES.flag
-    message = compose(
-        f"{target} takes no {MICROBATCHES.name}."
-        if is_microbatches
-        else f"{target} has no option {flag}.",
-        expected=f"an option of the command, or one of {target}: {listing or 'none'}",
+    expected = f"an option of the command, or one of {target}: {listing or 'none'}"
+    if flag == MICROBATCHES.flag:
+        return CfpError(
+            f"{target} takes no {MICROBATCHES.name}.",
+            expected=expected,
+            got=flag,
+            attempt=f"give the function an argument {MICROBATCHES.name}",
+        )
+    error = UnknownOption(
+        f"{target} has no option {flag}.",
+        expected=expected,
         got=flag,
-        attempt=f"give the function an argument {MICROBATCHES.name}"
-        if is_microbatches
-        else f"{nearest(flag, known)}--help lists the options of the command",
+        attempt=f"{nearest(flag, known)}--help lists the options of the command",
     )
-    if is_microbatches:
-        return CfpError(message)
-    error = UnknownOption(message)
     error.flag, error.known = flag, tuple(known)
     return error
 

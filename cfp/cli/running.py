@@ -34,7 +34,7 @@ from cfp.view.console import (
     wrapped,
 )
 from cfp.view.text import print_plan
-from cfp.view.words import throughput
+from cfp.view.words import few, throughput
 
 _FAILURES_SHOWN = 5
 
@@ -211,12 +211,9 @@ def check_text(trial: Trial) -> str:
             )
     undecided = sorted(map(trial.named, trial.undecided))
     if undecided:
-        names = ", ".join(undecided[:_FAILURES_SHOWN])
-        more = len(undecided) - _FAILURES_SHOWN
         text += (
             f"\nThese leaves are dominated by rounding even {_where(trial)}; only "
-            f"their norms were compared: {names}"
-            + (f" and {more} more" if more > 0 else "")
+            f"their norms were compared: {few(undecided, most=_FAILURES_SHOWN)}"
         )
     if trial.preset == AS_WRITTEN:
         text += (

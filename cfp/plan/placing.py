@@ -32,10 +32,10 @@ class Arguments:
     memory: Sequence[str]
     mesh: Mesh
 
-    def sharding(self, spec: Spec, dims: int, memory: str = "") -> NamedSharding:
-        """Returns the sharding of an array with some dims, in a kind of memory."""
-        sharding = NamedSharding(self.mesh, partition_spec(spec, dims))
-        return in_memory([sharding], [memory])[0]
+    def sharding(self, i: int, dims: int) -> NamedSharding:
+        """Returns the sharding of a leaf that has so many dims."""
+        sharding = NamedSharding(self.mesh, partition_spec(self.specs[i], dims))
+        return in_memory([sharding], [self.memory[i]])[0]
 
 
 def devices_here(
@@ -114,7 +114,7 @@ def made(
     leaves, tree = tree_flatten(shape)
     places = places_like(shape, arguments.names, arguments.types)
     shardings = [
-        arguments.sharding(arguments.specs[i], len(leaf.shape), arguments.memory[i])
+        arguments.sharding(i, len(leaf.shape))
         for i, leaf in zip(places, leaves, strict=True)
     ]
     jitted = jax.jit(arrays, out_shardings=tree_unflatten(tree, shardings))
@@ -166,14 +166,10 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
 def _same_types(
     arguments: Arguments, known: Mapping[str, int], leaves: Sequence[Any]
 ) -> bool:
+    shapes = {i: shape_of(arguments.types[i]) for i in known.values()}
     return all(
-        np.shape(leaf) in (shape, _part(arguments.sharding(spec, len(shape)), shape))
-        for (_, leaf), shape, spec in zip(
-            leaves,
-            (shape_of(arguments.types[i]) for i in known.values()),
-            (arguments.specs[i] for i in known.values()),
-            strict=True,
-        )
+        np.shape(leaf) in (shape, _part(arguments.sharding(i, len(shape)), shape))
+        for (_, leaf), (i, shape) in zip(leaves, shapes.items(), strict=True)
     )
 
 
@@ -190,7 +186,7 @@ def _part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
     """One array of the batch, or this process's part of it."""
     dtype, shape = arguments.types[i].partition("[")[0], shape_of(arguments.types[i])
-    sharding = arguments.sharding(arguments.specs[i], len(shape), arguments.memory[i])
+    sharding = arguments.sharding(i, len(shape))
     if isinstance(leaf, jax.Array):
         if leaf.shape != shape:
             raise _other_size(arguments, i, leaf)

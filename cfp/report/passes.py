@@ -30,7 +30,7 @@ from cfp.profiling.hlo import CollectiveSite
 from cfp.search.requests import Profiles
 from cfp.units import format_bytes
 from cfp.view.console import Fitted, new_table, plain_text
-from cfp.view.words import STRATEGIES, elided
+from cfp.view.words import STRATEGIES, elided, few
 
 _MOST_OPAQUE = 5
 _WORTH_NAMING = 0.001  # of all FLOPs, or of all bytes
@@ -338,9 +338,7 @@ def ops_text(scopes: Sequence[str]) -> str:
     """
     ops = [op for scope in scopes for op in _ops(scope)]
     names = merged_alike([_op_text(op) for op in dict.fromkeys(ops) if op])
-    names = [elided(name, _NAME_WIDTH) for name in names]
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return few([elided(name, _NAME_WIDTH) for name in names], most=_MOST_NAMES)
 
 
 def _ops(scope: str) -> list[str]:

@@ -20,7 +20,7 @@ from cfp.cost.estimate import SegmentEstimate
 from cfp.search.choices import first_candidates, preset_parts
 from cfp.search.problem import Option, Problem
 from cfp.search.requests import Profiles
-from cfp.search.solver import solve
+from cfp.search.solver import solve_within
 from cfp.settings import (
     REMATERIALIZED_TIME_EXPECTED,
     SAFE_ESTIMATED_MEMORY_SHARE,
@@ -131,8 +131,7 @@ def estimate_options(
         return expect(costs, kind, estimates[kind].without_twin(), (), mine)
 
     options = [expected(kind, False) for kind in range(len(estimates))]
-    fastest = solve(build_problem(costs, options, None))
-    assert fastest is not None, "without a budget everything fits"
+    fastest = solve_within(build_problem(costs, options, None), None)
     tight = budget_bytes is not None and (
         fastest.memory_bytes > SAFE_ESTIMATED_MEMORY_SHARE * budget_bytes
     )
@@ -140,12 +139,11 @@ def estimate_options(
         for kind, found in enumerate(options):
             if costs.can_rematerialize(kind):
                 found += expected(kind, True)
-    every = tuple(map(tuple, options))
     return Profiles(
         presets=presets,
         rates=costs.rates,
         memory_bound=tight,
-        estimated=every,
+        estimated=tuple(map(tuple, options)),
         replacing=replacing,
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cfp.search.problem import Assignment, Problem
-from cfp.search.solver import leanest, solve
+from cfp.search.solver import leanest, solve, solve_within
 
 GIB = 2**30
 # Less than this is a difference in how sums were rounded, in ms.
@@ -119,10 +119,10 @@ def explain(
     if best is None:
         needed = (plan or leanest(problem)).memory_bytes
         problem = replace(problem, budget_bytes=needed)
-        best = _within(problem, needed)
-    budget, free, more = problem.budget_bytes, _within(problem, None), best
+        best = solve_within(problem, needed)
+    budget, free, more = problem.budget_bytes, solve_within(problem, None), best
     if budget is not None:
-        more = _within(problem, budget + step_bytes)
+        more = solve_within(problem, budget + step_bytes)
     less_bytes = (best.memory_bytes if budget is None else budget) - step_bytes
     faster = free.cost_ms < best.cost_ms - _SAME_MS
     return Explanation(
@@ -144,20 +144,13 @@ def explain(
     )
 
 
-def _within(problem: Problem, budget_bytes: int | None) -> Assignment:
-    """The cheapest choice that fits in a budget that is large enough for some."""
-    found = solve(replace(problem, budget_bytes=budget_bytes))
-    assert found is not None, "something fits"
-    return found
-
-
 def _explain_kind(
     problem: Problem, picks: Sequence[int], kind: int, count: int
 ) -> KindExplanation:
     pairs = zip(problem.kinds, picks, strict=True)
     taken = Counter(pick for k, pick in pairs if k == kind)
     alone = {option: _alone(problem, kind, option) for option in problem.allowed(kind)}
-    free_ms = {i: _within(one, None).cost_ms for i, one in alone.items()}
+    free_ms = {i: solve_within(one, None).cost_ms for i, one in alone.items()}
 
     def alternative(option: int) -> Alternative:
         found = solve(alone[option])

@@ -30,12 +30,8 @@ from cfp.search.requests import (
     measured_options,
     rematerialize,
 )
-from cfp.search.solver import leanest, solve
-from cfp.settings import (
-    ROUND_SIZE,
-    SAFE_MEMORY_SHARE,
-    WORTH_HAVING,
-)
+from cfp.search.solver import leanest, solve, solve_within
+from cfp.settings import ROUND_SIZE, SAFE_MEMORY_SHARE, WORTH_HAVING
 
 
 def measure_candidates(
@@ -75,9 +71,7 @@ def measure_candidates(
         wanted = [item for items in rounds for item in items]
         options = measured_options(maker.costs, wanted, records)
         problem = build_problem(maker.costs, options, budget_bytes)
-        fastest = solve(replace(problem, budget_bytes=None))
-        best = solve(problem)
-        assert fastest is not None, "without a budget everything fits"
+        fastest, best = solve_within(problem, None), solve(problem)
         if budget_bytes is not None:
             tight |= fastest.memory_bytes > SAFE_MEMORY_SHARE * budget_bytes
         if best and best.cost_ms <= (1.0 + WORTH_HAVING) * fastest.cost_ms:

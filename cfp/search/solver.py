@@ -276,6 +276,13 @@ def solve(problem: Problem) -> Assignment | None:
         slack = slack * _MORE_SLACK or 1.0
 
 
+def solve_within(problem: Problem, budget_bytes: int | None) -> Assignment:
+    """The cheapest choice in another budget, None for no limit, that some fits in."""
+    found = solve(replace(problem, budget_bytes=budget_bytes))
+    assert found is not None, "something fits"
+    return found
+
+
 def leanest(problem: Problem) -> Assignment:
     """The choice that needs the least memory, whatever the budget and the time.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cfp.search.problem import Assignment, Problem
-from cfp.search.solver import leanest, solve
+from cfp.search.solver import leanest, solve_within
 
 # Budgets are told apart to this many bytes: a solver's tolerances are no finer.
 _GRAIN_BYTES = 1024
@@ -38,10 +38,9 @@ def trade_off(problem: Problem, most: int = 20) -> TradeOff:
             frontier, those that are found are spread over memory.
     """
     assert most >= 2, "the ends"
-    free = solve(replace(problem, budget_bytes=None))
-    assert free is not None, "without a budget everything fits"
-    low = _point(problem, leanest(problem).memory_bytes)
-    high = _point(problem, free.memory_bytes)
+    free = solve_within(problem, None)
+    low = solve_within(problem, leanest(problem).memory_bytes)
+    high = solve_within(problem, free.memory_bytes)
     points = {point.memory_bytes: point for point in (low, high)}
     gaps = [_Gap(low.memory_bytes, high.memory_bytes, empty_bytes=low.memory_bytes)]
     while True:
@@ -51,7 +50,7 @@ def trade_off(problem: Problem, most: int = 20) -> TradeOff:
         gap = max(gaps, key=lambda gap: gap.unknown_bytes)
         gaps.remove(gap)
         budget_bytes = gap.next_budget_bytes
-        found = _point(problem, budget_bytes)
+        found = solve_within(problem, budget_bytes)
         size = found.memory_bytes
         if size > gap.low_bytes:
             points[size] = found
@@ -92,10 +91,3 @@ class _Gap:
         if self.closing:
             return self.high_bytes - _GRAIN_BYTES
         return (self.empty_bytes + self.high_bytes) // 2
-
-
-def _point(problem: Problem, budget_bytes: int) -> Assignment:
-    """The fastest choice within a budget, and the leanest of those."""
-    found = solve(replace(problem, budget_bytes=budget_bytes))
-    assert found is not None, "the leanest choice fits"
-    return found

@@ -112,11 +112,11 @@ def elided(name: str, width: int = _NAME_WIDTH) -> str:
     return f"{start}...{end}"
 
 
-def few(texts: Sequence[str], between: str = ", ") -> str:
+def few(texts: Sequence[str], between: str = ", ", most: int = MOST_NAMES) -> str:
     """The first of some texts, each once, and how many more there are."""
     texts = [*dict.fromkeys(texts)]
-    more = f" and {len(texts) - MOST_NAMES} more" if len(texts) > MOST_NAMES else ""
-    return between.join(texts[:MOST_NAMES]) + more
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
 
 
 def common_prefix(names: Sequence[str]) -> str:

@@ -38,7 +38,6 @@ from cfp.devices.device_kind import (
     DeviceKind,
     Number,
     compiler_target,
-    curves_from,
     kind,
     kind_from,
     kinds,
@@ -280,7 +279,7 @@ class DescribedMesh:
         known = self.cluster.kind
         curves = {
             (what, group): self._curve(what, group)
-            for what in known.link_curves.times
+            for what in known.link_times[1]
             for group in axis_groups(self.axes)
         }
         defaults = defaults_of(self.environment["platform"])
@@ -311,8 +310,8 @@ class DescribedMesh:
 
     def _curve(self, what: str, group: tuple[str, ...]) -> Curve:
         """The curve of one kind of collective over some axes."""
-        curves = self.cluster.kind.link_curves
-        known, ways = curves.times[what], curves.devices
+        ways, times = self.cluster.kind.link_times
+        known = times[what]
         size = prod(self.shape[name] for name in group)
         near = self._within(group)
         more = sent_share(what, size) / sent_share(what, ways)
@@ -439,6 +438,6 @@ def _cluster(data: Mapping[str, Any], text: str, where: str) -> Cluster:
         kept = {k: n for k, n in found.measured.items() if k not in own}
         found = replace(found, numbers={**found.numbers, **own}, measured=kept)
         if given.curves or "link_gb_per_s" in own:
-            found = replace(found, curves=curves_from(given))
+            found = replace(found, curves=given.curves)
     per_host = given.devices_per_host or found.devices_per_host
     return Cluster(text=text, kind=found, hosts=given.hosts, per_host=per_host)

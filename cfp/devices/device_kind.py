@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import cache
@@ -78,10 +78,14 @@ class Curves(_Table):
     all_to_all: Points = Field(alias="all-to-all")
 
     @property
-    def points(self) -> Mapping[str, list[tuple[float, float]]]:
-        """Points by kind of collective, as `cfp.profiling.rates` names them."""
+    def times(self) -> Mapping[str, Curve]:
+        """Curves by kind of collective, as `cfp.profiling.rates` names them."""
         values = self.model_dump(by_alias=True).items()
-        return {name: value for name, value in values if isinstance(value, list)}
+        return {
+            name: rising((int(size), ms) for size, ms in value)
+            for name, value in values
+            if isinstance(value, list)
+        }
 
 
 class _Measured(_Table):
@@ -238,14 +242,6 @@ _FOLDER = resources.files("cfp.devices").joinpath("kinds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkCurves:
-    """Times of collectives inside a host, by kind."""
-
-    devices: int
-    times: Mapping[str, Curve]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
     """A kind of device.
 
@@ -261,7 +257,7 @@ class DeviceKind:
     devices_per_host: int
     numbers: Mapping[str, Number]
     measured: Mapping[str, Number]
-    curves: LinkCurves | None
+    curves: Curves | None
 
     def expected(self, name: str) -> float:
         """A rate that programs reach: measured, or a share of what is specified."""
@@ -274,10 +270,13 @@ class DeviceKind:
         return own.value * known.measured[name].value / known.numbers[name].value
 
     @property
-    def link_curves(self) -> LinkCurves:
-        """Its curves, or the measured kind's at the bandwidth of its own links."""
+    def link_times(self) -> tuple[int, Mapping[str, Curve]]:
+        """Devices of a host, and times of collectives among them, by kind.
+
+        They are its own, or the measured kind's at the bandwidth of its own links.
+        """
         if self.curves is not None:
-            return self.curves
+            return self.curves.devices, self.curves.times
         known = kind(_MEASURED_KIND)
         assert known.curves is not None, "its file has curves"
         link = "link_gb_per_s"
@@ -288,7 +287,7 @@ class DeviceKind:
             )
             for what, curve in known.curves.times.items()
         }
-        return replace(known.curves, times=times)
+        return known.curves.devices, times
 
 
 @cache
@@ -384,14 +383,5 @@ def kind_from(given: Description, name: str, where: str) -> DeviceKind:
         devices_per_host=given.devices_per_host or 8,
         numbers=numbers,
         measured=given.measured,
-        curves=curves_from(given),
+        curves=given.curves,
     )
-
-
-def curves_from(given: Description) -> LinkCurves | None:
-    """Returns a description's curves; None if it has none."""
-    if given.curves is None:
-        return None
-    points = given.curves.points
-    times = {key: rising((int(b), ms) for b, ms in of) for key, of in points.items()}
-    return LinkCurves(devices=given.curves.devices, times=times)

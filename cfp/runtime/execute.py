@@ -251,7 +251,6 @@ def lower_planned(
     """
     ins, outs = _shardings(step, mesh, arg_specs, output_specs)
     lowering, program = _lowered(step, mesh, ins, outs, fingerprint, planned)
-    constraints = _fitting(program, mesh, constraints)
     _constrain(lowering, program, mesh, constraints)
     if lowering.calls_host or _BY_CALLBACK in lowering.text:
         raise PlanMismatch(
@@ -274,13 +273,14 @@ class LoweredStep:
     Attributes:
         compiled: what a race compiled, or an earlier process kept; None if there is
             neither.
-        keep: keeps what is compiled for later processes.
+        keep: keeps what is compiled for later processes; None where several have it,
+            or it computes otherwise.
     """
 
     lowering: Lowering = field(repr=False)
     options: Mapping[str, str]
     compiled: jax.stages.Compiled | None
-    keep: Callable[[jax.stages.Compiled], None]
+    keep: Callable[[jax.stages.Compiled], None] | None
     make: Callable[[jax.stages.Compiled], CompiledStep]
 
     @unchecked()
@@ -296,7 +296,8 @@ class LoweredStep:
         if compiled is None:
             with compiling():
                 compiled, _ = compile_right(self.lowering.lowered, self.options)
-        self.keep(compiled)
+        if self.keep is not None:
+            self.keep(compiled)
         return self.make(compiled)
 
 
@@ -357,7 +358,6 @@ def load_or_lower(
         and raced.does(step, program, ins, outs, constraints, options or {})
     ):
         raced = None
-    constraints = _fitting(program, mesh, constraints)
     _constrain(lowering, program, mesh, constraints)
     narrow: tuple[str, ...] = ()
     double = is_same = False
@@ -391,12 +391,8 @@ def load_or_lower(
         alarm=lowering.alarm if lowering.calls_host else None,
         raced=raced is not None,
     )
-    keep = partial(kept.put, key) if kept is not None else _not_kept
+    keep = partial(kept.put, key) if kept is not None else None
     return LoweredStep(lowering, how, compiled, keep, make)
-
-
-def _not_kept(compiled: jax.stages.Compiled) -> None:
-    """Keeps nothing: several processes have the program, or it computes otherwise."""
 
 
 _Shardings = tuple[NamedSharding, ...]
@@ -408,7 +404,8 @@ def _shardings(
     """Those of a step's arguments and results.
 
     Raises:
-        PlanMismatch: they are not the step's.
+        PlanMismatch: they are not the step's, or JAX could not lay them out: one has
+            other dims than the array, or does not divide it.
     """
     ins = shardings(mesh, arg_specs, step.avals)
     results = tree_leaves(step.traced.out_info)
@@ -420,7 +417,16 @@ def _shardings(
         ("argument", step.avals, arg_specs),
         ("result", results, output_specs),
     ):
-        _check_even(kind, mesh, avals, specs)
+        for i, (aval, spec) in enumerate(zip(avals, specs, strict=True)):
+            # Inside of a program keys of random numbers have dims that JAX does not
+            # show.
+            is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+            if uneven(aval.shape, mesh, spec[: len(aval.shape)] if is_key else spec):
+                raise PlanMismatch(
+                    f"The plan shards {kind} {i}, {aval.dtype}{[*aval.shape]}, as "
+                    f"{spec} on a mesh {dict(mesh.shape)}, which does not divide it. "
+                    "The plan is for another step, or damaged. Plan again."
+                )
     outs = shardings(mesh, output_specs, results)
     return (
         in_memory(ins, step.memory_kinds),
@@ -450,11 +456,13 @@ def _lowered(
     return lowering, program
 
 
-def _fitting(program: Program, mesh: Mesh, constraints: Constraints) -> Constraints:
-    """Constraints with what they replace found again in a program.
+def _constrain(
+    lowering: Lowering, program: Program, mesh: Mesh, constraints: Constraints
+) -> None:
+    """Inserts constraints, and what replaces ops, in place.
 
     Raises:
-        PlanMismatch: they do not fit it.
+        PlanMismatch: they do not fit the program.
     """
     constraints = resolved(program, mesh, constraints)
     if (found := misfit(program, mesh, constraints)) is not None:
@@ -462,13 +470,6 @@ def _fitting(program: Program, mesh: Mesh, constraints: Constraints) -> Constrai
             f"The plan's constraints do not fit the step's program: {found}. The file "
             "that it came from is damaged. Plan again."
         )
-    return constraints
-
-
-def _constrain(
-    lowering: Lowering, program: Program, mesh: Mesh, constraints: Constraints
-) -> None:
-    """Inserts constraints, and what replaces ops, in place."""
     constrain(lowering.module, program, mesh, constraints)
     if constraints.replaced:
         erase_unread(lowering.module)
@@ -480,26 +481,6 @@ def _executables(mesh: Mesh, environment: BuildEnvironment) -> Executables | Non
     if environment.executables_dir is None or not alone or jax.process_count() > 1:
         return None
     return Executables(environment.executables_dir)
-
-
-def _check_even(
-    kind: str, mesh: Mesh, avals: Sequence[Any], specs: Sequence[Spec]
-) -> None:
-    """Refuses shardings of arguments or results that JAX could not lay out.
-
-    Raises:
-        PlanMismatch: one has other dims than the array, or does not divide it.
-    """
-    for i, (aval, spec) in enumerate(zip(avals, specs, strict=True)):
-        # Inside of a program keys of random numbers have dims that JAX does not show.
-        is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-        shown = spec[: len(aval.shape)] if is_key else spec
-        if uneven(aval.shape, mesh, shown):
-            raise PlanMismatch(
-                f"The plan shards {kind} {i}, {aval.dtype}{[*aval.shape]}, as {spec} "
-                f"on a mesh {dict(mesh.shape)}, which does not divide it. The plan is "
-                "for another step, or damaged. Plan again."
-            )
 
 
 # ------------------------------------------------------------------------ replaced ops

@@ -66,7 +66,7 @@ def test_a_file_with_hosts_alone_has_as_many_devices_in_each_as_the_kind(tmp_pat
 
 def test_inside_a_host_curves_are_the_measured_ones_by_what_is_sent():
     found = cfp.described("4xh200").rates
-    two = kind("h200").link_curves.times["all-gather"]
+    two = kind("h200").link_times[1]["all-gather"]
     size, ms = two[-1]
     more = sent_share("all-gather", 4) / sent_share("all-gather", 2)
     floor = two[0][1]

@@ -72,9 +72,16 @@ class Outcome:
 
 
 def with_variants(
-    plan: Plan, best: str, outcomes: Sequence[Outcome], basis: Basis
+    plan: Plan,
+    best: str,
+    variants: Sequence[Variant],
+    outcomes: Sequence[Outcome],
+    basis: Basis,
 ) -> Plan:
-    """The plan with what it was chosen among, if there was more than one."""
+    """The plan with what it was chosen among, if there was more than one.
+
+    And with what it gains by meshes of several axes, and by microbatches.
+    """
     if len(outcomes) < 2 or plan.figures is None:
         return plan
     tried = tuple(
@@ -87,40 +94,28 @@ def with_variants(
         )
         for one in outcomes
     )
-    raced = basis is Basis.RACED
-    figures = replace(plan.figures, variants=tried, variants_raced=raced)
-    return replace(plan, figures=figures)
-
-
-def with_worth(
-    plan: Plan,
-    variants: Sequence[Variant],
-    outcomes: Sequence[Outcome],
-    basis: Basis,
-) -> Plan:
-    """The plan with what it gains by meshes of several axes, and by microbatches."""
-    if plan.figures is None or len(variants) < 2:
-        return plan
     by_name = {one.name: one for one in outcomes}
-    pairs = [(one, by_name[one.name]) for one in variants]
     plain: dict[str, Callable[[Variant], bool]] = {
         "mesh": lambda one: one.axes < 2,
         "microbatches": lambda one: one.microbatches in (None, 1),
     }
-    found = []
+    worth = [*plan.figures.worth]
     for name, is_plain in plain.items():
-        without = [outcome for one, outcome in pairs if is_plain(one)]
-        if not without or len(without) == len(pairs):
-            continue
-        figures = _worth_of(name, [*by_name.values()], without, basis)
-        found += [figures] if figures is not None else []
-    worth = (*plan.figures.worth, *found)
-    return replace(plan, figures=replace(plan.figures, worth=worth))
+        without = [by_name[one.name] for one in variants if is_plain(one)]
+        if without and len(without) < len(variants):
+            worth += _worth_of(name, outcomes, without, basis)
+    figures = replace(
+        plan.figures,
+        variants=tried,
+        variants_raced=basis is Basis.RACED,
+        worth=tuple(worth),
+    )
+    return replace(plan, figures=figures)
 
 
 def _worth_of(
     name: str, every: Sequence[Outcome], without: Sequence[Outcome], basis: Basis
-) -> WorthFigures | None:
+) -> list[WorthFigures]:
     """Compares the best variant with the best of some, by times of one kind."""
 
     def best(outcomes: Sequence[Outcome], kind: str) -> float | None:
@@ -134,10 +129,13 @@ def _worth_of(
             continue
         if without_ms is None and not all(one.is_too_large for one in without):
             continue
-        return WorthFigures(
-            name=name,
-            with_ms=with_ms,
-            without_ms=without_ms,
-            is_measured=kind == "step_ms" and basis is not Basis.PREDICTED,
-        )
-    return None
+        is_measured = kind == "step_ms" and basis is not Basis.PREDICTED
+        return [
+            WorthFigures(
+                name=name,
+                with_ms=with_ms,
+                without_ms=without_ms,
+                is_measured=is_measured,
+            )
+        ]
+    return []

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from cfp.context import agreement_of, device_memory, settings_or_defaults
 from cfp.errors import CfpError, MemoryBudgetError
 from cfp.find import FoundPlan, PlanOptions
-from cfp.outcomes import Basis, Outcome, Variant, with_variants, with_worth
+from cfp.outcomes import Basis, Outcome, Variant, with_variants
 from cfp.passes.pipeline import Pins
 from cfp.plan.figures import (
     GIVEN_SECONDS,
@@ -183,8 +183,7 @@ def plan_fastest(
         for name, one in tried.tries.items()
     )
     plan = _with_seconds(found[best].plan, outcomes, how, deadline.spent_seconds)
-    plan = with_variants(plan, best, outcomes, basis)
-    plan = with_worth(plan, tried.variants, outcomes, basis)
+    plan = with_variants(plan, best, tried.variants, outcomes, basis)
     outcomes = tuple(
         replace(one, plan=plan) if one.name == best else one for one in outcomes
     )

@@ -24,19 +24,14 @@ NONE = -1
 _FAR = -(2**60)
 
 
-def label_ops(
-    flow: Flow, members: list[list[Member]], update_ops: Set[int]
-) -> list[int]:
-    """For each op of a program the index of its block, or -1.
+class _Labels:
+    """The index of each op's block, or -1.
 
     Args:
         members: the contractions of each block, the anchor first.
         update_ops: ops that only update state; they get no block.
     """
-    return _Labels(flow, members, update_ops).run()
 
-
-class _Labels:
     def __init__(
         self, flow: Flow, members: list[list[Member]], update_ops: Set[int]
     ) -> None:
@@ -418,10 +413,10 @@ def find_blocks(
     """
     program = flow.program
     members = find_members(program, numbers)
-    labels = label_ops(flow, members, update_ops)
+    labels = _Labels(flow, members, update_ops).run()
     while extra := _extra_anchors(flow, labels, update_ops):
         members += extra
-        labels = label_ops(flow, members, update_ops)
+        labels = _Labels(flow, members, update_ops).run()
     ops: list[list[int]] = [[] for _ in members]
     for op_id, label in enumerate(labels):
         if label >= 0:

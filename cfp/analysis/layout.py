@@ -8,7 +8,7 @@ there is a resharding. FLOPs are counted from contractions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,8 +22,8 @@ from cfp.analysis.strategies import (
     Mesh,
     Spec,
     Strategy,
-    legal_axes,
     reduced_axes,
+    split_axes,
     tensor_spec,
 )
 from cfp.fields import Count, Name
@@ -458,25 +458,24 @@ class GroupSharding:
         group, program = self.group, self.program
         ops = group.reads if reads else (*group.ops, *group.inner_ops)
         positions = group.args[:1] if reads else group.args
-        marks: dict[str, set] = {}
+        marks: list[tuple[DimClasses, set[Hashable]]] = []
         for name, size in self.mesh:
             classes = self._classes_for(reads, ops, size)
-            marks[name] = {
+            mine = {
                 classes.of_dim(program.args[position], dim)
                 for position in positions
                 for dim, names in enumerate(spec)
                 if name in names
             }
+            marks.append((classes, mine))
         found = {}
         for op_id in ops:
             rule = program.ops[op_id].known_rule
-            wanted: list[list[str]] = [[] for _ in rule.sizes]
-            for name, size in self.mesh:
-                classes = self._classes_for(reads, ops, size)
-                for factor in range(len(rule.sizes)):
-                    if classes.of_factor(op_id, factor) in marks[name]:
-                        wanted[factor].append(name)
-            found[op_id] = legal_axes(rule, wanted, dict(self.mesh))
+            splits = (
+                [f for f in range(len(rule.sizes)) if of.of_factor(op_id, f) in mine]
+                for of, mine in marks
+            )
+            found[op_id] = split_axes(rule, self.mesh, splits)
         return found
 
     def _classes_for(self, reads: bool, ops: Iterable[int], size: int) -> DimClasses:

@@ -14,7 +14,7 @@ its gradient reduced.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -116,10 +116,8 @@ def splits_together(rule: Rule, mesh: Mesh, strategy: Sequence[AxisChoice]) -> b
 def _scatters_wrongly(rule: Rule, strategy: Strategy) -> bool:
     """Finds sums that XLA's partitioner gets wrong, on meshes of three axes or more.
 
-    Where one axis shards a batch factor of a product, others sum, and some of these but
-    not all scatter to that factor, its results are wrong (jaxlib 0.10.2, in plain
-    jax.jit, too: ``bmk,bkn->bmn`` with b sharded over x, k over y and z, and b of the
-    result over x and z).
+    Such as ``bmk,bkn->bmn`` with b sharded over x, k over y and z, and b of the result
+    over x and z.
     """
     tensors = (*rule.operands, *rule.results)
     batch = set.intersection(*({f for dim in dims for f in dim} for dims in tensors))
@@ -189,12 +187,7 @@ class BlockSharding:
 
     def _combined(self, op: int, factors: tuple[tuple[int, ...], ...]) -> FactorAxes:
         """The axes of an op's factors, where each axis is to split some."""
-        rule = self.program.ops[op].known_rule
-        wanted: list[list[str]] = [[] for _ in rule.sizes]
-        for (name, _), split in zip(self.mesh, factors, strict=True):
-            for f in split:
-                wanted[f].append(name)
-        return legal_axes(rule, wanted, dict(self.mesh))
+        return split_axes(self.program.ops[op].known_rule, self.mesh, factors)
 
     def _mark(self, classes: DimClasses, choice: AxisChoice) -> set[Hashable]:
         """The classes that an axis shards in ops other than contractions."""
@@ -224,6 +217,15 @@ class BlockSharding:
                         if found not in tail:
                             marked.add(found)
         return marked
+
+
+def split_axes(rule: Rule, mesh: Mesh, splits: Iterable[Iterable[int]]) -> FactorAxes:
+    """The axes of an op's factors, where each axis of a mesh is to split some."""
+    wanted: list[list[str]] = [[] for _ in rule.sizes]
+    for (name, _), factors in zip(mesh, splits, strict=True):
+        for factor in factors:
+            wanted[factor].append(name)
+    return legal_axes(rule, wanted, dict(mesh))
 
 
 def legal_axes(
@@ -276,12 +278,8 @@ def describe(op: Op, mesh: Mesh, strategy: Strategy) -> str:
     """
     rule = op.known_rule
     number = {name: str(i) for i, (name, _) in enumerate(mesh)}
-    wanted: list[list[str]] = [[] for _ in rule.sizes]
-    for (name, _), choice in zip(mesh, strategy, strict=True):
-        if choice.inner != NONE:
-            wanted[choice.inner].append(name)
-    axes = legal_axes(rule, wanted, dict(mesh))
-
+    splits = ([c.inner] if c.inner != NONE else [] for c in strategy)
+    axes = split_axes(rule, mesh, splits)
     made = list(axes)
     for (name, _), choice in zip(mesh, strategy, strict=True):
         if choice.exit != NONE:

@@ -205,9 +205,7 @@ class CallbackRule:
     locals: tuple[str, ...]
 
 
-def ask(
-    callbacks: Callbacks, rule: Rule | None, mesh: Mesh | AbstractMesh
-) -> CallbackRule:
+class Asking:
     """Finds the factors that an op's callbacks let be sharded.
 
     Args:
@@ -216,10 +214,7 @@ def ask(
             their place that divide a factor, so that the answer is one for meshes of
             all sizes.
     """
-    return _Asking(callbacks, rule, mesh).run()
 
-
-class _Asking:
     def __init__(
         self, callbacks: Callbacks, rule: Rule | None, mesh: Mesh | AbstractMesh
     ) -> None:

@@ -153,17 +153,10 @@ def correct_rule(
     if op.name == "stablehlo.dot_general":
         return _product_rule(rule)
     if op.name == "stablehlo.fft":
-        # Along a transformed dim XLA's partitioner may abort the process, which divides
-        # by how many pieces of it there are (``fft_handler.cc``, jaxlib 0.10.2); and
-        # where another dim is padded, CPUs do not run it.
         return replace(_unpadded(rule), held=True)
     if op.name == "stablehlo.select_and_scatter":
-        # XLA's partitioner loses what windows of two shards add to one place (jaxlib
-        # 0.10.2 to 0.12, plain jax.jit with in_shardings too).
         return replace(rule, held=True)
     if op.name == "stablehlo.slice":
-        # XLA may take other rows where it is every n-th one of a sharded dim (jaxlib
-        # 0.10.2 and 0.12, plain jax.jit with in_shardings too).
         strides = [*ir.DenseI64ArrayAttr(op.attributes["strides"])]
         return replace(rule, held=True) if max(strides, default=1) > 1 else rule
     if op.name == "stablehlo.reduce":
@@ -194,12 +187,7 @@ def _call_rule(rule: Rule) -> Rule | None:
 
 
 def _update_rule(rule: Rule, whole: tuple[int, ...], piece: tuple[int, ...]) -> Rule:
-    """An update's rule; one of a single place along a dim keeps that dim whole.
-
-    XLA loses a write whose index lies outside, which belongs to the nearest place,
-    where the dim is sharded (jaxlib 0.10.2 to 0.12, plain jax.jit with in_shardings
-    too).
-    """
+    """An update's rule; one of a single place along a dim keeps that dim whole."""
     single = {
         factor
         for dim, size in enumerate(piece)
@@ -210,12 +198,7 @@ def _update_rule(rule: Rule, whole: tuple[int, ...], piece: tuple[int, ...]) -> 
 
 
 def _product_rule(rule: Rule) -> Rule:
-    """A product's rule; one over several dims, such as a weight's gradient, is held.
-
-    Where one operand is sharded over x and y along the first and the second of these
-    dims, and the other along the first and the third, XLA sums the wrong pairs (jaxlib
-    0.10.2 and 0.12, plain jax.jit with in_shardings too).
-    """
+    """A product's rule; one over several dims, such as a weight's gradient, is held."""
     summed = sum(rule.sizes[factor] > 1 for factor in rule.reduction)
     return replace(rule, held=True) if summed > 1 else rule
 
@@ -223,9 +206,7 @@ def _product_rule(rule: Rule) -> Rule:
 def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:
     """A reduction's rule; one by what no collective computes keeps its dims whole.
 
-    Where such a dim is sharded, XLA makes an all-reduce of it that its CPU backend does
-    not compile (bits of integers, jaxlib 0.10.2 and 0.12, plain jax.jit too). Several
-    tensors together it gathers.
+    Several tensors together XLA gathers.
     """
     if len(rule.results) > 1:
         return rule
@@ -239,12 +220,7 @@ def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:
 
 
 def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:
-    """A pad's rule; one that cuts off and spreads a dim keeps that dim whole.
-
-    XLA's partitioner aborts the process where such a dim is sharded
-    (``spmd_partitioner.cc``, "Check failed: get_first_valid_element_offset", jaxlib
-    0.10.2, plain jax.jit with in_shardings too).
-    """
+    """A pad's rule; one that cuts off and spreads a dim keeps that dim whole."""
     low, high, inside = (
         [*ir.DenseI64ArrayAttr(op.attributes[name])]
         for name in ("edge_padding_low", "edge_padding_high", "interior_padding")
@@ -263,10 +239,8 @@ def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:
 def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rule:
     """A scatter's rule; one that writes to a single place keeps indexed dims whole.
 
-    XLA turns it into an update in place. Where the dim is sharded, that write may go
-    to shards it does not belong to (seen on CPU with jaxlib 0.10.2, gone in 0.12). A
-    dim that is written from end to end, as heads are in a cache of keys, has its factor
-    in the update, too, and may be sharded.
+    XLA turns it into an update in place. A dim that is written from end to end, as
+    heads are in a cache of keys, has its factor in the update, too: it may be sharded.
     """
     numbers = op.attributes["scatter_dimension_numbers"]
     dims = stablehlo.ScatterDimensionNumbers(numbers).scattered_dims_to_operand_dims
@@ -282,16 +256,10 @@ def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rul
 def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
     """A convolution's rule with only those factors left that split it cleanly.
 
-    Where both operands have one spatial size (as in the gradient of a kernel), the
-    rule contracts over it like a dot. Windows overlap, though, so sharding it needs
-    an exchange of halos. And a grouped convolution has dims of two factors, of which
-    the minor one cannot be sharded in all operands. XLA's partitioner aborts the
-    whole process on some of either kind (``convolution_handler.cc``, "Check failed:
-    ShapeUtil::Compatible"), so they are fixed.
-
-    The gradient of a grouped convolution's kernel has batch groups. Where its batch
-    is sharded over some but not all axes of a mesh, the result is wrong (jaxlib
-    0.10.2 to 0.12, plain jax.jit with in_shardings too), so it is over all or none.
+    Where both operands have one spatial size, as in the gradient of a kernel, the rule
+    contracts over it; windows overlap, so that this needs halos. Of a grouped
+    convolution's dims of two factors the minor one cannot be sharded in all operands.
+    The batch of the gradient of its kernel is sharded over all axes or none.
     """
     layouts = _layouts(op)
     unclean: set[int] = set()

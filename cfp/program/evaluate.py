@@ -19,34 +19,32 @@ from cfp.program.graph import Op, Program
 
 Coordinates = Callable[[int, int], np.ndarray]  # of a value's dim
 
-_UNARY: Mapping[str, Callable[..., Any]] = {
+_ELEMENTWISE: Mapping[str, Callable[..., Any]] = {
     "abs": np.abs,
+    "add": np.add,
+    "and": np.logical_and,
     "cosine": np.cos,
+    "divide": np.divide,
     "exponential": np.exp,
     "exponential_minus_one": np.expm1,
     "is_finite": np.isfinite,
     "log": np.log,
     "log_plus_one": np.log1p,
     "logistic": lambda x: 1 / (1 + np.exp(-x)),
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "multiply": np.multiply,
     "negate": np.negative,
     "not": np.logical_not,
+    "or": np.logical_or,
+    "power": np.power,
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "sign": np.sign,
     "sine": np.sin,
     "sqrt": np.sqrt,
     "square": np.square,
-    "tanh": np.tanh,
-}
-_BINARY: Mapping[str, Callable[..., Any]] = {
-    "add": np.add,
-    "and": np.logical_and,
-    "divide": np.divide,
-    "maximum": np.maximum,
-    "minimum": np.minimum,
-    "multiply": np.multiply,
-    "or": np.logical_or,
-    "power": np.power,
     "subtract": np.subtract,
+    "tanh": np.tanh,
     "xor": np.logical_xor,
 }
 _COMPARE: Mapping[str, Callable[..., Any]] = {
@@ -60,7 +58,7 @@ _COMPARE: Mapping[str, Callable[..., Any]] = {
 _SHAPES = ("broadcast_in_dim", "convert", "reshape", "transpose")
 _SOURCES = ("constant", "iota")
 _OTHER = ("compare", "dot_general", "optimization_barrier", "reduce", "select")
-KNOWN = frozenset((*_UNARY, *_BINARY, *_SHAPES, *_SOURCES, *_OTHER))
+KNOWN = frozenset((*_ELEMENTWISE, *_SHAPES, *_SOURCES, *_OTHER))
 # Evaluated, too, but they change which coordinates there are.
 _CUTS = frozenset(("pad", "slice"))
 _REDUCE: Mapping[str, Callable[..., Any]] = {
@@ -164,10 +162,8 @@ class Evaluator:
         kind = op.kind
         if kind == "optimization_barrier":
             return reads
-        if kind in _UNARY:
-            return [_UNARY[kind](*reads)]
-        if kind in _BINARY:
-            return [self._binary(op, reads)]
+        if kind in _ELEMENTWISE:
+            return [self._elementwise(op, reads)]
         if kind == "select":
             return [np.where(*reads)]
         if kind == "compare":
@@ -195,13 +191,13 @@ class Evaluator:
             return [self._pad(op, reads[0], reads[1], coordinates)]
         return [self._dot(op, reads)]
 
-    def _binary(self, op: Op, reads: list[np.ndarray]) -> np.ndarray:
+    def _elementwise(self, op: Op, reads: list[np.ndarray]) -> np.ndarray:
         dtype = self._program.values[op.results[0]].dtype
         if op.kind in ("and", "or", "xor") and dtype != "i1":
             raise NotEvaluated(f"{op.name} of integers")
         if op.kind == "divide" and not is_float(dtype):
             raise NotEvaluated(f"{op.name} of integers")
-        return _BINARY[op.kind](*reads)
+        return _ELEMENTWISE[op.kind](*reads)
 
     def _constant(self, op: Op, coordinates: Coordinates) -> np.ndarray:
         try:

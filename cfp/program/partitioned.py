@@ -40,11 +40,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from cfp.errors import StepNotTraceable
 from cfp.program import shardy
 from cfp.program.asked import (
+    Asking,
     CallbackRule,
     Callbacks,
     Dims,
     Refused,
-    ask,
     spec_of,
     written,
 )
@@ -280,7 +280,7 @@ def _described(
     platforms: tuple[str, ...],
 ) -> PartitionedCall:
     own = rule_of(ir.Attribute.parse(rule)) if rule else None
-    asked = ask(callbacks, own, mesh)
+    asked = Asking(callbacks, own, mesh).run()
     kept = written(asked, callbacks.tensors, len(callbacks.operands))
     text = str(kept)
     inside, flops = _inside(call, platforms)

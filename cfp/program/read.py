@@ -24,7 +24,7 @@ from jax.extend.mlir import ir
 from cfp.errors import is_installed
 from cfp.program import shardy
 from cfp.program.corrections import correct_rule
-from cfp.program.graph import Op, Program, Spec, Value
+from cfp.program.graph import Op, Program, Spec, Value, reached
 from cfp.program.rules import Rule, elementwise_rule, passthrough_rule, rule_of
 
 _SIGNATURE = ("arg_attrs", "res_attrs")
@@ -104,24 +104,19 @@ def shaping_constants(function: ir.Operation) -> set[ir.Operation]:
     counters that the loop carries; and those from which the place is computed that an
     op reads or writes.
     """
-    seen: set[ir.Value] = set()
-    stack: list[ir.Value] = []
+    start: list[ir.Value] = []
     for op in shardy.walk(function):
         if op.name == "stablehlo.while":
-            stack.extend(_returned(op.regions[0]))
+            start.extend(_returned(op.regions[0]))
         elif op.name in _FIRST_INDEX:
-            stack.extend(list(op.operands)[_FIRST_INDEX[op.name] :])
-    found: set[ir.Operation] = set()
-    while stack:
-        value = stack.pop()
-        if value in seen or not _is_counter_type(value.type):
-            continue
-        seen.add(value)
-        owner = shardy.owner_of(value)
-        if owner is not None and owner.name == "stablehlo.constant":
-            found.add(owner)
-        stack.extend(_made_of(value))
-    return found
+            start.extend(list(op.operands)[_FIRST_INDEX[op.name] :])
+
+    def further(value: ir.Value) -> Iterator[ir.Value]:
+        return (v for v in _made_of(value) if _is_counter_type(v.type))
+
+    counters = reached((v for v in start if _is_counter_type(v.type)), further)
+    owners = map(shardy.owner_of, counters)
+    return {op for op in owners if op and op.name == "stablehlo.constant"}
 
 
 def _returned(region: ir.Region) -> list[ir.Value]:

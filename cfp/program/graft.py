@@ -24,7 +24,7 @@ from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain, values_by_id
 from cfp.program.graph import Op, Program, Spec, searched_once
 from cfp.program.rematerialize import tag_of
-from cfp.program.replace import erase_unread, rewire
+from cfp.program.replace import erase_unread
 from cfp.program.signature import Part, numbered, signature
 
 _CUTTING = Lock()
@@ -157,10 +157,12 @@ def lower_part(
         _transplant(module, source, cut.program, cut.part, stands)
         if inside.replaced:
             erase_unread(module)
-        for function in shardy.functions(module.operation):
-            _silence_callbacks(function)
-            if not part.is_whole(program):
-                _leave_in_place(function)
+        for op in shardy.every_op(module):
+            if shardy.calls_host(op):
+                _silence(op)
+            elif shardy.moves_to_memory(op) and not part.is_whole(program):
+                # A part takes and gives everything in the device's memory.
+                shardy.forward(op, [op.operands[0]])
         module.operation.attributes["sym_name"] = ir.StringAttr.get(program.name)
     return lowered
 
@@ -199,14 +201,13 @@ def _transplant(
 
     for value_id, argument in zip(part.inputs, block.arguments, strict=True):
         stands_for(by_id[value_id], argument)
-    _copy_symbols(target, source)
+    shardy.copy_symbols(target, source)
     wanted = set(part.ops)
     *stale, terminator = [o.operation for o in block.operations]
     kept = _part_ops(origin, every, program, wanted, set(part.inputs))
     with ir.InsertionPoint(terminator):
         for op in kept:
-            clone = op.clone()
-            rewire(clone, mapping)
+            clone = shardy.clone_with(op, mapping)
             for old, new in zip(op.results, clone.results, strict=True):
                 stands_for(old, new)
     for place, value_id in enumerate(part.outputs):
@@ -215,27 +216,17 @@ def _transplant(
         op.erase()
 
 
-def _silence_callbacks(function: ir.Operation) -> None:
-    """Replaces calls of the host by zeros.
+def _silence(call: ir.Operation) -> None:
+    """Replaces a call of the host by zeros.
 
     A compiled program finds the host's functions by number in a list that JAX keeps
     beside the lowering of the whole step. A part has no such list, and calling into
     it ends the process.
     """
-    for op in shardy.walk(function):
-        if not shardy.calls_host(op):
-            continue
-        with ir.InsertionPoint(op):
-            kinds = [result.type for result in op.results]
-            zeros = [shardy.constant(_zero(kind), kind) for kind in kinds]
-        shardy.forward(op, zeros)
-
-
-def _leave_in_place(function: ir.Operation) -> None:
-    """Takes out moves between the memories of host and device: parts use the latter."""
-    for op in shardy.walk(function):
-        if shardy.moves_to_memory(op):
-            shardy.forward(op, [op.operands[0]])
+    with ir.InsertionPoint(call):
+        kinds = [result.type for result in call.results]
+        zeros = [shardy.constant(_zero(kind), kind) for kind in kinds]
+    shardy.forward(call, zeros)
 
 
 def _zero(kind: ir.Type) -> str:
@@ -318,12 +309,3 @@ def _part_ops(
                 if v in inputs
             )
     return kept
-
-
-def _copy_symbols(target: ir.Module, source: ir.Module) -> None:
-    """Copies meshes and functions that the part's ops may refer to by name."""
-    known = {shardy.symbol_name(op.operation) for op in target.body.operations}
-    with ir.InsertionPoint.at_block_begin(target.body):
-        for opview in source.body.operations:
-            if shardy.symbol_name(opview.operation) not in known:
-                opview.operation.clone()

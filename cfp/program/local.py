@@ -100,9 +100,7 @@ def lower_local(
         axes = (shardy.mesh_axes(one.operation) for one in meshes)
         sizes = {name: size for one in axes for name, size in one.items()}
         for function in shardy.functions(source.operation):
-            for name in ("arg_attrs", "res_attrs"):
-                if name in function.attributes:
-                    del function.attributes[name]
+            shardy.drop_signature(function)
             for op in shardy.walk(function):
                 _make_local(op, sizes)
         _call(module, source)
@@ -208,18 +206,11 @@ def _scaled(part: ir.Value, times: int) -> ir.Value:
     if not (is_float or isinstance(kind.element_type, ir.IntegerType)):
         return part
     factor = shardy.constant(f"{times}{'.0' if is_float else ''}", kind)
-    product = ir.Operation.create(
-        "stablehlo.multiply", results=[kind], operands=[part, factor]
-    )
-    return product.results[0]
+    return shardy.make("stablehlo.multiply", kind, part, factor)
 
 
 def _barred(values: Sequence[ir.Value]) -> list[ir.Value]:
-    types = [one.type for one in values]
-    made = ir.Operation.create(
-        "stablehlo.optimization_barrier", results=types, operands=list(values)
-    )
-    return list(made.results)
+    return list(shardy.make_barrier(values).results)
 
 
 def _copied(part: ir.Value, kind: ir.RankedTensorType) -> ir.Value:
@@ -235,15 +226,9 @@ def _copied(part: ir.Value, kind: ir.RankedTensorType) -> ir.Value:
         dims = [d + (d >= dim) for d in range(len(shape))]
         between = ir.RankedTensorType.get(larger, kind.element_type)
         where = ir.DenseI64ArrayAttr.get(dims)
-        made = ir.Operation.create(
-            "stablehlo.broadcast_in_dim",
-            results=[between],
-            operands=[part],
-            attributes={"broadcast_dimensions": where},
-        )
-        part = made.results[0]
-    made = ir.Operation.create("stablehlo.reshape", results=[kind], operands=[part])
-    return made.results[0]
+        name = "stablehlo.broadcast_in_dim"
+        part = shardy.make(name, between, part, broadcast_dimensions=where)
+    return shardy.make("stablehlo.reshape", kind, part)
 
 
 def _first(part: ir.Value, kind: ir.RankedTensorType) -> ir.Value:
@@ -251,14 +236,11 @@ def _first(part: ir.Value, kind: ir.RankedTensorType) -> ir.Value:
     sizes = list(kind.shape)
     if not sizes:
         return part
-    made = ir.Operation.create(
+    return shardy.make(
         "stablehlo.slice",
-        results=[kind],
-        operands=[part],
-        attributes={
-            "start_indices": ir.DenseI64ArrayAttr.get([0] * len(sizes)),
-            "limit_indices": ir.DenseI64ArrayAttr.get(sizes),
-            "strides": ir.DenseI64ArrayAttr.get([1] * len(sizes)),
-        },
+        kind,
+        part,
+        start_indices=ir.DenseI64ArrayAttr.get([0] * len(sizes)),
+        limit_indices=ir.DenseI64ArrayAttr.get(sizes),
+        strides=ir.DenseI64ArrayAttr.get([1] * len(sizes)),
     )
-    return made.results[0]

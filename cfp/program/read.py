@@ -27,7 +27,6 @@ from cfp.program.corrections import correct_rule
 from cfp.program.graph import Op, Program, Spec, Value, reached
 from cfp.program.rules import Rule, elementwise_rule, passthrough_rule, rule_of
 
-_SIGNATURE = ("arg_attrs", "res_attrs")
 # Operands at and behind this one say where an op reads or writes.
 _FIRST_INDEX = {
     "stablehlo.dynamic_slice": 1,
@@ -62,9 +61,7 @@ def _fingerprints(text: bytes, context: ir.Context) -> tuple[str, str, dict[str,
     texts: dict[str, str] = {}
     calls: dict[str, list[str]] = {}
     for function in shardy.functions(module.operation):
-        for name in _SIGNATURE:
-            if name in function.attributes:
-                del function.attributes[name]
+        shardy.drop_signature(function)
         exact.update(shardy.bytecode(function))
         _blank_constants(function)
         name = shardy.symbol_name(function)
@@ -93,8 +90,8 @@ def _blank_constants(function: ir.Operation) -> None:
     for op in shardy.walk(function):
         if op.name == "stablehlo.constant" and op not in kept:
             with ir.InsertionPoint(op), op.location:
-                blank = ir.Operation.create(_BLANK, results=[op.results[0].type])
-            shardy.forward(op, [blank.results[0]])
+                blank = shardy.make(_BLANK, op.results[0].type)
+            shardy.forward(op, [blank])
 
 
 def shaping_constants(function: ir.Operation) -> set[ir.Operation]:

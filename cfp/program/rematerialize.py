@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from jax.extend.mlir import ir
 
 from cfp.program.graph import PARTITIONED, Program, reached
-from cfp.program.shardy import owner_of
+from cfp.program.shardy import clone_with, integer, make_barrier, owner_of
 
 # Another one where another program comes of it: what was measured does not count then.
 VERSION = "3"
 TAG = "cfp.of"  # on a clone: the number of the op that it goes along with
 _CONSTRAINT = "sdy.sharding_constraint"
-_BARRIER = "stablehlo.optimization_barrier"
 _NOT_REPEATABLE = ("custom_call", "rng", "optimization_barrier")
 
 
@@ -166,11 +165,8 @@ class _Rematerializer:
         with ir.InsertionPoint(first):
             mapping = self._barrier(entering)
             for op in clones:
-                clone = op.clone()
+                clone = clone_with(op, mapping)
                 clone.attributes[TAG] = self._tag(self._number(op.results[0]))
-                for index, operand in enumerate(op.operands):
-                    clone.operands[index] = mapping.get(operand, operand)
-                mapping.update(zip(op.results, clone.results, strict=True))
             for reader in self.readers:
                 for index, operand in enumerate(reader.operands):
                     if operand in signals:
@@ -220,18 +216,14 @@ class _Rematerializer:
     def _barrier(self, values: list[ir.Value]) -> dict[ir.Value, ir.Value]:
         if not values:
             return {}
-        barrier = ir.Operation.create(
-            _BARRIER,
-            results=[value.type for value in values],
-            operands=values,
-            attributes={TAG: self._tag(None)},
-        )
-        return dict(zip(values, barrier.results, strict=True))
+        made = make_barrier(values)
+        made.attributes[TAG] = self._tag(None)
+        return dict(zip(values, made.results, strict=True))
 
     def _tag(self, number: int | None) -> ir.Attribute:
         if number is None:
             number = self.wanted.backward[0]
-        return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
+        return integer(number)
 
 
 def _is_gathered(value: ir.Value) -> bool:

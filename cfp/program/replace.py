@@ -271,35 +271,22 @@ class Replacer:
         text = _lowered(one.functions, number, types, self.mesh)
         first = min(self.program.values[v].producer for v in stage.makes)
         source = ir.Module.parse(_with_names(text, {"cfp_mesh": self.mesh_name}))
-        self._add_functions(source)
+        shardy.copy_symbols(self.module, source)
         main = shardy.main_block(source)
         mapping: dict[ir.Value, ir.Value] = dict(
             zip(main.arguments, reads, strict=True)
         )
         *body, last = [op.operation for op in main.operations]
-        tag = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), first)
+        tag = shardy.integer(first)
         with ir.InsertionPoint(instance[first]):
             for op in body:
-                clone = op.clone()
-                clone.attributes[TAG] = tag
-                rewire(clone, mapping)
-                mapping.update(zip(op.results, clone.results, strict=True))
+                shardy.clone_with(op, mapping).attributes[TAG] = tag
         results = [mapping[value] for value in last.operands]
         for v, result in zip(stage.makes, results, strict=False):
             old = self._made(instance, v).type
             if result.type != old:
                 raise AssertionError(f"{one.name} gives {result.type} for {old}")
         return results
-
-    def _add_functions(self, source: ir.Module) -> None:
-        there = (op.operation for op in self.module.body.operations)
-        known = set(map(shardy.symbol_name, there))
-        with ir.InsertionPoint(self.module.body):
-            for opview in source.body.operations:
-                symbol = shardy.symbol_name(opview.operation)
-                is_helper = opview.operation.name == "func.func" and symbol != "main"
-                if is_helper and symbol not in known:
-                    opview.operation.clone()
 
 
 def _is_behind(op: ir.Operation, other: ir.Operation) -> bool:
@@ -309,17 +296,6 @@ def _is_behind(op: ir.Operation, other: ir.Operation) -> bool:
     regions = op.parent.operation.regions
     body = [one.operation for r in regions for b in r.blocks for one in b.operations]
     return body.index(op) > body.index(other)
-
-
-def rewire(op: ir.Operation, mapping: Mapping[ir.Value, ir.Value]) -> None:
-    """Replaces operands of an op and of all ops inside it."""
-    for index, operand in enumerate(op.operands):
-        if operand in mapping:
-            op.operands[index] = mapping[operand]
-    for region in op.regions:
-        for block in region.blocks:
-            for inner in block.operations:
-                rewire(inner.operation, mapping)
 
 
 # ------------------------------------------------------------------- what JAX lowers

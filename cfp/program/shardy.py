@@ -117,13 +117,59 @@ def memory_of_move(op: ir.Operation) -> str:
     return ir.StringAttr(attributes["_xla_buffer_placement"]).value
 
 
+def make(
+    name: str, kind: ir.Type, *operands: ir.Value, **attributes: ir.Attribute
+) -> ir.Value:
+    """Makes an op with one result."""
+    op = ir.Operation.create(
+        name, results=[kind], operands=list(operands), attributes=attributes
+    )
+    return op.results[0]
+
+
 def constant(number: str, kind: ir.Type) -> ir.Value:
     """Makes a tensor of one number."""
     value = ir.Attribute.parse(f"dense<{number}> : {kind}")
-    made = ir.Operation.create(
-        "stablehlo.constant", results=[kind], attributes={"value": value}
-    )
-    return made.results[0]
+    return make("stablehlo.constant", kind, value=value)
+
+
+def make_barrier(values: Sequence[ir.Value]) -> ir.Operation:
+    """Makes an optimization barrier that values pass through."""
+    kinds = [value.type for value in values]
+    name = "stablehlo.optimization_barrier"
+    return ir.Operation.create(name, results=kinds, operands=list(values))
+
+
+def integer(number: int) -> ir.Attribute:
+    """A number of 64 bits."""
+    return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), number)
+
+
+def clone_with(op: ir.Operation, mapping: dict[ir.Value, ir.Value]) -> ir.Operation:
+    """Clones an op, with other operands, and adds its results to the mapping."""
+    clone = op.clone()
+    for one in (clone, *walk(clone)):
+        for index, operand in enumerate(one.operands):
+            if operand in mapping:
+                one.operands[index] = mapping[operand]
+    mapping.update(zip(op.results, clone.results, strict=True))
+    return clone
+
+
+def copy_symbols(target: ir.Module, source: ir.Module) -> None:
+    """Copies meshes and functions that the target has none of the same name of."""
+    known = {symbol_name(op.operation) for op in target.body.operations}
+    with ir.InsertionPoint.at_block_begin(target.body):
+        for opview in source.body.operations:
+            if symbol_name(opview.operation) not in known:
+                opview.operation.clone()
+
+
+def drop_signature(function: ir.Operation) -> None:
+    """Takes away what a function says of its arguments and results beside types."""
+    for name in ("arg_attrs", "res_attrs"):
+        if name in function.attributes:
+            del function.attributes[name]
 
 
 def program_ops(function: ir.Operation) -> list[ir.Operation]:
@@ -348,14 +394,11 @@ def _put_in_place(op: ir.Operation, body: ir.Region) -> None:
 
 
 def _prefix_scope(op: ir.Operation, scope: str) -> None:
-    name = location_name(op.location)
-    if scope and not name.startswith(scope.split("/", 1)[0]):
-        joined = f"{scope}/{name}" if name else scope
-        op.location = ir.Location.name(joined, op.location)
-    for region in op.regions:
-        for block in region.blocks:
-            for inner in block.operations:
-                _prefix_scope(inner.operation, scope)
+    for one in (op, *walk(op)):
+        name = location_name(one.location)
+        if scope and not name.startswith(scope.split("/", 1)[0]):
+            joined = f"{scope}/{name}" if name else scope
+            one.location = ir.Location.name(joined, one.location)
 
 
 def add_rules(module: ir.Module) -> None:

@@ -198,17 +198,17 @@ def _join(op: ir.Operation, reads: Sequence[ir.Type]) -> None:
     for index, kind in enumerate(reads):
         if _is_narrow(kind):
             with ir.InsertionPoint(op):
-                made = _convert(op.operands[index], kind)
-            op.operands[index] = made.results[0]
+                op.operands[index] = _converted(op.operands[index], kind)
     for result in op.results:
         if _is_narrow(result.type):
             with ir.InsertionPoint.after(op):
-                made = _convert(result, _wide(result.type))
-            result.replace_all_uses_except(made.results[0], made)
+                wide = _converted(result, _wide(result.type))
+            maker: Any = wide.owner
+            result.replace_all_uses_except(wide, maker.operation)
 
 
-def _convert(value: ir.Value, kind: ir.Type) -> ir.Operation:
-    return ir.Operation.create("stablehlo.convert", results=[kind], operands=[value])
+def _converted(value: ir.Value, kind: ir.Type) -> ir.Value:
+    return shardy.make("stablehlo.convert", kind, value)
 
 
 def _make_precise(op: ir.Operation, precise: bool) -> None:

@@ -106,7 +106,6 @@ class Costs:
             for one in self._kinds
         ]
         self._laid_out = cache(lambda i, n: layout_of(analysis, {i: self._plain[n]}))
-        self._spans = cache(self._find_spans)
         self._steps = cache(self._find_steps)
         self._pass_ms = cache(self._find_pass_ms)
         self.least_bytes = cache(self._least_bytes)
@@ -176,9 +175,8 @@ class Costs:
             spec = layout.read_spec(v) or _updating_spec(layout, v)
             return round(shares.get(v, 1.0) * value_bytes(layout, v, spec))
 
-        in_chunks = any(_in_chunks(way) for _, way in sites)
-        spans = self._spans(kind) if in_chunks else ()
-        needed = peak_bytes(self._steps(kind, in_chunks), size_of)
+        spans, steps = self._steps(kind, any(_in_chunks(way) for _, way in sites))
+        needed = peak_bytes(steps, size_of)
         return max(0, needed - self.least_bytes(kind, candidate.plain).residual_bytes)
 
     def host_ms(self, kind: int, candidate: SegmentChoice) -> float:
@@ -293,17 +291,14 @@ class Costs:
         index = self.analysis.representatives[kind]
         return self._laid_out(index, self._number(candidate))
 
-    def _find_spans(self, kind: int) -> list[Span]:
-        program, ops = self.analysis.frame.program, self._kinds[kind].ops
-        matches = attentions(program).among(program, ops)
-        every = (spans_of(program, one.found) for one in matches)
-        return [*chain.from_iterable(every)]
-
-    def _find_steps(self, kind: int, in_chunks: bool) -> list[Step]:
+    def _find_steps(self, kind: int, in_chunks: bool) -> tuple[list[Span], list[Step]]:
         frame, ops = self.analysis.frame, self._kinds[kind].ops
-        found = self._spans(kind) if in_chunks else ()
-        spans = [(one.first, one.last) for one in found]
-        return steps_of(frame.program, ops, residuals(frame, ops), spans)
+        program, spans = frame.program, list[Span]()
+        if in_chunks:
+            for match in attentions(program).among(program, ops):
+                spans += spans_of(program, match.found)
+        places = [(one.first, one.last) for one in spans]
+        return spans, steps_of(program, ops, residuals(frame, ops), places)
 
     def _find_pass_ms(self, left: int, right: int, m: int, n: int) -> float:
         here, there = self._laid_out(left, m), self._laid_out(right, n)

@@ -111,7 +111,11 @@ def step_time(
             neither is known.
     """
     constants = constants or Constants()
-    parts_ms = _computation(schedule, rates, computation_ms, constants)
+    parts_ms = _estimated(schedule, rates, constants)
+    if computation_ms is not None:
+        parts_ms = parts_ms if any(parts_ms) else [1.0]
+        total = sum(parts_ms)
+        parts_ms = [ms / total * computation_ms for ms in parts_ms]
     found = _together(schedule, rates, parts_ms, constants)
     clock = _raised_clock(
         found.computation_ms, found.exposed_ms, highest_clock, constants.waiting
@@ -191,17 +195,6 @@ def _together(
         hidden_ms=hidden,
         slowed_ms=slowed,
     )
-
-
-def _computation(
-    schedule: Schedule, rates: Rates, measured_ms: float | None, constants: Constants
-) -> list[float]:
-    """Milliseconds of each part of the computation, without anything beside it."""
-    parts = _estimated(schedule, rates, constants)
-    if measured_ms is None:
-        return parts
-    total = sum(parts)
-    return [ms / total * measured_ms for ms in parts] if total else [measured_ms]
 
 
 def _estimated(schedule: Schedule, rates: Rates, constants: Constants) -> list[float]:

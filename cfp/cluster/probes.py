@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cfp.cluster.machine import MARK, last_line
@@ -194,30 +195,24 @@ def try_kernel(name: str) -> dict[str, Any]:
     mask = Mask(causal=True, left=None, right=None, keys=None)
     scores = Scores(scale=SHAPE[3] ** -0.5)
 
-    def run(q, k, v, dout):
-        out, pull = jax.vjp(
-            lambda q, k, v: attention(q, k, v, causal=True, implementation=name),
-            q,
-            k,
-            v,
-        )
-        return out, *pull(dout)
-
-    def right(q, k, v, dout):
-        out, pull = jax.vjp(
-            lambda q, k, v: float32_oracle(q, k, v, scores, mask), q, k, v
-        )
+    def passes(function, q, k, v, dout):
+        out, pull = jax.vjp(function, q, k, v)
         return out, *pull(dout.astype(out.dtype))
 
+    kernel = partial(attention, causal=True, implementation=name)
+    oracle = partial(float32_oracle, scores=scores, mask=mask)
     try:
-        found = jax.jit(run)(*arrays)
+        found = jax.jit(partial(passes, kernel))(*arrays)
     except AttentionError as error:
         return {"refusal": str(error).partition("got: ")[2].partition("\n")[0]}
     wide = [x.astype(jnp.float32) for x in arrays]
     return {
         name: float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))
         for name, a, b in zip(
-            ("forward", "dq", "dk", "dv"), found, jax.jit(right)(*wide), strict=True
+            ("forward", "dq", "dk", "dv"),
+            found,
+            jax.jit(partial(passes, oracle))(*wide),
+            strict=True,
         )
     }
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import tree_flatten_with_path
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
 from cfp.export import runtime
 from cfp.export.runtime import digest, equation_key, equations, numbers
-from cfp.plan.parts import Site, Sites, shape_of, short_source
+from cfp.plan.parts import Site, Sites, path_text, shape_of, short_source
 from cfp.printable import printable
 from cfp.program import fixed
 from cfp.program.constrain import Constraints
@@ -281,7 +281,7 @@ def names_by_path(plan: Plan, names: Sequence[Any]) -> dict[str, Names]:
             tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
         )[0]
         for path, leaf in leaves:
-            rest = keystr(path, simple=True, separator="/")
+            rest = path_text(path)
             if len(leaf):
                 found[f"{root}/{rest}" if rest else root] = tuple(leaf)
     return found

@@ -223,8 +223,13 @@ class Plan:
         """
         check_binding(fn, kwargs)
         plan = self if mesh is None else self.on(mesh)
-        given = static_argnums, static_argnames, donate_argnums, donate_argnames
-        step = plan._flat(fn, args, kwargs, *given)
+        calls = {
+            "static_argnums": static_argnums,
+            "static_argnames": static_argnames,
+            "donate_argnums": donate_argnums,
+            "donate_argnames": donate_argnames,
+        }
+        step = plan._flat(fn, args, kwargs, calls)
         start_devices(devices := plan._devices())
         if plan.mesh is None and devices:
             plan = replace(plan, mesh=plan._on_mesh())
@@ -237,31 +242,21 @@ class Plan:
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        static_argnums: int | Sequence[int] = (),
-        static_argnames: str | Sequence[str] = (),
-        donate_argnums: int | Sequence[int] = (),
-        donate_argnames: str | Sequence[str] = (),
+        calls: Mapping[str, Any],
     ) -> FlatStep:
         """A call of the step, which is not traced yet; see `bind`.
 
         Raises:
             PlanMismatch: the arguments are not those of the plan.
         """
-        known = static_arguments(self.static, self.step, args)
-        given = bool(sequence(static_argnums, int) or sequence(static_argnames, str))
-        step = flatten_step(
-            fn,
-            args,
-            kwargs,
-            static_argnums=static_argnums
-            if given
-            else [key for key in known if isinstance(key, int)],
-            static_argnames=static_argnames
-            if given
-            else [key for key in known if isinstance(key, str)],
-            donate_argnums=donate_argnums,
-            donate_argnames=donate_argnames,
-        )
+        kinds = {"static_argnums": int, "static_argnames": str}
+        if not any(sequence(calls.get(name, ()), of) for name, of in kinds.items()):
+            known = static_arguments(self.static, self.step, args)
+            calls = {**calls} | {
+                name: [key for key in known if isinstance(key, of)]
+                for name, of in kinds.items()
+            }
+        step = flatten_step(fn, args, kwargs, **calls)
         check_arguments(self.arg_names, self.arg_types, step)
         check_donated(self.donated, step)
         step = step.with_state_in_host(self.in_host).with_donated(self.donated)
@@ -360,7 +355,7 @@ class Plan:
         if not kwargs.keys().isdisjoint(BINDS):
             return False  # Names of arguments of `bind`, which reads them.
         check_binding(step.fn, kwargs)
-        return typed_as_returned(self._flat(step.fn, args, kwargs)) == step
+        return typed_as_returned(self._flat(step.fn, args, kwargs, {})) == step
 
     def compile(self, fn: Callable[..., Any], *args: Any, **kw: Any) -> CompiledStep:
         """Compiles the step for these arguments (arrays or shapes).

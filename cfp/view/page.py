@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
+from math import floor, log10, prod
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +83,7 @@ def ticks(most: float) -> list[float]:
     """Round numbers from zero up to `most`, about four."""
     if most <= 0:
         return [0.0]
-    scale = 1.0
-    while most / scale >= 10:
-        scale *= 10
-    while most / scale < 1:
-        scale /= 10
+    scale = 10.0 ** floor(log10(most))
     steps = (scale * f for f in (0.1, 0.2, 0.25, 0.5, 1, 2, 2.5, 5))
     step = next((s for s in steps if most / s <= 4), scale * 5)
     return [step * i for i in range(int(most / step + 1e-9) + 1)]

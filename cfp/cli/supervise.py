@@ -2,9 +2,8 @@
 
 The child owns the devices, so that there is never a second process on them. It logs
 each build and run (`cfp.profiling.in_flight`), with a deadline. The parent holds no
-device:
-it ends a child that is past a deadline, records why a child died, and starts the next,
-which finds the records in the store.
+device: it ends a child that is past a deadline, records why a child died, and starts
+the next, which finds the records in the store.
 
 A child is forked from here, before JAX looks for devices: it need not import anything
 again, and reads nothing of the command line twice.

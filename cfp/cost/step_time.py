@@ -2,16 +2,13 @@
 
 1. The program is compiled for all N devices: its memory and its schedule are theirs.
    If one device is here, it also runs the computation of one of the N, as a program of
-   its own with local ops in place of collectives (:mod:`cfp.program.local`). So it
-   computes on real numbers; a GPU at its power limit computes others faster. Where
-   collectives did nothing, and left what was in memory, their results were soon NaN,
-   and steps on 2 H200 came out 16 to 21 % too short. Results that are not finite, and
-   a GPU that runs at an idle one's clock, are refused (:mod:`cfp.profiling.meter`).
-   The time is stored under a digest of the compiled text without what differs between
-   devices (:func:`computation_of`), so that no computation is timed twice: neither of
-   two plans, nor of one plan for 64 and for 1,024 devices whose shards have equal
-   shapes, nor with compiler options that join or move collectives alone, without a
-   memory limit. Without a device the computation is estimated from rates.
+   its own with local ops in place of collectives (:mod:`cfp.program.local`), on real
+   numbers: a GPU at its power limit computes others faster. Results that are not
+   finite, and a GPU that runs at an idle one's clock, are refused
+   (:mod:`cfp.profiling.meter`). The time is stored under a digest of the compiled text
+   without what differs between devices (:func:`computation_of`), so that programs
+   which compute the same on one of them share it. Without a device the computation is
+   estimated from rates.
 2. Kernels that this program has and the partitioned one has not, such as copies in
    place of gathers, are taken off, and those that it lacks are added, such as copies
    that bring a dim to the front, where a collective needs it: by what the two texts
@@ -213,11 +210,10 @@ def partitioned_compute_ms(
 ) -> float:
     """Compute time of the partitioned program, from that of its one-device version.
 
-    Both multiply the same matrices. Of the other kernels the one-device version has
-    copies in place of gathers and slices in place of scatters. It lacks those that a
-    collective makes necessary: GPUs' collectives need the dim that they gather,
-    scatter or exchange at the front of the memory, and what is on both sides of one
-    is not fused.
+    Both multiply the same matrices. The one-device version has copies in place of
+    gathers and slices in place of scatters, and lacks what a collective makes
+    necessary: copies that bring a dim to the front of the memory, and what is not fused
+    across it.
 
     Args:
         ran: all kernels of its one-device version (`cfp.program.local`).

@@ -87,11 +87,7 @@ class PlannerSettings:
     ray: str | None = None
 
     def __new__(cls, **given: Any) -> PlannerSettings:
-        """Refuses names that there are not, with the nearest that there is.
-
-        Raises:
-            OptionError: there is such a name.
-        """
+        """Refuses names that there are not, with the nearest that there is."""
         known = [one.name for one in fields(cls)]
         for name in given.keys() - {*known}:
             raise OptionError(

@@ -360,9 +360,6 @@ class _Planning:
 
         Args:
             which: the variant, in events.
-
-        Raises:
-            ProcessError: the processes do not plan together.
         """
         told = _telling(self._settings, which)
         if told.progress is not None:

@@ -433,11 +433,7 @@ def plan(
 
 
 def _end_interrupted(found: Fastest) -> None:
-    """Ends a command that was interrupted, and has a plan all the same.
-
-    Raises:
-        typer.Exit: it was.
-    """
+    """Ends a command that was interrupted, and has a plan all the same."""
     if found.interrupted:
         print_error("Interrupted: the plan is the best of what was finished by then.")
         raise typer.Exit(o.INTERRUPTED)

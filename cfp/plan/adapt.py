@@ -370,11 +370,7 @@ def _strategy(analysis: Analysis, block: int, row: PlanRow) -> Strategy:
 
 
 def _as_planned(plan: Plan, analysis: Analysis, choice: Choice) -> Choice:
-    """A choice whose storage groups are kept as those of a plan's arguments.
-
-    Raises:
-        PlanMismatch: an argument that both programs have would be sharded otherwise.
-    """
+    """A choice whose storage groups are kept as those of a plan's arguments."""
     frame = analysis.frame
     planned = dict(zip(plan.arg_names, plan.arg_specs, strict=True))
     known = {

@@ -244,11 +244,7 @@ class Plan:
         kwargs: Mapping[str, Any],
         calls: Mapping[str, Any],
     ) -> FlatStep:
-        """A call of the step, which is not traced yet; see `bind`.
-
-        Raises:
-            PlanMismatch: the arguments are not those of the plan.
-        """
+        """A call of the step, which is not traced yet; see `bind`."""
         kinds = {"static_argnums": int, "static_argnames": str}
         if not any(sequence(calls.get(name, ()), of) for name, of in kinds.items()):
             known = static_arguments(self.static, self.step, args)

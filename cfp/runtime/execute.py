@@ -401,12 +401,7 @@ _Shardings = tuple[NamedSharding, ...]
 def _shardings(
     step: FlatStep, mesh: Mesh, arg_specs: Sequence[Spec], output_specs: Sequence[Spec]
 ) -> tuple[_Shardings, _Shardings]:
-    """Those of a step's arguments and results.
-
-    Raises:
-        PlanMismatch: they are not the step's, or JAX could not lay them out: one has
-            other dims than the array, or does not divide it.
-    """
+    """Those of a step's arguments and results."""
     ins = shardings(mesh, arg_specs, step.avals)
     results = tree_leaves(step.traced.out_info)
     if len(results) != len(output_specs):
@@ -442,11 +437,7 @@ def _lowered(
     fingerprint: str | None,
     planned: tuple[Outline | None, Mapping[str, str]],
 ) -> tuple[Lowering, Program]:
-    """A step, lowered.
-
-    Raises:
-        PlanMismatch: its program is not the one that was planned.
-    """
+    """A step, lowered."""
     lowering = lower_step(step, ins, list(outs))
     program = read_lowering(step, lowering)
     if fingerprint is not None and program.fingerprint != fingerprint:
@@ -459,11 +450,7 @@ def _lowered(
 def _constrain(
     lowering: Lowering, program: Program, mesh: Mesh, constraints: Constraints
 ) -> None:
-    """Inserts constraints, and what replaces ops, in place.
-
-    Raises:
-        PlanMismatch: they do not fit the program.
-    """
+    """Inserts constraints, and what replaces ops, in place."""
     constraints = resolved(program, mesh, constraints)
     if (found := misfit(program, mesh, constraints)) is not None:
         raise PlanMismatch(

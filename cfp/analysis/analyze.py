@@ -136,12 +136,7 @@ def build_frame(
 
 @dataclass(frozen=True)
 class Analysis:
-    """Result of the analyze pass.
-
-    Attributes:
-        frame: blocks, state, and how strategies become shardings.
-        segments: the runs of blocks, in order.
-    """
+    """Result of the analyze pass: blocks and state, and segments in order."""
 
     frame: Frame
     segments: tuple[Segment, ...]

@@ -232,12 +232,7 @@ _SAME = (
 def block_names(
     flow: Flow, anchors: Sequence[int], parameters: Set[int]
 ) -> tuple[str, ...]:
-    """A name for each block.
-
-    Args:
-        anchors: op ids of the blocks' anchors.
-        parameters: positions of the arguments that are parameters.
-    """
+    """A name for each block, by its anchor, and by positions of parameters."""
     ops = [flow.program.ops[anchor] for anchor in anchors]
     scopes = [_scope_of_user(op.scope) for op in ops]
     paths = _shortened([_parameter(flow, op, parameters) for op in ops])

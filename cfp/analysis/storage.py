@@ -77,11 +77,7 @@ class StorageGroup:
 def find_storage(
     flow: Flow, paired: tuple[int | None, ...]
 ) -> tuple[StorageGroup, ...]:
-    """Finds the storage groups of a program.
-
-    Args:
-        paired: for each argument the output that is its new value.
-    """
+    """The storage groups of a program; `pair_outputs` pairs its arguments."""
     return _Finder(flow, paired).run()
 
 

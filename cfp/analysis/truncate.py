@@ -98,12 +98,7 @@ class Truncation:
         return [op for op in ordered if op in self._owner]
 
     def leave_out(self, repeats: Sequence[Sequence[int]], middle: range) -> bool:
-        """Leaves some repeats out; changes nothing if that cannot be done.
-
-        Args:
-            repeats: the top-level ops of each repeat of a stretch, in order.
-            middle: which of them.
-        """
+        """Leaves the middle of repeats, as their ops, out, if that can be done."""
         before = set(self._gone), dict(self._substitutes), dict(self._through)
         around = range(middle.start - 1, middle.stop + 1)
         # A round moves an op at least, and none moves twice.
@@ -387,12 +382,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class TruncatedProgram:
-    """A program without the middle of its repeats.
-
-    Attributes:
-        part: what is left of it.
-        segments: indices of the segments that are left.
-    """
+    """A program without the middle of its repeats, and the segments left."""
 
     part: Part
     segments: tuple[int, ...]

@@ -342,30 +342,20 @@ class _Choice:
             x = to_zigzag(x, strategy.ring_ranks)
         return x
 
-    def _inside(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        query_ids: Array | None = None,
-        key_ids: Array | None = None,
-        bias: Array | None = None,
-    ) -> Array:
+    def _inside(self, q: Array, k: Array, v: Array, **rest: Array) -> Array:
         """Computes one device's part, inside `jax.shard_map`."""
         strategy = self.strategy
         compute = self._local if strategy.spread is None else self._spread
         if not (axes := strategy.axes(ULYSSES)):
-            return compute(q, k, v, query_ids, key_ids, bias)
+            return compute(q, k, v, **rest)
         q, k, v = (_exchanged(x, axes[0], to_heads=True) for x in (q, k, v))
-        out = compute(q, k, v, query_ids, key_ids, bias)
-        return _exchanged(out, axes[0], to_heads=False)
+        return _exchanged(compute(q, k, v, **rest), axes[0], to_heads=False)
 
-    def _local(self, q, k, v, query_ids, key_ids, bias) -> Array:
+    def _local(self, q, k, v, query_ids=None, key_ids=None, bias=None) -> Array:
         mask = replace(self.mask, query_segments=query_ids, key_segments=key_ids)
         return self.kernel.whole(q, k, v, self.problem.scores, mask, bias)
 
-    def _spread(self, q, k, v, query_ids, key_ids, bias) -> Array:
-        assert bias is None, "refused before"
+    def _spread(self, q, k, v, query_ids=None, key_ids=None) -> Array:
         ring = Ring.of(self.strategy, self.kernel, self.problem.scores, self.mask)
         return spread_attention(q, k, v, query_ids, key_ids, ring)
 
@@ -419,16 +409,8 @@ def attention_options(
     """Lists all strategies with all implementations; runs nothing.
 
     Args:
-      q: like k, v, causal, window, segment_ids, bias, softcap, scale and mesh as of
+      q, k, v, causal, window, segment_ids, bias, softcap, scale: as of
         `cfp.attention`; of arrays only shapes and dtypes matter.
-      k: see q.
-      v: see q.
-      causal: see q.
-      window: see q.
-      segment_ids: see q.
-      bias: see q.
-      softcap: see q.
-      scale: see q.
       mesh: every axis takes every role, or none.
       platform: of the devices; by default the mesh's, or JAX's.
 

@@ -103,11 +103,7 @@ class Call:
 
 
 def read_call(traced: Any) -> Call | None:
-    """The kernel that a traced program consists of; None if it is something else.
-
-    Args:
-      traced: a closed jaxpr, such as that of a custom_partitioning op.
-    """
+    """The kernel that a closed jaxpr consists of; None if it is something else."""
     program = traced.jaxpr
     named = [one for one in program.eqns if one.primitive.name in _KERNELS]
     if len(named) != 1:

@@ -202,11 +202,7 @@ class Pieces:
     rank: Array
 
     def of_step(self, step: int | Array) -> tuple[Piece, ...]:
-        """The pieces of a step, one after the other.
-
-        Args:
-          step: a number, or one that a loop counts, which is not 0.
-        """
+        """The pieces of a step in order; a step that a loop counts is not 0."""
         ring, mask = self.ring, self.ring.mask
         if not mask.by_position:
             return (self._piece(step),)

@@ -123,11 +123,7 @@ class AttentionStrategy:
         )
 
     def refusal(self, problem: AttentionProblem, kernel: Kernel) -> str | None:
-        """Returns the reason why this strategy does not compute a problem, or None.
-
-        Args:
-          kernel: what computes it on each device; asked by itself for what it can do.
-        """
+        """Returns the reason why a problem and a kernel do not fit it, or None."""
         for roles, name in ((_SPREAD, "ring or gathering"), ((ULYSSES,), "Ulysses")):
             if len(self.axes(*roles)) > 1:
                 return f"there is one axis for {name}, not {len(self.axes(*roles))}"

@@ -89,11 +89,7 @@ class Room:
 
 
 def room_for(planned: CompiledStep, reference: CompiledStep) -> Room | None:
-    """Memory of a device for both programs; None where a program does not say.
-
-    Args:
-        planned: the step under a plan, which is compared.
-    """
+    """Memory of a device for both programs; None where a program does not say."""
     ours, theirs = (s.compiled.memory_analysis() for s in (planned, reference))
     if ours is None or theirs is None:
         return None

@@ -203,11 +203,7 @@ class ShardingRule:
         return text, settings
 
     def settled(self, mesh: Any, given: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-        """Chooses mesh axes for factors, near the shardings of operands and results.
-
-        Args:
-            given: shapes with shardings, of operands and then of results.
-        """
+        """Chooses axes for factors, near the shardings of operands and results."""
         found: dict[str, tuple[str, ...]] = {}
         used: set[str] = set()
         for name, places in self.factors.items():

@@ -137,11 +137,7 @@ softmax = Operator(
 
 
 def _ways_of_mask(mask_of: Callable[..., Array]) -> dict[str, Any]:
-    """The oracle and the implementations of a softmax over some of the keys.
-
-    Args:
-        mask_of: makes of the scores, and what comes with them, which keys those are.
-    """
+    """The oracle and the implementations of a softmax over what a mask shows."""
 
     def xla(scores: Array, *rest: Array) -> Array:
         seen = mask_of(scores, *rest)

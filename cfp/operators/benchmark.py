@@ -107,11 +107,7 @@ def needed_bytes(compiled: Any) -> int:
 
 
 def least_bytes(operator: Operator, args: Any, *, backward: bool) -> int:
-    """Bytes that a pass must read and write, each once.
-
-    Args:
-        args: its arguments, or their shapes and types.
-    """
+    """Bytes that a pass must read and write, each once, by types of arguments."""
     out = output(operator, args)
     moved = sum(_bytes(x) for x in args) + _bytes(out)
     if backward:
@@ -287,12 +283,7 @@ class _Case:
     def rows(
         self, done: Container[tuple[str, str, str, str]], end: float
     ) -> Iterator[Row]:
-        """The rows of all implementations.
-
-        Args:
-            done: keys of rows that are not wanted.
-            end: when no implementation begins any more, by the clock.
-        """
+        """The rows of all implementations but those done; none begins after the end."""
         every = [(one, self._row(one)) for one in self._operator.implementations]
         rows = [(one, row) for one, row in every if row.key not in done]
         able = [one for one, row in rows if row.state == NO_TIME]

@@ -22,11 +22,7 @@ _TABLE_DEVIATION = 0.02
 
 @dataclass(frozen=True, slots=True)
 class LayerForm:
-    """An operator as a layer.
-
-    Attributes:
-        sizes: the name of each dim of the parameters.
-    """
+    """An operator as a layer, with names for the sizes of its parameters' dims."""
 
     name: str
     sizes: Mapping[str, str] = field(default_factory=dict)

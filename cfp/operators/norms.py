@@ -45,8 +45,14 @@ def layer_norm_pallas(
     x: Array, scale: Array, bias: Array, *, eps: float, interpret: bool = False
 ) -> Array:
     """The kernel of `jax.experimental.pallas.ops.gpu`; on CPUs it is interpreted."""
+    return _by_pallas("layer_norm", x, scale, bias, eps, interpret)
+
+
+def _by_pallas(
+    name: str, x: Array, scale: Array, bias: Array, eps: float, interpret: bool
+) -> Array:
+    kernel = getattr(probe.load_pallas(name), name)
     rows = x.reshape(1, -1, x.shape[-1])
-    kernel = probe.load_pallas("layer_norm").layer_norm
     # Positional: the arguments that are no arrays must be so for its custom gradient.
     return kernel(rows, scale, bias, None, 3, eps, "triton", interpret).reshape(x.shape)
 
@@ -115,10 +121,7 @@ def rms_norm_pallas(
     x: Array, scale: Array, *, eps: float, interpret: bool = False
 ) -> Array:
     """The kernel of `jax.experimental.pallas.ops.gpu`; on CPUs it is interpreted."""
-    rows = x.reshape(1, -1, x.shape[-1])
-    kernel = probe.load_pallas("rms_norm").rms_norm
-    bias = jnp.zeros_like(scale)
-    return kernel(rows, scale, bias, None, 3, eps, "triton", interpret).reshape(x.shape)
+    return _by_pallas("rms_norm", x, scale, jnp.zeros_like(scale), eps, interpret)
 
 
 def _rms_norm_tokamax(x: Array, scale: Array, *, eps: float, backend: str) -> Array:

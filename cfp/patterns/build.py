@@ -28,12 +28,7 @@ PREFIX = "vocabulary/"
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Spread of tokens and vocabulary over the axes of a mesh.
-
-    Attributes:
-        tokens: for each of the tokens' dims its axes.
-        words: the axes of the vocabulary.
-    """
+    """Axes over which each of the tokens' dims is spread, and the vocabulary."""
 
     tokens: tuple[Axes, ...] = ()
     words: Axes = ()

@@ -207,11 +207,7 @@ class _Run:
         return {e for wide in self._step.wide for e in wide.walk() if e.kind == kind}
 
     def results(self, known: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """The arrays that the step makes, and what is known of each token, if it is.
-
-        Args:
-            known: each token's largest, and its sum of exponentials.
-        """
+        """Results of the step; then each token's largest and sum, if known."""
         kind = self._step.kind
         if kind == "products":
             return [*self._products(), *known]

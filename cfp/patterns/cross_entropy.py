@@ -111,11 +111,7 @@ class Head:
         return tuple(size for one in self.groups for size in one)
 
     def dims(self, place: int) -> Dims:
-        """The dims of an array that has all tokens, in their order.
-
-        Args:
-            place: the dim that is none of the tokens'.
-        """
+        """The dims of an array with all tokens in order, and one other dim."""
         numbers = iter(range(len(self.tokens)))
         of = [tuple(next(numbers) for _ in one) for one in self.groups]
         return Dims((*of[:place], (OTHER,), *of[place:]))

@@ -35,11 +35,7 @@ _WIDE = {"bf16": "f32", "f16": "f32"}
 def objection(
     program: Program, found: CrossEntropy, replacement: Replacement
 ) -> str | None:
-    """Returns the reason why a replacement is not equal on one device, or None.
-
-    Args:
-        replacement: of one device.
-    """
+    """Returns the reason why a replacement differs on one device, or None."""
     proof = _Proof(program, found, replacement)
     try:
         return proof.differs(last=False) or proof.differs(last=True)
@@ -238,12 +234,7 @@ def cross_entropies(program: Program) -> Sites[CrossEntropy]:
 def in_parts(
     layout: Layout, ops: Collection[int], chunks: int
 ) -> tuple[Replacement, ...]:
-    """Returns the replacements of some ops' cross-entropies.
-
-    Args:
-        ops: top-level ops.
-        chunks: number of parts of the vocabulary; 0 replaces none.
-    """
+    """Replacements of top-level ops' cross-entropies by so many parts; 0: none."""
     if not chunks:
         return ()
     program, made = layout.frame.program, []

@@ -225,12 +225,7 @@ class Wishes:
         self._known: dict[tuple[int, Wish], tuple[Rule, Wish, AxisChoice]] = {}
 
     def choose(self, rule: Rule, wish: Sequence[AxisChoice]) -> AxisChoice:
-        """The first of some choices that the axis may make; none of them if it may not.
-
-        Args:
-            rule: of a block's anchor.
-            wish: choices, best first.
-        """
+        """The first choice, best first, that the axis may make; none if it may not."""
         key = id(rule), tuple(wish)
         if key not in self._known:
             self._known[key] = (rule, key[1], _first(rule, key[1], self._size))

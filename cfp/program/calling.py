@@ -155,11 +155,7 @@ _MOST_NAMED = 3
 def changed(
     before: Mapping[str, Any], passed: Mapping[str, Any]
 ) -> dict[str, jax.Array]:
-    """The arrays of modules that stand where other ones stood before, by path.
-
-    Args:
-        before: of `leaves_of_modules`, before the step saw the arguments.
-    """
+    """Arrays of modules that stand where other leaves stood before, by path."""
     now = dict(leaves_of_modules(passed))
     return {
         path: now[path]
@@ -169,11 +165,7 @@ def changed(
 
 
 def leaves_of_modules(passed: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of modules among a call's arguments, by path.
-
-    Args:
-        passed: the arguments by name.
-    """
+    """Yields the leaves of modules among a call's named arguments, by path."""
     for name, arg in passed.items():
         nodes, _ = tree_flatten_with_path(arg, is_leaf=_may_change)
         for start, node in nodes:
@@ -285,11 +277,7 @@ def lost_changes_text(name: str, lost: Sequence[str]) -> str:
 
 
 def arrays_around(fn: Callable[..., Any], traced: bool) -> list[str]:
-    """Paths of the arrays around a step: in its closure, globals and object.
-
-    Args:
-        traced: of those in whose place tracers stand; else of the others.
-    """
+    """Paths of arrays, if traced of tracers, in a closure, globals and object."""
     return [path for path, leaf in _held(fn) if isinstance(leaf, Tracer) == traced]
 
 

@@ -195,11 +195,7 @@ def _mesh_symbol(module: ir.Module, mesh: Mesh | AbstractMesh) -> str:
 
 
 def misfit(program: Program, mesh: Mesh, constraints: Constraints) -> str | None:
-    """The first constraint that does not fit a program, in words; None if all do.
-
-    Args:
-        constraints: by the numbers of the program's values and ops.
-    """
+    """The first constraint that does not fit a program, in words; None if all do."""
     for value, spec in constraints.values.items():
         if not 0 <= value < len(program.values):
             return f"value {value}, of {len(program.values)}"

@@ -35,12 +35,7 @@ _Of = ParamSpec("_Of")
 def reached(
     start: Iterable[_Node], further: Callable[[_Node], Iterable[_Node]]
 ) -> Iterator[_Node]:
-    """Everything that leads from some things to others, each once, depth first.
-
-    Args:
-        start: these come, too.
-        further: gives what a thing leads to.
-    """
+    """Yields some things, and all that these lead to, each once, depth first."""
     stack, seen = [*start], set[_Node]()
     while stack:
         one = stack.pop()

@@ -30,12 +30,7 @@ _NOT_REPEATABLE = ("custom_call", "rng", "optimization_barrier")
 
 @dataclass(frozen=True, slots=True)
 class Rematerialization:
-    """A set of ops to rematerialize.
-
-    Attributes:
-        forward: ids of top-level ops.
-        backward: ids of the top-level ops that read what is rematerialized.
-    """
+    """Top-level ops to rematerialize, and those that read what is, by id."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -98,12 +93,7 @@ def repeatable(program: Program, op_id: int) -> bool:
 def rematerialize(
     ops: Sequence[ir.Operation], wanted: Sequence[Rematerialization]
 ) -> None:
-    """Clones forward ops before the backward ops that read them, in place.
-
-    Args:
-        ops: the program's, their sharding constraints in place: clones have those of
-            their originals.
-    """
+    """Clones a program's constrained ops before the backward ops that read them."""
     if not wanted:
         return
     known: dict[ir.Operation, tuple[dict[ir.Operation, int], set[ir.Operation]]] = {}

@@ -79,12 +79,7 @@ class LeftAlone:
 
 @dataclass(frozen=True, slots=True)
 class Sites(Generic[_Site]):
-    """The parts of a program that may be replaced, of one kind.
-
-    Attributes:
-        found: by the op that each is known by.
-        left_alone: what only looks like one.
-    """
+    """Parts of a program that may be replaced, by op, and what only looks like them."""
 
     found: Mapping[int, _Site]
     left_alone: tuple[LeftAlone, ...] = ()

@@ -126,11 +126,7 @@ def may_be_given(leaf: Any) -> bool:
 
 
 def given_bytes(leaf: Any, dtype: Any) -> bytes:
-    """An argument's value as an array of a type; empty if it cannot be read.
-
-    Args:
-        leaf: what the caller passed, or None.
-    """
+    """An argument's value in a type; empty if there is none, or it cannot be read."""
     if leaf is None:
         return b""
     if isinstance(leaf, jax.Array):

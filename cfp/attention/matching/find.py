@@ -638,11 +638,7 @@ _MOST_STEPS = 64
 
 
 def dropout(view: View, inside: Iterable[int]) -> str:
-    """Returns a message if random numbers enter some ops, or "".
-
-    Args:
-        inside: ids of ops between scores and mix.
-    """
+    """Returns a message if random numbers enter ops, by id, or ""."""
     numbers, ops = view.numbers.of, [view.program.ops[op] for op in inside]
     own = {numbers[v] for op in ops for v in op.results}
     entering = (v for op in ops for v in op.operands if numbers[v] not in own)

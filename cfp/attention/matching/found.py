@@ -136,12 +136,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward or a backward pass, in one place of the program.
-
-    Attributes:
-        reads: tensors by name: "q", "k", "v", "dout".
-        makes: tensors by name: "out"; "dq", "dk", "dv".
-    """
+    """A forward or a backward pass: tensors that it reads and makes, by name."""
 
     reads: Mapping[str, Tensor]
     makes: Mapping[str, Tensor]
@@ -314,11 +309,7 @@ class Lettering:
 
 
 def aligned(letters: Letters, shape: tuple[int, ...]) -> Letters:
-    """The letters of a value that equals another one but for dims of size 1.
-
-    Args:
-        letters: of the other one.
-    """
+    """Letters of a value that equals one with these letters, but for dims of size 1."""
     names = iter([x for x in letters if x])
     return tuple(next(names) if n > 1 else "" for n in shape)
 

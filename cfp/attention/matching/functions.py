@@ -213,12 +213,7 @@ Shaped = tuple[tuple[int, ...], str, Letters]  # shape, dtype, and letters
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to compute an attention: the kernel and the roles of axes.
-
-    Attributes:
-        implementation: a kernel of `cfp.attention`.
-        roles: of the mesh's axes, as (axis, role) pairs.
-    """
+    """A way to compute an attention: the kernel, and (axis, role) pairs."""
 
     implementation: str
     roles: tuple[tuple[str, str], ...] = ()

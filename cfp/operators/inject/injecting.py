@@ -266,12 +266,7 @@ _ARRAYS = (Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 def interceptor(
     policies: Sequence[Policy], report: Report
 ) -> Callable[[Callable[..., Any], tuple, dict, Any], Any]:
-    """The interceptor for `flax.linen.intercept_methods`.
-
-    Args:
-        policies: in the order in which they are asked.
-        report: called with every module that is called.
-    """
+    """Intercepts calls of `flax.linen`; policies are asked in their order."""
 
     def intercept(
         next_function: Callable[..., Any],
@@ -369,12 +364,7 @@ class Injection:
     replaced: Mapping[Path, Policy] = field(default_factory=dict)
 
     def to_injected(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters of the injected model from those of the original.
-
-        Args:
-            state: nested dicts, as of `flax.nnx.to_pure_dict`. Of linen they are the
-                same.
-        """
+        """Parameters, as nested dicts, of the injected model from the original's."""
         return mapped_state(state, self.replaced, back=False)
 
     def to_original(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -424,11 +414,7 @@ def inject(
 
 
 class Inside:
-    """The context of `injection`.
-
-    Attributes:
-        report: what was replaced so far, and what was not.
-    """
+    """The context of `injection`, with the report so far."""
 
     def __init__(self, policies: Sequence[Policy], strict: bool):
         self.report = Report(strict=strict)

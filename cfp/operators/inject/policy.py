@@ -225,11 +225,7 @@ def first_match(policies: Sequence[Policy], part: Any) -> Policy | None:
 
 
 class _Norm(Policy):
-    """A norm over the last dim.
-
-    Attributes:
-        kinds: classes of linen and NNX.
-    """
+    """A norm over the last dim, of these classes of linen and NNX."""
 
     kinds: tuple[type, ...] = ()
     parameters: tuple[str, ...] = ()

@@ -40,13 +40,7 @@ _DIMENSION_NUMBERS = re.compile(r"dot_dimension_numbers=#stablehlo\.dot<(.*?)>")
 
 
 def dump_analysis(folder: Path, analysis: Analysis, module: str) -> list[Path]:
-    """Writes an analysis into a folder.
-
-    Args:
-        folder: is made if it is missing.
-
-    Returns:
-        The files.
+    """Writes an analysis into a folder, which is made if it is missing.
 
     Raises:
         CfpError: the folder cannot be written.

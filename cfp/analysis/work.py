@@ -68,12 +68,7 @@ def _looked_up(
     """Yields how many rows of a table each lookup takes in one step.
 
     Integers index much else: edges their nodes, a sparse array its places, labels what
-    is computed. Tokens look up rows of a table that is an argument.
-
-    Args:
-        rows: arguments that hold a batch: its arrays of integers of two dims or more
-            may be tokens.
-        tables: arguments that do not.
+    is computed. Tokens, of two dims or more, look up rows of an argument.
     """
     values, flow = program.values, Flow(program)
 

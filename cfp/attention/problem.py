@@ -110,12 +110,7 @@ def visible(mask: Mask, queries: int, keys: int) -> Array | None:
 
 
 def may_meet(mask: Mask, query: Array, key: Array) -> Array:
-    """True if any of some queries may see any of some keys, by position.
-
-    Args:
-      mask: its segments are not looked at.
-      query: positions of the queries, at least one.
-      key: positions of the keys, at least one.
+    """True if any queries may see any keys, by their positions; there is one of each.
 
     Returns:
       [] bool; true also for some blocks in which nothing is seen.

@@ -314,11 +314,9 @@ def _comparison(
     """Compares a step with its reference.
 
     Args:
-        moved: of the reference, from the arguments as they are and from others near
-            them, if any.
+        moved: of the reference, from the arguments, and from others near them, if any.
         differences: of what the plan returns.
         changes: of the state, by the step.
-        margin: see `Comparison`.
     """
     squares: dict[str, float] = {}
     sizes: dict[str, list[float]] = {}
@@ -408,10 +406,6 @@ _MOST_SHOWN = 5
 
 def compare(found: Any, expected: Any) -> Differences:
     """Relative L2 distances of all leaves, largest first; NaN counts as infinite.
-
-    Args:
-        found: a pytree of arrays, wherever they are.
-        expected: the same structure and shapes.
 
     Raises:
         ValueError: structures or shapes differ.

@@ -150,9 +150,7 @@ def verify(
     """Times a plan, its predicted runners-up and the presets.
 
     Args:
-        plan: of the step, from elsewhere.
         seconds: about how long it may take; what is not compiled by then is left out.
-        progress: called with what is being done.
 
     Raises:
         PlanMismatch: the plan is for another step.

@@ -261,10 +261,7 @@ class _Builder:
         return Stage(uses, tuple(one.made for one in products)), step
 
     def _before(self, read: Read, first: int) -> tuple[Read, str]:
-        """Reads what is converted, if the conversion comes too late.
-
-        Args:
-            first: the op before which it has to be there.
+        """Reads what is converted, if that comes too late, behind an op.
 
         Returns:
             What to read, and the type to convert it to; "" if it is there.

@@ -161,10 +161,8 @@ def resized(step: Step, sizes: Mapping[int, int], types: Mapping[str, str]) -> S
 class _Run:
     """A step with what it takes.
 
-    Args:
-        sheet: what all steps have in common.
-        args: what the step takes; then, behind the first step that finds the largest,
-            each token's largest and its sum of exponentials.
+    Behind the first step that finds the largest the arguments end with each token's
+    largest and its sum of exponentials.
     """
 
     def __init__(

@@ -32,6 +32,15 @@ from cfp.program.evaluate import Evaluator, NotEvaluated
 from cfp.program.graph import Op, Program
 from cfp.program.replace import Different, Use
 
+# Of what batches operands and indices, of what is indexed, and of windows.
+_NAMES_OF_GATHER = (
+    *("operand_batching_dims", "start_indices_batching_dims"),
+    *("start_index_map", "offset_dims"),
+)
+_NAMES_OF_SCATTER = (
+    *("input_batching_dims", "scatter_indices_batching_dims"),
+    *("scatter_dims_to_operand_dims", "update_window_dims"),
+)
 # Indices that are looked at to see that they count: of 2,048 sequences of 2,048 tokens.
 _MOST_COUNTED = 2**22
 
@@ -412,24 +421,8 @@ class Reader:
             Different: it has something else.
         """
         is_gather = op.kind == "gather"
-        batching, index_batching, mapped, window = (
-            op.integers(name)
-            for name in (
-                (
-                    "operand_batching_dims",
-                    "start_indices_batching_dims",
-                    "start_index_map",
-                    "offset_dims",
-                )
-                if is_gather
-                else (
-                    "input_batching_dims",
-                    "scatter_indices_batching_dims",
-                    "scatter_dims_to_operand_dims",
-                    "update_window_dims",
-                )
-            )
-        )
+        names = _NAMES_OF_GATHER if is_gather else _NAMES_OF_SCATTER
+        batching, index_batching, mapped, window = map(op.integers, names)
         unread = Different(f"a {op.kind} has not one word of each token")
         shapes = [self.program.shape(v) for v in (op.operands[1], op.operands[0])]
         (indices, wide) = shapes

@@ -114,13 +114,7 @@ def _add(found: dict[str, Choice], name: str, choice: Choice) -> None:
 
 
 def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
-    """The choice in which each mesh axis plays one role.
-
-    Args:
-        frame: the program on its mesh.
-        roles: one of :data:`cfp.presets.roles.ROLES` for each mesh axis.
-        storage: how every storage group is kept.
-    """
+    """The choice in which each mesh axis plays one role, with all state stored so."""
     axes = zip(frame.mesh, roles, strict=True)
     columns = [axis_walk(frame, role, size) for (_, size), role in axes]
     strategies = tuple(

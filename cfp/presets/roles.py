@@ -276,8 +276,6 @@ def axis_walk(
     It is kept in `frame.walks`, for this size and for all that come to the same.
 
     Args:
-        role: one of `ROLES`.
-        axis_size: devices along the axis.
         dim: of the batch's arguments, the one that ``data`` and ``expert`` shard
             first: 1 spreads the tokens of sequences.
     """

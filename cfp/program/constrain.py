@@ -56,9 +56,7 @@ def constrain(
     """Inserts sharding constraints into a normalised module, in place.
 
     Then rematerializes and replaces what is to be; what is not read any more stays.
-
-    Returns:
-        What stands for values that other functions compute, by id.
+    Returns what stands for values that other functions compute, by id.
     """
     bind(module, mesh)
     with module.context, ir.Location.unknown():

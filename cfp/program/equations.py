@@ -79,13 +79,10 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 def place(
     step: FlatStep, mesh: Mesh, fingerprint: str, constraints: Constraints
 ) -> EqnConstraints | None:
-    """Finds the equations that a plan's constraints belong to.
+    """Finds the equations of constraints; None if the marks changed the program.
 
     Args:
         fingerprint: of the program that the constraints were made for.
-
-    Returns:
-        The places; None if the marks changed the program.
     """
     closed = step.traced.jaxpr
     every = list(equations(closed.jaxpr))

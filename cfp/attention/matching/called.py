@@ -220,14 +220,11 @@ def exchanges(
 def way_of_called(
     program: Program, one: Called, implementation: str, axes: FactorAxes, spread: str
 ) -> Way | str:
-    """Returns the way in which a kernel computes an attention with sharded tokens.
+    """The way in which a kernel computes an attention with sharded tokens, or why none.
 
     Args:
         program, one, axes: as of `axes_of`.
         spread: the role of axes that shard tokens.
-
-    Returns:
-        The way, or why there is none: what shards no tokens the op computes itself.
     """
     found = axes_of(program, one, axes)
     if not found["T"]:

@@ -56,13 +56,7 @@ class Sides:
         inside: Collection[int],
         region: Collection[int],
     ) -> None:
-        """Takes where the attention is.
-
-        Args:
-            letters: of the attention's dims.
-            inside: ids of the ops between its contractions.
-            region: numbers of the values that these make.
-        """
+        """Takes the dims' letters, the ops between contractions, and their values."""
         self.view, self.program, self.letters = view, view.program, letters
         self.inside, self.region = inside, region
         self._values = 0

@@ -75,14 +75,11 @@ def roles_of(
     axes: Sequence[Sequence[str]],
     spread: str,
 ) -> tuple[tuple[str, str], ...] | str:
-    """Returns the roles of axes in an attention, by the sharding of its scores.
+    """The roles of axes in an attention, by the sharding of its scores, or why none.
 
     Args:
         axes: for each factor of the contraction that makes the scores, its axes.
         spread: the role of axes that shard queries: "all_gather", "ring" or "zigzag".
-
-    Returns:
-        (axis, role) pairs, or why there are none.
     """
     rule = program.ops[found.op].known_rule
     letters = dict(

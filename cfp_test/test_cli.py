@@ -389,7 +389,7 @@ def test_other_donation_than_the_plans_is_refused(folder):
             [*plan, "-o", "donating.json"],
             ["run", TOY, *given, "0", "--steps", "1"],
             ["run", TOY, *given, "1", "--steps", "1"],
-            ["inspect", TOY, *given, "1"],
+            ["inspect", TOY, *given, "1", "-q"],
         ],
         folder,
     )

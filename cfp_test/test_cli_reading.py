@@ -38,7 +38,7 @@ def done(tmp_path_factory):
         "block": "show deep.json --explain --block layer_95 --json",
         "unknown": "show deep.json --explain --block attention",
         "diff": "show deep.json --diff hostile.json",
-        "inspect": "inspect step.hlo --json",
+        "inspect": "inspect step.hlo --json -q",
         "notes": "inspect notes.txt",
         "export": "export deep.json --python sharded.py",
         "no command": "report deep.json",

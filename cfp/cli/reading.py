@@ -25,6 +25,7 @@ from cfp.plan.plan import Plan
 from cfp.printable import printable
 from cfp.profiling.hlo import collective_sites
 from cfp.report.passes import sites_text
+from cfp.report.progress import Display
 from cfp.targets import Target, parse_options
 from cfp.view.console import literal_console, wrapped
 from cfp.view.text import diff_data, diff_text, explain_data, explain_text, print_plan
@@ -219,6 +220,7 @@ def inspect(
     donate: o.Donate = None,
     static: o.Static = None,
     as_json: o.Json = False,
+    quiet: o.Quiet = False,
 ) -> None:
     """List a compiled step's collectives with their bytes and source lines.
 
@@ -233,32 +235,39 @@ def inspect(
         if Path(target).suffix in (".txt", ".hlo"):
             text = _read(Path(target))
         else:
-            saved = Plan.load(plan) if plan is not None else None
-            found, devices_mesh = target_of(ctx, saved)
-            if saved is None and preset is not None:
-                saved = api.plan(
-                    found.step,
-                    *found.args,
-                    mesh=devices_mesh,
-                    quiet=True,
-                    static_argnums=found.static,
-                    donate_argnums=found.donate,
-                    preset=preset,
-                    settings=o.settings(per_kind=1, quick=True, no_race=True),
-                )
-            if saved is not None:
-                used = saved.on(devices_mesh)
-                compiled = used.compile(
-                    found.step, *found.args, donate_argnums=found.donate
-                )
-                text = compiled.as_text()
-            else:
-                text = _plainly(found)
+            with Display(quiet) as display:
+                text = _compiled(ctx, plan, preset, display)
         sites = collective_sites(text)
         if as_json:
             print_json([*map(asdict, sites)])
         else:
             print(sites_text(sites), end="")
+
+
+def _compiled(
+    ctx: typer.Context, path: Path | None, preset: str | None, display: Display
+) -> str:
+    """Compiles a step, and returns the compiled program's text."""
+    saved = Plan.load(path) if path is not None else None
+    found, mesh = target_of(ctx, saved)
+    if saved is None and preset is not None:
+        display.tell("tracing and analysing the step")
+        saved = api.plan(
+            found.step,
+            *found.args,
+            mesh=mesh,
+            quiet=True,
+            static_argnums=found.static,
+            donate_argnums=found.donate,
+            preset=preset,
+            settings=o.settings(per_kind=1, quick=True, no_race=True),
+        )
+    display.tell("compiling the step")
+    if saved is None:
+        return _plainly(found)
+    used = saved.on(mesh)
+    compiled = used.compile(found.step, *found.args, donate_argnums=found.donate)
+    return compiled.as_text()
 
 
 def _read(path: Path) -> str:

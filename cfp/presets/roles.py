@@ -625,6 +625,8 @@ class _Walk:
         if self.role == "expert" and weights and (shared := shared_factors(rule)):
             return [AxisChoice(f) for f in shared]
         if self.follows_batch:
+            if op.kind == "gather" and self._is_whole(op.operands[0]):
+                return []
             carried = self._carried(op, rule)
             found = {f: carried[f] for f in kept if f in carried}
             found = found or self._summed(op, rule)
@@ -648,6 +650,14 @@ class _Walk:
         )
         columns = [f for f in kept if f not in others]
         return [AxisChoice(f) for f in columns]
+
+    def _is_whole(self, value: int) -> bool:
+        """Returns True if all devices compute a value without the batch's rows.
+
+        To gather rows of the batch from it, gradients of all of it would be reduced.
+        """
+        is_made = value in self.common.computed and not self.common.weight[value]
+        return is_made and not self._marks(value)
 
     def _reduced(self, rule: Rule, factor: int, kept: list[int]) -> list[AxisChoice]:
         plain = AxisChoice(factor)

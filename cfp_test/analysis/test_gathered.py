@@ -115,17 +115,17 @@ def test_a_gathered_bias_is_broadcast_where_the_batch_is():
     assert program.values[anchor.results[0]].shape == (32, 4, 16, 16)
 
 
-def sent(loss, preset=None):
+def sent(loss, preset=None, args=GRAPH):
     plan = cfp.plan(
         training(loss),
-        *GRAPH,
+        *args,
         mesh=jax.make_mesh((4,), ("x",)),
         donate_argnums=0,
         preset=preset,
         settings=cfp.PlannerSettings(race=False),
         quiet=True,
     )
-    return collectives_in(plan.compile(training(loss), *GRAPH).as_text())
+    return collectives_in(plan.compile(training(loss), *args).as_text())
 
 
 @pytest.mark.parametrize("loss", [messages, convolved])
@@ -136,3 +136,30 @@ def test_graphs_send_nodes_and_no_edges(loss, preset):
     # At most what two sums at the nodes and the gradients are, in one all-reduce.
     assert max(one.bytes for one in found) <= 2 * (nodes + width) + 4
     assert 0 < sum(one.bytes * one.count for one in found) <= 4 * nodes + 2 * width + 8
+
+
+TOKENS, EXPERTS, CHOSEN = 512, 4, 2
+SLOTS = TOKENS * CHOSEN // EXPERTS
+
+
+def routed(params, x):
+    """Two experts for each token, in slots that are filled one after another."""
+    gates, index = jax.lax.top_k(jax.nn.softmax(x @ params["router"]), CHOSEN)
+    chosen = jax.nn.one_hot(index.reshape(-1), EXPERTS, dtype=INTEGERS)
+    place = ((jnp.cumsum(chosen, 0) - 1) * chosen).sum(-1)
+    slot = index.reshape(-1) * SLOTS + place
+    rows = jnp.zeros((EXPERTS * SLOTS, WIDTH)).at[slot].set(jnp.repeat(x, CHOSEN, 0))
+    hidden = rows.reshape(EXPERTS, SLOTS, WIDTH)
+    hidden = jax.nn.gelu(jnp.einsum("ecd,edf->ecf", hidden, params["up"]))
+    made = jnp.einsum("ecf,efd->ecd", hidden, params["down"]).reshape(-1, WIDTH)
+    picked = made[slot].reshape(TOKENS, CHOSEN, WIDTH)
+    return ((x + (picked * gates[..., None]).sum(1)) ** 2).mean()
+
+
+def test_what_all_devices_compute_is_picked_from_without_sums():
+    """Data parallelism computes all experts everywhere, and reduces no gradient."""
+    weights = of(EXPERTS, WIDTH, WIDTH)
+    params = {"router": of(WIDTH, EXPERTS), "up": weights, "down": weights}
+    found = sent(routed, "data_parallel", (params, of(TOKENS, WIDTH)))
+    tokens = TOKENS * WIDTH * 4
+    assert 0 < sum(one.bytes * one.count for one in found) < 3.5 * tokens

@@ -124,7 +124,7 @@ class _Labels:
             times = [None for _ in program.values]
             backward_before, backward = backward, [False] * len(program.values)
             for op in program.ops:
-                reads = (*op.operands, *op.yields)
+                reads = op.reads
                 for v in reads:
                     if times[v] is None and v in self.flow.entry_place:
                         self._enter(v, times, backward, before, backward_before)

@@ -279,10 +279,10 @@ def _made_by_contractions(program: Program) -> list[bool]:
     """For each value whether a contraction lies upstream of it."""
     made = [False] * len(program.values)
     for op in program.ops:
-        for v in (*op.operands, *op.yields):
+        for v in op.reads:
             origin = program.values[v].origin
             made[v] = made[v] or (origin >= 0 and made[origin])
-        flag = is_contraction(op) or any(made[v] for v in (*op.operands, *op.yields))
+        flag = is_contraction(op) or any(made[v] for v in op.reads)
         for result in op.results:
             made[result] = flag
     return made

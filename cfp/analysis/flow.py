@@ -50,10 +50,8 @@ class Flow:
         """For each initial value of a loop the body's arguments that it becomes."""
         found: dict[int, tuple[int, ...]] = {}
         for op in self.program.ops:
-            count = len(op.operands)
             for index, operand in enumerate(op.operands if op.entries else ()):
-                entries = op.entries[index::count]
-                found[operand] = (*found.get(operand, ()), *entries)
+                found[operand] = (*found.get(operand, ()), *op.entered(index))
         return found
 
     def sources(self, value: int) -> tuple[int, ...]:
@@ -75,7 +73,7 @@ class Flow:
             return (op.operands[place],)
         if op.kind == "while":
             return op.yields[place], op.operands[place]
-        return op.yields[place :: len(op.results)]
+        return op.yielded(place)
 
     def makers(self, value: int) -> Iterator[Op]:
         """The ops that compute a value."""
@@ -94,10 +92,10 @@ class Flow:
         if op.kind in _BARRIERS:
             return (op.results[index],)
         if index < count:
-            return op.entries[index::count] if op.kind == "while" else ()
+            return op.entered(index) if op.kind == "while" else ()
         place = (index - count) % max(1, len(op.results))
         if op.kind == "while":
-            return op.results[place], *op.entries[place::count]
+            return op.results[place], *op.entered(place)
         return (op.results[place],)
 
     def readers(self, value: int) -> Iterator[tuple[Op, int]]:
@@ -203,7 +201,7 @@ def _around(flow: Flow, loop: Op, place: int, before: list[Key], ends: Set[int])
     """Returns what a value yielded by a loop reaches in the next iteration."""
     if loop.kind != "while":
         return NEVER
-    entries = loop.entries[place :: len(loop.operands)]
+    entries = loop.entered(place)
     reached = min(NEVER if e in ends else before[e] for e in entries)
     if reached == NEVER or not flow.inside(loop.id, reached[1]):
         return NEVER

@@ -258,7 +258,7 @@ class Layout:
             if op.kind == "while" and index < len(op.operands):
                 if user not in self.frame.program.opened:
                     return self._carried(op.results[index])
-                inside = op.entries[index :: len(op.operands)]
+                inside = op.entered(index)
                 specs = (self.read_spec(entry) for entry in inside)
                 if (spec := next(filter(None, specs), None)) is not None:
                     return spec
@@ -285,7 +285,7 @@ class Layout:
         if loop.id in program.opened and loop.yields[place] in loop.entries:
             # What is stored sharded is gathered in every turn, where it is read.
             found = self.value_spec.get(loop.operands[place])
-        for entry in loop.entries[place :: len(loop.operands)]:
+        for entry in loop.entered(place):
             found = found or self.read_spec(entry)
         if found is None:
             found = self._made_spec(loop.yields[place])
@@ -299,7 +299,7 @@ class Layout:
         for position, output in enumerate(self.frame.paired):
             if output is not None and program.outputs[output] == result:
                 return self.arg_spec(position)
-        made = op.yields[op.results.index(result) :: len(op.results)]
+        made = op.yielded(op.results.index(result))
         specs = [*filter(None, map(self._made_spec, made))]
         whole = ((),) * len(program.shape(result))
         return next(filter(any, specs), whole)
@@ -343,7 +343,7 @@ class Layout:
         spec = self._carried(result)
         self.value_spec[result] = spec
         place = loop.results.index(result)
-        for entry in loop.entries[place :: len(loop.operands)]:
+        for entry in loop.entered(place):
             self.value_spec[entry] = spec
 
     def _scattered(self, value: int, natural: Spec, partial: tuple[str, ...]) -> Spec:
@@ -393,7 +393,7 @@ def constraints(layout: Layout, ops: Set[int] | None = None) -> Constraints:
                 values[result] = layout.value_spec[result]
     uses: dict[tuple[int, int], Spec] = {}
     for op in program.ops if ops is None else [program.ops[i] for i in ops]:
-        for index, v in enumerate((*op.operands, *op.yields)):
+        for index, v in enumerate(op.reads):
             value = program.values[v]
             if not value.shape:
                 continue

@@ -70,7 +70,7 @@ class _Numbering:
             self.numbers[value] = self.fresh()
         invariant = self._invariant_entries()
         for op in self.program.ops:
-            for v in (*op.operands, *op.yields):
+            for v in op.reads:
                 self._bind(v, invariant)
             if op.has_regions:
                 self._number_regions(op)
@@ -252,12 +252,10 @@ class _Numbering:
 
     def _number_branches(self, op: Op) -> None:
         """A branch's result is what the one branch yields that yields no constant."""
-        program, count = self.program, len(op.results)
+        program = self.program
         for place, result in enumerate(op.results):
             found = {
-                self.numbers[v]
-                for v in op.yields[place::count]
-                if not program.is_leaf(v)
+                self.numbers[v] for v in op.yielded(place) if not program.is_leaf(v)
             }
             self.numbers[result] = found.pop() if len(found) == 1 else self.fresh()
 

@@ -178,7 +178,7 @@ def _units_before(frame: Frame, units: list[list[int]]) -> list[int]:
     made_by = [0] * len(program.values)
     before = [0] * len(units)
     for op in program.ops:
-        reads = [*op.operands, *op.yields]
+        reads = [*op.reads]
         for v in reads:
             origin = program.values[v].origin
             if origin >= 0:
@@ -343,7 +343,7 @@ def _reach(program: Program, value: int, inside: set[int]) -> list[int]:
             if user in inside:
                 continue
             if op.kind == "while" and index < len(op.operands):
-                stack.extend(op.entries[index :: len(op.operands)])
+                stack.extend(op.entered(index))
             else:
                 found.append(user)
     return found

@@ -324,7 +324,7 @@ class Truncation:
     def _reads(self, op: Op) -> tuple[int, ...]:
         """All that an op and the ops in its regions read."""
         inside = [op, *(self._program.ops[inner] for inner in op.body)]
-        return tuple(v for one in inside for v in (*one.operands, *one.yields))
+        return tuple(v for one in inside for v in one.reads)
 
     def _form_of(self, op_id: int) -> tuple[object, ...]:
         """A key that ops doing the same share."""

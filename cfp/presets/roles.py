@@ -162,8 +162,7 @@ def _is_gradient(program: Program, value: int) -> bool:
         if "transpose(" in op.scope:
             return True
         if op.has_regions:
-            place, count = op.results.index(v), len(op.results)
-            stack += op.yields[place::count]
+            stack += op.yielded(op.results.index(v))
         elif not is_contraction(op) and op.kind not in ("gather", "scatter"):
             stack += op.operands
     return False
@@ -423,7 +422,7 @@ def _computed(frame: Frame) -> set[int]:
     values = frame.program.values
     found: set[int] = set()
     for op in frame.program.ops:
-        reads = {*op.operands, *op.yields}
+        reads = {*op.reads}
         reads |= {values[v].origin for v in reads}
         if op.id in anchors or found & reads:
             found.update(op.results)

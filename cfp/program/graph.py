@@ -137,6 +137,19 @@ class Op:
         """True for a loop or a branch; its regions may hold no ops at all."""
         return bool(self.body or self.yields)
 
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The operands, and what its regions return."""
+        return self.operands + self.yields
+
+    def entered(self, place: int) -> tuple[int, ...]:
+        """The arguments of a loop's regions that an operand enters as."""
+        return self.entries[place :: len(self.operands)]
+
+    def yielded(self, place: int) -> tuple[int, ...]:
+        """The values that its regions return for a result, one of each."""
+        return self.yields[place :: len(self.results)]
+
     def integers(self, name: str) -> tuple[int, ...]:
         """The integers of an attribute, such as ``dimensions``; () if there are none.
 
@@ -217,7 +230,7 @@ class Program:
         """
         found: list[list[tuple[int, int]]] = [[] for _ in self.values]
         for op in self.ops:
-            for index, value in enumerate((*op.operands, *op.yields)):
+            for index, value in enumerate(op.reads):
                 found[value].append((op.id, index))
         return tuple(tuple(u) for u in found)
 
@@ -236,7 +249,7 @@ class Program:
         leaves = set()
         for op in self.ops:
             is_stateful = op.kind in ("custom_call", "rng", "infeed", "partition_id")
-            reads = (depends[v] for v in (*op.operands, *op.yields))
+            reads = (depends[v] for v in op.reads)
             if op.has_regions or is_stateful or any(reads):
                 for r in op.results:
                     depends[r] = True
@@ -300,7 +313,7 @@ class Program:
         for user, index in self.users[value]:
             op = self.ops[user]
             if user in self.opened and index < len(op.operands):
-                entries = op.entries[index :: len(op.operands)]
+                entries = op.entered(index)
                 found.extend(use for entry in entries for use in self.uses(entry))
             else:
                 found.append((user, index))

@@ -54,7 +54,7 @@ def outline_of(program: Program) -> Outline:
 def _described(program: Program) -> Iterator[tuple[str, int]]:
     places = {value: i for i, value in enumerate(program.args)}
     for op in program.ops:
-        reads = [_origin(program, op, v, places) for v in (*op.operands, *op.yields)]
+        reads = [_origin(program, op, v, places) for v in op.reads]
         attributes = zlib.crc32(op.structure.encode())
         yield (
             f"{_text(program, op)} #{attributes:08x}",

@@ -80,10 +80,7 @@ def numbered(program: Program, part: Part) -> Numbered:
         ops[op_id] = len(ops)
         for v in (*op.entries, *op.results):
             values.setdefault(v, len(values))
-        reads = [
-            values.setdefault(instead.get(v, v), len(values))
-            for v in (*op.operands, *op.yields)
-        ]
+        reads = [values.setdefault(instead.get(v, v), len(values)) for v in op.reads]
         types = [str(program.values[v]) for v in (*op.operands, *op.results)]
         digest.update(repr((op.name, op.structure, reads, types)).encode())
     return Numbered(digest.hexdigest(), values, ops)
@@ -110,7 +107,7 @@ def _cut(program: Program, wanted: tuple[int, ...]) -> Part:
     stack = list(chosen)
     while stack:
         op = program.ops[stack.pop()]
-        reads = [*op.operands, *op.yields]
+        reads = [*op.reads]
         for inner in op.body:
             reads.extend(program.ops[inner].operands)
         for v in reads:
@@ -127,7 +124,7 @@ def _cut(program: Program, wanted: tuple[int, ...]) -> Part:
     outputs: dict[int, None] = {}
     for op_id in sorted(chosen):
         op = program.ops[op_id]
-        for v in (*op.operands, *op.yields):
+        for v in op.reads:
             if v not in inside:
                 inputs[v] = None
         if not program.is_top_level(op_id) or op_id in program.leaf_ops:

@@ -150,6 +150,7 @@ def test_bench_command(tmp_path):
     words = "--suite tiny --models gpt --layers 1 --devices 2 --platform cpu --quick"
     words += " --per-kind 1 --no-race --rounds 1 --handwritten fsdp"
     words += " --groups handwritten,cost_model --json out.json --workdir work"
+    words += " --no-trace"  # Another test has a trace.
     row = {
         "model": "gpt",
         "devices": 2,

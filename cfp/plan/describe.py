@@ -221,10 +221,10 @@ def describe_uncounted(program: Program) -> tuple[str, ...]:
 def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:
     """Lists ops that every device runs in full: ``while at model.py:12 (26%)``.
 
-    Loops in which nothing is sharded, ops without a sharding rule, and
-    custom_partitioning ops that are not sharded, from one percent of the bytes that the
-    program's ops make, or of its FLOPs; of such ops what they read counts, too. Other
-    blocks have rows that tell. On one device there is nothing else.
+    Loops in which nothing is sharded, ops without a sharding rule, those that XLA does
+    not partition, and custom_partitioning ops that are not sharded, from one percent of
+    the bytes that the program's ops make, or of its FLOPs; of such ops what they read
+    counts, too. Other blocks have rows that tell. On one device there is nothing else.
 
     Args:
         rates: of the devices, to say what that costs, by estimate; None if they are
@@ -284,13 +284,15 @@ def _is_whole_op(layout: Layout, op: Op) -> bool:
     """True if a layout shards nothing of an op that could be, were it other code."""
     if op.rule is None:
         return not (passes(op) or op.shardings)
+    if op.rule.held and op.rule.is_whole:  # XLA does not partition it.
+        return True
     return call_of(op.attributes) is not None and not any(layout.axes.get(op.id, ()))
 
 
 def _why_whole(layout: Layout, op: Op) -> str:
     """Says why a kernel that may be sharded by its rule is not; "" of all others."""
     rule, mesh = op.rule, layout.frame.mesh
-    if rule is None:
+    if rule is None or rule.is_whole:
         return ""
     able = [f for f, size in enumerate(rule.sizes) if size > 1 and f not in rule.fixed]
     if any(rule.splits(f, size) for f in able for _, size in mesh):

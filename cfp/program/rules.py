@@ -48,6 +48,12 @@ class Rule:
     over_all: frozenset[int] = frozenset()
     held: bool = False
 
+    @property
+    def is_whole(self) -> bool:
+        """True if no dim of the op's tensors may be sharded."""
+        factors = range(len(self.sizes))
+        return all(f in self.fixed or self.sizes[f] == 1 for f in factors)
+
     def major(self, dim: tuple[int, ...]) -> int | None:
         """The factor by which a dim may be sharded: its major-most one of size > 1."""
         for factor in dim:

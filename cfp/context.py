@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import isfinite
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +248,8 @@ def _rules(
     Where programs are compiled for described devices, presets race with less than all
     values constrained: with all of them they are points of the search, which predicts
     as the race does. Under a budget what is less constrained may need more memory, so
-    that all levels race.
+    that all levels race. On one device there is one level, and no compiler options,
+    which are for collectives.
     """
     reach = settings.reach or (REACH_BY_ESTIMATE if predictor else None)
     options, unasked = settings.compiler_options, settings.measure is None
@@ -265,7 +266,10 @@ def _rules(
     if Dimension.COMPILER_OPTIONS not in settings.dimensions:
         options = {}
     levels = usual.levels
-    if predictor is not None and no_budget:
+    usual_options = usual.compiler_options
+    if prod(mesh.shape.values()) == 1:
+        levels, usual_options = levels[:1], {}
+    elif predictor is not None and no_budget:
         few = tuple(one for one in levels if one is not ConstraintLevel.EVERYTHING)
         levels = few or levels
     return replace(
@@ -275,7 +279,7 @@ def _rules(
         plans=settings.plans or (PLANS_BY_ESTIMATE if predictor else usual.plans),
         levels=settings.constraint_levels or levels,
         reach=dict.fromkeys(ConstraintLevel, reach) if reach else usual.reach,
-        compiler_options=usual.compiler_options if options is None else options,
+        compiler_options=usual_options if options is None else options,
         replacing=replace(usual.replacing, **asked),
         replacing_for_memory=replace(usual.replacing_for_memory, **asked),
         dimensions=settings.dimensions,

@@ -5,8 +5,14 @@ import numpy as np
 import pytest
 
 import cfp
+from cfp.context import _rules
 from cfp.models import build
-from cfp.presets.presets import PRESETS, PROPAGATED
+from cfp.passes.pipeline import analyze_step
+from cfp.planner_settings import DetailedSettings
+from cfp.presets.presets import PRESETS, PROPAGATED, named_choices
+from cfp.program.step import flatten_step
+from cfp.search.jobs import constraints_of
+from cfp.settings import ConstraintLevel, defaults_of
 from cfp_test import toy_targets
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import run_batch
@@ -82,6 +88,24 @@ def test_on_one_device_kernels_and_host_memory_are_chosen():
     assert not plan.in_host
     least = cfp.plan(fn, *args, mesh=one, donate_argnums=0, memory_budget="1.9GiB")
     assert least.in_host
+
+
+def test_on_one_device_nothing_is_constrained_and_no_options_are_for_collectives():
+    fn, args = build("gpt", layers=1)
+    mesh = make_mesh((("x", 1),))
+    step = flatten_step(fn, args, donate_argnums=(0,))
+    analysis = analyze_step(step, mesh).analysis
+    [choice] = {*named_choices(analysis.frame).values()}
+    constrained = constraints_of(analysis, choice, ConstraintLevel.EVERYTHING)
+    assert not constrained.values and not constrained.uses
+
+    settings = DetailedSettings()
+    rules = [
+        _rules(defaults_of("gpu"), settings, where, None, True)
+        for where in (mesh, make_mesh((("x", 2),)))
+    ]
+    assert [len(one.levels) for one in rules] == [1, 3]
+    assert [len(one.compiler_options) for one in rules] == [0, 2]
 
 
 def test_one_cpu_is_planned_for_where_it_is_asked_for(tmp_path):

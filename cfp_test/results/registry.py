@@ -12,6 +12,7 @@ from cfp_test.bench import (
     chosen_page,
     one_as_n,
     one_as_n_page,
+    one_gpu,
     planned_on_one_page,
     planning_time_page,
     played_links_page,
@@ -482,6 +483,15 @@ PAGES: tuple[Page, ...] = (
         has_text=False,
     ),
     _page("miscompiled_h200_202611", building.miscompiled),
+    Page(
+        name="one_gpu_h100_202611",
+        sources=(
+            "one_gpu_h100_202611.json",
+            "one_gpu_jax012_h100_202611.json",
+            "one_gpu_cost_model_h100_202611.json",
+        ),
+        figures=one_gpu.figures,
+    ),
     Page(
         name="operator_plans_h200_202611",
         note=_TOO_SHORT,

@@ -36,6 +36,8 @@ from cfp.settings import Replacing
 from cfp.view.text import explain_data, explain_text, plan_text
 from cfp_test.programs.common import normal
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 TOKENS, HEADS, HEAD_DIM, CHUNK = 192, 4, 8, 32
 HIDDEN = HEADS * HEAD_DIM
 SETTINGS = {"per_kind": 2, "in_context": False}

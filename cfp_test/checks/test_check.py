@@ -53,7 +53,7 @@ OPTIMIZERS = {
     "lion": optax.lion(1e-4),
     "adafactor": optax.adafactor(1e-3),
 }
-pytestmark = pytest.mark.usefixtures("compared_on_one")
+pytestmark = pytest.mark.usefixtures("compiled_once", "compared_on_one")
 
 FAULTS = ["half batch", "scaled", "lost sum", "wrong part", "stale part", "dropout"]
 BATCH, SEQ, WIDTH, VOCAB = 8, 16, 32, 64

@@ -16,6 +16,8 @@ from cfp.profiling.rates import KINDS, Rates
 from cfp.profiling.store import ProfileStore
 from cfp_test.covering import at_night
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 SIZES = ProbeSizes(
     collective_bytes=(1 << 10, 1 << 13),
     chain_bytes=1 << 14,

@@ -19,6 +19,8 @@ from cfp.profiling.runner import StopOnDeviceLoss, execute, profile, run
 from cfp.profiling.timing import ON_CPUS, Timing, TimingOptions
 from cfp.profiling.timing import measure as timing_measure
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 
 @pytest.fixture
 def built(case) -> Built:

@@ -15,7 +15,7 @@ import pprint
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
@@ -86,8 +86,6 @@ def python_module(
             "saved by an older version of cfp, or without its step. Plan again, or "
             "plan.bind(step, *args) and save it."
         )
-    if not plan.mesh_axes:  # On one device constraints do nothing.
-        sites = replace(sites, sites=())
     if plan.changes_ops and program is None:
         raise PlanMismatch(
             "The plan rematerializes parts of the step or computes them by other "

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import jax
 import typer
 from flax.core.meta import AxisMetadata
-from jax.sharding import PartitionSpec
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from cfp import api
 from cfp.cli import options as o
@@ -318,16 +318,21 @@ def names_of(plan: Plan, target: Target, words: Sequence[str]) -> dict[str, Name
 
 def boxed_names(plan: Plan, target: Target) -> dict[str, Names]:
     """Names of dims from the boxes in a target's arguments."""
+    roots = dict.fromkeys(path.partition("/")[0] for path in plan.arg_names)
     dynamic = [a for i, a in enumerate(target.args) if i not in target.static]
+    found: dict[str, Names] = {}
+    for root, tree in zip(roots, dynamic, strict=False):
+        boxes = tree_flatten_with_path(tree, is_leaf=_is_box)[0]
+        for path, box in boxes:
+            names: Any = getattr(box, "names", None) if _is_box(box) else None
+            if names is not None:
+                rest = keystr(path, simple=True, separator="/")
+                found[f"{root}/{rest}/value" if rest else f"{root}/value"] = names
+    return found
 
-    def is_box(leaf: Any) -> bool:
-        return isinstance(leaf, AxisMetadata)
 
-    def named(leaf: Any) -> dict[str, PartitionSpec] | None:
-        names = getattr(leaf, "names", None) if is_box(leaf) else None
-        return None if names is None else {"value": PartitionSpec(*names)}
-
-    return names_by_path(plan, jax.tree.map(named, dynamic, is_leaf=is_box))
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, AxisMetadata)
 
 
 def flax_text(plan: Plan, rules: Rules) -> str:

@@ -9,16 +9,51 @@ As modules: `cfp.operators.linen` and `cfp.operators.nnx`. Put into a model that
 there already: `cfp.operators.inject`. What each takes: ``python -m cfp.operators``.
 """
 
-from typing import TYPE_CHECKING
-
+from cfp.operators.activations import (
+    bias_gelu,
+    causal_softmax,
+    grouped_matmul,
+    masked_softmax,
+    moe_dispatch,
+    softmax,
+    swiglu,
+)
+from cfp.operators.attention import (
+    bert_attention,
+    embedding,
+    gpt_attention,
+    qkv_projection,
+    rotary_embedding,
+    t5_attention,
+)
 from cfp.operators.inventory import OPERATORS, find
+from cfp.operators.losses import cross_entropy, linear_cross_entropy
+from cfp.operators.norms import dropout_add_layer_norm, layer_norm, rms_norm
 from cfp.operators.operator import Argument, Implementation, Operator, OperatorError
 
-__all__ = ["OPERATORS", "Argument", "Implementation", "Operator", "OperatorError"]
-__all__ += ["find", *OPERATORS]
-
-# Each operator, by its name.
-globals().update(OPERATORS)
-if TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Operator: ...
+__all__ = [
+    "OPERATORS",
+    "Argument",
+    "Implementation",
+    "Operator",
+    "OperatorError",
+    "bert_attention",
+    "bias_gelu",
+    "causal_softmax",
+    "cross_entropy",
+    "dropout_add_layer_norm",
+    "embedding",
+    "find",
+    "gpt_attention",
+    "grouped_matmul",
+    "layer_norm",
+    "linear_cross_entropy",
+    "masked_softmax",
+    "moe_dispatch",
+    "qkv_projection",
+    "rms_norm",
+    "rotary_embedding",
+    "softmax",
+    "swiglu",
+    "t5_attention",
+]

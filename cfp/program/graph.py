@@ -342,10 +342,11 @@ def searched_once(
     """Has a function search a program once; it may take more, by position."""
 
     @wraps(find)
-    def search(program: Program, *of: _Of.args, **named: _Of.kwargs) -> _Found:
+    def search(program: Program, *of: _Of.args, **none: _Of.kwargs) -> _Found:
+        assert not none, "arguments are given by position"
         key = (search, *of)
         if key not in program.looked_for:
-            program.looked_for[key] = find(program, *of, **named)
+            program.looked_for[key] = find(program, *of, **none)
         return program.looked_for[key]
 
     return search

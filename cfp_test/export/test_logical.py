@@ -1,12 +1,17 @@
 """Plans as rules for logical names, applied by Flax itself."""
 
 import ast
+from types import SimpleNamespace
+from typing import Any
 
+import flax.struct
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from flax.core import meta
 from flax.linen import spmd
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import tree_flatten_with_path
@@ -280,3 +285,20 @@ def test_static_arguments_are_the_plans_for_rules_too(mesh, tmp_path):
     assert wrong.code == 2 and "got: gpt, which has none" in wrong.err
     assert "static arguments at 0, as it was planned" in wrong.err
     assert "--donate" not in wrong.err and not (tmp_path / "gpt.yml").exists()
+
+
+@flax.struct.dataclass
+class Checked:
+    """A state that looks at its fields when it is made."""
+
+    w: Any
+
+    def __post_init__(self):
+        assert self.w.value.ndim == 2
+
+
+def test_names_are_read_without_making_containers_again():
+    boxed = meta.Partitioned(jnp.ones((2, 3)), names=("embed", "mlp"))
+    plan = SimpleNamespace(arg_names=("state/w/value",))
+    target = SimpleNamespace(args=(Checked(boxed),), static=())
+    assert boxed_names(plan, target) == {"state/w/value": ("embed", "mlp")}

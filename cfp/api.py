@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 from cfp.cluster.on_ray import plan_step
 from cfp.context import settings_or_defaults
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError, MeshError, OptionError, PlanMismatch, nearest
+from cfp.errors import CfpError, MeshError, OptionError, PlanMismatch, what_there_is
 from cfp.passes.pipeline import Pins
 from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
@@ -198,7 +198,7 @@ def parallelize(
         known = ["mesh", "plan", "quiet", *_OPTIONS]
         raise OptionError(
             f"cfp.parallelize has no option {', '.join(unknown)}; "
-            f"{nearest(unknown[0], known)}There are: {', '.join(known)}."
+            f"{what_there_is(unknown[0], known)}"
         )
     if plan is not None and (decided := sorted(options.keys() & _DECIDES)):
         raise OptionError(

@@ -46,6 +46,15 @@ def nearest(
     return f"did you mean {found[0]!r}? " if found else ""
 
 
+def what_there_is(
+    name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None
+) -> str:
+    """The names that there are, behind the nearest of them; see `nearest`."""
+    names = [*known]
+    near = nearest(name, names, aliases)
+    return f"{near}{'There' if near else 'there'} are: {', '.join(names)}."
+
+
 def _plain(name: str) -> str:
     return name.lower().lstrip("-").replace("-", "_")
 

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from cfp.attention.kernels import KERNELS
-from cfp.errors import CfpError, OptionError, nearest
+from cfp.errors import CfpError, OptionError, what_there_is
 from cfp.profiling.in_flight import Limits
 from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.tasks import Progress
@@ -87,12 +87,11 @@ class PlannerSettings:
     ray: str | None = None
 
     def __new__(cls, **given: Any) -> PlannerSettings:
-        """Refuses names that there are not, with the nearest that there is."""
+        """Refuses names that there are not, with the what_there_is that there is."""
         known = [one.name for one in fields(cls)]
         for name in given.keys() - {*known}:
             raise OptionError(
-                f"PlannerSettings has no {name}; {nearest(name, known, _OPTIONS)}"
-                f"There are: {', '.join(known)}."
+                f"PlannerSettings has no {name}; {what_there_is(name, known, _OPTIONS)}"
             )
         return object.__new__(cls)
 
@@ -162,8 +161,8 @@ def dimensions_of(names: str | Iterable[str]) -> frozenset[Dimension]:
     for name, found in plain.items():
         if found not in known:
             raise CfpError(
-                f"There is no {name!r} to choose; {nearest(found, known, _ALIASES)}"
-                f"There are: {', '.join(known)}."
+                f"There is no {name!r} to choose; "
+                f"{what_there_is(found, known, _ALIASES)}"
             )
     if not plain:
         raise CfpError(

@@ -112,6 +112,8 @@ def resolve(
         return _function_target(text, options, tuple(donate), tuple(static))
     if text.startswith("-"):
         raise CfpError(f"There is no option {text}; --help lists those that there are.")
+    if text.endswith(".py") and Path(text).is_file():
+        return _function_target(f"{text}:", options, tuple(donate), tuple(static))
     if text not in registry.MODELS:
         close = difflib.get_close_matches(text, registry.MODELS, 1)
         attempt = close[0] if close else f"{text.removesuffix('.py')}.py:function"
@@ -248,7 +250,9 @@ def _function_target(
         functions = _callable_as_they_are(module)
         near = difflib.get_close_matches(name, functions, n=1) or functions
         raise CfpError(
-            f"{where} has no function {name!r}.",
+            f"{where} has no function {name!r}."
+            if name
+            else f"The target names no function of {where}.",
             expected="a function without required arguments that returns "
             "(train_step, args)",
             got=f"such functions there: {', '.join(functions) or '(none)'}",

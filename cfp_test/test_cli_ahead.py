@@ -103,6 +103,10 @@ def test_without_a_plans_devices_only_what_helps_there_is_suggested(tmp_path):
     verify = ["verify", "plan.json", TOY]
     lines = [verify, ["run", TOY, "--plan", "plan.json"]]
     verified, ran = run_batch(lines, tmp_path, JAX_PLATFORMS="cpu")
+    [there] = run_batch([[*lines[1], "--platform", "cpu", "--steps", "2"]], tmp_path)
+    assert there.code == 0, there.err
+    assert "is for 4 of NVIDIA H200, and ran on 4 of cpu" in there.out
+    assert "of its rate" not in there.out
     assert "4 devices of NVIDIA H200 for the mesh x=4\n  got: 1 of" in verified.err
     assert "try: cfp verify on a machine with the devices that the" in verified.err
     # On virtual devices alone it would be refused for these.

@@ -135,7 +135,7 @@ def test_presets_are_known_by_what_others_call_them(tmp_path, name, meant):
 def test_nothing_is_meant_by_a_name_like_none(tmp_path):
     assert nearest("qqqq", ["data_parallel"]) == ""
     assert nearest("ep", ["data_parallel"], {"ep": "expert_parallel"}) == ""
-    with pytest.raises(cfp.CfpError, match=r"program; There are: data_parallel"):
+    with pytest.raises(cfp.CfpError, match=r"program; there are: data_parallel"):
         planned(tmp_path, preset="qqqq")
 
 

@@ -50,6 +50,12 @@ def test_a_function_is_a_target(where):
     assert target.args[1].shape == (16, 32)
 
 
+def test_a_file_alone_lists_its_functions():
+    with pytest.raises(CfpError, match="The target names no function of") as found:
+        resolve(FILE)
+    assert "toy" in str(found.value).partition("such functions there: ")[2]
+
+
 def test_a_function_may_be_asked_for_microbatches():
     plain, parts = (
         jax.make_jaxpr(target.step)(*target.args)

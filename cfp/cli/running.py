@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
+from jax.sharding import Mesh
 from rich.console import Console
 
 from cfp import api
@@ -121,14 +122,29 @@ def run(
                 seed=seed,
                 progress=display.tell,
             )
+        elsewhere = _elsewhere_text(saved or used, devices_mesh)
         if as_json:
             print_json(trial_data(trial, used))
         else:
             _print_trial(trial)
-            if (rates := throughput(used, trial.median_ms)) is not None:
-                print(rates)
+            # A share of the rate is of devices that the plan is for.
+            rates = None if elsewhere else throughput(used, trial.median_ms)
+            for text in filter(None, (rates, elsewhere)):
+                print(text)
     if trial.failures:
         raise typer.Exit(1)
+
+
+def _elsewhere_text(plan: Plan, mesh: Mesh) -> str:
+    """Says that a plan ran on other devices than it is for; "" if it did not."""
+    wanted = plan.environment.get("device_kind", "")
+    kind, count = mesh.devices.flat[0].device_kind, mesh.size
+    if wanted in ("", kind):
+        return ""
+    return (
+        f"The plan is for {count} of {wanted}, and ran on {count} of {kind}: its "
+        "results are the step's, and times say nothing of those devices."
+    )
 
 
 def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from cfp.context import DecidedBy, PlanContext
 from cfp.cost.choice import SegmentChoice
 from cfp.cost.costs import Costs
 from cfp.devices.described import DescribedMesh
-from cfp.errors import OptionError, nearest
+from cfp.errors import OptionError, what_there_is
 from cfp.presets.presets import (
     ALIASES,
     DATA_PARALLEL,
@@ -244,7 +244,7 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
     if name not in known:
         raise OptionError(
             f"There is no preset {name!r} for this program; "
-            f"{nearest(name, known, ALIASES)}There are: {', '.join(known)}."
+            f"{what_there_is(name, known, ALIASES)}"
         )
     mesh, written = context.mesh, known[name]
     is_described = isinstance(mesh, DescribedMesh)

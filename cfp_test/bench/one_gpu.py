@@ -3,8 +3,8 @@
     python -m cfp_test.bench.one_gpu --out FILE.json [--models gpt llama bert moe]
         [--shares 0.6 0.4] [--seconds 560] [--rounds 8] [--tiny]
 
-On one device nothing is sharded: a plan chooses kernels, compiler options, what is
-rematerialized and what the memory of the host holds between steps. Models are those of
+On one device nothing is sharded: a plan chooses kernels, what is rematerialized and
+what the memory of the host holds between steps. Models are those of
 `side_by_side`, four layers at full width. Ways to run a step:
 
 jit             as it is written

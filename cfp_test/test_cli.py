@@ -377,6 +377,8 @@ def test_run_checks_a_plan_and_a_preset(planned, folder):
     assert strict["tolerance"] == 1e-9
     assert strict["rematerialized"] == [0, 0]  # of the step, and of the one in float32
     assert low.code == (0 if strict["passed"] else 1)
+    assert strict["passed"] == (strict["failures"] == [])
+    assert all(one["relative_l2"] > one["allowed"] for one in strict["failures"])
     assert other.code == 2
     assert "planned for float32[32,64], got bfloat16[32,64]" in other.err
 

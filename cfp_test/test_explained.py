@@ -10,7 +10,7 @@ import pytest
 
 from cfp.checking.check import Comparison, Difference
 from cfp.checking.trial import StepResult, Trial
-from cfp.cli.running import check_text
+from cfp.cli.running import check_text, list_failures
 from cfp.errors import DeviceError
 from cfp.platform import make_mesh
 from cfp.program.step import flatten_step
@@ -69,13 +69,18 @@ def test_what_is_donated_and_not_returned():
         trace(step, mesh)
 
 
-def checked_text(off: float, rounding: float) -> str:
-    """Returns a check's message about a leaf that is off by so much."""
+def checked(off: float, rounding: float) -> Trial:
+    """Returns a check of a step with one leaf, which is off by so much."""
     compared = Comparison(
         differences=(Difference("w", off),), rounding={"w": rounding}, changes={"w": 1}
     )
     step = StepResult(time_ms=1.0, metrics={}, comparison=compared)
-    return check_text(Trial(steps=(step,), tolerance=1e-5, checked=True))
+    return Trial(steps=(step,), tolerance=1e-5, checked=True)
+
+
+def checked_text(off: float, rounding: float) -> str:
+    """Returns the message of a check with one leaf, which is off by so much."""
+    return check_text(checked(off, rounding))
 
 
 def test_a_check_says_how_near_a_result_came_to_what_it_may_be_off():
@@ -92,6 +97,9 @@ def test_a_check_that_fails():
     text = checked_text(1e-3, 1e-7)
     assert text.startswith("Check FAILED: ")
     assert "step 0: w is off by 0.001, may be by 1e-05" in text
+    assert list_failures(checked(1e-3, 1e-7)) == [
+        {"step": 0, "path": "w", "relative_l2": 1e-3, "allowed": pytest.approx(1e-5)}
+    ]
 
 
 @pytest.mark.explained("No more than rounding does on one device")

@@ -168,7 +168,22 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
         "largest_difference": {"path": largest.path, "relative_l2": largest.relative_l2}
         if largest
         else None,
+        "failures": list_failures(trial),
+        "compared_by_norm_alone": sorted(map(trial.named, trial.undecided)),
     }
+
+
+def list_failures(trial: Trial) -> list[dict[str, Any]]:
+    """Lists the leaves that are further off than they may be, step by step."""
+    return [
+        {
+            "step": number,
+            "path": trial.named(d.path),
+            "relative_l2": d.relative_l2,
+            "allowed": trial.steps[number].comparison.allowed(d.path, trial.tolerance),
+        }
+        for number, d in trial.failures
+    ]
 
 
 def _print_trial(trial: Trial) -> None:
@@ -196,17 +211,16 @@ def check_text(trial: Trial) -> str:
     largest = trial.largest
     if largest is None:
         return "Check: the step returns nothing to compare."
-    failures = trial.failures
+    failures = list_failures(trial)
     if failures:
         text = (
             f"largest relative L2 difference from {reference_text(trial.preset)}: "
             f"{largest.relative_l2:.2g} in {trial.named(largest.path)}"
         )
         lines = [
-            f"  step {number}: {trial.named(d.path)} is off by "
-            f"{d.relative_l2:.2g}, may be by "
-            f"{trial.steps[number].comparison.allowed(d.path, trial.tolerance):.2g}"
-            for number, d in failures[:_FAILURES_SHOWN]
+            f"  step {one['step']}: {one['path']} is off by "
+            f"{one['relative_l2']:.2g}, may be by {one['allowed']:.2g}"
+            for one in failures[:_FAILURES_SHOWN]
         ]
         if len(failures) > _FAILURES_SHOWN:
             lines.append(f"  and {len(failures) - _FAILURES_SHOWN} more")

@@ -78,7 +78,7 @@ def checked(target: Sequence[str], plan: Path, where: Sequence[str]) -> dict[str
     if text:
         found = json.loads(text)
         wanted = ("plan", "median_ms", "passed", "tolerance", "largest_difference")
-        wanted += ("checked_against",)
+        wanted += ("checked_against", "failures", "compared_by_norm_alone")
         row |= {name: found.get(name) for name in wanted}
     return row
 

@@ -4,7 +4,8 @@ These run on one device, or, where it has no room for them, sharded in another w
 (:mod:`cfp.checking.reference`). Both compute in float32 where the step computes in
 less, with the highest precision of matrix products: what is left to differ is the order
 of sums in float32. It is measured, not guessed: the reference runs every step again,
-from arguments that differ in their last bit.
+from arguments that differ in their last bit. Where the plan's kernels compute in less,
+the plan's step does, with the last bits of what they read and return moved, too.
 """
 
 from __future__ import annotations
@@ -38,11 +39,9 @@ MOST_ALLOWED = 0.5
 # off by this many times what the last bit of the arguments does to it.
 ROUNDING_MARGIN = 10.0
 
-# Kernels that compute in bfloat16 round by up to half of this, and a leaf may be off
-# by so many times what all of it does to the arguments: one sign may turn in some tries
-# and not in others.
-# decisions.md, "What kernels in bfloat16 may do".
-NARROW_BIT = float(jnp.finfo(jnp.bfloat16).eps)
+# Where kernels compute in less, a leaf may be off by so many times what half of the
+# last bit of all that they read and return does to it: they round by up to as much.
+# decisions.md, "What rounds is moved where it rounds".
 NARROW_MARGIN = 2.0
 
 # What is nothing but rounding may be larger or smaller by as much: the gradient of a
@@ -67,7 +66,7 @@ class NormRange:
 
     Attributes:
         found: under the plan.
-        least, most: of the reference, from several arguments in the neighbourhood.
+        least, most: of the reference, and of the runs that tell what rounding does.
     """
 
     found: float
@@ -89,8 +88,9 @@ class Comparison:
     Attributes:
         differences: of what the plan returns, the furthest first.
         rounding: of what the reference returns if the last bits of its arguments are
-            others, as a root mean square of several tries, by path; those of bfloat16
-            where a kernel computes in it. 0 where nothing had to be tried.
+            others, as a root mean square of several tries, by path; where kernels
+            compute in less, of what the plan returns if those of all that these read
+            and return are, too. 0 where nothing had to be tried.
         changes: of the state before the step, by path; 0 for what is no state.
         sizes: of the leaves, by path.
         margin: how many times what rounding does is allowed.
@@ -144,11 +144,7 @@ class Comparison:
         ]
 
     def _noise(self, path: str) -> float:
-        noise, change = self.rounding.get(path, 0.0), self.changes.get(path, 0.0)
-        if self.margin == NARROW_MARGIN and 0.0 < change < 1.0:
-            # Where the state itself was moved as far, that says nothing of the step, of
-            # which rounding turns signs at most.
-            noise = min(noise, change)
+        noise = self.rounding.get(path, 0.0)
         return self.margin * noise if isfinite(noise) else 0.0
 
     def _is_noise(self, path: str) -> bool:
@@ -192,9 +188,8 @@ class Check:
         self._feedback = feedback
         self._static = {key for key, _ in reference.step.step.static}
         self._args: list[Any] = []
-        self._bit, self._margin = (
-            (NARROW_BIT, NARROW_MARGIN) if planned.narrow else (0.0, ROUNDING_MARGIN)
-        )
+        self._shaken: CompiledStep | None = None
+        self._margin = NARROW_MARGIN if planned.narrow else ROUNDING_MARGIN
         self.tolerance = (
             LOW_TOLERANCE
             if planned.narrow
@@ -233,10 +228,10 @@ class Check:
         moved = [compare(expected, expected)]
         expected = in_host(expected)  # The other runs need the room.
         tell("running the plan's step, and comparing results")
-        found = on_device(fixed(self.planned(*self._for_plan())))
-        if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(found)):
-            found = self._beside_reference(found)
+        found = self._under_plan(self.planned, fresh)
         differences = compare(found, expected)
+        # The runs to come are of the side that rounds most.
+        usual = in_host(found) if self.planned.shaken else expected
         del found
         sides = differences, compare(self._before(expected), expected)
         made = _comparison(moved, *sides, self._margin)
@@ -246,19 +241,25 @@ class Check:
                 break
             most = NUDGES if seed < NUDGES else NUDGES + MORE_NUDGES
             tell(f"finding what rounding changes, run {seed + 1} of at most {most}")
-            moved.append(self._nudged(expected, seed))
+            moved.append(compare(self._nudged(seed, tell), usual))
             made = _comparison(moved, *sides, self._margin)
         feed_back(self._args, expected, self._feedback)
         return made
 
-    def _for_plan(self) -> list[Any]:
-        """The arguments, where the plan has them: whole copies take more room."""
+    def _under_plan(self, step: CompiledStep, change: Callable[[Any], Any]) -> Any:
+        """Results of a step under the plan for arguments like these.
+
+        The arguments are where the plan has them: whole copies take more room.
+        """
         shardings = iter(self.planned.in_shardings)
 
         def placed(leaf: Any) -> jax.Array:
-            return put(fresh(leaf), next(shardings))
+            return put(change(leaf), next(shardings))
 
-        return self._each(lambda arg: jax.tree.map(placed, arg))
+        made = on_device(fixed(step(*self._each(partial(jax.tree.map, placed)))))
+        if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(made)):
+            return made
+        return self._beside_reference(made)
 
     def _reference(self, change: Callable[[Any], Any]) -> Any:
         """Results of the reference's step for arguments like these."""
@@ -278,15 +279,20 @@ class Check:
 
         return jax.tree.map(moved, tree)
 
-    def _nudged(self, expected: Any, seed: int) -> Differences:
-        """Compares the reference's results for arguments near these with its others."""
+    def _nudged(self, seed: int, tell: Callable[[str], None]) -> Any:
+        """Results for arguments near these, of the side that rounds most."""
 
         def near(leaf: Any) -> jax.Array:
-            return nudge(on_device(leaf), seed=seed, least=self._bit)
+            return nudge(on_device(leaf), seed=seed)
 
         # One after another: a whole state beside the changed one would leave its memory
         # in two parts, and neither may have room for what the step needs at once.
-        return compare(self._reference(partial(jax.tree.map, near)), expected)
+        if self.planned.shaken is None:
+            return self._reference(partial(jax.tree.map, near))
+        if self._shaken is None:
+            tell("compiling the plan's step with the last bits of its kernels moved")
+            self._shaken = self.planned.shaken()
+        return self._under_plan(self._shaken, near)
 
     def _each(self, change: Callable[[Any], Any]) -> list[Any]:
         return [
@@ -351,19 +357,14 @@ def fresh(tree: Any) -> Any:
 
 
 @jax.jit
-def nudge(x: jax.Array, seed: int = 0, least: float = 0.0) -> jax.Array:
-    """Moves every float of an array one bit up or down, at random.
-
-    Args:
-        least: what a bit is at least, as a share of the number.
-    """
+def nudge(x: jax.Array, seed: int = 0) -> jax.Array:
+    """Moves every float of an array one bit up or down, at random."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     # JAX's own generator takes long to compile.
     key = jax.random.key(seed, impl="rbg")
     signs = jax.random.rademacher(key, x.shape, x.dtype)
-    bit = jnp.maximum(jnp.finfo(x.dtype).eps, least).astype(x.dtype)
-    return (x * (1 + signs * bit)).astype(x.dtype)
+    return (x * (1 + signs * jnp.finfo(x.dtype).eps)).astype(x.dtype)
 
 
 def feed_back(args: list[Any], result: Any, feedback: Mapping[int, int | None]) -> None:

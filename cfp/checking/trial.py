@@ -61,6 +61,7 @@ class Trial:
         rematerialized: how many instructions the compiler rematerializes by itself, in
             the step and, if checked, in what was compared; None where a program has no
             text.
+        narrow: whether kernels of it compute in less than float32.
         state: names of arguments by the places of the results that replace them; "" is
             all of the result.
     """
@@ -70,6 +71,7 @@ class Trial:
     checked: bool
     preset: str = ""
     rematerialized: tuple[int | None, ...] = ()
+    narrow: bool = False
     state: Mapping[str, str] = field(default_factory=dict)
 
     def named(self, path: str) -> str:
@@ -218,6 +220,7 @@ def run_trial(
         checked=check,
         preset=checking.reference.preset if checking is not None else "",
         rematerialized=tuple(count_rematerialized(p.as_text()) for p in programs),
+        narrow=checking is not None and bool(checking.planned.narrow),
         state={
             "" if place is None else str(place): names[position]
             for position, place in feedback.items()

@@ -242,7 +242,7 @@ def check_text(trial: Trial) -> str:
     undecided = sorted(map(trial.named, trial.undecided))
     if undecided:
         text += (
-            f"\nThese leaves are dominated by rounding even {_where(trial)}; only "
+            f"\nThese leaves are dominated by rounding {_where(trial)}; only "
             f"their norms were compared: {few(undecided, most=_FAILURES_SHOWN)}"
         )
     if trial.preset == AS_WRITTEN:
@@ -262,6 +262,9 @@ def check_text(trial: Trial) -> str:
 
 
 def _where(trial: Trial) -> str:
+    """Says in which runs it was found out what rounding does."""
+    if trial.narrow:
+        return "in the plan's kernels"
     if trial.preset == AS_WRITTEN:
         return "as it is written"
     return f"{'under' if trial.preset else 'on'} {reference_text(trial.preset)}"

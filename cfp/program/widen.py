@@ -32,8 +32,10 @@ _SINGLE = re.compile(r"[<x](?:f32|bf16|f16|f8E\w+|f6E\w+|f4E\w+)>")
 
 # What these compute is fixed by more than types: by code outside of the program, by a
 # function that others call, too, by bits, or by how a number is written.
-_FIXED = ("custom_call", "composite", "bitcast_convert", "constant")
+_KERNELS = ("custom_call", "composite")
+_FIXED = (*_KERNELS, "bitcast_convert", "constant")
 _MANTISSA_BITS = 23  # of a float32
+_MANTISSA = re.compile(r"E\dM(\d)")
 _PRODUCTS = ("dot_general", "dot", "convolution", "ragged_dot")
 
 
@@ -60,6 +62,8 @@ def widened(
     lowering: Lowering,
     in_shardings: Sequence[NamedSharding],
     out_shardings: Sequence[NamedSharding],
+    *,
+    shaken: bool = False,
 ) -> Widened:
     """A lowered step with every float of less than 32 bits as float32.
 
@@ -69,9 +73,11 @@ def widened(
     Args:
         lowering: of the step, constraints inserted; changed in place.
         in_shardings, out_shardings: that it was lowered with, one for each leaf.
+        shaken: as of `widen`.
     """
     text = lowering.text
-    narrow = widen(lowering.module, precise=_platforms(in_shardings) != {"cpu"})
+    precise = _platforms(in_shardings) != {"cpu"}
+    narrow = widen(lowering.module, precise=precise, shaken=shaken)
     # JAX knows the types of arguments and results apart from the module. So a function
     # that has the wide ones is lowered, and gets the other's module: the functions of
     # the host that it calls are the same, in the same order.
@@ -125,11 +131,16 @@ def _wide_step(step: FlatStep) -> FlatStep:
 # ------------------------------------------------------------------------- the module
 
 
-def widen(module: ir.Module, *, precise: bool = True) -> tuple[str, ...]:
+def widen(
+    module: ir.Module, *, precise: bool = True, shaken: bool = False
+) -> tuple[str, ...]:
     """Has a normalised module compute in float32 what it computes in less, in place.
 
     Args:
         precise: whether matrix products are to have the highest precision.
+        shaken: whether what kernels from elsewhere read and return in less is moved by
+            half of its last bit, up or down by what the bits below it or that bit are:
+            somewhat more than it was rounded by.
 
     Returns:
         What keeps its types, and computes in less: kernels from elsewhere.
@@ -149,7 +160,7 @@ def widen(module: ir.Module, *, precise: bool = True) -> tuple[str, ...]:
             elif kind == "reduce_precision":
                 _drop_rounding(op)
         for op, reads in fixed.items():
-            _join(op, reads)
+            _join(op, reads, shaken and op.name.partition(".")[2] in _KERNELS)
         _retype(function)
         return tuple(sorted({*map(_name, fixed)} - {"stablehlo.constant"}))
 
@@ -193,18 +204,51 @@ def _name(op: ir.Operation) -> str:
     return " ".join([op.name, *texts])
 
 
-def _join(op: ir.Operation, reads: Sequence[ir.Type]) -> None:
+def _join(op: ir.Operation, reads: Sequence[ir.Type], shaken: bool) -> None:
     """Converts what an op that keeps its types reads, of these types, and makes."""
     for index, kind in enumerate(reads):
         if _is_narrow(kind):
             with ir.InsertionPoint(op):
-                op.operands[index] = _converted(op.operands[index], kind)
+                read = op.operands[index]
+                read = _shaken(read, kind, 0) if shaken else read
+                op.operands[index] = _converted(read, kind)
     for result in op.results:
         if _is_narrow(result.type):
             with ir.InsertionPoint.after(op):
                 wide = _converted(result, _wide(result.type))
+                bit = _MANTISSA_BITS - _mantissa_bits(result.type)
+                made = _shaken(wide, result.type, bit) if shaken else wide
             maker: Any = wide.owner
-            result.replace_all_uses_except(wide, maker.operation)
+            result.replace_all_uses_except(made, maker.operation)
+
+
+def _mantissa_bits(kind: ir.Type) -> int:
+    """Bits of the mantissa of a narrow float that are written down."""
+    name = str(ir.RankedTensorType(kind).element_type)
+    if found := _MANTISSA.search(name):
+        return int(found[1])
+    return {"bf16": 7, "f16": 10}[name]
+
+
+def _shaken(value: ir.Value, kind: ir.Type, bit: int) -> ir.Value:
+    """Moves float32 numbers by half of a narrow type's last bit.
+
+    Args:
+        bit: of their own bits the one that says whether up or down.
+    """
+    shape = ir.RankedTensorType(value.type)
+    bits_type = ir.RankedTensorType.get(
+        shape.shape, ir.IntegerType.get_signless(32), shape.encoding
+    )
+    half = 2.0 ** -(_mantissa_bits(kind) + 1)
+    bits = shardy.make("stablehlo.bitcast_convert", bits_type, value)
+    places, one = (shardy.constant(str(n), bits_type) for n in (bit, 1))
+    bits = shardy.make("stablehlo.shift_right_logical", bits_type, bits, places)
+    is_odd = _converted(shardy.make("stablehlo.and", bits_type, bits, one), value.type)
+    low, step = (shardy.constant(repr(x), value.type) for x in (1 - half, 2 * half))
+    factor = shardy.make("stablehlo.multiply", value.type, is_odd, step)
+    factor = shardy.make("stablehlo.add", value.type, low, factor)
+    return shardy.make("stablehlo.multiply", value.type, value, factor)
 
 
 def _converted(value: ir.Value, kind: ir.Type) -> ir.Value:

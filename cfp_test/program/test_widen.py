@@ -197,3 +197,25 @@ def test_what_is_wide_stays():
 )
 def test_only_narrow_floats_become_wider(narrow, wide):
     assert wide_dtype(jnp.dtype(narrow)) == jnp.dtype(wide)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_kernels_read_and_return_is_moved_by_half_a_bit(dtype):
+    """A function of the host stands for a kernel that computes in less."""
+
+    def step(x):
+        shape = jax.ShapeDtypeStruct(x.shape, dtype)
+        made = jax.pure_callback(lambda v: v, shape, x.astype(dtype))
+        return made.astype(jnp.float32)
+
+    one, lowering, *shardings = as_it_is(step, X)
+    shaken = widened(one, lowering, *shardings, shaken=True)
+    assert len(shaken.narrow) == 1
+    moved = np.asarray(run(shaken, X)) / X - 1
+    half = float(jnp.finfo(dtype).eps) / 2
+    # Moved as it is read, rounded, and moved as it is returned.
+    assert np.abs(moved).max() <= 3.01 * half
+    assert np.sqrt(np.square(moved).mean()) > half
+    assert (moved > 0).any() and (moved < 0).any()
+    exact = np.asarray(run(lowered(step, X), X)) / X - 1
+    assert np.abs(exact).max() <= 1.01 * half

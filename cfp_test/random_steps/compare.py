@@ -15,13 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cfp.checking.check import CHANGE_MARGIN, NARROW_BIT, ROUNDING_MARGIN
+from cfp.checking.check import CHANGE_MARGIN, ROUNDING_MARGIN
 from cfp_test.checking import NOISE, difference, to_host
 
 TOLERANCE = 1e-5
 # No leaf may be off by more, whatever rounding does to it.
 MOST_ALLOWED = 0.03
 NUDGES, MORE_NUDGES = 3, 16
+# By how much arguments are moved where a step computes in bfloat16.
+_NARROW_BIT = float(jnp.finfo(jnp.bfloat16).eps) / 4
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def nudged(leaves: Sequence[Any], seed: int, narrow: bool) -> list[Any]:
             found.append(leaf)
             continue
         host = np.asarray(leaf)
-        bit = NARROW_BIT / 4 if narrow else float(jnp.finfo(host.dtype).eps)
+        bit = _NARROW_BIT if narrow else float(jnp.finfo(host.dtype).eps)
         signs = rng.integers(0, 2, host.shape) * 2 - 1
         moved = (host * (1 + signs * bit)).astype(host.dtype)
         is_spread = len(leaf.sharding.device_set) > 1

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
 from rich import box
@@ -233,7 +233,7 @@ def read(file: Path) -> tuple[dict[str, Any], list[Row]]:
             f"{file} holds no results of operators.",
             expected=f'what --json writes: kind "{KIND}", format {FORMAT}',
             got=f"{type(error).__name__}: {error}",
-            attempt="python -m cfp.operators --json FILE",
+            attempt="cfp operators --json FILE",
         ) from error
 
 
@@ -287,9 +287,8 @@ def main(words: Sequence[str]) -> int:
         0; 1 if an implementation computes something else than the oracle, or became
         slower than is allowed; 2 for wrong use.
     """
-    options = _parser().parse_args(words)
     try:
-        return _run(options)
+        return _run(_parser().parse_args(words))
     except CfpError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -381,9 +380,20 @@ def _compared(
     return slower
 
 
+class _Parser(argparse.ArgumentParser):
+    """Errors of use are as those of the other commands."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what argparse would print with its usage."""
+        raise CfpError(
+            f"{message[0].upper()}{message[1:]}.",
+            attempt=f"{self.prog} --help, which lists all options",
+        )
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m cfp.operators",
+    parser = _Parser(
+        prog="cfp operators",
         description="Checks all implementations of the operators that models are made "
         "of against a float32 oracle, outputs and gradients, and times those that are "
         "right. The exit code is 1 if one is wrong.",

@@ -147,7 +147,7 @@ class Operator:
             else f"{self.name} by {implementation} does not take these arguments.",
             expected="; ".join(f"{name}: {why}" for name, why in against.items()),
             got=shapes,
-            attempt=f"python -m cfp.operators --list --only-run {self.name}",
+            attempt=f"cfp operators --list --only-run {self.name}",
         )
 
     def implementation(self, name: str) -> Implementation:
@@ -234,5 +234,5 @@ def unknown(what: str, name: str, known: list[str]) -> OperatorError:
         f"There is no {what} called {name!r}.",
         expected="one of " + ", ".join(known) if known else "none: it takes none",
         got=repr(name),
-        attempt=near[0] if near else "python -m cfp.operators --list",
+        attempt=near[0] if near else "cfp operators --list",
     )

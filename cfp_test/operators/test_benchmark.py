@@ -228,6 +228,8 @@ def test_tables_fit_the_columns_that_are_given(width, rows):
         (["--compare", "nowhere.json"], "holds no results of operators"),
         (["--fail-if-regression", "5%"], "needs --compare"),
         (["--plot", "bars.txt"], "no kind of image"),
+        (["--lst"], "Unrecognized arguments: --lst.   try: cfp operators --help"),
+        (["--seconds", "long"], "--seconds: invalid float value: 'long'"),
     ],
 )
 def test_wrong_use_of_the_command_is_one_message(words, said, capsys):

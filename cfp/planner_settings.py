@@ -156,8 +156,8 @@ def dimensions_of(names: str | Iterable[str]) -> frozenset[Dimension]:
         CfpError: there is no such dimension, or none was given.
     """
     names = [names] if isinstance(names, str) else [*names]
-    known = [str(one) for one in Dimension]
-    plain = {name: str(name).strip().replace("-", "_") for name in names}
+    known = [one.replace("_", "-") for one in Dimension]
+    plain = {name: str(name).strip().lower().replace("_", "-") for name in names}
     for name, found in plain.items():
         if found not in known:
             raise CfpError(
@@ -169,14 +169,14 @@ def dimensions_of(names: str | Iterable[str]) -> frozenset[Dimension]:
             f"Expected something to choose among, got none. There are: "
             f"{', '.join(known)}; leave choose out for all."
         )
-    return frozenset(map(Dimension, plain.values()))
+    return frozenset(Dimension(one.replace("-", "_")) for one in plain.values())
 
 
 _ALIASES = {
     "attention": "kernels",
     "rematerialization": "remat",
-    "options": "compiler_options",
-    "cross_entropy": "cross_entropies",
+    "options": "compiler-options",
+    "cross_entropy": "cross-entropies",
     "strategies": "sharding",
 }
 

@@ -140,6 +140,12 @@ def test_what_asks_for_a_dimension_that_is_left_out_is_refused():
 def test_names_are_read_with_hyphens_too():
     assert dimensions_of("cross-entropies") == {Dimension.CROSS_ENTROPIES}
     assert dimensions_of(str(one) for one in Dimension) == set(Dimension)
+    with pytest.raises(CfpError) as caught:
+        dimensions_of("compiler_option")
+    there_are = ", ".join(one.replace("_", "-") for one in Dimension)
+    assert f"did you mean 'compiler-options'? There are: {there_are}." in str(
+        caught.value
+    )
 
 
 def test_the_command_takes_names(tmp_path):

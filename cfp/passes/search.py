@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import median
 
@@ -24,6 +24,7 @@ from cfp.presets.presets import (
     named_choices,
     presets,
 )
+from cfp.printable import mesh_text
 from cfp.profiling.collectives import known_rates
 from cfp.race.candidates import (
     leanest_of,
@@ -225,6 +226,20 @@ def _fitting_as_compiled(
     ]
 
 
+def _no_preset(name: str, known: Iterable[str], analysis: Analysis) -> OptionError:
+    here = analysis.frame.mesh
+    axes = [part.partition("=")[0] for part in name.split(",") if "=" in part]
+    text = f"There is no preset {name!r} for this program"
+    if axes and here and axes != [axis for axis, _ in here]:
+        mesh = ",".join(f"{axis}=2" for axis in axes)
+        text = (
+            f"The preset {name!r} is for a mesh with the axes {', '.join(axes)}, and "
+            f"this one is {mesh_text(here)}. Give such a mesh, as --mesh {mesh}, or a "
+            "preset of this one"
+        )
+    return OptionError(f"{text}; {what_there_is(name, known, ALIASES)}")
+
+
 def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solution:
     """A preset, by name, in place of a search.
 
@@ -242,10 +257,7 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
     if name not in known:
         known = named_choices(analysis.frame)  # Propagation takes longer than the rest.
     if name not in known:
-        raise OptionError(
-            f"There is no preset {name!r} for this program; "
-            f"{what_there_is(name, known, ALIASES)}"
-        )
+        raise _no_preset(name, known, analysis)
     mesh, written = context.mesh, known[name]
     is_described = isinstance(mesh, DescribedMesh)
     rates = mesh.rates if is_described else known_rates(mesh, context.store)

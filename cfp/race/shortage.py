@@ -269,8 +269,8 @@ def _advice(
     options.append("use more devices")
     if not parts or parts[0] == TEMPORARIES or TEMPORARIES in large:
         options.append(
-            "make the batch smaller, or let it through in parts (--microbatches, "
-            "cfp.plan_fastest)"
+            "make the batch smaller, or, if the step takes microbatches, let it "
+            "through in parts (--microbatches, cfp.plan_fastest)"
         )
     advice = ", ".join(options)
     if RESULTS in large:

@@ -303,6 +303,7 @@ def _refuse_segment(
     analysis: Analysis, segment: Segment, old: Mapping[Any, Sequence[_Rows]]
 ) -> None:
     """Says where the closest segment of a plan begins to differ."""
+    _refuse_more_layers(analysis, old)
     blocks = list(_blocks(analysis, segment))
     best, same = "no segment at all", -1
     for form in old:
@@ -321,6 +322,25 @@ def _refuse_segment(
     if same == len(blocks):
         got = f"a segment that ends after {len(blocks)} blocks, with {got}"
     _refuse(f"Segment {segment.index} of the step is none of the plan.", best, got)
+
+
+def _refuse_more_layers(analysis: Analysis, old: Mapping[Any, Sequence[_Rows]]) -> None:
+    """Refuses a plan of one segment, in which no layer repeats, for more layers."""
+    planned = [rows for alike in old.values() for rows in alike]
+    here = [op for s in analysis.segments for _, op in _blocks(analysis, s)]
+    known = {_form_of_op(row.op) for rows in planned for row in rows}
+    if len(planned) > 1 or len(here) <= len(planned[0]):
+        return
+    if known <= {*map(_form_of_op, here)}:
+        raise PlanMismatch(
+            "The plan is of one segment, in which no layer repeats: it does not say "
+            "what more layers take after.",
+            expected="a plan of a step with repeated layers, three or more",
+            got=f"a plan of {len(planned[0])} blocks in 1 segment, and a step of "
+            f"{len(here)} blocks",
+            attempt="cfp plan for three layers or more, and --adapt with that plan; or "
+            "cfp plan for this step",
+        )
 
 
 def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:

@@ -280,6 +280,17 @@ def test_what_does_not_match_is_refused(saved, args, reason):
         adapted(saved["data_parallel"], *args)
 
 
+def test_a_plan_of_one_segment_names_the_plan_that_more_layers_need(how):
+    """In it no layer repeats."""
+    params, x = arguments(1)
+    one = cfp.plan(STEP_FN, params, x, preset="data_parallel", **how)
+    assert len(one.segments) == 1
+    with pytest.raises(cfp.PlanMismatch, match="The plan is of one segment") as error:
+        adapted(one, *arguments(3))
+    assert "a plan of 3 blocks in 1 segment, and a step of 7 blocks" in str(error.value)
+    assert "try: cfp plan for three layers or more" in str(error.value)
+
+
 def test_a_key_and_a_counter_in_the_state_stay_for_another_batch(how):
     def step(state, x):
         found, loss = STEP_FN(state["params"], x)

@@ -3,9 +3,45 @@
 from __future__ import annotations
 
 import gc
+import io
+import os
+import stat
 import sys
+from typing import Any
 
 OLDEST_PYTHON = (3, 11)
+
+
+class _Pipe(io.FileIO):
+    """A pipe whose reader may leave: what it no longer takes is dropped.
+
+    So `cfp show plan.json | head` ends as without ``head``, and planning goes on to
+    save its plan although nothing reads its tables.
+    """
+
+    def write(self, data: Any) -> int:
+        """Writes bytes."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return memoryview(data).nbytes
+
+
+def _outlive_readers() -> None:
+    """Lets the process go on where a pipe that it writes to is closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stat.S_ISFIFO(
+            os.fstat(stream.fileno()).st_mode
+        ):
+            pipe = io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False))
+            text = io.TextIOWrapper(
+                pipe,
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering or stream.write_through,
+            )
+            setattr(sys, name, text)
 
 
 def main() -> None:
@@ -20,6 +56,7 @@ def main() -> None:
             f"cfp needs Python 3.11, 3.12 or 3.13; this is {found}, {sys.executable}.\n"
             "  try: python3.11 -m venv, and install cfp there"
         )
+    _outlive_readers()
     if sys.argv[1:2] == ["doctor"]:
         from cfp.cluster.doctor import main as doctor
 

@@ -84,6 +84,12 @@ class Target:
     static: tuple[int, ...] = ()
     make_args: MakeArgs
 
+    @property
+    def draws(self) -> bool:
+        """True if `make_args` draws random numbers: of an argument a shape is known."""
+        leaves = tree_leaves(fixed(self.args))
+        return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+
     def flatten(self) -> FlatStep:
         """The step over flat arguments; see :func:`cfp.program.step.flatten_step`."""
         return flatten_step(

@@ -55,6 +55,16 @@ def format_bytes(count: float, *, up: bool = False) -> str:
     raise AssertionError
 
 
+def format_flops(flops: float) -> str:
+    """Floating-point operations for people: ``5.24 MFLOP``."""
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("", 1.0)):
+        if abs(flops) >= 0.1 * scale or not prefix:
+            amount = flops / scale
+            digits = f"{amount:.3g}" if amount < 999.5 else f"{amount:,.0f}"
+            return f"{digits} {prefix}FLOP"
+    raise AssertionError
+
+
 def waiting_text(label: str, seconds: float) -> str:
     """Words for the wait for one program to be compiled, and for nothing else."""
     return f"waiting for 1 program to compile, {clock_text(seconds)} so far: {label}"

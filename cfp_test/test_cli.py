@@ -49,6 +49,11 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["bench", *ON_CPU, "--json", "absent/b.json"], "another file with --json."),
     (["plan", TOY, *ON_CPU, "--workdir", "/proc/cfp"], "cannot be used"),
     (["plan", TOY, *ON_CPU, "--workdir", "work", "--preset", "fsdp"], "fully_sharded"),
+    (
+        ["plan", TOY, *ON_CPU, "--workdir", "work", "--preset", "x=data,y=tensor"],
+        "is for a mesh with the axes x, y, and this one is x=4. Give such a mesh, as "
+        "--mesh x=2,y=2, or a preset of this one; there are: data_parallel, ",
+    ),
     (["plan", TOY, *ON_CPU, "--donate", "3"], "numbered from 0 to 2"),
     (["plan", TOY, *ON_CPU, "--donate", "0,3"], "--donate 3: the step has 3 arg"),
     (["plan", TOY, *ON_CPU, "--static", "1", "--static", "0,4"], "--static 4: the"),
@@ -164,13 +169,16 @@ def test_looking_at_a_program_takes_no_measurements(folder):
         ["plan", TOY, *ON_CPU, "--presets", "--json"],
     ]
     analysed, analysed_json, listed, listed_json = run_batch(lines, folder)
+    flops = 5 * 2 * 16 * 32 * 64
     assert "2 blocks, 1 segment" in analysed.out
+    assert f"{flops / 1e6:.3g} MFLOP per step" in analysed.out
+    assert not [line for line in analysed.out.split("\n") if line != line.rstrip()]
     assert (folder / "look" / "debug_analysis_global" / "strategy_map.txt").exists()
     assert not list(folder.glob("look/*.sqlite"))
     found = json.loads(analysed_json.out)
     assert [len(s["strategies"]) for s in found["segments"]] == [2]
     # Forward, and both gradients but that of the data.
-    assert found["flops"] == 5 * 2 * 16 * 32 * 64
+    assert found["flops"] == flops
     assert "This is no JSON." in analysed_json.err
     assert "fully_sharded" in listed.out
     by_name = {item["name"]: item for item in json.loads(listed_json.out)}
@@ -271,6 +279,7 @@ def test_time_is_traded_for_memory(planned, folder):
         [wanted, [*wanted, "--json"], [*wanted, "--plot", "curve.abc"]], folder
     )
     assert shown.code == 0, shown.err
+    assert "against memory, both predicted from measured segments\n" in shown.out
     assert "* the fastest within the budget of 1.00 GiB" in shown.out
     assert (folder / "curve.svg").read_text().startswith("<?xml")
     points = json.loads(as_json.out)["points"]
@@ -368,7 +377,9 @@ def test_run_checks_a_plan_and_a_preset(planned, folder):
     assert checked.code == 0, checked
     assert "Check passed" in checked.out
     assert "Median step time" in checked.out
+    assert "ran on random numbers" in checked.out
     found = json.loads(preset.out)
+    assert found["random_arguments"] is True
     losses = [step["metrics"]["loss"] for step in found["steps"]]
     # The weights come back, so they are fed back, donated or not.
     assert losses[0] > losses[1] > losses[2]
@@ -481,6 +492,21 @@ def test_garbage_is_collected_while_a_command_runs(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["cfp", "plan"])
     __main__.main()
     assert found == [False, True] and gc.get_freeze_count() <= frozen
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_command_goes_on_after_its_reader_has_left(unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "cfp", "doctor", "--list"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=environment(PYTHONUNBUFFERED=unbuffered),
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 LOADING = """

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfp.errors import CfpError
-from cfp.units import format_bytes, parse_bytes, seconds_left
+from cfp.units import format_bytes, format_flops, parse_bytes, seconds_left
 
 AMOUNTS = st.integers(1, 2**45)
 
@@ -22,6 +22,22 @@ def test_what_is_written_is_near(count):
     written = parse_bytes(format_bytes(count))
     assert written is not None
     assert abs(written - count) <= 0.005 * count + 1
+
+
+@pytest.mark.parametrize(
+    ("flops", "text"),
+    [
+        (0, "0 FLOP"),
+        (49152, "49,152 FLOP"),
+        (5.24288e6, "5.24 MFLOP"),
+        (3.02e9, "3.02 GFLOP"),
+        (0.0999e12, "99.9 GFLOP"),
+        (0.1e12, "0.1 TFLOP"),
+        (1234.5e12, "1,234 TFLOP"),
+    ],
+)
+def test_flops_have_the_unit_that_suits_them(flops, text):
+    assert format_flops(flops) == text
 
 
 @pytest.mark.parametrize("text", ["12", "80", " 1000 ", "4e3", "1.5"])

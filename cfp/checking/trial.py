@@ -64,6 +64,7 @@ class Trial:
         narrow: whether kernels of it compute in less than float32.
         state: names of arguments by the places of the results that replace them; "" is
             all of the result.
+        drawn: whether arguments were random numbers, since only shapes are known.
     """
 
     steps: tuple[StepResult, ...]
@@ -73,6 +74,7 @@ class Trial:
     rematerialized: tuple[int | None, ...] = ()
     narrow: bool = False
     state: Mapping[str, str] = field(default_factory=dict)
+    drawn: bool = False
 
     def named(self, path: str) -> str:
         """Names a result by its path, and new state as the argument is: ``w/up``."""
@@ -225,6 +227,7 @@ def run_trial(
             "" if place is None else str(place): names[position]
             for position, place in feedback.items()
         },
+        drawn=target.draws,
     )
 
 

@@ -31,7 +31,6 @@ from cfp.cli.options import (
     plan_data,
     print_error,
     save,
-    show,
     suggest,
 )
 from cfp.cli.session import (
@@ -62,7 +61,7 @@ from cfp.settings import Dimension
 from cfp.targets import MICROBATCHES, Target, resolve
 from cfp.units import format_bytes, parse_bytes
 from cfp.variants import Basis, Fastest, Outcome, Variant, plan_fastest
-from cfp.view.console import Fitted, literal_console, new_table, wrapped
+from cfp.view.console import Fitted, new_table, print_view, wrapped
 from cfp.view.text import print_plan
 from cfp.view.words import SAME_MS
 
@@ -423,8 +422,8 @@ def plan(
             _end_interrupted(found)
             return
         if several:
-            show(lambda b: variants_view(found, b))
-        print_plan(found.plan, literal_console())
+            print_view(lambda b: variants_view(found, b))
+        print_plan(found.plan)
         _, _, count = found.name.partition(", microbatches ")
         if count not in ("", "1"):
             print(f"Give cfp run --microbatches {count}, too.")
@@ -559,7 +558,7 @@ def list_presets(ctx: typer.Context) -> None:
         if as_json:
             print_json(found)
             return
-        show(lambda b: passes.presets_view(found, b))
+        print_view(lambda b: passes.presets_view(found, b))
 
 
 def show_trade_off(ctx: typer.Context) -> None:
@@ -586,7 +585,9 @@ def show_trade_off(ctx: typer.Context) -> None:
             data = trade_off_data(session.analysis, problem, found, budget)
             print_json({**data, "cut": cut})
             return
-        show(lambda b: trade_off_view(session.analysis, problem, found, budget, b))
+        print_view(
+            lambda b: trade_off_view(session.analysis, problem, found, budget, b)
+        )
         if cut:
             print(wrapped(cut))
         if plot is not None:
@@ -610,7 +611,7 @@ def adapt_plan(ctx: typer.Context) -> None:
         if given["as_json"]:
             print_json(plan_data(made))
         else:
-            print_plan(made, literal_console())
+            print_plan(made)
 
 
 RUN = {"presets": list_presets, "tradeoff": show_trade_off, "adapt": adapt_plan}

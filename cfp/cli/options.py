@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.console import RenderableType
 from typer.core import TyperCommand
 
 from cfp.cli.supervise import Supervision
@@ -34,15 +32,9 @@ from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress
 from cfp.settings import ConstraintLevel
 from cfp.targets import UnknownOption
-from cfp.view.console import console_and_border, literal_console, wrapped
+from cfp.view.console import literal_console, wrapped
 from cfp.view.remarks import unplanned_text
 from cfp.view.words import throughput
-
-
-def show(view: Callable[[box.Box], RenderableType]) -> None:
-    """Prints a view with the lines that the console can draw."""
-    console, border = console_and_border(literal_console())
-    console.print(view(border))
 
 
 def print_error(message: str) -> None:

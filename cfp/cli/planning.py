@@ -22,7 +22,6 @@ from cfp.cli.options import (
     only_json,
     plan_data,
     save,
-    show,
     suggest,
 )
 from cfp.cli.session import (
@@ -39,7 +38,6 @@ from cfp.find import FoundPlan, complete_plan
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
 from cfp.planner_settings import PlannerSettings
-from cfp.printable import columns
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.key import environment_parts, other_kind
 from cfp.profiling.options import MeasureOptions
@@ -60,7 +58,7 @@ from cfp.search.choices import picks_of
 from cfp.search.explain import explain
 from cfp.search.requests import Profiles
 from cfp.units import parse_bytes
-from cfp.view.console import Fitted, literal_console, wrapped
+from cfp.view.console import Fitted, print_view, wrapped
 from cfp.view.text import print_plan
 
 _instead = o.under("Instead of a step's measurements")
@@ -185,7 +183,7 @@ def measure_curves(ctx: typer.Context) -> None:
         if given["as_json"]:
             print_json(curves_data(rates, link))
         else:
-            literal_console(width=columns()).print(Fitted(curves_table(rates, link)))
+            print_view(lambda border: Fitted(curves_table(rates, link, border)))
 
 
 RUN = {
@@ -236,7 +234,7 @@ def analyze(
         if as_json:
             print_json(passes.analysis_data(session.analysis, session.seconds))
             return
-        show(lambda b: passes.analysis_view(session.analysis, session.seconds, b))
+        print_view(lambda b: passes.analysis_view(session.analysis, session.seconds, b))
         if folder is not None:
             print(f"Details: {folder}")
 
@@ -312,7 +310,7 @@ def profile(
         if as_json:
             print_json(passes.profiles_data(session.analysis, found))
             return
-        show(lambda b: passes.profiles_view(session.analysis, found, b))
+        print_view(lambda b: passes.profiles_view(session.analysis, found, b))
         print(f"Kept in {kept}")
 
 
@@ -371,10 +369,10 @@ def search(
                 data["explanation"] = found
             print_json(data)
             return
-        print_plan(made, literal_console())
+        print_plan(made)
         if why is not None:
             print()
-            show(lambda b: explanation_view(session.analysis, problem, why, b))
+            print_view(lambda b: explanation_view(session.analysis, problem, why, b))
         suggest(made, output)
 
 

@@ -27,7 +27,7 @@ from cfp.profiling.hlo import collective_sites
 from cfp.report.passes import sites_text
 from cfp.report.progress import Display
 from cfp.targets import Target, parse_options
-from cfp.view.console import literal_console, wrapped
+from cfp.view.console import wrapped
 from cfp.view.text import diff_data, diff_text, explain_data, explain_text, print_plan
 from cfp.view.words import headline
 
@@ -103,7 +103,7 @@ def show(
     elif as_json:
         print(plan.to_json())
     else:
-        print_plan(plan, literal_console())
+        print_plan(plan)
 
 
 @o.command

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from jax.sharding import Mesh
-from rich.console import Console
+from rich import box
 
 from cfp import api
 from cfp.checking.reference import AS_WRITTEN, reference_text
@@ -27,17 +27,15 @@ from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.report.progress import Display
 from cfp.units import parse_bytes
-from cfp.view.console import (
-    Fitted,
-    console_and_border,
-    literal_console,
-    new_table,
-    wrapped,
-)
+from cfp.view.console import Fitted, new_table, print_view, wrapped
 from cfp.view.text import print_plan
 from cfp.view.words import few, throughput
 
 _FAILURES_SHOWN = 5
+_DRAWN = (
+    "The step ran on random numbers, in place of data: what it returns, such as a "
+    "loss, says nothing about training."
+)
 
 
 @o.command
@@ -161,6 +159,7 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
         "steps": [
             {"time_ms": s.time_ms, "metrics": dict(s.metrics)} for s in trial.steps
         ],
+        "random_arguments": trial.drawn,
         "checked": trial.checked,
         "checked_against": reference_text(trial.preset) if trial.checked else None,
         "passed": not trial.failures if trial.checked else None,
@@ -186,8 +185,8 @@ def list_failures(trial: Trial) -> list[dict[str, Any]]:
     ]
 
 
-def _print_trial(trial: Trial) -> None:
-    console, border = console_and_border(literal_console())
+def _trial_view(trial: Trial, border: box.Box) -> Fitted:
+    """The steps as a table."""
     headings = ["step", "ms", *trial.steps[0].metrics]
     headings += ["off by", "of allowed"] if trial.checked else []
     kinds = dict.fromkeys(headings, "number")
@@ -200,7 +199,13 @@ def _print_trial(trial: Trial) -> None:
             d, share = nearest
             row += [f"{d.relative_l2:.2g}", f"{share:.0%}", trial.named(d.path)]
         table.add_row(*row)
-    console.print(Fitted(table))
+    return Fitted(table)
+
+
+def _print_trial(trial: Trial) -> None:
+    print_view(lambda border: _trial_view(trial, border))
+    if trial.drawn and any(step.metrics for step in trial.steps):
+        print(wrapped(_DRAWN))
     print(f"Median step time: {trial.median_ms:.3f} ms")
     if trial.checked:
         print("\n".join(map(wrapped, check_text(trial).split("\n"))))
@@ -321,6 +326,7 @@ def verify(
         if as_json:
             print_json(verified_data(verified))
             return
-        print_plan(replace(verified.best, rows=()), Console())
         for line in verified_text(verified):
             print(wrapped(line))
+        print()
+        print_plan(replace(verified.best, rows=()))

@@ -76,6 +76,12 @@ def compose_plan(
     if outcome.built is not None and isinstance(mesh, Mesh):
         [one] = programs_of(analysis, [winner], ())
         raced = ReusableExecutable.of(program, mesh, one.job, outcome.built)
+    rows = plan_rows(analysis, winner.choice, rates)
+    record = won.record if won is not None else None
+    sent = {one.kind for one in record.collectives} if record is not None else set()
+    scattered = [m for row in rows for m in row.moves if m.kind == "reduce-scatter"]
+    if scattered and "all-reduce" in sent and "reduce-scatter" not in sent:
+        search["unscattered"] = sum(move.count for move in scattered)
     return Plan(
         fingerprint=program.fingerprint,
         mesh_axes=frame.mesh,
@@ -92,7 +98,7 @@ def compose_plan(
         options=dict(winner.options),
         level=winner.level,
         segments=plan_segments(analysis, winner.choice, problem),
-        rows=plan_rows(analysis, winner.choice, rates),
+        rows=rows,
         uneven=uneven_arguments(layout),
         undonated=tuple(undonated),
         uncounted=describe_uncounted(program),

@@ -527,6 +527,17 @@ def block_moves(
         if (block := owner.get(op.id, -1)) >= 0:
             for move in _op_moves(layout, op, done):
                 yield block, *move, op.repeat
+    # Updates of parameters that are sharded, and stored whole.
+    specs = layout.output_specs()
+    for segment in analysis.segments:
+        for group in segment.groups:
+            block = _group_block(frame, group, segment.start)
+            for position in frame.groups[group].args:
+                if (output := frame.paired[position]) is not None:
+                    v = program.outputs[output]
+                    if (have := layout.spec(v)) is not None:
+                        for move in _moves(frame, v, have, (), specs[output]):
+                            yield block, *move, 1
 
 
 def _op_moves(layout: Layout, op: Op, done: set[tuple]) -> Iterator[_Move]:

@@ -243,7 +243,7 @@ def trade_off_view(
 ) -> RenderableType:
     """The frontier as a table; below it what its names mean."""
     names = option_names(analysis, problem.options)
-    title = "Step time against memory"
+    title = "Step time against memory, both predicted from measured segments"
     numbers = dict.fromkeys(("memory", "step ms", "rematerialized"), "number")
     changes = "what changes (kind of segment: choices)"
     table = new_table(border, title, {"": "word", **numbers, changes: "text"})

@@ -28,9 +28,9 @@ from cfp.plan.parts import short_source
 from cfp.printable import counted, merged_alike, printable
 from cfp.profiling.hlo import CollectiveSite
 from cfp.search.requests import Profiles
-from cfp.units import format_bytes
+from cfp.units import format_bytes, format_flops
 from cfp.view.console import Fitted, new_table, plain_text
-from cfp.view.words import STRATEGIES, elided, few
+from cfp.view.words import STRATEGIES, few
 
 _MOST_OPAQUE = 5
 _WORTH_NAMING = 0.001  # of all FLOPs, or of all bytes
@@ -69,9 +69,9 @@ def analysis_view(
     blocks = counted(len(frame.blocks), "block", "blocks")
     segments = counted(len(analysis.segments), "segment", "segments")
     kinds = counted(len(analysis.representatives), "kind", "kinds")
-    flops = program_flops(program) / 1e12
+    flops = format_flops(program_flops(program))
     lines = (
-        f"{ops}, {blocks}, {segments} of {kinds}, {flops:.4g} TFLOP per step; "
+        f"{ops}, {blocks}, {segments} of {kinds}, {flops} per step; "
         f"analysed in {seconds:.2f} s"
     )
     headings = ("kind", "segments", "block", "operation", "strategies")
@@ -338,7 +338,7 @@ def ops_text(scopes: Sequence[str]) -> str:
     """
     ops = [op for scope in scopes for op in _ops(scope)]
     names = merged_alike([_op_text(op) for op in dict.fromkeys(ops) if op])
-    return few([elided(name, _NAME_WIDTH) for name in names], most=_MOST_NAMES)
+    return few(names, most=_MOST_NAMES, width=_NAME_WIDTH)
 
 
 def _ops(scope: str) -> list[str]:

@@ -122,12 +122,12 @@ def curves_data(rates: Rates, link_gb_per_s: float | None) -> dict[str, Any]:
     }
 
 
-def curves_table(rates: Rates, link_gb_per_s: float | None) -> Table:
+def curves_table(rates: Rates, link_gb_per_s: float | None, border: box.Box) -> Table:
     """The curves, a line for each size."""
     numbers = ["tensor", "ms", "GB/s sent"] + ["of link"] * bool(link_gb_per_s)
     headings = dict.fromkeys(("collective", "axes"), "text")
     headings |= dict.fromkeys(numbers, "number")
-    table = new_table(box.SIMPLE, None, headings)
+    table = new_table(border, None, headings)
     for point in curve_points(rates):
         row = [
             point.kind,

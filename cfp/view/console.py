@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from textwrap import TextWrapper
@@ -35,16 +35,24 @@ def literal_console(**options: Any) -> Console:
     return Console(markup=False, emoji=False, **options)
 
 
-def console_and_border(console: Console) -> tuple[Console, box.Box]:
-    """The console as it is if it is a terminal; else with ASCII lines."""
+def print_view(
+    view: Callable[[box.Box], RenderableType], console: Console | None = None
+) -> None:
+    """Prints a view: in a terminal with lines and colours, else as plain text.
+
+    Args:
+        view: makes it, with the lines of a border.
+        console: standard output, if not given.
+    """
+    console = console or literal_console()
     if console.is_terminal:
-        return console, box.ROUNDED
-    plain = literal_console(file=console.file, width=columns(), color_system=None)
-    return plain, box.ASCII
+        console.print(view(box.ROUNDED))
+    else:
+        console.file.write(plain_text(view(box.ASCII)))
 
 
 def plain_text(view: RenderableType, width: int | None = None) -> str:
-    """A view as plain text without blank lines at its ends.
+    """A view as plain text without spaces and blank lines at its ends.
 
     Args:
         view: with ASCII lines.

@@ -21,7 +21,7 @@ from cfp.settings import ALIKE
 from cfp.units import format_bytes
 from cfp.view import words
 from cfp.view.remarks import remarks, reserve_text
-from cfp.view.words import REMATERIALIZED, STORAGE_WORDS, elided, few, kernels_text
+from cfp.view.words import REMATERIALIZED, STORAGE_WORDS, few, kernels_text
 
 
 def strategy_text(
@@ -49,7 +49,7 @@ def strategy_text(
                 by_text.setdefault(other, []).append(name)
     parts = []
     for text, names in by_text.items():
-        shown = few([*map(elided, names)]) if base else ", ".join(names)
+        shown = few(names, width=words.NAME_WIDTH) if base else ", ".join(names)
         parts.append(f"{shown} {text}")
     stored = strategy.storage
     if stored is not None and (base is None or base.storage != stored):

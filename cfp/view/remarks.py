@@ -138,6 +138,8 @@ def remarks(plan: Plan) -> Iterator[str]:
                 yield f"{name} as written: {few(reasons, '; ')}"
         if refused:
             yield f"attention not {few(refused, '; ')}"
+    if text := words.unscattered_text(plan):
+        yield text
     if count := search.get("constraints_left_out", 0):
         what = f"{count:.0f} of the step's own sharding constraints"
         yield f"left out: {what}, since the plan decides"

@@ -34,7 +34,7 @@ from cfp.printable import (
 )
 from cfp.units import format_bytes
 from cfp.view import words
-from cfp.view.console import Fitted, new_table, plain_text, wrapped
+from cfp.view.console import Fitted, new_table, plain_text, print_view, wrapped
 from cfp.view.model import (
     BlockView,
     ChoiceView,
@@ -217,12 +217,9 @@ def plan_text(plan: Plan, width: int | None = None) -> str:
     return plain_text(plan_view(plan, border=box.ASCII), width)
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """Prints a plan: in a terminal with lines and colours, else as plain text."""
-    if console.is_terminal:
-        console.print(plan_view(plan))
-    else:
-        console.file.write(plan_text(plan))
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Prints a plan; see `print_view`."""
+    print_view(lambda border: plan_view(plan, border=border), console)
 
 
 # -------------------------------------------------------------------------- explanation
@@ -244,7 +241,9 @@ def explain_text(plan: Plan, block: str | None = None) -> str:
     if block is None:
         times = f"Times of collectives: each launched by itself, by rates {rates}; "
         times += "in a segment's time those that are combined may share a launch."
-        said = (view.why, view.memory, times if rates else "")
+        said = [view.why, view.memory, times if rates else ""]
+        if text := words.unscattered_text(plan):
+            said.append(f"{text[0].upper()}{text[1:]}.")
         lines += filter(None, said)
         lines += _kernel_lines(plan)
     for run in view.runs:

@@ -12,7 +12,7 @@ from cfp.plan.figures import VARIANTS_SECONDS, OptionFigures
 from cfp.plan.parts import MoveFigure, PlanSegment, TensorFigure, shape_of
 from cfp.plan.plan import Plan
 from cfp.printable import counted, mesh_text
-from cfp.units import format_bytes
+from cfp.units import format_bytes, format_flops
 
 REMATERIALIZED = "rematerialized"
 STORAGE_WORDS = {
@@ -24,7 +24,7 @@ STORAGE_WORDS = {
 _NONE_OF_ITS_OWN = "none of its own"
 STRATEGIES = "strategy", "strategies"  # for `cfp.printable.counted`
 SAME_MS = 0.0005  # Less does not show.
-_NAME_WIDTH = 72
+NAME_WIDTH = 72
 MOST_NAMES = 4
 ALL_SECONDS = "planning_seconds"
 NONE_CAN = "no kernel that may be used can compute it"
@@ -98,7 +98,7 @@ def moves_text(moves: Sequence[MoveFigure]) -> str:
     return "; ".join(parts) or "-"
 
 
-def elided(name: str, width: int = _NAME_WIDTH) -> str:
+def elided(name: str, width: int = NAME_WIDTH) -> str:
     """A name, without its middle if it is very long: whole components, if they fit."""
     if len(name) <= width:
         return name
@@ -112,11 +112,23 @@ def elided(name: str, width: int = _NAME_WIDTH) -> str:
     return f"{start}...{end}"
 
 
-def few(texts: Sequence[str], between: str = ", ", most: int = MOST_NAMES) -> str:
-    """The first of some texts, each once, and how many more there are."""
+def few(
+    texts: Sequence[str],
+    between: str = ", ",
+    most: int = MOST_NAMES,
+    width: int | None = None,
+) -> str:
+    """The first of some texts, each once, and how many more there are.
+
+    Args:
+        width: of each, which is elided to it.
+    """
     texts = [*dict.fromkeys(texts)]
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return between.join(texts[:most]) + more
+    shown = texts[:most]
+    if width is not None:  # Some may look alike then: those count as more.
+        shown = [*dict.fromkeys(elided(text, width) for text in shown)]
+    more = len(texts) - len(shown)
+    return between.join(shown) + (f" and {more} more" if more else "")
 
 
 def common_prefix(names: Sequence[str]) -> str:
@@ -175,7 +187,13 @@ def measured_figure(plan: Plan) -> tuple[str, str] | None:
     cached, rough = bool(plan.search.get("race_cached")), is_rough(plan)
     where = " of ".join(["one turn"] * rough + ["an earlier race"] * cached)
     form = (".3g" if own_ms < 999.5 else ".0f") if rough else ".3f"
-    return f"{own_ms:{form}} ms", f"measured in {where}" if where else "measured"
+    if not where:
+        return f"{own_ms:{form}} ms", "measured"
+    # The plan's own time is of other samples where only a part of the step raced.
+    rows = plan.race if "segments_raced" not in plan.search else ()
+    count = sum(len(row.samples_ms) for row in rows if row.name == plan.winner)
+    samples = f" ({counted(count, 'sample', 'samples')})" if count else ""
+    return f"{own_ms:{form}} ms", f"measured in {where}{samples}"
 
 
 def is_rough(plan: Plan) -> bool:
@@ -240,6 +258,16 @@ def rates_text(plan: Plan) -> str:
     if known_how(plan) == "estimated":
         return "of virtual devices, which say nothing of GPUs"
     return "that were measured on these devices"
+
+
+def unscattered_text(plan: Plan) -> str:
+    """Says that the compiler made no reduce-scatters of those of a plan; "" if not."""
+    if not plan.search.get("unscattered"):
+        return ""
+    return (
+        "reduce-scatters: the compiled program has all-reduces in their place, of "
+        "which each device keeps its part"
+    )
 
 
 def scale_text(search: Mapping[str, float], measured_ms: float | None) -> str:
@@ -431,7 +459,7 @@ class Throughput:
             share = f" ({percent} of its rate in {self.rate_dtypes})"
         where = "on each of the devices, which all compute the same"
         where = where if self.runs_whole else "on each device"
-        flop = f"{_flop_text(self.model_tflop)} of the model"
+        flop = f"{format_flops(1e12 * self.model_tflop)} of the model"
         if self.tflop_per_s is None:
             loops = counted(self.uncounted_loops, "loop", "loops")
             parts = [
@@ -439,7 +467,7 @@ class Throughput:
                 "not say"
             ]
         else:
-            rate = f"{_flop_text(self.tflop_per_s)}/s {where}{share}"
+            rate = f"{format_flops(1e12 * self.tflop_per_s)}/s {where}{share}"
             parts = [f"{flop} a step", rate]
         rates = (("tokens", self.tokens_per_s), ("samples", self.samples_per_s))
         parts += [f"{n:,.0f} {name}/s" for name, n in rates if n is not None]
@@ -461,10 +489,6 @@ def _is_tf32(environment: Mapping[str, str]) -> bool:
     """
     is_off = "NVIDIA_TF32_OVERRIDE=0" in environment.get("cuda", "")
     return environment.get("matmul_precision", "None") in _TF32 and not is_off
-
-
-def _flop_text(tflop: float) -> str:
-    return f"{tflop:.3g} TFLOP" if tflop >= 0.1 else f"{1e3 * tflop:.3g} GFLOP"
 
 
 # Guess: some hundred kernels, each launched in some microseconds.

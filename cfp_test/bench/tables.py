@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich import box
 from rich.table import Table
 
 from cfp.units import format_bytes
-from cfp.view.console import console_and_border
+from cfp.view.console import print_view
 from cfp_test.bench.rows import Row, rows_of
 
 HEADINGS = (
@@ -101,7 +101,13 @@ def comparison_lines(data: Mapping[str, Any]) -> Iterator[str]:
 
 def print_configuration(data: Mapping[str, Any]) -> None:
     """A table, and what follows from it."""
-    console, border = console_and_border(Console())
+    print_view(lambda border: _table(data, border))
+    for line in (*summary_lines(data), *comparison_lines(data)):
+        print(line)
+    print(flush=True)
+
+
+def _table(data: Mapping[str, Any], border: box.Box) -> Table:
     title = f"{data['name']}, {data['devices']} devices, {data['tflop']:.4g} TFLOP"
     table = Table(box=border, title=title, title_justify="left", pad_edge=False)
     for heading in HEADINGS:
@@ -111,10 +117,7 @@ def print_configuration(data: Mapping[str, Any]) -> None:
     ours = planned_ms(rows)
     for row in in_order(rows):
         table.add_row(*cells(row, ours))
-    console.print(table)
-    for line in (*summary_lines(data), *comparison_lines(data)):
-        print(line)
-    print(flush=True)
+    return table
 
 
 def print_changes(found: Sequence[tuple[str, str, float, float]]) -> None:

@@ -1,13 +1,19 @@
 """Collectives of blocks and parameters of segments, as plans tell them."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import cfp
+from cfp.profiling.hlo import collectives_in
 from cfp.targets import resolve
+from cfp.view.text import explain_text
 from cfp.view.words import parameters_text, storage_text
+from cfp_test.checking import make_mesh
 from cfp_test.cost import recurrent
 
 
@@ -27,6 +33,44 @@ def test_the_gradient_of_a_table_is_told_with_its_lookup():
     width, words = recurrent.WIDTH, recurrent.WORDS
     kernels = [4 * width * width] * (3 * recurrent.LAYERS)
     assert sent == [4 * words * width, *kernels]
+
+
+def toy_step(params, x):
+    def loss(params):
+        return ((jnp.tanh(x @ params["up"]) @ params["down"]) ** 2).mean()
+
+    return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+
+def test_a_parameter_that_is_stored_whole_is_gathered_after_a_sharded_update(tmp_path):
+    """As in the compiled program, in which reduce-scatters are all-reduces on CPUs."""
+
+    def shape(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+    params = {"up": shape(32, 128), "down": shape(128, 32)}
+    plan = cfp.plan(
+        toy_step,
+        *(params, shape(64, 32)),
+        mesh=make_mesh((("x", 4),)),
+        preset="zero1",
+        cache_dir=tmp_path,
+        quiet=True,
+    )
+    size = 4 * 32 * 128
+    for row in plan.rows:
+        sent = {move.kind: move.total_bytes for move in row.moves}
+        assert sent == {"reduce-scatter": size, "all-gather": size}
+    text = plan.compile(toy_step, params, shape(64, 32)).as_text()
+    found = Counter()
+    for one in collectives_in(text):
+        found[one.kind] += one.count * one.bytes
+    assert found["all-gather"] == 2 * size and "reduce-scatter" not in found
+    said = "educe-scatters: the compiled program has all-reduces in their place"
+    assert said in repr(plan) and said in explain_text(plan)
+    loaded = cfp.Plan.from_json(json.loads(plan.to_json()))
+    assert said in explain_text(loaded)
+    assert said not in explain_text(replace(plan, search={}))
 
 
 @pytest.fixture(scope="module")

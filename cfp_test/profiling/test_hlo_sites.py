@@ -125,6 +125,13 @@ def test_scopes_are_shortened(scope, short):
     assert ops_text([scope]) == short
 
 
+def test_names_that_are_elided_alike_count_as_more():
+    wide = "x" * 100
+    scopes = [f"jit(step)/{wide}{middle}{wide}/dot" for middle in "abcde"]
+    assert ops_text(scopes).endswith("xxx/dot and 4 more")
+    assert ops_text(scopes[:2]).endswith("xxx/dot and 1 more")
+
+
 def test_combined_collectives_say_so_and_long_names_keep_their_ends():
     path = "/".join(f"module_{i}" for i in range(40))
     scope = f"jit(step)/(transpose(jvp({path}))/dot:transpose(jvp(Net))/last/add)"

@@ -57,7 +57,7 @@ def test_what_is_printed_fits_the_columns_that_are_given(plan, width, monkeypatc
 def test_curves_of_a_mesh_with_long_names_fit(width):
     axes = ("data_between_hosts", "model_within_a_host")
     rates = Rates.default([(name, 8) for name in axes])
-    lines = drawn(curves_table(rates, 450.0), width)
+    lines = drawn(curves_table(rates, 450.0, box.ASCII), width)
     assert max(map(len, lines)) <= width
     # Nothing is cut off: a row's cells are all there, in one line or in several.
     assert not any("\u2026" in line for line in lines)

@@ -346,7 +346,7 @@ def test_a_time_of_one_turn_on_virtual_devices_has_few_digits_and_no_worth():
     search = {**exact.search, "strategies_estimated": 4}
     rough = replace(exact, search=search)
     assert "75.304 ms per step, measured;" in repr(exact)
-    assert "75.3 ms per step, measured in one turn;" in repr(rough)
+    assert "75.3 ms per step, measured in one turn (2 samples);" in repr(rough)
     again = replace(rough, search={**search, "race_cached": 1.0}, measured_ms=1234.5)
     assert "1234 ms per step, measured in one turn of an earlier race" in " ".join(
         repr(again).split()

@@ -211,7 +211,7 @@ def test_a_loop_of_unknown_length_is_said_and_not_counted_as_whole(planned, tmp_
         assert plan.search["model_flops"] == once
         assert (found.tflop_per_s, found.rate_share) == (None, None)
         assert str(found).startswith(
-            "4.92e-05 GFLOP of the model with one iteration of 1 loop whose length the "
+            "49,152 FLOP of the model with one iteration of 1 loop whose length the "
             "program does not say"
         )
         [said] = [one for one in remarks(plan) if one.startswith("counted as one")]

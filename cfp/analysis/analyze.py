@@ -109,7 +109,16 @@ def build_frame(
     groups = find_storage(flow, paired)
     group_of = {op: g.index for g in groups for op in (*g.ops, *g.inner_ops)}
     group_of_arg = {a: g.index for g in groups for a in g.args}
-    blocks = find_blocks(flow, numbers, group_of.keys(), group_of_arg.keys())
+    # What a step only hands on, such as a cache or a hidden state, is no parameter.
+    parameters = {
+        position
+        for group in groups
+        for position, output in zip(group.args, group.outputs, strict=True)
+        if group.has_update
+        or output is None
+        or program.outputs[output] == program.args[position]
+    }
+    blocks = find_blocks(flow, numbers, group_of.keys(), parameters)
     block_of = [-1] * len(program.ops)
     for block in blocks:
         for op in block.ops:

@@ -174,6 +174,8 @@ class _Labels:
         origin = self.program.ops[loop].operands[place]
         yielded = self.program.ops[loop].yields[place]
         count = len(self.rank)
+        if times[origin] is None and origin in self.flow.entry_place:
+            self._enter(origin, times, backward, before, backward_before)
         outside = self._time(times[origin])
         times[entry] = outside if outside == _FAR else outside % count - 2 * count
         backward[entry] = backward[origin]

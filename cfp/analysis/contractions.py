@@ -280,8 +280,8 @@ def _made_by_contractions(program: Program) -> list[bool]:
     made = [False] * len(program.values)
     for op in program.ops:
         for v in op.reads:
-            origin = program.values[v].origin
-            made[v] = made[v] or (origin >= 0 and made[origin])
+            for outside, inside in program.entered(v):
+                made[inside] = made[inside] or made[outside]
         flag = is_contraction(op) or any(made[v] for v in op.reads)
         for result in op.results:
             made[result] = flag

@@ -457,13 +457,15 @@ class GroupSharding:
     def _follow(self, reads: bool, spec: Spec) -> dict[int, FactorAxes]:
         group, program = self.group, self.program
         ops = group.reads if reads else (*group.ops, *group.inner_ops)
-        positions = group.args[:1] if reads else group.args
+        values = [program.args[p] for p in (group.args[:1] if reads else group.args)]
+        if not reads:  # An argument and its new value are stored alike.
+            values += [program.outputs[o] for o in group.outputs if o is not None]
         marks: list[tuple[DimClasses, set[Hashable]]] = []
         for name, size in self.mesh:
             classes = self._classes_for(reads, ops, size)
             mine = {
-                classes.of_dim(program.args[position], dim)
-                for position in positions
+                classes.of_dim(value, dim)
+                for value in values
                 for dim, names in enumerate(spec)
                 if name in names
             }

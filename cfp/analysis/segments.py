@@ -180,9 +180,8 @@ def _units_before(frame: Frame, units: list[list[int]]) -> list[int]:
     for op in program.ops:
         reads = [*op.reads]
         for v in reads:
-            origin = program.values[v].origin
-            if origin >= 0:
-                made_by[v] |= made_by[origin]
+            for outside, inside in program.entered(v):
+                made_by[inside] |= made_by[outside]
         if op.id in anchors and not program.is_top_level(op.id):
             # What enters its loop may reach it in a later iteration.
             reads.extend(program.ops[program.top_level(op.id)].operands)

@@ -7,18 +7,19 @@ independently of how the blocks use the parameter (ZeRO, arXiv 1910.02054).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Set
+from collections.abc import Hashable, Iterable, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from math import prod
 
 from cfp.analysis.contractions import UnionFind, is_contraction
-from cfp.analysis.flow import NEVER, Flow, first_downstream
+from cfp.analysis.flow import NEVER, Flow, first_downstream, passes
 from cfp.analysis.numbering import squeeze
 from cfp.analysis.strategies import Mesh, Spec
-from cfp.program.graph import Op, reached
+from cfp.program.graph import Op, Program, reached
 
 _VIEWS = frozenset({"transpose", "reshape", "convert"})
+_WRITES = _VIEWS | {"broadcast_in_dim", "dynamic_update_slice"}
 _LOOKUPS = frozenset({"gather", "scatter"})
 
 
@@ -60,6 +61,9 @@ class StorageGroup:
         whole_dims: dims of the parameter along which it cannot be stored sharded,
             because a loop takes its slices there.
         read_args: those of ``args`` that the rest of the program reads.
+        has_update: whether anything is computed, or kept, that may be sharded further
+            than the parameter is. Of a cache that decoding writes into, and of weights
+            that are handed back, nothing is.
     """
 
     index: int
@@ -72,6 +76,14 @@ class StorageGroup:
     reads: tuple[int, ...] = ()
     whole_dims: frozenset[int] = frozenset()
     read_args: frozenset[int] = frozenset()
+    has_update: bool = True
+
+
+def effective_storage(mode: Storage, groups: Iterable[StorageGroup]) -> Storage:
+    """A mode of some groups: as used where an update is to be sharded, and none is."""
+    if mode is Storage.OPTIMIZER and not any(group.has_update for group in groups):
+        return Storage.USED
+    return mode
 
 
 def find_storage(
@@ -87,21 +99,47 @@ class _Finder:
     def __init__(self, flow: Flow, paired: tuple[int | None, ...]) -> None:
         self.flow, self.paired = flow, paired
         self.program = program = flow.program
-        targets = {
-            op.id for op in program.ops if op.kind in _LOOKUPS or is_contraction(op)
-        }
-        # What reads the new state, a second update or the next iteration of a loop of
-        # updates, does not count: the new state is where an update ends.
         outputs = {program.outputs[o] for o in paired if o is not None}
-        news = {flow.canonical.get(v, v) for v in outputs}
-        ends = outputs | {v for v, w in flow.canonical.items() if w in news}
-        self.leads, _ = first_downstream(flow, targets, ends)
-        carried = flow.entered.keys() | flow.entry_place.keys()
-        self.leads_before, _ = first_downstream(flow, targets, outputs | ends - carried)
+        self._find_leads(outputs)
+        handed_on = {*filter(self._is_handed_on, outputs)}
+        if handed_on:
+            self._find_leads(outputs - handed_on)
         self.arg_position = {v: i for i, v in enumerate(program.args)}
         self.owner: dict[int, int] = {}  # update op -> an argument position
         self.sets = UnionFind()  # of argument positions
         self.members: set[int] = set()
+
+    def _find_leads(self, outputs: Set[int]) -> None:
+        """Finds what leads to blocks, but as new state.
+
+        What reads the new state, a second update or the next iteration of a loop of
+        updates, does not count: the new state is where an update ends.
+        """
+        program, flow = self.program, self.flow
+        targets = {
+            op.id for op in program.ops if op.kind in _LOOKUPS or is_contraction(op)
+        }
+        news = {flow.canonical.get(v, v) for v in outputs}
+        ends = outputs | {v for v, w in flow.canonical.items() if w in news}
+        self.leads, self.leads_value = first_downstream(flow, targets, ends)
+        carried = flow.entered.keys() | flow.entry_place.keys()
+        self.leads_before, _ = first_downstream(flow, targets, outputs | ends - carried)
+
+    def _is_handed_on(self, output: int) -> bool:
+        """True if blocks read new state where it is made, and no gradient is in it.
+
+        Such as the state of a linear attention: it is what blocks hand on from one
+        iteration, or step, to the next, and no parameter.
+        """
+        program = self.program
+        new = (v for op in self.flow.makers(output) for v in op.results)
+        is_read = any(
+            self._leads_on(program.ops[user], index)
+            for value in new
+            if program.shape(value) and not program.is_leaf(value)
+            for user, index in program.users[value]
+        )
+        return is_read and not is_gradient(program, output)
 
     def run(self) -> tuple[StorageGroup, ...]:
         program = self.program
@@ -116,6 +154,13 @@ class _Finder:
 
     def _shape(self, position: int) -> tuple[int, ...]:
         return self.program.shape(self.program.args[position])
+
+    def _leads_on(self, user: Op, index: int) -> bool:
+        """True if what an op reads at an index reaches a block, in this iteration."""
+        if not passes(user):
+            return self.leads[user.id] != NEVER
+        inside = self.flow.becomes(user.id, index) if index < len(user.operands) else ()
+        return any(self.leads_value[v] != NEVER for v in inside)
 
     def _walk(self, position: int, output: int) -> None:
         shape = self._shape(position)
@@ -231,6 +276,8 @@ class _Finder:
             reads=reads,
             whole_dims=whole | self._stacked_dims(inside, len(shape)),
             read_args=outside,
+            has_update=not outside.issuperset(positions[1:])
+            or any(program.ops[i].kind not in _WRITES for i in inside),
         )
 
     def _stacked_dims(self, inside: set[int], rank: int) -> frozenset[int]:
@@ -357,6 +404,28 @@ def _carried_dims(op: Op, dims: tuple[int | None, ...]) -> tuple[int | None, ...
         else of_factor.get(major)
         for factors in op.known_rule.results[0]
     )
+
+
+def is_gradient(program: Program, value: int, ends: Set[int] = frozenset()) -> bool:
+    """Returns True if a value is made by a backward pass, without products between.
+
+    Args:
+        ends: other values, behind which it does not look.
+    """
+    stack, seen = [value], {*ends} - {value}
+    while stack:
+        v = stack.pop()
+        op = program.maker(v)
+        if v in seen or op is None or program.is_leaf(v):
+            continue
+        seen.add(v)
+        if "transpose(" in op.scope:
+            return True
+        if op.has_regions:
+            stack += op.yielded(op.results.index(v))
+        elif not is_contraction(op) and op.kind not in _LOOKUPS:
+            stack += op.operands
+    return False
 
 
 def pair_outputs(flow: Flow) -> tuple[int | None, ...]:

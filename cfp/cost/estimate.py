@@ -16,6 +16,7 @@ import numpy as np
 
 from cfp.analysis.layout import Storage
 from cfp.analysis.segments import Segment
+from cfp.analysis.storage import USUAL_STORAGE, effective_storage
 from cfp.analysis.strategies import Spec, Strategy, block_strategies
 from cfp.cost.choice import SegmentChoice
 from cfp.cost.terms import BlockTerms, Made, Terms
@@ -33,6 +34,7 @@ class SegmentEstimate:
         own_edge_ms: the same without what moves between the segment and its twin.
         numbers: for each of its blocks the number in ``strategies`` of every strategy
             of the block; those that shard all ops alike share one.
+        modes: ways to store its parameters that differ, of those that are usual.
     """
 
     segment: Segment
@@ -41,6 +43,7 @@ class SegmentEstimate:
     edge_ms: Mapping[tuple[int, int], np.ndarray]
     own_edge_ms: Mapping[tuple[int, int], np.ndarray]
     numbers: tuple[Mapping[Strategy, int], ...]
+    modes: tuple[Storage, ...]
 
     def total_ms(self, candidate: SegmentChoice) -> float:
         """The estimated time of one candidate."""
@@ -154,7 +157,12 @@ def estimate_segment(
             place = min(a, b), max(a, b)
             with_twin[place] = with_twin.get(place, 0.0) + matrix
     numbers = tuple(numbers for _, numbers in numbered)
-    return SegmentEstimate(segment, strategies, node_ms, with_twin, edges, numbers)
+    groups = [terms.frame.groups[g] for g in segment.groups]
+    usual = USUAL_STORAGE if groups else (Storage.USED,)
+    modes = tuple(mode for mode in usual if effective_storage(mode, groups) is mode)
+    return SegmentEstimate(
+        segment, strategies, node_ms, with_twin, edges, numbers, modes
+    )
 
 
 def _numbered(

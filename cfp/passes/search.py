@@ -20,6 +20,7 @@ from cfp.presets.presets import (
     PRESETS,
     PROPAGATED,
     REPLICATED,
+    ZERO1,
     is_known,
     named_choices,
     presets,
@@ -251,6 +252,8 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
         OptionError: there is no such preset for the program.
     """
     known = presets(analysis.frame)
+    if name == ZERO1 and name not in known:
+        name = DATA_PARALLEL
     is_alone = not analysis.frame.mesh and is_known(name)
     if is_alone or (name == DATA_PARALLEL and name not in known):
         name = REPLICATED  # It shards nothing, and is called so.

@@ -14,7 +14,7 @@ from cfp.analysis.contractions import DimClasses, is_contraction, is_product
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out, program_flops
 from cfp.analysis.segments import Segment, group_readers
-from cfp.analysis.storage import even_spec, spec_ways
+from cfp.analysis.storage import effective_storage, even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.analysis.work import uncounted_loops
 from cfp.attention.matching.called import called_attentions, dims_over, exchanges
@@ -54,10 +54,13 @@ def plan_segments(
     readers = group_readers(analysis.frame)
 
     def stored(groups: Iterable[int]) -> tuple[StoredParameter, ...]:
-        every = analysis.frame.groups
+        every = [analysis.frame.groups[g] for g in groups]
         return tuple(
-            StoredParameter(argument=every[g].args[0], storage=choice.storage[g])
-            for g in groups
+            StoredParameter(
+                argument=group.args[0],
+                storage=effective_storage(choice.storage[group.index], every),
+            )
+            for group in every
         )
 
     def read(segment: Segment) -> list[int]:

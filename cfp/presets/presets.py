@@ -18,7 +18,7 @@ from itertools import product
 
 from cfp.analysis.blocks import Block
 from cfp.analysis.layout import Choice, Frame, Storage, lay_out
-from cfp.analysis.storage import USUAL_STORAGE, stored_spec
+from cfp.analysis.storage import USUAL_STORAGE, effective_storage, stored_spec
 from cfp.analysis.strategies import (
     NONE,
     AxisChoice,
@@ -31,18 +31,21 @@ from cfp.presets.roles import ROLES, axis_walk
 from cfp.program.constrain import propagate
 from cfp.program.rules import Dims, Rule
 
+# Whose strategies the others fall back to; REPLICATED where it shards nothing.
+DATA_PARALLEL, REPLICATED = "data_parallel", "replicated"
+
+# In a step that updates nothing it is data parallelism.
+ZERO1 = "zero1"
+
 # The presets that need no axis of their own: what every axis does, and the storage.
 PRESETS = {
-    "data_parallel": ("data", Storage.USED),
-    "zero1": ("data", Storage.OPTIMIZER),
+    DATA_PARALLEL: ("data", Storage.USED),
+    ZERO1: ("data", Storage.OPTIMIZER),
     "fully_sharded": ("data", Storage.SHARDED),
     "tensor_parallel": ("tensor", Storage.USED),
     "tensor_sequence_parallel": ("sequence", Storage.USED),
     "expert_parallel": ("expert", Storage.USED),
 }
-
-# Whose strategies the others fall back to; REPLICATED where it shards nothing.
-DATA_PARALLEL, REPLICATED = "data_parallel", "replicated"
 
 # What others call them.
 ALIASES = {
@@ -114,7 +117,11 @@ def _add(found: dict[str, Choice], name: str, choice: Choice) -> None:
 
 
 def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
-    """The choice in which each mesh axis plays one role, with all state stored so."""
+    """The choice in which each mesh axis plays one role, with all state stored so.
+
+    Where a step has no update, there is none to shard: its state is as used.
+    """
+    storage = effective_storage(storage, frame.groups)
     axes = zip(frame.mesh, roles, strict=True)
     columns = [axis_walk(frame, role, size) for (_, size), role in axes]
     strategies = tuple(

@@ -39,6 +39,7 @@ from dataclasses import dataclass
 
 from cfp.analysis.contractions import DimClasses, is_contraction
 from cfp.analysis.layout import Frame
+from cfp.analysis.storage import is_gradient
 from cfp.analysis.strategies import NONE, AxisChoice, axis_choices
 from cfp.program.graph import Op, Program, Value, op_flops
 from cfp.program.rules import Rule
@@ -112,22 +113,23 @@ def _rows_of_state(frame: Frame) -> dict[int, int]:
     Parameters and an optimizer's moments are made new of gradients. Of the other state
     those leaves are rows whose first dim is a dim of the program's products, the most
     of them, and none of a parameter's dims, nor a later dim of anything: the number of
-    environments, say, and not that of features of which means are kept.
+    environments, say, and not that of features of which means are kept. In a step that
+    trains nothing they may be a later dim of other state, as of a cache of all layers,
+    if none is only first.
     """
-    program = frame.program
+    program, outputs = frame.program, {*frame.program.outputs}
     trained = {
         position
         for group in frame.groups
-        if any(_is_gradient(program, v) for v in group.gradients)
+        if any(is_gradient(program, v, outputs) for v in group.gradients)
         for position in group.args
     }
-    if not trained:
-        return {}
     classes = DimClasses(
         program, range(len(program.ops)), (), frame.canonical, axis_size=2
     )
     constant = _handed_back(frame)
     first: dict[Hashable, list[int]] = {}
+    later: set[Hashable] = set()
     others: set[Hashable] = set()
     for position, value in enumerate(program.args):
         record = program.values[value]
@@ -136,8 +138,10 @@ def _rows_of_state(frame: Frame) -> dict[int, int]:
         is_row = position in frame.group_of_arg and position not in constant
         for dim in range(len(record.shape)):
             found = classes.of_dim(value, dim)
-            if dim or not is_row or position in trained:
+            if not is_row or position in trained:
                 others.add(found)
+            elif dim:
+                later.add(found)
             else:
                 first.setdefault(found, []).append(position)
     flops = Counter[Hashable]()
@@ -145,27 +149,10 @@ def _rows_of_state(frame: Frame) -> dict[int, int]:
         factors = range(len(op.rule.sizes)) if op.rule is not None else ()
         for one in {classes.of_factor(op.id, factor) for factor in factors}:
             flops[one] += op_flops(program, op)
+    others |= later if trained else set()
     rows = [one for one in first if one not in others and flops[one]]
-    best = max(rows, key=lambda one: flops[one], default=None)
+    best = max(rows, key=lambda one: (one not in later, flops[one]), default=None)
     return dict.fromkeys(first[best], 0) if best is not None else {}
-
-
-def _is_gradient(program: Program, value: int) -> bool:
-    """Returns True if a value is made by a backward pass, without products between."""
-    stack, seen = [value], {*program.outputs} - {value}
-    while stack:
-        v = stack.pop()
-        op = program.maker(v)
-        if v in seen or op is None or program.is_leaf(v):
-            continue
-        seen.add(v)
-        if "transpose(" in op.scope:
-            return True
-        if op.has_regions:
-            stack += op.yielded(op.results.index(v))
-        elif not is_contraction(op) and op.kind not in ("gather", "scatter"):
-            stack += op.operands
-    return False
 
 
 def _handed_back(frame: Frame) -> set[int]:
@@ -199,9 +186,8 @@ def made_of_parameters(frame: Frame) -> list[bool]:
         state[value] = position not in data and not _is_key(program.values[value])
     for op in program.ops:
         for v in (*op.operands, *op.entries):
-            origin = program.values[v].origin
-            if origin >= 0:
-                state[v] = state[origin]
+            for outside, inside in program.entered(v):
+                state[inside] = state[outside]
         numbers = all(is_number[v] for v in op.operands)
         if op.kind in _SHAPING and numbers:
             is_number[op.results[0]] = True
@@ -287,10 +273,8 @@ def axis_walk(
         if wishes.allows_same_choices(axis_size):
             return choices
     wishes = Wishes(axis_size)
-    values = enumerate(frame.program.values)
-    origins = {v: value.origin for v, value in values if value.origin >= 0}
     weight, computed = made_of_parameters(frame), _computed(frame)
-    choices = _walked(_Common(frame, role, wishes, weight, computed, origins), dim)
+    choices = _walked(_Common(frame, role, wishes, weight, computed), dim)
     known.append((wishes, choices))
     return choices
 
@@ -338,18 +322,11 @@ def _drawn_rows(common: _Common, dim: int) -> dict[int, int]:
     drawn = [False] * len(program.values)
     for value in program.args:
         drawn[value] = _is_key(program.values[value])
-    initial = {
-        entry: op.operands[index % len(op.operands)]
-        for op in program.ops
-        if op.kind == "while"
-        for index, entry in enumerate(op.entries)
-    }
     found: dict[int, int] = {}
     for op in program.ops:
         for v in op.operands:
-            outside = common.origins.get(v, initial.get(v))
-            if outside is not None:
-                drawn[v] = drawn[outside]
+            for outside, inside in program.entered(v):
+                drawn[inside] = drawn[outside]
         if op.id in anchors:
             rule = op.known_rule
             if op.kind == "gather" or any(weight[v] for v in op.operands):
@@ -405,7 +382,6 @@ class _Common:
         wishes: what it chooses, added to.
         weight: for each value whether it is made of parameters alone.
         computed: values that blocks' anchors make, and what follows from them.
-        origins: of values in a region those that they are outside.
     """
 
     frame: Frame
@@ -413,17 +389,16 @@ class _Common:
     wishes: Wishes
     weight: list[bool]
     computed: set[int]
-    origins: Mapping[int, int]
 
 
 def _computed(frame: Frame) -> set[int]:
     """Values that blocks' anchors make, and what follows from them."""
     anchors = {block.anchor for block in frame.blocks}
-    values = frame.program.values
+    program = frame.program
     found: set[int] = set()
-    for op in frame.program.ops:
+    for op in program.ops:
         reads = {*op.reads}
-        reads |= {values[v].origin for v in reads}
+        reads |= {outside for v in op.reads for outside, _ in program.entered(v)}
         if op.id in anchors or found & reads:
             found.update(op.results)
     return found
@@ -460,11 +435,12 @@ class _Walk:
         program = self.program
         choices = [AxisChoice()] * len(self.frame.blocks)
         anchors = {b.anchor: b.index for b in self.frame.blocks}
-        origins = self.common.origins
+        has_loops = any(op.entries for op in program.ops)
         for op in program.ops:
-            for v in (*op.entries, *op.operands) if origins else ():
-                if v in origins and v not in self.marked:
-                    self.marked[v] = self._marks(origins[v])
+            for v in (*op.entries, *op.operands) if has_loops else ():
+                for outside, inside in program.entered(v):
+                    if inside not in self.marked:
+                        self.marked[inside] = self._marks(outside)
             if op.id in anchors:
                 choice = self._choose(op)
                 choices[anchors[op.id]] = choice

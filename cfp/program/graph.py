@@ -234,6 +234,18 @@ class Program:
                 found[value].append((op.id, index))
         return tuple(tuple(u) for u in found)
 
+    def entered(self, value: int) -> list[tuple[int, int]]:
+        """The loops that a body's argument comes in through, the outermost first.
+
+        Returns:
+            For each the value that enters it, and the body's argument that it becomes.
+        """
+        found = []
+        while (origin := self.values[value].origin) >= 0:
+            found.append((origin, value))
+            value = origin
+        return found[::-1]
+
     @cached_property
     def looked_for(self) -> dict[tuple[Any, ...], Any]:
         """Cache of searches in this program, keyed by the searcher and what for."""

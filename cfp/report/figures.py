@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, SegmentKernels, Storage, lay_out
+from cfp.analysis.storage import effective_storage
 from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import (
     Match,
@@ -484,6 +485,7 @@ def strategy_figures(
     """Returns a choice for a kind of segment as a plan keeps it."""
     frame = analysis.frame
     segment = analysis.segments[analysis.representatives[kind]]
+    groups = [frame.groups[g] for g in segment.groups]
     # Factors have numbers of their own in each op, and roles are equal in all sizes.
     alike: dict[tuple[str, tuple[AxisRole, ...]], list[str]] = {}
     names = distinct_ends([frame.blocks[b].name for b in segment.blocks])
@@ -496,7 +498,7 @@ def strategy_figures(
             AlikeBlocks(names=tuple(members), strategy=strategy)
             for (_, strategy), members in alike.items()
         ),
-        storage=candidate.storage if segment.groups else None,
+        storage=effective_storage(candidate.storage, groups) if groups else None,
         kernels=candidate.kernels,
         rematerialized=candidate.remat,
     )

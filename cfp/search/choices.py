@@ -104,8 +104,7 @@ def ranked_candidates(estimate: SegmentEstimate, count: int) -> list[SegmentChoi
     for (a, b), matrix in estimate.edge_ms.items():
         before.setdefault(b, []).append((a, matrix))
     found = []
-    usual = USUAL_STORAGE if estimate.segment.groups else (Storage.USED,)
-    for storage in usual:
+    for storage in estimate.modes:
         if storage not in estimate.node_ms:
             continue
         costs, picks = np.zeros(1), np.zeros((1, 0), int)

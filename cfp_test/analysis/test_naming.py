@@ -143,6 +143,15 @@ def test_what_reads_no_parameter_is_named_by_its_line():
     assert name.startswith("test_naming.py:") and name.endswith(" dot_general")
 
 
+def test_state_that_is_handed_on_names_no_block():
+    def step(hidden, x, params):
+        return jnp.tanh(x @ params["in"] + hidden @ params["again"])
+
+    params = {"in": jnp.ones((16, 16)), "again": jnp.ones((16, 16))}
+    names = names_of(step, jnp.ones((8, 16)), jnp.ones((8, 16)), params)
+    assert names == ["in", "again"]
+
+
 def test_an_einsum_is_named_without_its_dots():
     def loss(params, x):
         with jax.named_scope("scores"):

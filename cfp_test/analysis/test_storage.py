@@ -281,6 +281,58 @@ def test_what_is_done_with_state_before_a_loop_that_returns_it_is_no_update(befo
     assert (group.args, group.ops) == ((1,), ())
 
 
+@pytest.mark.parametrize("loop", [False, True])
+def test_state_that_is_read_as_soon_as_it_is_made_is_no_update(loop):
+    """Sums of products that a linear attention keeps: no gradient is part of them."""
+
+    def one(sums, x, w):
+        q, k, v = (x @ w[name] for name in "qkv")
+        sums = 0.9 * sums + k[:, :, None] * v[:, None, :]
+        return sums, jnp.einsum("bd,bde->be", q, sums)
+
+    def step(sums, x, w):
+        if not loop:
+            return one(sums, x, w)
+        return jax.lax.scan(lambda s, _: one(s, x, w), sums, None, length=3)
+
+    args = normal(0, 8, 4, 4), normal(1, 8, 4), {n: normal(2, 4, 4) for n in "qkv"}
+    _, _, [group] = storage(step, args)
+    assert (group.args, group.ops, group.inner_ops) == ((0,), (), ())
+    assert not group.has_update
+
+
+def test_moments_that_products_read_are_an_update():
+    """The update is made orthogonal: products read the moment that a gradient made."""
+
+    def step(w, m, x):
+        m = 0.9 * m + jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)
+        return w - 0.1 * (1.5 * m - 0.5 * m @ m.T @ m), m
+
+    args = normal(0, 16, 16), normal(1, 16, 16), normal(2, 8, 16)
+    program, _, groups = storage(step, args)
+    kinds = {program.ops[i].kind for group in groups for i in group.ops}
+    assert "add" in kinds and all(group.has_update for group in groups)
+    assert {position for group in groups for position in group.args} == {0, 1}
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_what_a_loop_fills_is_an_update_unless_it_is_read_there(read):
+    def step(seen, x, w):
+        def body(carry, i):
+            seen, x = carry
+            x = jnp.tanh(x @ w)
+            seen = jax.lax.dynamic_update_slice(seen, x[None], (i, 0, 0))
+            return (seen, x + seen.mean(0) @ w if read else x), None
+
+        return jax.lax.scan(body, (seen, x), jnp.arange(4))[0][0]
+
+    args = normal(0, 4, 8, 16), normal(1, 8, 16), normal(2, 16, 16)
+    program, _, [group] = storage(step, args)
+    kinds = {program.ops[i].kind for i in group.inner_ops}
+    assert ("dynamic_update_slice" in kinds) != read
+    assert not group.has_update
+
+
 @pytest.mark.parametrize("handed_on_by", ["branch", "barrier"])
 def test_new_state_that_is_read_behind_a_branch_or_barrier_is_an_update(handed_on_by):
     def step(w, m, x):

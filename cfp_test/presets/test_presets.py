@@ -330,22 +330,38 @@ def test_an_unknown_preset_lists_the_known(mesh, tmp_path):
 
 
 def test_what_shards_nothing_is_not_called_data_parallel():
-    """The state has the only rows that there are, beside weights of other sizes."""
+    """There are no rows but those of weights."""
 
+    def step(state):
+        product = state["weights"]["in"] @ state["weights"]["out"]
+        return {**state, "norm": jnp.sum(product**2)}
+
+    frame = frame_of_state(step, {"norm": jnp.float32(0)})
+    found = presets(frame)
+    assert "data_parallel" not in found
+    layout = lay_out(frame, found["replicated"])
+    assert not any(any(layout.arg_spec(i)) for i in range(len(frame.program.args)))
+
+
+def test_rows_of_state_are_a_batch_where_nothing_is_trained():
     def step(state):
         acted = jnp.tanh(state["places"] @ state["weights"]["in"])
         moved = state["places"] + acted @ state["weights"]["out"]
         return {**state, "places": moved}
 
-    shape = jax.ShapeDtypeStruct
-    weights = {"in": shape((8, 32), jnp.float32), "out": shape((32, 8), jnp.float32)}
-    state = {"places": shape((64, 8), jnp.float32), "weights": weights}
-    program, _ = trace(flatten_step(step, (state,)), AbstractMesh((2,), ("x",)))
-    frame = analyze(program, (("x", 2),)).frame
-    found = presets(frame)
-    assert "data_parallel" not in found
-    layout = lay_out(frame, found["replicated"])
-    assert not any(any(layout.arg_spec(i)) for i in range(len(program.args)))
+    frame = frame_of_state(step, {"places": jnp.zeros((64, 8))})
+    layout = lay_out(frame, presets(frame)["data_parallel"])
+    names = frame.program.arg_names
+    specs = {name: layout.arg_spec(i) for i, name in enumerate(names)}
+    assert specs.pop("state/places") == (("x",), ())
+    assert not any(any(spec) for spec in specs.values())
+
+
+def frame_of_state(step, state):
+    weights = {"in": jnp.zeros((8, 32)), "out": jnp.zeros((32, 8))}
+    args = ({**state, "weights": weights},)
+    program, _ = trace(flatten_step(step, args), AbstractMesh((2,), ("x",)))
+    return analyze(program, (("x", 2),)).frame
 
 
 def small_step(where):

@@ -540,3 +540,25 @@ def test_a_weight_with_a_scale_of_its_own_is_a_weight():
     params = {**WEIGHTS, "scale": jnp.float32(0.5)}
     found = sharded(training(scaled, params, normal(2, 32, 16)), "tensor")
     assert found[:2] == plain[:2] == ["RS = RR x RS", "RR = RS x SR"]
+
+
+def test_weights_that_a_loop_hands_to_a_loop_are_split():
+    """Layers in a scan, in a scan over parts of the batch."""
+
+    def train_step(p, x):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w["a"]) @ w["b"], None
+
+        def loss(p, part):
+            return squares(jax.lax.scan(layer, part, p)[0])
+
+        def add(total, part):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(p, part)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, p)
+        total, _ = jax.lax.scan(add, zeros, x.reshape(4, -1, 16))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, total)
+
+    stacks = {"a": normal(0, 3, 16, 32), "b": normal(1, 3, 32, 16)}
+    step = train_step, (stacks, normal(2, 32, 16))
+    assert sharded(step, "tensor") == ["RS = RR x RS", "RR = RS x SR"]

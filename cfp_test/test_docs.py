@@ -155,8 +155,14 @@ AROUND = {
     ("troubleshooting.md", "read_after_overwritten"): (_STEP, ""),
     ("several-hosts.md", "cfp.join()"): (_STEP + _ALONE, _TRAIN),
 }
-# Of the blocks that run here those that take a preset, or plan nothing, are quick.
-QUICK = ("reading-plans.md", "troubleshooting.md", "ocp.Standard", "mesh_utils")
+# Of the blocks that run here those that take a preset, or plan little, are quick.
+QUICK = (
+    "decoding.md",
+    "reading-plans.md",
+    "troubleshooting.md",
+    "ocp.Standard",
+    "mesh_utils",
+)
 
 # What is not installed here; the page says when its programs were tried by hand.
 BY_HAND = "import keras"

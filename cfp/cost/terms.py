@@ -15,6 +15,7 @@ from functools import cache, cached_property
 from math import prod
 
 from cfp.analysis.contractions import is_contraction
+from cfp.analysis.flow import passes
 from cfp.analysis.layout import Frame, Storage
 from cfp.analysis.storage import StorageGroup, even_spec, spec_ways, stored_spec
 from cfp.analysis.strategies import (
@@ -87,9 +88,20 @@ class Terms:
         self._op = cache(self._op_terms)
         self._repeats: dict[int, int] = {}
         for op in frame.program.ops:
-            if op.rule is not None and op.kind != "dynamic_update_slice":
+            if op.rule is not None and not self._only_fills(op):
                 for v in map(self.same, op.results):
                     self._repeats[v] = max(op.repeat, self._repeats.get(v, 1))
+
+    def _only_fills(self, op: Op) -> bool:
+        """True if an op writes into what is read in no iteration, but behind the loop.
+
+        A cache, which is read in each, may be resharded in each.
+        """
+        program = self.frame.program
+        if op.kind != "dynamic_update_slice":
+            return False
+        users = (user for v in op.results for user, _ in program.users[v])
+        return all(map(passes, (program.ops[user] for user in users)))
 
     def same(self, value: int) -> int:
         """The value that stands for all points at which a tensor is seen."""

@@ -1,6 +1,7 @@
 """Decoding with a cache of keys and values: sharded by rows, and by heads."""
 
 import re
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -141,3 +142,24 @@ def test_a_budget_that_sharded_heads_fit_is_kept(tmp_path):
         donate_argnums=1,
     )
     assert plan.predicted_bytes <= 600e6
+
+
+def test_worlds_that_a_policy_acts_in_stay_where_they_are():
+    """State that a loop steps forward is not taken for what an update changes."""
+    case = prepare("rollout", PROGRAMS["rollout"], MESHES["x4"])
+    choice = presets(case.frame)["data_parallel"]
+    [worlds] = [
+        i
+        for i, v in enumerate(case.frame.program.args)
+        if case.frame.program.shape(v) == (64, 8)
+    ]
+    assert lay_out(case.frame, choice).arg_spec(worlds) == (("x",), ())
+    run = compile_choice(case, choice)
+    gathers = re.findall(
+        r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", run.compiled.as_text()
+    )
+    # Rows of all times are joined once, after the loop; in it a device has its own
+    # worlds, but where JAX picks a logit for each row.
+    sizes = [prod(map(int, shape.split(","))) for shape in gathers]
+    assert sum(sizes) <= 5 * 64 * (8 + 1 + 1 + 1) + 64 * 4
+    assert differences(case, run()) == {}

@@ -119,6 +119,56 @@ def policy_step():
     return train_step, ((params, tx.init(params)), seen, jax.random.key(0))
 
 
+def rollout_step():
+    """Environments that a policy acts in, in a loop, and epochs of what was seen."""
+    actors, width, actions, time = 64, 8, 4, 5
+    params = {
+        "body": normal(0, width, 16),
+        "policy": normal(1, 16, actions),
+        "value": normal(2, 16, 1),
+    }
+    tx = adam()
+    moves, pushes = normal(3, width, width), normal(4, actions, width)
+
+    def both(p, x):
+        hidden = jnp.tanh(x @ p["body"])
+        return jax.nn.log_softmax(hidden @ p["policy"]), (hidden @ p["value"])[..., 0]
+
+    def loss(p, seen):
+        logits, value = both(p, seen["x"])
+        taken = jnp.take_along_axis(logits, seen["action"][:, None], 1)[:, 0]
+        gain = jnp.exp(taken - seen["before"]) * (seen["return"] - value)
+        return squares(value, seen["return"]) - gain.mean()
+
+    def train_step(params, opt, worlds, key):
+        def act(worlds, key):
+            logits, _ = both(params, worlds)
+            action = jax.random.categorical(key, logits)
+            taken = logits[jnp.arange(actors), action]
+            after = jnp.tanh(worlds @ moves + pushes[action])
+            seen = {"x": worlds, "action": action, "before": taken}
+            return after, {**seen, "reward": -(after**2).mean(-1)}
+
+        def backwards(following, reward):
+            return (total := reward + 0.9 * following), total
+
+        worlds, seen = jax.lax.scan(act, worlds, jax.random.split(key, time))
+        last = both(params, worlds)[1]
+        seen["return"] = jax.lax.scan(backwards, last, seen["reward"], reverse=True)[1]
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), seen)
+
+        def epoch(state, _):
+            grads = jax.grad(loss)(state[0], flat)
+            updates, opt = tx.update(grads, state[1])
+            return (optax.apply_updates(state[0], updates), opt), None
+
+        (params, opt), _ = jax.lax.scan(epoch, (params, opt), None, length=3)
+        return params, opt, worlds, seen["reward"].mean()
+
+    worlds = normal(5, actors, width)
+    return train_step, (params, tx.init(params), worlds, jax.random.key(0))
+
+
 def conditioned_layers_step():
     """Layers with shifts and gains made of the time; keys are drawn in the step."""
     layers = [

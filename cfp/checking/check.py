@@ -11,7 +11,7 @@ the plan's step does, with the last bits of what they read and return moved, too
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isfinite, sqrt
 from typing import Any
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_structure
 
 from cfp.checking.reference import Reference
+from cfp.profiling.processes import Agreement
 from cfp.program.fixed import fixed, released
 from cfp.program.memory import fetch, in_host, on_device, put
 from cfp.program.widen import wide_dtype, with_dtype
@@ -58,6 +59,8 @@ CHANGE_MARGIN = 1000.0
 NUDGES = 3
 # And from how many more, at most, before a check fails.
 MORE_NUDGES = 13
+
+_ALONE = Agreement(alone=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ class Comparison:
         return max(shares, key=lambda pair: pair[1], default=None)
 
     def undecided(self, tolerance: float) -> list[Difference]:
-        """Leaves of which rounding alone decides what they are, in the reference, too.
+        """Leaves of which rounding alone decides what they are, where it was tried.
 
         Such as the moments of a parameter whose gradient is zero. There is nothing to
         compare but their size, and these have it.
@@ -174,6 +177,7 @@ class Check:
         planned: CompiledStep,
         reference: Reference,
         feedback: Mapping[int, int | None],
+        agreement: Agreement = _ALONE,
     ) -> None:
         """Takes both sides as :func:`cfp.checking.reference.both_sides` compiles them.
 
@@ -182,10 +186,12 @@ class Check:
             reference: the step to compare it with.
             feedback: for each argument that is state the result that replaces it; None
                 for all of it.
+            agreement: of the processes whose devices the plan has.
         """
         self.planned = planned
         self.reference = reference
         self._feedback = feedback
+        self._agreement = agreement
         self._static = {key for key, _ in reference.step.step.static}
         self._args: list[Any] = []
         self._shaken: CompiledStep | None = None
@@ -225,7 +231,7 @@ class Check:
         """
         tell("running the reference")
         expected = self._reference(fresh)
-        moved = [compare(expected, expected)]
+        moved: list[Sequence[Difference]] = [compare(expected, expected)]
         expected = in_host(expected)  # The other runs need the room.
         tell("running the plan's step, and comparing results")
         found = self._under_plan(self.planned, fresh)
@@ -237,14 +243,23 @@ class Check:
         made = _comparison(moved, *sides, self._margin)
         for seed in range(NUDGES + MORE_NUDGES):
             is_enough = seed == 0 or seed >= NUDGES
-            if is_enough and not made.failures(self.tolerance):
+            # Reruns of the plan's step take all processes, and each compares alone.
+            if is_enough and self._passes_everywhere(made):
                 break
             most = NUDGES if seed < NUDGES else NUDGES + MORE_NUDGES
             tell(f"finding what rounding changes, run {seed + 1} of at most {most}")
-            moved.append(compare(self._nudged(seed, tell), usual))
+            near = compare(self._nudged(seed, tell), usual)
+            if self.planned.shaken:
+                near = _beside(near, differences, moved[0])
+            moved.append(near)
             made = _comparison(moved, *sides, self._margin)
         feed_back(self._args, expected, self._feedback)
         return made
+
+    def _passes_everywhere(self, made: Comparison) -> bool:
+        passes = not made.failures(self.tolerance)
+        [everywhere] = self._agreement.everywhere([passes], "whether a check passes")
+        return everywhere
 
     def _under_plan(self, step: CompiledStep, change: Callable[[Any], Any]) -> Any:
         """Results of a step under the plan for arguments like these.
@@ -311,6 +326,27 @@ class Check:
         return jax.tree.unflatten(jax.tree.structure(result), leaves)
 
 
+def _beside(
+    near: Sequence[Difference],
+    found: Sequence[Difference],
+    expected: Sequence[Difference],
+) -> list[Difference]:
+    """Distances of a plan's results from each other, in terms of the reference's size.
+
+    Else one that is wrong, and nothing but rounding, would be taken for one of which
+    nothing else can be expected.
+
+    Args:
+        near: the distances, in terms of the size of what is found.
+        found, expected: have the sizes.
+    """
+    own, wanted = ({d.path: d.size or 1.0 for d in one} for one in (found, expected))
+    return [
+        replace(d, relative_l2=d.relative_l2 * own[d.path] / wanted[d.path])
+        for d in near
+    ]
+
+
 def _comparison(
     moved: Sequence[Sequence[Difference]],
     differences: Sequence[Difference],
@@ -320,7 +356,8 @@ def _comparison(
     """Compares a step with its reference.
 
     Args:
-        moved: of the reference, from the arguments, and from others near them, if any.
+        moved: of the reference, from the arguments, and of the side that rounds most,
+            from others near them, if any.
         differences: of what the plan returns.
         changes: of the state, by the step.
     """

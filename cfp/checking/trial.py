@@ -177,7 +177,8 @@ def run_trial(
                     "there already"
                 )
                 with _room_for_check(agreement):
-                    checking = Check(*both_sides(bound, compiled, tell), feedback)
+                    sides = both_sides(bound, compiled, tell)
+                    checking = Check(*sides, feedback, agreement)
             tell("making the arguments, by programs that are compiled for their shapes")
             args = list(target.make_args(bound.in_shardings, seed))
             if checking is not None:

@@ -30,12 +30,13 @@ _NARROW = re.compile(r"(?:\b|\dx)(bf16|f16|f8E\w+|f6E\w+|f4E\w+)\b")
 _DOUBLE = re.compile(r"[<x]f64>")
 _SINGLE = re.compile(r"[<x](?:f32|bf16|f16|f8E\w+|f6E\w+|f4E\w+)>")
 
-# What these compute is fixed by more than types: by code outside of the program, by a
-# function that others call, too, by bits, or by how a number is written.
-_KERNELS = ("custom_call", "composite")
-_FIXED = (*_KERNELS, "bitcast_convert", "constant")
+# What these make is exact, and fixed by more than types: by bits, or by how a number is
+# written.
+_EXACT = ("bitcast_convert", "constant")
+# What these compute is fixed by code outside of the program, or by a function that
+# others call, too.
+_FIXED = ("custom_call", "composite", *_EXACT)
 _MANTISSA_BITS = 23  # of a float32
-_MANTISSA = re.compile(r"E\dM(\d)")
 _PRODUCTS = ("dot_general", "dot", "convolution", "ragged_dot")
 
 
@@ -138,17 +139,20 @@ def widen(
 
     Args:
         precise: whether matrix products are to have the highest precision.
-        shaken: whether what kernels from elsewhere read and return in less is moved by
-            half of its last bit, up or down by what the bits below it or that bit are:
-            somewhat more than it was rounded by.
+        shaken: whether what they read and return in less is moved by half of its last
+            bit, up or down by what the bits below it or that bit are: somewhat more
+            than it was rounded by.
 
     Returns:
-        What keeps its types, and computes in less: kernels from elsewhere.
+        What keeps its types, and rounds to less: kernels from elsewhere, and what reads
+        the bits of narrow floats.
     """
     function = shardy.main_function(module)
     with module.context, ir.Location.unknown():
         ops = shardy.walk(function)
         fixed = {op: [v.type for v in op.operands] for op in ops if _is_fixed(op)}
+        for argument in function.regions[0].blocks[0].arguments:
+            argument.set_type(_wide(argument.type))
         for op in ops:
             if op in fixed:
                 continue
@@ -160,9 +164,14 @@ def widen(
             elif kind == "reduce_precision":
                 _drop_rounding(op)
         for op, reads in fixed.items():
-            _join(op, reads, shaken and op.name.partition(".")[2] in _KERNELS)
+            _join(op, reads, shaken)
         _retype(function)
-        return tuple(sorted({*map(_name, fixed)} - {"stablehlo.constant"}))
+        rounds = (
+            op
+            for op, reads in fixed.items()
+            if not _is_exact(op) or any(map(_is_narrow, reads))
+        )
+        return tuple(sorted({*map(_name, rounds)}))
 
 
 def _values(op: ir.Operation) -> list[ir.Value]:
@@ -180,8 +189,13 @@ def _is_narrow(kind: ir.Type) -> bool:
 def _wide(kind: ir.Type) -> ir.Type:
     if not _is_narrow(kind):
         return kind
+    return _of_element(kind, ir.F32Type.get())
+
+
+def _of_element(kind: ir.Type, element: ir.Type) -> ir.Type:
+    """A type of the same shape."""
     shape = ir.RankedTensorType(kind)
-    return ir.RankedTensorType.get(shape.shape, ir.F32Type.get(), shape.encoding)
+    return ir.RankedTensorType.get(shape.shape, element, shape.encoding)
 
 
 def _is_fixed(op: ir.Operation) -> bool:
@@ -189,12 +203,16 @@ def _is_fixed(op: ir.Operation) -> bool:
     if not any(_is_narrow(v.type) for v in (*op.operands, *op.results)):
         return False
     kind = op.name.partition(".")[2]
-    if kind in _PRODUCTS:
+    if kind in _PRODUCTS or shardy.moves_to_memory(op):
         return False
     # A number among the attributes has a type, too.
     return kind in _FIXED or any(
         _NARROW.search(str(op.attributes[name])) for name in op.attributes
     )
+
+
+def _is_exact(op: ir.Operation) -> bool:
+    return op.name.partition(".")[2] in _EXACT
 
 
 def _name(op: ir.Operation) -> str:
@@ -216,39 +234,58 @@ def _join(op: ir.Operation, reads: Sequence[ir.Type], shaken: bool) -> None:
         if _is_narrow(result.type):
             with ir.InsertionPoint.after(op):
                 wide = _converted(result, _wide(result.type))
-                bit = _MANTISSA_BITS - _mantissa_bits(result.type)
-                made = _shaken(wide, result.type, bit) if shaken else wide
+                bit = _MANTISSA_BITS - _finfo(result.type).nmant
+                is_moved = shaken and not _is_exact(op)
+                made = _shaken(wide, result.type, bit) if is_moved else wide
             maker: Any = wide.owner
             result.replace_all_uses_except(made, maker.operation)
 
 
-def _mantissa_bits(kind: ir.Type) -> int:
-    """Bits of the mantissa of a narrow float that are written down."""
+def _finfo(kind: ir.Type) -> Any:
+    """The range and the precision of a narrow float."""
     name = str(ir.RankedTensorType(kind).element_type)
-    if found := _MANTISSA.search(name):
-        return int(found[1])
-    return {"bf16": 7, "f16": 10}[name]
+    usual = {"bf16": "bfloat16", "f16": "float16"}
+    small = re.sub(r"f(\d)(\w+)", r"float\1_\2", name).lower()
+    return jnp.finfo(jnp.dtype(usual.get(name, small)))
 
 
 def _shaken(value: ir.Value, kind: ir.Type, bit: int) -> ir.Value:
     """Moves float32 numbers by half of a narrow type's last bit.
 
+    Zero stays, and what would be too large for that type then. So do types of nothing
+    but powers of two, as which scales are written.
+
     Args:
         bit: of their own bits the one that says whether up or down.
     """
-    shape = ir.RankedTensorType(value.type)
-    bits_type = ir.RankedTensorType.get(
-        shape.shape, ir.IntegerType.get_signless(32), shape.encoding
+    info, wide = _finfo(kind), value.type
+    if not info.nmant:
+        return value
+    half = 2.0 ** -(info.nmant + 1)
+
+    def make(name: str, *operands: ir.Value) -> ir.Value:
+        return shardy.make(f"stablehlo.{name}", operands[0].type, *operands)
+
+    def number(x: float) -> ir.Value:
+        return shardy.constant(repr(x), wide)
+
+    words = _of_element(wide, ir.IntegerType.get_signless(32))
+    bits = shardy.make("stablehlo.bitcast_convert", words, value)
+    bits = make("shift_right_logical", bits, shardy.constant(str(bit), words))
+    is_odd = _converted(make("and", bits, shardy.constant("1", words)), wide)
+    share = make("subtract", make("multiply", is_odd, number(2 * half)), number(half))
+    size = make("abs", value)
+    # What is smaller than any normal number is rounded by as much as that.
+    unit = make("maximum", size, number(float(info.smallest_normal)))
+    move = make("multiply", make("multiply", share, unit), make("sign", value))
+    stays_finite = shardy.make(
+        "stablehlo.compare",
+        _of_element(wide, ir.IntegerType.get_signless(1)),
+        *(size, number(float(info.max) / (1 + half))),
+        comparison_direction=ir.Attribute.parse("#stablehlo<comparison_direction LT>"),
     )
-    half = 2.0 ** -(_mantissa_bits(kind) + 1)
-    bits = shardy.make("stablehlo.bitcast_convert", bits_type, value)
-    places, one = (shardy.constant(str(n), bits_type) for n in (bit, 1))
-    bits = shardy.make("stablehlo.shift_right_logical", bits_type, bits, places)
-    is_odd = _converted(shardy.make("stablehlo.and", bits_type, bits, one), value.type)
-    low, step = (shardy.constant(repr(x), value.type) for x in (1 - half, 2 * half))
-    factor = shardy.make("stablehlo.multiply", value.type, is_odd, step)
-    factor = shardy.make("stablehlo.add", value.type, low, factor)
-    return shardy.make("stablehlo.multiply", value.type, value, factor)
+    moved = make("add", value, move)
+    return shardy.make("stablehlo.select", wide, stays_finite, moved, value)
 
 
 def _converted(value: ir.Value, kind: ir.Type) -> ir.Value:
@@ -273,8 +310,6 @@ def _drop_rounding(op: ir.Operation) -> None:
 def _retype(function: ir.Operation) -> None:
     """Makes a function's type that of its body."""
     block = function.regions[0].blocks[0]
-    for argument in block.arguments:
-        argument.set_type(_wide(argument.type))
     *_, last = block.operations
     function.attributes["function_type"] = ir.TypeAttr.get(
         ir.FunctionType.get(

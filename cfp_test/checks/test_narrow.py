@@ -35,21 +35,28 @@ def rounded_alike(kernel):
     return kernel.func if isinstance(kernel, partial) else kernel
 
 
-def failures(kernel):
-    """The leaves that fail of a step with a kernel, beside one without."""
+def compared(planned, alone):
+    """A step with a kernel beside one without, and what always passes."""
     keys = jax.random.split(jax.random.key(0), 3)
     args = [jax.random.normal(key, (64, 64)) for key in keys]
     args[0] /= 8.0
     planned, alone = (
-        compile_alone(flatten_step(partial(common, kernel=one), args), jax.devices()[0])
-        for one in (kernel, lambda x: x)
+        compile_alone(flatten_step(one, args), jax.devices()[0])
+        for one in (planned, alone)
     )
     assert planned.narrow and not alone.narrow
     check = Check(planned, Reference(alone), {})
     check.start(args)
-    found = check.step()
+    return check.step(), check.tolerance
+
+
+def failures(kernel):
+    """Distance and rounding of a step with a kernel, and the leaves that fail."""
+    found, tolerance = compared(
+        partial(common, kernel=kernel), partial(common, kernel=lambda x: x)
+    )
     [only] = found.differences
-    return only.relative_l2, found.rounding["w"], found.failures(check.tolerance)
+    return only.relative_l2, found.rounding["w"], found.failures(tolerance)
 
 
 def test_what_a_kernel_rounds_passes():
@@ -65,3 +72,29 @@ def test_what_a_kernel_does_wrong_fails(wrong):
     off, rounding, failed = failures(partial(rounded, wrong=wrong))
     assert off > 2 * rounding
     assert [one.path for one in failed] == ["w"]
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0])
+def test_a_result_of_nothing_but_a_kernels_rounding_fails(size):
+    """The reference's is none, which is no rounding at all."""
+    found, tolerance = compared(
+        lambda w, x, y: {"w": size * (rounded(w) - w)}, lambda w, x, y: {"w": w}
+    )
+    [only] = found.differences
+    assert only.size < 1e-2 * found.sizes["w"].most
+    assert found.rounding["w"] < 1e-2
+    assert found.failures(tolerance) == [only] and not found.undecided(tolerance)
+
+
+def test_a_result_of_nothing_but_rounding_on_both_sides_is_undecided():
+    """As of the gradient of what a softmax takes away: a kernel's is larger."""
+
+    def nothing(w, x, y, kernel):
+        return {"w": kernel(w @ x) - kernel(w @ (x * 3)) / 3}
+
+    found, tolerance = compared(
+        partial(nothing, kernel=rounded), partial(nothing, kernel=lambda x: x)
+    )
+    [only] = found.differences
+    assert only.relative_l2 > 1e3
+    assert found.undecided(tolerance) == [only] and not found.failures(tolerance)

@@ -219,3 +219,75 @@ def test_what_kernels_read_and_return_is_moved_by_half_a_bit(dtype):
     assert (moved > 0).any() and (moved < 0).any()
     exact = np.asarray(run(lowered(step, X), X)) / X - 1
     assert np.abs(exact).max() <= 1.01 * half
+
+
+def shaken(fn, *args):
+    """Results of a step with kernels, with what these read and return moved."""
+    one, lowering, *shardings = as_it_is(fn, *args)
+    return run(widened(one, lowering, *shardings, shaken=True), *args)
+
+
+def test_a_kernel_may_read_an_argument_and_return_several_types():
+    """In a loop it reads what the loop carries."""
+
+    @partial(jax.lax.composite, name="a.kernel")
+    def kernel(x):
+        return x * 2, x.astype(jnp.float32), jnp.int32(3)
+
+    def step(x):
+        first, second, number = kernel(x)
+        carried, _ = jax.lax.scan(lambda c, _: (kernel(c)[0], None), x, None, 2)
+        return first, second, number, carried
+
+    x = jnp.asarray(X, jnp.bfloat16)
+    moved, exact = shaken(step, x), run(lowered(step, x), x)
+    assert [v.dtype for v in moved] == [v.dtype for v in exact]
+    assert moved[2] == exact[2] == 3
+    for one, other, most in zip(moved, exact, (3, 2, None, 6), strict=True):
+        if most is not None:
+            off = np.abs(np.asarray(one) / np.asarray(other) - 1)
+            assert 0 < off.max() <= (most + 0.1) * 2.0**-8
+
+
+SMALL = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"]
+
+
+@pytest.mark.parametrize("dtype", SMALL)
+def test_what_kernels_read_is_moved_within_what_there_is(dtype):
+    """The largest numbers, infinity and zero stay; the smallest move by their bit."""
+    info = jnp.finfo(dtype)
+    most, least = float(info.max), float(info.smallest_normal)
+
+    def step(x):
+        shape = jax.ShapeDtypeStruct(x.shape, dtype)
+        kernel = partial(jax.pure_callback, lambda v: v, shape)
+        return kernel(kernel(x.astype(dtype))).astype(jnp.float32)
+
+    x = np.array([most, -most, 0, *np.linspace(most / 2, most, 29)], np.float32)
+    moved = np.asarray(shaken(step, x))
+    assert list(moved[:3]) == [most, -most, 0]
+    assert np.isfinite(moved).all() and (np.abs(moved) <= most).all()
+    if dtype != "bfloat16":  # CPUs have no smaller numbers than its normal ones.
+        tiny = np.linspace(0.3, 0.6, 32, dtype=np.float32) * least
+        assert (np.asarray(shaken(step, tiny)) != np.asarray(step(tiny))).any()
+    if "e4m3" not in dtype:
+        infinite = np.array([np.inf, -np.inf], np.float32)
+        np.testing.assert_array_equal(shaken(step, infinite), infinite)
+
+
+def test_what_is_no_rounding_is_no_kernel():
+    """Moves to another memory, and the bits of which random numbers are made."""
+    x = jnp.asarray(X, jnp.bfloat16)
+    noise = lowered(
+        lambda key: jax.random.normal(key, (8, 8), x.dtype), jax.random.key(0)
+    )
+    assert noise.narrow == ()
+    assert lowered(lambda x: x.view(jnp.uint16), x).narrow != ()
+    _, lowering, *_ = as_it_is(in_host, x)
+    assert widen(lowering.module) == ()
+    [move] = [line for line in lowering.text.splitlines() if "annotate_device" in line]
+    assert "tensor<8x8xf32>) -> tensor<8x8xf32>" in move
+
+
+def in_host(x):
+    return jax.device_put(x * 2, jax.memory.Space.Host)

@@ -13,7 +13,7 @@ OLDEST_PYTHON = (3, 11)
 
 
 class _Pipe(io.FileIO):
-    """A pipe whose reader may leave: what it no longer takes is dropped.
+    """A pipe or a socket whose reader may leave: what it no longer takes is dropped.
 
     So `cfp show plan.json | head` ends as without ``head``, and planning goes on to
     save its plan although nothing reads its tables.
@@ -23,17 +23,15 @@ class _Pipe(io.FileIO):
         """Writes bytes."""
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except (BrokenPipeError, ConnectionResetError):
             return memoryview(data).nbytes
 
 
 def _outlive_readers() -> None:
-    """Lets the process go on where a pipe that it writes to is closed."""
+    """Lets the process go on where what it writes to is closed at the other end."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and stat.S_ISFIFO(
-            os.fstat(stream.fileno()).st_mode
-        ):
+        if isinstance(stream, io.TextIOWrapper) and _has_reader(stream):
             pipe = io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False))
             text = io.TextIOWrapper(
                 pipe,
@@ -42,6 +40,15 @@ def _outlive_readers() -> None:
                 line_buffering=stream.line_buffering or stream.write_through,
             )
             setattr(sys, name, text)
+
+
+def _has_reader(stream: io.TextIOWrapper) -> bool:
+    """True if a stream is a pipe or a socket."""
+    try:
+        mode = os.fstat(stream.fileno()).st_mode
+    except (OSError, ValueError):  # It is in memory, or closed.
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
 
 
 def main() -> None:

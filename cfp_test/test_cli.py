@@ -1,10 +1,12 @@
 """The command line from the outside: what it prints, and how it fails."""
 
 import gc
+import io
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -494,9 +496,15 @@ def test_garbage_is_collected_while_a_command_runs(monkeypatch):
     assert found == [False, True] and gc.get_freeze_count() <= frozen
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_command_goes_on_after_its_reader_has_left(unbuffered):
-    reader, writer = os.pipe()
+def sockets():
+    return [one.detach() for one in socket.socketpair()]
+
+
+@pytest.mark.parametrize(
+    ("ends", "unbuffered"), [(os.pipe, ""), (os.pipe, "1"), (sockets, "")]
+)
+def test_a_command_goes_on_after_its_reader_has_left(ends, unbuffered):
+    reader, writer = ends()
     os.close(reader)
     done = subprocess.run(
         [sys.executable, "-m", "cfp", "doctor", "--list"],
@@ -507,6 +515,16 @@ def test_a_command_goes_on_after_its_reader_has_left(unbuffered):
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_command_writes_to_what_is_no_file(monkeypatch):
+    found = io.TextIOWrapper(io.BytesIO())
+    monkeypatch.setattr(sys, "stdout", found)
+    monkeypatch.setattr(sys, "argv", ["cfp", "doctor", "--list"])
+    with pytest.raises(SystemExit) as end:
+        __main__.main()
+    found.flush()
+    assert not end.value.code and b"jaxlib" in found.buffer.getvalue()
 
 
 LOADING = """

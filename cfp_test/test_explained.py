@@ -1,7 +1,10 @@
 """Every message that docs/troubleshooting.md explains is produced by a test."""
 
 import ast
+import json
 import re
+from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 
 import jax
@@ -10,11 +13,12 @@ import pytest
 
 from cfp.checking.check import Comparison, Difference
 from cfp.checking.trial import StepResult, Trial
-from cfp.cli.running import check_text, list_failures
+from cfp.cli.running import check_text, list_failures, trial_data
 from cfp.errors import DeviceError
 from cfp.platform import make_mesh
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
+from cfp_test.report.plans import make_plan
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "troubleshooting.md"
@@ -100,6 +104,17 @@ def test_a_check_that_fails():
     assert list_failures(checked(1e-3, 1e-7)) == [
         {"step": 0, "path": "w", "relative_l2": 1e-3, "allowed": pytest.approx(1e-5)}
     ]
+
+
+def test_a_check_of_what_is_no_number_is_json():
+    trial = checked(inf, 1e-7)
+    [step] = trial.steps
+    trial = replace(trial, steps=(replace(step, metrics={"loss": nan, "n": 1.5}),))
+    data = trial_data(trial, make_plan([], []))
+    json.dumps(data, allow_nan=False)
+    assert data["steps"][0]["metrics"] == {"loss": None, "n": 1.5}
+    assert data["largest_difference"] == {"path": "w", "relative_l2": None}
+    assert not data["passed"] and data["failures"][0]["relative_l2"] is None
 
 
 @pytest.mark.explained("No more than rounding does on one device")

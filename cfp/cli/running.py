@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
+from math import isfinite
 from typing import Annotated, Any
 
 import typer
@@ -157,18 +159,25 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
         "median_ms": trial.median_ms,
         "throughput": rates and asdict(rates),
         "steps": [
-            {"time_ms": s.time_ms, "metrics": dict(s.metrics)} for s in trial.steps
+            {"time_ms": s.time_ms, "metrics": _finite(s.metrics)} for s in trial.steps
         ],
         "random_arguments": trial.drawn,
         "checked": trial.checked,
         "checked_against": reference_text(trial.preset) if trial.checked else None,
         "passed": not trial.failures if trial.checked else None,
         "tolerance": trial.tolerance,
-        "largest_difference": {"path": largest.path, "relative_l2": largest.relative_l2}
-        if largest
-        else None,
-        "failures": list_failures(trial),
+        "largest_difference": largest
+        and _finite({"path": largest.path, "relative_l2": largest.relative_l2}),
+        "failures": [*map(_finite, list_failures(trial))],
         "compared_by_norm_alone": sorted(map(trial.named, trial.undecided)),
+    }
+
+
+def _finite(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain data with None for what is infinite or no number, which JSON has not."""
+    return {
+        name: None if isinstance(x, float) and not isfinite(x) else x
+        for name, x in data.items()
     }
 
 

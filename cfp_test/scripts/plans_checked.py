@@ -166,7 +166,10 @@ def figures(data: Mapping[str, Any]) -> Figures:
 
 
 def _distance(worst: Mapping[str, Any] | None) -> str:
-    return f"{worst['relative_l2']:.1e} in {worst['path']}" if worst else ""
+    if not worst:
+        return ""
+    off = worst["relative_l2"]
+    return f"{'not finite' if off is None else f'{off:.1e}'} in {worst['path']}"
 
 
 def main() -> None:

@@ -246,9 +246,14 @@ def normalise(module: ir.Module) -> int:
     with module.context, ir.Location.unknown():
         passmanager.PassManager.parse(_INLINE).run(module.operation)
         function = main_function(module)
-        for op in walk(function):
+        for op in every_op(module):
             if op.name == "sdy.data_flow_edge":
                 forward(op, [op.operands[0]])
+        for each in functions(module.operation):
+            # What a composite stands for is no program of its own, but may call others.
+            for op in walk(each) if each != function else ():
+                if op.name == "sdy.named_computation":
+                    _inline(op)
         erased = 0
         for op in walk(function):
             if op.name == "sdy.named_computation":

@@ -186,6 +186,22 @@ def test_user_constraints_are_erased_and_counted():
     assert "sdy.sharding_constraint" not in names
 
 
+def test_what_a_composite_stands_for_may_call_others():
+    @jax.jit
+    def doubled(x):
+        return 2 * jax.jit(jnp.sin)(x)
+
+    def step(x):
+        return jax.lax.composite(lambda x: doubled(x) + 1, "a.kernel")(x)
+
+    lowering = replicated(flatten_step(step, [jnp.ones((8, 4))]))
+    assert "stablehlo.composite" in lowering.text
+    assert "named_computation" not in lowering.text
+    assert "data_flow_edge" not in lowering.text
+    [found] = lowering.lowered.compile()(jnp.ones((8, 4)))
+    np.testing.assert_allclose(found, 2 * np.sin(np.ones((8, 4))) + 1, rtol=1e-6)
+
+
 def test_aliases_of_donated_arguments():
     step = flatten_step(lambda s, x: (s + x, x), (X, X), donate_argnums=(0,))
     program, _ = trace(step, MESH)

@@ -147,11 +147,8 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
     Raises:
         PlanMismatch: an axis has another name, or there are more, or fewer.
     """
-    if mesh.size == 1:
-        return
-    names = [name for name, size in mesh.shape.items() if size > 1]
     planned = [name for name, _ in plan.mesh_axes]
-    if names != [name for name in planned if mesh.shape.get(name) != 1]:
+    if not plan.has_names_of(mesh):
         axes = f"a mesh with the axes {', '.join(planned)}" if planned else "one device"
         raise PlanMismatch(
             "A plan is carried over along axes of the same names.",

@@ -559,9 +559,11 @@ class Plan:
         axes = tuple((name, size) for name, size in mesh.shape.items() if size > 1)
         if axes != self.mesh_axes:
             attempt, commands = "that mesh, or plan again", _OTHER_DEVICES
-            if self.mesh_axes:
+            if self.mesh_axes and self.has_names_of(mesh):
                 attempt += "; cfp.adapt(plan, step, *args, mesh=mesh) carries it over"
                 commands += ", or cfp plan TARGET --adapt FILE"
+            elif self.mesh_axes:
+                attempt += "; cfp.adapt carries plans over to axes of the same names"
             raise PlanMismatch(
                 f"The plan is for {_mesh_text(self.mesh_axes)}, got "
                 f"{_mesh_text(axes)}.",
@@ -569,6 +571,12 @@ class Plan:
                 commands=commands,
             )
         return replace(self, mesh=mesh, raced=None)
+
+    def has_names_of(self, mesh: Mesh) -> bool:
+        """Returns True if a mesh has the plan's axes, though of other sizes, or one."""
+        names = [name for name, size in mesh.shape.items() if size > 1]
+        own = [name for name, _ in self.mesh_axes if mesh.shape.get(name) != 1]
+        return mesh.size == 1 or names == own
 
 
 # What a plan has in one process alone: its step, its devices and compiled programs.

@@ -354,6 +354,15 @@ def test_axes_of_other_names_are_refused(saved):
         adapted(saved["zero1"], *arguments(5), mesh=two)
 
 
+@pytest.mark.parametrize(("name", "is_advised"), [("x", True), ("data", False)])
+def test_a_plan_for_another_mesh_advises_what_works(saved, name, is_advised):
+    two = jax.make_mesh((2,), (name,), devices=jax.devices()[:2])
+    with pytest.raises(cfp.PlanMismatch, match="The plan is for") as caught:
+        saved["zero1"].on(two)
+    assert ("cfp.adapt(plan, step" in str(caught.value)) == is_advised
+    assert ("axes of the same names" in str(caught.value)) == (not is_advised)
+
+
 def test_an_argument_that_was_pinned_is_not_forgotten(saved):
     """It is kept where storage explains it, and refused where nothing does."""
     plan = saved["data_parallel"]

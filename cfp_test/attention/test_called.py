@@ -32,9 +32,11 @@ from cfp.cost.terms import Terms
 from cfp.passes.pipeline import analyze_step, decide
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
+from cfp.program import shardy
 from cfp.program.graph import call_flops
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
+from cfp.program.widen import widen
 from cfp.solution import Candidate, Solution
 from cfp_test.attention.called import cudnn_on_cpus
 from cfp_test.checking import make_mesh
@@ -429,3 +431,22 @@ def test_its_time_is_estimated_as_the_kernels():
         # The last of four ranks sees 4 of 4 blocks, where 2.5 are the mean; by blocks
         # that are masked in halves it is 7/4.
         assert time_ms("T", "ring")[0] == pytest.approx(7 / 4 * alone / 4)
+
+
+def test_a_check_moves_what_the_kernels_read_and_return():
+    """Lowered for CUDA: q, k, v and out; backward these, dout, and gradients."""
+
+    def loss(*qkv):
+        return by_cudnn(*qkv, "BTNH").astype(jnp.float32).sum()
+
+    x = jax.ShapeDtypeStruct((BATCH, TOKENS, HEADS, HEAD_DIM), jnp.bfloat16)
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(x, x, x)
+    module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    shardy.normalise(module)
+    narrow = widen(module, shaken=True)
+    assert [one.rpartition("$")[2] for one in narrow] == [
+        "fmhaSoftmax",
+        "fmhaSoftmaxBackward",
+    ]
+    assert module.operation.verify()
+    assert str(module).count("stablehlo.bitcast_convert") == (3 + 1) + (5 + 3)

@@ -87,7 +87,7 @@ class PlannerSettings:
     ray: str | None = None
 
     def __new__(cls, **given: Any) -> PlannerSettings:
-        """Refuses names that there are not, with the what_there_is that there is."""
+        """Refuses names that there are not, and says which there are."""
         known = [one.name for one in fields(cls)]
         for name in given.keys() - {*known}:
             raise OptionError(

@@ -42,7 +42,7 @@ ROUNDING_MARGIN = 10.0
 
 # Where kernels compute in less, a leaf may be off by so many times what half of the
 # last bit of all that they read and return does to it: they round by up to as much.
-# decisions.md, "What rounds is moved where it rounds".
+# decisions.md, "Rounding is measured where it happens".
 NARROW_MARGIN = 2.0
 
 # What is nothing but rounding may be larger or smaller by as much: the gradient of a
@@ -194,7 +194,7 @@ class Check:
         self._agreement = agreement
         self._static = {key for key, _ in reference.step.step.static}
         self._args: list[Any] = []
-        self._shaken: CompiledStep | None = None
+        self._perturbed: CompiledStep | None = None
         self._margin = NARROW_MARGIN if planned.narrow else ROUNDING_MARGIN
         self.tolerance = (
             LOW_TOLERANCE
@@ -237,7 +237,7 @@ class Check:
         found = self._under_plan(self.planned, fresh)
         differences = compare(found, expected)
         # The runs to come are of the side that rounds most.
-        usual = in_host(found) if self.planned.shaken else expected
+        usual = in_host(found) if self.planned.perturbed else expected
         del found
         sides = differences, compare(self._before(expected), expected)
         made = _comparison(moved, *sides, self._margin)
@@ -249,14 +249,15 @@ class Check:
             most = NUDGES if seed < NUDGES else NUDGES + MORE_NUDGES
             tell(f"finding what rounding changes, run {seed + 1} of at most {most}")
             near = compare(self._nudged(seed, tell), usual)
-            if self.planned.shaken:
-                near = _beside(near, differences, moved[0])
+            if self.planned.perturbed:
+                near = _by_reference(near, differences, moved[0])
             moved.append(near)
             made = _comparison(moved, *sides, self._margin)
         feed_back(self._args, expected, self._feedback)
         return made
 
     def _passes_everywhere(self, made: Comparison) -> bool:
+        """True if a step passes in each process."""
         passes = not made.failures(self.tolerance)
         [everywhere] = self._agreement.everywhere([passes], "whether a check passes")
         return everywhere
@@ -302,12 +303,12 @@ class Check:
 
         # One after another: a whole state beside the changed one would leave its memory
         # in two parts, and neither may have room for what the step needs at once.
-        if self.planned.shaken is None:
+        if self.planned.perturbed is None:
             return self._reference(partial(jax.tree.map, near))
-        if self._shaken is None:
-            tell("compiling the plan's step with the last bits of its kernels moved")
-            self._shaken = self.planned.shaken()
-        return self._under_plan(self._shaken, near)
+        if self._perturbed is None:
+            tell("compiling the plan's step with its kernels' values perturbed")
+            self._perturbed = self.planned.perturbed()
+        return self._under_plan(self._perturbed, near)
 
     def _each(self, change: Callable[[Any], Any]) -> list[Any]:
         return [
@@ -326,7 +327,7 @@ class Check:
         return jax.tree.unflatten(jax.tree.structure(result), leaves)
 
 
-def _beside(
+def _by_reference(
     near: Sequence[Difference],
     found: Sequence[Difference],
     expected: Sequence[Difference],

@@ -573,7 +573,7 @@ class Plan:
         return replace(self, mesh=mesh, raced=None)
 
     def has_names_of(self, mesh: Mesh) -> bool:
-        """Returns True if a mesh has the plan's axes, though of other sizes, or one."""
+        """Returns True for one device, or a mesh of the plan's axes, in any sizes."""
         names = [name for name, size in mesh.shape.items() if size > 1]
         own = [name for name, _ in self.mesh_axes if mesh.shape.get(name) != 1]
         return mesh.size == 1 or names == own

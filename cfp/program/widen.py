@@ -64,7 +64,7 @@ def widened(
     in_shardings: Sequence[NamedSharding],
     out_shardings: Sequence[NamedSharding],
     *,
-    shaken: bool = False,
+    perturbed: bool = False,
 ) -> Widened:
     """A lowered step with every float of less than 32 bits as float32.
 
@@ -74,11 +74,11 @@ def widened(
     Args:
         lowering: of the step, constraints inserted; changed in place.
         in_shardings, out_shardings: that it was lowered with, one for each leaf.
-        shaken: as of `widen`.
+        perturbed: as of `widen`.
     """
     text = lowering.text
     precise = _platforms(in_shardings) != {"cpu"}
-    narrow = widen(lowering.module, precise=precise, shaken=shaken)
+    narrow = widen(lowering.module, precise=precise, perturbed=perturbed)
     # JAX knows the types of arguments and results apart from the module. So a function
     # that has the wide ones is lowered, and gets the other's module: the functions of
     # the host that it calls are the same, in the same order.
@@ -133,15 +133,15 @@ def _wide_step(step: FlatStep) -> FlatStep:
 
 
 def widen(
-    module: ir.Module, *, precise: bool = True, shaken: bool = False
+    module: ir.Module, *, precise: bool = True, perturbed: bool = False
 ) -> tuple[str, ...]:
     """Has a normalised module compute in float32 what it computes in less, in place.
 
     Args:
         precise: whether matrix products are to have the highest precision.
-        shaken: whether what they read and return in less is moved by half of its last
-            bit, up or down by what the bits below it or that bit are: somewhat more
-            than it was rounded by.
+        perturbed: whether what kernels from elsewhere read and return in less is moved
+            by half of its last bit, up or down by what the bits below it or that bit
+            are: somewhat more than it was rounded by.
 
     Returns:
         What keeps its types, and rounds to less: kernels from elsewhere, and what reads
@@ -164,7 +164,7 @@ def widen(
             elif kind == "reduce_precision":
                 _drop_rounding(op)
         for op, reads in fixed.items():
-            _join(op, reads, shaken)
+            _join(op, reads, perturbed)
         _retype(function)
         rounds = (
             op
@@ -222,21 +222,21 @@ def _name(op: ir.Operation) -> str:
     return " ".join([op.name, *texts])
 
 
-def _join(op: ir.Operation, reads: Sequence[ir.Type], shaken: bool) -> None:
+def _join(op: ir.Operation, reads: Sequence[ir.Type], perturbed: bool) -> None:
     """Converts what an op that keeps its types reads, of these types, and makes."""
     for index, kind in enumerate(reads):
         if _is_narrow(kind):
             with ir.InsertionPoint(op):
                 read = op.operands[index]
-                read = _shaken(read, kind, 0) if shaken else read
+                read = _perturb(read, kind, 0) if perturbed else read
                 op.operands[index] = _converted(read, kind)
     for result in op.results:
         if _is_narrow(result.type):
             with ir.InsertionPoint.after(op):
                 wide = _converted(result, _wide(result.type))
                 bit = _MANTISSA_BITS - _finfo(result.type).nmant
-                is_moved = shaken and not _is_exact(op)
-                made = _shaken(wide, result.type, bit) if is_moved else wide
+                is_perturbed = perturbed and not _is_exact(op)
+                made = _perturb(wide, result.type, bit) if is_perturbed else wide
             maker: Any = wide.owner
             result.replace_all_uses_except(made, maker.operation)
 
@@ -249,8 +249,8 @@ def _finfo(kind: ir.Type) -> Any:
     return jnp.finfo(jnp.dtype(usual.get(name, small)))
 
 
-def _shaken(value: ir.Value, kind: ir.Type, bit: int) -> ir.Value:
-    """Moves float32 numbers by half of a narrow type's last bit.
+def _perturb(value: ir.Value, kind: ir.Type, bit: int) -> ir.Value:
+    """Moves float32 numbers by half of a narrow type's last bit, up or down.
 
     Zero stays, and what would be too large for that type then. So do types of nothing
     but powers of two, as which scales are written.

@@ -158,8 +158,8 @@ class CompiledStep:
         compiled: the compiled program over flat arguments and results.
         in_shardings, out_shardings: one for each leaf.
         narrow: of a step that was to compute in float32, what still computes in less.
-        shaken: compiles the same with what that reads and returns moved by half of its
-            last bit; None where nothing computes in less.
+        perturbed: compiles the same with what that reads and returns moved by half of
+            its last bit; None where nothing computes in less.
         double: whether such a step computes in float64 throughout.
         alarm: has what functions of the host raise, if the step calls any.
         raced: whether it was compiled in a race of this process.
@@ -171,7 +171,7 @@ class CompiledStep:
     out_shardings: tuple[NamedSharding, ...]
     out_tree: Any
     narrow: tuple[str, ...] = ()
-    shaken: Callable[[], CompiledStep] | None = None
+    perturbed: Callable[[], CompiledStep] | None = None
     double: bool = False
     alarm: Alarm | None = None
     raced: bool = False
@@ -328,7 +328,7 @@ def load_or_lower(
     options: Mapping[str, str] | None = None,
     *,
     wide: bool = False,
-    shaken: bool = False,
+    perturbed: bool = False,
     unwidened: CompiledStep | None = None,
     raced: ReusableExecutable | None = None,
     planned: tuple[Outline | None, Mapping[str, str]] = (None, {}),
@@ -341,7 +341,7 @@ def load_or_lower(
             for; None where there are none.
         wide: compute in float32 what the step computes in less, with precise matrix
             products; arguments and results are float32, too.
-        shaken: with `wide`, as of :func:`cfp.program.widen.widen`.
+        perturbed: with `wide`, as of :func:`cfp.program.widen.widen`.
         unwidened: with `wide`, the same step under the same plan, compiled as it is:
             used where nothing of it computes in less.
         raced: what a race compiled: used if it is the same program, under the same
@@ -372,11 +372,11 @@ def load_or_lower(
             compile_step,
             *(step, mesh, fingerprint, arg_specs, output_specs, constraints, options),
             wide=True,
-            shaken=True,
+            perturbed=True,
             planned=planned,
             environment=environment,
         )
-        found = widened(step, lowering, ins, outs, shaken=shaken)
+        found = widened(step, lowering, ins, outs, perturbed=perturbed)
         step, lowering, narrow = found.step, found.lowering, found.narrow
         double = found.double
         is_same = found.unchanged and not lowering.calls_host
@@ -401,7 +401,7 @@ def load_or_lower(
         out_shardings=outs,
         out_tree=lowering.out_tree,
         narrow=narrow,
-        shaken=again if narrow else None,
+        perturbed=again if narrow else None,
         double=double,
         alarm=lowering.alarm if lowering.calls_host else None,
         raced=raced is not None,

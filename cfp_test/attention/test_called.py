@@ -443,7 +443,7 @@ def test_a_check_moves_what_the_kernels_read_and_return():
     traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(x, x, x)
     module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
     shardy.normalise(module)
-    narrow = widen(module, shaken=True)
+    narrow = widen(module, perturbed=True)
     assert [one.rpartition("$")[2] for one in narrow] == [
         "fmhaSoftmax",
         "fmhaSoftmaxBackward",

@@ -687,7 +687,7 @@ class Planned:
 
     def __init__(self, off):
         self.off = off
-        self.narrow, self.shaken = (), None
+        self.narrow, self.perturbed = (), None
 
     def __call__(self, x):
         return {"bias": jnp.array([1.0 + self.off, 0.0])}

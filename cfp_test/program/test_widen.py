@@ -209,9 +209,9 @@ def test_what_kernels_read_and_return_is_moved_by_half_a_bit(dtype):
         return made.astype(jnp.float32)
 
     one, lowering, *shardings = as_it_is(step, X)
-    shaken = widened(one, lowering, *shardings, shaken=True)
-    assert len(shaken.narrow) == 1
-    moved = np.asarray(run(shaken, X)) / X - 1
+    perturbed = widened(one, lowering, *shardings, perturbed=True)
+    assert len(perturbed.narrow) == 1
+    moved = np.asarray(run(perturbed, X)) / X - 1
     half = float(jnp.finfo(dtype).eps) / 2
     # Moved as it is read, rounded, and moved as it is returned.
     assert np.abs(moved).max() <= 3.01 * half
@@ -221,10 +221,10 @@ def test_what_kernels_read_and_return_is_moved_by_half_a_bit(dtype):
     assert np.abs(exact).max() <= 1.01 * half
 
 
-def shaken(fn, *args):
+def perturbed(fn, *args):
     """Results of a step with kernels, with what these read and return moved."""
     one, lowering, *shardings = as_it_is(fn, *args)
-    return run(widened(one, lowering, *shardings, shaken=True), *args)
+    return run(widened(one, lowering, *shardings, perturbed=True), *args)
 
 
 def test_a_kernel_may_read_an_argument_and_return_several_types():
@@ -240,7 +240,7 @@ def test_a_kernel_may_read_an_argument_and_return_several_types():
         return first, second, number, carried
 
     x = jnp.asarray(X, jnp.bfloat16)
-    moved, exact = shaken(step, x), run(lowered(step, x), x)
+    moved, exact = perturbed(step, x), run(lowered(step, x), x)
     assert [v.dtype for v in moved] == [v.dtype for v in exact]
     assert moved[2] == exact[2] == 3
     for one, other, most in zip(moved, exact, (3, 2, None, 6), strict=True):
@@ -264,15 +264,15 @@ def test_what_kernels_read_is_moved_within_what_there_is(dtype):
         return kernel(kernel(x.astype(dtype))).astype(jnp.float32)
 
     x = np.array([most, -most, 0, *np.linspace(most / 2, most, 29)], np.float32)
-    moved = np.asarray(shaken(step, x))
+    moved = np.asarray(perturbed(step, x))
     assert list(moved[:3]) == [most, -most, 0]
     assert np.isfinite(moved).all() and (np.abs(moved) <= most).all()
     if dtype != "bfloat16":  # CPUs have no smaller numbers than its normal ones.
         tiny = np.linspace(0.3, 0.6, 32, dtype=np.float32) * least
-        assert (np.asarray(shaken(step, tiny)) != np.asarray(step(tiny))).any()
+        assert (np.asarray(perturbed(step, tiny)) != np.asarray(step(tiny))).any()
     if "e4m3" not in dtype:
         infinite = np.array([np.inf, -np.inf], np.float32)
-        np.testing.assert_array_equal(shaken(step, infinite), infinite)
+        np.testing.assert_array_equal(perturbed(step, infinite), infinite)
 
 
 def test_what_is_no_rounding_is_no_kernel():

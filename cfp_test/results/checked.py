@@ -167,6 +167,37 @@ def margin(data: Mapping[str, Any]) -> Figures:
     }
 
 
+def kernels(data: Mapping[str, Any]) -> Figures:
+    """The figures of the page of attention in bfloat16 in checks."""
+    rows = []
+    for row in data["rows"]:
+        model, size = row["model"].split()[0], row["model"].split()[-1]
+        ratio, off, path = row["largest"] or (None, None, "")
+        rows.append(
+            [
+                f"{model}, {size} tokens",
+                fixed(row["scale"]),
+                row["attention"],
+                row["step"],
+                row["further_off"],
+                "" if ratio is None else f"{ratio:,.2f}",
+                "" if off is None else f"{off:.1e} in {path}",
+                row["failures"],
+            ]
+        )
+    head = (
+        "model | weights times | attention | step | leaves further off than 1e-2 | "
+        "largest ratio | off by | failures"
+    )
+    right = [row for row in data["rows"] if row["attention"] == "right"]
+    return {
+        "rows": table(head, rows),
+        "jax": data["jax"],
+        "largest": fixed(max(row["largest"][0] for row in right if row["largest"])),
+        "steps": str(len(right)),
+    }
+
+
 def analysis(data: Mapping[str, Any]) -> Figures:
     """The figures of the page of analysis time."""
     rows = [

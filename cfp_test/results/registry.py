@@ -387,6 +387,7 @@ PAGES: tuple[Page, ...] = (
     ),
     _page("full_models_kernels_h200x2_202611", building.whole_models),
     _page("check_margin_cpu_202611", checked.margin),
+    _page("check_kernels_cpu_202611", checked.kernels),
     Page(
         name="call_overhead_cpu_202611",
         sources=("call_overhead_cpu_202611.json",),

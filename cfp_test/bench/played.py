@@ -2,6 +2,7 @@
 
     python -m cfp_test.bench.played run --out FOLDER [--p2p-off] [--garbage]
         [--rounds 8] [--seconds 500] [--first N] [--work FOLDER] [--tiny]
+    python -m cfp_test.bench.played run --out FOLDER --four [--p2p-off] ...
     python -m cfp_test.bench.played_page FOLDER/played.json
 
 Two processes build the same programs: one for two GPUs, and one for two that its own
@@ -11,6 +12,11 @@ computation on real numbers (`cfp.program.local`); and, with ``--garbage``, for 
 programs the partitioned one with collectives that do nothing, as it is and after the
 GPU's memory was filled with small numbers. Clocks and power stand beside each. Kernels
 are tuned once and kept in ``--work``, for the next run on the same machine.
+
+With ``--four`` the programs are those recorded on four H200
+(`cfp_test.bench.recorded`), over NVLink or, with ``--p2p-off``, without peer-to-peer
+access alone, and one GPU plays four. What differs in how collectives run alone has one
+computation, which runs in the first rounds.
 
 With ``--tiny`` on CPUs small models run on virtual devices, to try it out.
 """
@@ -24,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,28 +41,35 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from cfp import platform
+from cfp.analysis.analyze import Analysis
 from cfp.cost.schedule import schedule_of
 from cfp.devices import described
 from cfp.passes.pipeline import analyze_step
 from cfp.presets.presets import presets
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build, one_device
 from cfp.profiling.collectives import measure_rates
+from cfp.profiling.compiler_options import without_collectives
 from cfp.profiling.inputs import generator, input_kinds, local_kinds
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import execute
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.timing import TimingOptions
 from cfp.program.graph import Program
-from cfp.program.step import flatten_step
+from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh
 from cfp.report.plots import curves_data
 from cfp.search.jobs import whole_job
 from cfp.targets import resolve
 from cfp_test.bench.decoder import MODELS, make_step
-from cfp_test.bench.one_as_n_data import computed_to_json, schedule_to_json
-from cfp_test.bench.recorded import MOE_OF_TWO, TINY
+from cfp_test.bench.one_as_n_data import (
+    computed_to_json,
+    races_of,
+    schedule_to_json,
+)
+from cfp_test.bench.recorded import MOE_OF_TWO, OPTIONS, TINY, cases, tiny_cases
+from cfp_test.bench.recorded import Case as RecordedCase
 
-AXES = (("x", 2),)
+_AXIS = "x"
 # One sample a turn, behind a warm-up in which the clock sinks to what the power allows.
 _TIMING = TimingOptions(
     warmup_seconds=0.4,
@@ -67,11 +81,13 @@ _TIMING = TimingOptions(
 )
 # Bytes that are small numbers in every type of floats: 0.03 and less.
 _SMALL_BYTES = 0x3C
+# A computation varies less from run to run than steps without peer-to-peer access.
+_ROUNDS_OF_SHARED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A program.
+    """A program for two.
 
     Attributes:
         model: of `cfp_test.bench.decoder`, or "moe" of the zoo.
@@ -89,6 +105,73 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.model}{', cuDNN' if self.kernel else ''}, {self.how}"
+
+    @property
+    def step(self) -> tuple[str, bool]:
+        """What its step follows from."""
+        return self.model, self.kernel
+
+    @property
+    def computation(self) -> Any:
+        """The same for programs of which one device computes the same."""
+        return self
+
+    def flatten(self, tiny: bool) -> Any:
+        """The step."""
+        if self.model == "moe":
+            return _flatten(TINY["moe"] if tiny else MOE_OF_TWO)
+        sizes = MODELS[self.model]
+        if self.kernel:
+            sizes = replace(sizes, attention="cudnn")
+        step, args = make_step(sizes)
+
+        def train_step(state: Any, tokens: jax.Array) -> Any:
+            return step(state, tokens)
+
+        return flatten_step(train_step, args, {}, donate_argnums=0)
+
+    def job(self, analysis: Analysis, options: Mapping[str, str]) -> Job:
+        """The whole program."""
+        named = presets(analysis.frame)
+        by_hand = self.how == "by hand"
+        choice = named["fully_sharded" if by_hand else self.how]
+        job = whole_job(analysis, choice, (), self.name, options=dict(options))
+        return _by_hand(job, analysis.frame.program, self.model) if by_hand else job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A program that was recorded on four."""
+
+    case: RecordedCase
+    garbage: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.step.split()[0]}, {self.case.name}"
+
+    @property
+    def step(self) -> str:
+        """What its step follows from."""
+        return self.case.target
+
+    @property
+    def computation(self) -> Any:
+        """The same for programs of which one device computes the same."""
+        options = tuple(OPTIONS[self.case.options].items())
+        kept = tuple(without_collectives(options))
+        return self.case.target, self.case.preset, self.case.level, kept
+
+    def flatten(self, tiny: bool) -> Any:
+        """The step."""
+        return _flatten(self.case.target)
+
+    def job(self, analysis: Analysis, options: Mapping[str, str]) -> Job:
+        """The whole program."""
+        more = OPTIONS[self.case.options]
+        choice = presets(analysis.frame)[self.case.preset]
+        options = {**options, **more}
+        return whole_job(analysis, choice, (), self.name, self.case.level, options)
 
 
 CASES = (
@@ -117,34 +200,33 @@ TINY_CASES = tuple(
 )
 
 
-def chosen(given: argparse.Namespace) -> tuple[Case, ...]:
+def chosen(given: argparse.Namespace) -> tuple[Case | Recorded, ...]:
     """The programs that are asked for."""
-    return (TINY_CASES if given.tiny else CASES)[: given.first]
+    if not given.four:
+        return (TINY_CASES if given.tiny else CASES)[: given.first]
+    links = "P2P off" if given.p2p_off else "NVLink"
+    known = [
+        Recorded(case=case)
+        for case in (tiny_cases if given.tiny else cases)(4)
+        if not case.preset.endswith(".json")
+        and (given.tiny or races_of((4, case.target, links, case.name)))
+    ]
+    return tuple(known[: given.first])
+
+
+def _flatten(target: str) -> FlatStep:
+    name, *words = target.split()
+    return resolve(name, words).flatten()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
     """A case as it was built."""
 
-    case: Case
+    case: Case | Recorded
     program: Program
     job: Job
     built: Built | ProfileRecord
-
-
-def _step(case: Case, tiny: bool) -> Any:
-    if case.model == "moe":
-        words = (TINY["moe"] if tiny else MOE_OF_TWO).split()
-        return resolve(words[0], words[1:]).flatten()
-    sizes = MODELS[case.model]
-    if case.kernel:
-        sizes = replace(sizes, attention="cudnn")
-    step, args = make_step(sizes)
-
-    def train_step(state: Any, tokens: jax.Array) -> Any:
-        return step(state, tokens)
-
-    return flatten_step(train_step, args, {}, donate_argnums=0)
 
 
 def _by_hand(job: Job, program: Program, model: str) -> Job:
@@ -187,47 +269,46 @@ class Worker:
         self.cases = chosen(given)
         self.tiny = given.tiny
         self.work = Path(given.work)
+        devices = 4 if given.four else 2
+        axes = ((_AXIS, devices),)
         if given.tiny:
-            platform.select("cpu", AXES)
-            mesh = platform.make_mesh(AXES)
+            platform.select("cpu", axes)
+            mesh = platform.make_mesh(axes)
         elif self.plays:
-            described.play_one_of(2)
-            mesh = described.mocked_mesh(AXES)
+            described.play_one_of(devices)
+            mesh = described.mocked_mesh(axes)
         else:
-            mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+            mesh = jax.make_mesh((devices,), (_AXIS,), axis_types=(AxisType.Auto,))
         self.mesh = planning_mesh(mesh)
         self.common = dict(described.OPTIONS) if self.plays and not given.tiny else {}
         self.made: dict[str, Made] = {}
 
     def build(self) -> dict[str, Any]:
-        steps: dict[tuple[str, bool], Any] = {}
+        analyses: dict[Any, Analysis] = {}
         ahead = []  # Of all with its kernels, which it alone tunes.
+        first: dict[Any, str] = {}  # Of those that compute the same.
         for case in self.cases:
-            key = case.model, case.kernel
-            if key not in steps:
+            if case.step not in analyses:
                 ahead.append(case)
-                step = _step(case, self.tiny)
-                steps[key] = analyze_step(step, self.mesh, None).analysis
-        environment = BuildEnvironment(
-            autotune_dir=self.work / "tuned",
-            wants_local=(lambda job, text: True) if self.plays else None,
-        )
+                step = case.flatten(self.tiny)
+                analyses[case.step] = analyze_step(step, self.mesh, None).analysis
+            first.setdefault(case.computation, case.name)
+        tuned = self.work / "tuned"
+        alone = set(first.values()) if self.plays else set()
 
-        def make(case: Case) -> Made:
+        def make(case: Case | Recorded) -> Made:
             started = time.perf_counter()
-            analysis = steps[case.model, case.kernel]
+            analysis = analyses[case.step]
             program = analysis.frame.program
-            named = presets(analysis.frame)
-            by_hand = case.how == "by hand"
-            choice = named["fully_sharded" if by_hand else case.how]
-            options = self.common
-            job = whole_job(analysis, choice, (), case.name, options=options)
-            if by_hand:
-                job = _by_hand(job, program, case.model)
+            job = case.job(analysis, self.common)
+            environment = BuildEnvironment(
+                autotune_dir=tuned,
+                wants_local=(lambda job, text: True) if case.name in alone else None,
+            )
             built = build(program, self.mesh, job, environment)
             if isinstance(built, Built):
                 kinds, mesh = input_kinds(program, job.part, job.in_specs), self.mesh
-                if self.plays:
+                if case.name in alone:
                     kinds, mesh = local_kinds(kinds, mesh), one_device(mesh)
                 for kind in kinds:
                     generator(kind, mesh)
@@ -235,7 +316,7 @@ class Worker:
             return Made(case=case, program=program, job=job, built=built)
 
         rest = [case for case in self.cases if case not in ahead]
-        with ThreadPoolExecutor(8) as pool:
+        with ThreadPoolExecutor(16) as pool:
             for some in (ahead, rest):
                 for one in pool.map(make, some):
                     self.made[one.case.name] = one
@@ -350,8 +431,10 @@ class Side:
         words += ["--out", str(given.out), "--work", str(given.work)]
         words += ["--first", str(given.first)] if given.first else []
         words += ["--tiny"] if given.tiny else []
+        words += ["--four"] if given.four else []
+        words += ["--p2p-off"] if given.p2p_off else []
         # All of them stand on the first GPU; the largest program needs 23 GB.
-        share = "0.3" if given.p2p_off else "0.46"
+        share = "0.3" if given.p2p_off and not given.four else "0.46"
         environment = dict(os.environ, XLA_PYTHON_CLIENT_MEM_FRACTION=share)
         if role == "play":
             environment["CUDA_VISIBLE_DEVICES"] = "0"
@@ -396,22 +479,25 @@ def run(given: argparse.Namespace) -> None:
 
     cases = chosen(given)
     roles = ("two", "play", "off") if given.p2p_off else ("two", "play")
+    if given.four and given.p2p_off:
+        roles = ("off", "play")
     sides = {role: Side(role, given) for role in roles}
-    two, play = sides["two"], sides["play"]
+    whole, *others = roles
+    play = sides["play"]
     found: dict[str, Any] = {"jax": jax.__version__, "programs": {}}
 
     def write() -> None:
         (given.out / "played.json").write_text(json.dumps(found, indent=1) + "\n")
 
-    built = {"two": two.call("build")}
-    say("built for two")
-    found["curves"] = {"two": two.call("curves")}
+    built = {whole: sides[whole].call("build")}
+    say("built for all GPUs")
+    found["curves"] = {whole: sides[whole].call("curves")}
     say("curves")
-    # Kernels are tuned once: those of two GPUs are there when the others look.
-    for role in roles[1:]:
+    # Kernels are tuned once: those of all GPUs are there when the others look.
+    for role in others:
         sides[role].ask("build")
-    built |= {role: sides[role].answer() for role in roles[1:]}
-    say("built for one that plays two")
+    built |= {role: sides[role].answer() for role in others}
+    say("built for one that plays them")
     for role in roles[2:]:
         found["curves"][role] = sides[role].call("curves")
         say("curves without peer-to-peer access")
@@ -429,8 +515,11 @@ def run(given: argparse.Namespace) -> None:
                 say("the time is over")
                 break
             runs = found["programs"][case.name]["runs"]
-            ways = [(two, "two"), (play, "local")]
-            ways += [(sides["off"], "off")] if given.p2p_off else []
+            ways = [(sides[role], role) for role in roles if role != "play"]
+            if "local_computed" in built["play"].get(case.name, {}) and (
+                turn < _ROUNDS_OF_SHARED or not given.four
+            ):
+                ways += [(play, "local")]
             if case.garbage and given.garbage:
                 ways += [(play, "garbage"), *([(play, "filled")] if not turn else [])]
             shift = turn % len(ways)
@@ -456,6 +545,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=500)
     parser.add_argument("--first", type=int, help="only so many programs")
     parser.add_argument("--p2p-off", action="store_true")
+    parser.add_argument("--four", action="store_true")
     parser.add_argument("--garbage", action="store_true")
     parser.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()) / "cfp_played"

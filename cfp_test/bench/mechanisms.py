@@ -510,11 +510,12 @@ def told(one: Mechanism) -> dict[str, Any]:
     }
 
 
-_VARIANT = re.compile(", (no latency hiding|large collectives)$")
+_OPTIONS = "|".join(_ON_GPUS.compiler_options)
+_VARIANT = re.compile(f", ({_OPTIONS})$")
 
 
 # Presets with all values constrained, with other compiler options and without.
-_BARE = re.compile(f"({'|'.join(PRESETS)})(, (no latency hiding|large collectives))?$")
+_BARE = re.compile(f"({'|'.join(PRESETS)})(, ({_OPTIONS}))?$")
 
 
 def replayed() -> dict[str, Any]:

@@ -400,7 +400,8 @@ _CANDIDATES = (
         _TURNS,
         70,
         asked={"compiler_options": {}},
-        candidates="(?<!within the budget, )(no latency hiding|large collectives)",
+        candidates="(?<!within the budget, )(no latency hiding|large collectives)"
+        "|Triton's products",
         cited="134.6 and 115.3 ms",
         tests="second_race|with_options",
     ),

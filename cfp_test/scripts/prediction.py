@@ -121,7 +121,8 @@ def main() -> None:
         for name, picks in chosen:
             predicted = problem.solution(picks)
             choice = whole_choice(session.analysis, problem, predicted)
-            job = whole_job(analysis, choice, context.environment, name)
+            how = {"options": context.base_options()}
+            job = whole_job(analysis, choice, context.environment, name, **how)
             whole.append((name, picks, predicted, job))
         with CompilePool(default_threads(mesh.devices.flat[0].platform)) as pool:
             builds = [

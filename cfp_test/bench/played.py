@@ -108,7 +108,7 @@ class Case:
 
     @property
     def step(self) -> tuple[str, bool]:
-        """What its step follows from."""
+        """Model and kernel from which its step follows."""
         return self.model, self.kernel
 
     @property
@@ -152,7 +152,7 @@ class Recorded:
 
     @property
     def step(self) -> str:
-        """What its step follows from."""
+        """The target from which its step follows."""
         return self.case.target
 
     @property

@@ -53,24 +53,31 @@ _AT_ITS_LIMIT = 0.85
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Ratios of speeds, of 14 whole steps of four models on 2 H200 with NVLink.
+    """Ratios of times, of 14 programs on 2 H200, in two runs with NVLink, one without.
 
-    ``docs/results/played_h200x2_202611.md`` has the steps;
-    ``python -m cfp_test.bench.played_page`` finds the numbers.
+    ``docs/results/played_h200x2_202611.md`` and ``played_links_h200x2_202611.md`` have
+    the steps; ``python -m cfp_test.bench.played_page`` finds the numbers. Steps of four
+    H200 (``played_four_h200x4_202611.md``) had no part in them.
 
     Attributes:
         sustained: the rate of products inside a long step, of that of a short probe.
-        beside: the speed of a collective and of the computation beside it, of what
-            each has alone. So a collective that is wholly hidden costs 0.75 of its
-            time: its kernels take multiprocessors and power.
+        slowed_by: what a step loses to a collective that is wholly hidden, of the
+            collective's time, in which its kernels take multiprocessors and power.
+        slowed_by_all_reduce: the same where it is an all-reduce.
         waiting: the power of a GPU that waits for a collective, of what it may take:
             steps that wait for 65 % of their time took 418 to 440 W of 700
             (``docs/results/played_links_h200x2_202611.md``).
     """
 
     sustained: float = 0.981
-    beside: float = 0.57
+    slowed_by: float = 0.7
+    slowed_by_all_reduce: float = 0.5
     waiting: float = 0.3
+
+    def cost_of(self, kind: str) -> float:
+        """Returns what a step loses to a hidden collective, of its time."""
+        is_sum = kind == "all-reduce"
+        return self.slowed_by_all_reduce if is_sum else self.slowed_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,12 +183,13 @@ def _together(
         work = parts_ms[place] if place < len(parts_ms) else 0.0
         while running and work > 0:
             # Both at the same part of their speed, so each does as much as the other.
-            both = min(work, left[running[0]])
+            first = running[0]
+            both = min(work, left[first])
             work -= both
             hidden += both
-            slowed += both / constants.beside - both
-            left[running[0]] -= both
-            if left[running[0]] <= 0:
+            slowed += both * constants.cost_of(schedule.sent[first].kind)
+            left[first] -= both
+            if left[first] <= 0:
                 running.pop(0)
     exposed += sum(left[number] for number in running)
     computation = sum(parts_ms)

@@ -144,7 +144,8 @@ def figures(data: dict[str, Any]) -> dict[str, str]:
         "count": str(len(data["programs"])),
         "samples": " or ".join(map(str, sorted(samples))),
         "waiting": f"{Constants().waiting:.1f}",
-        "beside": f"{Constants().beside:.2f}",
+        "cost": f"{Constants().slowed_by:.1f}",
+        "cost_of_sums": f"{Constants().slowed_by_all_reduce:.1f}",
         "summary": table(
             "links | median error | worst | mean | rank correlation", sums
         ),

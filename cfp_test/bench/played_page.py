@@ -1,13 +1,11 @@
 """The page of steps of two GPUs, beside what one GPU that plays two says of them.
 
-    python -m cfp_test.bench.played_page    # the constants that fit best
-
-Reads ``docs/results/played_h200x2_202611.json``; see `cfp_test.bench.played`.
+Reads ``docs/results/played_h200x2_202611.json``; see `cfp_test.bench.played`. The
+constants of steps are found by `cfp_test.bench.played_fit`.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,19 +104,12 @@ def rates_of() -> Rates:
     return described("2xh200").rates
 
 
-def fit(found: Sequence[Pair], rates: Rates) -> Constants:
-    """The constants of these programs.
+def sustained_of(found: Sequence[Pair], rates: Rates) -> float:
+    """The sustained rate of products, of a probe's.
 
-    How fast a collective and what is beside it are is what makes the mean error least;
-    the sustained rate is the median of those at which products and memory together take
-    as long as the computation did.
+    The median of the rates at which products and memory together take as long as each
+    computation did.
     """
-
-    def loss(beside: float) -> float:
-        tried = Constants(beside=beside)
-        return statistics.fmean(map(abs, errors(found, rates, tried)))
-
-    beside = min((k / 200 for k in range(80, 201)), key=loss)
     needed = []
     for one in found:
         slow = Constants(sustained=1.0)
@@ -126,18 +117,7 @@ def fit(found: Sequence[Pair], rates: Rates) -> Constants:
         rate = rates.matmul_flops_per_ms["bfloat16"]
         products = one.schedule.flops / rate
         needed.append(products / (one.computation_ms - alone.total_ms + products))
-    return Constants(sustained=round(statistics.median(needed), 3), beside=beside)
-
-
-def left_out(found: Sequence[Pair], rates: Rates) -> list[tuple[Pair, float]]:
-    """Errors of each model under the constants of the others."""
-    result = []
-    for model in dict.fromkeys(one.row["model"] for one in found):
-        others = [one for one in found if one.row["model"] != model]
-        own = [one for one in found if one.row["model"] == model]
-        constants = fit(others, rates)
-        result += zip(own, errors(own, rates, constants), strict=True)
-    return result
+    return round(statistics.median(needed), 3)
 
 
 def summary(found: Sequence[Pair], off: Sequence[float]) -> list[str]:
@@ -150,10 +130,6 @@ def summary(found: Sequence[Pair], off: Sequence[float]) -> list[str]:
         f"{statistics.fmean(off):+.1%}",
         f"{rank:.3f}",
     ]
-
-
-def _summary_of(found: Sequence[tuple[Pair, float]]) -> list[str]:
-    return summary([one for one, _ in found], [error for _, error in found])
 
 
 def by_rates(found: Sequence[Pair], rates: Rates) -> list[float]:
@@ -179,10 +155,8 @@ def figures(data: dict[str, Any]) -> dict[str, str]:
     rates = rates_of()
     found = pairs(data, rates)
     off, used = errors(found, rates), Constants()
-    cross = left_out(found, rates)
     medians = pairs(data, rates, median_ms)
     off_medians = errors(medians, rates)
-    cross_medians = left_out(medians, rates)
     kinds: list[tuple[str, Callable[[Pair], Any]]] = [
         ("two", lambda one: one.row["runs"]["two"]),
         ("local", lambda one: one.row["runs"]["local"]),
@@ -250,16 +224,14 @@ def figures(data: dict[str, Any]) -> dict[str, str]:
             rows,
         ),
         "summary": table(
-            "samples | constants | median error | worst | mean | rank correlation",
+            "samples | median error | worst | mean | rank correlation",
             [
-                ["mean", "of all programs", *summary(found, off)],
-                ["mean", "of the other models", *_summary_of(cross)],
-                ["median", "of all programs", *summary(medians, off_medians)],
-                ["median", "of the other models", *_summary_of(cross_medians)],
+                ["mean", *summary(found, off)],
+                ["median", *summary(medians, off_medians)],
             ],
         ),
-        "beside_ratio": f"{used.beside:.3f}",
-        "cost": f"{1 / used.beside - 1:.2f}",
+        "cost": f"{used.slowed_by:.2f}",
+        "cost_of_sums": f"{used.slowed_by_all_reduce:.2f}",
         "sustained": f"{used.sustained:.3f}",
         "by_rates": f"{statistics.median(map(abs, by_rates(found, rates))):.1%} in the "
         f"median and {max(map(abs, by_rates(found, rates))):.1%} at worst",
@@ -267,8 +239,3 @@ def figures(data: dict[str, Any]) -> dict[str, str]:
         "build": f"{statistics.median(s['local'] for s in seconds):.1f} s beside "
         f"{statistics.median(s['play'] - s['local'] for s in seconds):.1f} s",
     }
-
-
-if __name__ == "__main__":
-    known = json.loads(FILE.read_text())
-    print(fit(pairs(known, rates_of()), rates_of()))

@@ -15,6 +15,7 @@ from cfp_test.bench import (
     one_gpu,
     planned_on_one_page,
     planning_time_page,
+    played_four_page,
     played_links_page,
     played_page,
     worth,
@@ -514,6 +515,7 @@ PAGES: tuple[Page, ...] = (
     _page("one_as_four_again_h200_202611", one_as_n.again_figures),
     _page("played_h200x2_202611", played_page.figures),
     _page("played_links_h200x2_202611", played_links_page.figures),
+    _page("played_four_h200x4_202611", played_four_page.figures),
     Page(
         name="ray_builds_cpu_202611",
         sources=("ray_builds_cpu_202611.json",),

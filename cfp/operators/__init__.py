@@ -26,10 +26,15 @@ from cfp.operators.attention import (
     rotary_embedding,
     t5_attention,
 )
-from cfp.operators.inventory import OPERATORS, find
 from cfp.operators.losses import cross_entropy, linear_cross_entropy
 from cfp.operators.norms import dropout_add_layer_norm, layer_norm, rms_norm
-from cfp.operators.operator import Argument, Implementation, Operator, OperatorError
+from cfp.operators.operator import (
+    Argument,
+    Implementation,
+    Operator,
+    OperatorError,
+    unknown,
+)
 
 __all__ = [
     "OPERATORS",
@@ -49,6 +54,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "masked_softmax",
+    "matching",
     "moe_dispatch",
     "qkv_projection",
     "rms_norm",
@@ -57,3 +63,59 @@ __all__ = [
     "swiglu",
     "t5_attention",
 ]
+
+# In the order in which they are measured: those that matter most come first.
+OPERATORS: dict[str, Operator] = {
+    one.name: one
+    for one in (
+        gpt_attention,
+        bert_attention,
+        t5_attention,
+        linear_cross_entropy,
+        layer_norm,
+        rms_norm,
+        dropout_add_layer_norm,
+        bias_gelu,
+        swiglu,
+        qkv_projection,
+        cross_entropy,
+        softmax,
+        masked_softmax,
+        causal_softmax,
+        rotary_embedding,
+        embedding,
+        grouped_matmul,
+        moe_dispatch,
+    )
+}
+
+
+def find(name: str) -> Operator:
+    """An operator by its name.
+
+    Raises:
+        OperatorError: there is none.
+    """
+    if name not in OPERATORS:
+        raise unknown("operator", name, list(OPERATORS))
+    return OPERATORS[name]
+
+
+def matching(words: str) -> list[Operator]:
+    """The operators that have one of some words in their names.
+
+    Args:
+        words: with commas between them; empty for all.
+
+    Raises:
+        OperatorError: a word is in no name.
+    """
+    wanted = [word.strip() for word in words.split(",") if word.strip()]
+    for word in wanted:
+        if not any(word in name for name in OPERATORS):
+            raise unknown("operator", word, list(OPERATORS))
+    return [
+        one
+        for name, one in OPERATORS.items()
+        if not wanted or any(word in name for word in wanted)
+    ]

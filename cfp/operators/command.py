@@ -22,9 +22,9 @@ from rich.table import Table
 
 from cfp.errors import CfpError
 from cfp.operators import benchmark as b
+from cfp.operators import matching
 from cfp.operators.benchmark import ABSENT, FAILED, MEASURED, Pass, Row
 from cfp.operators.cases import Shape, check_dtype
-from cfp.operators.inventory import matching
 from cfp.operators.operator import Operator, OperatorError
 from cfp.operators.probe import environment
 from cfp.printable import columns

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from cfp.operators.inventory import find
+from cfp.operators import find
 from cfp.operators.operator import Argument, Operator
 
 _TABLE_DEVIATION = 0.02

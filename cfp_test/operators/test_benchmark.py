@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from cfp.devices.device_kind import kind
-from cfp.operators import OPERATORS, command, find, layer_norm, probe
+from cfp.operators import OPERATORS, command, find, layer_norm, matching, probe
 from cfp.operators import benchmark as b
 from cfp.operators.benchmark import bound_ms, least_bytes
 from cfp.operators.cases import Check, Shape, check_dtype, limit_of, sample
@@ -24,7 +24,6 @@ from cfp.operators.command import (
     write,
 )
 from cfp.operators.inject import Worth
-from cfp.operators.inventory import matching
 from cfp.operators.operator import (
     Argument,
     Implementation,

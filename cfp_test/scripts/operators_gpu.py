@@ -32,11 +32,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from cfp.operators import OPERATORS, matching
 from cfp.operators import benchmark as b
 from cfp.operators.cases import Shape
 from cfp.operators.command import CPU_SHAPES, SHAPES, read, to_json
 from cfp.operators.inject import inject, worth
-from cfp.operators.inventory import OPERATORS, matching
 from cfp.operators.probe import environment
 from cfp.profiling.compile_pool import CompilePool
 from cfp_test.operators import models_linen, models_nnx

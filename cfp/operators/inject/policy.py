@@ -22,7 +22,7 @@ from flax import nnx
 from jax import Array
 
 from cfp.errors import CfpError
-from cfp.operators.inventory import find
+from cfp.operators import find
 
 # A part's parameters: nested dicts of arrays.
 Parameters = dict[str, Any]

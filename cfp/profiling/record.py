@@ -166,14 +166,8 @@ class ProfileRecord(CompiledBytes):
         return self.drift * statistics.median(self.samples_ms) if self.ok else math.inf
 
     def to_json(self) -> str:
-        """The record on one line; equal records give equal strings.
-
-        Without `drift` where there was none: earlier versions, which may share the
-        store, know no such field, and drop a record that has it.
-        """
+        """The record on one line; equal records give equal strings."""
         found = dataclasses.asdict(self)
-        if self.drift == 1.0:
-            del found["drift"]
         return json.dumps(found, allow_nan=False, sort_keys=True)
 
     @classmethod

@@ -18,8 +18,8 @@ from cfp.program.read import source_of
 _KIND_BYTES, _READS_BYTES = 3, 1
 _BYTES = _KIND_BYTES + _READS_BYTES
 _MOST_BYTES = 64 * 2**20
-# A scalar that is converted; to its own type only earlier versions of cfp had one.
-_OF_WEAK_TYPES = re.compile(r"\bconvert (\w+)\[\] -> (?!\1\[\])")
+# A scalar that is converted.
+_OF_WEAK_TYPES = re.compile(r"\bconvert \w+\[\] -> ")
 
 # What to attempt with a plan and another step, where a command was typed.
 OTHER_STEP = (

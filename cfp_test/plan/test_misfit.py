@@ -113,19 +113,6 @@ def test_a_number_in_place_of_an_array_is_named_where_it_makes_other_types(
         plan.compile(scaled, w, jnp.float32(0.25))
 
 
-def test_a_plan_with_conversions_that_change_nothing_blames_no_number(
-    mesh, tmp_path, monkeypatch
-):
-    """As earlier versions of cfp made them, of any step with a variance."""
-    with monkeypatch.context() as patch:
-        patch.setattr("cfp.program.shardy._keeps_type", lambda op: False)
-        plan = loaded_plan(mesh, tmp_path, W, 0.25)
-    with pytest.raises(cfp.PlanMismatch, match="or plan again") as refused:
-        plan.compile(scaled, W, 0.25)
-    assert "planned was convert f32[] -> f32[]" in str(refused.value)
-    assert "Python number" not in str(refused.value)
-
-
 def test_the_configuration_is_named(plan):
     with jax.default_matmul_precision("highest"):
         with pytest.raises(cfp.PlanMismatch) as refused:

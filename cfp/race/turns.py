@@ -82,8 +82,7 @@ def race_programs(
     """Compiles programs whole and times them in turn, A B C A B C.
 
     What is far behind after a turn is left out of the next, so that turns go to those
-    between which it is close. Devices whose times decide are warm before the first:
-    they work for some time, unless all had a look just now and nothing is compiled.
+    between which it is close. Devices whose times decide are warm before the first.
     Where they become slower, or faster, meanwhile, times of what was left out change as
     much: nothing wins by having been left out.
     Programs with one key run once. If all of them are in the store already, from one
@@ -139,13 +138,10 @@ def race_programs(
         done = {**out, **predicted}
         again = [one for one in programs if one.job.key.digest not in done]
         expect_steps(builder, again)
-        # Devices rest, and cool, only while something is compiled.
-        is_warm = all(one.identity in builder.built.keys() & looks for one in again)
         with builder.in_flight as in_flight:
             with builder.options.outlook.at(builder.stages[0]):
                 outcomes = build_each(builder, again, in_flight)
-            how = {"rounds": rounds, "looks": looks, "is_warm": is_warm}
-            ran = _run_in_turn(builder, again, outcomes, in_flight, **how)
+            ran = _run_in_turn(builder, again, outcomes, in_flight, rounds, looks)
         keep(list(ran.values()), store)
         records = {**done, **ran}
     if records is not raced:
@@ -159,10 +155,8 @@ def _run_in_turn(
     programs: Sequence[RaceProgram],
     outcomes: Mapping[str, Built | ProfileRecord],
     in_flight: InFlightLog,
-    *,
     rounds: int,
     looks: Mapping[str, ProfileRecord],
-    is_warm: bool,
 ) -> dict[str, ProfileRecord]:
     """Runs what was built of some programs in turn; records of all, by key."""
     ready = {d: one for d, one in outcomes.items() if isinstance(one, Built)}
@@ -182,8 +176,7 @@ def _run_in_turn(
             pool.start(race.programs[d].job.label, partial(race.compile_generators, d))
             for d in ready
         ]
-        if not is_warm:
-            race.warm_up()
+        race.warm_up()
         for one in made:
             one.result()
     race.take_looks(looks)

@@ -59,7 +59,6 @@ MODELS = {
     "moe": "moe --layers 4 --batch 32",
 }
 
-[_TRITON] = settings.WITHOUT_TRITON
 _FLOPS_PER_MS = 650e9  # As matrix products of these shapes run on one H100.
 _ON_GPUS = replace(settings.defaults_of("gpu"), limits_memory=False)
 
@@ -98,7 +97,6 @@ def counted(rates: Rates) -> Iterator[Counter[str]]:
             if known and job.key.digest in known:
                 return known.pop(job.key.digest)
             counts[name] += 1
-            counts["with_triton"] += dict(job.options).get(_TRITON) == "True"
             return made_up(job)
 
         return built

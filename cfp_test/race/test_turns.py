@@ -12,7 +12,6 @@ from cfp.errors import DeviceError
 from cfp.profiling import runner
 from cfp.profiling.builder import Built
 from cfp.profiling.in_flight import InFlightFolder
-from cfp.profiling.key import ProfileKey
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
@@ -690,16 +689,6 @@ def test_what_had_a_look_just_now_needs_none(case, store, monkeypatch):
     assert ran == ["a", "c", "a", "c", "c", "a"], "the first warms up the devices"
     assert [one.samples_ms for one in results] == [(10.0,) * 2, (10.8,), (10.1,) * 2]
     assert store.get(b.job.key.digest) == results[1].record
-    # Where nothing is compiled, either, the devices are warm.
-    ran.clear()
-    assert {a.identity, b.identity} <= builder.built.keys()
-    race = ("race", "later")
-    later = [
-        replace(one, job=replace(one.job, key=ProfileKey((*one.job.key.parts, race))))
-        for one in (a, b)
-    ]
-    race_programs(builder, later, rounds=4, looks=looks)
-    assert ran == ["a", "a"], "b is far behind in its look"
 
 
 def test_a_program_that_races_alone_on_cpus_has_one_turn(case, store, monkeypatch):

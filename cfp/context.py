@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import isfinite, prod
@@ -20,9 +20,9 @@ from cfp.devices import described
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError
 from cfp.planner_settings import DetailedSettings, PlannerSettings
-from cfp.profiling.compiler_options import UNTUNED, without_collectives
+from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.coordination import coordinated_planning
-from cfp.profiling.key import Parts, environment_parts, flag_names
+from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.outlook import Outlook
 from cfp.profiling.processes import Agreement
@@ -128,15 +128,6 @@ class PlanContext:
             return DecidedBy.COMPILER
         return DecidedBy.PREDICTION
 
-    def base_options(self, interrupted: bool = False) -> Mapping[str, str]:
-        """Compiler options of candidates: none where none races.
-
-        The leader of a race runs with other values of these, too; without one a plan
-        has the compiler's defaults.
-        """
-        raced = self.decided_by(interrupted) is DecidedBy.RACE
-        return self.rules.base_options if raced else {}
-
     def usual_temp_share(self, interrupted: bool = False) -> float:
         """The share of temporaries that the compiler usually leaves under a limit.
 
@@ -223,14 +214,7 @@ def open_context(
                 mesh=mesh,
                 store=store,
                 settings=settings,
-                rules=_rules(
-                    defaults,
-                    settings,
-                    mesh,
-                    predictor,
-                    memory is None,
-                    flag_names(dict(environment).get("xla_flags", "")),
-                ),
+                rules=_rules(defaults, settings, mesh, predictor, memory is None),
                 environment=environment,
                 agreement=agreement,
                 measure=MeasureOptions(
@@ -258,19 +242,14 @@ def _rules(
     mesh: Mesh | DescribedMesh,
     predictor: StepPredictor | None,
     no_budget: bool,
-    flags: Collection[str] = (),
 ) -> PlatformDefaults:
     """A platform's defaults, and in their place what was asked for.
 
     Where programs are compiled for described devices, presets race with less than all
     values constrained: with all of them they are points of the search, which predicts
     as the race does. Under a budget what is less constrained may need more memory, so
-    that all levels race. On one device there is one level, and no compiler options that
-    are for collectives. Compiler options that all candidates have are for devices that
-    are there: what is described is compared by predictions.
-
-    Args:
-        flags: names of what XLA_FLAGS sets, which holds.
+    that all levels race. On one device there is one level, and no compiler options,
+    which are for collectives.
     """
     reach = settings.reach or (REACH_BY_ESTIMATE if predictor else None)
     options, unasked = settings.compiler_options, settings.measure is None
@@ -287,26 +266,12 @@ def _rules(
     if Dimension.COMPILER_OPTIONS not in settings.dimensions:
         options = {}
     levels = usual.levels
-    base = {} if isinstance(mesh, DescribedMesh) else usual.base_options
-    base = {name: value for name, value in base.items() if name not in flags}
-    usual_options = {
-        name: one
-        for name, one in usual.compiler_options.items()
-        if not one.keys() & usual.base_options.keys() - base.keys()
-    }
+    usual_options = usual.compiler_options
     if prod(mesh.shape.values()) == 1:
-        levels = levels[:1]
-        usual_options = {
-            name: one
-            for name, one in usual_options.items()
-            if without_collectives([*one.items()])
-        }
+        levels, usual_options = levels[:1], {}
     elif predictor is not None and no_budget:
         few = tuple(one for one in levels if one is not ConstraintLevel.EVERYTHING)
         levels = few or levels
-    options = usual_options if options is None else options
-    if not any(base.keys() <= one.keys() for one in options.values()):
-        base = {}
     return replace(
         usual,
         estimates=isinstance(mesh, DescribedMesh) or (usual.estimates and unasked),
@@ -314,8 +279,7 @@ def _rules(
         plans=settings.plans or (PLANS_BY_ESTIMATE if predictor else usual.plans),
         levels=settings.constraint_levels or levels,
         reach=dict.fromkeys(ConstraintLevel, reach) if reach else usual.reach,
-        base_options=base,
-        compiler_options=options,
+        compiler_options=usual_options if options is None else options,
         replacing=replace(usual.replacing, **asked),
         replacing_for_memory=replace(usual.replacing_for_memory, **asked),
         dimensions=settings.dimensions,

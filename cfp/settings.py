@@ -195,8 +195,6 @@ class PlatformDefaults:
         combined_bytes: up to so many bytes the compiler makes one collective of several
             that do not depend on each other.
         launch_ms: the least time of a kernel, however little it computes.
-        base_options: compiler options of segments that are measured, and of candidates
-            that race. None where the leader does not race with other values of these.
         compiler_options: what the leader is raced with, too, by name.
         replacing: what may compute attentions and cross-entropies.
         replacing_for_memory: the same where memory decides.
@@ -214,7 +212,6 @@ class PlatformDefaults:
     reserve_bytes: int = 0
     combined_bytes: int = 0
     launch_ms: float = 0.0
-    base_options: Mapping[str, str] = field(default_factory=dict)
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     replacing: Replacing = Replacing()
     replacing_for_memory: Replacing = _CHUNKED
@@ -237,20 +234,6 @@ NO_LATENCY_HIDING: Mapping[str, str] = {
     "xla_gpu_enable_latency_hiding_scheduler": "False"
 }
 
-# By XLA's own kernels for products, which Triton compiles, steps are up to 1.8 %
-# faster. To try them out is half of a compile: docs/results/tuning_h200x2.
-WITHOUT_TRITON: Mapping[str, str] = {"xla_gpu_enable_triton_gemm": "False"}
-
-
-def own_options(options: Mapping[str, str]) -> dict[str, str]:
-    """Returns the compiler options that not all candidates on GPUs have."""
-    return {
-        name: value
-        for name, value in options.items()
-        if WITHOUT_TRITON.get(name) != value
-    }
-
-
 # Which options are fastest depends on program, plan and links: on 4 H200 without
 # peer-to-peer access, hiding latency slows data parallelism down (134.6 ms a step,
 # 115.3 without) and speeds fully sharded parameters up. decisions.md, "Two sets of
@@ -266,9 +249,7 @@ _GPU = PlatformDefaults(
     # reduce-scatters: xla/debug_options_flags.cc, xla_gpu_*_combine_threshold_bytes.
     combined_bytes=30 * 2**20,
     launch_ms=0.002,  # Guess.
-    base_options=WITHOUT_TRITON,
     compiler_options={
-        "Triton's products": dict.fromkeys(WITHOUT_TRITON, "True"),
         "no latency hiding": NO_LATENCY_HIDING,
         "large collectives": {
             f"xla_gpu_{kind}_combine_threshold_bytes": str(2**28)

@@ -227,7 +227,7 @@ def test_options_that_move_collectives_are_predicted_from_one_computation(
     plan = cfp.plan(step, *arguments(80), mesh=playing("4xh200"), **how)
     assert len({*ran[before:]}) == 1 and len(ran) == before + RUNS_PLAYED
     rows = {row.name: row for row in plan.race if row.predicted_ms}
-    options = {*defaults_of("gpu").compiler_options} - {"Triton's products"}
+    options = defaults_of("gpu").compiler_options
     assert {*rows} >= {"data_parallel", *(f"data_parallel, {one}" for one in options)}
     assert {row.rung for row in rows.values()} == {"one device"}
     # This compiler moves nothing for options of GPUs.

@@ -50,7 +50,7 @@ from cfp.race.programs import (
 )
 from cfp.race.turns import race_programs
 from cfp.runtime.execute import resolved
-from cfp.settings import WITHOUT_TRITON, ConstraintLevel
+from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
 from cfp.view.words import (
     ONE_DEVICE,
@@ -247,12 +247,8 @@ def _rivals(
     """The presets, and what the prediction that made the plan has first and next."""
     described = _described(plan)
     if described is None:
-        # As what the plan raced with.
-        base = {n: v for n, v in plan.options.items() if n in WITHOUT_TRITON}
-        return [
-            Candidate(name, choice, options=base)
-            for name, choice in presets(analysis.frame).items()
-        ]
+        known = presets(analysis.frame)
+        return [Candidate(name, choice) for name, choice in known.items()]
     settings = DetailedSettings(plans=1 + _RUNNERS_UP)
     with open_context(described, cache_dir, None, settings) as context:
         solution = search(context, analysis, profile(context, analysis))

@@ -131,7 +131,6 @@ def profile_segments(
             environment=context.environment,
             in_context=settings.in_context,
             replacing=replacing,
-            options=rules.base_options,
         )
         return measure_candidates(
             maker,
@@ -182,13 +181,12 @@ def expected_race(
 ) -> Mapping[Stage, int]:
     """Guesses how many programs are compiled and timed for a race.
 
-    Each named choice at its levels, and the best by two predictions, one of them twice
-    where candidates have options. The leader races with other options; half of the
-    others beside it. The first have a look, and half of them two turns.
+    Each named choice at its levels, and the best by two predictions. The leader races
+    with other options; half of the others beside it. The first have a look, and half of
+    them two turns.
     """
     rules = context.rules
     count = len(named_candidates(presets, rules.levels)) + 2 * rules.plans
-    count += bool(rules.base_options) and context.memory is None
     again = len(rules.compiler_options)
     near = count // 2 + again if again else 0
     platform = dict(context.environment)["platform"]

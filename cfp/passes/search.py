@@ -134,13 +134,10 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     unraced = {
         name: why_not(name) for name in every if name in PRESETS and name not in named
     }
-    options = context.base_options(profiles.interrupted)
     return Solution(
         [
             replace(
-                one,
-                predicted_ms=prediction_of(analysis, problem, one.choice).time_ms,
-                options=options,
+                one, predicted_ms=prediction_of(analysis, problem, one.choice).time_ms
             )
             for one in candidates
         ],
@@ -222,11 +219,7 @@ def _fitting_as_compiled(
     }
     plans = [choice for choice in best if choice not in there]
     return [
-        replace(
-            one,
-            predicted_ms=prediction_of(analysis, problem, one.choice).time_ms,
-            options=context.base_options(),
-        )
+        replace(one, predicted_ms=prediction_of(analysis, problem, one.choice).time_ms)
         for one in (
             *(Candidate(less_memory(n), choice) for n, choice in enumerate(plans, 1)),
             *named_candidates(presets, context.rules.levels),
@@ -276,8 +269,7 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
     candidates = [Candidate(name, best if runs or is_described else written)]
     if best != written and runs:
         candidates.append(Candidate(f"{name} (as written)", written))
-    options = context.base_options()
-    return Solution([replace(one, options=options) for one in candidates], rates=rates)
+    return Solution(candidates, rates=rates)
 
 
 def _again(option: Option) -> SegmentChoice:

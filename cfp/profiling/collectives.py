@@ -46,7 +46,6 @@ from cfp.profiling.tasks import Task
 from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp.program.constrain import partition_spec
 from cfp.program.trace import planning_mesh
-from cfp.settings import WITHOUT_TRITON
 
 Step = Callable[[jax.Array], jax.Array]
 
@@ -261,7 +260,7 @@ def _with_write(collective: Step, x: jax.Array) -> jax.Array:
 
 # Vendors' libraries multiply large matrices as fast as any; to have the compiler try
 # kernels of its own takes seconds.
-_ON_GPUS = WITHOUT_TRITON
+_ON_GPUS = {"xla_gpu_enable_triton_gemm": "False"}
 
 
 def build_probe(key: ProfileKey, probe: RateProbe, mesh: Mesh) -> Built | ProfileRecord:

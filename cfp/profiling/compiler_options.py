@@ -3,8 +3,8 @@
 A plan or an exported record that came from elsewhere may hold any option of XLA. Some
 of them write files wherever they say (``xla_dump_to``), load them, or change what a
 program computes (``xla_gpu_enable_fast_min_max`` and the like). So a file is only
-followed where it names an option that is known to change when something is computed, by
-which kernels or in how much memory, with a value of the kind that the option has.
+followed where it names an option that is known to change when something is computed or
+how much memory it takes, with a value of the kind that the option has.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
-
-from cfp.settings import WITHOUT_TRITON
 
 _SWITCH = re.compile("[Tt]rue|[Ff]alse")
 _BYTES = re.compile("[0-9]{1,13}")
@@ -27,7 +25,7 @@ MEMORY_SHARE = "xla_gpu_memory_limit_slop_factor"
 # Trying kernels out takes a device and most of a compile. Untried, Triton's kernels for
 # products are slow ones.
 UNTUNED: Mapping[str, str] = MappingProxyType(
-    {"xla_gpu_autotune_level": "0", **WITHOUT_TRITON}
+    {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "False"}
 )
 
 # Which values each known option may have.
@@ -41,8 +39,6 @@ _KNOWN = {
     "xla_gpu_enable_pipelined_all_reduce": _SWITCH,
     "xla_gpu_enable_pipelined_reduce_scatter": _SWITCH,
     "xla_gpu_enable_while_loop_double_buffering": _SWITCH,
-    # Products are computed by other kernels.
-    **dict.fromkeys(WITHOUT_TRITON, _SWITCH),
     MEMORY_SHARE: _PERCENT,
     "xla_backend_optimization_level": _LEVEL,
     # Without it programs need more memory, and compute the same.

@@ -272,11 +272,6 @@ def normalise_xla_flags(flags: str) -> str:
     return shlex.join(once)
 
 
-def flag_names(flags: str) -> set[str]:
-    """Names of flags, as compiler options have them."""
-    return {one.partition("=")[0].removeprefix("--") for one in _split(flags)}
-
-
 def _split(flags: str) -> list[str]:
     try:
         return shlex.split(flags)

@@ -35,15 +35,9 @@ from cfp.race.admission import (
     Admitted,
     compile_until_enough_fit,
     exempt_from_reach,
-    expected_ms,
     within_reach,
 )
-from cfp.race.candidates import (
-    LESS_MEMORY,
-    leanest_of,
-    smaller_than,
-    with_options,
-)
+from cfp.race.candidates import LESS_MEMORY, leanest_of, smaller_than
 from cfp.race.compile import (
     Builder,
     compile_programs,
@@ -171,7 +165,7 @@ class Run:
         first, new = second_race(raced, rules.compiler_options, reach)
         stages = Stage.VARIANTS, Stage.WARM_UP_AGAIN, Stage.TURNS
         outlook = context.measure.outlook
-        if not first or self.is_over():
+        if not new or self.is_over():
             outlook.expect(dict.fromkeys(stages, 0))
             return Ranking((), raced, is_predicted)
         names = {one.name for one in first}
@@ -280,8 +274,7 @@ class Run:
         analysis, problem = self.analysis, self.solution.problem
         if problem is None:
             return []
-        options = self.context.base_options(self.solution.interrupted)
-        ways = [replace(leanest_of(analysis, problem), options=options)]
+        ways = [leanest_of(analysis, problem)]
         needs = defaultdict[Choice, int](int)
         for one in refused:  # Without the memory limit, and with it.
             choice = one.candidate.choice
@@ -296,8 +289,7 @@ class Run:
             known = [(size.peak_bytes, one) for size, one in sizes if size is not None]
             fitting = [pair for pair in known if pair[0] <= most]
             fitting.sort(key=lambda pair: pair[0])
-            more = [replace(best, options=options)] if best else []
-            ways = [*more, *ways, *(one for _, one in fitting)]
+            ways = [*([best] if best else []), *ways, *(one for _, one in fitting)]
         # What there was no time for yet is not refused.
         done = [one for one in refused if not isinstance(one.outcome, Skipped)]
         tried = {(one.candidate.choice, one.candidate.level) for one in done}
@@ -413,7 +405,6 @@ def race(
     described = context.mesh if isinstance(context.mesh, DescribedMesh) else None
     decided_by = context.decided_by(solution.interrupted)
     if decided_by is DecidedBy.RACE:
-        candidates = _with_early_variant(context, candidates)
         raced = _truncated_race(run, candidates)
         raced = raced or _whole_race(run, candidates, last_resort)
         return as_predicted(raced, described.rung) if described else raced
@@ -435,27 +426,6 @@ def race(
         rows=tuple(rows),
         counts=counts,
     )
-
-
-def _with_early_variant(
-    context: PlanContext, candidates: Sequence[Candidate]
-) -> list[Candidate]:
-    """Candidates, and the likely leader with other values of the base options.
-
-    To compile that takes longest, and so it begins with the others. Under a budget it
-    waits, since its memory is not known.
-    """
-    rules = context.rules
-    if context.memory is not None or not rules.base_options:
-        return [*candidates]
-    options = {
-        name: one
-        for name, one in rules.compiler_options.items()
-        if one.keys() == rules.base_options.keys()
-    }
-    first, *others = candidates
-    best = min(candidates, key=lambda one: (expected_ms(one), not one.is_preset))
-    return [first, *with_options(best, options), *others]
 
 
 # ---------------------------------------------------------------------- whole programs

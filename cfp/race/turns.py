@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from types import MappingProxyType
-from typing import Any
 
 from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import CompilePool, default_threads
@@ -424,13 +423,12 @@ def second_race(
             the best preset, with which a plan is compared.
 
     Returns:
-        Those, and variants of the leader with options that did not race; nothing if
-        there are no options, or nothing to compare.
+        Those, and variants of the leader with options; nothing if there are none.
     """
     ran = sorted((one for one in raced if one.ran), key=time_ms)
     if not ran:
         return [], []
-    leader = _leader(ran, options)
+    leader = ran[0].candidate
     # What is remembered may be a variant of something.
     keys = {one.candidate.key for one in raced}
     names = {one.name for one in raced}
@@ -439,35 +437,11 @@ def second_race(
         for one in with_options(leader, options)
         if one.key not in keys and one.name not in names
     ]
+    if not new:
+        return [], []
     near = [one for one in ran if one.time_ms <= reach * ran[0].time_ms]
     best = [one for one in ran if one.candidate.is_preset][:1]
-    first = {one.name: one.candidate for one in (*near, *best)}
-    if not new and (not options or len({one.key for one in first.values()}) == 1):
-        return [], []
-    return [*first.values()], new
-
-
-def _leader(
-    ran: Sequence[RaceResult], options: Mapping[str, Mapping[str, str]]
-) -> Candidate:
-    """The fastest of those that are no other's variant, or the fastest of its variants.
-
-    Few have a variant in the first race: its time is compared with their own only.
-
-    Args:
-        ran: the fastest first.
-    """
-
-    def variants(one: Candidate) -> set[Any]:
-        return {other.key for other in with_options(one, options)} - {one.key}
-
-    candidates = [one.candidate for one in ran]
-    varied = {key for one in candidates for key in variants(one)}
-    plain = next((one for one in candidates if one.key not in varied), candidates[0])
-    forms = {plain.key, *variants(plain)}
-    fastest = next(one for one in candidates if one.key in forms)
-    alike = [one for one in candidates if one.key == fastest.key]
-    return next((one for one in alike if one.is_preset), fastest)
+    return [*{one.name: one.candidate for one in (*near, *best)}.values()], new
 
 
 # ------------------------------------------------------------------------------ ties

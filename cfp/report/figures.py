@@ -40,7 +40,7 @@ from cfp.profiling.rates import Rates
 from cfp.search.choices import kernel_variants, picks_of
 from cfp.search.problem import Option, Problem
 from cfp.search.solver import solve
-from cfp.settings import ALL_DIMENSIONS, Dimension, Replacing, own_options
+from cfp.settings import ALL_DIMENSIONS, Dimension, Replacing
 from cfp.solution import Candidate
 from cfp.view.words import NONE_CAN, REMATERIALIZED, kernels_text
 
@@ -371,7 +371,7 @@ def worth(
 
     def is_without(name: str, one: Candidate) -> bool:
         if name == OPTIONS:
-            return not own_options(one.options)
+            return not one.options
         parts = ((i, segment_candidate(analysis, i, one.choice)) for i in segments)
         return all(
             goes_without(name, analysis.segments[i].kind, part) for i, part in parts

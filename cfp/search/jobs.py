@@ -153,24 +153,16 @@ def part_job(
     candidates: Mapping[int, SegmentChoice],
     environment: Parts,
     label: str,
-    options: Iterable[tuple[str, str]] = (),
 ) -> Job:
-    """The job that measures a segment, or neighbouring ones together.
-
-    Args:
-        options: of the compiler.
-    """
-    tuned = tuple(sorted(options))
+    """The job that measures a segment, or neighbouring ones together."""
     layout = layout_of(analysis, candidates)
     ops = sorted(op for index in candidates for op in analysis.segments[index].ops)
     part = cut_part(analysis.frame.program, ops)
     again = [index for index, candidate in candidates.items() if candidate.remat]
     kernels = [(index, candidate.kernels) for index, candidate in candidates.items()]
     constrained = _constrain(analysis, layout, part, again, kernels)
-    environment = (*environment, *_options_part(tuned))
     job = _job(layout, part, constrained, environment, label)
-    expected_ms = sum(c.estimate_ms for c in candidates.values())
-    return replace(job, expected_ms=expected_ms, options=tuned)
+    return replace(job, expected_ms=sum(c.estimate_ms for c in candidates.values()))
 
 
 def whole_job(
@@ -197,8 +189,9 @@ def whole_job(
         *environment,
         ("what", f"{what}, raced when warm"),
         ("arguments", digest),
-        *_options_part(tuned),
     )
+    if tuned:
+        environment = (*environment, ("options", repr([*tuned])))
     again, kernels, chosen = choice.remat, choice.kernels, ""
     if truncated:
         part, left = truncated.part, set(truncated.segments)
@@ -212,11 +205,6 @@ def whole_job(
     constrained = _constrain(analysis, layout, part, again, kernels, level)
     job = _job(layout, part, constrained, environment, label)
     return replace(job, options=tuned, choice=chosen)
-
-
-def _options_part(options: tuple[tuple[str, str], ...]) -> Parts:
-    """The part of a key that names compiler options; none where there are none."""
-    return (("options", repr([*options])),) if options else ()
 
 
 def _job(

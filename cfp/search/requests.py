@@ -225,7 +225,6 @@ class RequestBuilder:
     Attributes:
         presets: choices whose parts are measured in any case, by name.
         in_context: whether segments are measured with a neighbour, too.
-        options: of the compiler, of all of them.
     """
 
     costs: Costs
@@ -234,7 +233,6 @@ class RequestBuilder:
     environment: Parts
     in_context: bool = True
     replacing: Replacing = field(default_factory=Replacing)
-    options: Mapping[str, str] = field(default_factory=dict)
 
     def first(self, per_kind: int, others: int) -> list[MeasurementRequest]:
         """For each kind the parts of the presets, and the best others by estimate.
@@ -294,8 +292,7 @@ class RequestBuilder:
         alone = self._alone(analysis.representatives[other], neighbour)
         alone = replace(alone, label=label)
         picks = {index: candidate, near: neighbour}
-        how = (self.environment, f"{label}, in context", self.options.items())
-        pair = part_job(analysis, picks, *how)
+        pair = part_job(analysis, picks, self.environment, f"{label}, in context")
         pair = replace(pair, after=frozenset((job.key.digest, alone.key.digest)))
         return MeasurementRequest(
             kind, candidate, (job, alone, pair), (near, neighbour), reshard_ms
@@ -319,11 +316,10 @@ class RequestBuilder:
     @cached_property
     def _alone(self) -> Callable[[int, SegmentChoice], Job]:
         """The job of a segment alone, by its index: many have one neighbour."""
-        analysis, how = self.costs.analysis, (self.environment, "")
+        analysis, environment = self.costs.analysis, self.environment
 
         def alone(index: int, candidate: SegmentChoice) -> Job:
-            picks = {index: candidate}
-            job = part_job(analysis, picks, *how, self.options.items())
+            job = part_job(analysis, {index: candidate}, environment, "")
             # How parameters are stored makes few kernels.
             return replace(
                 job, kernels=(index, candidate.strategies, candidate.kernels)
@@ -345,17 +341,15 @@ def rematerialize(
     compiler need not see a way to free the rest. While it runs it needs about what
     the base does: 0.89 to 1.14 times as much, of eleven segments on 2 H200. Without a
     neighbour, or where the base failed with or without it, it is measured alone.
-    It has the base's compiler options.
     """
-    index, options = analysis.representatives[base.kind], base.own_job.options
+    index = analysis.representatives[base.kind]
     candidate = replace(base.candidate, remat=True)
     if base.neighbour is None or base.has_failed(records):
-        job = part_job(analysis, {index: candidate}, environment, label, options)
+        job = part_job(analysis, {index: candidate}, environment, label)
         return MeasurementRequest(base.kind, candidate, (job,), base=base)
     near, neighbour = base.neighbour
     picks = {index: candidate, near: neighbour}
-    label = f"{label}, in context"
-    together = part_job(analysis, picks, environment, label, options)
+    together = part_job(analysis, picks, environment, f"{label}, in context")
     # They share most kernels, which are then tried out once.
     together = replace(together, after=frozenset((base.jobs[0].key.digest,)))
     jobs = (*base.jobs[:2], together)

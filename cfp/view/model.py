@@ -17,7 +17,7 @@ from cfp.printable import counted, merged_name, span_text
 from cfp.profiling.timing import interquartile_range
 from cfp.race.admission import MEMORY_SHARE
 from cfp.race.programs import RaceRow
-from cfp.settings import ALIKE, own_options
+from cfp.settings import ALIKE
 from cfp.units import format_bytes
 from cfp.view import words
 from cfp.view.remarks import remarks, reserve_text
@@ -491,7 +491,7 @@ def _without_options(plan: Plan, rival: str) -> str:
     plain, _, option = plan.winner.rpartition(", ")
     times_ms = {row.name: row.time_ms for row in plan.race if not row.note}
     own_ms = times_ms.get(plain)
-    if not own_options(plan.options) or own_ms is None or rival.endswith(f", {option}"):
+    if not plan.options or own_ms is None or rival.endswith(f", {option}"):
         return ""
     return f"; the plan without its own compiler options: {own_ms:.3f} ms"
 

@@ -365,6 +365,12 @@ def _untried(plan: Plan, figures: Figures) -> list[str]:
     has_options = usual.compiler_options or plan.options
     none = ["kernels"] * (not has_kernels) + ["compiler options"] * (not has_options)
     found = [f"{' and '.join(none)} (none by default on {platform})"] if none else []
+    if (
+        has_options
+        and not plan.options
+        and prod(size for _, size in plan.mesh_axes) == 1
+    ):
+        found.append("compiler options (for collectives, of which one device has none)")
     if figures.budget_bytes is None and not any(one.rematerialized for one in tried):
         found.append("rematerialization (without a memory budget)")
     if not plan.in_host:

@@ -400,8 +400,7 @@ _CANDIDATES = (
         _TURNS,
         70,
         asked={"compiler_options": {}},
-        candidates="(?<!within the budget, )(no latency hiding|large collectives)"
-        "|Triton's products",
+        candidates="(?<!within the budget, )(no latency hiding|large collectives)",
         cited="134.6 and 115.3 ms",
         tests="second_race|with_options",
     ),

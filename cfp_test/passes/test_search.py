@@ -20,7 +20,6 @@ from cfp.search.solver import solve
 from cfp.settings import (
     ALL_DIMENSIONS,
     PRESETS_BY_ESTIMATE,
-    WITHOUT_TRITON,
     ConstraintLevel,
     Replacing,
 )
@@ -126,16 +125,12 @@ def test_a_search_as_compiled_finds_the_fastest_that_fits_then(
         levels=(ConstraintLevel.EVERYTHING,),
     )
     context: Any = SimpleNamespace(
-        rules=rules,
-        environment=(),
-        usual_temp_share=lambda: 1.0,
-        base_options=lambda: WITHOUT_TRITON,
+        rules=rules, environment=(), usual_temp_share=lambda: 1.0
     )
     again = search_as_compiled(context, analysis, solution)
     assert again is not None and again.problem is not None
     new = again.candidates[0]
     assert new.name == "planned, less memory"
-    assert new.options == WITHOUT_TRITON
     scaled = scale_memory(again.problem, factor)
     fastest = solve(scaled)
     assert fastest is not None
@@ -159,12 +154,10 @@ def test_the_last_resort_is_named_like_no_candidate(found):
     choice = whole_choice(analysis, problem, best)
     names = ["planned", less_memory(1), less_memory(2)]
     solution = Solution([Candidate(n, choice) for n in names], problem=problem)
-    context: Any = SimpleNamespace(
-        budget_bytes=problem.budget_bytes, base_options=lambda _: WITHOUT_TRITON
-    )
+    context: Any = SimpleNamespace(budget_bytes=problem.budget_bytes)
     first, *_ = Run(context, analysis, solution).smaller([])
     assert first.name == "planned, less memory 3"
-    assert first.choice == choice and first.options == WITHOUT_TRITON
+    assert first.choice == choice
 
 
 def test_slower_presets_are_worth_measuring_if_they_are_leaner(monkeypatch):

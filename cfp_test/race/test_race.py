@@ -1,6 +1,5 @@
 """Races of deep programs: truncated ones run, and the winner whole."""
 
-import pprint
 import re
 import threading
 from dataclasses import replace
@@ -20,22 +19,18 @@ from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import PRESETS, PROPAGATED, named_choices
 from cfp.profiling import compile_pool, processes, runner
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.compiled import compile_right
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building
 from cfp.race import race as steps
 from cfp.race import race as story
-from cfp.race import turns
 from cfp.race.admission import limit_options
 from cfp.race.candidates import with_options
 from cfp.race.programs import TOO_LARGE, TOO_LATE, UNMEASURED
 from cfp.race.race import Run
 from cfp.race.truncated import truncate
 from cfp.race.turns import second_race
-from cfp.runtime import execute as executing
 from cfp.settings import (
     TUNING_AT_ONCE,
-    WITHOUT_TRITON,
     defaults_of,
 )
 from cfp.solution import Candidate, Prediction
@@ -565,40 +560,6 @@ def test_the_leader_alone_races_with_other_options():
     assert varied == {"planned"} and first == ["planned", "zero1"]
 
 
-def test_a_variant_that_raced_does_not_lead_but_for_its_own():
-    """Its own are compared with it; of others no such variant ran."""
-    options = dict(defaults_of("gpu").compiler_options)
-    base = [Candidate(n, n, options=WITHOUT_TRITON) for n in ("planned", "zero1")]
-    name = "Triton's products"
-    [early] = with_options(base[0], {name: options[name]})
-
-    def again(options, **times_ms):
-        field = {one.name.partition(",")[0]: one for one in base}
-        field["early"] = early
-        ran = [timed(field[n], ms) for n, ms in times_ms.items()]
-        first, new = second_race(ran, options)
-        assert len({one.key for one in (*first, *new)}) == len(first) + len(new)
-        return {one.name for one in first}, {one.name for one in new}
-
-    others = options.keys() - {name}
-    # The leader's other options are those of its fastest form.
-    first, new = again(options, early=9.0, planned=9.1, zero1=9.2)
-    assert first == {early.name, "planned", "zero1"}
-    assert new == {f"{early.name}, {other}" for other in others}
-    first, new = again(options, planned=9.0, early=9.1, zero1=9.5)
-    assert first == {"planned", early.name}
-    assert new == {f"planned, {other}" for other in others}
-    # A faster one without a variant may be faster with it than this one is.
-    first, new = again(options, early=9.0, zero1=9.1, planned=9.2)
-    assert first == {early.name, "zero1", "planned"}
-    assert new == {f"zero1, {other}" for other in options}
-    # What ran in all ways is timed again as it is, if there is something to compare.
-    alone = {name: options[name]}
-    assert again(alone, planned=9.0, early=9.1) == ({"planned", early.name}, set())
-    assert again(alone, early=9.0, planned=9.9) == (set(), set())
-    assert again({}, planned=9.0, early=9.1) == (set(), set())
-
-
 def test_no_two_programs_of_a_race_have_one_name():
     """Programs are known by the names of candidates, from one race to the next."""
     memory = MemoryBudget(budget_bytes=40, device_bytes=120)
@@ -611,61 +572,3 @@ def test_no_two_programs_of_a_race_have_one_name():
     names = [one.name for one in asked]
     assert len(set(names)) == len(names) == len({one.key for one in asked})
     assert "one, within the budget, large collectives" in names
-
-
-def test_products_are_compiled_without_triton_and_the_leader_with_it_too(
-    plan, mesh, monkeypatch, tmp_path
-):
-    """The likely leader's variant is compiled beside the first candidates."""
-    patient(monkeypatch, base_options=WITHOUT_TRITON)
-    [name] = WITHOUT_TRITON
-    parts: list = []
-    waves: list = []
-
-    def segment(program, mesh, job, environment, known=None):
-        parts.append(job)
-        return build_segment(program, mesh, job, environment, known)
-
-    def wave(builder, programs, in_flight):
-        waves.append([one for one in programs])
-        return build_each(builder, programs, in_flight)
-
-    build_segment, build_each = runner._build, building.build_each
-    monkeypatch.setattr(runner, "_build", segment)
-    for room in (building, turns):
-        monkeypatch.setattr(room, "build_each", wave)
-    both = {"triton": {name: "True"}, "plain": {"xla_backend_optimization_level": "0"}}
-    asked = {"compiler_options": both, "repeats": None, "cache_dir": tmp_path}
-    made = plan(**asked)
-
-    base = tuple(WITHOUT_TRITON.items())
-    assert parts and {job.options for job in parts} == {base}
-    assert {dict(job.key.parts)["options"] for job in parts} == {repr([*base])}
-    first, *later = [[dict(one.candidate.options) for one in wave] for wave in waves]
-    assert first.count({name: "True"}) == 1
-    assert first.count({name: "False"}) == len(first) - 1 > 1
-    assert all(name in options for wave in later for options in wave)
-    leader = made.winner.removesuffix(", triton").removesuffix(", plain")
-    rows = {row.name for row in made.race if row.time_ms is not None}
-    assert rows >= {leader, f"{leader}, triton"}
-    assert name in made.options
-
-    # The step is compiled so, from a file, too; and so is what is exported.
-    made.save(tmp_path / "plan.json")
-    loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
-    assert loaded.options == made.options
-    compiled: list = []
-    monkeypatch.setattr(
-        executing,
-        "compile_right",
-        lambda *how: (compiled.append(how[1]), compile_right(*how))[1],
-    )
-    loaded.apply(step)(*arguments())
-    assert [options[name] for options in compiled] == [made.options[name]]
-    made.export_python(tmp_path / "module.py")
-    line = f"COMPILER_OPTIONS = {pprint.pformat(dict(made.options))}"
-    assert line in (tmp_path / "module.py").read_text()
-
-    # Without a race nothing is known to be as fast as the compiler's defaults.
-    assert plan(race=False, **asked).options == {}
-    assert plan(**asked).search["race_cached"] == 1.0

@@ -16,7 +16,7 @@ from cfp.planner_settings import PlannerSettings
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.report.figures import worth
-from cfp.settings import WITHOUT_TRITON, Dimension
+from cfp.settings import Dimension
 from cfp.solution import Candidate
 from cfp.variants import Variant, plan_fastest
 from cfp_test.models.tiny import TINY
@@ -78,12 +78,11 @@ def test_what_raced_with_and_without_is_measured(searched):
     analysis, problem = searched
     known = presets(analysis.frame)
     tensor = Candidate("tensor_parallel", known["tensor_parallel"])
-    base, other = dict(WITHOUT_TRITON), {**WITHOUT_TRITON, "xla_a": "1"}
     raced = [
-        (Candidate("data_parallel", known["data_parallel"], options=base), 10.0),
+        (Candidate("data_parallel", known["data_parallel"]), 10.0),
         (Candidate("fully_sharded", known["fully_sharded"]), 9.0),
         (tensor, 8.0),
-        (Candidate("other", tensor.choice, options=other), 7.0),
+        (Candidate("other", tensor.choice, options={"xla_a": "1"}), 7.0),
     ]
     found = {one.name: one for one in worth(analysis, problem, raced)}
     measured = {

@@ -67,8 +67,7 @@ def main() -> None:
             return
         presets = profile_segments(context, analysis, rates, measure=False)[0].presets
         costs, estimates = Costs(analysis, rates), estimate_kinds(analysis, rates)
-        how = {"options": context.rules.base_options}
-        maker = RequestBuilder(costs, presets, estimates, context.environment, **how)
+        maker = RequestBuilder(costs, presets, estimates, context.environment)
         settings = context.settings
         wanted = maker.first(settings.per_kind, settings.others)
         jobs = [job for item in wanted for job in item.jobs]

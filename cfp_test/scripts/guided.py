@@ -52,7 +52,6 @@ def enumerate_pool(
         estimates,
         context.environment,
         context.settings.in_context,
-        options=context.rules.base_options,
     )
     found = {(w.kind, w.candidate): w for w in guided}
     for kind, estimate in enumerate(estimates):
@@ -104,8 +103,7 @@ def main() -> None:
                 "strategies": len(wanted),
                 "predicted_ms": best.cost_ms,
             }
-            how = {"options": context.base_options()}
-            job = whole_job(analysis, choice, context.environment, name, **how)
+            job = whole_job(analysis, choice, context.environment, name)
             programs.append(
                 RaceProgram(candidate=Candidate(name, choice, best.cost_ms), job=job)
             )

@@ -121,8 +121,7 @@ def main() -> None:
         for name, picks in chosen:
             predicted = problem.solution(picks)
             choice = whole_choice(session.analysis, problem, predicted)
-            how = {"options": context.base_options()}
-            job = whole_job(analysis, choice, context.environment, name, **how)
+            job = whole_job(analysis, choice, context.environment, name)
             whole.append((name, picks, predicted, job))
         with CompilePool(default_threads(mesh.devices.flat[0].platform)) as pool:
             builds = [

@@ -52,22 +52,6 @@ def made(mesh, analysis):
     raise AssertionError("no segment has a neighbour")
 
 
-def test_all_jobs_of_a_request_have_its_compiler_options(mesh, analysis, made):
-    rates = Rates.default(mesh)
-    costs, estimates = Costs(analysis, rates), estimate_kinds(analysis, rates)
-    options, named = {"b": "2", "a": "1"}, presets(analysis.frame)
-    maker = RequestBuilder(costs, named, estimates, (), options=options)
-    plain, _ = made
-    base = maker.make(plain.kind, plain.candidate, 1)
-    again = rematerialize(analysis, (), base, "again", {})
-    assert {job.options for job in (*base.jobs, *again.jobs)} == {
-        (("a", "1"), ("b", "2"))
-    }
-    keys = [dict(job.key.parts) for job in (*base.jobs, *again.jobs)]
-    assert {key.pop("options") for key in keys} == {"[('a', '1'), ('b', '2')]"}
-    assert keys[: len(plain.jobs)] == [dict(job.key.parts) for job in plain.jobs]
-
-
 def records_of(base, again, pair_again):
     """Made-up times and memory of all their jobs."""
     jobs = {

@@ -18,6 +18,9 @@ takes down which dims it has sharded so far:
     factor (by columns) unless its input arrives sharded along the contracted
     factor, which is then split (by rows, with a reduction at the exit); other
     contractions go along with their inputs. Megatron-LM, arXiv 1909.08053.
+    Where inputs come sharded in different ways, those win that shard a batch factor,
+    and the others stay whole: keys and values of which there are fewer heads than
+    devices, for one.
 ``sequence``
     The same, but reductions scatter to the second dim of the activations instead of
     replicating them. Megatron's sequence parallelism, arXiv 2205.05198.
@@ -208,6 +211,7 @@ class Wishes:
         self._size = size
         # Rules are alike in alike layers, and few; to compare them takes long.
         self._known: dict[tuple[int, Wish], tuple[Rule, Wish, AxisChoice]] = {}
+        self._exceeding: dict[tuple[int, int], tuple[Rule, int, bool]] = {}
 
     def choose(self, rule: Rule, wish: Sequence[AxisChoice]) -> AxisChoice:
         """The first choice, best first, that the axis may make; none if it may not."""
@@ -216,17 +220,32 @@ class Wishes:
             self._known[key] = (rule, key[1], _first(rule, key[1], self._size))
         return self._known[key][2]
 
+    def exceeds(self, rule: Rule, factor: int) -> bool:
+        """True if a factor takes a part of the axis, and a minor one the rest."""
+        key = id(rule), factor
+        if key not in self._exceeding:
+            found = _exceeds(rule, factor, self._size)
+            self._exceeding[key] = (rule, factor, found)
+        return self._exceeding[key][2]
+
     def allows_same_choices(self, size: int) -> bool:
         """Returns True if an axis of another size does the same everywhere."""
         return all(
             _first(rule, wish, size) == choice
             for rule, wish, choice in self._known.values()
+        ) and all(
+            _exceeds(rule, factor, size) == found
+            for rule, factor, found in self._exceeding.values()
         )
 
 
 def _first(rule: Rule, wish: Wish, size: int) -> AxisChoice:
     allowed = axis_choices(rule, size)
     return next((choice for choice in wish if choice in allowed), AxisChoice())
+
+
+def _exceeds(rule: Rule, factor: int, size: int) -> bool:
+    return 1 < rule.sizes[factor] < size and size % rule.sizes[factor] == 0
 
 
 def in_result(rule: Rule) -> list[int]:
@@ -281,7 +300,12 @@ def axis_walk(
 
 def _walked(common: _Common, dim: int) -> list[AxisChoice]:
     if common.role in ("tensor", "sequence"):
-        return _Walk(common, {}).choices
+        whole: frozenset[int] = frozenset()
+        while True:
+            walk = _Walk(common, {}, whole)
+            if walk.unfit <= whole:
+                return walk.choices
+            whole |= walk.unfit
     frame, program = common.frame, common.frame.program
     ranks = data_arguments(frame)
     shapes = {p: program.shape(program.args[p]) for p in ranks}
@@ -412,14 +436,29 @@ class _Walk:
         marked: for each value its dims that carry the axis.
         taken: sizes of marked dims of which loops take one slice after another, and
             nothing that is marked stays.
+        by_minor: anchors with weights that are sharded by columns of which more major
+            ones could not be, or by the only ones.
+        unfit: those of them whose results a later contraction wants otherwise.
     """
 
-    def __init__(self, common: _Common, marks: Mapping[int, Ranks]) -> None:
+    def __init__(
+        self,
+        common: _Common,
+        marks: Mapping[int, Ranks],
+        whole: frozenset[int] = frozenset(),
+    ) -> None:
+        """Walks through a program.
+
+        Args:
+            whole: anchors with weights whose columns stay whole.
+        """
         self.common, self.frame = common, common.frame
         self.program, self.role = common.frame.program, common.role
         self.follows_batch = common.role in ("data", "expert")
         self.marked: dict[int, Ranks] = {**marks}
         self.taken: set[int] = set()
+        self.whole, self.unfit, self.by_minor = whole, set[int](), set[int]()
+        self.anchors = {b.anchor: b.index for b in self.frame.blocks}
         self.choices = self._run()
 
     def shared_flops(self) -> int:
@@ -434,7 +473,7 @@ class _Walk:
     def _run(self) -> list[AxisChoice]:
         program = self.program
         choices = [AxisChoice()] * len(self.frame.blocks)
-        anchors = {b.anchor: b.index for b in self.frame.blocks}
+        anchors = self.anchors
         has_loops = any(op.entries for op in program.ops)
         for op in program.ops:
             for v in (*op.entries, *op.operands) if has_loops else ():
@@ -582,6 +621,9 @@ class _Walk:
     def _mark_result(self, op: Op, choice: AxisChoice) -> None:
         rule = op.known_rule
         outer = choice.inner if choice.exit == NONE else choice.exit
+        if choice.inner == NONE and not self.follows_batch:
+            # Such as heads in groups, fewer than devices: their merged dim is split.
+            outer = self._common_factor(op, rule, [])
         carried = self._carried(op, rule) if self.follows_batch else _NOTHING
         if outer in carried or outer == NONE:
             self._mark(op, rule, carried)
@@ -612,6 +654,10 @@ class _Walk:
             if i not in weights
             for f in self._arriving(op, rule, i)
         ]
+        common = self._common_factor(op, rule, kept)
+        if common != NONE:
+            self._note_unfit(op, rule, common)
+            return [AxisChoice(common)]
         contracted = [f for f in arriving if f in rule.reduction]
         if contracted:
             return self._reduced(rule, contracted[0], kept)
@@ -624,7 +670,73 @@ class _Walk:
             *(factors for i, factors in enumerate(own) if i not in weights)
         )
         columns = [f for f in kept if f not in others]
-        return [AxisChoice(f) for f in columns]
+        if op.id in self.whole:
+            return []
+        wishes = [AxisChoice(f) for f in columns]
+        major = wishes[0] if len(wishes) > 1 else AxisChoice()
+        if self.common.wishes.choose(rule, wishes) not in (major, AxisChoice()):
+            self.by_minor.add(op.id)
+        return wishes
+
+    def _common_factor(self, op: Op, rule: Rule, kept: list[int]) -> int:
+        """Finds the factor that a contraction of two data goes by; -1 if any will do.
+
+        A batch factor that one of them carries, which the axis splits alone or together
+        with a minor one; or else a factor of one, where the other may come whole.
+
+        Args:
+            kept: factors of the result.
+        """
+        if any(self.common.weight[v] for v in op.operands) or not is_contraction(op):
+            return NONE
+        wishes = self.common.wishes
+        arriving = [self._arriving(op, rule, i) for i in range(len(rule.operands))]
+
+        def is_split(factor: int) -> bool:
+            return wishes.choose(rule, [AxisChoice(factor)]) != AxisChoice()
+
+        for factor in shared_factors(rule):
+            if any(factor in ranks for ranks in arriving):
+                if is_split(factor) or wishes.exceeds(rule, factor):
+                    return factor
+        gives_way = [
+            bool(ranks and self._makers(value) & self.by_minor)
+            for value, ranks in zip(op.operands, arriving, strict=False)
+        ]
+        if not any(gives_way):
+            return NONE
+        if all(gives_way):  # What is summed over would be reduced.
+            gives_way = [bool(rule.reduction & ranks.keys()) for ranks in arriving]
+        firm = (
+            factor
+            for ranks, gives in zip(arriving, gives_way, strict=False)
+            for factor in ranks
+            if not gives and factor in kept and is_split(factor)
+        )
+        return next(firm, NONE) if any(gives_way) else NONE
+
+    def _note_unfit(self, op: Op, rule: Rule, factor: int) -> None:
+        """Notes anchors whose columns make operands that come sharded otherwise.
+
+        Or whole, as behind a rotation of what came sharded by a head's features.
+        """
+        for index, value in enumerate(op.operands):
+            if factor not in self._arriving(op, rule, index):
+                self.unfit |= self._makers(value) & self.by_minor
+
+    def _makers(self, value: int) -> set[int]:
+        """The anchors upstream of a value that no other anchor is between."""
+        found, seen, rest = set[int](), set[int](), [value]
+        while rest:
+            made = self.program.maker(rest.pop())
+            if made is None or made.id in seen:
+                continue
+            seen.add(made.id)
+            if made.id in self.anchors:
+                found.add(made.id)
+            else:
+                rest += [v for v in made.operands if v in self.common.computed]
+        return found
 
     def _is_whole(self, value: int) -> bool:
         """Returns True if all devices compute a value without the batch's rows.

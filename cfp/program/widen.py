@@ -36,6 +36,8 @@ _EXACT = ("bitcast_convert", "constant")
 # What these compute is fixed by code outside of the program, or by a function that
 # others call, too.
 _FIXED = ("custom_call", "composite", *_EXACT)
+# What a call returns or reads as one value; its parts have the types that it has.
+_TUPLES = ("tuple", "get_tuple_element")
 _MANTISSA_BITS = 23  # of a float32
 _PRODUCTS = ("dot_general", "dot", "convolution", "ragged_dot")
 
@@ -169,6 +171,7 @@ def widen(
         rounds = (
             op
             for op, reads in fixed.items()
+            if op.name.partition(".")[2] not in _TUPLES
             if not _is_exact(op) or any(map(_is_narrow, reads))
         )
         return tuple(sorted({*map(_name, rounds)}))
@@ -178,6 +181,13 @@ def _values(op: ir.Operation) -> list[ir.Value]:
     """Returns an op's results and the block arguments of its regions."""
     entries = [a for r in op.regions for b in r.blocks for a in b.arguments]
     return [*op.results, *entries]
+
+
+def _has_narrow(kind: ir.Type) -> bool:
+    """True of narrow floats, and of tuples of some, as a call may return."""
+    if isinstance(kind, ir.TupleType):
+        return any(_has_narrow(kind.get_type(i)) for i in range(kind.num_types))
+    return _is_narrow(kind)
 
 
 def _is_narrow(kind: ir.Type) -> bool:
@@ -200,9 +210,11 @@ def _of_element(kind: ir.Type, element: ir.Type) -> ir.Type:
 
 def _is_fixed(op: ir.Operation) -> bool:
     """True if an op has to keep its types, and some of them are narrow."""
-    if not any(_is_narrow(v.type) for v in (*op.operands, *op.results)):
+    if not any(_has_narrow(v.type) for v in (*op.operands, *op.results)):
         return False
     kind = op.name.partition(".")[2]
+    if kind in _TUPLES:
+        return True
     if kind in _PRODUCTS or shardy.moves_to_memory(op):
         return False
     # A number among the attributes has a type, too.

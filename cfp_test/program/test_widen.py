@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.mlir import ir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from cfp.program import shardy
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step
 from cfp.program.widen import wide_dtype, widen, widened, with_dtype
@@ -247,6 +249,66 @@ def test_a_kernel_may_read_an_argument_and_return_several_types():
         if most is not None:
             off = np.abs(np.asarray(one) / np.asarray(other) - 1)
             assert 0 < off.max() <= (most + 0.1) * 2.0**-8
+
+
+def with_tuples(lowering):
+    """Has calls of several results return one tuple, as some kernels' libraries do."""
+    with lowering.module.context, ir.Location.unknown():
+        for op in shardy.walk(shardy.main_function(lowering.module)):
+            if op.name != "stablehlo.custom_call" or len(op.results) < 2:
+                continue
+            with ir.InsertionPoint(op):
+                call = ir.Operation.create(
+                    op.name,
+                    results=[ir.TupleType.get_tuple([r.type for r in op.results])],
+                    operands=list(op.operands),
+                    attributes={
+                        name: op.attributes[name]
+                        for name in op.attributes
+                        if name != "sdy.sharding"
+                    },
+                )
+                taken = [
+                    ir.Operation.create(
+                        "stablehlo.get_tuple_element",
+                        results=[result.type],
+                        operands=[call.results[0]],
+                        attributes={
+                            "index": ir.IntegerAttr.get(
+                                ir.IntegerType.get_signless(32), index
+                            )
+                        },
+                    ).results[0]
+                    for index, result in enumerate(op.results)
+                ]
+            for result, one in zip(op.results, taken, strict=True):
+                result.replace_all_uses_with(one)
+            op.erase()
+    return lowering
+
+
+@pytest.mark.parametrize("reads", ["bfloat16", "float32"])
+def test_a_kernel_may_return_a_tuple(reads):
+    """What is taken from it is converted, and moved, as results are."""
+
+    def step(x):
+        shapes = [jax.ShapeDtypeStruct(x.shape, d) for d in (jnp.bfloat16, jnp.float32)]
+        made = jax.pure_callback(
+            lambda v: (v.astype(jnp.bfloat16), v.astype(jnp.float32)),
+            shapes,
+            x.astype(reads),
+        )
+        return made[0] * 2, made[1]
+
+    one, lowering, *shardings = as_it_is(step, X)
+    wide = widened(one, with_tuples(lowering), *shardings, perturbed=True)
+    assert "tuple<" in wide.lowering.text
+    [name] = wide.narrow
+    assert name.startswith("stablehlo.custom_call")
+    first, second = run(wide, X)
+    assert first.dtype == second.dtype == jnp.float32
+    off = np.abs(np.asarray(first) / (2 * X) - 1)
+    assert 0 < off.max() <= 3.1 * 2.0**-8
 
 
 SMALL = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz"]

@@ -136,6 +136,14 @@ def parameter_names(fn: Callable[..., Any]) -> list[str]:
     return [p.name for p in (_parameters(fn) or {}).values() if p.kind in kinds]
 
 
+def written_function(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that a user wrote, within wrappers, or a class's ``__call__``."""
+    fn = inspect.unwrap(fn)
+    while isinstance(fn, partial):
+        fn = inspect.unwrap(fn.func)
+    return fn if hasattr(fn, "__code__") else type(fn).__call__
+
+
 def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
     """True if a function takes keywords of any name."""
     return any(one.kind is one.VAR_KEYWORD for one in parameters.values())

@@ -11,6 +11,7 @@ All other values are random (:mod:`cfp.profiling.inputs`).
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import (
     Callable,
@@ -341,6 +342,10 @@ class FlatStep:
             return with_leaves_in(result, outs, jax.memory.Space.Host)
 
         flat.__name__ = flat.__qualname__ = getattr(self.fn, "__name__", "step")
+        # JAX's errors say where a function is that it was tracing: the user's is meant.
+        # It takes leaves all the same.
+        flat.__dict__["__signature__"] = inspect.signature(flat)
+        flat.__dict__["__wrapped__"] = calling.written_function(self.fn)
         return flat
 
     def _run(self, fn: Callable[..., Any], leaves: Any) -> tuple[Any, dict[str, Any]]:

@@ -1,5 +1,8 @@
+import re
 import warnings
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -130,6 +133,30 @@ def test_says_what_the_step_raised():
 
     with pytest.raises(StepNotTraceable, match=r"'train_step': TypeError: dot_general"):
         trace(flatten_step(train_step, (X,)), MESH)
+
+
+class Branching:
+    def __call__(self, x):
+        return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda f: f, partial, jax.jit, jax.checkpoint],
+    ids=["plain", "partial", "jit", "checkpoint"],
+)
+@pytest.mark.parametrize("is_class", [False, True])
+def test_jax_names_the_line_of_the_users_function(wrap, is_class):
+    """Not one of what calls it."""
+
+    def branching(x):
+        return x if x.sum() > 0 else -x
+
+    fn = Branching() if is_class else branching
+    with pytest.raises(StepNotTraceable, match="TracerBool") as caught:
+        trace(flatten_step(wrap(fn), (X,)), MESH)
+    assert {*re.findall(r"\w+\.py\b", str(caught.value))} == {Path(__file__).name}
+    assert "depends on the value of the argument x." in str(caught.value)
 
 
 def test_the_step_is_traced_once():

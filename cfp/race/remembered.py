@@ -40,7 +40,7 @@ from cfp.settings import (
 )
 from cfp.solution import Candidate, prediction_of
 
-_NAME = "from an earlier run"
+EARLIER_RUN = "from an earlier run"
 
 
 class _Kept(BaseModel):
@@ -232,7 +232,7 @@ def known_to_fit(
     return [
         replace(
             one,
-            name=_NAME if number == 1 else f"{_NAME} {number}",
+            name=EARLIER_RUN if number == 1 else f"{EARLIER_RUN} {number}",
             predicted_ms=prediction_of(analysis, problem, one.choice).time_ms,
         )
         for number, (one, _) in enumerate(chosen, 1)
@@ -278,7 +278,7 @@ def _read(
         and all(one and one.attention in ("", *KERNELS) for _, one in choice.kernels)
         and refused_option(kept.options) is None
     ):
-        return Candidate(_NAME, choice, level=kept.level, options=kept.options)
+        return Candidate(EARLIER_RUN, choice, level=kept.level, options=kept.options)
     return None
 
 

@@ -12,19 +12,26 @@ from cfp.analysis.layout import Choice
 from cfp.context import MemoryBudget
 from cfp.cost.choice import segment_candidate
 from cfp.planner_settings import DetailedSettings
-from cfp.presets.presets import presets
+from cfp.presets.presets import PROPAGATED, presets
 from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.candidates import rematerialized, with_options
-from cfp.race.remembered import Answer, answer_to, keep_answer, known_to_fit
+from cfp.race.candidates import LESS_MEMORY, rematerialized, with_options
+from cfp.race.remembered import (
+    EARLIER_RUN,
+    Answer,
+    answer_to,
+    keep_answer,
+    known_to_fit,
+)
 from cfp.search.jobs import whole_job
 from cfp.search.problem import Option, Problem, scale_memory
-from cfp.settings import LIMITED_MEMORY, Replacing
+from cfp.settings import LIMITED_MEMORY, ConstraintLevel, Replacing, defaults_of
 from cfp.solution import Candidate
+from cfp_test.cli_runner import ROOT
 from cfp_test.program.stacks import stack_step
 
 SLOW_MS, FAST_MS = 9.0, 1.0
@@ -263,3 +270,13 @@ def test_what_fits_with_another_memory_limit_races(known):
     assert found(100, device_bytes=1000) == [("data_parallel", share)]
     assert found(99, device_bytes=1000) == [("data_parallel", share)], "the leanest"
     assert found(200, device_bytes=1000) == [("data_parallel", share)]
+
+
+def test_names_in_tables_are_explained():
+    """Of what races there is a line in the guide to tables."""
+    page = (ROOT / "docs" / "reading-plans.md").read_text()
+    section = page.partition("## Names in the table of the race")[2].partition("## ")[0]
+    levels = [f"{one} constrained" for one in ConstraintLevel][1:]
+    options = defaults_of("cuda").compiler_options
+    for name in (EARLIER_RUN, LESS_MEMORY, *PROPAGATED, *levels, *options):
+        assert f"*{name}*" in section, name

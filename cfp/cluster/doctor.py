@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from cfp.attention.kernels import KERNELS
 from cfp.cluster import programs
@@ -39,6 +41,7 @@ from cfp.cluster.machine import (
     same_release,
     summary,
 )
+from cfp.errors import CfpError, nearest
 
 SUPPORTED_PYTHON = ((3, 11), (3, 14))  # From the first on, before the second.
 # Architectures that jaxlib has wheels for, on Linux.
@@ -366,8 +369,23 @@ def main(words: Sequence[str]) -> int:
     return int(any(result.status is Status.FAIL for result in results))
 
 
+class _Parser(argparse.ArgumentParser):
+    """Errors of use are as those of the other commands."""
+
+    def error(self, message: str) -> NoReturn:
+        """Says what is wrong and what to try, without a page of usage."""
+        attempt = "cfp doctor --help lists the options, cfp doctor --list the checks"
+        if option := re.search(r"arguments: (-\S+)", message):
+            known = re.findall(r"--\w+", self.format_usage())
+            attempt = nearest(option[1], known) + attempt
+        elif choice := re.search("invalid choice: '(.*?)'", message):
+            attempt = nearest(choice[1], [one.name for one in CHECKS]) + attempt
+        error = CfpError(f"{message[0].upper()}{message[1:]}.", attempt=attempt)
+        self.exit(2, f"error: {error}\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="cfp doctor",
         description="Checks this machine for planning, with a remedy for each failure. "
         "Works where JAX is missing or broken. The exit code is 0 if nothing failed, "

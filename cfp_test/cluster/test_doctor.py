@@ -9,7 +9,7 @@ import pytest
 
 from cfp.attention.kernels import KERNELS
 from cfp.cluster import programs
-from cfp.cluster.doctor import CHECKS, Check, examine, with_needs
+from cfp.cluster.doctor import CHECKS, Check, examine, main, with_needs
 from cfp.cluster.machine import (
     Machine,
     Result,
@@ -106,12 +106,24 @@ def test_the_list_names_every_check(tmp_path):
     ]
 
 
-def test_an_unknown_check_is_refused(tmp_path):
-    done = run_one(
-        *("doctor", "--only", "appetite"), folder=tmp_path, python=sys.executable
-    )
-    assert done.code == 2
-    assert "invalid choice: 'appetite'" in done.err
+@pytest.mark.parametrize(
+    ("words", "why", "near"),
+    [
+        (["--only", "dvices"], "Argument --only: invalid choice: 'dv", "'devices'"),
+        (["--jsn"], "Unrecognized arguments: --jsn.", "'--json'"),
+        (["everything"], "Unrecognized arguments: everything.", ""),
+        (["--timeout", "soon"], "Argument --timeout: invalid float value: 'soon'.", ""),
+    ],
+)
+def test_words_that_are_not_understood_are_refused(words, why, near, capsys):
+    """As other commands do, not with a page of usage."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"error: {why}")
+    assert last.startswith(f"  try: did you mean {near}? " if near else "  try: cfp")
+    assert last.endswith("--help lists the options, cfp doctor --list the checks")
 
 
 def test_the_package_loads_without_jax():

@@ -199,10 +199,17 @@ class MemoryBudgetError(CfpError):
             contributors, key=lambda contributor: contributor[1], reverse=True
         )
 
-    def with_line(self, line: str) -> MemoryBudgetError:
-        """Returns the same error with a line more at the end of its message."""
+    def with_line(self, line: str, *, behind_first: bool = False) -> MemoryBudgetError:
+        """Returns the same error with a line more.
+
+        Args:
+          line: to add at the end of the message.
+          behind_first: whether it goes behind its first line.
+        """
+        first, *rest = str(self).split("\n")
+        rest.insert(0 if behind_first else len(rest), f"  {line}")
         found = MemoryBudgetError(
-            f"{self}\n  {line}",
+            "\n".join([first, *rest]),
             smallest_feasible_bytes=self.smallest_feasible_bytes,
             contributors=self.contributors,
         )

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
+from types import MappingProxyType
 from typing import Any
 
 from cfp.errors import CfpError, MemoryBudgetError, ProcessError, StepNotTraceable
@@ -159,7 +160,8 @@ def plan_in_turn(
             work.plan_with_state_in_host()
         work.plan_leaner(leaner)
     if not work.has_plan():
-        raise _no_plan(work.errors(), work.late())
+        too_large = {} if work.leaner else work.too_large
+        raise _no_plan(work.errors(), work.late(), too_large)
     every = (*variants, *work.leaner)
     tries = {one.name: Try(name=one.name) for one in every} | work.tries
     tries |= {one.name: one for one in work.ruled_out}
@@ -175,6 +177,8 @@ class _Planning:
         ruled_out: those that estimates leave out.
         estimates: of the best plans of those that can be estimated, by name.
         tries: what came of those that had a turn, by name.
+        too_large: what leaner ones that do not fit by estimate are estimated to need,
+            in bytes, by name.
     """
 
     def __init__(
@@ -195,6 +199,7 @@ class _Planning:
         self.ruled_out: list[Try] = []
         self.estimates: dict[str, Estimate] = {}
         self.tries: dict[str, Try] = {}
+        self.too_large: dict[str, int] = {}
 
     def analyzed(self, variant: Variant) -> tuple[FlatStep, Analyzed]:
         """The step of a variant, traced once, and analysed once on its mesh.
@@ -224,9 +229,19 @@ class _Planning:
         return any(one.found is not None for one in self.tries.values())
 
     def errors(self) -> list[tuple[str, CfpError]]:
-        """The reasons why the variants that were asked for have no plans."""
-        tries = [self.tries.get(one.name) for one in self._variants]
-        return [(one.name, one.error) for one in tries if one and one.error]
+        """The reasons why there are no plans.
+
+        Of the variants that were asked for, and of leaner ones that need too much.
+        """
+        asked, leaner = (
+            [one for one in map(self.tries.get, names) if one and one.error]
+            for names in (
+                [one.name for one in self._variants],
+                [one.name for one in self.leaner],
+            )
+        )
+        short = [one for one in leaner if isinstance(one.error, MemoryBudgetError)]
+        return [(one.name, one.error) for one in (*asked, *short) if one.error]
 
     def late(self) -> list[str]:
         """Variants that there was no time for."""
@@ -346,7 +361,10 @@ class _Planning:
                 self._late.append(one.name)
                 return
             estimate = self._estimated(one, one.name)
-            if estimate is None or not estimate.fits:
+            if estimate is None:
+                continue
+            if not estimate.fits:
+                self.too_large[one.name] = estimate.memory_bytes
                 continue
             self.estimates[one.name] = estimate
             self.leaner.append(one)
@@ -484,15 +502,20 @@ def _telling(settings: PlannerSettings, name: str) -> PlannerSettings:
 
 
 def _no_plan(
-    errors: Sequence[tuple[str, CfpError]], late: Sequence[str] = ()
+    errors: Sequence[tuple[str, CfpError]],
+    late: Sequence[str] = (),
+    too_large: Mapping[str, int] = MappingProxyType({}),
 ) -> CfpError:
     """The error where every variant failed: each that there is, once.
 
     Where none fits in memory that is the error of the one that needs least.
+
+    Args:
+        too_large: what others need by estimate, in bytes, by name.
     """
     short = {n: one for n, one in errors if isinstance(one, MemoryBudgetError)}
     if errors and len(short) == len(errors):
-        return least_short(short, late)
+        return least_short(short, late, too_large)
     by_text: dict[str, list[str]] = {}
     for name, error in errors:
         by_text.setdefault(str(error), []).append(name)

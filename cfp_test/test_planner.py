@@ -286,7 +286,9 @@ def test_the_budget_that_an_error_names_does(plan, lean_compiler, tmp_path):
 def test_a_preset_is_within_the_budget_or_refused_though_none_races(plan):
     free = plan(preset="data_parallel", race=False)
     assert free.peak_bytes is None
-    with pytest.raises(cfp.MemoryBudgetError, match="The plan, compiled,") as caught:
+    with pytest.raises(
+        cfp.MemoryBudgetError, match="The plan 'data_parallel', compiled,"
+    ) as caught:
         plan(1000, preset="data_parallel", race=False)
     needed = caught.value.smallest_feasible_bytes
     with pytest.raises(cfp.MemoryBudgetError):
@@ -609,7 +611,7 @@ def test_an_absurd_budget_compiles_only_the_leanest(plan, tmp_path, options):
         plan(1024, progress=compiled.append, **asked)
     events = [str(event).partition(", about")[0] for event in compiled]
     assert [e for e in events if e.startswith("compiling")] == ["compiling planned"]
-    assert str(caught.value).startswith("The plan, compiled, needs")
+    assert str(caught.value).startswith("The plan 'planned', compiled, needs")
     least = caught.value.smallest_feasible_bytes
     assert plan(least, cache_dir=tmp_path).peak_bytes <= least
 

@@ -26,6 +26,7 @@ from cfp.platform import mesh_shapes
 from cfp.profiling.processes import Agreement
 from cfp.race import turns as racing
 from cfp.solution import Estimate
+from cfp.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 
@@ -603,6 +604,31 @@ def test_where_time_is_over_and_nothing_fits_no_other_is_planned(clock, tmp_path
     assert caught.value.smallest_feasible_bytes == 7
     assert "That is flat. Others need as much or more: " in str(caught.value)
     assert "There was no time to plan parts" in str(caught.value)
+
+
+def test_the_error_names_what_needs_least_of_all_that_was_tried(tmp_path):
+    """Of variants that were asked for, and of those in more parts."""
+    whole, parts = variant("whole"), variant("parts", parts=8)
+    both = cfp.plan_fastest([whole, parts], **PRESET, cache_dir=tmp_path)
+    peaks = {o.name: o.plan.peak_bytes for o in both.outcomes if o.plan}
+    assert peaks["parts"] < peaks["whole"]
+    how = {**PRESET, "cache_dir": tmp_path, "leaner": lambda: [parts]}
+
+    def refused(budget):
+        with pytest.raises(MemoryBudgetError) as caught:
+            cfp.plan_fastest([whole], memory_budget=budget, **how)
+        return caught.value, str(caught.value).splitlines()
+
+    error, (first, second, *_) = refused(peaks["parts"] - 1)
+    assert error.smallest_feasible_bytes == peaks["parts"]
+    assert first.startswith("The plan 'data_parallel', compiled, needs ")
+    size = format_bytes(peaks["whole"], up=True)
+    assert second == f"  That is parts. Others need as much or more: whole {size}."
+    # What cannot fit by estimate is not compiled.
+    error, (first, second, *_) = refused(1)
+    assert error.smallest_feasible_bytes == peaks["whole"]
+    assert second.startswith("  Least of all needs parts, which was not compiled: ")
+    assert second.endswith(" or more, by prediction.")
 
 
 @pytest.mark.parametrize(

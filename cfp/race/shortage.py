@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.flow import scope_path
@@ -93,10 +94,10 @@ def no_winner(
     best = min(compiled, key=lambda r: r.peak_bytes)
     needed = best.peak_bytes + reserve_bytes
     programs = len({r.record.key for r in compiled if r.record is not None})
-    which = f"Of {programs} compiled plans the smallest, {best.name},"
+    smallest = f"Of {programs} compiled plans the smallest, {best.name},"
     most = (budget_bytes or 0) + reserve_bytes
     first = (
-        f"{which if programs > 1 else 'The plan, compiled,'} needs "
+        f"{smallest if programs > 1 else f'The plan {best.name!r}, compiled,'} needs "
         f"{format_bytes(needed, up=True)} on each device, "
         f"{format_bytes(needed - most, up=True)} more than the budget of "
         f"{format_bytes(most)}."
@@ -141,13 +142,17 @@ def _compiled_text(
 
 
 def least_short(
-    errors: Mapping[str, MemoryBudgetError], late: Sequence[str] = ()
+    errors: Mapping[str, MemoryBudgetError],
+    late: Sequence[str] = (),
+    too_large: Mapping[str, int] = MappingProxyType({}),
 ) -> MemoryBudgetError:
     """The error of several variants of which none fits: that of the smallest need.
 
     Args:
         errors: by the variants' names.
         late: variants that there was no time for.
+        too_large: variants that were estimated alone, with what they need by that, in
+            bytes.
     """
     needs = {name: one.smallest_feasible_bytes for name, one in errors.items()}
     best = min(needs, key=needs.__getitem__)
@@ -159,7 +164,17 @@ def least_short(
     )
     if others:
         least = least.with_line(
-            f"That is {best}. Others need as much or more: {others}."
+            f"That is {best}. Others need as much or more: {others}.", behind_first=True
+        )
+    if too_large:
+        name = min(too_large, key=too_large.__getitem__)
+        size = format_bytes(too_large[name], up=True)
+        least = least.with_line(
+            f"Least of all needs {name}, which was not compiled: {size} or more, by "
+            "prediction."
+            if too_large[name] < least.smallest_feasible_bytes
+            else f"By prediction {name} does not need less: {size}.",
+            behind_first=True,
         )
     if late:
         least = least.with_line(

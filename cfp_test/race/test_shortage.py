@@ -175,8 +175,8 @@ def test_what_a_record_does_not_tell_is_left_out(analysis):
     assert error.contributors == [("temporaries", 9), (RESERVE, 2)]
     first, second, *rest = str(error).splitlines()
     assert first == (
-        "The plan, compiled, needs 11 B on each device, 4 B more than the budget of "
-        "7 B."
+        "The plan 'plan', compiled, needs 11 B on each device, 4 B more than "
+        "the budget of 7 B."
     )
     assert second == (
         f"  That memory is for: temporaries 9 B (82%), {RESERVE} 2 B (18%)."

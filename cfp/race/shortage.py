@@ -110,8 +110,22 @@ def no_winner(
     error = _error(analysis, first, needed, use, choice)
     known = [r.candidate.predicted_ms for r in compiled if r.candidate.predicted_ms]
     error.fastest_ms = min(known, default=None)
-    text = _compiled_text(analysis, compiled, problem)
-    return error.with_line(text) if text else error
+    for text in (_broken_text(results), _compiled_text(analysis, compiled, problem)):
+        error = error.with_line(text) if text else error
+    return error
+
+
+def _broken_text(results: Sequence[RaceResult]) -> str:
+    """Names programs that failed otherwise than by memory; "" if none did."""
+    names = defaultdict[str, list[str]](list)
+    for one in results:
+        record = one.record
+        if record is not None and not (record.ok or record.status == "out_of_memory"):
+            names[one.note.partition("\n")[0]].append(one.name)
+    if not names:
+        return ""
+    reasons = [f"{', '.join(map(repr, own))}: {why}" for why, own in names.items()]
+    return f"Not for want of memory failed {'; '.join(reasons[:_MOST_NAMED])}"
 
 
 def _compiled_text(

@@ -164,6 +164,30 @@ def test_the_message_compares_what_was_compiled_with_what_was_predicted(
     )
 
 
+def test_what_failed_otherwise_is_not_taken_for_too_large(analysis):
+    """With its reason, once for all that failed alike."""
+    plain = preset(analysis.frame, ("data",), Storage.USED)
+    large = result(analysis, plain, temp_bytes=9)
+    broken = [
+        result_of(
+            Candidate(name, large.candidate.choice),
+            replace(
+                large.record,
+                status="compile_error",
+                reason="INTERNAL: no such sharding\nin detail",
+                temp_bytes=0,
+                argument_bytes=0,
+            ),
+        )
+        for name in ("zero1", "planned")
+    ]
+    said = str(no_winner(analysis, [large, *broken], 5)).splitlines()
+    assert (
+        "  Not for want of memory failed 'zero1', 'planned': compile_error: INTERNAL: "
+        "no such sharding"
+    ) in said
+
+
 def test_what_a_record_does_not_tell_is_left_out(analysis):
     """Records of earlier versions have no choice."""
     one = result(

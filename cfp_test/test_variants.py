@@ -607,7 +607,7 @@ def test_where_time_is_over_and_nothing_fits_no_other_is_planned(clock, tmp_path
 
 
 def test_the_error_names_what_needs_least_of_all_that_was_tried(tmp_path):
-    """Of variants that were asked for, and of those in more parts."""
+    """Variants that were asked for, and those in more parts."""
     whole, parts = variant("whole"), variant("parts", parts=8)
     both = cfp.plan_fastest([whole, parts], **PRESET, cache_dir=tmp_path)
     peaks = {o.name: o.plan.peak_bytes for o in both.outcomes if o.plan}

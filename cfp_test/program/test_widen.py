@@ -289,7 +289,7 @@ def with_tuples(lowering):
 
 @pytest.mark.parametrize("reads", ["bfloat16", "float32"])
 def test_a_kernel_may_return_a_tuple(reads):
-    """What is taken from it is converted, and moved, as results are."""
+    """Its parts are converted, and moved, as results are."""
 
     def step(x):
         shapes = [jax.ShapeDtypeStruct(x.shape, d) for d in (jnp.bfloat16, jnp.float32)]

@@ -273,7 +273,7 @@ def test_what_fits_with_another_memory_limit_races(known):
 
 
 def test_names_in_tables_are_explained():
-    """Of what races there is a line in the guide to tables."""
+    """The guide to tables has a line for each."""
     page = (ROOT / "docs" / "reading-plans.md").read_text()
     section = page.partition("## Names in the table of the race")[2].partition("## ")[0]
     levels = [f"{one} constrained" for one in ConstraintLevel][1:]

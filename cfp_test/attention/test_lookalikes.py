@@ -205,3 +205,77 @@ def test_a_softmax_in_other_words_is_replaced_unless_it_is_returned(program):
     for one in found.left_alone:
         assert one.source.partition(":")[0].endswith("test_lookalikes.py")
         assert one.reason
+
+
+HEAD = np.arange(8)[:, None, None]
+# Of eight heads the fourth and the fifth are others.
+OF_SOME_HEADS = {
+    "a window": lambda s, some: softmax(
+        jnp.where(MASKS["window"] | (MASKS["causal"] & ~some), s, -1e9)
+    ),
+    "no mask": lambda s, some: softmax(jnp.where(MASKS["causal"] | some, s, -1e9)),
+    "a scale": lambda s, some: softmax(s * jnp.where(some, 2.0, 1.0)),
+    "a bias": lambda s, some: softmax(s + jnp.where(some, SLOPES, 0.0)),
+    "scaled after": lambda s, some: softmax(s) * jnp.where(some, 2.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trains", "infers"])
+@pytest.mark.parametrize("name", OF_SOME_HEADS)
+def test_heads_of_which_some_have_other_constants_compute_the_same(name, trains):
+    some = (HEAD == 3) | (HEAD == 4)
+    weigh = OF_SOME_HEADS[name]
+
+    def infer(q, k, v):
+        weights = weigh(jnp.einsum("bqhd,bkhd->bhqk", q, k), some)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    def train(q, k, v):
+        return jax.grad(lambda *x: jnp.square(infer(*x)).sum(), (0, 1, 2))(q, k, v)
+
+    shape = BATCH, TOKENS, len(HEAD), HEAD_DIM
+    arguments = tuple(normal(seed, *shape, scale=0.7) for seed in range(3))
+    made = train if trains else infer
+    step = Step(made, arguments, MESH)
+    # One that changes scores by a mask or a bias is one with a mask or a bias.
+    assert bool(step.attentions.found) == (name not in ("a scale", "scaled after"))
+    if step.attentions.found:
+        planned, _ = step.with_kernel("xla")
+        found = jax.tree.leaves(planned(*arguments))
+        expected = jax.tree.leaves(jax.jit(made)(*arguments))
+        for got, want in zip(found, expected, strict=True):
+            got, want = np.asarray(got), np.asarray(want)
+            assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
+
+
+CLIPPED = {
+    "above": lambda s: jnp.minimum(s, 9.0),
+    "below": lambda s: jnp.maximum(s, -20.0),
+    "both": lambda s: jnp.clip(s, -50.0, 50.0),
+}
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clipped_scores_are_left_alone(name):
+    def infer(q, k, v):
+        scores = CLIPPED[name](jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.5)
+        return jnp.einsum("bhqk,bkhd->bqhd", softmax(scores), v)
+
+    shape = BATCH, TOKENS, HEADS, HEAD_DIM
+    arguments = tuple(normal(seed, *shape) for seed in range(3))
+    step = Step(infer, arguments, MESH)
+    [one] = step.attentions.left_alone
+    assert not step.attentions.found and "large scores" in one.reason
+
+
+def test_a_row_whose_scores_are_all_low_is_normalized_as_written():
+    """Its sum is held above one, which it is in rows with a score near zero."""
+
+    def infer(q, k, v):
+        weights = jnp.exp(jnp.einsum("bqhd,bkhd->bhqk", q, k) * 0.5)
+        weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1.0)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    shape = BATCH, TOKENS, HEADS, HEAD_DIM
+    arguments = tuple(normal(seed, *shape) for seed in range(3))
+    assert not Step(infer, arguments, MESH).attentions.found

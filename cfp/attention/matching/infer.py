@@ -8,6 +8,7 @@ with these, or the match is none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
@@ -43,12 +44,16 @@ from cfp.program.evaluate import NotEvaluated, is_float
 from cfp.program.replace import Different
 
 _SAMPLED = 20  # Positions besides the first, the middle and the last ones.
-_FEW = 2  # Coordinates of batch, heads and groups.
+_FEW = 2  # Coordinates of batch, heads and groups, unless they are looked at in whole.
 _FEATURES = 3  # Coordinates of the dims of a head.
+_MANY = 256  # Of more sequences and heads, fewer positions are looked at.
+_MOST = 2**16  # Sequences and heads that are looked at together.
 _SHAPES = frozenset({"transpose", "convert", "reshape"})
 _MOST_PLAIN = 4096  # Coordinates of a dim of which nothing is known.
 _MASKED = -5e3  # What is added to, or stands for, the score of a key that is not seen.
 _CLOSE = 1e-6
+_FAR = 1e3  # Up to such scores a function of them is looked at.
+_SPREAD = 8.0  # Of drawn scores, in the second round of the proof.
 _MOST_MASKS = 4
 _MOST_DRAWN = 40
 _HIDDEN = 0.3  # The share of keys that a mask hides in the first draw.
@@ -131,22 +136,37 @@ class _Proof:
 
     def positions(self) -> tuple[np.ndarray, np.ndarray]:
         """Some queries and some keys; the same where there are as many."""
+        return self._positions(_SAMPLED)
+
+    def _positions(self, sampled: int) -> tuple[np.ndarray, np.ndarray]:
         counts = self.sizes.get(self.tokens, 1), self.sizes["k"]
-        queries, keys = (self.some(count) for count in counts)
+        queries, keys = (self.some(count, sampled) for count in counts)
         return queries, queries if counts[0] == counts[1] else keys
 
-    def some(self, count: int) -> np.ndarray:
+    def some(self, count: int, sampled: int = _SAMPLED) -> np.ndarray:
         near = [0, 1, 2, count // 2 - 1, count // 2, count // 2 + 1]
         near += [count - 3, count - 2, count - 1]
-        near += [*self.random.integers(0, count, _SAMPLED)]
+        near += [*self.random.integers(0, count, sampled)]
         return np.unique(np.clip(near, 0, count - 1))
 
-    def place(self, positions: tuple[np.ndarray, np.ndarray]) -> None:
-        """Takes these positions of queries and keys from now on."""
+    def place(
+        self,
+        positions: tuple[np.ndarray, np.ndarray],
+        whole: int | None = None,
+        most: int = _MOST_PLAIN,
+    ) -> None:
+        """Takes these positions of queries and keys from now on.
+
+        Args:
+            whole: of batch, heads and groups those of this size have all coordinates,
+                or, where they have more, so many as `most`.
+        """
         self.at: dict[str, np.ndarray] = {}
         for letter, size in self.sizes.items():
             few = _FEATURES if letter in ("d", "e") else _FEW
-            self.at[letter] = np.arange(min(few, size))
+            if size == whole and letter not in ("d", "e"):
+                few = most
+            self.at[letter] = _ends(size, few)
         self.at[self.tokens], self.at["k"] = positions
         self.coordinates: dict[object, np.ndarray] = {}
         tensors = [
@@ -221,9 +241,10 @@ class _Proof:
         causal, left, right = self._mask()
         sides = tuple(self._read(side) for side in self.found.sides)
         meaning = Meaning(self.tokens, scale, softcap, causal, left, right, sides)
-        for _ in range(2):
-            self._prove(meaning, self._drawn(meaning))
+        for spread in (None, _SPREAD):
+            self._prove(meaning, self._drawn(meaning), spread)
             self.place(self.positions())
+        self._prove_everywhere(meaning)
         if not any(map(self._is_mask, self.found.sides)):
             return meaning
         filled = replace(meaning, fills=True)
@@ -288,6 +309,9 @@ class _Proof:
         if not np.isfinite(small) or small == 0.0:
             raise Different("the softmax is of something else than scaled scores")
         if np.isclose(large, small, rtol=1e-5):
+            for far in (_FAR / small, -_FAR / small):
+                if not np.isclose(slope(far), small * far, rtol=1e-5):
+                    raise Different("large scores go through another function")
             return _rounded(large), None
         cap = slope(1e6 / abs(small))
         if not np.isclose(cap * np.tanh(small / cap), large, rtol=1e-5):
@@ -414,12 +438,33 @@ class _Proof:
 
     # -- the proof ---------------------------------------------------------------------
 
-    def _prove(self, meaning: Meaning, drawn: Mapping[int, np.ndarray]) -> None:
-        """Compares outputs and gradients with those of the attention that it means."""
+    def _prove(
+        self,
+        meaning: Meaning,
+        drawn: Mapping[int, np.ndarray],
+        spread: float | None = None,
+    ) -> None:
+        """Compares outputs and gradients with those of the attention that it means.
+
+        Args:
+            spread: about the standard deviation of scores, which are all negative
+                then; None for products of usual random numbers.
+        """
         reads = [t for p in self.found.passes for t in p.reads.values()]
         makes = [t for p in self.found.passes for t in p.makes.values()]
         roots = dict.fromkeys(self._root(t.value) for t in reads)
-        known = {v: self.drawn_at(v) for v in roots} | dict(drawn)
+        known = {v: self.drawn_at(v) for v in roots}
+        if spread is not None:
+            usual = abs(meaning.scale) * len(self.at.get("d", [0])) ** 0.5
+            q, k = (
+                {self._root(p.reads[x].value) for p in self.found.passes} for x in "qk"
+            )
+            for v in q | k:
+                known[v] = known[v] * (spread / usual) ** 0.5
+            if q.isdisjoint(k):
+                known |= {v: abs(known[v]) for v in q}
+                known |= {v: -np.sign(meaning.scale) * abs(known[v]) for v in k}
+        known |= dict(drawn)
         inputs = iter(self.evaluated(reads, known))
         results = iter(self.evaluated(makes, known))
         named = self._named(drawn, meaning)
@@ -439,6 +484,21 @@ class _Proof:
                 far = np.linalg.norm(got - want)
                 if not far <= _CLOSE * (np.linalg.norm(want) + 1e-30):
                     raise Different(_OTHER_RESULT[name])
+
+    def _prove_everywhere(self, meaning: Meaning) -> None:
+        """Proves it in all sequences and heads, of which constants may differ.
+
+        Some heads may have a window, say, a bias, or another scale.
+        """
+        ends = (self.tokens, "k", "d", "e")
+        counts = Counter(n for x, n in self.sizes.items() if x not in ends)
+        for size, dims in sorted(counts.items()):
+            if size > _FEW:
+                few = _SAMPLED if size**dims <= _MANY else 0
+                most = min(_MOST_PLAIN, int(_MOST ** (1 / dims)))
+                self.place(self._positions(few), size, most)
+                self._prove(meaning, self._drawn(meaning))
+        self.place(self.positions())
 
     def _named(
         self, drawn: Mapping[int, np.ndarray], meant: Meaning
@@ -529,6 +589,11 @@ _OTHER_RESULT = {
     "dk": "the gradient of the keys is another one",
     "dv": "the gradient of the values is another one",
 }
+
+
+def _ends(size: int, few: int) -> np.ndarray:
+    """All coordinates of a dim, or so many of its first ones and the last one."""
+    return np.arange(size) if size <= few else np.array([*range(few - 1), size - 1])
 
 
 def _rounded(x: float) -> float:

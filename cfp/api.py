@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import MethodType
 from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
@@ -283,6 +284,10 @@ class ParallelStep:
                 "cfp.plan(step, *args, mesh=mesh) to plan without running."
             )
         return self._latest.plan
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        """Binds a method to its object, as functions and ``jax.jit``'s do."""
+        return self if owner is None else MethodType(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         latest, now = self._latest, trace_context_key()

@@ -507,11 +507,37 @@ def test_pins_are_kept_exactly(quick):
     assert_same(plan.apply(train_step)(*real), expected)
 
 
+def test_a_preset_that_comes_out_as_another_one_names_it(mesh, cache):
+    for name in ("expert_parallel", "ep"):
+        with pytest.raises(cfp.OptionError, match="shards this program as 'data_para"):
+            cfp.plan(train_step, *shapes(), mesh=mesh, preset=name, cache_dir=cache)
+
+
+def test_a_method_is_bound_to_its_object(mesh, cache):
+    """As `jax.jit` binds one."""
+    plan = functools.partial(
+        cfp.parallelize, mesh=mesh, quiet=True, cache_dir=cache, settings=QUICK
+    )
+
+    class Trainer:
+        scale = 3.0
+
+        @functools.partial(plan, static_argnums=0)
+        def step(self, w, x):
+            return (x @ w).sum() * self.scale
+
+    w, x = jnp.ones((8, 16)), jnp.ones((4, 8))
+    trainer = Trainer()
+    assert float(trainer.step(w, x)) == 3.0 * 8 * 4 * 16
+    assert trainer.step.plan is Trainer.step.plan
+
+
 @pytest.mark.explained("A pin matches no argument, or does not fit")
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
         ({"nothing/*": jax.P("x")}, "matches no argument"),
+        ({"state/0/up/kernal": jax.P("x")}, "Did you mean 'state/0/up/kernel'"),
         ({"up/kernel": jax.P("z")}, "no axis 'z'"),
         ({"up/kernel": jax.P("x", "x")}, "uses axis 'x' twice"),
         ({"up/bias": jax.P(None, "x")}, "names 2 dims"),

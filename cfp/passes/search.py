@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 
@@ -23,6 +23,7 @@ from cfp.presets.presets import (
     ZERO1,
     is_known,
     named_choices,
+    preset,
     presets,
 )
 from cfp.printable import mesh_text
@@ -227,8 +228,19 @@ def _fitting_as_compiled(
     ]
 
 
-def _no_preset(name: str, known: Iterable[str], analysis: Analysis) -> OptionError:
+def _no_preset(
+    name: str, known: Mapping[str, Choice], analysis: Analysis
+) -> OptionError:
     here = analysis.frame.mesh
+    own = ALIASES.get(name, name)
+    if own in PRESETS:
+        role, storage = PRESETS[own]
+        alike = preset(analysis.frame, (role,) * len(here), storage)
+        same = next(other for other, choice in known.items() if choice == alike)
+        return OptionError(
+            f"The preset {own!r} shards this program as {same!r} does, since it finds "
+            f"nothing of its own to shard. Use {same!r}."
+        )
     axes = [part.partition("=")[0] for part in name.split(",") if "=" in part]
     text = f"There is no preset {name!r} for this program"
     if axes and here and axes != [axis for axis, _ in here]:

@@ -191,8 +191,8 @@ def _whole_remarks(plan: Plan) -> Iterator[str]:
     if not is_whole and not words.runs_whole(plan):
         return
     others = [
-        f" (the best with all blocks data parallel: {one.without_ms:.3f} ms, "
-        f"{'measured' if one.is_measured else 'predicted'})"
+        f" (the best with all blocks data parallel: {one.without_ms:.3f} ms, this one "
+        f"{one.with_ms:.3f}, {'measured' if one.is_measured else 'predicted'})"
         for one in (plan.figures.worth if plan.figures else ())
         if one.name == Dimension.SHARDING and one.without_ms is not None
     ]

@@ -316,11 +316,18 @@ def _align(
     return len(set(found.values())) == len(found)
 
 
-def major_factors(rule: Rule, dims: Dims, axis_size: int) -> list[tuple[int, int]]:
-    """(dim, factor) pairs along which a tensor can be split that many ways."""
+def major_factors(
+    rule: Rule, dims: Dims, axis_size: int, before: int = 1
+) -> list[tuple[int, int]]:
+    """(dim, factor) pairs along which a tensor can be split that many ways.
+
+    Args:
+        before: number of ways in which other axes have split dims of several factors:
+            what these fill, the next factor is split behind.
+    """
     found = []
     for dim, factors in enumerate(dims):
-        factor = rule.major(factors)
+        factor = rule.major(factors, before)
         if factor is None or factor in rule.fixed or not rule.splits(factor, axis_size):
             continue
         found.append((dim, factor))
@@ -341,7 +348,9 @@ class DimClasses:
         members: tuple[Member, ...],
         canonical: Mapping[int, int],
         axis_size: int,
+        before: int = 1,
     ) -> None:
+        self._before = before
         self._program = program
         self._canonical = canonical
         self._sets = UnionFind()
@@ -375,7 +384,7 @@ class DimClasses:
             for value, dims in zip(values, tensors, strict=False):
                 if program.is_leaf(value):
                     continue
-                for dim, factor in major_factors(rule, dims, self._size):
+                for dim, factor in major_factors(rule, dims, self._size, self._before):
                     self._sets.union(self._dim(value, dim), (~op.id, factor))
 
     def _join_cotangent(self, anchor: Op, member: Member) -> None:

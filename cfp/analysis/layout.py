@@ -165,7 +165,8 @@ class Layout:
             return None
         if op.id in self.axes and op.rule is not None:
             if index < len(op.rule.operands):
-                return tensor_spec(op.rule, op.rule.operands[index], self.axes[op.id])
+                dims, axes = op.rule.operands[index], self.axes[op.id]
+                return tensor_spec(op.rule, dims, axes, dict(self.frame.mesh))
             return None
         if op.shardings:
             return self._by_hand(op.shardings[index])
@@ -206,7 +207,8 @@ class Layout:
         rule, axes, known = op.rule, self.axes[op.id], self.frame.result_specs
         if (found := known.get((op.id, axes))) is None:
             assert rule is not None, "only ops with a rule have axes"
-            specs = tuple(tensor_spec(rule, dims, axes) for dims in rule.results)
+            sizes = dict(self.frame.mesh)
+            specs = tuple(tensor_spec(rule, d, axes, sizes) for d in rule.results)
             found = known[op.id, axes] = specs, reduced_axes(rule, axes)
         return found
 

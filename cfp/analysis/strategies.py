@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
+from math import prod
 
 from cfp.analysis.blocks import Block
 from cfp.analysis.contractions import DimClasses, major_factors
@@ -151,24 +152,62 @@ class BlockSharding:
         self.mesh = mesh
         self._members = {m.op: m for m in block.members}
         self._ops = [op for op in block.ops if program.ops[op].rule is not None]
-        self._classes = {
-            size: DimClasses(program, block.ops, block.members, canonical, size)
-            for size in {size for _, size in mesh}
-        }
+        self._canonical = canonical
+        self._classes_of = cache(self._make_classes)
+        self._is_behind = cache(self._find_behind)
         self._factors = cache(self._factors_split)
         self._combine = cache(self._combined)
 
     def factor_axes(self, strategy: Strategy) -> dict[int, FactorAxes]:
         """For each op of the block that has a rule, the axes that split its factors."""
-        splits = [self._factors(i, choice) for i, choice in enumerate(strategy)]
+        splits = [
+            self._factors(i, choice, self._ways_before(strategy, i))
+            for i, choice in enumerate(strategy)
+        ]
         return {
             op: self._combine(op, tuple(factors))
             for op, *factors in zip(self._ops, *splits, strict=True)
         }
 
-    def _factors_split(self, axis: int, choice: AxisChoice) -> list[tuple[int, ...]]:
+    def _make_classes(self, size: int, before: int) -> DimClasses:
+        block = self.block
+        return DimClasses(
+            self.program, block.ops, block.members, self._canonical, size, before
+        )
+
+    def _ways_before(self, strategy: Strategy, axis: int) -> int:
+        """The number of ways in which earlier axes split dims that an axis splits.
+
+        Such as heads, of which one axis takes groups and the next what is in them.
+        """
+        choice, ways = strategy[axis], 1
+        for (_, size), other in zip(self.mesh[:axis], strategy, strict=False):
+            if NONE not in (other.inner, choice.inner) and (
+                other == choice or self._is_behind(other, choice)
+            ):
+                ways *= size
+        return ways
+
+    def _find_behind(self, first: AxisChoice, second: AxisChoice) -> bool:
+        """True if what one choice splits stands behind another's in some dim."""
+        classes = self._classes_of(1, 1)
+        one, other = (self._mark(classes, choice) for choice in (first, second))
+        for op_id in self._ops:
+            rule = self.program.ops[op_id].known_rule
+            for dims in (*rule.operands, *rule.results):
+                for dim in dims:
+                    if len(dim) < 2:
+                        continue
+                    found = [classes.of_factor(op_id, factor) for factor in dim]
+                    if any(a in one and b in other for a, b in pairwise(found)):
+                        return True
+        return False
+
+    def _factors_split(
+        self, axis: int, choice: AxisChoice, before: int
+    ) -> list[tuple[int, ...]]:
         """For each op the factors that one axis is to split."""
-        classes = self._classes[self.mesh[axis][1]]
+        classes = self._classes_of(self.mesh[axis][1], before)
         marked = self._mark(classes, choice)
         return [self._factors_of(op, classes, marked, choice) for op in self._ops]
 
@@ -237,9 +276,15 @@ def legal_axes(
     would not split in the result, or that only all axes may split together.
     """
     used: set[str] = set()
-    found = []
-    for factor, names in enumerate(wanted):
-        if names and not rule.splits_results(factor):
+    found: list[tuple[str, ...]] = [()] * len(wanted)
+    split: dict[int, int] = {}
+    # What is behind another factor in a result comes after that one.
+    behind = {
+        f for f, names in enumerate(wanted) if names and not rule.splits_results(f)
+    }
+    for factor in sorted(range(len(wanted)), key=lambda f: f in behind):
+        names = wanted[factor]
+        if factor in behind and not rule.splits_results(factor, split):
             names = []
         kept: list[str] = []
         ways = 1
@@ -252,17 +297,26 @@ def legal_axes(
         if factor in rule.over_all and len(kept) < len(sizes):
             used.difference_update(kept)
             kept = []
-        found.append(tuple(kept))
+        found[factor] = tuple(kept)
+        split[factor] = prod(sizes[name] for name in kept)
     return tuple(found)
 
 
-def tensor_spec(rule: Rule, dims: Dims, axes: FactorAxes) -> Spec:
-    """The sharding of an operand or result under an op's factor axes."""
-    spec = []
-    for factors in dims:
-        major = rule.major(factors)
-        spec.append(axes[major] if major is not None else ())
-    return tuple(spec)
+def tensor_spec(
+    rule: Rule, dims: Dims, axes: FactorAxes, sizes: Mapping[str, int]
+) -> Spec:
+    """The sharding of an operand or result under an op's factor axes.
+
+    Args:
+        sizes: of the mesh's axes.
+    """
+    if all(len(factors) == 1 for factors in dims):
+        return tuple(axes[factor] for (factor,) in dims)
+    ways = {f: prod(sizes[name] for name in names) for f, names in enumerate(axes)}
+    return tuple(
+        tuple(name for f in rule.exposed(factors, ways) for name in axes[f])
+        for factors in dims
+    )
 
 
 def reduced_axes(rule: Rule, axes: FactorAxes) -> tuple[str, ...]:
@@ -288,7 +342,8 @@ def describe(op: Op, mesh: Mesh, strategy: Strategy) -> str:
                 made[choice.inner] = tuple(n for n in made[choice.inner] if n != name)
 
     def letters(dims: Dims, axes: FactorAxes = axes) -> str:
-        return "".join("S" if names else "R" for names in tensor_spec(rule, dims, axes))
+        spec = tensor_spec(rule, dims, axes, dict(mesh))
+        return "".join("S" if names else "R" for names in spec)
 
     order: dict[int, None] = {}
     for dims in (*rule.operands, *rule.results):

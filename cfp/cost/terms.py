@@ -137,9 +137,10 @@ class Terms:
         op = program.ops[op_id]
         rule = op.rule
         assert rule is not None
+        sizes = dict(self.frame.mesh)
         unreduced = reduced_axes(rule, axes)
         makes = {
-            self.same(v): (tensor_spec(rule, dims, axes), unreduced)
+            self.same(v): (tensor_spec(rule, dims, axes, sizes), unreduced)
             for dims, v in zip(rule.results, op.results, strict=False)
         }
         reads: dict[int, tuple[Spec, ...]] = {}
@@ -147,7 +148,7 @@ class Terms:
             value = program.values[v]
             if value.shape and value.producer not in program.leaf_ops:
                 known = reads.get(self.same(v), ())
-                reads[self.same(v)] = (*known, tensor_spec(rule, dims, axes))
+                reads[self.same(v)] = (*known, tensor_spec(rule, dims, axes, sizes))
         return BlockTerms(*self.compute_ms(op, axes), makes, reads)
 
     def compute_ms(self, op: Op, axes: FactorAxes) -> tuple[float, float]:
@@ -170,9 +171,10 @@ class Terms:
                 (*op.operands, *op.results),
                 strict=False,
             )
+            sizes = dict(self.frame.mesh)
             touched = sum(
                 program.values[v].size_bytes
-                / spec_ways(tensor_spec(rule, dims, axes), self.frame.mesh)
+                / spec_ways(tensor_spec(rule, dims, axes, sizes), self.frame.mesh)
                 for dims, v in tensors
             )
             least_ms = max(self.rates.memory_ms(touched), self.rates.launch_ms)
@@ -221,7 +223,7 @@ class Terms:
         dtype = program.values[op.operands[0]].dtype
         share *= masked_share(called.call.causal)
         products = self.rates.matmul_ms(call_flops(op) * share, dtype)
-        moves = exchanges(program, called, axes, way is not None)
+        moves = exchanges(program, called, axes, dict(self.frame.mesh), way is not None)
         collectives = sum(self.transition_ms(*move) for move in moves)
         products /= KERNELS[kernel].matmul_share
         return op.repeat * products, op.repeat * collectives

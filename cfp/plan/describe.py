@@ -565,7 +565,9 @@ def _op_moves(layout: Layout, op: Op, done: set[tuple]) -> Iterator[_Move]:
             yield from _moves(frame, v, have, (), want)
     called = called_attentions(program).get(op.id)
     if called is not None and op.id in layout.axes:
-        for move in exchanges(program, called, layout.axes[op.id], True):
+        for move in exchanges(
+            program, called, layout.axes[op.id], dict(layout.frame.mesh), True
+        ):
             for kind, axes, size in transition(*move, frame.mesh):
                 yield kind, tuple(axes), int(size)
 

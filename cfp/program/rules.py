@@ -9,8 +9,9 @@ for example for a matrix product, as::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
@@ -18,6 +19,7 @@ from jax.extend.mlir.dialects import sdy
 # Padding by more than this costs more than it spreads. XLA pads what does not divide.
 _MOST_PADDING = 4 / 3
 
+_NONE: Mapping[int, int] = MappingProxyType({})
 Dims = tuple[tuple[int, ...], ...]  # for each dim its factors, major to minor
 
 
@@ -54,12 +56,22 @@ class Rule:
         factors = range(len(self.sizes))
         return all(f in self.fixed or self.sizes[f] == 1 for f in factors)
 
-    def major(self, dim: tuple[int, ...]) -> int | None:
-        """The factor by which a dim may be sharded: its major-most one of size > 1."""
+    def major(self, dim: tuple[int, ...], before: int = 1) -> int | None:
+        """The factor by which a dim may be sharded: its major-most one of size > 1.
+
+        Args:
+            before: number of ways in which it is sharded already: the factors that
+                these fill are left out, if one is behind them.
+        """
+        found = None
         for factor in dim:
-            if self.sizes[factor] > 1:
-                return factor
-        return None
+            size = self.sizes[factor]
+            if size > 1:
+                found = factor
+                if before == 1 or before % size:
+                    break
+                before //= size
+        return found
 
     def splits(self, factor: int, ways: int) -> bool:
         """True if a factor may be split into so many parts.
@@ -83,18 +95,37 @@ class Rule:
             if other != factor
         )
 
-    def splits_results(self, factor: int) -> bool:
+    def splits_results(self, factor: int, ways: Mapping[int, int] = _NONE) -> bool:
         """True if splitting a factor splits every result that has it.
 
         A reshape that merges dims has the minor one behind another in its result:
-        what comes in split along it can only be gathered.
+        what comes in split along it can only be gathered, unless the other is split
+        into single elements.
+
+        Args:
+            ways: number of ways in which other factors are split.
         """
         return all(
-            self.major(dim) == factor
+            factor in self.exposed(dim, ways)
             for dims in self.results
             for dim in dims
             if factor in dim
         )
+
+    def exposed(
+        self, dim: tuple[int, ...], ways: Mapping[int, int] = _NONE
+    ) -> Iterator[int]:
+        """The factors by which a dim may be sharded: its major one, and what is next.
+
+        Args:
+            ways: number of ways in which factors are split; behind one that is split
+                into single elements is the next.
+        """
+        for factor in dim:
+            if self.sizes[factor] > 1:
+                yield factor
+                if ways.get(factor, 1) != self.sizes[factor]:
+                    return
 
 
 def padded_size(size: int, ways: int) -> int:

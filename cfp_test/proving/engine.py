@@ -234,10 +234,10 @@ def _prove_together(
         assert rule is not None
         for i, dims in enumerate(rule.operands):
             if dims:
-                uses[op_id, i] = tensor_spec(rule, dims, axes)
+                uses[op_id, i] = tensor_spec(rule, dims, axes, dict(mesh.shape))
         for v, dims in zip(many.ops[op_id].results, rule.results, strict=True):
             if dims:
-                values[v] = tensor_spec(rule, dims, axes)
+                values[v] = tensor_spec(rule, dims, axes, dict(mesh.shape))
     try:
         results, collectives = _run(some, mesh, uses, values)
     except jax.errors.JaxRuntimeError as error:

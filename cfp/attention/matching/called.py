@@ -192,12 +192,17 @@ def dims_over(program: Program, one: Called, axes: FactorAxes) -> dict[str, str]
 
 
 def exchanges(
-    program: Program, one: Called, axes: FactorAxes, is_replaced: bool
+    program: Program,
+    one: Called,
+    axes: FactorAxes,
+    sizes: Mapping[str, int],
+    is_replaced: bool,
 ) -> Iterator[tuple[float, Spec, tuple[str, ...], Spec]]:
     """Tensors that an attention with sharded tokens sends: keys, values, gradients.
 
     Args:
         program, one, axes: as of `axes_of`.
+        sizes: of the mesh's axes.
         is_replaced: whether something takes the op's place; otherwise all that it reads
             is gathered.
 
@@ -209,7 +214,8 @@ def exchanges(
     moved = one.call.reads[1:3] if is_replaced else one.call.reads
     for place in moved if tokens else ():
         value = program.values[op.operands[place]]
-        have = tensor_spec(op.known_rule, op.known_rule.operands[place], axes)
+        dims = op.known_rule.operands[place]
+        have = tensor_spec(op.known_rule, dims, axes, sizes)
         whole = tuple(tuple(a for a in dim if a not in tokens) for dim in have)
         yield value.size_bytes, have, (), whole
         if is_replaced and one.call.is_backward:  # They travel in float32.

@@ -3,8 +3,9 @@
 The new program may have more layers, another batch, or a mesh with axes of the same
 names and other sizes. Each segment copies the choices of one that looks like it: the
 same blocks, in the same order, by name (numbers aside) and by op, with the same sizes
-or one size scaled. Arguments of both programs must be sharded as before. Nothing is
-compiled or measured: `cfp verify` does that.
+or one size scaled. Arguments of both programs must be sharded as before, but where
+one of two numbers of devices divides them and the other does not. Nothing is compiled
+or measured: `cfp verify` does that.
 """
 
 from __future__ import annotations
@@ -22,13 +23,22 @@ from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.host_state import movable_state
 from cfp.analysis.layout import Choice, Storage, lay_out
 from cfp.analysis.segments import Segment
-from cfp.analysis.strategies import Strategy, block_strategies
+from cfp.analysis.storage import even_spec
+from cfp.analysis.strategies import Mesh as StrategyMesh
+from cfp.analysis.strategies import Spec, Strategy, block_strategies
 from cfp.attention.matching.called import with_token_factors
 from cfp.errors import PlanMismatch
 from cfp.plan.compose import compose_plan
 from cfp.plan.describe import axis_roles, op_text
 from cfp.plan.figures import Figures
-from cfp.plan.parts import PlanRow, PlanSegment, roles_text, type_text
+from cfp.plan.parts import (
+    AxisRole,
+    PlanRow,
+    PlanSegment,
+    roles_text,
+    shape_of,
+    type_text,
+)
 from cfp.plan.placing import mesh_here
 from cfp.plan.plan import Plan
 from cfp.profiling.key import environment_parts
@@ -43,6 +53,7 @@ _SHAPE = re.compile(r"\[([\d,]*)\]")
 _TRY = "the segments that were planned, more of them or with another batch; or cfp plan"
 
 _Rows = tuple[PlanRow, ...]
+_Roles = tuple[AxisRole, ...]
 
 
 def adapt(
@@ -112,7 +123,8 @@ def adapt_step(plan: Plan, step: FlatStep, mesh: Mesh) -> Plan:
     pairs = _paired(plan, analysis)
     if any(pair.scaled for pair in pairs):
         _check_state(plan, analysis, step)
-    choice = _choice(plan, analysis, pairs)
+    planned = _planned_arguments(plan, analysis)
+    choice = _as_planned(analysis, _choice(plan, analysis, pairs), planned)
     winner = Candidate(
         name=plan.winner,
         choice=choice,
@@ -124,7 +136,15 @@ def adapt_step(plan: Plan, step: FlatStep, mesh: Mesh) -> Plan:
     environment = dict(environment_parts(list(mesh.devices.flat)))
     made = compose_plan(analysis, mesh, environment, outcome)
     made = made.bound_to(step, lowering.out_tree)
-    return replace(made, rung="estimated", figures=Figures())
+    named = {text.split(" (")[0] for text in made.uneven}
+    whole = [
+        f"{made.arg_names[i]} ({one.indivisible})"
+        for i, one in planned.items()
+        if not any(made.arg_specs[i]) and one.indivisible
+        if made.arg_names[i] not in named
+    ]
+    uneven = (*made.uneven, *whole)
+    return replace(made, rung="estimated", figures=Figures(), uneven=uneven)
 
 
 _OPTIONS = tuple(signature(adapt).parameters)[3:-1]  # not plan, fn, args, kwargs
@@ -349,7 +369,7 @@ def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:
     strategies: dict[int, Strategy] = {}
     for pair in pairs:
         for b, row in zip(pair.segment.blocks, pair.rows, strict=True):
-            strategies[b] = _strategy(analysis, b, row)
+            strategies[b] = _strategy(plan, analysis, b, row)
         stored = [(plan.arg_names[p.argument], p.storage) for p in pair.old.parameters]
         own = [mode for _, mode in sorted(stored, key=lambda one: _numbered(one[0]))]
         groups = [(names[frame.groups[g].args[0]], g) for g in pair.segment.groups]
@@ -360,7 +380,7 @@ def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:
             storage[group] = mode
     if not frame.mesh:  # One device keeps all of each parameter.
         storage = [Storage.USED] * len(storage)
-    choice = Choice(
+    return Choice(
         tuple(strategies[b] for b in range(len(frame.blocks))),
         tuple(storage),
         tuple(pair.segment.index for pair in pairs if pair.old.rematerialized),
@@ -368,17 +388,25 @@ def _choice(plan: Plan, analysis: Analysis, pairs: Sequence[_Pair]) -> Choice:
             (pair.segment.index, pair.old.kernels) for pair in pairs if pair.old.kernels
         ),
     )
-    return _as_planned(plan, analysis, choice)
 
 
-def _strategy(analysis: Analysis, block: int, row: PlanRow) -> Strategy:
-    """The strategy of a block that takes after a plan's: sizes may be others."""
+def _strategy(plan: Plan, analysis: Analysis, block: int, row: PlanRow) -> Strategy:
+    """The strategy of a block that takes after a plan's: sizes may be others.
+
+    On another number of devices it is as much of that as these divide.
+    """
     frame = analysis.frame
     program, one = frame.program, frame.blocks[block]
     op = program.ops[one.anchor]
-    for strategy in block_strategies(program, one, frame.mesh):
-        if axis_roles(frame, op, strategy) == row.strategy:
-            return strategy
+    strategies = {
+        axis_roles(frame, op, strategy): strategy
+        for strategy in reversed(block_strategies(program, one, frame.mesh))
+    }
+    if (found := strategies.get(row.strategy)) is not None:
+        return found
+    if frame.mesh != plan.mesh_axes:
+        parts = [roles for roles in strategies if _is_part(roles, row.strategy)]
+        return strategies[max(parts, key=lambda roles: _shared(roles, row.strategy))]
     _refuse(
         f"The choice for {row.name} cannot be carried over.",
         f"a block that can be sharded as {roles_text(row.strategy)}",
@@ -386,15 +414,92 @@ def _strategy(analysis: Analysis, block: int, row: PlanRow) -> Strategy:
     )
 
 
-def _as_planned(plan: Plan, analysis: Analysis, choice: Choice) -> Choice:
+def _is_part(roles: _Roles, planned: _Roles) -> bool:
+    """True if roles shard nothing that planned ones do not; sums may stay whole."""
+    return all(
+        role in planned or (role.scattered_dim is None and role in _summed(planned))
+        for role in roles
+    )
+
+
+def _shared(roles: _Roles, planned: _Roles) -> tuple[int, int]:
+    """Ranks parts of planned roles: as many axes as can be, then as they were."""
+    return len(roles), sum(role in planned for role in roles)
+
+
+def _summed(roles: _Roles) -> _Roles:
+    return tuple(replace(role, scattered_dim=None) for role in roles)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planned:
+    """An argument of both programs.
+
+    Attributes:
+        spec: its sharding in the plan.
+        shape, mesh: its sizes there, and those of the devices.
+        new_shape, new_mesh: the same of the new program.
+    """
+
+    spec: Spec
+    shape: tuple[int, ...]
+    mesh: StrategyMesh
+    new_shape: tuple[int, ...]
+    new_mesh: StrategyMesh
+
+    def allows(self, spec: Spec) -> bool:
+        """True for the planned sharding; others where it, or they, cannot be in both.
+
+        Another batch alone must be divided as the planned one was.
+        """
+        if spec == self.spec or self.mesh == self.new_mesh:
+            return spec == self.spec
+        divided_before = even_spec(spec, self.shape, self.mesh) == spec
+        return bool(self.indivisible) or not divided_before
+
+    @property
+    def indivisible(self) -> str:
+        """The size that the new devices do not divide, ``10 over x=4``; or ""."""
+        even = even_spec(self.spec, self.new_shape, self.new_mesh)
+        for size, names, kept in zip(self.new_shape, self.spec, even, strict=True):
+            if names != kept:
+                over = ",".join(f"{a}={n}" for a, n in self.new_mesh if a in names)
+                return f"{size} over {over}"
+        return ""
+
+
+def _planned_arguments(plan: Plan, analysis: Analysis) -> dict[int, _Planned]:
+    """The arguments that a plan has, too, by their positions in the new program."""
+    program, mesh = analysis.frame.program, analysis.frame.mesh
+    planned = {
+        name: (spec, shape_of(kind))
+        for name, spec, kind in zip(
+            plan.arg_names, plan.arg_specs, plan.arg_types, strict=True
+        )
+    }
+    found = {}
+    for i, (name, value) in enumerate(
+        zip(program.arg_names, program.args, strict=True)
+    ):
+        if name in planned:
+            (spec, shape), new_shape = planned[name], program.shape(value)
+            # A key's type is not that of its words, which no batch changes.
+            shape = shape if len(shape) == len(spec) else new_shape
+            found[i] = _Planned(
+                spec=spec,
+                shape=shape,
+                mesh=plan.mesh_axes,
+                new_shape=new_shape,
+                new_mesh=mesh,
+            )
+    return found
+
+
+def _as_planned(
+    analysis: Analysis, choice: Choice, planned: Mapping[int, _Planned]
+) -> Choice:
     """A choice whose storage groups are kept as those of a plan's arguments."""
     frame = analysis.frame
-    planned = dict(zip(plan.arg_names, plan.arg_specs, strict=True))
-    known = {
-        i: planned[name]
-        for i, name in enumerate(frame.program.arg_names)
-        if name in planned
-    }
     count = len(frame.groups)
     layouts = {
         mode: lay_out(frame, replace(choice, storage=(mode,) * count))
@@ -402,19 +507,19 @@ def _as_planned(plan: Plan, analysis: Analysis, choice: Choice) -> Choice:
     }
     storage = list(choice.storage)
     for group in frame.groups:
-        common = [i for i in group.args if i in known]
+        common = [i for i in group.args if i in planned]
         for mode in dict.fromkeys((storage[group.index], *Storage)):
-            if all(layouts[mode].arg_spec(i) == known[i] for i in common):
+            if all(planned[i].allows(layouts[mode].arg_spec(i)) for i in common):
                 storage[group.index] = mode
                 break
     choice = replace(choice, storage=tuple(storage))
     layout = lay_out(frame, choice)
-    for i, spec in known.items():
-        if layout.arg_spec(i) != spec:
+    for i, one in planned.items():
+        if not one.allows(layout.arg_spec(i)):
             _refuse(
                 f"The argument {frame.program.arg_names[i]} would be sharded otherwise "
                 "than planned.",
-                f"{spec}",
+                f"{one.spec}",
                 f"{layout.arg_spec(i)}",
             )
     return choice

@@ -279,3 +279,27 @@ def test_a_row_whose_scores_are_all_low_is_normalized_as_written():
     shape = BATCH, TOKENS, HEADS, HEAD_DIM
     arguments = tuple(normal(seed, *shape) for seed in range(3))
     assert not Step(infer, arguments, MESH).attentions.found
+
+
+@jax.custom_vjp
+def clipped_backward(scores):
+    return scores
+
+
+clipped_backward.defvjp(
+    lambda scores: (scores, None),
+    lambda _, gradient: (jnp.clip(gradient, -50.0, 50.0),),
+)
+
+
+def test_gradients_of_scores_that_are_clipped_stay_clipped():
+    def loss(q, k, v):
+        scores = clipped_backward(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        out = jnp.einsum("bhqk,bkhd->bqhd", softmax(scores), v)
+        return jnp.square(100.0 * out).sum()
+
+    shape = BATCH, TOKENS, HEADS, HEAD_DIM
+    arguments = tuple(normal(seed, *shape) for seed in range(3))
+    found = Step(jax.grad(loss, (0, 1, 2)), arguments, MESH).attentions
+    assert not found.found
+    assert "gradient of the queries" in found.left_alone[0].reason

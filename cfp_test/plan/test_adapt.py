@@ -336,6 +336,52 @@ def test_another_number_of_devices_takes_the_same_choices(saved, name):
     assert found.predicted_ms is None
 
 
+def biased_loss(params, x):
+    hidden = jnp.tanh(x @ params["up"] + params["up_bias"])
+    return ((hidden @ params["head"] + params["bias"]) ** 2).mean()
+
+
+def biased_step(params, x):
+    value, grads = jax.value_and_grad(biased_loss)(params, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+@cover_values(
+    counts=[(4, 2), (2, 4), (2, 8), (8, 2)],
+    name=["fully_sharded", "tensor_parallel", "tensor_sequence_parallel"],
+)
+def test_what_one_of_two_numbers_of_devices_divides_is_whole_on_the_other(
+    how, counts, name
+):
+    """A bias of 10, which two devices divide; the step stays one device's."""
+    rng = np.random.default_rng(0)
+    shapes = {"up": (16, 64), "up_bias": (64,), "head": (64, 10), "bias": (10,)}
+    params = {
+        key: jnp.asarray(rng.normal(size=shape) / 8, "float32")
+        for key, shape in shapes.items()
+    }
+    x = jnp.asarray(rng.normal(size=(16, 16)), "float32")
+    old, new = (make_mesh((("x", count),)) for count in counts)
+    more = {"cache_dir": how["cache_dir"], "settings": how["settings"]}
+    if (counts, name) == ((8, 2), "tensor_sequence_parallel"):
+        name = "zero1"  # there is no such preset for eight
+    plan = cfp.plan(biased_step, params, x, preset=name, mesh=old, **more)
+    found = cfp.adapt(plan, biased_step, params, x, mesh=new)
+    was, spec = (
+        dict(zip(one.arg_names, one.arg_specs, strict=True))["params/bias"]
+        for one in (plan, found)
+    )
+    assert new.size == 2 or spec == ((),)
+    if was != spec and counts[0] == 2:
+        assert f"params/bias (10 over x={new.size})" in found.uneven
+    elif name == "tensor_sequence_parallel" or (name, new.size) == ("fully_sharded", 2):
+        assert was != spec
+    got = found.apply(biased_step)(params, x)
+    wanted = jax.jit(biased_step)(params, x)
+    for one, other in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_the_command_takes_another_number_of_devices(saved, tmp_path):
     (tmp_path / "toy.py").write_text(STEP)
     saved["zero1"].save(tmp_path / "plan.json")

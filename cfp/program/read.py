@@ -146,7 +146,10 @@ def _made_of(value: ir.Value) -> Iterator[ir.Value]:
 
 _SOURCE = re.compile(r'"([^"]+)":(\d+):\d+')
 _HERE = str(Path(__file__).parent)
-_CALLER = str(Path(__file__).with_name("step.py"))  # It calls the step.
+# They call the step, and what was traced of it: frames beyond are those around it.
+_CALLERS = frozenset(
+    str(Path(__file__).with_name(name)) for name in ("step.py", "trace.py")
+)
 _MAX_ATTRIBUTE_CHARS = 400
 
 
@@ -351,7 +354,7 @@ def _source(location: ir.Location) -> str:
     frames = _SOURCE.findall(str(location))
     calls = [
         (path, line)
-        for path, line in takewhile(lambda frame: frame[0] != _CALLER, frames)
+        for path, line in takewhile(lambda frame: frame[0] not in _CALLERS, frames)
         if path.endswith(".py") and not path.startswith(("<", _HERE))
     ]
     own = [call for call in calls if not is_installed(call[0])]

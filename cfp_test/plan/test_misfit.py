@@ -158,6 +158,17 @@ def test_outlines_survive_json(mesh):
     assert len(outline.ops) == len(program_of(make_step(), planning_mesh(mesh)).ops)
 
 
+def test_a_constant_that_is_returned_is_of_no_line_of_cfp(plan):
+    """JAX keeps no line of it: what surrounds the step is not it."""
+
+    def constant(w, x):
+        return w, jnp.float32(0)
+
+    with pytest.raises(cfp.PlanMismatch) as caught:
+        plan.apply(constant)(W, X)
+    assert "operation 1 of 1: constant -> f32[], planned was" in str(caught.value)
+
+
 def test_what_is_shorter_says_what_is_missing(mesh):
     where = planning_mesh(mesh)
     longer = outline_of(program_of(make_step(), where))

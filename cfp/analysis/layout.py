@@ -15,6 +15,7 @@ from typing import Any, Literal
 from cfp.analysis.blocks import Block
 from cfp.analysis.contractions import DimClasses, is_contraction
 from cfp.analysis.flow import passes
+from cfp.analysis.ragged import model_flops
 from cfp.analysis.storage import Storage, StorageGroup, even_spec, stored_spec
 from cfp.analysis.strategies import (
     BlockSharding,
@@ -28,7 +29,7 @@ from cfp.analysis.strategies import (
 )
 from cfp.fields import Count, Name
 from cfp.program.constrain import Constraints
-from cfp.program.graph import Op, Program, call_flops, op_flops
+from cfp.program.graph import Op, Program, call_flops
 
 QuerySpread = Literal["", "ring", "zigzag"]
 
@@ -495,10 +496,10 @@ def program_flops(program: Program) -> int:
 
     Elementwise ops and reductions are left out, as is usual; what a loop repeats
     counts as often as it runs. Those of a custom_partitioning op that is not sharded
-    count, too.
+    count, too. Of ragged products those of each row's own group count.
     """
     every = (op for op in program.ops if is_contraction(op) or call_flops(op))
-    return sum(op_flops(program, op) for op in every)
+    return sum(model_flops(program, op) for op in every)
 
 
 def rematerialized_flops(program: Program, blocks: Sequence[Block]) -> int:
@@ -513,4 +514,4 @@ def rematerialized_flops(program: Program, blocks: Sequence[Block]) -> int:
         for member in block.members[1:]  # The first is the anchor.
         if not member.derived
     ]
-    return sum(op_flops(program, op) for op in again if is_contraction(op))
+    return sum(model_flops(program, op) for op in again if is_contraction(op))

@@ -8,7 +8,8 @@ from math import prod
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.flow import Flow, passes
 from cfp.analysis.layout import Frame, program_flops, rematerialized_flops
-from cfp.program.graph import Op, Program, call_flops, op_flops, reached
+from cfp.analysis.ragged import model_flops
+from cfp.program.graph import Op, Program, call_flops, reached
 
 _NARROW = ("bf16", "f16")
 _INTEGERS = ("i8", "i16", "i32", "i64", "ui8", "ui16", "ui32", "ui64")
@@ -110,7 +111,7 @@ def _narrow_share(program: Program) -> float:
     """Returns the share of FLOPs in contractions that read 16-bit types."""
     total = narrow = 0
     for op in filter(is_contraction, program.ops):
-        flops = op_flops(program, op)
+        flops = model_flops(program, op)
         total += flops
         if all(program.values[v].dtype in _NARROW for v in op.operands[:2]):
             narrow += flops

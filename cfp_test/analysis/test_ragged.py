@@ -10,9 +10,15 @@ from jax import lax
 import cfp
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.dump import opaque_ops
-from cfp.analysis.layout import Choice, Storage, program_flops
+from cfp.analysis.layout import (
+    Choice,
+    Storage,
+    program_flops,
+    rematerialized_flops,
+)
 from cfp.analysis.numbering import number_values
 from cfp.analysis.strategies import AxisChoice, block_strategies
+from cfp.analysis.work import model_work
 from cfp.program.constrain import propagate
 from cfp.program.graph import op_flops
 from cfp.program.step import flatten_step
@@ -48,10 +54,86 @@ def test_each_mode_has_rules_and_flops_on_gpus(mode):
     program, _ = trace(flatten_step(product, args), CUDA)
     (dot,) = (op for op in program.ops if "dot" in op.kind)
     assert dot.kind == "dot_general"
-    # As XLA computes it: every row with every expert, but for batches.
-    experts = 1 if mode == "batch" else 4
     rows = 64 * (8 if mode == "batch" else 1)
-    assert program_flops(program) == 2 * rows * 32 * 16 * experts
+    # Each row is multiplied by one expert's matrix.
+    assert program_flops(program) == 2 * rows * 32 * 16
+    # XLA computes, and is timed for, every row with every expert, but for batches.
+    experts = 1 if mode == "batch" else 4
+    assert op_flops(program, dot) == 2 * rows * 32 * 16 * experts
+
+
+def trained(experts, times=1, policy=None):
+    """The program of the gradient of a loss of ragged products, and their FLOPs."""
+
+    def layer(x, w, sizes):
+        return jnp.tanh(lax.ragged_dot(x, w, sizes))
+
+    if policy is not None:
+        layer = jax.checkpoint(layer, policy=policy)
+
+    def step(weights, x, sizes):
+        def loss(weights):
+            out, _ = lax.scan(lambda h, w: (layer(h, w, sizes), None), x, weights)
+            return (out**2).sum()
+
+        return jax.value_and_grad(loss)(weights)
+
+    args = (
+        jax.ShapeDtypeStruct((times, experts, 32, 32), jnp.float32),
+        jax.ShapeDtypeStruct((64, 32), jnp.float32),
+        jax.ShapeDtypeStruct((experts,), jnp.int32),
+    )
+    return trace(flatten_step(step, args), CUDA)[0], 2 * 64 * 32 * 32
+
+
+@pytest.mark.parametrize("experts", [1, 4, 16])
+def test_flops_of_a_model_do_not_grow_with_its_experts(experts):
+    program, once = trained(experts, times=3)
+    frame = build_frame(program, (("x", 4),))
+    # Forward, of the rows, and of the matrices, in each of three layers.
+    assert program_flops(program) == 3 * 3 * once
+    assert model_work(frame, {})["model_flops"] == 3 * 3 * once
+
+
+def test_what_a_step_rematerializes_of_its_experts_is_counted_alike():
+    save_none = jax.checkpoint_policies.nothing_saveable
+    program, once = trained(4, times=3, policy=save_none)
+    frame = build_frame(program, (("x", 4),))
+    assert program_flops(program) == 4 * 3 * once
+    assert rematerialized_flops(program, frame.blocks) == 3 * once
+
+
+def test_a_batch_of_ragged_products_has_the_flops_of_all():
+    def product(x, w, sizes):
+        return jax.vmap(lax.ragged_dot)(x, w, sizes)
+
+    args = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((3, 64, 32), jnp.float32),
+            ((3, 4, 32, 16), jnp.float32),
+            ((3, 4), jnp.int32),
+        )
+    ]
+    program, _ = trace(flatten_step(product, args), CUDA)
+    assert program_flops(program) == 3 * 2 * 64 * 32 * 16
+
+
+def test_products_of_what_is_masked_otherwise_count_in_full():
+    """As a window of attention: no copies for groups, or no bounds of these."""
+
+    def step(x, w, first, last):
+        rows = lax.broadcasted_iota(jnp.int32, (8, 8), 0)
+        one = jnp.where((rows >= first) & (rows < last), x, 0.0) @ w
+        copies = jnp.broadcast_to(x, (4, 8, 8))
+        every = lax.broadcasted_iota(jnp.int32, (4, 8, 8), 1)
+        mask = (every >= first) & (every < last)
+        return one, jnp.einsum("gmk,kn->gmn", jnp.where(mask, copies, 0.0), w)
+
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    square = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    program, _ = trace(flatten_step(step, (square, square, number, number)), CUDA)
+    assert program_flops(program) == 2 * 8**3 * (1 + 4)
 
 
 def test_a_step_has_the_same_products_on_gpus_and_cpus():
@@ -115,9 +197,12 @@ def test_a_mixture_of_experts_planned_for_gpus_shards_them(tmp_path):
     assert len(found) == 2
     assert all(any(spec) for spec in found)
     program, _ = trace(flatten_step(train_step, (weights, x)), CUDA)
-    # Five products of all rows with all experts: two of them forward.
+    # Five products of all rows with all experts: two of them forward. Of the model's
+    # each row has one expert.
     products = 5 * 2 * 512 * 1024 * 4096 * 32
-    assert plan.search["model_flops"] == program_flops(program) >= products
+    flops = program_flops(program)
+    assert plan.search["model_flops"] == flops
+    assert products / 32 <= flops < products / 16
     # What GPUs compile: under the plan each device does a part of every product.
     placed = propagate(
         program,

@@ -1,0 +1,87 @@
+"""Ragged products, in the form that XLA computes them in: of masked operands.
+
+:func:`jax.lax.ragged_dot` multiplies each row by the matrix of its group alone. XLA
+multiplies every row with every matrix: of each group it has a copy of the rows, with
+zeros in place of those of other groups. That takes the time of all these products, but
+the model asks for those of each row's own group only.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from cfp.analysis.contractions import is_contraction
+from cfp.program.graph import Op, Program, op_flops
+
+
+def model_flops(program: Program, op: Op) -> int:
+    """Floating-point operations of a contraction that the model asks for.
+
+    Those of `op_flops`, but for products of rows with matrices of other groups, which
+    are of zeros.
+    """
+    flops = op_flops(program, op)
+    if op.kind != "dot_general" or not is_contraction(op):
+        return flops
+    rule = op.known_rule
+    groups = {
+        rule.major(rule.operands[index][dim])
+        for index, value in enumerate(op.operands)
+        for dim in _group_dims(program, value)
+    }
+    return flops // prod(rule.sizes[factor] for factor in groups if factor is not None)
+
+
+def _group_dims(program: Program, value: int) -> list[int]:
+    """Lists the dims of a masked value along which there are copies, one of a group.
+
+    The mask has from where to where the rows of a group are, by the number of a row.
+    """
+    op = program.maker(value)
+    if op is None:
+        return []
+    if op.kind == "transpose":
+        inner = _group_dims(program, op.operands[0])
+        return [place for place, dim in enumerate(_order(op)) if dim in inner]
+    if op.kind in ("convert", "optimization_barrier"):
+        return _group_dims(program, op.operands[op.results.index(value)])
+    if op.kind != "select" or not program.is_leaf(op.operands[2]):
+        return []
+    mask, copies, _ = op.operands
+    both = program.maker(mask)
+    if both is None or both.kind != "and":
+        return []
+    bounds = [_bound_dims(program, one) for one in both.operands]
+    fresh = _fresh_dims(program, copies)
+    return [d for d in fresh if all(d in dims for dims in bounds)]
+
+
+def _bound_dims(program: Program, value: int) -> list[int]:
+    """Lists the dims that bounds are of, where a value compares them with numbers."""
+    op = program.maker(value)
+    if op is None or op.kind != "compare":
+        return []
+    leaves = [program.is_leaf(v) for v in op.operands]
+    if sorted(leaves) != [False, True]:
+        return []
+    bound = op.operands[leaves.index(False)]
+    fresh, rank = _fresh_dims(program, bound), len(program.shape(bound))
+    return [dim for dim in range(rank) if dim not in fresh] if fresh else []
+
+
+def _fresh_dims(program: Program, value: int) -> list[int]:
+    """Lists the dims along which a value holds copies of another one."""
+    op = program.maker(value)
+    if op is None:
+        return []
+    if op.kind == "transpose":
+        inner = _fresh_dims(program, op.operands[0])
+        return [place for place, dim in enumerate(_order(op)) if dim in inner]
+    if op.kind != "broadcast_in_dim":
+        return []
+    kept = op.integers("broadcast_dimensions")
+    return [dim for dim in range(len(program.shape(value))) if dim not in kept]
+
+
+def _order(op: Op) -> tuple[int, ...]:
+    return op.integers("permutation")

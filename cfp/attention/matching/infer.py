@@ -54,6 +54,7 @@ _MASKED = -5e3  # What is added to, or stands for, the score of a key that is no
 _CLOSE = 1e-6
 _FAR = 1e3  # Up to such scores a function of them is looked at.
 _SPREAD = 8.0  # Of drawn scores, in the second round of the proof.
+_STEEP = 1e3  # What the gradient of the output is multiplied with then.
 _MOST_MASKS = 4
 _MOST_DRAWN = 40
 _HIDDEN = 0.3  # The share of keys that a mask hides in the first draw.
@@ -448,7 +449,7 @@ class _Proof:
 
         Args:
             spread: about the standard deviation of scores, which are all negative
-                then; None for products of usual random numbers.
+                then, and gradients are large; None for usual random numbers.
         """
         reads = [t for p in self.found.passes for t in p.reads.values()]
         makes = [t for p in self.found.passes for t in p.makes.values()]
@@ -464,6 +465,9 @@ class _Proof:
             if q.isdisjoint(k):
                 known |= {v: abs(known[v]) for v in q}
                 known |= {v: -np.sign(meaning.scale) * abs(known[v]) for v in k}
+            steep = (p.reads["dout"] for p in self.found.passes if "dout" in p.reads)
+            for v in {self._root(t.value) for t in steep} - q - k:
+                known[v] = known[v] * _STEEP
         known |= dict(drawn)
         inputs = iter(self.evaluated(reads, known))
         results = iter(self.evaluated(makes, known))

@@ -233,7 +233,7 @@ def _no_preset(
 ) -> OptionError:
     here = analysis.frame.mesh
     own = ALIASES.get(name, name)
-    if own in PRESETS:
+    if own in PRESETS and own not in known:
         role, storage = PRESETS[own]
         alike = preset(analysis.frame, (role,) * len(here), storage)
         same = next(other for other, choice in known.items() if choice == alike)

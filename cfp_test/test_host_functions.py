@@ -88,7 +88,47 @@ def test_those_that_are_silenced_while_measuring_are_named(how, tmp_path):
     assert "not called while it was measured: " in repr(loaded)
 
 
+@pytest.mark.parametrize(
+    "call", [*CALLS.values(), lambda v: [jax.debug.print("{}", v), v][1]]
+)
+def test_it_is_planned_for_gpus_that_are_not_here(call, how):
+    """Their runtime is not asked for; nor is anything called."""
+
+    def step(w, x):
+        y = x @ w
+        # This sum is too large: the function would raise.
+        return w - 1e-9 * y.mean(0, keepdims=True), call(y.sum())
+
+    args = jnp.ones((8, 8)), 1e6 * jnp.ones((16, 8))
+    there = cfp.plan(step, *args, **how | {"mesh": cfp.described("4xh100", x=4)})
+    here = cfp.plan(step, *args, **how)
+    assert len(there.host_callbacks_skipped) == 1
+    assert there.host_callbacks_skipped == here.host_callbacks_skipped
+    assert there.arg_specs == here.arg_specs
+
+
+def test_what_cannot_be_lowered_for_gpus_that_are_not_here_blames_no_jit(how):
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def step(x):
+        return x * io_callback(checked, SCALAR, x.sum(), sharding=device)
+
+    def inspected(x):
+        jax.debug.inspect_array_sharding(x, callback=print)
+        return x * 2
+
+    there = {**how, "mesh": cfp.described("4xh100", x=4)}
+    for fn, match in (
+        (step, "for devices that are not here"),
+        (inspected, "inspect_array_sharding"),
+    ):
+        with pytest.raises(cfp.StepNotTraceable, match=match) as caught:
+            cfp.plan(fn, jnp.ones(8), **there)
+        assert "Plain jax.jit" not in str(caught.value)
+
+
 @pytest.mark.explained("Leave out ordered=True")
+@pytest.mark.parametrize("is_here", [True, False])
 @pytest.mark.parametrize(
     "ordered",
     [
@@ -97,10 +137,12 @@ def test_those_that_are_silenced_while_measuring_are_named(how, tmp_path):
         lambda v: io_callback(checked, SCALAR, v, ordered=True),
     ],
 )
-def test_ordered_effects_are_refused_in_words(ordered, how):
+def test_ordered_effects_are_refused_in_words(ordered, is_here, how):
+    mesh = how["mesh"] if is_here else cfp.described("4xh100", x=4)
+
     def step(x):
         ordered(x.sum())
         return x * 2
 
     with pytest.raises(cfp.StepNotTraceable, match="Leave out ordered=True"):
-        cfp.plan(step, jnp.ones(8), **how)
+        cfp.plan(step, jnp.ones(8), **how | {"mesh": mesh})

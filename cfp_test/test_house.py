@@ -96,6 +96,9 @@ NON_PUBLIC: set[tuple[str, str]] = {
         "jax._src.dispatch.prim_requires_devices_during_lowering",
     ),
     ("program/partitioned.py", "jax._src.config.use_shardy_partitioner"),
+    # Calls of the host's functions, and their lowerings, which ask for a runtime.
+    ("program/partitioned.py", "jax._src.callback"),
+    ("program/partitioned.py", "jax._src.debugging"),
     # The partitioned program, which XLA writes as HLO, as StableHLO again.
     ("program/local.py", "jax._src.lib._jax"),
     # Public, whatever its name: the end of a process whose devices wait for ever.

@@ -30,7 +30,7 @@ def host_calls(program: Program) -> tuple[str, ...]:
     found = []
     for op in program.ops:
         if op.kind == "custom_call" and _NAME in op.attributes:
-            how = op.scope.rpartition("/")[2] or op.kind
+            how = op.scope.rpartition("/")[2].rstrip(":") or op.kind
             found.append(f"{how} at {op.source}" if op.source else how)
     return tuple(dict.fromkeys(found))
 

@@ -28,8 +28,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import callback as jax_callbacks
 from jax._src import custom_partitioning as jax_partitioning
 from jax._src import custom_partitioning_sharding_rule as jax_rules
+from jax._src import debugging as jax_debugging
 from jax._src.config import use_shardy_partitioner
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
@@ -57,7 +59,14 @@ TARGET = "CustomSPMDPartitioning"
 _CONFIG = "backend_config"
 _PREFIX = "cfp"
 _rule_in_mlir: Any = jax_rules.sdy_sharding_rule_to_mlir
-_OF_HOST = ("callback", "inspect_sharding")
+_OF_SHARDINGS = "inspect_sharding"
+# They ask for the runtime of the platform, of which TPUs' alone is used.
+_HOST_CALLS: tuple[tuple[Primitive, Callable[..., Any]], ...] = (
+    (jax_callbacks.pure_callback_p, jax_callbacks.pure_callback_lowering),
+    (jax_callbacks.io_callback_p, jax_callbacks.io_callback_lowering),
+    (jax_debugging.debug_callback_p, jax_debugging.debug_callback_lowering),
+    (jax_debugging.debug_print_p, jax_debugging.debug_print_lowering_rule),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,13 +134,27 @@ def traced_with_callbacks(
 def lowering_parameters(mesh: Mesh | AbstractMesh | None) -> mlir.LoweringParameters:
     """Parameters of a lowering by which such ops are lowered as described above.
 
+    For a mesh without devices calls of the host's functions are lowered, too.
+
     Args:
         mesh: the mesh that a program is lowered for; None if it has no arguments.
     """
     if mesh is None:
         return mlir.LoweringParameters()
     rules: Any = ((jax_partitioning.custom_partitioning_p, partial(_lower, mesh)),)
+    if isinstance(mesh, AbstractMesh):
+        rules += tuple(
+            (op, partial(_without_runtime, rule)) for op, rule in _HOST_CALLS
+        )
     return mlir.LoweringParameters(override_lowering_rules=rules)
+
+
+def _without_runtime(rule: Callable[..., Any], context: Any, *values: Any, **how: Any):
+    """Lowers a call of a function of the host on a machine without the platform."""
+    around = context.module_context
+    (platform,) = around.platforms
+    alone = around.replace(backend=SimpleNamespace(platform=platform))
+    return rule(context.replace(module_context=alone), *values, **how)
 
 
 def _lower(
@@ -192,8 +215,8 @@ def _lower(
 def deferred(closed: ClosedJaxpr) -> ClosedJaxpr:
     """A program whose ops do not ask for devices while it is lowered.
 
-    JAX refuses to lower custom_partitioning ops, and what becomes one, for a mesh
-    without devices. Here they are lowered without. Functions of the host stay.
+    JAX refuses to lower custom_partitioning ops, what becomes one, and functions of the
+    host for a mesh without devices. Here they are lowered without.
     """
     return closed_with(closed, _deferred)
 
@@ -205,7 +228,7 @@ def _deferred(jaxpr: Jaxpr) -> Jaxpr:
 def _deferred_eqn(eqn: JaxprEqn) -> JaxprEqn:
     if eqn.primitive not in prim_requires_devices_during_lowering:
         return with_inner(eqn, _deferred)
-    if eqn.primitive.name.endswith(_OF_HOST):
+    if eqn.primitive.name == _OF_SHARDINGS:
         return eqn
     avals = tuple(v.aval for v in eqn.outvars)
     what = _Op(eqn.primitive, dict(eqn.params))

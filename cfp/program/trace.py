@@ -67,6 +67,17 @@ OTHER_DEVICES = (
     "A mesh in the step's code, of with_sharding_constraint or shard_map, has other "
     "devices than the mesh that it is planned for: plan for the same mesh."
 )
+_INSPECTED = (
+    "The step calls jax.debug.inspect_array_sharding, and when it is traced no "
+    "sharding is chosen yet. Leave the call out, and save the plan: cfp "
+    "show PLAN --explain says how the step's blocks are sharded."
+)
+_NEEDS_DEVICES = "require devices to be present"  # Only its op is left as it is.
+_NOR_DOES_JIT = "Plain jax.jit does not, either."
+_FOR_DEVICES_HERE = (
+    "It is planned for devices that are not here: for those that are, with mesh= or "
+    "--mesh, JAX may lower it."
+)
 _NO_SUCH_OP = "not found for platform cpu"
 _FOR_GPUS = (
     "Virtual CPU devices have no such op: plan for GPUs that are not here, with mesh="
@@ -173,9 +184,11 @@ def lower_step(
             )
     except Exception as error:
         # Ops and libraries refuse platforms with errors that have no type in common.
-        advice = "Plain jax.jit does not, either."
-        if "ordered" in str(error):
+        advice = _FOR_DEVICES_HERE if of_no_devices else _NOR_DOES_JIT
+        if "ordered" in str(error).lower():
             advice = _ORDERED
+        elif of_no_devices and _NEEDS_DEVICES in str(error):
+            advice = _INSPECTED
         elif "incompatible devices" in str(error):
             advice = OTHER_DEVICES
         elif _NO_SUCH_OP in str(error):
@@ -190,11 +203,7 @@ def lower_step(
         raise StepNotTraceable(f"The step has effects in a fixed order. {_ORDERED}")
     every = shardy.every_op(module)
     if any(shardy.call_target(op) == "InspectSharding" for op in every):
-        raise StepNotTraceable(
-            "The step calls jax.debug.inspect_array_sharding, and when it is traced no "
-            "sharding is chosen yet. Leave the call out, and save the plan: cfp "
-            "show PLAN --explain says how the step's blocks are sharded."
-        )
+        raise StepNotTraceable(_INSPECTED)
     erased = shardy.normalise(module)
     return Lowering(lowered, module, out_tree, erased, alarm)
 

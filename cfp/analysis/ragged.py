@@ -15,11 +15,19 @@ from cfp.program.graph import Op, Program, op_flops
 
 
 def model_flops(program: Program, op: Op) -> int:
-    """Floating-point operations of a contraction that the model asks for.
+    """Floating-point operations that the model asks for of what `op_flops` counts.
 
     Those of `op_flops`, but for products of rows with matrices of other groups, which
     are of zeros.
     """
+    if op.manual is not None:
+        inner = op.manual.program
+        saved = sum(
+            op_flops(inner, one) - model_flops(inner, one)
+            for one in inner.ops
+            if one.manual is not None or is_contraction(one)
+        )
+        return (op.manual.flops - saved) * op.manual.devices * op.repeat
     flops = op_flops(program, op)
     if op.kind != "dot_general" or not is_contraction(op):
         return flops

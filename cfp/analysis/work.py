@@ -26,7 +26,9 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
 
     Returns:
         ``model_flops`` of a step, without what the step itself rematerializes;
-        ``narrow_share``, of these in types of 16 bits; ``batch_samples``, and
+        ``narrow_share``, of these in types of 16 bits; ``devices_by_hand``, the most
+        devices among which a region that the user sharded by hand splits products;
+        ``batch_samples``, and
         ``batch_tokens`` where integers of the batch look up several rows of a table
         of parameters for each sample; ``uncounted_loops``, the number of loops with
         products of which one iteration is counted, since the program does not say how
@@ -40,6 +42,9 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
         "model_flops": float(flops),
         "narrow_share": _narrow_share(program),
     }
+    regions = (op.manual for op in program.ops if op.manual and op.manual.flops)
+    if (most := max((one.devices for one in regions), default=1)) > 1:
+        found["devices_by_hand"] = float(most)
     if loops := uncounted_loops(program):
         found["uncounted_loops"] = float(len(loops))
     rows = [program.args[p] for p, rank in batch.items() if not rank]
@@ -109,10 +114,16 @@ def _made(flow: Flow, value: int, follows: Callable[[Op], bool]) -> Iterator[int
 
 def _narrow_share(program: Program) -> float:
     """Returns the share of FLOPs in contractions that read 16-bit types."""
-    total = narrow = 0
-    for op in filter(is_contraction, program.ops):
+    total = narrow = 0.0
+    for op in program.ops:
+        if op.manual is not None:
+            share = _narrow_share(op.manual.program)
+        elif is_contraction(op):
+            types = (program.values[v].dtype for v in op.operands[:2])
+            share = float(all(one in _NARROW for one in types))
+        else:
+            continue
         flops = model_flops(program, op)
         total += flops
-        if all(program.values[v].dtype in _NARROW for v in op.operands[:2]):
-            narrow += flops
+        narrow += share * flops
     return narrow / total if total else 0.0

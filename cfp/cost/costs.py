@@ -77,6 +77,7 @@ class Costs:
 
     Attributes:
         fixed_bytes: what arguments and results that are no state take on each device.
+        fixed_ms: estimated time of regions that the user sharded by hand.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Costs:
         self._results = results_beside(analysis.frame)
         self._renewed = set(self._results.values())
         self._terms = Terms(analysis.frame, rates)
+        self.fixed_ms = sum(map(self._terms.manual_ms, program.ops))
         # Candidates by number, those laid out alike once: their hashes take time.
         self._numbers: dict[SegmentChoice, int] = {}
         self._plain: list[SegmentChoice] = []

@@ -183,6 +183,27 @@ class Terms:
         moved = moved_bytes(program).get(op.id, 0.0)
         return 0.0, op.repeat * self.rates.memory_ms(moved * share)
 
+    def manual_ms(self, op: Op) -> float:
+        """Time of a region that the user sharded by hand on one device; 0 of others.
+
+        It is of products and of memory; collectives that are in it are left out.
+        """
+        if op.manual is None:
+            return 0.0
+        inner, flops = op.manual.program, dict[str, int]()
+        total, moved = 0.0, moved_bytes(inner)
+        for one in inner.ops:
+            if one.manual is not None:
+                total += self.manual_ms(one)
+            elif is_contraction(one):
+                dtype = inner.values[one.operands[0]].dtype
+                flops[dtype] = flops.get(dtype, 0) + op_flops(inner, one)
+            else:
+                total += one.repeat * self.rates.memory_ms(moved.get(one.id, 0.0))
+        dtypes = flops.items()
+        total += sum(self.rates.matmul_ms(number, dtype) for dtype, number in dtypes)
+        return op.repeat * total
+
     def _share(self, rule: Rule, axes: FactorAxes) -> float:
         """The share of an op's work that one device does, padding included."""
         share = 1.0

@@ -79,6 +79,23 @@ def dtype_bytes(dtype: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Manual:
+    """One device's computation in a region that the user sharded by hand.
+
+    Attributes:
+        program: its ops, of one device's parts of the values. Axes that are not manual
+            may split these further, which is not known.
+        flops: of its products, in one run.
+        devices: among which the region splits its work: those along its manual axes
+            that split an operand or a result.
+    """
+
+    program: Program
+    flops: int
+    devices: int
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     """One op.
 
@@ -102,6 +119,7 @@ class Op:
             operand and then how it gives each result; () for all other ops.
         uncounted: whether it is a loop whose number of iterations the program does not
             say: its body counts as one iteration.
+        manual: of a region that the user sharded by hand what is in it.
     """
 
     id: int
@@ -120,6 +138,7 @@ class Op:
     body: tuple[int, ...] = ()
     shardings: tuple[Spec, ...] = ()
     uncounted: bool = False
+    manual: Manual | None = field(default=None, compare=False, repr=False)
 
     @property
     def kind(self) -> str:
@@ -400,7 +419,7 @@ _SCORES = ("cudnn_fmha_backend_config", "intermediate_tensor_shape", "dimensions
 
 def op_flops(program: Program, op: Op) -> int:
     """Floating-point operations of a contraction, over all its runs in one step."""
-    if PARTITIONED.search(op.attributes):
+    if op.manual is not None or PARTITIONED.search(op.attributes):
         return call_flops(op) * op.repeat
     rule = op.known_rule
     if op.kind == "convolution":
@@ -420,11 +439,14 @@ def op_flops(program: Program, op: Op) -> int:
 
 
 def call_flops(op: Op) -> int:
-    """Floating-point operations of one run of a custom_partitioning op; 0 of others.
+    """Floating-point operations of one run of foreign code, of all devices together.
 
-    They were counted in what it computes on one device, see :func:`inner_flops`, and
-    stand in its name.
+    That is of a custom_partitioning op or of a region sharded by hand; 0 of other ops.
+    They were counted in what one device computes, see :func:`inner_flops`; those of a
+    custom_partitioning op stand in its name.
     """
+    if op.manual is not None:
+        return op.manual.flops * op.manual.devices
     found = PARTITIONED.search(op.attributes)
     return int(found[2]) if found else 0
 
@@ -442,7 +464,8 @@ def inner_flops(program: Program, ops: Sequence[ir.Operation]) -> int:
 
 
 def _inner_flops(program: Program, record: Op, op: ir.Operation) -> int:
-    if record.kind in ("dot_general", "convolution") and record.rule is not None:
+    is_product = record.kind in ("dot_general", "convolution")
+    if record.manual is not None or (is_product and record.rule is not None):
         return op_flops(program, record)
     if record.kind != "custom_call":
         return 0

@@ -24,7 +24,7 @@ from jax.extend.mlir import ir
 from cfp.errors import is_installed
 from cfp.program import shardy
 from cfp.program.corrections import correct_rule
-from cfp.program.graph import Op, Program, Spec, Value, reached
+from cfp.program.graph import Manual, Op, Program, Spec, Value, inner_flops, reached
 from cfp.program.rules import Rule, elementwise_rule, passthrough_rule, rule_of
 
 # Operands at and behind this one say where an op reads or writes.
@@ -144,6 +144,7 @@ def _made_of(value: ir.Value) -> Iterator[ir.Value]:
         yield _returned(body)[place]
 
 
+_QUOTED = re.compile(r'"([^"]+)"')
 _SOURCE = re.compile(r'"([^"]+)":(\d+):\d+')
 _HERE = str(Path(__file__).parent)
 # They call the step, and what was traced of it: frames beyond are those around it.
@@ -174,10 +175,11 @@ def read_program(
     structure, exact, bodies = _fingerprints(text, module.context)
     own = {op for op in shardy.walk(function) if shardy.RULE in op.attributes}
     shardy.add_rules(module)
-    reader = _Reader(_Blanks(shaping_constants(function), bodies))
+    meshes = [o.operation for o in module.body if o.operation.name == "sdy.mesh"]
+    axes = {name: n for one in meshes for name, n in shardy.mesh_axes(one).items()}
+    reader = _Reader(_Blanks(shaping_constants(function), bodies), axes)
     reader.read_function(function)
-    # From regions that are sharded by hand, too, of which nothing is read: XLA refuses
-    # rules that stay there.
+    # From regions that are sharded by hand, too: XLA refuses rules that stay there.
     for op in shardy.walk(function):
         if op not in own and shardy.RULE in op.attributes:
             del op.attributes[shardy.RULE]
@@ -208,8 +210,9 @@ class _Blanks:
 class _Reader:
     """One reading; collects values and ops in execution order."""
 
-    def __init__(self, blanks: _Blanks) -> None:
+    def __init__(self, blanks: _Blanks, meshes: Mapping[str, int]) -> None:
         self._blanks = blanks
+        self._meshes = meshes  # The sizes of axes.
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.args: list[int] = []
@@ -286,7 +289,34 @@ class _Reader:
                 body=body,
                 shardings=_manual_shardings(op),
                 uncounted=op.name == "stablehlo.while" and trips is None,
+                manual=self._manual(op),
             )
+        )
+
+    def _manual(self, op: ir.Operation) -> Manual | None:
+        """Reads what one device computes in a region that is sharded by hand."""
+        if op.name != "sdy.manual_computation":
+            return None
+        inner = _Reader(self._blanks, self._meshes)
+        inner.read_function(op)
+        program = Program(
+            values=tuple(inner.values),
+            ops=tuple(inner.ops),
+            args=tuple(inner.args),
+            outputs=tuple(inner.outputs),
+            arg_names=("",) * len(inner.args),
+            output_names=("",) * len(inner.outputs),
+            alias=(None,) * len(inner.args),
+            text=b"",
+            fingerprint="",
+        )
+        # Devices along an axis that splits no value all compute the same.
+        named = {axis for spec in _manual_shardings(op) for dim in spec for axis in dim}
+        axes = named.intersection(_QUOTED.findall(str(op.attributes["manual_axes"])))
+        return Manual(
+            program=program,
+            flops=inner_flops(program, shardy.program_ops(op)),
+            devices=prod(self._meshes.get(axis, 1) for axis in axes),
         )
 
     def _rule(

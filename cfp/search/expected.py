@@ -178,6 +178,7 @@ def build_problem(
             for (a, b), pair in pairs.items()
         },
         far_ms={pair: rows for pair, rows in far.items() if any(map(any, rows))},
+        fixed_ms=costs.fixed_ms,
         fixed_bytes=costs.fixed_bytes,
         budget_bytes=budget_bytes,
     )

@@ -41,6 +41,7 @@ class Problem:
             milliseconds to reshard what passes between them.
         far_ms: the same for two places that do not follow each other, the first before
             the second: tied weights, skips, what a decoder reads of an encoder.
+        fixed_ms: time that every choice takes, beside that of its segments.
         fixed_bytes: memory that every choice needs.
         kept: for each kind the indices of the options that may be picked, or None if
             all may.
@@ -52,6 +53,7 @@ class Problem:
     far_ms: Mapping[tuple[int, int], Sequence[Sequence[float]]] = field(
         default_factory=dict
     )
+    fixed_ms: float = 0.0
     fixed_bytes: int = 0
     budget_bytes: int | None = None
     kept: tuple[tuple[int, ...], ...] | None = None
@@ -69,7 +71,7 @@ class Problem:
 
     def cost_ms(self, picks: Sequence[int]) -> float:
         """The predicted time of one option index per segment."""
-        total = sum(option.time_ms for option in self.picked(picks))
+        total = sum((option.time_ms for option in self.picked(picks)), self.fixed_ms)
         for i in range(len(picks) - 1):
             matrix = self.edge_ms.get((self.kinds[i], self.kinds[i + 1]))
             if matrix is not None:

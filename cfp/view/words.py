@@ -354,7 +354,10 @@ def won_how(plan: Plan) -> str:
 
 
 def is_sharded(plan: Plan) -> bool:
-    """True if the plan shards an argument, a result, a block, a kernel or a value."""
+    """True if an argument, a result, a block, a kernel or a value is sharded.
+
+    By the plan, or in a region that the user sharded by hand.
+    """
     inside = plan.constraints
     specs = [*plan.arg_specs, *plan.output_specs]
     specs += [*inside.values.values(), *inside.uses.values()]
@@ -362,14 +365,18 @@ def is_sharded(plan: Plan) -> bool:
 
 
 def runs_whole(plan: Plan) -> bool:
-    """True if every device of several runs all blocks of a plan in full."""
+    """True if every device of several runs all blocks of a plan in full.
+
+    And there is no region besides that the user sharded by hand.
+    """
     devices = prod(size for _, size in plan.mesh_axes)
     return devices > 1 and bool(plan.rows) and not _shards_blocks(plan)
 
 
 def _shards_blocks(plan: Plan) -> bool:
     has_kernels = plan.figures is not None and bool(plan.figures.kernels)
-    return has_kernels or any(row.strategy for row in plan.rows)
+    by_hand = plan.search.get("devices_by_hand", 1.0) > 1.0
+    return has_kernels or by_hand or any(row.strategy for row in plan.rows)
 
 
 # --------------------------------------------------------------------------- strategies

@@ -13,6 +13,8 @@ from cfp.analysis.work import model_work
 from cfp.cost.terms import Terms
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
+from cfp.view import words
+from cfp.view.remarks import remarks
 from cfp_test.checking import make_mesh
 
 AXES = (("x", 2), ("y", 2))
@@ -92,7 +94,7 @@ def test_a_region_takes_the_time_of_one_devices_products():
     assert times[1] == pytest.approx(2 * times[0], rel=0.2)
 
 
-def test_an_estimate_has_the_time_of_regions(tmp_path):
+def test_an_estimate_has_the_time_of_regions_and_a_page_says_they_split(tmp_path):
     def planned(body):
         step, args = step_of(body, layers=3)
         options = {"mesh": TARGET, "cache_dir": tmp_path, "quiet": True}
@@ -101,3 +103,6 @@ def test_an_estimate_has_the_time_of_regions(tmp_path):
     plain, manual = planned(ffn), planned(by_hand(ffn))
     assert manual.predicted_ms >= 0.7 * plain.predicted_ms
     assert manual.search["model_flops"] == plain.search["model_flops"]
+    assert not words.runs_whole(manual) and words.is_sharded(manual)
+    text = " ".join(remarks(manual))
+    assert "use one" not in text and "all compute the same" not in str(manual)

@@ -231,7 +231,8 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
     profiles = _estimated(context, analysis, started)
     may = Dimension.REMAT in context.rules.dimensions
     costs = Costs(analysis, profiles.rates, may, measured=False)
-    problem = build_problem(costs, profiles.estimated, context.budget_bytes)
+    options, budget = profiles.estimated, context.budget_bytes
+    problem = build_problem(costs, options, budget, fixed_ms=costs.fixed_ms)
     best = solve(problem)
     found = best or leanest(problem)
     return Estimate(

@@ -78,7 +78,11 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
             for alone in (False, True)
         ]
     )
-    problems = [build_problem(costs, one, context.budget_bytes) for one in sets]
+    fixed_ms = costs.fixed_ms if profiles.estimated else 0.0
+    problems = [
+        build_problem(costs, one, context.budget_bytes, fixed_ms=fixed_ms)
+        for one in sets
+    ]
     problem, tight, plans = problems[0], profiles.memory_bound, context.rules.plans
     if profiles.estimated and decided_by is DecidedBy.RACE and not context.predictor:
         named = _fastest(analysis, named, problem)
@@ -177,7 +181,8 @@ def search_as_compiled(
             row = [*row, *expect(costs, kind, estimates[kind], row, again)]
         options.append(row)
     is_wider = [*map(len, options)] != [*map(len, problem.options)]
-    problem = build_problem(costs, options, problem.budget_bytes)
+    budget, fixed_ms = problem.budget_bytes, problem.fixed_ms
+    problem = build_problem(costs, options, budget, fixed_ms=fixed_ms)
     more = _fitting_as_compiled(context, analysis, problem, solution)
     if not (more or is_wider):
         return None

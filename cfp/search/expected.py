@@ -152,12 +152,18 @@ def estimate_options(
 
 
 def build_problem(
-    costs: Costs, options: Sequence[Sequence[Option]], budget_bytes: int | None
+    costs: Costs,
+    options: Sequence[Sequence[Option]],
+    budget_bytes: int | None,
+    *,
+    fixed_ms: float = 0.0,
 ) -> Problem:
     """The search problem over some options of every kind of segment.
 
     Args:
         options: for each kind what may be chosen.
+        fixed_ms: time that every choice takes, beside that of its segments: of
+            estimated ones `Costs.fixed_ms`, which is part of measured ones.
     """
     analysis = costs.analysis
     segments, kinds = analysis.segments, [s.kind for s in analysis.segments]
@@ -178,7 +184,7 @@ def build_problem(
             for (a, b), pair in pairs.items()
         },
         far_ms={pair: rows for pair, rows in far.items() if any(map(any, rows))},
-        fixed_ms=costs.fixed_ms,
+        fixed_ms=fixed_ms,
         fixed_bytes=costs.fixed_bytes,
         budget_bytes=budget_bytes,
     )

@@ -75,7 +75,8 @@ def test_a_mixture_of_experts_is_sharded_for_gpus(outcomes):
     plan = json.loads(outcome.out)
     specs = {a["path"]: a["spec"] for a in plan["arguments"]}
     assert any(specs["weights/up"]) and any(specs["weights/down"])
-    assert plan["search"]["model_flops"] >= 5 * 2 * 512 * 1024 * 4096 * 32
+    products = 5 * 2 * 512 * 1024 * 4096  # Of each row with its own expert's matrix.
+    assert products <= plan["search"]["model_flops"] <= 1.1 * products
     assert not plan["replicated_ops"]
 
 

@@ -49,8 +49,7 @@ def _group_dims(program: Program, value: int) -> list[int]:
     if op is None:
         return []
     if op.kind == "transpose":
-        inner = _group_dims(program, op.operands[0])
-        return [place for place, dim in enumerate(_order(op)) if dim in inner]
+        return _transposed(op, _group_dims(program, op.operands[0]))
     if op.kind in ("convert", "optimization_barrier"):
         return _group_dims(program, op.operands[op.results.index(value)])
     if op.kind != "select" or not program.is_leaf(op.operands[2]):
@@ -83,13 +82,13 @@ def _fresh_dims(program: Program, value: int) -> list[int]:
     if op is None:
         return []
     if op.kind == "transpose":
-        inner = _fresh_dims(program, op.operands[0])
-        return [place for place, dim in enumerate(_order(op)) if dim in inner]
+        return _transposed(op, _fresh_dims(program, op.operands[0]))
     if op.kind != "broadcast_in_dim":
         return []
     kept = op.integers("broadcast_dimensions")
     return [dim for dim in range(len(program.shape(value))) if dim not in kept]
 
 
-def _order(op: Op) -> tuple[int, ...]:
-    return op.integers("permutation")
+def _transposed(op: Op, dims: list[int]) -> list[int]:
+    """The places of an operand's dims in the result of a transpose."""
+    return [n for n, dim in enumerate(op.integers("permutation")) if dim in dims]

@@ -15,8 +15,9 @@ are tuned once and kept in ``--work``, for the next run on the same machine.
 
 With ``--four`` the programs are those recorded on four H200
 (`cfp_test.bench.recorded`), over NVLink or, with ``--p2p-off``, without peer-to-peer
-access alone, and one GPU plays four. What differs in how collectives run alone has one
-computation, which runs in the first rounds.
+access alone, and one GPU plays four; their steps are under "two" and "off", too.
+Programs that differ only in how collectives run have one computation, which runs in
+the first rounds.
 
 With ``--tiny`` on CPUs small models run on virtual devices, to try it out.
 """

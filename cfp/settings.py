@@ -237,7 +237,11 @@ NO_LATENCY_HIDING: Mapping[str, str] = {
 # Which options are fastest depends on program, plan and links: on 4 H200 without
 # peer-to-peer access, hiding latency slows data parallelism down (134.6 ms a step,
 # 115.3 without) and speeds fully sharded parameters up. decisions.md, "Two sets of
-# compiler options are raced, not twenty".
+# compiler options are raced, not twenty", "A third set leaves Triton's products out".
+_LARGE_COLLECTIVES: Mapping[str, str] = {
+    f"xla_gpu_{kind}_combine_threshold_bytes": str(2**28)
+    for kind in ("all_gather", "all_reduce", "reduce_scatter")
+}
 _GPU = PlatformDefaults(
     reach=_REACH,
     limits_memory=True,
@@ -251,9 +255,10 @@ _GPU = PlatformDefaults(
     launch_ms=0.002,  # Guess.
     compiler_options={
         "no latency hiding": NO_LATENCY_HIDING,
-        "large collectives": {
-            f"xla_gpu_{kind}_combine_threshold_bytes": str(2**28)
-            for kind in ("all_gather", "all_reduce", "reduce_scatter")
+        "large collectives": _LARGE_COLLECTIVES,
+        "large collectives, no Triton": {
+            **_LARGE_COLLECTIVES,
+            "xla_gpu_enable_triton_gemm": "False",
         },
     },
     # decisions.md, "Kernels that compute the same are taken by themselves".

@@ -87,7 +87,9 @@ def shard_step(
     )
 
 
-def shard_largest(model: str, options: dict[str, Scalar], mesh: Mesh) -> ShardedStep:
+def shard_largest(
+    model: str, options: dict[str, Scalar], mesh: Mesh, *, first: bool = False
+) -> ShardedStep:
     """Lowers a model's training step with each parameter sharded on its largest dim.
 
     The residual stream is sharded on the batch between layers; what is in between is
@@ -97,6 +99,7 @@ def shard_largest(model: str, options: dict[str, Scalar], mesh: Mesh) -> Sharded
       model: name in the zoo.
       options: as for `cfp.models.build`.
       mesh: of one axis.
+      first: whether the first dim that the axis divides takes the largest's place.
     """
     [axis] = mesh.axis_names
     step, args = build(model, **options)
@@ -105,8 +108,8 @@ def shard_largest(model: str, options: dict[str, Scalar], mesh: Mesh) -> Sharded
         dims = [d for d, size in enumerate(leaf.shape) if size % mesh.size == 0]
         if leaf.ndim < 2 or not dims:
             return NamedSharding(mesh, PartitionSpec())
-        largest = max(dims, key=lambda d: leaf.shape[d])
-        return NamedSharding(mesh, PartitionSpec(*[None] * largest, axis))
+        dim = dims[0] if first else max(dims, key=lambda d: leaf.shape[d])
+        return NamedSharding(mesh, PartitionSpec(*[None] * dim, axis))
 
     data = NamedSharding(mesh, PartitionSpec(axis))
     shardings = (jax.tree.map(sharding, args[0]), jax.tree.map(lambda _: data, args[1]))

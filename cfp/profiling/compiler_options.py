@@ -38,6 +38,7 @@ _KNOWN = {
     "xla_gpu_enable_pipelined_all_gather": _SWITCH,
     "xla_gpu_enable_pipelined_all_reduce": _SWITCH,
     "xla_gpu_enable_pipelined_reduce_scatter": _SWITCH,
+    "xla_gpu_enable_triton_gemm": _SWITCH,
     "xla_gpu_enable_while_loop_double_buffering": _SWITCH,
     MEMORY_SHARE: _PERCENT,
     "xla_backend_optimization_level": _LEVEL,

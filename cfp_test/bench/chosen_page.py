@@ -2,7 +2,7 @@
 
     python -m cfp_test.bench.chosen_page FOLDER/chosen_on_one.jsonl
 
-writes what `cfp_test.bench.chosen_on_one` measured into
+adds what `cfp_test.bench.chosen_on_one` measured to
 ``docs/results/chosen_on_one_gpux2_202611.json``.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ def figures(data: dict[str, Any]) -> dict[str, str]:
     steps, races = [], []
     for row in data["rows"]:
         name = _NAMES[row["model"]]
+        run = [name, row["device_kind"].split()[1], row["date"]]
         for how, plan in row["plans"].items():
             samples_ms, expected_ms = plan["samples_ms"], plan["predicted_ms"]
             median_ms = statistics.median(samples_ms)
             steps.append(
                 [
-                    name,
+                    *run,
                     how,
                     plan["winner"],
                     f"{plan['planning_s']:.0f}",
@@ -41,33 +43,39 @@ def figures(data: dict[str, Any]) -> dict[str, str]:
                 ]
             )
             races += [
-                [name, how, one["name"], f"{one['ms']:.2f}"] for one in plan["race"]
+                [*run, how, one["name"], f"{one['ms']:.2f}"] for one in plan["race"]
             ]
-    first = data["rows"][0]
     counts = {
         len(p["samples_ms"]) for row in data["rows"] for p in row["plans"].values()
     }
+    runs = {row["date"]: row for row in data["rows"]}
+    kinds = "model | GPUs | date | chosen on"
     return {
-        "hardware": f"2 {first['device_kind']}",
-        "jax": first["jax"],
-        "date": data["date"],
-        "commits": ", ".join(dict.fromkeys(row["commit"] for row in data["rows"])),
+        "hardware": "; ".join(
+            f"2 {row['device_kind']}, {date}, at commit {row['commit']}"
+            for date, row in runs.items()
+        ),
+        "jax": ", ".join(dict.fromkeys(row["jax"] for row in data["rows"])),
         "samples": " or ".join(map(str, sorted(counts))),
         "steps": table(
-            "model | chosen on | plan | planning s | predicted ms | step ms | samples "
+            f"{kinds} | plan | planning s | predicted ms | step ms | samples "
             "| of what two chose",
             steps,
         ),
-        "races": table("model | on | program | predicted or measured ms", races),
+        "races": table(f"{kinds} | program | predicted or measured ms", races),
     }
 
 
 def main() -> None:
     lines = Path(sys.argv[1]).read_text().splitlines()
+    date = datetime.now(UTC).date().isoformat()
+    new = [{**row, "date": date} for row in map(json.loads, lines)]
     # Of a model that was begun again the last row has all samples.
-    rows = {row["model"]: row for row in map(json.loads, lines)}
-    page = {"date": "2026-11-26", "rows": [*rows.values()]}
-    FILE.write_text(json.dumps(page, indent=1) + "\n")
+    rows = {
+        (row["date"], row["model"]): row
+        for row in [*json.loads(FILE.read_text())["rows"], *new]
+    }
+    FILE.write_text(json.dumps({"rows": [*rows.values()]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
     "nolhs_large": {**_NO_HIDING, **_BY_NAME["large collectives"]},
     "sol_off": {"xla_gpu_enable_analytical_sol_latency_estimator": "False"},
     "analytical": {"xla_gpu_enable_analytical_latency_estimator": "True"},
+    "overlap2": {"xla_gpu_experimental_parallel_collective_overlap_limit": "2"},
     "overlap4": {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
+    "overlap8": {"xla_gpu_experimental_parallel_collective_overlap_limit": "8"},
     "notriton": {"xla_gpu_enable_triton_gemm": "False"},
 }
 

@@ -35,7 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from alpa_test.handwritten.step import ShardedStep, shard_largest, shard_step
 from alpa_test.handwritten.tables import TABLES
@@ -416,7 +416,7 @@ class Maker:
         where = session.mesh.devices.flat[0].platform
         environment = BuildEnvironment.beside(store_path(work))
         environment.prepare(where)
-        self._options = environment.options(where)
+        self.options = environment.options(where)
         untuned = {"xla_gpu_autotune_level": "0"}
         self._start_options = {} if where == "cpu" else untuned
         init_fn, make_batch = initialise(piece.zoo_model, **self._sizes)
@@ -428,30 +428,30 @@ class Maker:
 
     def by_cfp(self, candidate: Candidate) -> Made:
         """A choice, compiled as plans are."""
-        return self._made(make_choice(self._session, candidate, self._options))
+        return self._made(make_choice(self._session, candidate, self.options))
 
     def by_hand(self, name: str, kernel: bool) -> Made:
-        """A rule table, or "largest": each parameter on its largest dim."""
-        model, mesh = self._piece.zoo_model, self._session.mesh
-        if kernel:
-            with attending_by(cudnn_attention):
-                sharded = self._sharded(model, name, mesh)
-        else:
-            sharded = self._sharded(model, name, mesh)
+        """A step of `sharded`, compiled."""
+        sharded = self.sharded(name, kernel)
         tree = jax.tree.structure(sharded.args)
 
         def compiled(chosen: Mapping[str, str]) -> Flat:
             return Flat(sharded.lowered.compile(dict(chosen) or None), tree)
 
         shardings = jax.tree.leaves(sharded.shardings)
-        made = ready(name, compiled, sharded.args, shardings, self._options)
+        made = ready(name, compiled, sharded.args, shardings, self.options)
         return self._made(made)
 
-    def _sharded(self, model: str, name: str, mesh: Mesh) -> ShardedStep:
-        if name == "largest":
-            return shard_largest(model, self._sizes, mesh)
-        [table] = [one for one in TABLES[model] if one.name == name]
-        return shard_step(model, self._sizes, table, mesh)
+    def sharded(self, name: str, kernel: bool) -> ShardedStep:
+        """A rule table, or each parameter on its "largest" or "first" dim."""
+        attention = attending_by(cudnn_attention) if kernel else nullcontext()
+        model, mesh = self._piece.zoo_model, self._session.mesh
+        with attention:
+            if name in ("largest", "first"):
+                first = name == "first"
+                return shard_largest(model, self._sizes, mesh, first=first)
+            [table] = [one for one in TABLES[model] if one.name == name]
+            return shard_step(model, self._sizes, table, mesh)
 
     def _made(self, step: Ready) -> Made:
         """Adds what makes a step's first state: the same numbers for all."""

@@ -36,6 +36,7 @@ from cfp_test.results import (
     operators,
     planning,
     ranges,
+    schedules,
     seeds,
     several,
     side_by_side,
@@ -387,6 +388,8 @@ PAGES: tuple[Page, ...] = (
         figures=building.planning_parts,
     ),
     _page("full_models_kernels_h200x2_202611", building.whole_models),
+    _page("full_models_defaults_h200x2_202611", building.whole_models),
+    _page("schedules_h200x2_202611", schedules.schedules),
     _page("check_margin_cpu_202611", checked.margin),
     _page("check_kernels_cpu_202611", checked.kernels),
     Page(

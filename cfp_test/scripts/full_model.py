@@ -1,8 +1,12 @@
 """Plans a whole model, trains it under the plan and under the best presets.
 
     python cfp_test/scripts/full_model.py TARGET [TARGET'S OPTIONS] --json FILE
-        [--mesh x=2] [--steps 20] [--presets 2] [--plans 1] [--reach 1.1]
-        [--per-kind 8] [--seconds 60] [--quick] [--workdir DIR] [--platform cpu]
+        [--mesh x=2] [--steps 20] [--presets 2] [--seconds 300] [--short] [--quick]
+        [--workdir DIR] [--platform cpu]
+
+Planning is as by default. With ``--short`` fewer strategies are measured, and presets
+race with all values constrained and no other compiler options; with ``--quick``
+segments are measured without a neighbour, too.
 
 Every step gets new random data, and the state that the step before returned; state is
 what the target donates. ``steps`` steps are timed one by one, from the call until all
@@ -39,7 +43,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,16 +129,17 @@ def plan_model(options: argparse.Namespace, rest: list[str], folder: Path) -> No
     again = rematerialized_flops(program, frame.blocks)
     flops = program_flops(program) - again
     clock.tell(f"{flops / 1e12:.4g} TFLOP a step, {len(program.ops):,} ops")
-    settings = DetailedSettings(
-        per_kind=options.per_kind,
-        seconds=options.seconds,
-        in_context=not options.quick,
-        plans=options.plans,
-        reach=options.reach,
-        constraint_levels=(ConstraintLevel.EVERYTHING,),
-        compiler_options={},
-        progress=clock.tell,
-    )
+    settings = DetailedSettings(seconds=options.seconds, progress=clock.tell)
+    if options.short or options.quick:
+        settings = replace(
+            settings,
+            per_kind=8,
+            in_context=not options.quick,
+            plans=1,
+            reach=1.1,
+            constraint_levels=(ConstraintLevel.EVERYTHING,),
+            compiler_options={},
+        )
     analysis = session.analysis
     with open_context(session.mesh, options.workdir, None, settings) as context:
         profiles = profile(context, analysis)
@@ -323,10 +328,8 @@ def main() -> None:
     parser.add_argument("--platform")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--presets", type=int, default=2)
-    parser.add_argument("--plans", type=int, default=1)
-    parser.add_argument("--reach", type=float, default=1.1)
-    parser.add_argument("--per-kind", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--short", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--workdir", type=Path)
     parser.add_argument("--json", type=Path)

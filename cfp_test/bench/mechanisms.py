@@ -415,13 +415,13 @@ def walk(problems: Mapping[str, Problem]) -> list[dict[str, Any]]:
             solves[0] += 1
             return _SOLVE(*given, **how)
 
-        with mock.patch.object(tradeoff, "solve", solved):
+        with mock.patch.object(tradeoff, "solve_within", solved):
             found = tradeoff.trade_off(problem, 20)
         rows.append({"problem": name, "points": len(found.points), "solves": solves[0]})
     return rows
 
 
-_GROW, _SOLVE = solver._grow, solver.solve
+_GROW, _SOLVE = solver._grow, solver.solve_within
 
 
 def search_problems() -> dict[str, Problem]:

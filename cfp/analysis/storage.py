@@ -29,8 +29,9 @@ class Storage(StrEnum):
     USED: as its blocks use it. OPTIMIZER: the parameter as used, everything else and
     the update sharded further (ZeRO-1). SHARDED: all of it sharded further, gathered
     before use (ZeRO-3, fully sharded data parallel). LARGEST: matrices sharded along
-    their largest dims, however their blocks use them, as people shard them by hand;
-    the rest as used.
+    their largest dims, however their blocks use them, as people shard them by hand, or
+    along their first where the dims before the largest are as large together; the rest
+    as used.
     """
 
     USED = "used"
@@ -524,15 +525,23 @@ def extend_spec(
     """Shards a tensor over the axes that its spec leaves unused, where one fits.
 
     Each axis goes to the first dim that it divides, or to the largest, those in
-    ``whole_dims`` apart.
+    ``whole_dims`` apart. If the dims before the largest are as large together, and all
+    axes divide the first, it takes the largest's place: the gradient of what is sharded
+    there is not transposed (docs/results/schedules_h200x2_202611.md).
     """
     used = {name for names in spec for name in names}
     dims = [list(names) for names in spec]
     sizes = dict(mesh)
+    order = [*range(len(dims))]
+    if largest and shape:
+        most = shape.index(max(shape))
+        ways = prod(size for name, size in mesh if name not in used)
+        if prod(shape[:most]) != shape[most] or shape[0] % ways:
+            order.sort(key=lambda dim: -shape[dim])
     for name, size in mesh:
         if name in used:
             continue
-        for dim in sorted(range(len(dims)), key=lambda d: -shape[d] if largest else d):
+        for dim in order:
             names = dims[dim]
             ways = size * prod(sizes[other] for other in names)
             if shape[dim] % ways == 0 and dim not in whole_dims:

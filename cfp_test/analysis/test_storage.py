@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from cfp.analysis.flow import Flow
-from cfp.analysis.storage import find_storage, pair_outputs
+from cfp.analysis.storage import extend_spec, find_storage, pair_outputs
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.checking import make_mesh
@@ -351,3 +351,32 @@ def test_new_state_that_is_read_behind_a_branch_or_barrier_is_an_update(handed_o
     [group] = groups
     assert set(group.args) == {0, 1}
     assert group.ops
+
+
+@pytest.mark.parametrize(
+    ("shape", "mesh", "largest"),
+    [
+        ((4096, 16384), {"x": 2}, 1),
+        ((16384, 4096), {"x": 2}, 0),
+        ((4096, 4096), {"x": 2}, 0),
+        ((4096, 32, 128), {"x": 2}, 0),
+        # Heads and what is in them are as large as the hidden dim.
+        ((32, 128, 4096), {"x": 2}, 0),
+        ((32, 128, 4096), {"x": 2, "y": 16}, 0),
+        # Eight devices do not divide twelve heads; nor is it square.
+        ((12, 64, 768), {"x": 2, "y": 4}, 2),
+        ((8, 128, 4096), {"x": 2}, 2),
+        ((32, 1280, 5120), {"x": 2}, 2),
+        ((7, 2, 14), {"x": 2}, 2),
+    ],
+)
+def test_by_hand_a_matrix_is_sharded_along_its_first_or_largest_dim(
+    shape, mesh, largest
+):
+    whole = ((),) * len(shape)
+    axes = tuple(mesh.items())
+    wanted = [()] * len(shape)
+    wanted[largest] = tuple(mesh)
+    assert extend_spec(whole, shape, axes, largest=True) == tuple(wanted)
+    first = next(d for d, size in enumerate(shape) if size % mesh["x"] == 0)
+    assert "x" in extend_spec(whole, shape, axes)[first]

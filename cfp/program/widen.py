@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import tree_flatten, tree_unflatten
 
 from cfp.program import shardy
+from cfp.program.graph import reached
 from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering, lower_step
 
@@ -149,12 +150,13 @@ def widen(
         What keeps its types, and rounds to less: kernels from elsewhere, and what reads
         the bits of narrow floats.
     """
-    function = shardy.main_function(module)
     with module.context, ir.Location.unknown():
-        ops = shardy.walk(function)
+        functions = _called(module)
+        ops = [op for function in functions for op in shardy.walk(function)]
         fixed = {op: [v.type for v in op.operands] for op in ops if _is_fixed(op)}
-        for argument in function.regions[0].blocks[0].arguments:
-            argument.set_type(_wide(argument.type))
+        for function in functions:
+            for argument in function.regions[0].blocks[0].arguments:
+                argument.set_type(_wide(argument.type))
         for op in ops:
             if op in fixed:
                 continue
@@ -167,7 +169,8 @@ def widen(
                 _drop_rounding(op)
         for op, reads in fixed.items():
             _join(op, reads, perturbed)
-        _retype(function)
+        for function in functions:
+            _retype(function)
         rounds = (
             op
             for op, reads in fixed.items()
@@ -175,6 +178,18 @@ def widen(
             if not _is_exact(op) or any(map(_is_narrow, reads))
         )
         return tuple(sorted({*map(_name, rounds)}))
+
+
+def _called(module: ir.Module) -> list[ir.Operation]:
+    """The main function and those that it calls, as kernels have some."""
+    named = {shardy.symbol_name(f): f for f in shardy.functions(module.operation)}
+
+    def further(name: str) -> list[str]:
+        calls = (op for op in shardy.walk(named[name]) if op.name == "func.call")
+        return [ir.FlatSymbolRefAttr(op.attributes["callee"]).value for op in calls]
+
+    main = shardy.symbol_name(shardy.main_function(module))
+    return [named[name] for name in reached([main], further)]
 
 
 def _values(op: ir.Operation) -> list[ir.Value]:

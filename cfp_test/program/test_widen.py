@@ -353,3 +353,17 @@ def test_what_is_no_rounding_is_no_kernel():
 
 def in_host(x):
     return jax.device_put(x * 2, jax.memory.Space.Host)
+
+
+def test_functions_that_a_kernel_calls_become_wider_too():
+    """As those that pad its operands, which are no part of the user's program."""
+
+    def step(x):
+        return jax.jit(lambda v: jax.jit(jnp.tanh)(v) + v)(x) + jax.jit(jnp.tanh)(x)
+
+    lowered = jax.jit(step).lower(jnp.asarray(X, jnp.bfloat16))
+    module = lowered.compiler_ir("stablehlo")
+    assert "call @" in str(module) and "bf16" in str(module)
+    assert widen(module) == ()
+    assert module.operation.verify()
+    assert "call @" in str(module) and "bf16" not in str(module)

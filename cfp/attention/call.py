@@ -120,7 +120,8 @@ def attention(
         in which None has no bound, or one number for both.
       segment_ids: [batch, tokens] int32: a query sees keys of its own id only. A pair
         is for queries and for keys.
-      bias: [1 or batch, 1 or heads, queries, keys], added after the soft cap.
+      bias: [1 or batch, 1 or heads, queries, keys], added after the soft cap. cuDNN
+        takes one in the dtype of q only.
       softcap: scores become softcap * tanh(scores / softcap).
       scale: of the products of queries and keys; 1 / sqrt(head_dim) by default.
       mesh: the devices, all of whose axes a strategy may name.

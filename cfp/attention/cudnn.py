@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from cfp.attention.problem import AttentionProblem, Mask, Scores
+from cfp.attention.problem import AttentionProblem, Mask, Scores, finite_bias
 from cfp.errors import AttentionError
 from cfp.program.equations import equations
 
@@ -75,6 +75,11 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
         return "JAX's public function has no packed segments for it"
     if problem.right is not None or (problem.left is not None and not problem.causal):
         return "its window is to the left of a causal mask only"
+    if problem.rounds_bias:
+        return (
+            f"it adds a bias in {problem.dtype}, which would round this one; it would "
+            f"with the bias cast to {problem.dtype}"
+        )
     if problem.bias and (problem.queries % 2 or problem.keys % 2):
         return f"with a {problem.bias_text} its lengths are even"
     return None
@@ -159,19 +164,13 @@ def whole(
         q,
         k,
         v,
-        bias=None if bias is None else _finite(bias, q.dtype),
+        bias=None if bias is None else finite_bias(bias, q.dtype),
         scale=scores.scale,
         is_causal=mask.causal,
         key_value_seq_lengths=mask.lengths(q.shape[0]),
         local_window_size=None if mask.left is None else (mask.left, 0),
         implementation="cudnn",
     )
-
-
-def _finite(bias: Array, dtype: Any) -> Array:
-    """A bias in another dtype, in which a hidden key's stays a number."""
-    least = float(jnp.finfo(dtype).min) / 2
-    return jnp.maximum(bias, jnp.asarray(least, bias.dtype)).astype(dtype)
 
 
 def attend(

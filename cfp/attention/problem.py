@@ -160,6 +160,7 @@ class AttentionProblem:
       same_segments: whether queries and keys have the same ids.
       bias: whether something is added to the scores.
       dense_mask: whether that is a mask of queries by keys, and nothing else.
+      rounds_bias: whether the dtype would round it.
       scale: of the products of queries and keys.
       softcap: bound of a score, or None.
       padded_keys: whether keys at the end are padding.
@@ -179,6 +180,7 @@ class AttentionProblem:
     same_segments: bool = True
     bias: bool = False
     dense_mask: bool = False
+    rounds_bias: bool = False
     scale: float
     softcap: float | None = None
     padded_keys: bool = False
@@ -270,9 +272,16 @@ def problem_of(
         segments=query_ids is not None,
         same_segments=query_ids is key_ids,
         bias=bias is not None,
+        rounds_bias=bias is not None and bias.dtype not in (q.dtype, jnp.bool_),
         scale=1 / sqrt(head_dim) if scale is None else float(scale),
         softcap=None if softcap is None else float(softcap),
     )
+
+
+def finite_bias(bias: Array, dtype: Any) -> Array:
+    """A bias in another dtype, in which a hidden key's stays a number."""
+    least = float(jnp.finfo(dtype).min) / 2
+    return jnp.maximum(bias, jnp.asarray(least, bias.dtype)).astype(dtype)
 
 
 def segments_of(segment_ids: Any) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ an argument in another way is taken as it is.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 from cfp.attention.matching.found import (
@@ -229,22 +230,25 @@ class Sides:
         for term in terms:
             side = self._read(term, passes)
             key = tuple((self.view.numbers.of[p.value], p.letters) for p in side.parts)
-            found.setdefault(key, side)
+            same = found.setdefault(key, side)
+            found[key] = replace(same, entries=same.entries | side.entries)
         return tuple(found.values())
 
     def _read(self, term: Term, passes: Sequence[Pass]) -> Side:
         """A term with the smallest values by which every pass can read it."""
+        entries = frozenset(self.view.numbers.of[path[0].value] for path in term)
         if len(term) > 1:
             ends = tuple(path[-1] for path in term)
             if uses := self._uses(ends, passes):
-                return Side(parts=ends, reads=ends, uses=uses)
+                return Side(parts=ends, reads=ends, uses=uses, entries=entries)
             # A mask as large as the scores is all that enters a loop, say.
             shared = [a for a, b in zip(*term, strict=False) if a == b]
             term = (tuple(shared),)
         [path] = term
         for one in reversed(path):
             if uses := self._uses((one,), passes):
-                return Side(parts=(path[-1],), reads=(one,), uses=uses)
+                parts = (path[-1],)
+                return Side(parts=parts, reads=(one,), uses=uses, entries=entries)
         raise Different(
             f"{self._where(path[0])} is not read in the loop that computes its "
             "gradients, as it would be with jax.checkpoint around the loop's body"

@@ -152,11 +152,13 @@ class Side:
         reads: what a kernel reads for each part: the part itself, or what is made of
             it where only that is there.
         uses: for each pass where it reads those.
+        entries: the numbers of what the attention's ops read of it.
     """
 
     parts: tuple[Tensor, ...]
     reads: tuple[Tensor, ...]
     uses: tuple[tuple[Use, ...], ...]
+    entries: frozenset[int]
 
     @property
     def is_segments(self) -> bool:

@@ -21,7 +21,14 @@ from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 from cfp.attention.call import attention
 from cfp.attention.kernels import KERNELS
 from cfp.attention.matching.found import Letters
-from cfp.attention.problem import NO_MASK, Mask, bounds, segments_of, visible
+from cfp.attention.problem import (
+    NO_MASK,
+    Mask,
+    bounds,
+    finite_bias,
+    segments_of,
+    visible,
+)
 from cfp.attention.strategy import ROLES
 from cfp.errors import PlanMismatch
 
@@ -97,6 +104,7 @@ class Meaning:
         fills: whether a query that sees no key has the mean of all values, as where all
             its scores are made the same large negative number; otherwise it has zeros,
             where the step may have anything.
+        rounds_bias: whether the dtype of queries would round what is added to scores.
     """
 
     tokens: str
@@ -107,6 +115,7 @@ class Meaning:
     right: int | None = None
     sides: tuple[SideMeaning, ...] = ()
     fills: bool = False
+    rounds_bias: bool = False
 
     @property
     def by_position(self) -> Mask:
@@ -469,6 +478,9 @@ def _attend(q, k, v, mesh: Mesh, way: Way, meaning: Meaning, more: Mapping) -> A
         window = (meaning.left, meaning.right)
 
     def compute(q: Array, k: Array, v: Array, **rest: Any) -> Array:
+        bias = rest.get("bias")
+        if bias is not None and bias.dtype != q.dtype and not meaning.rounds_bias:
+            rest["bias"] = finite_bias(bias, q.dtype)
         return attention(
             q,
             k,

@@ -9,12 +9,13 @@ with these, or the match is none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 
+from cfp.attention.matching.exact import MASKED, Numbers, is_rounded
 from cfp.attention.matching.found import (
     Dims,
     Found,
@@ -50,7 +51,6 @@ _MANY = 256  # Of more sequences and heads, fewer positions are looked at.
 _MOST = 2**16  # Sequences and heads that are looked at together.
 _SHAPES = frozenset({"transpose", "convert", "reshape"})
 _MOST_PLAIN = 4096  # Coordinates of a dim of which nothing is known.
-_MASKED = -5e3  # What is added to, or stands for, the score of a key that is not seen.
 _CLOSE = 1e-6
 _FAR = 1e3  # Up to such scores a function of them is looked at.
 _SPREAD = 8.0  # Of drawn scores, in the second round of the proof.
@@ -241,7 +241,16 @@ class _Proof:
         scale, softcap = self._scale()
         causal, left, right = self._mask()
         sides = tuple(self._read(side) for side in self.found.sides)
-        meaning = Meaning(self.tokens, scale, softcap, causal, left, right, sides)
+        meaning = Meaning(
+            self.tokens,
+            scale,
+            softcap,
+            causal,
+            left,
+            right,
+            sides,
+            rounds_bias=self._rounds_bias(sides),
+        )
         for spread in (None, _SPREAD):
             self._prove(meaning, self._drawn(meaning), spread)
             self.place(self.positions())
@@ -285,7 +294,7 @@ class _Proof:
         tried = []
         for values in product((True, False), repeat=len(masks)):
             one = given | {v: np.asarray(x) for v, x in zip(masks, values, strict=True)}
-            tried.append(((self.argument_of(0.0, one) > _MASKED).sum(), one))
+            tried.append(((self.argument_of(0.0, one) > MASKED).sum(), one))
         return max(tried, key=lambda pair: pair[0])[1]
 
     def _shows(self, side: Side) -> bool:
@@ -296,7 +305,7 @@ class _Proof:
         """Scale and soft cap, from the argument of a score that all have."""
         neutral = self.neutral
         zero = self.argument_of(0.0, neutral)
-        seen = zero > _MASKED
+        seen = zero > MASKED
         if not seen.any():
             raise Different("no key is seen")
 
@@ -333,7 +342,7 @@ class _Proof:
             want = self._along(part, drawn, real(read.letters))
             # Where keys are hidden by position a bias may have any value.
             close = np.isclose(got, want, rtol=_CLOSE, atol=_CLOSE)
-            if not (close | (got < _MASKED)).all() or not close.any():
+            if not (close | (got < MASKED)).all() or not close.any():
                 raise Different("a bias is read as something else than is added")
             factor = self._factor(place)
             return SideMeaning(BIAS, letters=letters, factor=factor)
@@ -359,11 +368,23 @@ class _Proof:
         kind = PADDING if is_by_key(letters) else MASK
         return SideMeaning(kind, above, level, letters)
 
+    def _rounds_bias(self, sides: Sequence[SideMeaning]) -> bool:
+        """Tell whether the biases need more precision than the queries have."""
+        query = self.found.passes[0].reads["q"].value
+        numbers = Numbers(self.view, self.program.values[query].dtype)
+        return is_rounded(
+            [
+                (numbers.entering(side.entries, self.found.inside), meaning.factor)
+                for side, meaning in zip(self.found.sides, sides, strict=True)
+                if meaning.kind == BIAS
+            ]
+        )
+
     def _factor(self, place: int) -> float:
         """Infers the factor of a bias that is added to the scores."""
         zero = self.argument_of(0.0, self.neutral)
         one = self.argument_of(0.0, self.neutral | {place: np.ones(())})
-        seen = zero > _MASKED
+        seen = zero > MASKED
         more = one[seen] - zero[seen]
         if not np.allclose(more, more[0], rtol=_CLOSE) or more[0] == 0.0:
             raise Different("a bias is not added to all scores alike")
@@ -381,7 +402,7 @@ class _Proof:
 
     def _covers(self, seen: np.ndarray, names: list[str]) -> bool:
         """Tell whether all keys that a query sees by position are among some."""
-        argument = self.argument_of(0.0, self.neutral) > _MASKED
+        argument = self.argument_of(0.0, self.neutral) > MASKED
         seen = placed(seen, names, real(self.found.scores.letters))
         return bool((seen | ~argument).all())
 
@@ -396,11 +417,11 @@ class _Proof:
             order = [letters.index(n) for n in letters if n not in (self.tokens, "k")]
             rest = [letters.index(n) for n in (self.tokens, "k") if n in letters]
             value = np.transpose(x, [*order, *rest])
-            seen = value > _MASKED
+            seen = value > MASKED
             seen = seen.reshape(-1, len(self.at[self.tokens]), len(self.at["k"]))
             if not (seen == seen[0]).all():
                 raise Different("another mask for each sequence or head")
-            if np.abs(value[value > _MASKED]).max(initial=0.0) > _CLOSE:
+            if np.abs(value[value > MASKED]).max(initial=0.0) > _CLOSE:
                 raise Different("a bias that is the same in every step")
             return self.at[self.tokens][:, None] - self.at["k"][None, :], seen[0]
 

@@ -63,6 +63,7 @@ def problem_of_found(
         same_segments=meaning.same_segments,
         bias=meaning.is_dense,
         dense_mask=meaning.is_dense and all(s.kind != BIAS for s in meaning.sides),
+        rounds_bias=meaning.rounds_bias,
         scale=meaning.scale,
         softcap=meaning.softcap,
     )

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from cfp.analysis.strategies import Spec
-from cfp.errors import PlanMismatch
+from cfp.errors import PlanMismatch, nearest
 from cfp.plan.parts import path_text, places_like, shape_of, type_text
 from cfp.program.constrain import partition_spec
 from cfp.program.fixed import fixed, released
@@ -143,6 +143,8 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
             f"The plan has no argument {argument!r} with arrays.",
             expected=f"one of {', '.join(known)}",
             got=repr(argument),
+            attempt=f"{nearest(argument, known)}plan.place(batch) takes the first "
+            "argument that the batch looks like",
         )
     roots = [root for root in known if argument in (None, root)]
     fits = [root for root in roots if [*known[root]] == paths]

@@ -153,6 +153,13 @@ class Plan:
 
         return short_text(self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Steps, devices and compiled programs stay in the process that has them.
+        return partial(_loaded, allowed_options=[*self.options]), (self.to_json(),)
+
+    def __copy__(self) -> Plan:
+        return replace(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
         """A copy with the same step, devices and executables."""
         rest = [one.name for one in fields(self) if one.name not in _HERE]
@@ -436,8 +443,9 @@ class Plan:
     # -- files ---------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON.
+        """Writes the plan as JSON; makes the folder, if it is missing.
 
+        Pickles of a plan have the same, and come without a step and devices, too.
         Warns of compiler options that :meth:`load` will not follow by itself.
         """
         if (refused := refused_option(self.options)) is not None:
@@ -446,16 +454,21 @@ class Plan:
                 "Plan.load(path, allowed_options=[...]).",
                 stacklevel=2,
             )
-        Path(path).write_text(self.to_json())
+        _write(path, self.to_json())
 
     def report(self, path: str | Path) -> None:
-        """Writes the plan as one page of HTML that needs no network and no scripts."""
+        """Writes the plan as one page of HTML that needs no network and no scripts.
+
+        Makes the folder, if it is missing.
+        """
         from cfp.view.page import page_html
 
-        Path(path).write_text(page_html(self), encoding="utf-8")
+        _write(path, page_html(self))
 
     def export_python(self, path: str | Path) -> None:
         """Writes a module that runs the step with plain JAX; see `cfp.export`.
+
+        Makes the folder, if it is missing.
 
         Raises:
             PlanMismatch: the plan rematerializes or replaces parts of the step, and is
@@ -465,7 +478,7 @@ class Plan:
 
         title = headline(self)
         text = python_module(self, self.found_sites, self._exported_program(), title)
-        Path(path).write_text(text, encoding="utf-8")
+        _write(path, text)
 
     def _exported_program(self) -> ExportedProgram | None:
         """The step's program, where constraints are not all that the plan changes."""
@@ -587,6 +600,17 @@ _OTHER_DEVICES = (
     "this command without --devices and --mesh, which takes the plan's; or, for these, "
     "cfp plan TARGET -o FILE"
 )
+
+
+def _write(path: str | Path, text: str) -> None:
+    """Writes a file, and makes its folder if it is missing."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _loaded(text: str, allowed_options: Collection[str]) -> Plan:
+    """A plan of what :meth:`Plan.to_json` wrote."""
+    return Plan.from_json(json.loads(text), allowed_options=allowed_options)
 
 
 def _plain(value: Any) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """Batches of the host's, where a plan wants them."""
 
+import copy
 import os
+import pickle
 import subprocess
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,12 +12,14 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import cfp
-from cfp.plan.placing import mesh_here
+from cfp.plan.placing import Arguments, mesh_here, placed
 from cfp_test.checking import make_mesh
 from cfp_test.cli_runner import ROOT
 from cfp_test.forking import quick_python
 from cfp_test.several import free_port
 from cfp_test.waiting import GUARD_SECONDS
+
+MESH = make_mesh((("x", 4),))
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +85,32 @@ def test_an_argument_is_known_by_its_shape_or_name(plan):
 def test_what_does_not_fit_is_refused(plan, batch, argument, reason):
     with pytest.raises(cfp.PlanMismatch, match=reason):
         plan.place(batch, argument)
+
+
+def test_a_wrong_argument_is_told_what_to_name():
+    known = Arguments(("w", "batch/x"), ("float32[4]",) * 2, ((), ()), ("", ""), MESH)
+    for name, hint in (("batches", "did you mean 'batch'? "), ("zzz", "")):
+        with pytest.raises(cfp.PlanMismatch) as caught:
+            placed(known, np.ones(4), name)
+        assert f"try: {hint}plan.place(batch) takes the first" in str(caught.value)
+
+
+def test_a_plan_is_saved_into_a_folder_that_is_missing(plan, tmp_path):
+    plan.save(tmp_path / "missing" / "folder" / "plan.json")
+    loaded = cfp.Plan.load(tmp_path / "missing" / "folder" / "plan.json")
+    assert loaded.to_json() == plan.to_json()
+    plan.report(tmp_path / "pages" / "plan.html")
+    assert "<html" in (tmp_path / "pages" / "plan.html").read_text()
+
+
+@pytest.mark.parametrize("options", [{}, {"xla_dump_to": "/nowhere"}])
+def test_a_plan_is_pickled_as_it_is_saved(plan, options):
+    """Whoever reads a pickle trusts it, and so its compiler options."""
+    chosen = replace(plan, options=options)
+    found = pickle.loads(pickle.dumps(chosen))
+    assert found.to_json() == chosen.to_json()
+    assert found.step is None and found.mesh is None
+    assert copy.copy(plan).step is plan.step and plan.step is not None
 
 
 PROCESS = """

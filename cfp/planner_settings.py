@@ -28,10 +28,10 @@ class PlannerSettings:
         others: how many of them beside the presets' parts, the best by estimate. Where
             memory keeps out faster ones, more are measured in rounds, while some will
             probably make the plan faster by 2 %.
-        seconds: planning ends after about this long: once every kind of segment has a
-            measurement nothing else is measured then, and no program joins the race or
-            is timed again. Where none fits in memory by then one more is compiled, the
-            most likely to fit.
+        seconds: planning ends after about this long: then no program joins the race or
+            is timed again. Once every kind of segment has a measurement, nothing else
+            is measured after 0.6 of it, or after all where nothing races. Where none
+            fits in memory at the end one more is compiled, the most likely to fit.
         compiler_options: options of the compiler by the name that the race is to give
             them; the fastest is raced with each, too. By default a short list for the
             platform.

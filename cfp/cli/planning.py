@@ -298,7 +298,11 @@ def profile(
             settings = o.settings(ctx, progress=display.tell)
             with open_context(session.mesh, workdir, budget, settings) as context:
                 misses = find_misses(context, session.analysis) if why else None
-                found = None if why else profile_segments(context, session.analysis)
+                found = (
+                    None
+                    if why
+                    else profile_segments(context, session.analysis, races=False)
+                )
                 kept = context.store.path
         if misses is not None:
             if as_json:

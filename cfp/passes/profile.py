@@ -30,6 +30,7 @@ from cfp.search.expected import build_problem, estimate_options
 from cfp.search.guided import measure_candidates
 from cfp.search.problem import Problem
 from cfp.search.requests import (
+    UNMEASURED_STRATEGIES,
     MeasurementRequest,
     Profiles,
     RequestBuilder,
@@ -37,13 +38,22 @@ from cfp.search.requests import (
     rematerialize,
 )
 from cfp.search.solver import leanest, solve
-from cfp.settings import ROUND_SIZE, Dimension, Replacing, defaults_of
+from cfp.settings import (
+    MEASURED_SHARE,
+    ROUND_SIZE,
+    Dimension,
+    Replacing,
+    defaults_of,
+)
 from cfp.solution import Estimate
 from cfp.units import overtime_text
 
 
 def profile(
-    context: PlanContext, analysis: Analysis, all_presets: bool = False
+    context: PlanContext,
+    analysis: Analysis,
+    all_presets: bool = False,
+    races: bool = True,
 ) -> Profiles:
     """Measures options of every kind of segment, as the search asks for them.
 
@@ -51,10 +61,12 @@ def profile(
 
     Args:
         all_presets: see `profile_segments`.
+        races: whether a race may follow, which has a share of a budget of time.
     """
     started = time.perf_counter()
     if context.rules.estimates:
         return _estimated(context, analysis, started)
+    end = _end_of_measuring(context) if races else context.end
     rates = measured_rates(context)
     found, measurer = profile_segments(
         context,
@@ -62,6 +74,7 @@ def profile(
         rates,
         measure=context.settings.measure is not False,
         all_presets=all_presets,
+        end=end,
     )
     done = [found.records.get(item.own_job.key.digest) for item in found.requests]
     cached = sum(item.own_job.key.digest in measurer.known for item in found.requests)
@@ -72,7 +85,20 @@ def profile(
         "profile_seconds": time.perf_counter() - started,
         **context.measure.outlook.counts,
     }
+    if measurer.has_end and (late := found.unmeasured):
+        counts[UNMEASURED_STRATEGIES] = len(late)
     return replace(found, counts=counts, interrupted=measurer.interrupted)
+
+
+def _end_of_measuring(context: PlanContext) -> float:
+    """The moment from which on nothing else is measured.
+
+    Under a budget of time a race has a share of what is left of it.
+    """
+    if context.decided_by() is not DecidedBy.RACE:
+        return context.end
+    now = time.monotonic()
+    return now + MEASURED_SHARE * (context.end - now)
 
 
 def profile_segments(
@@ -82,11 +108,13 @@ def profile_segments(
     *,
     measure: bool,
     all_presets: bool = False,
+    end: float | None = None,
 ) -> tuple[Profiles, Measurer]:
     """All that was asked for, and what answered.
 
     Args:
         measure: whether to measure; otherwise no device is used.
+        end: from this moment on nothing else is measured; by default planning's end.
         all_presets: whether presets are measured, too, that are estimated to be far
             behind and need no less memory than faster ones.
     """
@@ -117,7 +145,7 @@ def profile_segments(
         context.store,
         measure,
         context.measure,
-        context.end,
+        context.end if end is None else end,
     )
 
     if context.decided_by() is DecidedBy.RACE:

@@ -203,6 +203,43 @@ class Measurer:
     def _is_late(self) -> bool:
         return time.monotonic() > self._end
 
+    def has_time_for(self, jobs: Sequence[Job]) -> bool:
+        """True if jobs are expected to be measured before the end.
+
+        A compiler for GPUs disturbs what runs, so that all of them are built before the
+        first runs: if time is over by then, nothing is known of any.
+        """
+        if not self.has_end:
+            return True
+        known = self.look_up(jobs)
+        new = {j.key.digest: j for j in jobs if j.key.digest not in known}
+        environment = BuildEnvironment.beside(self._store.build_path)
+        tuned: list[Job] = []
+        if environment.options(self._mesh.devices.flat[0].platform):
+            learnt, first = environment.learnt_dir, first_of_kernels(new.values())
+            tuned = [
+                job
+                for job in first
+                if job.kernels not in self._tuned
+                and not (learnt / job.key.digest).exists()
+            ]
+        seconds = self._options.outlook.expected_seconds(
+            {
+                Stage.TUNING: len(tuned),
+                Stage.BUILDS: len(new),
+                Stage.RUNS: len(new),
+            }
+        )
+        return time.monotonic() + seconds <= self._end
+
+    def look_up(self, jobs: Iterable[Job]) -> dict[str, ProfileRecord]:
+        """Records of the store, by key, but for failures that are tried again."""
+        known = self._store.common({job.key.digest for job in jobs})
+        again = self._options.retry_failures if self._measure else False
+        found = {d: one for d, one in known.items() if not is_to_retry(one, again)}
+        self.known |= found.keys() - self._measured
+        return found
+
     def __call__(
         self, jobs: Sequence[Job], ignore_end: bool = False
     ) -> Mapping[str, ProfileRecord]:
@@ -215,11 +252,9 @@ class Measurer:
             KeyboardInterrupt: the user interrupts before anything can be chosen from.
         """
         digests = {job.key.digest for job in jobs}
-        known = self._store.common(digests)
         where, how = (self._program, self._mesh), self._options
-        again = how.retry_failures if self._measure else False
-        answered = {d for d, one in known.items() if not is_to_retry(one, again)}
-        self.known |= answered - self._measured
+        known = self.look_up(jobs)
+        answered = known.keys()
         self._asked += 1
         if not self._measure:
             return known

@@ -165,6 +165,13 @@ class Outlook:
         )
         return min(left, max(0.0, self._end - time.monotonic()))
 
+    def expected_seconds(self, counts: Mapping[Stage, int]) -> float:
+        """Expects how long so many programs of some stages take."""
+        return sum(
+            count * self._each.get(stage, self._usual(stage))
+            for stage, count in counts.items()
+        )
+
     def left_text(self, stage: Stage, done: float, total: int, seconds: float) -> str:
         """The same as the end of a line: ``, about 0:40 left``; empty if not known."""
         left = self.left_seconds(stage, done, total, seconds) or 0.0

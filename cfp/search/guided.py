@@ -9,6 +9,10 @@ what is not measured enters the search with what it will probably cost
 (:mod:`cfp.search.expected`), and what the search picks of it is measured. That ends
 when nothing will probably make the best plan faster by enough, or when enough was
 measured.
+
+With a budget of time, what a plan cannot do without comes first, then the parts of one
+preset after another, the best by estimate first, each if it is expected to be measured
+in time.
 """
 
 from __future__ import annotations
@@ -20,7 +24,12 @@ from cfp.cost.choice import SegmentChoice
 from cfp.profiling.builder import Job
 from cfp.profiling.measurer import Measurer
 from cfp.profiling.record import ProfileRecord
-from cfp.search.choices import kernel_variants, ranked_candidates
+from cfp.search.choices import (
+    kernel_variants,
+    preset_parts,
+    preset_times,
+    ranked_candidates,
+)
 from cfp.search.expected import build_problem, expect
 from cfp.search.problem import Option, Problem
 from cfp.search.requests import (
@@ -58,11 +67,14 @@ def measure_candidates(
     pairs = _written_twice(maker, first) if measurer.alone else []
     waiting = {id(one.written) for one in pairs if not one.is_reference}
     asked = [item for item in first if id(item) not in waiting]
-    records = _least(asked, measurer) if measurer.has_end else {}
-    records.update(measurer(_jobs(asked)))
+    if measurer.has_end:
+        records = _in_time(_by_preset(maker, asked), measurer)
+    else:
+        records = dict(measurer(_jobs(asked)))
     if all(item.outcome(records) for item in asked):
         more = _needed_as_written(pairs, records)
-        records.update(measurer(_jobs(more)) if more and not measurer.is_over else {})
+        may = bool(more) and not measurer.is_over and measurer.has_time_for(_jobs(more))
+        records.update(measurer(_jobs(more)) if may else {})
         # What time was too short for is not asked for, and the rest is decided by.
         asked += [item for item in more if item.outcome(records)]
     rounds, tight = [asked], False
@@ -79,6 +91,8 @@ def measure_candidates(
         asked = _Round(maker, per_kind, wanted, records, problem).ask()
         # Several processes know different times, and would ask for different things.
         if not asked or measurer.is_over or not measurer.alone:
+            break
+        if not measurer.has_time_for(_jobs(asked)):
             break
         rounds.append(asked)
         records.update(measurer(_jobs(asked)))
@@ -168,6 +182,49 @@ def _needed_as_written(
         for one, ways in zip(pairs, ran, strict=True)
         if not one.is_reference and not (gains[one.written.kind] and ways)
     ]
+
+
+def _by_preset(
+    maker: RequestBuilder, wanted: Sequence[MeasurementRequest]
+) -> list[list[MeasurementRequest]]:
+    """Divides requests into the parts of presets, the best preset by estimate first.
+
+    The best by estimate that are no preset's part come after those of the first.
+    """
+    analysis, presets = maker.costs.analysis, maker.presets
+    times_ms = preset_times(analysis, maker.estimates, presets)
+    names = sorted(presets, key=times_ms.__getitem__)
+    parts = [preset_parts(analysis, [presets[name]]) for name in names]
+
+    def place(item: MeasurementRequest) -> float:
+        part = item.candidate.as_written
+        having = (n for n, one in enumerate(parts) if part in one[item.kind])
+        return next(having, 0.5)
+
+    found: dict[float, list[MeasurementRequest]] = {}
+    for item in wanted:
+        found.setdefault(place(item), []).append(item)
+    return [found[key] for key in sorted(found)]
+
+
+def _in_time(
+    groups: Sequence[Sequence[MeasurementRequest]], measurer: Measurer
+) -> dict[str, ProfileRecord]:
+    """Measures what a plan cannot do without, then group after group in time.
+
+    What there is time for in all is measured at once: devices and threads idle less.
+    """
+    wanted = [item for group in groups for item in group]
+    records = _least(wanted, measurer)
+    if measurer.has_time_for(_jobs(wanted)):
+        groups = [wanted]
+    for group in groups:
+        jobs = _jobs(group)
+        if measurer.is_over or not measurer.has_time_for(jobs):
+            break
+        records.update(measurer(jobs))
+    # What is known of the others costs no time.
+    return {**measurer.look_up(_jobs(wanted)), **records}
 
 
 def _least(

@@ -33,6 +33,9 @@ from cfp.search.jobs import part_job
 from cfp.search.problem import Option
 from cfp.settings import LEAST_ADDED_SHARE, SMALL_SHARE, Replacing
 
+# Of a plan's counts the strategies for which time was too short.
+UNMEASURED_STRATEGIES = "strategies_unmeasured"
+
 
 @dataclass(frozen=True, slots=True)
 class MeasurementRequest:
@@ -197,6 +200,11 @@ class Profiles:
     def requests(self) -> list[MeasurementRequest]:
         """All that was asked for, in order."""
         return [item for asked in self.rounds for item in asked]
+
+    @property
+    def unmeasured(self) -> list[MeasurementRequest]:
+        """Requests that nothing is known of yet, since time was over."""
+        return [one for one in self.requests if one.outcome(self.records) is None]
 
     @property
     def failed_kernels(self) -> dict[SegmentKernels, str]:

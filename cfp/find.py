@@ -285,6 +285,10 @@ def complete_plan(
         parts_asked=rules.replacing.cross_entropy,
         unasked=_unasked(context),
     )
+    if profiles is not None and profiles.unmeasured and made.figures is not None:
+        # It may be that what goes without a kind of choice is what was not measured.
+        kept = (one for one in made.figures.worth if one.without_ms is not None)
+        made = replace(made, figures=replace(made.figures, worth=tuple(kept)))
     return FoundPlan(
         plan=made,
         analysis=analysis,

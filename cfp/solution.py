@@ -39,6 +39,8 @@ class Candidate:
 
     Attributes:
         predicted_ms: its step time by the profiles, or None.
+        is_measured: whether its parts are; those that there was no time for count in
+            its prediction as they are estimated.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Candidate:
     level: ConstraintLevel = ConstraintLevel.EVERYTHING
     options: Mapping[str, str] = field(default_factory=dict)
     is_preset: bool = False
+    is_measured: bool = True
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
 from cfp.race import race as race_module
 from cfp.race.admission import exempt_from_reach, within_reach
-from cfp.race.programs import TOO_LARGE
+from cfp.race.programs import TOO_LARGE, TOO_LATE
 from cfp.race.race import Run
 from cfp.race.shortage import no_winner
 from cfp.race.turns import race_programs
@@ -37,6 +37,7 @@ from cfp.search.expected import expect
 from cfp.search.guided import measure_candidates
 from cfp.settings import LIMITED_MEMORY, ConstraintLevel, defaults_of
 from cfp.solution import Candidate
+from cfp.view.remarks import remarks
 from cfp_test.covering import at_night
 from cfp_test.injected import inject_times
 from cfp_test.program.stacks import stack_step
@@ -537,8 +538,19 @@ def test_time_ends_the_first_measurements_too(plan, mesh, tmp_path):
     program, _ = trace(flatten_step(STEP, ARGS, {}), planning_mesh(mesh))
     kinds = len(analyze(program, tuple(mesh.shape.items())).representatives)
     assert made.search["strategies_measured"] == kinds
+    assert made.search["strategies_unmeasured"] > 0
+    [remark] = (one for one in remarks(made) if "too short" in one)
+    assert f"{made.search['strategies_unmeasured']:.0f} strateg" in remark
+    # Presets are predicted all the same, so that the best are compiled first.
+    late = [row for row in made.race if row.note == TOO_LATE]
+    assert late and all(row.predicted_ms for row in late)
+    # What was not measured is not said to be of no use.
+    assert made.figures is not None
+    assert all(one.without_ms is not None for one in made.figures.worth)
     full = plan(cache_dir=tmp_path, race=False)
     assert full.search["strategies_measured"] > kinds
+    assert "strategies_unmeasured" not in full.search
+    assert not any("too short" in one for one in remarks(full))
 
 
 def test_a_plan_that_rematerializes_runs_and_is_kept(mesh, tmp_path):

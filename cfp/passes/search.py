@@ -42,7 +42,7 @@ from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED, programs_of
 from cfp.race.remembered import compiled_before
 from cfp.race.shortage import over_budget
 from cfp.search.choices import estimate_kinds, picks_of, whole_choice
-from cfp.search.expected import build_problem, expect
+from cfp.search.expected import build_problem, expect, with_unmeasured
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.search.requests import Profiles, measured_options
 from cfp.search.solver import best_solutions
@@ -87,7 +87,14 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     if profiles.estimated and decided_by is DecidedBy.RACE and not context.predictor:
         named = _fastest(analysis, named, problem)
     named |= {name: c for name, c in known if name in PROPAGATED}
-    named = plain = with_kernels(analysis, problem, named)
+    wider, late = problem, profiles.unmeasured
+    if late and decided_by is DecidedBy.RACE:
+        # What there was no time to measure is predicted, and may race; the best by
+        # prediction are of what was.
+        estimates = estimate_kinds(analysis, profiles.rates)
+        every_option = with_unmeasured(costs, estimates, sets[0], late)
+        wider = build_problem(costs, every_option, context.budget_bytes)
+    named = plain = with_kernels(analysis, wider, named)
     # Of each problem, with its memory as predicted or scaled, how many of the best.
     ways = [(1.0, plans)]
     if tight and not (profiles.estimated and plans == 1):
@@ -139,13 +146,16 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     unraced = {
         name: why_not(name) for name in every if name in PRESETS and name not in named
     }
+
+    def predicted(one: Candidate) -> Candidate:
+        time_ms = prediction_of(analysis, problem, one.choice).time_ms
+        if time_ms is None and wider is not problem:
+            time_ms = prediction_of(analysis, wider, one.choice).time_ms
+            return replace(one, predicted_ms=time_ms, is_measured=False)
+        return replace(one, predicted_ms=time_ms)
+
     return Solution(
-        [
-            replace(
-                one, predicted_ms=prediction_of(analysis, problem, one.choice).time_ms
-            )
-            for one in candidates
-        ],
+        [*map(predicted, candidates)],
         unraced=unraced,
         problem=problem,
         counts={**profiles.counts, "search_seconds": time.perf_counter() - started},

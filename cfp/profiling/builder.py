@@ -138,10 +138,15 @@ class BuildEnvironment:
     def is_untuned(self, platform: str) -> bool:
         """True if the compiler tunes kernels for a platform, and has not yet."""
         tuned = self.autotune_dir
-        tunes = self.always.get("xla_gpu_autotune_level") != "0"
-        if platform not in GPU_PLATFORMS or tuned is None or not tunes:
+        if tuned is None or not self.tunes(platform):
             return False
         return not any(one.is_file() for one in tuned.rglob("*"))
+
+    def tunes(self, platform: str) -> bool:
+        """True if the compiler tunes kernels for a platform, and keeps them."""
+        level = self.always.get("xla_gpu_autotune_level")
+        is_kept = platform in GPU_PLATFORMS and self.autotune_dir is not None
+        return is_kept and level != "0"
 
     def options(self, platform: str) -> dict[str, str]:
         """Compiler options for a platform: where to keep what was tuned, if at all."""

@@ -230,7 +230,8 @@ class _Admission:
 
         The plan, and what is known to fit, come first, however many others were
         refused; then what is near, the best preset before the others: there may be no
-        time for all of them.
+        time for all of them. What has parts that there was no time to measure comes
+        last, by itself: their kernels are not tuned yet.
 
         Args:
             however_slow: keys of what is compiled however slow it is.
@@ -252,9 +253,15 @@ class _Admission:
         first = [ways for ways in queue if ways[0].key in exempt]
         if reach is None:
             return [] if fitting else [*(queue if allowed else first)][:1]
+
+        def near(some: Sequence[Candidate]) -> list[_Ways]:
+            found = within_reach(some, however_slow, reach, fitting)
+            return [w for w in queue if w[0] in found and w not in first]
+
         queued = [ways[0] for ways in queue]
-        near = within_reach(queued, however_slow, reach, fitting)
-        others = [w for w in queue if w[0] in near and w not in first]
+        others = near([one for one in queued if one.is_measured])
+        if not (first or others):
+            others = near(queued)
         others.sort(key=lambda ways: ways[0].key not in however_slow)
         return [*first, *others][: max(allowed, len(first))]
 

@@ -201,6 +201,10 @@ def build_each(
     first = 0
     if is_untuned:
         first, most = TUNED_FIRST, min(TUNING_AT_ONCE, most)
+    elif environment.tunes(platform) and not all(
+        one.candidate.is_measured for one in wanted.values()
+    ):
+        most = min(TUNING_AT_ONCE, most)
     with CompilePool(in_flight.at_once(wanted, most)) as pool:
         builds: dict[str, Future[Built | ProfileRecord | None]] = {}
         for digest, one in wanted.items():

@@ -495,6 +495,9 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     kept = context.settings.repeats
     if context.memory is not None or problem is None or kept is None:
         return None
+    # Of what was not measured it is not known how to scale it to the whole program.
+    late = [one for one in candidates if not one.is_measured]
+    candidates = [one for one in candidates if one.is_measured]
     most_bytes = SURELY_TOO_LARGE * (context.device_bytes or float("inf"))
     needs = {
         one.key: prediction_of(run.analysis, problem, one.choice).peak_bytes
@@ -529,6 +532,7 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     raced, _ = short[won.candidate.choice]
     rows += [left_out(one, TOO_FAR) for one in far]
     rows += [left_out(one, TOO_LARGE) for one in large]
+    rows += [left_out(one, TOO_LATE) for one in late]
     counts = {
         "segments": len(run.analysis.segments),
         "segments_raced": len(raced.segments),

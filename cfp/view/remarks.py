@@ -19,6 +19,7 @@ from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN
 from cfp.plan.plan import Plan
 from cfp.printable import counted, merged_alike
 from cfp.race.programs import TOO_LATE
+from cfp.search.requests import UNMEASURED_STRATEGIES
 from cfp.settings import Dimension, defaults_of
 from cfp.units import format_bytes, overtime_text
 from cfp.view import words
@@ -40,6 +41,14 @@ def remarks(plan: Plan) -> Iterator[str]:
         overtime := overtime_text("planning", took - given, given)
     ):
         yield overtime
+    if unmeasured := search.get(UNMEASURED_STRATEGIES):
+        yield (
+            "time was too short to measure "
+            f"{counted(unmeasured, 'strategy', 'strategies')}: what has one of them is "
+            "predicted by its estimate, scaled by those that were measured; a longer "
+            "--time-budget, or PlannerSettings(seconds=...), has time for them, and "
+            "what was measured is kept"
+        )
     late = sum(row.note == TOO_LATE for row in plan.race)
     if late and len({row.samples_ms for row in plan.race if row.samples_ms}) == 1:
         others = "the other" if late == 1 else f"any of {late} others"

@@ -124,6 +124,54 @@ def test_the_best_preset_is_compiled_however_slow():
     }
 
 
+def batches_of(candidates, reach=REACH, most=99):
+    """Names of programs in the order of compiles, side by side in one list."""
+    asked = []
+
+    def compile_all(some) -> Any:
+        asked.append([one.name for one in some])
+        return [
+            SimpleNamespace(
+                candidate=one, peak_bytes=1, size=split(2), fits=True, may_race=True
+            )
+            for one in some
+        ]
+
+    found = compile_until_enough_fit(
+        candidates,
+        compile_all,
+        memory=None,
+        size_of=lambda one: None,
+        reach=reach,
+        is_over=lambda: len(asked) >= most,
+    )
+    return asked, bases(left(found, TOO_LATE))
+
+
+def test_first_the_plan_is_compiled_then_the_best_preset_then_by_prediction():
+    """There may be time for two of them."""
+    times = {"planned": 10.0, "second": 10.3, "planned 2": 10.1, "best": 10.2}
+    order = ["planned", "best", "planned 2", "second"]
+    candidates = [candidate(name, ms) for name, ms in times.items()]
+    candidates = [
+        replace(one, is_preset=one.name in ("second", "best")) for one in candidates
+    ]
+    assert batches_of(candidates) == ([order], set())
+
+
+def test_what_has_parts_that_were_not_measured_is_compiled_after_the_others():
+    """A shorter prediction changes nothing, and what is not in reach is left out."""
+    times = {"planned": 10.0, "late": 9.0, "preset": 10.2, "later": 9.2, "far": 20.0}
+    late = ("late", "later", "far")
+    candidates = [
+        replace(candidate(name, ms), is_measured=name not in late)
+        for name, ms in times.items()
+    ]
+    assert batches_of(candidates)[0] == [["planned", "preset"], ["late", "later"]]
+    found, too_late = batches_of(candidates, most=1)
+    assert found == [["planned", "preset"]] and too_late == {"late", "later"}
+
+
 def test_what_is_too_large_by_prediction_gets_the_memory_limit_at_once():
     sizes = {"planned": 90, "large": 122}
     found, asked = admit(sizes, {"planned": 10.0, "large": 8.0})

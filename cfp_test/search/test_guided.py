@@ -15,9 +15,14 @@ from cfp.errors import DeviceError
 from cfp.models import registry
 from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
-from cfp.search.choices import leading_presets, ranked_candidates
-from cfp.search.expected import build_problem
-from cfp.search.guided import _Round, _written_twice, measure_candidates
+from cfp.search.choices import (
+    leading_presets,
+    preset_parts,
+    preset_times,
+    ranked_candidates,
+)
+from cfp.search.expected import build_problem, with_unmeasured
+from cfp.search.guided import _by_preset, _Round, _written_twice, measure_candidates
 from cfp.search.problem import Option
 from cfp.search.requests import (
     RequestBuilder,
@@ -118,6 +123,12 @@ class Devices:
 
     def __call__(self, jobs, ignore_end=False):
         return self.look(jobs)
+
+    def has_time_for(self, jobs):
+        return True
+
+    def look_up(self, jobs):
+        return {}
 
     def look(self, jobs):
         self.runs += len(jobs)
@@ -348,7 +359,10 @@ def test_what_fails_is_not_asked_for_again(model):
 
 @pytest.mark.parametrize("broken", [Storage.USED, *at_night([None, Storage.SHARDED])])
 def test_without_time_of_each_kind_one_is_measured(model, broken):
-    """The first that runs, whatever time that takes: a plan takes one of each."""
+    """The first that runs, whatever time that takes: a plan takes one of each.
+
+    Those of the best preset come first.
+    """
     analysis, estimates = model
 
     class Late(Devices):
@@ -364,8 +378,9 @@ def test_without_time_of_each_kind_one_is_measured(model, broken):
     hurried = devices.measure_candidates()
     good = [w for w in hurried.requests if w.is_measured(hurried.records)]
     assert [w.kind for w in good] == [*range(len(estimates))]
+    groups = _by_preset(devices.maker, hurried.requests)
     for one in good:
-        before = [w for w in hurried.requests if w.kind == one.kind]
+        before = [w for group in groups for w in group if w.kind == one.kind]
         before = before[: before.index(one)]
         assert all(w.has_failed(hurried.records) for w in before)
     assert devices.runs == len(hurried.records)
@@ -379,6 +394,95 @@ def test_without_time_of_each_kind_one_is_measured(model, broken):
         in_time.measure_candidates().records.keys()
         == endless.measure_candidates().records.keys()
     )
+
+
+class Timed(Devices):
+    """Measure one job a second, until an end; nothing that would be late is expected.
+
+    Attributes:
+        asked: jobs of each call that measured something.
+    """
+
+    has_end = True
+
+    def __init__(self, *where, end, **how):
+        super().__init__(*where, **how)
+        self.end, self.known, self.asked = end, {}, []
+
+    @property
+    def is_over(self):
+        return len(self.known) > self.end
+
+    def new(self, jobs):
+        return {j.key.digest: j for j in jobs if j.key.digest not in self.known}
+
+    def has_time_for(self, jobs):
+        return len(self.known) + len(self.new(jobs)) <= self.end
+
+    def look_up(self, jobs):
+        digests = {job.key.digest for job in jobs}
+        return {d: r for d, r in self.known.items() if d in digests}
+
+    def __call__(self, jobs, ignore_end=False):
+        new = [*self.new(jobs).values()]
+        if not ignore_end:
+            new = new[: max(0, self.end - len(self.known))]
+        self.known |= self.look(new)
+        self.asked += [len(new)] if new else []
+        return self.look_up(jobs)
+
+
+def test_with_little_time_the_best_presets_are_measured_first(model):
+    """One after another, none in part: of what is late nothing would be known."""
+    analysis, estimates = model
+    endless = Devices(analysis, estimates, in_context=True).measure_candidates()
+    maker = Devices(analysis, estimates, in_context=True).maker
+    groups = _by_preset(maker, endless.requests)
+    times_ms = preset_times(analysis, estimates, maker.presets)
+    best = maker.presets[min(times_ms, key=times_ms.__getitem__)]
+    parts = preset_parts(analysis, [best])
+    assert [w.candidate in parts[w.kind] for w in groups[0]] == [True] * len(groups[0])
+    assert sum(map(len, groups)) == len(endless.requests)
+    jobs = [{j.key.digest for w in g for j in w.jobs} for g in groups]
+    needed = [len(set().union(*jobs[: n + 1])) for n in range(len(groups))]
+    assert needed[0] < needed[1] < needed[-1]
+    for end, done in ((needed[0], 1), (needed[1] - 1, 1), (needed[1], 2)):
+        devices = Timed(analysis, estimates, in_context=True, end=end)
+        found = devices.measure_candidates()
+        assert len(found.records) == needed[done - 1] <= end
+        measured = {w.own_job.key.digest for g in groups[:done] for w in g}
+        late = {w.own_job.key.digest for w in found.unmeasured}
+        assert measured | late == {w.own_job.key.digest for w in found.requests}
+        assert not measured & late
+        # All that was asked for, with time or without, is in one round.
+        assert [*map(len, found.rounds)] == [len(endless.requests)]
+
+
+def test_with_time_for_all_it_is_measured_at_once(model):
+    analysis, estimates = model
+    endless = Devices(analysis, estimates, in_context=True).measure_candidates()
+    devices = Timed(analysis, estimates, in_context=True, end=10_000)
+    found = devices.measure_candidates()
+    assert found.records.keys() == endless.records.keys() and not found.unmeasured
+    assert len(devices.asked) == 2, "what a plan needs, and the rest"
+
+
+def test_what_there_was_no_time_for_is_expected_as_far_off_as_the_rest(model):
+    """Estimates are off by one factor: with it an unmeasured preset is predicted."""
+    analysis, estimates = model
+    devices = Timed(analysis, estimates, end=0)
+    found = devices.measure_candidates()
+    options = measured_options(devices.costs, found.requests, found.records)
+    wider = with_unmeasured(devices.costs, estimates, options, found.unmeasured)
+    for kind, (row, known) in enumerate(zip(wider, options, strict=True)):
+        assert row[: len(known)] == known and len(row) > len(known) == 1
+        factor = known[0].time_ms / estimates[kind].total_ms(known[0].candidate)
+        for one in row[1:]:
+            expected_ms = factor * estimates[kind].total_ms(one.candidate)
+            assert one.time_ms == pytest.approx(expected_ms)
+    mine = {w.candidate for w in found.requests}
+    assert {o.candidate for row in wider for o in row} == mine
+    assert with_unmeasured(devices.costs, estimates, options, []) == options
 
 
 def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model):

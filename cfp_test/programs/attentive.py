@@ -103,6 +103,24 @@ def gpt2_style_attention_step():
     return training(loss, params, batch)
 
 
+def wide_scores_attention_step():
+    """Scores in float32 of operands in bfloat16, which gradients widen first."""
+    params = {name: normal(i, HIDDEN, HIDDEN) for i, name in enumerate("qkvo")}
+
+    def loss(p, batch):
+        x, p = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (batch["x"], p))
+        q, k, v = (_split(x @ p[name]) for name in "qkv")
+        wide = {"preferred_element_type": jnp.float32}
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, **wide) / HEAD_DIM**0.5
+        causal = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
+        scores = jnp.where(causal, scores, -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(X)
+        return squares((x + mixed @ p["o"]).astype(jnp.float32), batch["x"])
+
+    return training(loss, params, {"x": normal(5, *X)})
+
+
 def t5_style_attention_step():
     """No scale, and a bias of relative positions, which is not learnt here."""
     params = {name: normal(i, HIDDEN, HIDDEN) for i, name in enumerate("qkvo")}

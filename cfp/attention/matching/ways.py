@@ -24,7 +24,7 @@ from cfp.attention.problem import AttentionProblem
 from cfp.attention.strategy import AttentionStrategy
 from cfp.errors import AttentionError
 from cfp.program.graph import Program, numpy_dtype
-from cfp.program.replace import Replacement, Stage, is_in_order
+from cfp.program.replace import Replacement, Stage, Use, is_in_order
 
 
 def heads_of(found: Found) -> str:
@@ -172,7 +172,8 @@ def _replacement(
         is_backward = "dout" in one.reads
         if is_backward:
             tensors.append(one.reads["dout"])
-        uses = tuple(t.use for t in tensors if t.use is not None)
+        first = min(program.values[t.value].producer for t in one.makes.values())
+        uses = tuple(_early(program, t.use, first) for t in tensors if t.use)
         assert len(uses) == len(tensors), "all that is read is read by an op"
         stages.append(Stage(uses, tuple(t.value for t in one.makes.values())))
         values = [program.ops[op].operands[index] for op, index in uses]
@@ -194,6 +195,18 @@ def _replacement(
         _precision(program, found),
     )
     return Replacement(NAME, found.op, tuple(stages), functions)
+
+
+def _early(program: Program, use: Use, first: int) -> Use:
+    """The use of a value; if it is widened behind an op, that of what is widened."""
+    op, index = use
+    value = program.values[program.ops[op].operands[index]]
+    if value.producer < first or program.ops[value.producer].kind != "convert":
+        return use
+    narrow = program.values[program.ops[value.producer].operands[0]]
+    if numpy_dtype(narrow.dtype).itemsize >= numpy_dtype(value.dtype).itemsize:
+        return use
+    return _early(program, (value.producer, 0), first)
 
 
 def _shaped(program: Program, v: int, letters: Letters) -> Shaped:

@@ -80,6 +80,11 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
             f"it adds a bias in {problem.dtype}, which would round this one; it would "
             f"with the bias cast to {problem.dtype}"
         )
+    if problem.rounds_output:
+        return (
+            f"it makes its output in {problem.dtype}, which would round this one; it "
+            f"would with the output cast to {problem.dtype}"
+        )
     if problem.bias and (problem.queries % 2 or problem.keys % 2):
         return f"with a {problem.bias_text} its lengths are even"
     return None

@@ -161,6 +161,7 @@ class AttentionProblem:
       bias: whether something is added to the scores.
       dense_mask: whether that is a mask of queries by keys, and nothing else.
       rounds_bias: whether the dtype would round it.
+      rounds_output: whether the step keeps the output in a wider dtype.
       scale: of the products of queries and keys.
       softcap: bound of a score, or None.
       padded_keys: whether keys at the end are padding.
@@ -181,6 +182,7 @@ class AttentionProblem:
     bias: bool = False
     dense_mask: bool = False
     rounds_bias: bool = False
+    rounds_output: bool = False
     scale: float
     softcap: float | None = None
     padded_keys: bool = False

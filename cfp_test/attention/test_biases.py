@@ -1,4 +1,4 @@
-"""Biases that a kernel would round: told from those of which nothing is lost."""
+"""Biases and outputs that a kernel would round: told from those that lose nothing."""
 
 from unittest.mock import patch
 
@@ -34,7 +34,11 @@ KEYS = PLACE < jnp.array([16, 12, 9, 13])[:, None]
 PAIRS = (KEYS[:, None] & CAUSAL)[:, None]
 
 
-def step_with(masked, entering, scanned=False):
+def mix(weighed, v, **how):
+    return jnp.einsum("bhqk,bkhd->bqhd", weighed, v, **how)
+
+
+def step_with(masked, entering, scanned=False, mix=mix):
     """A step of two layers in bfloat16; what makes scores of products may be wider."""
 
     @jax.checkpoint
@@ -43,8 +47,8 @@ def step_with(masked, entering, scanned=False):
         q, k, v = ((x @ weights[name]).reshape(shape) for name in "qkv")
         scores = masked(jnp.einsum("bqhd,bkhd->bhqk", q, k), entering)
         weighed = jax.nn.softmax(scores.astype(WIDE), axis=-1).astype(NARROW)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", weighed, v)
-        return x + mixed.reshape(x.shape) @ weights["o"]
+        mixed = mix(weighed, v).reshape(x.shape)
+        return x + (mixed @ weights["o"]).astype(NARROW)
 
     def loss(params, batch):
         x, entering = batch
@@ -232,3 +236,26 @@ def test_options_name_the_bias_that_would_be_rounded():
         bias = jax.ShapeDtypeStruct(BIAS.shape, dtype)
         found = cfp.attention_options(x, x, x, bias=bias, platform="cuda")
         assert {o.implementation: o.reason for o in found}["cudnn"] == why
+
+
+WIDELY = {"preferred_element_type": WIDE}
+OUTPUTS = {
+    "in bfloat16": (mix, None),
+    "made in float32, and cast": (
+        lambda w, v: mix(w, v, **WIDELY).swapaxes(1, 2).astype(NARROW).swapaxes(1, 2),
+        None,
+    ),
+    "kept in float32": (lambda w, v: mix(w, v, **WIDELY), "its output in bfloat16"),
+    "scaled in float32": (
+        lambda w, v: (mix(w, v, **WIDELY) * 0.3).astype(NARROW),
+        "its output in bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_that_stays_wide_is_not_rounded(name):
+    mixing, why = OUTPUTS[name]
+    step = step_with(lambda s, _: jnp.where(CAUSAL, s, -jnp.inf), (), mix=mixing)
+    [found] = refusals(step)
+    assert (found is None) if why is None else (why in found)

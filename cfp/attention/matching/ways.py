@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -47,7 +48,8 @@ def problem_of_found(
     kv_heads = sizes.get(heads, 1)
     reads = found.forward[0].reads
     values = [program.values[reads[name].value] for name in ("q", "k", "v")]
-    dtypes = [numpy_dtype(value.dtype) for value in values]
+    dtype = jnp.result_type(*(numpy_dtype(value.dtype) for value in values))
+    outputs = [one.makes["out"].value for one in found.forward]
     return AttentionProblem(
         batch=product(sizes, batch),
         queries=sizes.get(meaning.tokens, 1),
@@ -55,7 +57,7 @@ def problem_of_found(
         heads=kv_heads * product(sizes, groups),
         kv_heads=kv_heads,
         head_dim=sizes.get("d", 1),
-        dtype=str(jnp.result_type(*dtypes)),
+        dtype=str(dtype),
         causal=meaning.causal,
         left=meaning.left,
         right=meaning.right,
@@ -64,9 +66,22 @@ def problem_of_found(
         bias=meaning.is_dense,
         dense_mask=meaning.is_dense and all(s.kind != BIAS for s in meaning.sides),
         rounds_bias=meaning.rounds_bias,
+        rounds_output=any(_is_kept_wide(program, v, dtype) for v in outputs),
         scale=meaning.scale,
         softcap=meaning.softcap,
     )
+
+
+def _is_kept_wide(program: Program, v: int, dtype: Any) -> bool:
+    """True if a value, or what views of it become, is used in a wider dtype."""
+    if numpy_dtype(program.values[v].dtype).itemsize <= dtype.itemsize:
+        return False
+    if v in program.outputs:
+        return True
+    users = [program.ops[op] for op, _ in program.users[v]]
+    if any(op.kind not in ("convert", "transpose", "reshape") for op in users):
+        return True
+    return any(_is_kept_wide(program, w, dtype) for op in users for w in op.results)
 
 
 def roles_of(

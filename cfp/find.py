@@ -38,7 +38,7 @@ from cfp.program.step import FlatStep
 from cfp.race.programs import NoneFits, RaceOutcome, kernels_not_timed
 from cfp.report.figures import with_figures
 from cfp.search.problem import Problem
-from cfp.search.requests import Profiles
+from cfp.search.requests import UNMEASURED_STRATEGIES, Profiles
 from cfp.settings import (
     HOST_BYTES_PER_MS,
     LEAST_VARIANT_SHARE,
@@ -285,7 +285,8 @@ def complete_plan(
         parts_asked=rules.replacing.cross_entropy,
         unasked=_unasked(context),
     )
-    if profiles is not None and profiles.unmeasured and made.figures is not None:
+    late = profiles is not None and UNMEASURED_STRATEGIES in profiles.counts
+    if late and made.figures is not None:
         # It may be that what goes without a kind of choice is what was not measured.
         kept = (one for one in made.figures.worth if one.without_ms is not None)
         made = replace(made, figures=replace(made.figures, worth=tuple(kept)))

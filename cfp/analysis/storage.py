@@ -533,10 +533,12 @@ def extend_spec(
     dims = [list(names) for names in spec]
     sizes = dict(mesh)
     order = [*range(len(dims))]
-    if largest and shape:
-        most = shape.index(max(shape))
+    free = [dim for dim in order if dim not in whole_dims and shape[dim] > 1]
+    if largest and free:
+        most = max(free, key=lambda dim: shape[dim])
+        before = prod(shape[dim] for dim in free if dim < most)
         ways = prod(size for name, size in mesh if name not in used)
-        if prod(shape[:most]) != shape[most] or shape[0] % ways:
+        if before != shape[most] or shape[free[0]] % ways:
             order.sort(key=lambda dim: -shape[dim])
     for name, size in mesh:
         if name in used:

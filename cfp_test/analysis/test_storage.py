@@ -380,3 +380,7 @@ def test_by_hand_a_matrix_is_sharded_along_its_first_or_largest_dim(
     assert extend_spec(whole, shape, axes, largest=True) == tuple(wanted)
     first = next(d for d, size in enumerate(shape) if size % mesh["x"] == 0)
     assert "x" in extend_spec(whole, shape, axes)[first]
+    # Stacked for a loop, that dim stays whole and does not count.
+    for layers in (4, 16):
+        stacked = extend_spec(((), *whole), (layers, *shape), axes, {0}, largest=True)
+        assert stacked == ((), *wanted)

@@ -101,6 +101,10 @@ ROUNDED = {
         (BIAS, PAIRS),
         lambda s, b: s + b[0] + jnp.where(b[1], 0.0, -1e9),
     ),
+    "a mask that a factor brings near": (
+        PAIRS,
+        lambda s, m: (s * 125 + jnp.where(m, 0.0, -12345.0)) * 0.001,
+    ),
     "a mask of floats": (
         KEYS.astype(WIDE),
         lambda s, m: s + (1.0 - m[:, None, None]) * -1e9,

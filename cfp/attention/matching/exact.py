@@ -20,6 +20,7 @@ from cfp.program.evaluate import NotEvaluated, is_float
 from cfp.program.graph import Op, numpy_dtype
 
 MASKED = -5e3  # What is added to, or stands for, the score of a key that is not seen.
+_HIDDEN = -104.0  # Less than this is 0 as a power of e in float32.
 _MOST_VALUES = 64
 _SMALL_INTEGERS = frozenset({"i1", "i8", "ui8"})
 _FROM_FIRST = frozenset(
@@ -69,7 +70,7 @@ class Numbers:
         """Tells what is known of values, by number, wherever some ops read them."""
         reads = (v for op in inside for v in self.program.ops[op].operands)
         own = {v for v in reads if self.view.numbers.of[v] in entries}
-        return reduce(and_, (self._added(v) for v in own))
+        return reduce(and_, map(self._added, own)) if own else _NOTHING
 
     def _added(self, v: int) -> Holds:
         is_narrow = self.program.values[v].dtype == self.dtype
@@ -165,7 +166,11 @@ def is_rounded(biases: Collection[tuple[Holds, float]]) -> bool:
     """
     if all(Holds.NARROW in holds for holds, _ in biases):
         return False
-    rest = [one for one in biases if _MASK not in one[0]]
+    rest = [
+        (holds, factor)
+        for holds, factor in biases
+        if _MASK not in holds or factor * MASKED > _HIDDEN
+    ]
     return len(rest) > 1 or not all(
         Holds.EXACT in holds and np.frexp(abs(factor))[0] == 0.5
         for holds, factor in rest

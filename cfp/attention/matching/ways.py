@@ -24,6 +24,7 @@ from cfp.attention.matching.functions import (
 from cfp.attention.problem import AttentionProblem
 from cfp.attention.strategy import AttentionStrategy
 from cfp.errors import AttentionError
+from cfp.program.evaluate import is_float
 from cfp.program.graph import Program, numpy_dtype
 from cfp.program.replace import Replacement, Stage, Use, is_in_order
 
@@ -219,7 +220,8 @@ def _early(program: Program, use: Use, first: int) -> Use:
     if value.producer < first or program.ops[value.producer].kind != "convert":
         return use
     narrow = program.values[program.ops[value.producer].operands[0]]
-    if numpy_dtype(narrow.dtype).itemsize >= numpy_dtype(value.dtype).itemsize:
+    sizes = [numpy_dtype(one.dtype).itemsize for one in (narrow, value)]
+    if not is_float(narrow.dtype) or sizes[0] >= sizes[1]:
         return use
     return _early(program, (value.producer, 0), first)
 

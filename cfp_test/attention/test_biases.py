@@ -54,11 +54,11 @@ def step_with(masked, entering, scanned=False, mix=mix):
         x, entering = batch
         if scanned:
             stacked = jax.tree.map(lambda e: jnp.stack([e, e]), entering)
-            body = lambda x, of: (layer(x, *of), None)  # noqa: E731
-            x, _ = jax.lax.scan(body, x, (params, stacked))
+            layers = params, stacked
+            x, _ = jax.lax.scan(lambda x, of: (layer(x, *of), None), x, layers)
         else:
-            for one in range(2):
-                x = layer(x, jax.tree.map(lambda w: w[one], params), entering)  # noqa: B023
+            first, second = ({n: w[i] for n, w in params.items()} for i in range(2))
+            x = layer(layer(x, first, entering), second, entering)
         return jnp.square(x.astype(WIDE)).mean()
 
     def train(params, batch):

@@ -58,8 +58,10 @@ def compose_plan(
     layout = lay_out(frame, winner.choice)
     timed = won is not None and won.is_timed
     search: dict[str, Any] = dict(outcome.counts)
-    if program.erased_constraints:
-        search["constraints_left_out"] = program.erased_constraints
+    if count := program.rewritten.erased_constraints:
+        search["constraints_left_out"] = count
+    if count := program.rewritten.wide_sums:
+        search["wide_sums"] = count
     search |= model_work(frame, data_arguments(frame))
     if undonated := undonated_arguments(layout):
         search["undonated_bytes"] = sum(undonated.values())

@@ -195,6 +195,20 @@ class Op:
         return found[1]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewritten:
+    """Counts of what was changed in a program when it was read.
+
+    Attributes:
+        erased_constraints: sharding constraints of the user's own that were removed.
+        wide_sums: gradients of lookups that are added up in float32, and were in 16
+            bits.
+    """
+
+    erased_constraints: int = 0
+    wide_sums: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """A step function's program.
@@ -212,7 +226,7 @@ class Program:
         content: sha256 over all functions, the values of all constants included: what
             compiled programs depend on.
         name: the module's, by that of the user's function.
-        erased_constraints: sharding constraints of the user's own that were removed.
+        rewritten: what differs from the step as JAX lowered it.
         given: for each argument the bytes of its value in an example, if it is a
             predicate or a scalar; empty for all others, and if there is no example.
         arg_avals, output_avals: types of arguments and results as JAX shows them, which
@@ -233,7 +247,7 @@ class Program:
     fingerprint: str
     content: str = ""
     name: str = "step"
-    erased_constraints: int = 0
+    rewritten: Rewritten = Rewritten()
     given: tuple[bytes, ...] = ()
     arg_avals: tuple[Any, ...] = field(default=(), compare=False, repr=False)
     output_avals: tuple[Any, ...] = field(default=(), compare=False, repr=False)

@@ -24,7 +24,16 @@ from jax.extend.mlir import ir
 from cfp.errors import is_installed
 from cfp.program import shardy
 from cfp.program.corrections import correct_rule
-from cfp.program.graph import Manual, Op, Program, Spec, Value, inner_flops, reached
+from cfp.program.graph import (
+    Manual,
+    Op,
+    Program,
+    Rewritten,
+    Spec,
+    Value,
+    inner_flops,
+    reached,
+)
 from cfp.program.rules import Rule, elementwise_rule, passthrough_rule, rule_of
 
 # Operands at and behind this one say where an op reads or writes.
@@ -160,7 +169,7 @@ def read_program(
     arg_names: Sequence[str],
     output_names: Sequence[str],
     alias: Sequence[int | None],
-    erased_constraints: int = 0,
+    rewritten: Rewritten | None = None,
 ) -> Program:
     """Reads a module that :func:`cfp.program.shardy.normalise` has been through.
 
@@ -195,7 +204,7 @@ def read_program(
         fingerprint=structure,
         content=exact,
         name=shardy.symbol_name(module.operation),
-        erased_constraints=erased_constraints,
+        rewritten=rewritten or Rewritten(),
     )
 
 

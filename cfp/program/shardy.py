@@ -17,7 +17,8 @@ from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 
 from cfp.program.corrections import relayout
-from cfp.program.graph import Spec
+from cfp.program.graph import Rewritten, Spec
+from cfp.program.sums import SCATTER, add_up_in_float32
 
 _INLINE = "builtin.module(inline,symbol-dce,sdy-import-func-calls,symbol-dce)"
 _STRIP = "builtin.module(strip-debuginfo)"
@@ -232,16 +233,17 @@ def replace_body(target: ir.Module, source: ir.Module) -> None:
             op.operation.clone()
 
 
-def normalise(module: ir.Module) -> int:
+def normalise(module: ir.Module) -> Rewritten:
     """Inlines every call and removes the user's own sharding constraints.
 
     And conversions to the type that a value has, which JAX writes where a number is
     passed in place of an array, or the reverse: both make one program then. Loops that
     run once are taken apart: inlining comes first, the innermost loops next.
-    Convolutions that XLA would split wrongly get another layout.
+    Convolutions that XLA would split wrongly get another layout, and gradients of
+    lookups are added up in float32 (:mod:`cfp.program.sums`).
 
     Returns:
-        The number of sharding constraints that were removed.
+        Counts of what was changed, beside calls and names.
     """
     with module.context, ir.Location.unknown():
         passmanager.PassManager.parse(_INLINE).run(module.operation)
@@ -254,7 +256,8 @@ def normalise(module: ir.Module) -> int:
             for op in walk(each) if each != function else ():
                 if op.name == "sdy.named_computation":
                     _inline(op)
-        erased = 0
+        erased = wide_sums = 0
+        tables = {tuple(one.type.shape) for one in main_block(module).arguments}
         for op in walk(function):
             if op.name == "sdy.named_computation":
                 _inline(op)
@@ -265,14 +268,17 @@ def normalise(module: ir.Module) -> int:
                 forward(op, [op.operands[0]])
             elif op.name not in REGION_OPS:
                 _sink_constants(op)
-                relayout(op)
+                if op.name == SCATTER:
+                    wide_sums += add_up_in_float32(op, tables)
+                else:
+                    relayout(op)
             elif op.name == "stablehlo.while" and _runs_once(op):
                 # A scan over a single microbatch hides nothing then.
                 _put_in_place(op, op.regions[1])
         for each in functions(module.operation):
             _separate_constants(each)
         _tidy_moves(function)
-    return erased
+    return Rewritten(erased_constraints=erased, wide_sums=wide_sums)
 
 
 def _keeps_type(op: ir.Operation) -> bool:

@@ -27,7 +27,7 @@ from jax.tree_util import tree_flatten_with_path, tree_structure, tree_unflatten
 from cfp.errors import MeshError, StepNotTraceable
 from cfp.program import shardy
 from cfp.program.callbacks import Alarm, guarded
-from cfp.program.graph import Program
+from cfp.program.graph import Program, Rewritten
 from cfp.program.meaning import check_settings
 from cfp.program.memory import in_memory, placed_avals
 from cfp.program.partitioned import deferred, lowering_parameters
@@ -96,7 +96,7 @@ class Lowering:
     lowered: jax.stages.Lowered
     module: ir.Module
     out_tree: Any
-    erased_constraints: int
+    rewritten: Rewritten
     alarm: Alarm = field(default_factory=Alarm)
 
     @property
@@ -204,8 +204,8 @@ def lower_step(
     every = shardy.every_op(module)
     if any(shardy.call_target(op) == "InspectSharding" for op in every):
         raise StepNotTraceable(_INSPECTED)
-    erased = shardy.normalise(module)
-    return Lowering(lowered, module, out_tree, erased, alarm)
+    rewritten = shardy.normalise(module)
+    return Lowering(lowered, module, out_tree, rewritten, alarm)
 
 
 def trace(step: FlatStep, mesh: Mesh | AbstractMesh) -> tuple[Program, Lowering]:
@@ -240,7 +240,7 @@ def read_lowering(step: FlatStep, lowering: Lowering) -> Program:
         arg_names=step.arg_names,
         output_names=output_names,
         alias=_aliases(lowering.module, step.donated),
-        erased_constraints=lowering.erased_constraints,
+        rewritten=lowering.rewritten,
     )
     results = tuple(
         jax.ShapeDtypeStruct(made.shape, made.dtype, weak_type=made.weak_type)

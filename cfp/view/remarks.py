@@ -152,6 +152,9 @@ def remarks(plan: Plan) -> Iterator[str]:
     if count := search.get("constraints_left_out", 0):
         what = f"{count:.0f} of the step's own sharding constraints"
         yield f"left out: {what}, since the plan decides"
+    if count := search.get("wide_sums", 0):
+        what = counted(count, "gradient of a lookup", "gradients of lookups")
+        yield f"added up in float32, and in 16 bits by the step: {what}"
 
 
 def unplanned_text(plan: Plan) -> str:

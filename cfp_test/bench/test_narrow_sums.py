@@ -1,0 +1,39 @@
+"""The benchmark of narrow sums, at sizes for a CPU."""
+
+import json
+import statistics
+
+import numpy as np
+
+from cfp_test.bench import narrow_sums
+from cfp_test.results import sums
+
+
+def test_tokens_are_spread_as_they_say():
+    rows, shape = 1000, (40, 500)
+    counts = {
+        spread: np.bincount(narrow_sums.words(rows, shape, spread).ravel())
+        for spread in ("evenly", "as words", "padded")
+    }
+    most = {spread: found[0] / 20_000 for spread, found in counts.items()}
+    assert most["evenly"] < 0.003
+    assert 0.04 < most["as words"] < 0.09
+    assert 0.3 < most["padded"] < 0.37
+
+
+def test_both_ways_of_all_steps_begin_alike(tmp_path, monkeypatch):
+    monkeypatch.setattr(narrow_sums, "_WARM_SECONDS", 0.01)
+    file = tmp_path / "narrow.json"
+    narrow_sums.main(["--out", str(file), "--tiny"])
+    data = json.loads(file.read_text())
+    gradients = [row for row in data["rows"] if row["what"] == "gradient"]
+    assert len(gradients) == 6
+    for row in gradients:
+        assert row["off"]["in float32"] <= row["off"]["as written"]
+        assert row["off"]["in float32"] <= 2**-8 * row["largest"]
+    steps = [row for row in data["rows"] if row["what"] == "step"]
+    assert len(steps) == 4
+    assert all(len(set(row["losses"].values())) == 1 for row in steps)
+    figures = sums.narrow_sums({**data, "device": "a CPU", "date": "today"})
+    one = statistics.median(steps[0]["samples_ms"]["as written"])
+    assert f"| {steps[0]['name']} | {one:.2f} (" in figures["steps"]

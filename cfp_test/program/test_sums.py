@@ -1,0 +1,140 @@
+"""Gradients of lookups in 16-bit tables, which programs add up in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+import cfp
+from cfp.program.step import flatten_step
+from cfp.program.trace import lower_step, read_lowering
+from cfp_test.checking import make_mesh
+
+MESH = make_mesh((("x", 4),))
+WHOLE = NamedSharding(MESH, PartitionSpec())
+
+
+def lowered(function, *args):
+    """Lowers a function for four devices: its program, and what compiles it."""
+    step = flatten_step(function, args)
+    lowering = lower_step(step, [WHOLE] * len(step.avals), WHOLE)
+    return read_lowering(step, lowering), lowering
+
+
+def gradient_of_lookup(kind=jnp.bfloat16):
+    """The gradient of a table in float32 that is looked up in fewer bits."""
+
+    def function(table, ids, gradient):
+        _, backward = jax.vjp(lambda table: table.astype(kind)[ids], table)
+        return backward(gradient)[0]
+
+    return function
+
+
+def kinds_of_scatters(program):
+    made = [op.results[0] for op in program.ops if op.kind == "scatter"]
+    return [program.values[value].dtype for value in made]
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    kind=st.sampled_from([jnp.bfloat16, jnp.float16]),
+    rows=st.integers(1, 5),
+    tokens=st.integers(1, 3000),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_a_sum_is_rounded_once(kind, rows, tokens, seed):
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, rows, tokens).astype(np.int32)
+    gradient = jnp.asarray(random.normal(size=(tokens, 3)), kind)
+    args = jnp.ones((rows, 3)), ids, gradient
+    program, lowering = lowered(gradient_of_lookup(kind), *args)
+    assert kinds_of_scatters(program) == ["f32"]
+    assert program.rewritten.wide_sums == 1
+    [found] = lowering.lowered.compile()(*args)
+    exact = np.zeros((rows, 3))
+    np.add.at(exact, ids, np.asarray(gradient, np.float64))
+    # Half of the last place of 16 bits, and what float32 loses of all that was added.
+    spread = np.abs(np.asarray(gradient, np.float64)).sum(0)
+    allowed = np.abs(exact) * float(jnp.finfo(kind).eps) / 2 + spread * 1e-6
+    assert (np.abs(np.asarray(found) - exact) <= allowed + 1e-7).all()
+
+
+def test_a_sum_in_16_bits_loses_what_is_small():
+    """Shows that the step as JAX compiles it is far off."""
+    ids, gradient = jnp.zeros(4096, jnp.int32), jnp.ones((4096, 2), jnp.bfloat16)
+    args = jnp.ones((2, 2)), ids, gradient
+    as_written = jax.jit(gradient_of_lookup())(*args)
+    assert float(as_written[0, 0]) == 256.0  # 256 + 1 is 256 in bfloat16.
+    [found] = lowered(gradient_of_lookup(), *args)[1].lowered.compile()(*args)
+    assert float(found[0, 0]) == 4096.0
+
+
+def put_in_order(table, ids, rows):
+    """Rows that are put where tokens say; the result is no table of the program's."""
+    return jnp.zeros((64, 4), jnp.bfloat16).at[ids].add(rows).sum() * table
+
+
+def added_to_rows(table, ids, rows):
+    return table.astype(jnp.bfloat16).at[ids].add(rows)
+
+
+def each_to_a_row_of_its_own(table, ids, rows):
+    zeros = jnp.zeros(table.shape, jnp.bfloat16)
+    return zeros.at[ids].add(rows, unique_indices=True)
+
+
+def largest(table, ids, rows):
+    return jnp.zeros(table.shape, jnp.bfloat16).at[ids].max(rows)
+
+
+def words_of_tokens(table, ids, rows):
+    """The gradient of what a cross-entropy takes: a number of each row."""
+    _, backward = jax.vjp(
+        lambda rows: jnp.take_along_axis(rows, ids[:, None] % 4, axis=1), rows
+    )
+    return backward(rows[:, :1])[0] + table.sum().astype(rows.dtype)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [put_in_order, added_to_rows, each_to_a_row_of_its_own, largest, words_of_tokens],
+)
+def test_other_scatters_stay(function):
+    ids = jnp.arange(8, dtype=jnp.int32)
+    program, _ = lowered(function, jnp.ones((16, 4)), ids, jnp.ones((8, 4), "bfloat16"))
+    assert kinds_of_scatters(program) == ["bf16"]
+    assert program.rewritten.wide_sums == 0
+
+
+def test_a_sum_in_float32_stays():
+    args = jnp.ones((16, 4)), jnp.arange(8), jnp.ones((8, 4))
+    program, _ = lowered(gradient_of_lookup(jnp.float32), *args)
+    assert kinds_of_scatters(program) == ["f32"]
+    assert program.rewritten.wide_sums == 0
+
+
+@pytest.mark.parametrize("preset", ["data_parallel", "fully_sharded"])
+def test_plans_add_up_in_float32_and_say_so(preset):
+    def step(table, head, ids):
+        def loss_of(table):
+            rows = table.astype(jnp.bfloat16)[ids]
+            return jnp.sum((rows @ head.astype(jnp.bfloat16)).astype(jnp.float32))
+
+        return table - jax.grad(loss_of)(table)
+
+    table, head = jnp.zeros((8, 16)), jnp.full((16, 4), 0.25)
+    ids = jnp.zeros((4096,), jnp.int32)
+    plan_settings = cfp.PlannerSettings(race=False)
+    plan = cfp.plan(
+        step, table, head, ids, mesh=MESH, preset=preset, settings=plan_settings
+    )
+    words = "dded up in float32, and in 16 bits by the step: 1 gradient of a lookup"
+    assert words in repr(plan)
+    found = cfp.parallelize(step, mesh=MESH, plan=plan)(table, head, ids)
+    # Each token adds 1 to each number of its row.
+    assert np.asarray(found)[0].tolist() == [-4096.0] * 16
+    assert not np.asarray(found)[1:].any()

@@ -18,7 +18,7 @@ from jax.extend.mlir.dialects import sdy
 
 from cfp.program.corrections import relayout
 from cfp.program.graph import Rewritten, Spec
-from cfp.program.sums import SCATTER, add_up_in_float32
+from cfp.program.scatters import SCATTER, add_up_in_float32, select_words
 
 _INLINE = "builtin.module(inline,symbol-dce,sdy-import-func-calls,symbol-dce)"
 _STRIP = "builtin.module(strip-debuginfo)"
@@ -239,8 +239,8 @@ def normalise(module: ir.Module) -> Rewritten:
     And conversions to the type that a value has, which JAX writes where a number is
     passed in place of an array, or the reverse: both make one program then. Loops that
     run once are taken apart: inlining comes first, the innermost loops next.
-    Convolutions that XLA would split wrongly get another layout, and gradients of
-    lookups are added up in float32 (:mod:`cfp.program.sums`).
+    Convolutions that XLA would split wrongly get another layout, and scatters that
+    are slow on GPUs are computed in another way (:mod:`cfp.program.scatters`).
 
     Returns:
         Counts of what was changed, beside calls and names.
@@ -269,7 +269,8 @@ def normalise(module: ir.Module) -> Rewritten:
             elif op.name not in REGION_OPS:
                 _sink_constants(op)
                 if op.name == SCATTER:
-                    wide_sums += add_up_in_float32(op, tables)
+                    if not select_words(op):
+                        wide_sums += add_up_in_float32(op, tables)
                 else:
                     relayout(op)
             elif op.name == "stablehlo.while" and _runs_once(op):

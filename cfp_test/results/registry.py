@@ -36,12 +36,12 @@ from cfp_test.results import (
     operators,
     planning,
     ranges,
+    scatters,
     schedules,
     seeds,
     several,
     side_by_side,
     soak,
-    sums,
 )
 from cfp_test.results.pages import RESULTS, Figures, Page, fixed, noted, table
 from cfp_test.results.plans import Saved, section
@@ -391,7 +391,7 @@ PAGES: tuple[Page, ...] = (
     _page("full_models_kernels_h200x2_202611", building.whole_models),
     _page("full_models_defaults_h200x2_202611", building.whole_models),
     _page("schedules_h200x2_202611", schedules.schedules),
-    _page("narrow_sums_h200_202611", sums.narrow_sums),
+    _page("scatters_h200_202611", scatters.scatters),
     _page("check_margin_cpu_202611", checked.margin),
     _page("check_kernels_cpu_202611", checked.kernels),
     Page(

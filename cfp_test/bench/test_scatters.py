@@ -1,18 +1,18 @@
-"""The benchmark of narrow sums, at sizes for a CPU."""
+"""The benchmark of scatters, at sizes for a CPU."""
 
 import json
 import statistics
 
 import numpy as np
 
-from cfp_test.bench import narrow_sums
-from cfp_test.results import sums
+from cfp_test.bench import scatters
+from cfp_test.results import scatters as page
 
 
 def test_tokens_are_spread_as_they_say():
     rows, shape = 1000, (40, 500)
     counts = {
-        spread: np.bincount(narrow_sums.words(rows, shape, spread).ravel())
+        spread: np.bincount(scatters.words(rows, shape, spread).ravel())
         for spread in ("evenly", "as words", "padded")
     }
     most = {spread: found[0] / 20_000 for spread, found in counts.items()}
@@ -21,10 +21,10 @@ def test_tokens_are_spread_as_they_say():
     assert 0.3 < most["padded"] < 0.37
 
 
-def test_both_ways_of_all_steps_begin_alike(tmp_path, monkeypatch):
-    monkeypatch.setattr(narrow_sums, "_WARM_SECONDS", 0.01)
-    file = tmp_path / "narrow.json"
-    narrow_sums.main(["--out", str(file), "--tiny"])
+def test_all_ways_of_all_steps_begin_alike(tmp_path, monkeypatch):
+    monkeypatch.setattr(scatters, "_WARM_SECONDS", 0.01)
+    file = tmp_path / "scatters.json"
+    scatters.main(["--out", str(file), "--tiny"])
     data = json.loads(file.read_text())
     gradients = [row for row in data["rows"] if row["what"] == "gradient"]
     assert len(gradients) == 6
@@ -32,8 +32,9 @@ def test_both_ways_of_all_steps_begin_alike(tmp_path, monkeypatch):
         assert row["off"]["in float32"] <= row["off"]["as written"]
         assert row["off"]["in float32"] <= 2**-8 * row["largest"]
     steps = [row for row in data["rows"] if row["what"] == "step"]
-    assert len(steps) == 4
+    assert len(steps) == 3
+    assert all([*row["samples_ms"]] == [*scatters.WAYS] for row in steps)
     assert all(len(set(row["losses"].values())) == 1 for row in steps)
-    figures = sums.narrow_sums({**data, "device": "a CPU", "date": "today"})
+    figures = page.scatters({**data, "device": "a CPU", "date": "today"})
     one = statistics.median(steps[0]["samples_ms"]["as written"])
     assert f"| {steps[0]['name']} | {one:.2f} (" in figures["steps"]

@@ -1,4 +1,4 @@
-"""Gradients of lookups in 16-bit tables, which programs add up in float32."""
+"""Scatters that programs compute in another way than JAX writes them."""
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +34,12 @@ def gradient_of_lookup(kind=jnp.bfloat16):
     return function
 
 
+def scattered(program):
+    return [op.results[0] for op in program.ops if op.kind == "scatter"]
+
+
 def kinds_of_scatters(program):
-    made = [op.results[0] for op in program.ops if op.kind == "scatter"]
-    return [program.values[value].dtype for value in made]
+    return [program.values[value].dtype for value in scattered(program)]
 
 
 @settings(deadline=None, max_examples=20)
@@ -91,17 +94,29 @@ def largest(table, ids, rows):
     return jnp.zeros(table.shape, jnp.bfloat16).at[ids].max(rows)
 
 
-def words_of_tokens(table, ids, rows):
-    """The gradient of what a cross-entropy takes: a number of each row."""
+def two_words_of_tokens(table, ids, rows):
+    words = jnp.stack([ids % 4, ids % 3], axis=1)
+    _, backward = jax.vjp(lambda rows: jnp.take_along_axis(rows, words, axis=1), rows)
+    return backward(rows[:, :2])[0] + table.sum().astype(rows.dtype)
+
+
+def a_token_of_each_word(table, ids, rows):
     _, backward = jax.vjp(
-        lambda rows: jnp.take_along_axis(rows, ids[:, None] % 4, axis=1), rows
+        lambda rows: jnp.take_along_axis(rows, ids[None, :4] % 8, axis=0), rows
     )
-    return backward(rows[:, :1])[0] + table.sum().astype(rows.dtype)
+    return backward(rows[:1])[0] + table.sum().astype(rows.dtype)
 
 
 @pytest.mark.parametrize(
     "function",
-    [put_in_order, added_to_rows, each_to_a_row_of_its_own, largest, words_of_tokens],
+    [
+        put_in_order,
+        added_to_rows,
+        each_to_a_row_of_its_own,
+        largest,
+        two_words_of_tokens,
+        a_token_of_each_word,
+    ],
 )
 def test_other_scatters_stay(function):
     ids = jnp.arange(8, dtype=jnp.int32)
@@ -115,6 +130,39 @@ def test_a_sum_in_float32_stays():
     program, _ = lowered(gradient_of_lookup(jnp.float32), *args)
     assert kinds_of_scatters(program) == ["f32"]
     assert program.rewritten.wide_sums == 0
+
+
+def words_of_tokens(logits, labels, gradient):
+    """The gradient of what a cross-entropy takes: a number of each token."""
+
+    def taken(logits):
+        return jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+
+    return jax.vjp(taken, logits)[1](gradient)[0]
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    kind=st.sampled_from([jnp.bfloat16, jnp.float32]),
+    shape=st.lists(st.integers(1, 6), min_size=2, max_size=4),
+    seed=st.integers(0, 2**31 - 1),
+)
+def test_a_word_of_each_token_is_selected(kind, shape, seed):
+    random = np.random.default_rng(seed)
+    *tokens, words = shape
+    # Some labels count from the end, some are of no word, some gradients are no number.
+    labels = random.integers(-words - 2, words + 2, tokens).astype(np.int32)
+    gradient = random.choice([0.5, -2.0, np.nan, np.inf], tokens)
+    args = jnp.ones(shape, kind), jnp.asarray(labels), jnp.asarray(gradient, kind)
+    program, lowering = lowered(words_of_tokens, *args)
+    # Dims of one are no batch to JAX.
+    if min(shape) > 1:
+        assert not any(program.values[v].shape[-1] == words for v in scattered(program))
+    [found] = lowering.lowered.compile()(*args)
+    expected = jax.jit(words_of_tokens)(*args)
+    np.testing.assert_array_equal(
+        *(np.asarray(x, np.float32) for x in (found, expected))
+    )
 
 
 @pytest.mark.parametrize("preset", ["data_parallel", "fully_sharded"])

@@ -1,11 +1,12 @@
-"""Gradients of lookups in 16-bit tables: as JAX has them compiled, and as cfp has.
+"""Gradients that JAX scatters: as they are written, and as cfp writes them.
 
-    python -m cfp_test.bench.narrow_sums --out FILE.json [--seconds 200] [--tiny]
+    python -m cfp_test.bench.scatters --out FILE.json [--seconds 300] [--tiny]
 
-Times the gradient alone for tables, tokens and how these are spread, and whole steps of
-two Flax models that look up in bfloat16 what they keep in float32, as
-`flax.linen.Embed` does. Each is compiled for one device as it is, and as
-:mod:`cfp.program.sums` writes it; both take turns with a state of their own.
+Times the gradient of a lookup for tables, tokens and how these are spread, and whole
+steps of two Flax models that look up in bfloat16 what they keep in float32, as
+`flax.linen.Embed` does, with `optax`'s cross-entropy. Each is compiled for one device:
+as it is, with gradients of lookups in float32, and with words selected, too
+(:mod:`cfp.program.scatters`). They take turns with a state of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ _WARM_SECONDS, _TURNS = 3.0, 8
 # Of the frequency of a text's r-th most frequent word, 1 / (r + 2.7).
 _MANDELBROT = 2.7
 _PADDED = 0.3
-WAYS = ("as written", "in float32")
+WAYS = ("as written", "in float32", "as cfp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,26 +164,27 @@ def models(tiny: bool) -> Iterator[tuple[str, Transformer, tuple[int, int], str]
         language = {"vocab": 50304, "width": 2048, "layers": 8, "heads": 16}
         encoder = {"vocab": 30592, "width": 768, "layers": 12, "heads": 12, "types": 2}
         shapes = [(16, 1024), (64, 512)]
-    for spread in ("evenly", "as words"):
-        yield "language model", Transformer(**language), shapes[0], spread
+    yield "language model", Transformer(**language), shapes[0], "as words"
     for spread in ("evenly", "padded"):
         yield "encoder", Transformer(**encoder), shapes[1], spread
 
 
 @contextmanager
-def _as_written(way: str) -> Iterator[None]:
-    if way == WAYS[1]:
-        yield
-        return
-    with mock.patch.object(shardy, "add_up_in_float32"):
+def _written(way: str) -> Iterator[None]:
+    left = {"as written": ("add_up_in_float32", "select_words")}
+    left["in float32"] = ("select_words",)
+    with ExitStack() as stack:
+        for name in left.get(way, ()):
+            stays = mock.patch.object(shardy, name, return_value=False)
+            stack.enter_context(stays)
         yield
 
 
 def compiled(step: FlatStep, way: str) -> jax.stages.Compiled:
-    """Compiles a step for one device, with narrow sums as written or in float32."""
+    """Compiles a step for one device, with some scatters as written."""
     mesh = planning_mesh(platform.make_mesh(AXES))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    with _as_written(way):
+    with _written(way):
         lowering = lower_step(step, [everywhere] * len(step.avals), everywhere)
     return lowering.lowered.compile()
 
@@ -207,7 +209,7 @@ def in_turn_ms(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, li
 
 
 def time_lookup(one: Lookup) -> dict[str, Any]:
-    """Times the gradient of one lookup, and compares the two ways."""
+    """Times the gradient of one lookup, and compares two ways."""
     table = jnp.ones((one.rows, one.width), jnp.bfloat16)
     ids = jnp.asarray(words(one.rows, (one.tokens,), one.spread))
     gradient = jax.random.normal(
@@ -219,7 +221,7 @@ def time_lookup(one: Lookup) -> dict[str, Any]:
 
     args = table, ids, gradient
     step = flatten_step(backward, args)
-    made = {way: compiled(step, way) for way in WAYS}
+    made = {way: compiled(step, way) for way in WAYS[:2]}
     samples = in_turn_ms(
         {way: lambda run=run: run(*args) for way, run in made.items()}, 4
     )
@@ -234,14 +236,16 @@ def time_lookup(one: Lookup) -> dict[str, Any]:
 def time_step(
     model: Transformer, shape: tuple[int, int], spread: str
 ) -> dict[str, Any]:
-    """Times a whole step both ways."""
+    """Times a whole step in each way."""
     function, args = step_of(model, shape, spread)
     step = flatten_step(function, args, donate_argnums=(0,))
     count = len(jax.tree.leaves(args[0]))
-    states, losses = {}, {}
+    states, losses, temporary = {}, {}, {}
     runs: dict[str, Callable[[], Any]] = {}
     for way in WAYS:
         made = compiled(step, way)
+        if (memory := made.memory_analysis()) is not None:
+            temporary[way] = memory.temp_size_in_bytes
         states[way] = [jnp.copy(leaf) for leaf in jax.tree.leaves(args)]
 
         def run(way: str = way, made: Any = made) -> jax.Array:
@@ -250,7 +254,7 @@ def time_step(
             return results[count]
 
         runs[way], losses[way] = run, float(run())
-    return {"samples_ms": in_turn_ms(runs, 4), "losses": losses}
+    return {"samples_ms": in_turn_ms(runs, 4), "losses": losses, "temporary": temporary}
 
 
 def main(args: Sequence[str] | None = None) -> None:

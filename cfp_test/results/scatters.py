@@ -1,4 +1,4 @@
-"""Gradients of lookups in 16-bit tables, as they are written and in float32."""
+"""Gradients that JAX scatters, as they are written and as cfp writes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from cfp_test.results.pages import Figures, fixed, table
 
 
-def narrow_sums(data: Mapping[str, Any]) -> Figures:
+def scatters(data: Mapping[str, Any]) -> Figures:
     """Tables of gradients alone and of whole steps."""
     gradients, steps = [], []
     for row in data["rows"]:
@@ -20,7 +20,9 @@ def narrow_sums(data: Mapping[str, Any]) -> Figures:
         ]
         line = [row["name"], *spread]
         if row["what"] == "step":
-            steps.append([*line, fixed(ms["in float32"] / ms["as written"], 3)])
+            over = fixed(ms["as cfp"] / ms["as written"], 3)
+            gib = [fixed(row["temporary"][way] / 2**30) for way in ms]
+            steps.append([*line, over, ", ".join(gib)])
         else:
             off = [f"{one / row['largest']:.1%}" for one in row["off"].values()]
             gradients.append([*line, *off])
@@ -31,5 +33,9 @@ def narrow_sums(data: Mapping[str, Any]) -> Figures:
             "in float32 off by",
             gradients,
         ),
-        "steps": table("step | as written, ms | in float32, ms | of it", steps),
+        "steps": table(
+            "step | as written, ms | in float32, ms | words selected, too, ms | of as "
+            "written | temporary GiB of each",
+            steps,
+        ),
     }

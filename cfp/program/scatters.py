@@ -1,0 +1,162 @@
+"""Scatters that programs compute in another way than JAX writes them.
+
+Two kinds are the gradients of most models' first and last layers, and slow on GPUs:
+
+- *Rows of a table.* The gradient of a lookup in a bfloat16 table adds up rows of
+  updates, many into the same row of the result. A GPU has no atomic sum of 16 bits and
+  tries each one until no other came between, one after another in a row that many
+  tokens have: 12,288 tokens of 2 types took 43 ms on an H200, and 0.2 ms in float32
+  (``docs/results/scatters_h200_202611.md``). So they are added up in float32. The
+  result is rounded once, where every single sum was before.
+- *One word of each token.* The gradient of a cross-entropy's logit is zero but for one
+  word. As a scatter it is a buffer of its own, written, read, and sharded like any
+  lookup; where a comparison selects the word it is fused into what reads it. The
+  numbers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from math import prod
+
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+SCATTER = "stablehlo.scatter"
+_NARROW = ("bf16", "f16")
+
+
+def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> bool:
+    """Rewrites a scatter, in place, if it is a 16-bit gradient of a lookup.
+
+    Args:
+        tables: shapes of the program's arguments. Sums of other shapes stay: where
+            tokens are put back in order few meet, and devices would send twice as much.
+
+    Returns:
+        Whether it was rewritten.
+    """
+    if not _adds_up_narrow_rows(op) or tuple(op.results[0].type.shape) not in tables:
+        return False
+    zeros, places, updates = op.operands
+    wide = ir.F32Type.get()
+    kind = op.results[0].type
+    attributes = {name: op.attributes[name] for name in op.attributes}
+    with ir.InsertionPoint(op), op.location:
+        scatter = ir.Operation.create(
+            SCATTER,
+            results=[_of_type(kind, wide)],
+            operands=[_converted(zeros, wide), places, _converted(updates, wide)],
+            attributes=attributes,
+            regions=1,
+        )
+        number = ir.RankedTensorType.get([], wide)
+        body = scatter.regions[0].blocks.append(number, number)
+        with ir.InsertionPoint(body):
+            stablehlo.return_([stablehlo.add(*body.arguments)])
+        narrowed = _converted(scatter.results[0], kind.element_type)
+    _put_in_place(op, narrowed)
+    return True
+
+
+def select_words(op: ir.Operation) -> bool:
+    """Rewrites a scatter, in place, if it puts one word of each token among zeros.
+
+    Returns:
+        Whether it was rewritten.
+    """
+    if not _puts_one_word(op):
+        return False
+    zeros, places, updates = op.operands
+    kind = ir.RankedTensorType(op.results[0].type)
+    *tokens, _ = kind.shape
+    with ir.InsertionPoint(op), op.location:
+        of_word, word = (
+            _spread(value, tokens, kind.shape) for value in (places, updates)
+        )
+        words = stablehlo.iota(of_word.type, len(tokens))
+        equal = stablehlo.ComparisonDirectionAttr.get("EQ")
+        is_its = stablehlo.compare(of_word, words, equal)
+        selected = stablehlo.select(is_its, word, zeros)
+    _put_in_place(op, selected)
+    return True
+
+
+def _adds_up_narrow_rows(op: ir.Operation) -> bool:
+    if not _adds_to_zeros(op) or ir.BoolAttr(op.attributes["unique_indices"]).value:
+        return False
+    if str(op.results[0].type.element_type) not in _NARROW:
+        return False
+    return bool(_dims(op).update_window_dims)
+
+
+def _puts_one_word(op: ir.Operation) -> bool:
+    """True if all dims but the last are of tokens, and each has one update."""
+    if not _adds_to_zeros(op):
+        return False
+    _, places, updates = (one.type.shape for one in op.operands)
+    *tokens, _ = op.results[0].type.shape
+    dims, batching = _dims(op), [*range(len(tokens))]
+    return (
+        bool(tokens)
+        and prod(places) == prod(updates) == prod(tokens)
+        and not dims.update_window_dims
+        and [*dims.scattered_dims_to_operand_dims] == [len(tokens)]
+        and [*dims.input_batching_dims] == batching
+        and [*dims.scatter_indices_batching_dims] == batching
+    )
+
+
+def _adds_to_zeros(op: ir.Operation) -> bool:
+    """True if a scatter of one array adds its updates to zeros."""
+    if len(op.operands) != 3 or not _is_zero(op.operands[0]):
+        return False
+    added = [one.operation.name for one in op.regions[0].blocks[0].operations]
+    return added == ["stablehlo.add", "stablehlo.return"]
+
+
+def _dims(op: ir.Operation) -> stablehlo.ScatterDimensionNumbers:
+    return stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
+
+
+def _is_zero(value: ir.Value) -> bool:
+    """True if all of a value's numbers are 0."""
+    maker = _maker(value)
+    while maker is not None and maker.name == "stablehlo.broadcast_in_dim":
+        maker = _maker(maker.operands[0])
+    if maker is None or maker.name != "stablehlo.constant":
+        return False
+    numbers = ir.DenseElementsAttr(maker.attributes["value"])
+    if not numbers.is_splat:
+        return False
+    splat = numbers.get_splat_value()
+    return isinstance(splat, ir.FloatAttr) and splat.value == 0.0
+
+
+def _maker(value: ir.Value) -> ir.Operation | None:
+    owner = value.owner
+    return None if isinstance(owner, ir.Block) else owner.operation
+
+
+def _spread(value: ir.Value, tokens: list[int], shape: list[int]) -> ir.Value:
+    """A number of each token, along the words of all of them."""
+    element = ir.RankedTensorType(value.type).element_type
+    one = stablehlo.reshape(ir.RankedTensorType.get(tokens, element), value)
+    dims = ir.DenseI64ArrayAttr.get(range(len(tokens)))
+    return stablehlo.broadcast_in_dim(
+        ir.RankedTensorType.get(shape, element), one, dims
+    )
+
+
+def _converted(value: ir.Value, element: ir.Type) -> ir.Value:
+    """A value's numbers in another type."""
+    return stablehlo.convert(_of_type(value.type, element), value)
+
+
+def _of_type(kind: ir.Type, element: ir.Type) -> ir.RankedTensorType:
+    return ir.RankedTensorType.get(ir.RankedTensorType(kind).shape, element)
+
+
+def _put_in_place(op: ir.Operation, value: ir.Value) -> None:
+    op.results[0].replace_all_uses_with(value)
+    op.erase()

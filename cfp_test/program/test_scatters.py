@@ -165,6 +165,7 @@ def test_a_word_of_each_token_is_selected(kind, shape, seed):
     )
 
 
+@pytest.mark.explained("Added up in float32, and in 16 bits by the step")
 @pytest.mark.parametrize("preset", ["data_parallel", "fully_sharded"])
 def test_plans_add_up_in_float32_and_say_so(preset):
     def step(table, head, ids):

@@ -277,14 +277,23 @@ def test_a_plan_is_explained(planned, folder):
 def test_time_is_traded_for_memory(planned, folder):
     wanted = ["plan", TOY, "--tradeoff", *ON_CPU, *FEW, "--pin", "weights/up=None,x"]
     wanted += ["--plot", "curve.svg", "--memory-budget", "1GiB"]
-    shown, as_json, bad = run_batch(
-        [wanted, [*wanted, "--json"], [*wanted, "--plot", "curve.abc"]], folder
+    shown, as_json, bad, measured = run_batch(
+        [
+            wanted,
+            [*wanted, "--json"],
+            [*wanted, "--plot", "curve.abc"],
+            [*wanted, "--measure"],
+        ],
+        folder,
     )
     assert shown.code == 0, shown.err
-    assert "against memory, both predicted from measured segments\n" in shown.out
+    assert "both predicted from measured segments\n" in measured.out, measured.err
+    assert "against memory, both predicted from estimates\n" in shown.out
     assert "* the fastest within the budget of 1.00 GiB" in shown.out
     assert (folder / "curve.svg").read_text().startswith("<?xml")
-    points = json.loads(as_json.out)["points"]
+    found = json.loads(as_json.out)
+    assert found["measured"] is False
+    points = found["points"]
     memory = [point["memory_bytes"] for point in points]
     times = [point["step_ms"] for point in points]
     assert memory == sorted(set(memory))

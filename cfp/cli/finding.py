@@ -45,7 +45,7 @@ from cfp.context import device_memory
 from cfp.devices import described
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError, MeshError
-from cfp.passes.profile import measure_all_budgets
+from cfp.passes.profile import profile_all_budgets
 from cfp.plan.adapt import adapt_step, check_axes
 from cfp.plan.plan import Plan
 from cfp.planner_settings import dimensions_of
@@ -54,7 +54,13 @@ from cfp.printable import mesh_text
 from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.store import store_path
 from cfp.report import passes
-from cfp.report.explained import plot_trade_off, trade_off_data, trade_off_view
+from cfp.report.explained import (
+    ESTIMATED,
+    MEASURED,
+    plot_trade_off,
+    trade_off_data,
+    trade_off_view,
+)
 from cfp.report.progress import Display
 from cfp.search.tradeoff import trade_off
 from cfp.settings import Dimension
@@ -510,7 +516,8 @@ TradeOff = Annotated[
     _instead(
         "--tradeoff",
         help="Show the step time for each amount of memory. Measures as for a plan "
-        "with plenty of memory, and the fastest strategies also rematerialized. All "
+        "with plenty of memory, and the fastest strategies also rematerialized; on "
+        "virtual CPU devices it estimates them (--measure measures there, too). All "
         "times and sizes are predicted.",
     ),
 ]
@@ -542,7 +549,7 @@ TAKES = {
     "presets": (*_OF_A_STEP, "devices", "mesh", "pin"),
     "tradeoff": (
         *(*_OF_A_STEP, "devices", "mesh", "pin", "points", "plot", "workdir"),
-        *("memory_budget", "time_budget", "per_kind", "others", "quick"),
+        *("memory_budget", "time_budget", "per_kind", "others", "quick", "measure"),
         *("retry_failures", "run_timeout", "build_timeout"),
     ),
     "adapt": (*_OF_A_STEP, "devices", "mesh", "output"),
@@ -573,23 +580,27 @@ def show_trade_off(ctx: typer.Context) -> None:
         session = open_session(ctx)
         budget = budget or device_memory(session.mesh)
         with Display(given["quiet"]) as display:
-            settings = o.settings(ctx, measure=True, progress=display.tell)
-            problem, cut = measure_all_budgets(
+            settings = o.settings(ctx, progress=display.tell)
+            every = profile_all_budgets(
                 session.analysis, session.mesh, given["workdir"], settings
             )
             display.tell("Solving under one budget after another")
+            problem = every.problem
             found = trade_off(problem, given["points"])
         if plot is not None:
             plot_trade_off(problem, found, plot, budget)
         if given["as_json"]:
             data = trade_off_data(session.analysis, problem, found, budget)
-            print_json({**data, "cut": cut})
+            print_json({**data, "measured": every.measured, "cut": every.cut})
             return
+        source = MEASURED if every.measured else ESTIMATED
         print_view(
-            lambda b: trade_off_view(session.analysis, problem, found, budget, b)
+            lambda b: trade_off_view(
+                session.analysis, problem, found, budget, b, source=source
+            )
         )
-        if cut:
-            print(wrapped(cut))
+        if every.cut:
+            print(wrapped(every.cut))
         if plot is not None:
             print(f"Saved {plot}")
 

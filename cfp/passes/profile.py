@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def profile(
     """
     started = time.perf_counter()
     if context.rules.estimates:
-        return _estimated(context, analysis, started)
+        return _estimated(context, analysis, started, context.budget_bytes)
     end = _end_of_measuring(context) if races else context.end
     rates = measured_rates(context)
     found, measurer = profile_segments(
@@ -256,7 +256,7 @@ def measured_rates(context: PlanContext) -> Rates:
 def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
     """Estimates what the best choice for a program takes; of it nothing runs."""
     started = time.perf_counter()
-    profiles = _estimated(context, analysis, started)
+    profiles = _estimated(context, analysis, started, context.budget_bytes)
     may = Dimension.REMAT in context.rules.dimensions
     costs = Costs(analysis, profiles.rates, may, measured=False)
     options, budget = profiles.estimated, context.budget_bytes
@@ -272,7 +272,9 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
     )
 
 
-def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Profiles:
+def _estimated(
+    context: PlanContext, analysis: Analysis, started: float, budget_bytes: int | None
+) -> Profiles:
     """Options by estimates; nothing is run, but to find rates that are not known.
 
     Those of virtual and of described devices are.
@@ -299,7 +301,7 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
             named,
             costs,
             per_kind=context.settings.per_kind,
-            budget_bytes=context.budget_bytes,
+            budget_bytes=budget_bytes,
             replacing=replacing,
         )
 
@@ -317,28 +319,48 @@ def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Prof
 
 # More than any device has.
 _PLENTY_BYTES = 2**62
+# Less than any program needs.
+_TIGHT_BYTES = 1
 
 
-def measure_all_budgets(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllBudgets:
+    """The search problem of choices for budgets of any size, and no budget.
+
+    Attributes:
+        measured: whether its options were measured; otherwise they are estimated.
+        cut: what was not measured, and why, or that it took longer than asked for; ""
+            if all was measured in time, or nothing was to be.
+    """
+
+    problem: Problem
+    measured: bool = True
+    cut: str = ""
+
+
+def profile_all_budgets(
     analysis: Analysis,
     mesh: Mesh,
     cache_dir: str | Path | None,
     settings: PlannerSettings,
-) -> tuple[Problem, str]:
-    """The search problem of choices for budgets of any size, and no budget.
+) -> AllBudgets:
+    """Measures or estimates choices for budgets of any size, and no budget.
 
-    It has what a search with plenty of memory asks for, the presets among it, and
+    These are what a search with plenty of memory asks for, the presets among it, and
     the fastest of every kind of segment with their forward pass rematerialized: of
     these, if the time of the settings is over, only what is known.
-
-    Returns:
-        It, and what was not measured, and why, or that it took longer than asked for;
-        "" if all was measured in time.
 
     Raises:
         CfpError: nothing can be measured.
     """
+    started = time.perf_counter()
     with open_context(mesh, cache_dir, _PLENTY_BYTES, settings) as context:
+        if context.rules.estimates:
+            found = _estimated(context, analysis, started, _TIGHT_BYTES)
+            costs = Costs(analysis, found.rates, measured=False)
+            options, fixed_ms = found.estimated, costs.fixed_ms
+            problem = build_problem(costs, options, None, fixed_ms=fixed_ms)
+            return AllBudgets(problem=problem, measured=False)
         # Rounds follow until one asks for nothing, and nothing races.
         context.measure.outlook.leave_open()
         rates = measured_rates(context)
@@ -362,7 +384,7 @@ def measure_all_budgets(
     missing = [item for item in wanted if item.outcome(records) is None]
     cut = _cut_text(wanted, missing, measurer.interrupted, asked_again)
     overtime = overtime_text("Measuring", late, given)
-    return problem, ". ".join(filter(None, (cut, overtime)))
+    return AllBudgets(problem=problem, cut=". ".join(filter(None, (cut, overtime))))
 
 
 def _cut_text(

@@ -29,6 +29,8 @@ from cfp.view.console import Fitted, new_table
 from cfp.view.model import strategy_text
 from cfp.view.words import SAME_MS
 
+# Where times of segments come from.
+MEASURED, ESTIMATED = "measured segments", "estimates"
 _HOW_TO_READ = (
     "Each line: what the whole step would take if all segments of the kind did so, and "
     "the others what goes best with it."
@@ -240,10 +242,15 @@ def trade_off_view(
     found: TradeOff,
     budget_bytes: int | None,
     border: box.Box,
+    source: str = MEASURED,
 ) -> RenderableType:
-    """The frontier as a table; below it what its names mean."""
+    """The frontier as a table; below it what its names mean.
+
+    Args:
+        source: words for where the times of segments come from.
+    """
     names = option_names(analysis, problem.options)
-    title = "Step time against memory, both predicted from measured segments"
+    title = f"Step time against memory, both predicted from {source}"
     numbers = dict.fromkeys(("memory", "step ms", "rematerialized"), "number")
     changes = "what changes (kind of segment: choices)"
     table = new_table(border, title, {"": "word", **numbers, changes: "text"})

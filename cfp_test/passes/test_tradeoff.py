@@ -78,11 +78,15 @@ def measured(analysis, mesh, folder, monkeypatch):
         monkeypatch.setattr(profile_pass, "time", clock)
         told = []
         settings = DetailedSettings(
-            per_kind=3, in_context=False, seconds=seconds, progress=told.append
+            per_kind=3,
+            in_context=False,
+            seconds=seconds,
+            progress=told.append,
+            measure=True,
         )
-        problem, cut = profile_pass.measure_all_budgets(
-            analysis, mesh, folder, settings
-        )
+        found = profile_pass.profile_all_budgets(analysis, mesh, folder, settings)
+        assert found.measured
+        problem, cut = found.problem, found.cut
         assert told and all(
             one.left_seconds in (None, math.inf)
             for one in told

@@ -24,19 +24,27 @@ from jax.extend.mlir.dialects import stablehlo
 
 SCATTER = "stablehlo.scatter"
 _NARROW = ("bf16", "f16")
+# Updates of a place. A mixture of experts puts back as many as a token has experts.
+_MANY = 8
 
 
 def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> bool:
-    """Rewrites a scatter, in place, if it is a 16-bit gradient of a lookup.
+    """Rewrites a scatter, in place, if it adds up 16-bit rows, many of which may meet.
+
+    They do where there are many more of them than rows of the result, and may where
+    this is the gradient of a table, some of whose rows many tokens have. Other sums
+    stay: where tokens are put back in order few meet, and devices would send twice as
+    much.
 
     Args:
-        tables: shapes of the program's arguments. Sums of other shapes stay: where
-            tokens are put back in order few meet, and devices would send twice as much.
+        tables: shapes of the program's arguments.
 
     Returns:
         Whether it was rewritten.
     """
-    if not _adds_up_narrow_rows(op) or tuple(op.results[0].type.shape) not in tables:
+    if not _adds_up_narrow_rows(op):
+        return False
+    if tuple(op.results[0].type.shape) not in tables and not _many_meet(op):
         return False
     zeros, places, updates = op.operands
     wide = ir.F32Type.get()
@@ -85,9 +93,15 @@ def select_words(op: ir.Operation) -> bool:
 def _adds_up_narrow_rows(op: ir.Operation) -> bool:
     if not _adds_to_zeros(op) or ir.BoolAttr(op.attributes["unique_indices"]).value:
         return False
-    if str(op.results[0].type.element_type) not in _NARROW:
-        return False
-    return bool(_dims(op).update_window_dims)
+    return str(op.results[0].type.element_type) in _NARROW
+
+
+def _many_meet(op: ir.Operation) -> bool:
+    """True if there are many more updates than places."""
+    updates = op.operands[2].type.shape
+    window = prod(updates[dim] for dim in _dims(op).update_window_dims)
+    places = prod(op.results[0].type.shape) / max(1, window)
+    return prod(updates) / max(1, window) > _MANY * places
 
 
 def _puts_one_word(op: ir.Operation) -> bool:

@@ -153,8 +153,11 @@ def remarks(plan: Plan) -> Iterator[str]:
         what = f"{count:.0f} of the step's own sharding constraints"
         yield f"left out: {what}, since the plan decides"
     if count := search.get("wide_sums", 0):
-        what = counted(count, "gradient of a lookup", "gradients of lookups")
-        yield f"added up in float32, and in 16 bits by the step: {what}"
+        what = counted(count, "scatter", "scatters")
+        yield (
+            f"summed in float32 instead of 16 bits: {what} (gradients of lookups, sums "
+            "of segments)"
+        )
 
 
 def unplanned_text(plan: Plan) -> str:

@@ -96,15 +96,15 @@ def largest(table, ids, rows):
 
 def two_words_of_tokens(table, ids, rows):
     words = jnp.stack([ids % 4, ids % 3], axis=1)
-    _, backward = jax.vjp(lambda rows: jnp.take_along_axis(rows, words, axis=1), rows)
+    logits = jnp.concatenate([rows, rows], axis=1)
+    _, backward = jax.vjp(lambda x: jnp.take_along_axis(x, words, axis=1), logits)
     return backward(rows[:, :2])[0] + table.sum().astype(rows.dtype)
 
 
 def a_token_of_each_word(table, ids, rows):
-    _, backward = jax.vjp(
-        lambda rows: jnp.take_along_axis(rows, ids[None, :4] % 8, axis=0), rows
-    )
-    return backward(rows[:1])[0] + table.sum().astype(rows.dtype)
+    logits = jnp.concatenate([rows, rows], axis=1)
+    _, backward = jax.vjp(lambda x: jnp.take_along_axis(x, ids[None], axis=0), logits)
+    return backward(logits[:1])[0] + table.sum().astype(rows.dtype)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_word_of_each_token_is_selected(kind, shape, seed):
     )
 
 
-@pytest.mark.explained("Added up in float32, and in 16 bits by the step")
+@pytest.mark.explained("Summed in float32 instead of 16 bits")
 @pytest.mark.parametrize("preset", ["data_parallel", "fully_sharded"])
 def test_plans_add_up_in_float32_and_say_so(preset):
     def step(table, head, ids):
@@ -181,9 +181,66 @@ def test_plans_add_up_in_float32_and_say_so(preset):
     plan = cfp.plan(
         step, table, head, ids, mesh=MESH, preset=preset, settings=plan_settings
     )
-    words = "dded up in float32, and in 16 bits by the step: 1 gradient of a lookup"
+    words = "ummed in float32 instead of 16 bits: 1 scatter (gradients of lookups"
     assert words in repr(plan)
     found = cfp.parallelize(step, mesh=MESH, plan=plan)(table, head, ids)
     # Each token adds 1 to each number of its row.
     assert np.asarray(found)[0].tolist() == [-4096.0] * 16
     assert not np.asarray(found)[1:].any()
+
+
+def of_stacked_tables(tables, ids, kind):
+    return tables.astype(kind)[1][ids]
+
+
+def of_a_padded_table(table, ids, kind):
+    return table.astype(kind)[:5][ids]
+
+
+def of_numbers(table, ids, kind):
+    return table[:, 0].astype(kind)[ids]
+
+
+def of_a_layers_table(tables, ids, kind):
+    def layer(total, table):
+        return total + table.astype(kind)[ids], None
+
+    zeros = jnp.zeros((len(ids), tables.shape[-1]), kind)
+    return jax.lax.scan(layer, zeros, tables)[0]
+
+
+@pytest.mark.parametrize(
+    ("looked_up", "shape"),
+    [
+        (of_stacked_tables, (3, 6, 4)),
+        (of_a_padded_table, (6, 4)),
+        (of_numbers, (6, 4)),
+        (of_a_layers_table, (3, 6, 4)),
+    ],
+)
+def test_sums_in_which_many_meet_are_wide_whatever_the_table(looked_up, shape):
+    def gradient(table, ids, kind=jnp.bfloat16):
+        def total(table):
+            return looked_up(table, ids, kind).astype(jnp.float32).sum()
+
+        return jax.grad(total)(table)
+
+    args = jnp.zeros(shape), jnp.zeros(4096, jnp.int32)
+    program, lowering = lowered(gradient, *args)
+    assert program.rewritten.wide_sums == 1
+    [found] = lowering.lowered.compile()(*args)
+    exact = gradient(*args, kind=jnp.float32)
+    assert float(exact.max()) == 4096.0
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(exact))
+
+
+def test_sums_of_segments_are_wide_where_many_meet():
+    def summed(rows, ids):
+        return jax.ops.segment_sum(rows, ids, num_segments=4)
+
+    args = jnp.ones((4096, 2), jnp.bfloat16), jnp.arange(4096) % 4
+    program, lowering = lowered(summed, *args)
+    assert program.rewritten.wide_sums == 1
+    assert (
+        np.asarray(lowering.lowered.compile()(*args)[0]).tolist() == [[1024.0] * 2] * 4
+    )

@@ -76,3 +76,13 @@ def listing() -> tuple[Any, tuple[Any, ...]]:
         return jax.tree.leaves(eqx.filter(update_only(net, x), eqx.is_array))
 
     return arrays_only, updating()[1]
+
+
+def widening() -> tuple[Any, tuple[Any, ...]]:
+    """A step whose state comes back in float32, two leaves of it from bfloat16."""
+
+    def wide(state: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+        return {name: value + x.sum() for name, value in state.items()}
+
+    narrow = jnp.zeros((4, 8), jnp.bfloat16)
+    return wide, ({"a": jnp.zeros((4, 8)), "b": narrow, "c": narrow}, jnp.ones(4))

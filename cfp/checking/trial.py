@@ -23,6 +23,7 @@ from cfp.checking.check import (
 from cfp.checking.reference import both_sides, no_room, reference_text
 from cfp.context import agreement_of
 from cfp.errors import CfpError, DeviceError
+from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.coordination import coordinated_planning
@@ -32,6 +33,9 @@ from cfp.program.fixed import fixed
 from cfp.program.step import FlatStep
 from cfp.runtime.execute import CompiledStep
 from cfp.targets import Target
+
+# A structure, and the types of its leaves.
+_Types = tuple[Any, list[jax.ShapeDtypeStruct]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,16 +302,37 @@ def _feedback(
         elif matches:
             found[position] = matches[0]
         elif donated and steps > 1:
+            first = start - count
+            leaves = step.arg_names[first:start]
+            lacks = _other_types(leaves, wanted, [whole, *parts])
             raise CfpError(
                 f"Argument {position} ({name}) is donated, and the step returns "
-                "nothing of its structure to take its place, so it can run only once. "
-                "Use --steps 1, or plan without donating it."
+                f"{lacks or 'nothing of its structure'} to take its place, so it can "
+                "run only once. Use --steps 1, or plan without donating it."
             )
     return found, names
 
 
-def _types(tree: Any, avals: Sequence[Any]) -> tuple[Any, list[tuple[Any, Any]]]:
-    return tree_structure(tree), [(aval.shape, aval.dtype) for aval in avals]
+def _other_types(
+    leaves: Sequence[str], wanted: _Types, returned: Sequence[_Types]
+) -> str:
+    """Says what differs in the result that is like an argument but for its types."""
+    for structure, types in returned:
+        if structure != wanted[0]:
+            continue
+        differ = [
+            f"{leaf} as {type_text(new)}, which was {type_text(old)},"
+            for leaf, old, new in zip(leaves, wanted[1], types, strict=True)
+            if old != new
+        ]
+        more = f" and {len(differ) - 1} more," if len(differ) > 1 else ""
+        return differ[0] + more
+    return ""
+
+
+def _types(tree: Any, avals: Sequence[Any]) -> _Types:
+    kinds = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    return tree_structure(tree), kinds
 
 
 def _metrics(result: Any, feedback: Mapping[int, int | None]) -> dict[str, float]:

@@ -431,7 +431,7 @@ def plan(
             print_view(lambda b: variants_view(found, b))
         print_plan(found.plan)
         _, _, count = found.name.partition(", microbatches ")
-        if count not in ("", "1"):
+        if count:
             print(f"Give cfp run --microbatches {count}, too.")
         suggest(found.plan, output)
         _end_interrupted(found)

@@ -91,7 +91,7 @@ def select_words(op: ir.Operation) -> bool:
 
 
 def _adds_up_narrow_rows(op: ir.Operation) -> bool:
-    if not _adds_to_zeros(op) or ir.BoolAttr(op.attributes["unique_indices"]).value:
+    if not _adds_to_zeros(op) or _says_unique(op):
         return False
     return str(op.results[0].type.element_type) in _NARROW
 
@@ -106,13 +106,14 @@ def _many_meet(op: ir.Operation) -> bool:
 
 def _puts_one_word(op: ir.Operation) -> bool:
     """True if all dims but the last are of tokens, and each has one update."""
-    if not _adds_to_zeros(op):
+    if not op.results[0].type.shape or not _adds_to_zeros(op):
         return False
     _, places, updates = (one.type.shape for one in op.operands)
-    *tokens, _ = op.results[0].type.shape
+    *tokens, words = op.results[0].type.shape
     dims, batching = _dims(op), [*range(len(tokens))]
     return (
         bool(tokens)
+        and words <= _most_counted(op.operands[1])
         and prod(places) == prod(updates) == prod(tokens)
         and not dims.update_window_dims
         and [*dims.scattered_dims_to_operand_dims] == [len(tokens)]
@@ -129,12 +130,21 @@ def _adds_to_zeros(op: ir.Operation) -> bool:
     return added == ["stablehlo.add", "stablehlo.return"]
 
 
+def _says_unique(op: ir.Operation) -> bool:
+    """True if no two updates are of one place; programs from elsewhere may not say."""
+    name = "unique_indices"
+    return name in op.attributes and ir.BoolAttr(op.attributes[name]).value
+
+
 def _dims(op: ir.Operation) -> stablehlo.ScatterDimensionNumbers:
     return stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
 
 
 def _is_zero(value: ir.Value) -> bool:
-    """True if all of a value's numbers are 0."""
+    """True if all of a value's numbers are 0, and floats."""
+    # The bindings know no attribute class for complex numbers.
+    if not isinstance(ir.RankedTensorType(value.type).element_type, ir.FloatType):
+        return False
     maker = _maker(value)
     while maker is not None and maker.name == "stablehlo.broadcast_in_dim":
         maker = _maker(maker.operands[0])
@@ -143,8 +153,13 @@ def _is_zero(value: ir.Value) -> bool:
     numbers = ir.DenseElementsAttr(maker.attributes["value"])
     if not numbers.is_splat:
         return False
-    splat = numbers.get_splat_value()
-    return isinstance(splat, ir.FloatAttr) and splat.value == 0.0
+    return ir.FloatAttr(numbers.get_splat_value()).value == 0.0
+
+
+def _most_counted(places: ir.Value) -> int:
+    """Counts the words that the type of places has numbers for, 0 included."""
+    kind = ir.IntegerType(ir.RankedTensorType(places.type).element_type)
+    return 2 ** (kind.width if kind.is_unsigned else kind.width - 1)
 
 
 def _maker(value: ir.Value) -> ir.Operation | None:

@@ -165,6 +165,55 @@ def test_a_word_of_each_token_is_selected(kind, shape, seed):
     )
 
 
+@pytest.mark.parametrize("kind", ["int8", "uint8"])
+@pytest.mark.parametrize("words", [100, 128, 129, 256, 257, 600])
+def test_labels_of_8_bits_have_one_word_each(kind, words):
+    """Numbers of words start again where the type of labels has no further ones."""
+
+    def function(logits, labels, gradient):
+        def taken(logits):
+            mode = "promise_in_bounds"
+            return jnp.take_along_axis(logits, labels[:, None], axis=-1, mode=mode)
+
+        return jax.vjp(taken, logits)[1](gradient[:, None])[0]
+
+    labels = np.arange(min(words, np.iinfo(kind).max + 1)).astype(kind)
+    gradient = np.linspace(1.0, 2.0, len(labels), dtype=np.float32)
+    args = jnp.ones((len(labels), words)), labels, gradient
+    [found] = lowered(function, *args)[1].lowered.compile()(*args)
+    expected = np.zeros((len(labels), words), np.float32)
+    expected[range(len(labels)), labels] = gradient
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_sums_of_complex_numbers_stay():
+    args = jnp.ones((4, 3), "complex64"), jnp.arange(4), jnp.full((4, 3), 1 + 2j)
+    program, lowering = lowered(gradient_of_lookup("complex64"), *args)
+    assert kinds_of_scatters(program) == ["complex<f32>"]
+    [found] = lowering.lowered.compile()(*args)
+    np.testing.assert_array_equal(found, args[2])
+
+
+def test_a_sum_into_a_single_number_stays():
+    def function(x):
+        return jnp.zeros(()).at[...].add(x)
+
+    program, lowering = lowered(function, jnp.float32(3.0))
+    assert kinds_of_scatters(program) == ["f32"]
+    assert lowering.lowered.compile()(jnp.float32(3.0))[0] == 3.0
+
+
+def test_an_exported_gradient_is_added_up_in_float32():
+    """Shows that an export leaves out what attributes are by default."""
+    ids, gradient = jnp.zeros(4096, jnp.int32), jnp.ones((4096, 2), jnp.bfloat16)
+    args = jnp.ones((2, 2)), ids, gradient
+    exported = jax.export.export(jax.jit(gradient_of_lookup()))(*args)
+    program, lowering = lowered(exported.call, *args)
+    assert kinds_of_scatters(program) == ["f32"]
+    [found] = lowering.lowered.compile()(*args)
+    assert float(found[0, 0]) == 4096.0
+
+
 @pytest.mark.explained("Summed in float32 instead of 16 bits")
 @pytest.mark.parametrize("preset", ["data_parallel", "fully_sharded"])
 def test_plans_add_up_in_float32_and_say_so(preset):

@@ -73,9 +73,10 @@ def select_words(op: ir.Operation) -> bool:
     Returns:
         Whether it was rewritten.
     """
-    if not _puts_one_word(op):
+    places = _places_of_words(op)
+    if places is None:
         return False
-    zeros, places, updates = op.operands
+    zeros, _, updates = op.operands
     kind = ir.RankedTensorType(op.results[0].type)
     *tokens, _ = kind.shape
     with ir.InsertionPoint(op), op.location:
@@ -104,27 +105,88 @@ def _many_meet(op: ir.Operation) -> bool:
     return prod(updates) / max(1, window) > _MANY * places
 
 
-def _puts_one_word(op: ir.Operation) -> bool:
-    """True if all dims but the last are of tokens, and each has one update."""
+def _places_of_words(op: ir.Operation) -> ir.Value | None:
+    """A word for each token, if all dims but the last are of tokens; None if not."""
     if not op.results[0].type.shape or not _adds_to_zeros(op):
-        return False
-    _, places, updates = (one.type.shape for one in op.operands)
+        return None
+    _, places, updates = op.operands
     *tokens, words = op.results[0].type.shape
     dims, batching = _dims(op), [*range(len(tokens))]
-    return (
+    scattered = [*dims.scattered_dims_to_operand_dims]
+    if dims.update_window_dims or prod(updates.type.shape) != prod(tokens):
+        return None
+    if scattered == [*batching, len(tokens)]:
+        places = _last_column(places, tokens)
+    elif (
+        scattered != [len(tokens)]
+        or [*dims.input_batching_dims] != batching
+        or [*dims.scatter_indices_batching_dims] != batching
+    ):
+        return None
+    is_fit = (
         bool(tokens)
-        and words <= _most_counted(op.operands[1])
-        and prod(places) == prod(updates) == prod(tokens)
-        and not dims.update_window_dims
-        and [*dims.scattered_dims_to_operand_dims] == [len(tokens)]
-        and [*dims.input_batching_dims] == batching
-        and [*dims.scatter_indices_batching_dims] == batching
+        and places is not None
+        and prod(places.type.shape) == prod(tokens)
+        and words <= _most_counted(places)
     )
+    return places if is_fit else None
+
+
+def _last_column(places: ir.Value, tokens: list[int]) -> ir.Value | None:
+    """The last column of an index, if those before it are the numbers of tokens.
+
+    ``logits[jnp.arange(n), labels]`` has such an index.
+    """
+    maker = _maker(places)
+    if maker is None or maker.name != "stablehlo.concatenate":
+        return None
+    dims = range(len(tokens))
+    *before, last = maker.operands
+    columns = [[*tokens, 1]] * (len(tokens) + 1)
+    if [[*one.type.shape] for one in maker.operands] != columns:
+        return None
+    are_numbers = all(map(_is_number_along, before, dims))
+    return last if are_numbers else None
+
+
+def _is_number_along(value: ir.Value, dim: int) -> bool:
+    """True if a value is the number of its place along one of its dims, from 0."""
+    maker = _maker(value)
+    if maker is None:
+        return False
+    operands = list(maker.operands)
+    if maker.name == "stablehlo.iota":
+        is_along = ir.IntegerAttr(maker.attributes["iota_dimension"]).value == dim
+        return is_along and value.type.shape[dim] <= _most_counted(value)
+    if maker.name == "stablehlo.broadcast_in_dim":
+        [taken] = operands
+        dims = [*ir.DenseI64ArrayAttr(maker.attributes["broadcast_dimensions"])]
+        if dim not in dims:
+            return False
+        place = dims.index(dim)
+        is_whole = taken.type.shape[place] == value.type.shape[dim]
+        return is_whole and _is_number_along(taken, place)
+    if maker.name == "stablehlo.select":
+        # What is below zero counts from the end, and this is not.
+        is_below, _, otherwise = operands
+        compared = _maker(is_below)
+        return (
+            compared is not None
+            and compared.name == "stablehlo.compare"
+            and "LT" in str(compared.attributes["comparison_direction"])
+            and compared.operands[0] == otherwise
+            and _is_zero(compared.operands[1])
+            and _is_number_along(otherwise, dim)
+        )
+    return False
 
 
 def _adds_to_zeros(op: ir.Operation) -> bool:
-    """True if a scatter of one array adds its updates to zeros."""
-    if len(op.operands) != 3 or not _is_zero(op.operands[0]):
+    """True if a scatter of one array adds its updates to zeros that are floats."""
+    element = ir.RankedTensorType(op.results[0].type).element_type
+    if len(op.operands) != 3 or not isinstance(element, ir.FloatType):
+        return False
+    if not _is_zero(op.operands[0]):
         return False
     added = [one.operation.name for one in op.regions[0].blocks[0].operations]
     return added == ["stablehlo.add", "stablehlo.return"]
@@ -141,10 +203,7 @@ def _dims(op: ir.Operation) -> stablehlo.ScatterDimensionNumbers:
 
 
 def _is_zero(value: ir.Value) -> bool:
-    """True if all of a value's numbers are 0, and floats."""
-    # The bindings know no attribute class for complex numbers.
-    if not isinstance(ir.RankedTensorType(value.type).element_type, ir.FloatType):
-        return False
+    """True if all of a value's numbers, floats or integers, are 0."""
     maker = _maker(value)
     while maker is not None and maker.name == "stablehlo.broadcast_in_dim":
         maker = _maker(maker.operands[0])
@@ -153,7 +212,9 @@ def _is_zero(value: ir.Value) -> bool:
     numbers = ir.DenseElementsAttr(maker.attributes["value"])
     if not numbers.is_splat:
         return False
-    return ir.FloatAttr(numbers.get_splat_value()).value == 0.0
+    splat = numbers.get_splat_value()
+    is_float = isinstance(splat, ir.FloatAttr)
+    return (splat if is_float else ir.IntegerAttr(splat)).value == 0
 
 
 def _most_counted(places: ir.Value) -> int:

@@ -538,9 +538,9 @@ def test_tracing_counts_as_time_of_a_variant(monkeypatch, clock, tmp_path):
 def test_what_was_estimated_of_a_variant_is_not_estimated_again(monkeypatch, tmp_path):
     made, whole = [], profiling._estimated
 
-    def estimated(context, analysis, started):
+    def estimated(context, analysis, *more):
         made.append(BY_AXES[len(context.mesh.axis_names)])
-        return whole(context, analysis, started)
+        return whole(context, analysis, *more)
 
     monkeypatch.setattr(profiling, "_estimated", estimated)
     found = cfp.plan_fastest(SHAPES, rule_out=True, **small(tmp_path))

@@ -302,8 +302,7 @@ def _feedback(
         elif matches:
             found[position] = matches[0]
         elif donated and steps > 1:
-            first = start - count
-            leaves = step.arg_names[first:start]
+            leaves = step.arg_names[start - count : start]
             lacks = _other_types(leaves, wanted, [whole, *parts])
             raise CfpError(
                 f"Argument {position} ({name}) is donated, and the step returns "

@@ -54,13 +54,7 @@ from cfp.printable import mesh_text
 from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.store import store_path
 from cfp.report import passes
-from cfp.report.explained import (
-    ESTIMATED,
-    MEASURED,
-    plot_trade_off,
-    trade_off_data,
-    trade_off_view,
-)
+from cfp.report.explained import plot_trade_off, trade_off_data, trade_off_view
 from cfp.report.progress import Display
 from cfp.search.tradeoff import trade_off
 from cfp.settings import Dimension
@@ -593,10 +587,9 @@ def show_trade_off(ctx: typer.Context) -> None:
             data = trade_off_data(session.analysis, problem, found, budget)
             print_json({**data, "measured": every.measured, "cut": every.cut})
             return
-        source = MEASURED if every.measured else ESTIMATED
         print_view(
             lambda b: trade_off_view(
-                session.analysis, problem, found, budget, b, source=source
+                session.analysis, problem, found, budget, b, every.measured
             )
         )
         if every.cut:

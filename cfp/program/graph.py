@@ -201,8 +201,7 @@ class Rewritten:
 
     Attributes:
         erased_constraints: sharding constraints of the user's own that were removed.
-        wide_sums: gradients of lookups that are added up in float32, and were in 16
-            bits.
+        wide_sums: scatters that add up in float32 what the step adds up in 16 bits.
     """
 
     erased_constraints: int = 0

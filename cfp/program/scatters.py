@@ -22,10 +22,26 @@ from math import prod
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
-SCATTER = "stablehlo.scatter"
+from cfp.program import shardy
+
+_SCATTER = "stablehlo.scatter"
 _NARROW = ("bf16", "f16")
 # Updates of a place. A mixture of experts puts back as many as a token has experts.
 _MANY = 8
+
+
+def rewrite_scatters(module: ir.Module) -> int:
+    """Rewrites scatters of a normalised module that are slow on GPUs, in place.
+
+    Returns:
+        How many of them add up in float32 what they added up in 16 bits.
+    """
+    function = shardy.main_function(module)
+    tables = {tuple(one.type.shape) for one in shardy.main_block(module).arguments}
+    scatters = [op for op in shardy.walk(function) if op.name == _SCATTER]
+    with module.context, ir.Location.unknown():
+        left = [op for op in scatters if not select_words(op)]
+        return sum(add_up_in_float32(op, tables) for op in left)
 
 
 def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> bool:
@@ -52,7 +68,7 @@ def add_up_in_float32(op: ir.Operation, tables: Collection[tuple[int, ...]]) -> 
     attributes = {name: op.attributes[name] for name in op.attributes}
     with ir.InsertionPoint(op), op.location:
         scatter = ir.Operation.create(
-            SCATTER,
+            _SCATTER,
             results=[_of_type(kind, wide)],
             operands=[_converted(zeros, wide), places, _converted(updates, wide)],
             attributes=attributes,
@@ -137,7 +153,7 @@ def _last_column(places: ir.Value, tokens: list[int]) -> ir.Value | None:
 
     ``logits[jnp.arange(n), labels]`` has such an index.
     """
-    maker = _maker(places)
+    maker = shardy.owner_of(places)
     if maker is None or maker.name != "stablehlo.concatenate":
         return None
     dims = range(len(tokens))
@@ -151,7 +167,7 @@ def _last_column(places: ir.Value, tokens: list[int]) -> ir.Value | None:
 
 def _is_number_along(value: ir.Value, dim: int) -> bool:
     """True if a value is the number of its place along one of its dims, from 0."""
-    maker = _maker(value)
+    maker = shardy.owner_of(value)
     if maker is None:
         return False
     operands = list(maker.operands)
@@ -169,7 +185,7 @@ def _is_number_along(value: ir.Value, dim: int) -> bool:
     if maker.name == "stablehlo.select":
         # What is below zero counts from the end, and this is not.
         is_below, _, otherwise = operands
-        compared = _maker(is_below)
+        compared = shardy.owner_of(is_below)
         return (
             compared is not None
             and compared.name == "stablehlo.compare"
@@ -204,9 +220,9 @@ def _dims(op: ir.Operation) -> stablehlo.ScatterDimensionNumbers:
 
 def _is_zero(value: ir.Value) -> bool:
     """True if all of a value's numbers, floats or integers, are 0."""
-    maker = _maker(value)
+    maker = shardy.owner_of(value)
     while maker is not None and maker.name == "stablehlo.broadcast_in_dim":
-        maker = _maker(maker.operands[0])
+        maker = shardy.owner_of(maker.operands[0])
     if maker is None or maker.name != "stablehlo.constant":
         return False
     numbers = ir.DenseElementsAttr(maker.attributes["value"])
@@ -221,11 +237,6 @@ def _most_counted(places: ir.Value) -> int:
     """Counts the words that the type of places has numbers for, 0 included."""
     kind = ir.IntegerType(ir.RankedTensorType(places.type).element_type)
     return 2 ** (kind.width if kind.is_unsigned else kind.width - 1)
-
-
-def _maker(value: ir.Value) -> ir.Operation | None:
-    owner = value.owner
-    return None if isinstance(owner, ir.Block) else owner.operation
 
 
 def _spread(value: ir.Value, tokens: list[int], shape: list[int]) -> ir.Value:

@@ -17,8 +17,7 @@ from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import sdy
 
 from cfp.program.corrections import relayout
-from cfp.program.graph import Rewritten, Spec
-from cfp.program.scatters import SCATTER, add_up_in_float32, select_words
+from cfp.program.graph import Spec
 
 _INLINE = "builtin.module(inline,symbol-dce,sdy-import-func-calls,symbol-dce)"
 _STRIP = "builtin.module(strip-debuginfo)"
@@ -233,17 +232,16 @@ def replace_body(target: ir.Module, source: ir.Module) -> None:
             op.operation.clone()
 
 
-def normalise(module: ir.Module) -> Rewritten:
+def normalise(module: ir.Module) -> int:
     """Inlines every call and removes the user's own sharding constraints.
 
     And conversions to the type that a value has, which JAX writes where a number is
     passed in place of an array, or the reverse: both make one program then. Loops that
     run once are taken apart: inlining comes first, the innermost loops next.
-    Convolutions that XLA would split wrongly get another layout, and scatters that
-    are slow on GPUs are computed in another way (:mod:`cfp.program.scatters`).
+    Convolutions that XLA would split wrongly get another layout.
 
     Returns:
-        Counts of what was changed, beside calls and names.
+        The number of sharding constraints that were removed.
     """
     with module.context, ir.Location.unknown():
         passmanager.PassManager.parse(_INLINE).run(module.operation)
@@ -256,8 +254,7 @@ def normalise(module: ir.Module) -> Rewritten:
             for op in walk(each) if each != function else ():
                 if op.name == "sdy.named_computation":
                     _inline(op)
-        erased = wide_sums = 0
-        tables = {tuple(one.type.shape) for one in main_block(module).arguments}
+        erased = 0
         for op in walk(function):
             if op.name == "sdy.named_computation":
                 _inline(op)
@@ -268,18 +265,14 @@ def normalise(module: ir.Module) -> Rewritten:
                 forward(op, [op.operands[0]])
             elif op.name not in REGION_OPS:
                 _sink_constants(op)
-                if op.name == SCATTER:
-                    if not select_words(op):
-                        wide_sums += add_up_in_float32(op, tables)
-                else:
-                    relayout(op)
+                relayout(op)
             elif op.name == "stablehlo.while" and _runs_once(op):
                 # A scan over a single microbatch hides nothing then.
                 _put_in_place(op, op.regions[1])
         for each in functions(module.operation):
             _separate_constants(each)
         _tidy_moves(function)
-    return Rewritten(erased_constraints=erased, wide_sums=wide_sums)
+    return erased
 
 
 def _keeps_type(op: ir.Operation) -> bool:

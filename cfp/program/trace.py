@@ -32,6 +32,7 @@ from cfp.program.meaning import check_settings
 from cfp.program.memory import in_memory, placed_avals
 from cfp.program.partitioned import deferred, lowering_parameters
 from cfp.program.read import read_program
+from cfp.program.scatters import rewrite_scatters
 from cfp.program.step import FlatStep, given_bytes
 
 # What programs for devices that are not there are lowered for.
@@ -204,7 +205,8 @@ def lower_step(
     every = shardy.every_op(module)
     if any(shardy.call_target(op) == "InspectSharding" for op in every):
         raise StepNotTraceable(_INSPECTED)
-    rewritten = shardy.normalise(module)
+    erased, wide = shardy.normalise(module), rewrite_scatters(module)
+    rewritten = Rewritten(erased_constraints=erased, wide_sums=wide)
     return Lowering(lowered, module, out_tree, rewritten, alarm)
 
 

@@ -29,8 +29,6 @@ from cfp.view.console import Fitted, new_table
 from cfp.view.model import strategy_text
 from cfp.view.words import SAME_MS
 
-# Where times of segments come from.
-MEASURED, ESTIMATED = "measured segments", "estimates"
 _HOW_TO_READ = (
     "Each line: what the whole step would take if all segments of the kind did so, and "
     "the others what goes best with it."
@@ -242,14 +240,15 @@ def trade_off_view(
     found: TradeOff,
     budget_bytes: int | None,
     border: box.Box,
-    source: str = MEASURED,
+    measured: bool = True,
 ) -> RenderableType:
     """The frontier as a table; below it what its names mean.
 
     Args:
-        source: words for where the times of segments come from.
+        measured: whether segments were; otherwise they are estimated.
     """
     names = option_names(analysis, problem.options)
+    source = "measured segments" if measured else "estimates"
     title = f"Step time against memory, both predicted from {source}"
     numbers = dict.fromkeys(("memory", "step ms", "rematerialized"), "number")
     changes = "what changes (kind of segment: choices)"

@@ -29,7 +29,7 @@ from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp import platform
-from cfp.program import shardy
+from cfp.program import scatters
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import lower_step, planning_mesh
 from cfp_test.scripts.rows import Rows
@@ -175,7 +175,7 @@ def _written(way: str) -> Iterator[None]:
     left["in float32"] = ("select_words",)
     with ExitStack() as stack:
         for name in left.get(way, ()):
-            stays = mock.patch.object(shardy, name, return_value=False)
+            stays = mock.patch.object(scatters, name, return_value=False)
             stack.enter_context(stays)
         yield
 

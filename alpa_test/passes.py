@@ -22,9 +22,9 @@ from cfp.profiling.runner import execute
 from cfp.solution import Candidate
 from cfp.targets import model_target
 from cfp.units import parse_bytes
-from cfp_test import model_passes, three_passes
 from cfp_test.bench.case import make_choice
 from cfp_test.bench.clock import QUICK_TURN, turn_on
+from cfp_test.passes import model_passes, three_passes
 
 RUNS = 3
 

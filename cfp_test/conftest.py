@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, settings
 
-from cfp_test.quick_flags import QUICK_FLAGS
+from cfp_test.support.quick_flags import QUICK_FLAGS
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.pop("COLUMNS", None)  # Text is as wide as where nothing says it.
@@ -38,19 +38,19 @@ settings.load_profile("unhurried")
 # Files that take longest. With several processes they come first: what is left for the
 # end is short, and no process waits for another. The very first are those that wait for
 # others, too: in CI, other checks run meanwhile.
-_LONGEST = (
-    *("test_several", "cluster/test_ray", "profiling/test_faults", "bench/test_suite"),
-    *("test_planner", "race/test_race", "checks/test_check", "moe/test_moe_passes"),
-    *("analysis/test_truncate", "program/test_partitioned", "plan/test_keep"),
-    *("test_cli", "plan/test_adapt", "test_api", "discovery/test_discover"),
-    *("models/test_models", "attention/test_tools", "profiling/test_collectives"),
-    *("presets/test_presets", "attention/test_replaced", "analysis/test_blocks"),
-    *("attention/test_called", "attention/test_masks", "presets/test_propagated"),
-    *("test_variants", "proving/test_proving", "bench/test_scripts", "test_docs"),
-    *("analysis/test_communication", "analysis/test_segments", "patterns/test_forms"),
-    *("race/test_remembered", "patterns/test_zoo", "patterns/test_cross_entropy"),
-    *("test_tutorial", "test_one_device", "test_estimated", "test_alone"),
-)
+_LONGEST = """
+    distributed/test_several cluster/test_ray profiling/test_faults bench/test_suite
+    api/test_planner race/test_race checks/test_check moe/test_moe_passes
+    analysis/test_truncate program/test_partitioned plan/test_keep cli/test_cli
+    plan/test_adapt api/test_api discovery/test_discover models/test_models
+    attention/test_tools profiling/test_collectives presets/test_presets
+    attention/test_replaced analysis/test_blocks attention/test_called
+    attention/test_masks presets/test_propagated api/test_variants
+    proving/test_proving bench/test_scripts docs/test_docs
+    analysis/test_communication analysis/test_segments patterns/test_forms
+    race/test_remembered patterns/test_zoo patterns/test_cross_entropy
+    docs/test_tutorial api/test_one_device api/test_estimated api/test_alone
+""".split()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="module", autouse=True)
 def steady_times():
     """Programs take the same time whenever and wherever they run."""
-    from cfp_test.injected import hold_times
+    from cfp_test.support.injected import hold_times
 
     with pytest.MonkeyPatch.context() as patch:
         hold_times(patch)

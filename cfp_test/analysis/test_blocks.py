@@ -10,9 +10,9 @@ from cfp.analysis.analyze import build_frame
 from cfp.analysis.flow import passes, scope_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night
 from cfp_test.programs.registry import PROGRAMS, programs_on
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night
 
 SIZES = (("x", 4),)
 MESH = make_mesh(SIZES)

@@ -15,7 +15,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.view import words
 from cfp.view.remarks import remarks
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 AXES = (("x", 2), ("y", 2))
 TARGET = cfp.described("4xh100", x=2, y=2)

@@ -43,8 +43,8 @@ from cfp.program.graft import lower_part
 from cfp.program.signature import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night, cover_values
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night, cover_values
 
 MODELS = ("gpt", "moe", "bert", "llama")
 MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}

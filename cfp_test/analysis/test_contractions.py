@@ -9,8 +9,8 @@ from cfp.analysis.contractions import find_members, is_contraction
 from cfp.analysis.numbering import number_values
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
 from cfp_test.programs.common import normal
+from cfp_test.support.checking import make_mesh
 
 MESH = make_mesh((("x", 4),))
 

@@ -17,10 +17,10 @@ from cfp_test.analysis.generating import (
     WIDTH,
     donating,
 )
-from cfp_test.checking import compile_choice, differences, prepare
-from cfp_test.covering import cover_values
 from cfp_test.programs.interface import decoding_step
 from cfp_test.programs.registry import PROGRAMS
+from cfp_test.support.checking import compile_choice, differences, prepare
+from cfp_test.support.covering import cover_values
 
 MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
 COLLECTIVE = r" (all-\w+|reduce-scatter|collective-permute)(-start)?\("

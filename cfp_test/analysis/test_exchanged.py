@@ -14,7 +14,7 @@ from cfp.analysis.strategies import AxisChoice, block_strategies, describe
 from cfp.plan.describe import axis_roles
 from cfp.plan.parts import roles_text
 from cfp.profiling.hlo import collectives_in
-from cfp_test.checking import compile_choice, differences, prepare
+from cfp_test.support.checking import compile_choice, differences, prepare
 
 VOCABULARY, ROWS, COLUMNS = 64, 16, 32
 AXES = {"x": 2, "y": 2, "z": 2}

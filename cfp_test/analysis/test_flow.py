@@ -5,7 +5,7 @@ from cfp.analysis.analyze import build_frame
 from cfp.analysis.flow import NEVER, Flow, first_downstream, passes
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 MESH = make_mesh((("x", 4),))
 X = jnp.ones((8, 16))

@@ -9,7 +9,7 @@ from cfp.analysis.analyze import build_frame
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 MESH = (("x", 4),)
 NODES, EDGES, WIDTH = 1024, 8192, 128

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, reject, seed, settings
 from hypothesis import strategies as st
 
-from cfp_test.checking import compile_choice, differences, draw, make_mesh, prepare
 from cfp_test.generated.strategy import all_kinds, steps
+from cfp_test.support.checking import (
+    compile_choice,
+    differences,
+    draw,
+    make_mesh,
+    prepare,
+)
 
 PARTS, PART = 5, 52
 MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}

@@ -14,8 +14,8 @@ from cfp.analysis.layout import lay_out
 from cfp.analysis.strategies import AxisChoice
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
-from cfp_test.checking import compile_choice, differences, prepare
 from cfp_test.programs.common import normal, squares, training
+from cfp_test.support.checking import compile_choice, differences, prepare
 
 SIZES = (("x", 2), ("y", 2))
 B, S, D, N, G, E = 2, 16, 32, 2, 4, 8

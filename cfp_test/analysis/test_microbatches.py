@@ -22,10 +22,16 @@ from cfp.program.rematerialize import rematerializable, tag_of
 from cfp.program.signature import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, trace
-from cfp_test.checking import differences, make_mesh, prepare, shardings, spec_of
-from cfp_test.covering import at_night, cover_values
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.common import normal, squares
+from cfp_test.support.checking import (
+    differences,
+    make_mesh,
+    prepare,
+    shardings,
+    spec_of,
+)
+from cfp_test.support.covering import at_night, cover_values
 
 SIZES = (("x", 4),)
 LAYERS = 3

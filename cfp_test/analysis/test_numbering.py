@@ -7,7 +7,7 @@ import numpy as np
 from cfp.analysis.numbering import number_values, squeeze
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 MESH = make_mesh((("x", 4),))
 X = jnp.ones((8, 16))

@@ -23,9 +23,9 @@ from cfp.program.constrain import propagate
 from cfp.program.graph import op_flops
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import compile_choice, differences, make_mesh, prepare
+from cfp_test.cli.toy_targets import experts
 from cfp_test.programs.registry import PROGRAMS
-from cfp_test.toy_targets import experts
+from cfp_test.support.checking import compile_choice, differences, make_mesh, prepare
 
 MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
 CUDA = cfp.described("4xh200").abstract

@@ -10,7 +10,7 @@ from cfp.analysis.analyze import build_frame
 from cfp.analysis.strategies import NONE, block_strategies
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 AXES = (("x", 2), ("y", 2), ("z", 2))
 SUMMED, WRONG = ("y", "z"), (("x", "z"), None, None)

@@ -9,10 +9,10 @@ from cfp.analysis.strategies import block_strategies, describe
 from cfp.models import registry
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.common import normal, squares, training
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night
 
 SIZES = (("x", 4),)
 MESH = make_mesh(SIZES)

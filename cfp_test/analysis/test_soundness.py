@@ -3,9 +3,9 @@
 import pytest
 
 from cfp.presets.presets import presets
-from cfp_test.checking import compile_choice, differences, draw, prepare
-from cfp_test.covering import at_night
 from cfp_test.programs.registry import PROGRAMS, programs_on
+from cfp_test.support.checking import compile_choice, differences, draw, prepare
+from cfp_test.support.covering import at_night
 
 MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
 SEEDS = range(5)

@@ -9,9 +9,9 @@ from cfp.analysis.flow import Flow
 from cfp.analysis.storage import extend_spec, find_storage, pair_outputs
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
 from cfp_test.programs.common import normal
 from cfp_test.programs.registry import PROGRAMS
+from cfp_test.support.checking import make_mesh
 
 MESH = make_mesh((("x", 4),))
 

@@ -13,7 +13,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.jobs import constraints_of, whole_job
 from cfp.settings import ConstraintLevel
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 SIZES = (("x", 4),)
 

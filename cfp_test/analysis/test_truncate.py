@@ -42,8 +42,8 @@ from cfp_test.analysis.stacks import (
     stack_of,
     trained,
 )
-from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY
+from cfp_test.support.covering import at_night
 
 NUMBER = re.compile(r"\d+")
 LAYER = re.compile(r"[Ll]ayers?[_/]\d+")

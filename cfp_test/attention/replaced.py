@@ -22,7 +22,7 @@ from cfp.program.replace import Replacement, Sites
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import trace
 from cfp.runtime.execute import CompiledStep, compile_step
-from cfp_test.named_kernels import kernels_named
+from cfp_test.support.named_kernels import kernels_named
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from cfp.passes.pipeline import analyze_step, decide
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.solution import Candidate, Solution
-from cfp_test.checking import make_mesh
-from cfp_test.named_kernels import kernels_named
 from cfp_test.programs.common import normal
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.named_kernels import kernels_named
 
 # No two dims are of one size.
 LOCAL, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, CHUNK = 96, 16, 8, 4, 24, 32

@@ -12,8 +12,8 @@ from cfp.attention.matching.functions import Way
 from cfp.attention.matching.ways import refusal_of
 from cfp_test.attention.called import cudnn_on_cpus
 from cfp_test.attention.replaced import Step
-from cfp_test.checking import make_mesh
 from cfp_test.programs.common import normal
+from cfp_test.support.checking import make_mesh
 
 BATCH, TOKENS, HEADS, HEAD_DIM = 4, 16, 2, 8
 HIDDEN = HEADS * HEAD_DIM

@@ -39,9 +39,9 @@ from cfp.program.trace import trace
 from cfp.program.widen import widen
 from cfp.solution import Candidate, Solution
 from cfp_test.attention.called import cudnn_on_cpus
-from cfp_test.checking import make_mesh
-from cfp_test.covering import cover_values
 from cfp_test.programs.common import normal
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import cover_values
 
 BATCH, TOKENS, HEADS, HEAD_DIM, HIDDEN, CHUNK = 2, 64, 4, 8, 24, 16
 MESHES = {"x=4": (("x", 4),), "x=2,y=2": (("x", 2), ("y", 2))}

@@ -26,7 +26,7 @@ from cfp.attention.problem import (
 from cfp.attention.ring import from_zigzag, local_positions, to_zigzag, zigzag_order
 from cfp.cluster.doctor import CHECKS
 from cfp_test.attention.matrix import inputs, mesh_of, packed
-from cfp_test.covering import at_night
+from cfp_test.support.covering import at_night
 
 SCORES = Scores(scale=0.3)
 CAUSAL = Mask(causal=True, left=None, right=None, keys=None)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cfp.attention import chunked
 from cfp_test.attention.replaced import Step
-from cfp_test.checking import make_mesh
 from cfp_test.programs.common import normal
+from cfp_test.support.checking import make_mesh
 
 BATCH, TOKENS, HEADS, HEAD_DIM = 4, 16, 2, 4
 PLACE = np.arange(TOKENS)

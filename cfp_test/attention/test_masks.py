@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from cfp.attention import chunked
 from cfp_test.attention.replaced import Step
-from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night
 from cfp_test.programs.common import normal
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night
 
 BATCH, TOKENS, HEADS, HEAD_DIM = 4, 16, 2, 4
 HIDDEN = HEADS * HEAD_DIM

@@ -14,11 +14,11 @@ from cfp.program.constrain import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, planning_mesh, trace
-from cfp_test.checking import differences, prepare, shardings
-from cfp_test.named_kernels import kernels_named
 from cfp_test.programs import attentive
 from cfp_test.programs.common import normal
 from cfp_test.programs.registry import PROGRAMS
+from cfp_test.support.checking import differences, prepare, shardings
+from cfp_test.support.named_kernels import kernels_named
 
 SIZES = (("x", 4),)
 SHAPE = (4, 16, 4, 8)

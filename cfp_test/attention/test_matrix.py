@@ -6,7 +6,7 @@ import pytest
 
 from cfp_test.attention import matrix
 from cfp_test.attention.matrix import Cell
-from cfp_test.covering import at_night
+from cfp_test.support.covering import at_night
 
 
 def cell(strategy, devices, mask, heads, dtype, **more):

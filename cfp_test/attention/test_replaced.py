@@ -12,10 +12,10 @@ import pytest
 
 from cfp.attention import chunked
 from cfp_test.attention.replaced import Step
-from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night
 from cfp_test.models.tiny import draw_start
 from cfp_test.programs import attentive
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "compared_on_one")
 

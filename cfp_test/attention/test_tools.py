@@ -11,15 +11,15 @@ import pytest
 from jax.sharding import NamedSharding
 
 from cfp.models.llama import init_params
-from cfp_test.cli_runner import ROOT, environment
-from cfp_test.forking import quick_python
+from cfp_test.cli.cli_runner import ROOT, environment
 from cfp_test.results import attention
 from cfp_test.ring import checkpoint, lengths
 from cfp_test.ring.__main__ import parse
+from cfp_test.support.forking import quick_python
+from cfp_test.support.waiting import GUARD_SECONDS
 from cfp_test.ulysses import check_qkv
 from cfp_test.ulysses.__main__ import parse as read_ulysses
 from cfp_test.ulysses.run import TOKENS, Training, attend_in_mode
-from cfp_test.waiting import GUARD_SECONDS
 
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 

@@ -16,10 +16,10 @@ from cfp.presets.presets import presets
 from cfp.profiling.rates import KINDS, Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night
 
 ONE_AXIS = (("x", 4),)
 TWO_AXES = (("x", 2), ("y", 2))

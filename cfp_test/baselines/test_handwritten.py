@@ -16,8 +16,8 @@ from cfp.models import MODELS, logical_names
 from cfp.models.layers import attending_by
 from cfp.profiling.hlo import collectives_in
 from cfp.program.trace import planning_mesh
-from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY, draw_start, quick_jit
+from cfp_test.support.covering import at_night
 
 STEPS = 3
 TOLERANCE = 1e-4

@@ -3,9 +3,9 @@
 import subprocess
 import sys
 
-from cfp_test.cli_runner import environment
-from cfp_test.forking import quick_python
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.cli.cli_runner import environment
+from cfp_test.support.forking import quick_python
+from cfp_test.support.waiting import GUARD_SECONDS
 
 # A solver that prints while it is at work, then solves as it would.
 PROGRAM = """

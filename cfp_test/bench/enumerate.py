@@ -45,10 +45,10 @@ from cfp.profiling.runner import execute
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
 from cfp.targets import model_target
-from cfp_test import model_passes, three_passes
 from cfp_test.bench.case import Ready, make_choice
 from cfp_test.bench.clock import QUICK_TURN, traced, turn_on
 from cfp_test.bench.passes import SIZES
+from cfp_test.passes import model_passes, three_passes
 
 RUNS = 3
 

@@ -77,12 +77,12 @@ from cfp.settings import ConstraintLevel, Replacing
 from cfp.solution import Candidate
 from cfp.targets import resolve
 from cfp_test.bench.mechanisms_list import MECHANISMS, Mechanism, without
-from cfp_test.checking import make_mesh
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.race.results import result_of
 from cfp_test.results.mechanisms import WITH_ALL
 from cfp_test.search.made_up import estimated, rates_of
+from cfp_test.support.checking import make_mesh
 
 ROOT = Path(__file__).parents[2]
 

@@ -44,7 +44,7 @@ from cfp.race import race as races
 from cfp.race import turns
 from cfp.race.programs import TOO_LATE
 from cfp.targets import resolve
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 SECONDS = {
     "rates": 5.7,

@@ -51,7 +51,7 @@ from cfp.race import compile as race_compile
 from cfp.race import turns
 from cfp.race.race import race
 from cfp.targets import resolve
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 MODELS = {
     "gpt": "gpt --layers 4 --hidden 4096 --heads 32 --batch 12 --seq 1024",

@@ -37,8 +37,8 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.search.choices import estimate_kinds, leading_presets
 from cfp.search.requests import RequestBuilder
-from cfp_test.checking import make_mesh
 from cfp_test.programs.registry import PROGRAMS, programs_on
+from cfp_test.support.checking import make_mesh
 
 SIZES = (("x", 4),)
 

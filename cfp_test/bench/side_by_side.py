@@ -76,7 +76,7 @@ from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate, Solution
 from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of
 from cfp_test.bench.configs import SUITES, small
-from cfp_test.waiting import end_group
+from cfp_test.support.waiting import end_group
 
 AXES = (("x", 2),)
 # Batches are half of the suite's, which are for four devices.

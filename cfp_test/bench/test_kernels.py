@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from cfp_test.bench.kernels import covered, split, trace_split
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 MS = 1e6  # nanoseconds
 

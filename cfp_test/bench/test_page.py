@@ -6,9 +6,9 @@ import sys
 
 from cfp_test.bench.made_rows import ROWS, made
 from cfp_test.bench.page import page
-from cfp_test.cli_runner import environment
-from cfp_test.forking import quick_python
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.cli.cli_runner import environment
+from cfp_test.support.forking import quick_python
+from cfp_test.support.waiting import GUARD_SECONDS
 
 
 def results():

@@ -6,8 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
-from cfp_test.cli_runner import ROOT, environment, steady_python
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.cli.cli_runner import ROOT, environment, steady_python
+from cfp_test.support.waiting import GUARD_SECONDS
 
 SIZES = "--hidden_size 32 --seq_len 16 --num_heads 4 --vocab_size 96 --quick"
 CPU = "--platform cpu --devices 4"

@@ -20,9 +20,9 @@ from cfp_test.bench.competitors import handwritten
 from cfp_test.bench.configs import SUITES, configs, small
 from cfp_test.bench.journal import Journal
 from cfp_test.bench.rows import rows_of
-from cfp_test.cli_runner import environment, run_batch, run_one
-from cfp_test.forking import quick_python
-from cfp_test.waiting import end_of, running, until
+from cfp_test.cli.cli_runner import environment, run_batch, run_one
+from cfp_test.support.forking import quick_python
+from cfp_test.support.waiting import end_of, running, until
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -119,7 +119,7 @@ def test_bench_survives_what_ends_its_process(tmp_path):
             labels = [m.label for one in folder.living() for m in one.operations]
         return "llama: planned, analysed" in labels
 
-    command = [quick_python(), "-m", "cfp_test.faulty", *words.split()]
+    command = [quick_python(), "-m", "cfp_test.cli.faulty", *words.split()]
     with running(command, tmp_path, environment(**variables)) as process:
         until(at_llama, process)
         process.send_signal(signal.SIGINT)

@@ -40,9 +40,9 @@ from cfp.program.memory import memory_kind
 from cfp.program.step import flatten_step
 from cfp.runtime import execute
 from cfp.targets import Target, model_target
-from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night
 
 DTYPES = ["bfloat16", "float32"]
 PRESETS = ["data_parallel", "fully_sharded", "tensor_parallel"]

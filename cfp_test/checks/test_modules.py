@@ -10,14 +10,14 @@ from cfp.checking import trial as trial_module
 from cfp.checking.trial import run_trial
 from cfp.errors import CfpError
 from cfp.targets import resolve
-from cfp_test.checking import make_mesh
-from cfp_test.module_steps import training
+from cfp_test.checks.module_steps import training
+from cfp_test.support.checking import make_mesh
 
 STEPS = 3
 
 
 def trial_of(name, folder, *, donate=(), **how):
-    target = resolve(f"cfp_test.module_steps:{name}", donate=donate)
+    target = resolve(f"cfp_test.checks.module_steps:{name}", donate=donate)
     plan = cfp.plan(
         target.step,
         *target.args,

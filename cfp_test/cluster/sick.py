@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cfp.cluster.machine import Machine
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.support.waiting import GUARD_SECONDS
 
 SOUND = {"jax": "0.11.2", "jaxlib": "0.11.2"}
 PLUGIN = {"jax-cuda13-plugin": "0.11.2", "jax-cuda13-pjrt": "0.11.2"}

@@ -25,9 +25,9 @@ from cfp.cluster.machine import (
 )
 from cfp.cluster.probes import try_kernel
 from cfp.profiling.store import default_cache_dir
-from cfp_test.cli_runner import ROOT, environment, run_one
+from cfp_test.cli.cli_runner import ROOT, environment, run_one
 from cfp_test.cluster.sick import fake_module, machine, with_gpus
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.support.waiting import GUARD_SECONDS
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity\x1b[0m

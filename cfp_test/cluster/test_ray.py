@@ -7,8 +7,8 @@ from pathlib import Path
 
 from cfp.cluster.on_ray import RunnerNeeds
 from cfp.profiling.store import ProfileStore
-from cfp_test.cli_runner import environment
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.cli.cli_runner import environment
+from cfp_test.support.waiting import GUARD_SECONDS
 
 # The same program here and there, so that times follow from what is compiled.
 _PROGRAM = """
@@ -20,8 +20,8 @@ from cfp.cluster import on_ray as planning
 from cfp.cluster.on_ray import connected
 from cfp.cluster.on_ray import plan_step
 from cfp.planner_settings import DetailedSettings
-from cfp_test.injected import hold_times
-from cfp_test.toy_targets import toy
+from cfp_test.support.injected import hold_times
+from cfp_test.cli.toy_targets import toy
 
 planning._NODE_SECONDS = 1200.0  # However busy the machine is.
 settings = DetailedSettings(measure=True, per_kind=1, in_context=False)

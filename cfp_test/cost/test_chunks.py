@@ -22,8 +22,8 @@ from cfp.search.choices import kernel_variants
 from cfp.search.jobs import whole_job
 from cfp.settings import Replacing
 from cfp_test.bench.attention_planned import tokens_spread
-from cfp_test.checking import make_mesh
-from cfp_test.covering import cover_values
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import cover_values
 
 BATCH, HEADS, HEAD_DIM, CHUNK, DEVICES = 4, 4, 16, 128, 4
 HIDDEN = HEADS * HEAD_DIM

@@ -21,8 +21,8 @@ from cfp.search.choices import estimate_kinds
 from cfp.search.expected import build_problem, estimate_options
 from cfp.settings import Replacing, defaults_of
 from cfp.solution import prediction_of
-from cfp_test.checking import make_mesh
 from cfp_test.cost import recurrent
+from cfp_test.support.checking import make_mesh
 
 LAYERS, WIDTH, ROWS = 12, 256, 4096
 SIZES = (("x", 8),)

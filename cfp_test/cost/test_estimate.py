@@ -11,10 +11,10 @@ from cfp.cost.estimate import _pair_ms
 from cfp.cost.terms import Terms
 from cfp.models import registry
 from cfp.presets.presets import presets
-from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of
+from cfp_test.support.covering import at_night
 
 
 @pytest.fixture(scope="module", params=[(("x", 4),), (("x", 2), ("y", 2))])

@@ -14,7 +14,7 @@ from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.jobs import whole_job
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 ROWS, WIDTH, WIDE = 16, 8, 32
 SIZES = (("x", 4),)

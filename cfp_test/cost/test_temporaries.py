@@ -17,8 +17,8 @@ from cfp.search.choices import estimate_kinds
 from cfp.search.expected import estimate_options
 from cfp.search.jobs import whole_job
 from cfp.settings import Replacing
-from cfp_test.checking import make_mesh
 from cfp_test.programs.common import normal
+from cfp_test.support.checking import make_mesh
 
 LAYERS, ROWS, HIDDEN, WIDE, DEVICES = 6, 64, 32, 96, 4
 FLOAT_BYTES = 4

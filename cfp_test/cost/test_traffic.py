@@ -24,7 +24,7 @@ from cfp.program.trace import trace
 from cfp_test.bench import played_links_page
 from cfp_test.bench.decoder import MODELS, make_step
 from cfp_test.bench.one_as_n_data import computed_from_json, schedule_from_json
-from cfp_test.covering import at_night
+from cfp_test.support.covering import at_night
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 256, 4, 8
 SCORES_BYTES = 2 * BATCH * HEADS * TOKENS * TOKENS  # In bfloat16.

@@ -5,7 +5,7 @@ import pytest
 from cfp.cost.terms import Terms, transition
 from cfp.profiling.rates import KINDS, Rates
 from cfp_test.analysis.generating import GENERATING, LAYERS, ROWS, TOKENS
-from cfp_test.checking import prepare
+from cfp_test.support.checking import prepare
 
 RATES = Rates(
     mesh=(("x", 4),),

@@ -14,10 +14,10 @@ import cfp
 from cfp.program import partitioned
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night
 from cfp_test.discovery import kernels
 from cfp_test.discovery.kernels import BATCH, ROWS_OF_BLOCK, WIDTH
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night
 
 MESH = make_mesh((("x", 4),))
 QUICK = cfp.PlannerSettings(race=False)

@@ -24,9 +24,9 @@ from cfp.plan.plan import Plan
 from cfp.profiling.hlo import collectives_in
 from cfp.program.rematerialize import Rematerialization
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
-from cfp_test.cli_runner import run_exported
-from cfp_test.reported import HOSTILE
+from cfp_test.cli.cli_runner import run_exported
+from cfp_test.support.checking import make_mesh
+from cfp_test.view.reported import HOSTILE
 
 WIDTH = 16
 SETTINGS = cfp.PlannerSettings(race=False)

@@ -23,8 +23,8 @@ from cfp.models import logical_names
 from cfp.profiling.hlo import collectives_in
 from cfp.program.constrain import partition_spec
 from cfp.targets import Target, resolve
-from cfp_test.checking import make_mesh
-from cfp_test.cli_runner import run_batch
+from cfp_test.cli.cli_runner import run_batch
+from cfp_test.support.checking import make_mesh
 
 SETTINGS = cfp.PlannerSettings(race=False)
 WORDS = "--layers 1 --hidden 32 --heads 4 --seq 16 --vocab 64 --batch 8".split()

@@ -15,10 +15,10 @@ from jax.tree_util import all_leaves, tree_leaves
 
 import cfp
 from cfp.program.fixed import Fixed, fixed, released
-from cfp_test.checking import make_mesh
-from cfp_test.cli_runner import ROOT, run_exported
-from cfp_test.covering import at_night
-from cfp_test.module_steps import Net, training, updating
+from cfp_test.checks.module_steps import Net, training, updating
+from cfp_test.cli.cli_runner import ROOT, run_exported
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night
 
 # In a process where cfp cannot be imported: three steps of both, and what they return.
 RUN = """
@@ -63,7 +63,7 @@ def test_modules_run_where_cfp_cannot_be_imported(target, tmp_path):
     )
     made.save(tmp_path / "plan.json")
     cfp.Plan.load(tmp_path / "plan.json").export_python(tmp_path / "exported.py")
-    text = (ROOT / "cfp_test" / "module_steps.py").read_text()
+    text = (ROOT / "cfp_test" / "checks" / "module_steps.py").read_text()
     (tmp_path / "module_steps.py").write_text(text)
     printed = run_exported(RUN.format(name=target.__name__), tmp_path)
     assert printed.split() == ["SAME"]

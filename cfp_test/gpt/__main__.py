@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cfp_test import model_passes
+from cfp_test.passes import model_passes
 
 if __name__ == "__main__":
     raise SystemExit(model_passes.main("gpt", Path(__file__).parent))

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from cfp_test.quick_flags import QUICK_FLAGS
+from cfp_test.support.quick_flags import QUICK_FLAGS
 
 SECONDS = 600.0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cfp_test.gpu.place import ON_GPUS, Place, child_environment, for_results, tail
 from cfp_test.gpu.planted import FAULTS
-from cfp_test.waiting import end_group
+from cfp_test.support.waiting import end_group
 
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 import yaml
 
-from cfp_test.cli_runner import ROOT
+from cfp_test.cli.cli_runner import ROOT
 from cfp_test.install.jobset_schema import JOBSET
 
 PAGE = (ROOT / "docs" / "launching.md").read_text()

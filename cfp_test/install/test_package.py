@@ -10,7 +10,7 @@ from pathlib import Path
 
 import cfp
 from cfp.plan.file import FORMAT
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.support.waiting import GUARD_SECONDS
 
 ROOT = Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -8,7 +8,7 @@ import pytest
 
 from build_jaxlib.modulefile import expression, installed_version, module_file
 from cfp.errors import CfpError
-from cfp_test.cli_runner import ROOT
+from cfp_test.cli.cli_runner import ROOT
 
 SITE = ROOT / "build_jaxlib" / "site"
 JOBS = {

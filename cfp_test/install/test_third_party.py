@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from cfp_test.cli_runner import ROOT
+from cfp_test.cli.cli_runner import ROOT
 from third_party.dependencies import (
     LOCK,
     TABLE,

@@ -17,7 +17,7 @@ from build_jaxlib.licences import licence_of, write_licences
 from build_jaxlib.platforms import ACCELERATORS, ARCHITECTURES, platform_of
 from build_jaxlib.resolve import locked, names, pins_but_for
 from cfp.errors import TargetError
-from cfp_test.cli_runner import ROOT
+from cfp_test.cli.cli_runner import ROOT
 
 LOCK = """\
 # made by uv

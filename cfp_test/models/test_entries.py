@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cfp_test.cli_runner import environment
-from cfp_test.covering import at_night
-from cfp_test.forking import quick_python
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.cli.cli_runner import environment
+from cfp_test.support.covering import at_night
+from cfp_test.support.forking import quick_python
+from cfp_test.support.waiting import GUARD_SECONDS
 
 TESTS = Path(__file__).parent.parent
 SMALL = (

@@ -8,8 +8,8 @@ from cfp.models import MODELS, build, logical_names
 from cfp.models.layers import constrain, mesh_spec, sharded_by
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp_test.covering import at_night, cover_values
 from cfp_test.models.tiny import TINY
+from cfp_test.support.covering import at_night, cover_values
 
 
 @cover_values(name=MODELS, scan=[False, True])

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cfp.models import build
-from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY, draw_start, quick_jit
+from cfp_test.support.covering import at_night
 
 ALONE = {
     **{name: {**options, "layers": 1} for name, options in TINY.items()},

@@ -11,7 +11,6 @@ import pytest
 from cfp.models import MODELS, build, find, initialise
 from cfp.models.moe import BALANCE_WEIGHT
 from cfp.models.train import cross_entropy
-from cfp_test.covering import at_night
 from cfp_test.models.tiny import (
     GPT_TINY,
     TINY,
@@ -24,6 +23,7 @@ from cfp_test.models.tiny import (
     train,
 )
 from cfp_test.moe.configs import SEED_CONFIGS
+from cfp_test.support.covering import at_night
 
 # BERT and LLaMA begin and learn as GPT does: what is their own is in `test_bert.py` and
 # `test_llama.py`.

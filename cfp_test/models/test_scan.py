@@ -9,7 +9,6 @@ import pytest
 
 from cfp.models import MODELS, build, initialise
 from cfp.models.train import cross_entropy
-from cfp_test.covering import at_night
 from cfp_test.models.tiny import (
     TINY,
     built,
@@ -20,6 +19,7 @@ from cfp_test.models.tiny import (
     scanned,
     start,
 )
+from cfp_test.support.covering import at_night
 
 # GPT's layers are the mixture's. Both at once: in flax, where layers also add to the
 # loss, and in plain JAX; what differs there is in these.

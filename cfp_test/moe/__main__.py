@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from cfp_test import three_passes
 from cfp_test.moe.configs import MoEModelConfig
+from cfp_test.passes import three_passes
 
 DEFAULT = MoEModelConfig(1024, 1280, 16, 4, 32000, 32, 2048)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cfp_test.cli_runner import ROOT, environment, steady_python
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.cli.cli_runner import ROOT, environment, steady_python
+from cfp_test.support.waiting import GUARD_SECONDS
 
 SIZES = (
     "--hidden_size 16 --seq_len 16 --num_heads 4 --vocab_size 64 --per_kind 1 --quick"

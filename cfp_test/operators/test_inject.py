@@ -19,9 +19,9 @@ from cfp.operators.inject import (
 )
 from cfp.operators.inject.report import Worth
 from cfp.operators.operator import OperatorError
-from cfp_test.covering import at_night
 from cfp_test.operators import models_linen, models_nnx
 from cfp_test.operators.compiling import SOON
+from cfp_test.support.covering import at_night
 
 CONFIG = models_linen.Config()
 TOKENS = np.arange(16, dtype=np.int32).reshape(2, 8) * 7 % CONFIG.vocab

@@ -14,8 +14,8 @@ from cfp.operators.activations import softmax_pallas
 from cfp.operators.attention import gpt_attention_pallas
 from cfp.operators.cases import LIMITS, Shape, check, oracle_program, program, sample
 from cfp.operators.norms import layer_norm_pallas, rms_norm_pallas
-from cfp_test.covering import at_night
 from cfp_test.operators.compiling import SOON
+from cfp_test.support.covering import at_night
 
 # The second has sizes that divide nothing; the batch is one.
 SHAPES = (

@@ -12,7 +12,7 @@ from cfp.operators import OPERATORS
 from cfp.operators import linen as of_linen
 from cfp.operators import nnx as of_nnx
 from cfp.operators.cases import Shape, sample
-from cfp_test.covering import at_night
+from cfp_test.support.covering import at_night
 
 SHAPE = Shape(batch=2, seq=8, hidden=16, heads=2, vocab=12)
 

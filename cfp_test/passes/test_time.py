@@ -11,7 +11,7 @@ from cfp.planner_settings import PlannerSettings
 from cfp.profiling.rates import Rates
 from cfp.search.requests import Profiles
 from cfp.settings import MEASURED_SHARE
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 
 @pytest.fixture

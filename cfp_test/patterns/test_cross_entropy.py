@@ -15,9 +15,9 @@ from cfp.presets.presets import presets
 from cfp.program.constrain import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.trace import lower_step
-from cfp_test.checking import differences, draw, prepare, shardings
-from cfp_test.covering import at_night
 from cfp_test.programs.common import normal, training
+from cfp_test.support.checking import differences, draw, prepare, shardings
+from cfp_test.support.covering import at_night
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

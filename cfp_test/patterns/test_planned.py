@@ -24,9 +24,9 @@ from cfp.program.trace import trace
 from cfp.search.choices import kernel_variants
 from cfp.settings import Replacing
 from cfp.view.text import explain_text, plan_text
-from cfp_test.checking import make_mesh
 from cfp_test.models.tiny import TINY
-from cfp_test.named_kernels import name_of
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.named_kernels import name_of
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

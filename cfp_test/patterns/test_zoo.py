@@ -17,10 +17,10 @@ from cfp.program.trace import lower_step
 from cfp.runtime.execute import resolved
 from cfp.search.jobs import constraints_of
 from cfp.settings import ConstraintLevel
-from cfp_test.checking import differences, prepare, shardings
-from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY, draw_start
-from cfp_test.named_kernels import kernels_named
+from cfp_test.support.checking import differences, prepare, shardings
+from cfp_test.support.covering import at_night
+from cfp_test.support.named_kernels import kernels_named
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

@@ -26,10 +26,10 @@ from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
 from cfp.view.text import diff_data, explain_text
 from cfp.view.words import moves_text
-from cfp_test.checking import make_mesh
-from cfp_test.cli_runner import run_batch
-from cfp_test.covering import at_night, cover_values
+from cfp_test.cli.cli_runner import run_batch
 from cfp_test.models.tiny import TINY
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night, cover_values
 
 STEP = """
 import jax

@@ -13,8 +13,8 @@ from cfp.profiling.hlo import collectives_in
 from cfp.targets import resolve
 from cfp.view.text import explain_text
 from cfp.view.words import parameters_text, storage_text
-from cfp_test.checking import make_mesh
 from cfp_test.cost import recurrent
+from cfp_test.support.checking import make_mesh
 
 
 def test_the_gradient_of_a_table_is_told_with_its_lookup():

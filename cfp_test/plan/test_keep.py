@@ -20,10 +20,10 @@ from cfp.runtime.execute import (
     start_devices,
     told_while,
 )
-from cfp_test.cli_runner import ROOT, environment
-from cfp_test.forking import quick_python
+from cfp_test.cli.cli_runner import ROOT, environment
 from cfp_test.race import deep
-from cfp_test.waiting import GUARD_SECONDS, until
+from cfp_test.support.forking import quick_python
+from cfp_test.support.waiting import GUARD_SECONDS, until
 
 PAGE = (ROOT / "docs" / "keep-a-plan.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)

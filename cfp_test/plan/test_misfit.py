@@ -19,7 +19,7 @@ from cfp.program.outline import (
 )
 from cfp.program.step import flatten_step
 from cfp.program.trace import Lowering, planning_mesh, read_lowering, trace
-from cfp_test.covering import at_night
+from cfp_test.support.covering import at_night
 
 W, X = jnp.ones((8, 16)), jnp.ones((4, 8))
 

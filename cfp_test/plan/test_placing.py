@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec
 
 import cfp
 from cfp.plan.placing import Arguments, mesh_here, placed
-from cfp_test.checking import make_mesh
-from cfp_test.cli_runner import ROOT
-from cfp_test.forking import quick_python
-from cfp_test.several import free_port
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.cli.cli_runner import ROOT
+from cfp_test.distributed.several import free_port
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.forking import quick_python
+from cfp_test.support.waiting import GUARD_SECONDS
 
 MESH = make_mesh((("x", 4),))
 

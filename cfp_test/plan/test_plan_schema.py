@@ -11,7 +11,7 @@ import cfp
 from cfp.plan.figures import VariantFigures, WorthFigures
 from cfp.plan.file import FORMAT, PlanFile
 from cfp_test.report.plans import as_data, layers, make_plan
-from cfp_test.reported import DEEP, HOSTILE
+from cfp_test.view.reported import DEEP, HOSTILE
 
 PATH = Path(cfp.__file__).parent / "plan.schema.json"
 SCHEMA = json.loads(PATH.read_text())

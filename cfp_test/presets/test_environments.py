@@ -14,8 +14,8 @@ from cfp.presets.presets import presets
 from cfp.presets.roles import data_arguments
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import difference, make_mesh
-from cfp_test.covering import at_night
+from cfp_test.support.checking import difference, make_mesh
+from cfp_test.support.covering import at_night
 
 MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
 ENVS, TURNS, PLACES, ACTIONS, HIDDEN, STORED = 64, 6, 6, 4, 32, 96

@@ -22,9 +22,9 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.jobs import whole_job
 from cfp.settings import ConstraintLevel
-from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night
 from cfp_test.programs.common import normal, squares, training
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night
 
 SIZES = (("x", 4),)
 B, S, D, H, E = 2, 64, 32, 8, 8

@@ -17,8 +17,8 @@ from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.covering import at_night
 from cfp_test.models.tiny import draw_start
+from cfp_test.support.covering import at_night
 
 pytestmark = pytest.mark.usefixtures(
     "compiled_once", "analyzed_once", "compared_on_one"

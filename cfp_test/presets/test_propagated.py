@@ -27,7 +27,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.jobs import whole_job
 from cfp.settings import ConstraintLevel
-from cfp_test.covering import at_night, cover_pairs
+from cfp_test.support.covering import at_night, cover_pairs
 
 MESHES = [{"x": 4}, {"x": 2, "y": 2}]
 SIZES = {

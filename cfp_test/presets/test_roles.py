@@ -19,9 +19,9 @@ from cfp.presets.roles import axis_walk, data_arguments
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night
 from cfp_test.programs.common import integers, normal, squares, training
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night
 
 SIZES = (("x", 4),)
 WEIGHTS = {"a": normal(0, 16, 32), "b": normal(1, 32, 16)}

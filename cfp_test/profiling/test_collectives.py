@@ -14,7 +14,7 @@ from cfp.profiling.inputs import make_inputs
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.rates import KINDS, Rates
 from cfp.profiling.store import ProfileStore
-from cfp_test.covering import at_night
+from cfp_test.support.covering import at_night
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

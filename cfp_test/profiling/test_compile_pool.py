@@ -13,7 +13,7 @@ from cfp.profiling.compile_pool import (
     count_done,
     default_threads,
 )
-from cfp_test.waiting import GUARD_SECONDS, until
+from cfp_test.support.waiting import GUARD_SECONDS, until
 
 
 def threads() -> list[str]:

@@ -23,8 +23,8 @@ from cfp.profiling.in_flight import (
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord, utc_now
 from cfp.profiling.store import ProfileStore
-from cfp_test.forking import quick_python
-from cfp_test.waiting import GUARD_SECONDS, until
+from cfp_test.support.forking import quick_python
+from cfp_test.support.waiting import GUARD_SECONDS, until
 
 PID = 12345
 SINCE = "2026-01-02T03:04:05+00:00"

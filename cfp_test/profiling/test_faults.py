@@ -18,9 +18,9 @@ import pytest
 from cfp.profiling.in_flight import InFlightFolder, ProcessInFlight
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
-from cfp_test.cli_runner import ROOT, environment
-from cfp_test.forking import quick_python
-from cfp_test.waiting import end_of, has_taken, running, until
+from cfp_test.cli.cli_runner import ROOT, environment
+from cfp_test.support.forking import quick_python
+from cfp_test.support.waiting import end_of, has_taken, running, until
 
 TOY = f"{ROOT / 'cfp_test' / 'toy_targets.py'}:toy"
 ON_CPU = ("--platform", "cpu", "--devices", "4", "--quick", "--workdir", ".")
@@ -37,7 +37,7 @@ def begin(
     """Runs a command that logs what it runs and keeps, for as long as the body."""
     folder.mkdir(exist_ok=True)
     variables = {"FAULT_LOG": str(folder / "log"), "FAULTS": json.dumps(faults or {})}
-    command = [python, "-m", "cfp_test.faulty", *words]
+    command = [python, "-m", "cfp_test.cli.faulty", *words]
     return running(command, folder, environment(**variables))
 
 

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from cfp.profiling.hlo import CollectiveSite, collective_sites, collectives_in
 from cfp.report.passes import ops_text, sites_text
-from cfp_test.checking import make_mesh
 from cfp_test.profiling.hlo_of_versions import OLD
+from cfp_test.support.checking import make_mesh
 
 NEW = """HloModule jit_f, num_partitions=2
 

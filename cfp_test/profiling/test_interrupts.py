@@ -13,8 +13,8 @@ import cfp
 from cfp.profiling.interrupts import handle_keyboard_interrupt, interrupted_text
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
-from cfp_test.checking import make_mesh
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.waiting import GUARD_SECONDS
 
 
 class Interrupts:

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.support.waiting import GUARD_SECONDS
 
 PROGRAM = textwrap.dedent("""\
     import sys

@@ -19,7 +19,7 @@ from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.tasks import Progress, Task
 from cfp.report.progress import progress_text
-from cfp_test.waiting import GUARD_SECONDS, until
+from cfp_test.support.waiting import GUARD_SECONDS, until
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from cfp.profiling import store_file
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import Collective, ProfileRecord, Status
 from cfp.profiling.store import ProfileStore, default_cache_dir
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.support.waiting import GUARD_SECONDS
 
 
 def make(name: str, *, value: float = 1.0, status: Status = "ok") -> ProfileRecord:

@@ -8,7 +8,7 @@ import pytest
 from cfp.profiling.key import ProfileKey, environment_parts, other_kind
 from cfp.profiling.runner import profile
 from cfp.profiling.store import ProfileStore
-from cfp_test.cli_runner import run_batch
+from cfp_test.cli.cli_runner import run_batch
 from cfp_test.profiling.conftest import QUICK
 
 

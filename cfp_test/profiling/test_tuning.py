@@ -13,7 +13,7 @@ from cfp.profiling.in_flight import CrashCandidate, InFlightFolder
 from cfp.profiling.measurer import Measurer, first_of_kernels, tune_kernels
 from cfp.profiling.options import MeasureOptions
 from cfp.program.signature import cut_part
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.support.waiting import GUARD_SECONDS
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import cfp
 from cfp.planner_settings import DetailedSettings
-from cfp_test.covering import cover_values
+from cfp_test.support.covering import cover_values
 
 
 @pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

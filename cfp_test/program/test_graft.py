@@ -12,7 +12,8 @@ from cfp.program.graph import numpy_dtype
 from cfp.program.signature import aval, cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import (
+from cfp_test.programs.registry import PROGRAMS, programs_on
+from cfp_test.support.checking import (
     difference,
     draw,
     evaluate,
@@ -21,7 +22,6 @@ from cfp_test.checking import (
     run_part,
     to_host,
 )
-from cfp_test.programs.registry import PROGRAMS, programs_on
 
 SIZES = (("x", 4),)
 MESH = make_mesh(SIZES)

@@ -18,7 +18,7 @@ from cfp.program.graft import lower_part
 from cfp.program.signature import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.covering import cover_values
+from cfp_test.support.covering import cover_values
 
 HOST, Space = "pinned_host", jax.memory.Space
 SETTINGS = DetailedSettings(per_kind=1, in_context=False)

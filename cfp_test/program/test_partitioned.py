@@ -23,9 +23,7 @@ from cfp.program.constrain import Constraints, constrain
 from cfp.program.signature import Signature, WrongPlace, pack, unpack
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, trace
-from cfp_test.checking import make_mesh
-from cfp_test.cli_runner import environment
-from cfp_test.forking import quick_python
+from cfp_test.cli.cli_runner import environment
 from cfp_test.programs.kernels import (
     DEPTH,
     HEADS,
@@ -35,6 +33,8 @@ from cfp_test.programs.kernels import (
     kernel,
     model_of,
 )
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.forking import quick_python
 
 MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
 SHAPE = jax.ShapeDtypeStruct((ROWS, TOKENS, HEADS, DEPTH), jnp.float32)
@@ -397,7 +397,7 @@ _LOADED = """
 import sys
 import jax
 import cfp
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 from cfp_test.program.test_partitioned import distance
 from cfp_test.programs.kernels import model_of
 

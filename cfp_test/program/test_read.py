@@ -9,8 +9,8 @@ from cfp.program import shardy
 from cfp.program.graph import Program, dtype_bytes
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
 from cfp_test.programs.registry import PROGRAMS
+from cfp_test.support.checking import make_mesh
 
 MESH = make_mesh((("x", 4),))
 X = jnp.ones((8, 16))

@@ -9,9 +9,9 @@ import pytest
 from cfp.program.corrections import is_split_right
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night
 from cfp_test.proving.engine import jobs, prove, singles
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night
 
 MESHES = [make_mesh((("x", 4),)), make_mesh((("x", 2), ("y", 2)))]
 LAYOUTS = ("NHWC", "NCHW", "CHWN", "HWNC")

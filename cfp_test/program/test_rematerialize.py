@@ -18,7 +18,11 @@ from cfp.program.rematerialize import makeable, rematerializable, tag_of
 from cfp.program.signature import cut_part
 from cfp.program.trace import lower_step
 from cfp.search.jobs import whole_job
-from cfp_test.checking import (
+from cfp_test.program.stacks import stack_step
+from cfp_test.programs.common import normal, squares, training
+from cfp_test.programs.kernels import model_of
+from cfp_test.programs.registry import PROGRAMS
+from cfp_test.support.checking import (
     differences,
     evaluate,
     prepare,
@@ -26,11 +30,7 @@ from cfp_test.checking import (
     shardings,
     to_host,
 )
-from cfp_test.covering import at_night
-from cfp_test.program.stacks import stack_step
-from cfp_test.programs.common import normal, squares, training
-from cfp_test.programs.kernels import model_of
-from cfp_test.programs.registry import PROGRAMS
+from cfp_test.support.covering import at_night
 
 SIZES = (("x", 4),)
 

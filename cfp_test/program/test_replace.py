@@ -16,7 +16,8 @@ from cfp.program.rematerialize import rematerializable
 from cfp.program.replace import Replacement, Stage, erase_unread, is_in_order
 from cfp.program.signature import cut_part
 from cfp.program.trace import lower_step
-from cfp_test.checking import (
+from cfp_test.programs.common import normal, squares, training
+from cfp_test.support.checking import (
     differences,
     evaluate,
     prepare,
@@ -24,7 +25,6 @@ from cfp_test.checking import (
     shardings,
     to_host,
 )
-from cfp_test.programs.common import normal, squares, training
 
 SIZES = (("x", 4),)
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import cfp
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, read_lowering
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 MESH = make_mesh((("x", 4),))
 WHOLE = NamedSharding(MESH, PartitionSpec())

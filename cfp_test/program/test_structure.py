@@ -14,9 +14,9 @@ from cfp.program.graph import Program
 from cfp.program.signature import cut_part, numbered
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import make_mesh
-from cfp_test.cli_runner import environment
-from cfp_test.forking import quick_python
+from cfp_test.cli.cli_runner import environment
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.forking import quick_python
 
 MESH = make_mesh((("x", 2),))
 X = jnp.ones((4, 6))

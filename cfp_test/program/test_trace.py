@@ -16,7 +16,7 @@ from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, planning_mesh, trace
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 MESH = make_mesh((("x", 4),))
 X = jnp.ones((8, 16))

@@ -13,7 +13,7 @@ from cfp.program import shardy
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step
 from cfp.program.widen import wide_dtype, widen, widened, with_dtype
-from cfp_test.covering import at_night
+from cfp_test.support.covering import at_night
 
 X = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 NARROW = ("bf16", "f16>", "f8")

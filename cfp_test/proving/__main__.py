@@ -23,10 +23,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from cfp_test.cli_runner import ROOT
+from cfp_test.cli.cli_runner import ROOT
 from cfp_test.proving.catalogue import ENTRIES
-from cfp_test.quick_flags import QUICK_FLAGS
 from cfp_test.results.pages import RESULTS
+from cfp_test.support.quick_flags import QUICK_FLAGS
 
 _FLAGS = f"{QUICK_FLAGS} --xla_force_host_platform_device_count=8"
 _AT_ONCE = 96  # shardings in a program

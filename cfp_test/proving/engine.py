@@ -32,7 +32,7 @@ from cfp.program.graft import lower_part
 from cfp.program.graph import Op, Program, Spec
 from cfp.program.read import read_program
 from cfp.program.signature import Part, Signature, aval, numbered, whole
-from cfp_test.checking import difference, to_host
+from cfp_test.support.checking import difference, to_host
 
 _COLLECTIVE = re.compile(
     r"\b(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"

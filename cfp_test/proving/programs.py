@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.checking import MeshSizes, make_mesh
 from cfp_test.proving.catalogue import ENTRIES
 from cfp_test.proving.engine import Single, backward, singles
+from cfp_test.support.checking import MeshSizes, make_mesh
 
 Function = tuple[Callable[..., Any], Sequence[Any]]
 MESHES: tuple[MeshSizes, ...] = ((("x", 4),), (("x", 2), ("y", 2)))

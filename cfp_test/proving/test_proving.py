@@ -15,7 +15,6 @@ from cfp.program import corrections, read
 from cfp.program.rules import Rule
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.covering import at_night
 from cfp_test.proving.__main__ import _digest, main
 from cfp_test.proving.catalogue import ENTRIES, WITHOUT
 from cfp_test.proving.engine import jobs, prove, singles
@@ -23,6 +22,7 @@ from cfp_test.proving.faults import SHOWN
 from cfp_test.proving.programs import MESHES, mesh_of, singles_of
 from cfp_test.proving.shown import outcome
 from cfp_test.results.pages import RESULTS
+from cfp_test.support.covering import at_night
 
 _FLAT, _GRID = MESHES
 

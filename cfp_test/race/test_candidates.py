@@ -31,7 +31,7 @@ from cfp.search.jobs import whole_job
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.settings import LIMITED_MEMORY, ConstraintLevel, Replacing, defaults_of
 from cfp.solution import Candidate
-from cfp_test.cli_runner import ROOT
+from cfp_test.cli.cli_runner import ROOT
 from cfp_test.program.stacks import stack_step
 
 SLOW_MS, FAST_MS = 9.0, 1.0

@@ -12,8 +12,8 @@ from cfp.program.trace import planning_mesh
 from cfp.race import compile as building
 from cfp.race import race
 from cfp.settings import MOST_REFUSED, defaults_of
-from cfp_test.covering import at_night
 from cfp_test.race.deep import arguments, step
+from cfp_test.support.covering import at_night
 
 LAYERS = 12
 

@@ -35,10 +35,10 @@ from cfp.settings import (
 )
 from cfp.solution import Candidate, Prediction
 from cfp.view.text import plan_text
-from cfp_test.covering import at_night
 from cfp_test.race.deep import LAYERS, arguments, step
 from cfp_test.race.results import result_of
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.support.covering import at_night
+from cfp_test.support.waiting import GUARD_SECONDS
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 

@@ -13,10 +13,10 @@ from cfp.planner_settings import DetailedSettings
 from cfp.profiling.compiled import compile_right
 from cfp.program.constrain import Constraints
 from cfp.program.step import flatten_step
-from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night
-from cfp_test.planned import RACED
+from cfp_test.programs.planned import RACED
 from cfp_test.programs.registry import PROGRAMS, programs_on
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night
 
 ROWS, WIDTH = 8, 16
 

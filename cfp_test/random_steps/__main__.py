@@ -18,7 +18,7 @@ import os
 import sys
 from pathlib import Path
 
-from cfp_test.quick_flags import QUICK_FLAGS
+from cfp_test.support.quick_flags import QUICK_FLAGS
 
 
 def prepare() -> None:

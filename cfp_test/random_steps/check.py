@@ -28,7 +28,6 @@ from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import lower_step
 from cfp.runtime.execute import CompiledStep, compile_step
 from cfp.search.jobs import constraints_of
-from cfp_test.checking import make_mesh, to_host
 from cfp_test.random_steps.compare import (
     MORE_NUDGES,
     NUDGES,
@@ -41,6 +40,7 @@ from cfp_test.random_steps.compare import (
 )
 from cfp_test.random_steps.program import Built, Spec, build
 from cfp_test.random_steps.ways import BUDGET, PLANNED, Sharding, Way, sharding_of
+from cfp_test.support.checking import make_mesh, to_host
 
 QUICK = DetailedSettings(per_kind=1, in_context=False, race=False)
 # The outcome of a way.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cfp.checking.check import CHANGE_MARGIN, ROUNDING_MARGIN
-from cfp_test.checking import NOISE, difference, to_host
+from cfp_test.support.checking import NOISE, difference, to_host
 
 TOLERANCE = 1e-5
 # No leaf may be off by more, whatever rounding does to it.

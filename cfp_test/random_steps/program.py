@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cfp_test.checking import MeshSizes, make_mesh
 from cfp_test.generated.draft import Draft, Node
 from cfp_test.generated.strategy import MODULES
 from cfp_test.programs.common import adam, normal
 from cfp_test.random_steps.blocks import ALL_SHAPES, NARROW, NEXT, makers
+from cfp_test.support.checking import MeshSizes, make_mesh
 
 assert MODULES  # They register the kinds of blocks.
 

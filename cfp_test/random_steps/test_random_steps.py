@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from cfp.settings import ConstraintLevel
-from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night
 from cfp_test.random_steps.check import RIGHT, WRONG, Subject, check, twin_of
 from cfp_test.random_steps.compare import allowed_of, wrong_leaves
 from cfp_test.random_steps.faults import FAULTS, MOST
@@ -19,6 +17,8 @@ from cfp_test.random_steps.program import Block, Spec, build, draw_spec
 from cfp_test.random_steps.run import read, run_slice, ways_of
 from cfp_test.random_steps.shrink import shrink
 from cfp_test.random_steps.ways import Sharding, Way, sharding_of
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

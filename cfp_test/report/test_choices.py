@@ -29,7 +29,7 @@ from cfp.search.explain import explain
 from cfp.search.problem import Option, Problem
 from cfp.search.tradeoff import trade_off
 from cfp.view.model import strategy_text
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 LAYERS, ROWS, WIDTH = 4, 16, 32
 SIZES = (("x", 4),)

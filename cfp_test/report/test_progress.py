@@ -15,7 +15,7 @@ import cfp
 from cfp.profiling.tasks import Progress
 from cfp.report import progress as room
 from cfp.report.progress import Display, PlainLines, progress_text, shown
-from cfp_test.waiting import until
+from cfp_test.support.waiting import until
 
 
 def measuring(done: int, seconds: float) -> Progress:

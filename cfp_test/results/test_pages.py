@@ -9,12 +9,12 @@ import pytest
 
 from cfp.plan.parts import roles_text
 from cfp.view.words import moves_text, storage_text
-from cfp_test.cli_runner import ROOT
-from cfp_test.reported import DEEP
+from cfp_test.cli.cli_runner import ROOT
 from cfp_test.results import side_by_side
 from cfp_test.results.pages import RESULTS, TEXTS, Page, plain, table
 from cfp_test.results.plans import Saved, section
 from cfp_test.results.registry import PAGES
+from cfp_test.view.reported import DEEP
 
 OLD_PLANS = sorted(RESULTS.glob("gpt*_h200x4_202611_*.json"))
 

@@ -37,7 +37,7 @@ from cfp.profiling.timing import TimingOptions
 from cfp.program.trace import planning_mesh
 from cfp.search.jobs import whole_job
 from cfp.targets import resolve
-from cfp_test.named_kernels import kernels_named
+from cfp_test.support.named_kernels import kernels_named
 
 _TIMING = TimingOptions(
     warmup_seconds=0.4, min_samples=4, max_samples=8, budget_seconds=1.2

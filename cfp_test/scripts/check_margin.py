@@ -33,7 +33,7 @@ from cfp.checking.check import (
 )
 from cfp.checking.reference import both_sides
 from cfp.targets import resolve
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 
 def main() -> None:

@@ -34,10 +34,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
 
-from cfp_test.checking import MeshSizes
-from cfp_test.planned import QUICK, RACED, check_program
+from cfp_test.programs.planned import QUICK, RACED, check_program
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.scripts.rows import Rows
+from cfp_test.support.checking import MeshSizes
 
 LEVEL = 0  # as above
 MESHES = ("x=4", "x=2,y=2")

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
 
-from cfp_test import hostile
+from cfp_test.plan import hostile
 
 OUT = Path(__file__).parents[2] / "docs" / "results" / "hostile_files_202611"
 
@@ -81,7 +81,7 @@ def page(data: dict[str, Any]) -> str:
         f"jax {data['jax']}, virtual CPU devices. Made by "
         "`python cfp_test/scripts/hostile_files.py`; raw: "
         "[JSON](hostile_files_202611.json). The same mutations are tests in "
-        "`cfp_test/test_hostile.py`.",
+        "`cfp_test/plan/test_hostile.py`.",
         "",
         "| file | mutation | what came of it |",
         "|---|---|---|",

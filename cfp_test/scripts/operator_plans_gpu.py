@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 from cfp.planner_settings import DetailedSettings
-from cfp_test.named_kernels import kernels_named, name_of
+from cfp_test.support.named_kernels import kernels_named, name_of
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 

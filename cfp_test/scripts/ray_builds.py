@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cfp_test.quick_flags import QUICK_FLAGS
 from cfp_test.scripts.rows import Rows
+from cfp_test.support.quick_flags import QUICK_FLAGS
 
 DEVICES = 2
 WORKERS = (1, 2, 4)

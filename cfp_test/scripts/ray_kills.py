@@ -8,7 +8,7 @@ ended by SIGKILL: a builder, the runner, one of the two nodes, or the driver. A 
 that was ended is replaced by a fresh one, a driver by one that is given the same
 command. The plan, and the keys in the store, must be those of the undisturbed planning,
 and what had been stored must not be run again. Everything runs; times follow from the
-compiled program (`cfp_test.injected`), so that plans can be compared.
+compiled program (`cfp_test.support.injected`), so that plans can be compared.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from cfp_test.quick_flags import QUICK_FLAGS
 from cfp_test.scripts.rows import commit
+from cfp_test.support.quick_flags import QUICK_FLAGS
 
 KINDS = ("builder", "runner", "node", "driver")
 DEVICES = 2
@@ -153,7 +153,7 @@ def planning(log: Path, place: Any, folder: Path) -> str:
     from cfp import platform
     from cfp.planner_settings import DetailedSettings
     from cfp.profiling import collectives, runner
-    from cfp_test.injected import hold_times
+    from cfp_test.support.injected import hold_times
 
     platform.select("cpu", (("x", DEVICES),))
     with pytest.MonkeyPatch.context() as patch:

@@ -6,10 +6,10 @@
 Every model on x=4 and x=2,y=2, without a budget and with 90, 75, 60 and 35 % of what
 data parallelism needs, in two ways: as virtual devices plan by default, by estimates,
 and by measuring and racing as GPUs do. Times follow from compiled programs
-(`cfp_test/injected.py`), so that the same choices have the same times and no plan is
-decided by how busy the machine is. Rows are added to the JSON as they come, and those
-that it has are not made again. Run it in a clone of each commit. `join` puts two files
-beside each other, several of a side at once with commas, and
+(`cfp_test/support/injected.py`), so that the same choices have the same times and no
+plan is decided by how busy the machine is. Rows are added to the JSON as they come, and
+those that it has are not made again. Run it in a clone of each commit. `join` puts two
+files beside each other, several of a side at once with commas, and
 `python -m cfp_test.results` makes the page.
 """
 
@@ -57,7 +57,7 @@ def run(file: Path, models: list[str], ways: list[str]) -> None:
     import jax
     import pytest
 
-    from cfp_test.injected import inject_times
+    from cfp_test.support.injected import inject_times
 
     inject_times(pytest.MonkeyPatch())
     data = json.loads(file.read_text()) if file.exists() else {"rows": []}
@@ -251,7 +251,7 @@ def main() -> None:
             both[side] = {**parts[0], "rows": rows}
         options.json.write_text(json.dumps(both, indent=1) + "\n")
         return
-    from cfp_test.quick_flags import QUICK_FLAGS
+    from cfp_test.support.quick_flags import QUICK_FLAGS
 
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{QUICK_FLAGS} --xla_force_host_platform_device_count=4"

@@ -29,7 +29,7 @@ from typing import Any
 
 from cfp.cluster.machine import Machine
 from cfp_test.gpu.place import tail
-from cfp_test.waiting import end_group
+from cfp_test.support.waiting import end_group
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "cfp_test"

@@ -22,9 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from cfp_test.distributed.several import described, run_all
 from cfp_test.models.tiny import TINY
 from cfp_test.scripts.rows import Rows
-from cfp_test.several import described, run_all
 
 # Virtual devices of each process.
 LAYOUTS = ((2, 2), (1, 1, 1), (1, 1, 1, 1), (2, 1))

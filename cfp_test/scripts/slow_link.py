@@ -3,10 +3,10 @@
     python cfp_test/scripts/slow_link.py FILE.json
 
 Two network namespaces of this machine, a process with two virtual devices in each, and
-a link between them (`cfp_test.slow_link`): fast at first, as fast as this machine
-carries packets, then with 1 Gbit/s and 10 ms in each direction. Plans with both, and
-times both plans over the slow link, in turn, in one run. Needs Linux, root and
-iproute2. ``python -m cfp_test.results`` makes the page.
+a link between them (`cfp_test.distributed.slow_link`): fast at first, as fast as this
+machine carries packets, then with 1 Gbit/s and 10 ms in each direction. Plans with
+both, and times both plans over the slow link, in turn, in one run. Needs Linux, root
+and iproute2. ``python -m cfp_test.results`` makes the page.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from cfp_test.distributed.several import Ended, described, ends, variables
+from cfp_test.distributed.slow_link import Link, namespaces
 from cfp_test.scripts.rows import Rows
-from cfp_test.several import Ended, described, ends, variables
-from cfp_test.slow_link import Link, namespaces
 
 WORKER = Path(__file__).parent / "slow_link_worker.py"
 PORT = 5544

@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cfp_test.quick_flags import QUICK_FLAGS
+from cfp_test.support.quick_flags import QUICK_FLAGS
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"

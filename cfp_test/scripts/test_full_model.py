@@ -17,8 +17,6 @@ from cfp.race.programs import RaceOutcome, RaceRow
 from cfp.search.jobs import whole_job
 from cfp.solution import Candidate
 from cfp.targets import model_target
-from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night
 from cfp_test.scripts.full_figures import (
     best_presets,
     figures,
@@ -26,6 +24,8 @@ from cfp_test.scripts.full_figures import (
     table,
 )
 from cfp_test.scripts.full_training import Training, spread, training_job
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

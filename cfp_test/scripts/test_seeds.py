@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cfp_test import three_passes
+from cfp_test.passes import three_passes
 from cfp_test.results.seeds import page
 from cfp_test.scripts.seeds import Command, chosen, commands, main, run
 from cfp_test.scripts.seeds_collect import collected

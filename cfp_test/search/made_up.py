@@ -10,7 +10,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.choices import estimate_kinds
 from cfp.search.problem import Option
-from cfp_test.checking import make_mesh
+from cfp_test.support.checking import make_mesh
 
 
 def rates_of(sizes):

@@ -20,10 +20,10 @@ from cfp.search.choices import (
 )
 from cfp.search.expected import build_problem, estimate_options
 from cfp.settings import Replacing
-from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.made_up import estimated, rates_of
+from cfp_test.support.covering import at_night
 
 
 @pytest.fixture(scope="module", params=[(("x", 4),), (("x", 2), ("y", 2))])

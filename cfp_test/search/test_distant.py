@@ -21,14 +21,14 @@ from cfp.search.choices import whole_choice
 from cfp.search.expected import build_problem
 from cfp.search.problem import Problem
 from cfp.search.solver import leanest, solve
-from cfp_test.checking import make_mesh
-from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.drawn import MIB, option
 from cfp_test.search.exhaustive import solve_exhaustively
 from cfp_test.search.ilp import solve_ilp
 from cfp_test.search.made_up import estimated, options_of, rates_of
+from cfp_test.support.checking import make_mesh
+from cfp_test.support.covering import at_night
 
 LINE = (("x", 4),)
 SQUARE = (("x", 2), ("y", 2))

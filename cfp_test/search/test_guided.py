@@ -31,11 +31,11 @@ from cfp.search.requests import (
 )
 from cfp.search.solver import leanest, solve
 from cfp.settings import Replacing
-from cfp_test.covering import at_night
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
 from cfp_test.search.ilp import solve_ilp
 from cfp_test.search.made_up import estimated, rates_of
+from cfp_test.support.covering import at_night
 
 SIZES = (("x", 4),)
 # Of an estimate, on the made-up devices: ops fuse, and some moves hide behind others.

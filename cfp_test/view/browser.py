@@ -9,7 +9,7 @@ from html import unescape as html_unescape
 from pathlib import Path
 from typing import Any
 
-from cfp_test.waiting import GUARD_SECONDS
+from cfp_test.support.waiting import GUARD_SECONDS
 
 # Looks at a page from inside, which its own policy would not let anything do.
 _LOOK = """

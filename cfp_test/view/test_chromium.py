@@ -3,8 +3,8 @@
 import pytest
 
 from cfp.view.page import page_html
-from cfp_test.reported import DEEP, HARMFUL, HOSTILE
 from cfp_test.view.browser import console_and_requests, looked_at
+from cfp_test.view.reported import DEEP, HARMFUL, HOSTILE
 
 pytestmark = pytest.mark.nightly
 

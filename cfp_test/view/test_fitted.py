@@ -15,7 +15,7 @@ from cfp.report.plots import curve_points, curves_table
 from cfp.view.console import Fitted, broken
 from cfp.view.text import diff_text, explain_text, plan_text, short_text
 from cfp_test.report.plans import RACE, layers, make_plan
-from cfp_test.reported import DEEP, HOSTILE
+from cfp_test.view.reported import DEEP, HOSTILE
 
 WIDTHS = (60, 80, 100, 160)
 LETTERS = string.ascii_lowercase + "  //,_->"

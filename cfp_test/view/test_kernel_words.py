@@ -3,7 +3,7 @@
 import pytest
 
 from cfp.view.words import kernels_text
-from cfp_test.named_kernels import kernels_named, name_of
+from cfp_test.support.named_kernels import kernels_named, name_of
 
 WORDS = {
     "": "",

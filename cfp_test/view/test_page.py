@@ -22,7 +22,7 @@ from cfp.view.page import (
 )
 from cfp.view.text import plan_text
 from cfp_test.report.plans import RACE, as_data, layers, make_plan, row
-from cfp_test.reported import (
+from cfp_test.view.reported import (
     DEEP,
     HARMFUL,
     HOSTILE,

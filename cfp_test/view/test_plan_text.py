@@ -35,8 +35,8 @@ from cfp.view.page import page_html
 from cfp.view.remarks import remarks, unplanned_text
 from cfp.view.text import explain_text, plan_text
 from cfp.view.words import VERIFIED, summary_line
-from cfp_test.checking import make_mesh
 from cfp_test.report.plans import RACE, Block, axis_role, layers, make_plan, row
+from cfp_test.support.checking import make_mesh
 
 
 @pytest.mark.smoke

@@ -14,7 +14,6 @@ from cfp.view.model import view_of
 from cfp.view.page import page_html
 from cfp.view.text import explain_text, plan_text, print_plan
 from cfp.view.words import summary_line
-from cfp_test.forking import quick_python
 from cfp_test.report.plans import (
     RACE,
     as_data,
@@ -25,6 +24,7 @@ from cfp_test.report.plans import (
     row,
 )
 from cfp_test.scripts.plan_picture import picture
+from cfp_test.support.forking import quick_python
 
 
 @pytest.mark.smoke

@@ -1,0 +1,864 @@
+"""The library from the outside: plan, save, load, apply, and what is refused."""
+
+import functools
+import json
+import subprocess
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import io_callback
+
+import cfp
+from cfp.planner_settings import DetailedSettings, PlannerSettings
+from cfp.program.step import flatten_step
+from cfp_test.support.covering import at_night
+
+QUICK = PlannerSettings(per_kind=2, race=False)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def quick(mesh, cache):
+    """Plans with few measurements, and without a race."""
+    return functools.partial(cfp.plan, mesh=mesh, cache_dir=cache, settings=QUICK)
+
+
+OPTIMIZER = optax.adamw(1e-2)
+
+
+def loss(params, batch):
+    h = jax.nn.relu(batch["x"] @ params["up"]["kernel"] + params["up"]["bias"])
+    return jnp.mean((h @ params["down"]["kernel"] - batch["y"]) ** 2)
+
+
+def train_step(state, batch):
+    params, opt = state
+    value, gradients = jax.value_and_grad(loss)(params, batch)
+    updates, opt = OPTIMIZER.update(gradients, opt, params)
+    return (optax.apply_updates(params, updates), opt), {"loss": value}
+
+
+def init(key):
+    a, b = jax.random.split(key)
+    params = {
+        "up": {"kernel": jax.random.normal(a, (16, 32)) * 0.1, "bias": jnp.zeros(32)},
+        "down": {"kernel": jax.random.normal(b, (32, 8)) * 0.1},
+    }
+    return params, OPTIMIZER.init(params)
+
+
+def make_batch(key):
+    a, b = jax.random.split(key)
+    return {"x": jax.random.normal(a, (64, 16)), "y": jax.random.normal(b, (64, 8))}
+
+
+def shapes():
+    key = jax.random.key(0)
+    return jax.eval_shape(init, key), jax.eval_shape(make_batch, key)
+
+
+def assert_same(found, expected):
+    differences = cfp.compare(found, expected)
+    assert differences[0].relative_l2 < 1e-5, differences[:3]
+
+
+@pytest.mark.smoke
+def test_parallelize_plans_once_and_runs(mesh, cache):
+    step = cfp.parallelize(
+        train_step, mesh=mesh, donate_argnums=0, cache_dir=cache, settings=QUICK
+    )
+    assert not hasattr(step, "plan")
+    with pytest.raises(AttributeError, match="first call"):
+        _ = step.plan
+    state, expected = init(jax.random.key(0)), init(jax.random.key(0))
+    for turn in range(3):
+        batch = make_batch(jax.random.key(turn))
+        state, metrics = step(state, batch)
+        expected, wanted = jax.jit(train_step)(expected, batch)
+    assert_same((state, metrics), (expected, wanted))
+    leaves = jax.tree.leaves(state)
+    assert all(leaf.sharding.device_set == set(mesh.devices.flat) for leaf in leaves)
+    assert step.__name__ == "train_step"
+
+
+def test_parallelize_is_a_decorator_and_replans_for_other_shapes(mesh, cache):
+    traced = []
+
+    @cfp.parallelize(mesh=mesh, cache_dir=cache, settings=QUICK)
+    def double(x):
+        """Doubles."""
+        traced.append(x.shape)
+        return 2 * x
+
+    assert double.__doc__ == "Doubles."
+    np.testing.assert_array_equal(double(jnp.arange(8.0)), 2 * np.arange(8.0))
+    first = double.plan
+    np.testing.assert_array_equal(double(jnp.arange(12.0)), 2 * np.arange(12.0))
+    assert double.plan.arg_types == ("float32[12]",)
+    double(jnp.arange(8.0))
+    assert double.plan is first
+    assert traced == [(8,), (12,)], "a deep step takes seconds to trace"
+
+
+class Stepped(NamedTuple):
+    state: tuple[jax.Array, ...]
+    loss: jax.Array
+
+
+def scaled_step(state, rate):
+    """Returns each leaf strongly typed one call later than the one before it."""
+    scale, moment, kept = state
+    loss = jnp.sum(scale * moment)
+    return Stepped((scale - rate * jnp.float32(1), scale * 0.9, kept), loss)
+
+
+def weak_state():
+    return tuple(jnp.full((8,), value) for value in (0.5, 0.25, 2.0))
+
+
+def test_state_of_weak_types_is_planned_once_as_it_is_returned(mesh, cache, tmp_path):
+    state, rate = weak_state(), jnp.asarray(0.1)
+    assert all(leaf.weak_type for leaf in (*state, rate))
+    options = {"mesh": mesh, "cache_dir": cache, "settings": QUICK}
+    step = cfp.parallelize(scaled_step, donate_argnums=0, **options)
+    expected, plans = weak_state(), []
+    for _ in range(3):
+        state, loss = step(state, rate)
+        expected, wanted = jax.jit(scaled_step)(expected, rate)
+        plans.append(step.plan)
+        assert_same((state, loss), (expected, wanted))
+    assert all(plan is plans[0] for plan in plans)
+    avals = plans[0].step.avals
+    # What is not returned stays weak.
+    assert [aval.weak_type for aval in avals] == [False, False, False, True]
+    plans[0].save(tmp_path / "plan.json")
+    kept = cfp.parallelize(scaled_step, plan=tmp_path / "plan.json", mesh=mesh)
+    state = weak_state()
+    for _ in range(3):
+        state, loss = kept(state, rate)
+    assert_same((state, loss), (expected, wanted))
+
+
+def counted_step(state, scale):
+    """Counts its calls, as a state that begins with ``0`` does."""
+    count, weights = state
+    return (count + 1, weights * scale), jnp.sum(weights)
+
+
+def decayed_step(state, scale):
+    """Computes in bfloat16, but with a strongly typed counter in float32."""
+    count, weights = state
+    decayed = (weights * (1 / (count + 1)) * scale).astype(weights.dtype)
+    return (count + 1, decayed), None
+
+
+def scheduled_step(state, scale):
+    """Clips its counter, as a schedule does: what is weakly typed is converted."""
+    count, weights = state
+    part = jnp.where(count < 9, 0.1 * jnp.clip(count, 0, 9), 0.1)
+    return (count + 1, weights * scale * part.astype(weights.dtype)), None
+
+
+@pytest.mark.parametrize(
+    "step, is_weak",
+    [(counted_step, False), (scheduled_step, False), (decayed_step, True)],
+)
+def test_a_counter_that_begins_as_a_number_is_taken_as_restored(
+    mesh, cache, step, is_weak
+):
+    """A checkpoint has it as an array: the plan's executable takes both."""
+    weights, scale = np.ones((8, 4), jnp.bfloat16), jnp.bfloat16(0.5)
+    planned = cfp.parallelize(
+        step, donate_argnums=0, mesh=mesh, cache_dir=cache, settings=QUICK
+    )
+    state, expected = (0, weights), (0, weights)
+    for _ in range(2):
+        state, _ = planned(state, scale)
+        expected, _ = jax.jit(step)(expected, scale)
+    first = planned.plan
+    assert first.step.avals[0].weak_type is is_weak
+    np.testing.assert_array_equal(state[1], expected[1])
+    restored = jnp.asarray(np.asarray(state[0])), jnp.asarray(np.asarray(state[1]))
+    assert not restored[0].weak_type
+    (count, found), _ = planned(restored, scale)
+    assert count == 3 and (planned.plan is first) is not is_weak
+    wanted = jax.jit(step)((jnp.int32(2), expected[1]), scale)[0][1]
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "scale", [2.0**15, jnp.asarray(2.0**15)], ids=["number", "array"]
+)
+def test_a_saved_plan_takes_restored_state_as_it_was_planned(
+    mesh, cache, tmp_path, scale
+):
+    """A loss scale without a type of its own; as an array it would make others."""
+
+    def step(state, x):
+        scale, weights = state
+
+        def loss(weights):
+            return (x @ weights.astype(jnp.bfloat16)).mean() * scale
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        fits = jnp.isfinite(value)
+        return (jnp.where(fits, scale * 2, scale / 2), weights - grads / scale), value
+
+    def begun():
+        return scale + 0, jnp.ones((8, 16))
+
+    x = jnp.full((4, 8), 1.01, jnp.bfloat16)
+    plan = cfp.plan(
+        step, begun(), x, mesh=mesh, cache_dir=cache, settings=QUICK, donate_argnums=0
+    )
+    assert plan.weak == (0,)
+    plan.save(tmp_path / "plan.json")
+    run = cfp.parallelize(step, plan=tmp_path / "plan.json", mesh=mesh)
+    state, _ = run(begun(), x)
+    stored = jax.tree.map(np.asarray, state)
+    wanted = jax.tree.map(np.asarray, run(state, x))
+    again = cfp.parallelize(step, plan=tmp_path / "plan.json", mesh=mesh)
+    restored = jax.tree.map(jnp.asarray, stored)
+    assert not restored[0].weak_type
+    found = again(restored, x)
+    assert_same(found, wanted)
+    assert found[0][0] == 2.0**17 and found[1].dtype == jnp.bfloat16
+    strong = jax.eval_shape(step, jax.tree.map(jnp.asarray, stored), x)
+    assert strong[1].dtype == jnp.float32
+
+
+def test_a_counter_that_only_a_weak_type_makes_a_loops_carry_stays_weak():
+    traced = []
+
+    def step(state, scale):
+        traced.append(state)
+        count, weights = state
+        total = jax.lax.fori_loop(0, 2, lambda _, carry: carry + scale, count)
+        return (count + 1, weights * total), None
+
+    weights, scale = jnp.ones((8, 4), jnp.bfloat16), jnp.bfloat16(0.5)
+    flat = flatten_step(step, ((0, weights), scale), {}, donate_argnums=0)
+    assert flat.avals[0].weak_type
+    with pytest.raises(TypeError, match="carry"):
+        jax.jit(step)((jnp.int32(0), weights), scale)
+    traced.clear()
+    # Nothing replaces this one: it is traced as it is, and no other time.
+    kept = flatten_step(
+        lambda c, x: step((c, x), x)[1], (0, scale), {}, donate_argnums=0
+    )
+    assert kept.traced is not None and kept.avals[0].weak_type and len(traced) == 1
+
+
+def test_weakly_typed_state_of_one_array_and_of_two_shapes(mesh, cache, tmp_path):
+    def halve(state):
+        return state * jnp.float32(0.5)
+
+    def full(size):
+        return jnp.full((size,), 0.5)
+
+    options = {"mesh": mesh, "cache_dir": cache, "settings": QUICK}
+    plan = cfp.plan(halve, full(8), donate_argnums=0, **options)
+    plan.save(tmp_path / "plan.json")
+    kept = cfp.parallelize(halve, plan=tmp_path / "plan.json", mesh=mesh)
+    np.testing.assert_array_equal(kept(kept(full(8))), np.full(8, 0.125))
+    step = cfp.parallelize(halve, donate_argnums=0, **options)
+    plans = []
+    states = {size: full(size) for size in (8, 16)}
+    for size in (8, 16) * 3:
+        states[size] = step(states[size])
+        plans.append(step.plan)
+    assert len({id(one) for one in plans}) == 2
+    np.testing.assert_array_equal(states[16], np.full(16, 0.0625))
+
+
+class Sized:
+    """A container that reads its leaf when it is made."""
+
+    def __init__(self, x):
+        self.x, self.count = x, x.shape[0]
+
+
+jax.tree_util.register_pytree_node(
+    Sized, lambda one: ((one.x,), None), lambda _, leaves: Sized(*leaves)
+)
+
+
+def test_weak_types_that_no_call_replaces_stay(mesh, cache):
+    """Gradients have the parameters' structure, and are not their next values."""
+    traced = []
+
+    def loss(params, batch):
+        traced.append(params)
+        hidden = batch.x * params["a"] + params["b"]
+        return jnp.sum(hidden).astype(jnp.float32)
+
+    grads = cfp.parallelize(jax.grad(loss), mesh=mesh, cache_dir=cache, settings=QUICK)
+    params = {"a": jnp.full((8,), 1.01), "b": jnp.full((8,), 0.1)}
+    batch = Sized(jnp.full((16, 8), 1.01, jnp.bfloat16))
+    expected = jax.jit(jax.grad(loss))(params, batch)
+    traced.clear()
+    for _ in range(3):
+        found = grads(params, batch)
+    assert len(traced) == 1
+    assert grads.plan.step.avals[0].weak_type
+    np.testing.assert_array_equal(found["a"], expected["a"])
+
+
+def test_a_plan_traces_the_step_that_it_is_applied_to_once(quick, mesh):
+    traced = []
+
+    def double(x):
+        traced.append(x.shape)
+        return 2 * x
+
+    x = jnp.arange(8.0)
+    plan = quick(double, x)
+    assert len(traced) == 1
+    np.testing.assert_array_equal(plan.apply(double)(x), 2 * np.arange(8.0))
+    assert len(traced) == 2
+    np.testing.assert_array_equal(plan.compile_bound()(x), 2 * np.arange(8.0))
+    assert len(traced) == 2
+    loaded = cfp.Plan.from_json(json.loads(plan.to_json()), mesh=mesh)
+    with pytest.raises(cfp.PlanMismatch, match="bind"):
+        loaded.compile_bound()
+
+
+def test_only_what_the_plan_says_is_given_away(mesh, cache):
+    """A result of as many elements, but another shape, takes no argument's place."""
+
+    def step(state, x):
+        return state + x.sum(), x.T * 2
+
+    def arguments():
+        return jnp.ones((8, 8)), jnp.arange(64.0).reshape(16, 4)
+
+    options = {"mesh": mesh, "cache_dir": cache, "settings": QUICK}
+    run = cfp.parallelize(step, donate_argnums=(0, 1), **options)
+    state, x = arguments()
+    for _ in range(3):
+        state, doubled = run(state, x)
+        np.testing.assert_array_equal(doubled, 2 * x.T)
+    assert run.plan.donated == (True, False)
+    plan = cfp.plan(step, *arguments(), donate_argnums=(0, 1), **options)
+    alike = plan.compile_bound(), plan.compile(step, *arguments())
+    assert [one.step.donated for one in alike] == [plan.donated] * 2
+    made, expected = (one.compiled.memory_analysis() for one in alike)
+    assert made.alias_size_in_bytes == expected.alias_size_in_bytes
+
+
+def test_a_plan_survives_saving(quick, mesh, tmp_path):
+    state, batch = shapes()
+    plan = quick(train_step, state, batch, donate_argnums=(0,))
+    plan.save(tmp_path / "plan.json")
+    loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
+    assert loaded == plan
+
+    step = loaded.apply(train_step)
+    state = loaded.init(init, jax.random.key(0))
+    batch = make_batch(jax.random.key(1))
+    expected = jax.jit(train_step)(init(jax.random.key(0)), batch)
+    assert_same(step(state, batch), expected)
+
+    with pytest.raises(cfp.PlanMismatch, match="bind"):
+        _ = loaded.in_shardings
+    bound = loaded.bind(train_step, *shapes())
+    assert bound.in_shardings == plan.in_shardings
+    assert bound.out_shardings == plan.out_shardings
+
+
+def test_shardings_are_pytrees_like_arguments_and_results(quick):
+    plan = quick(train_step, *shapes(), preset="data_parallel")
+    state, batch = plan.in_shardings
+    assert batch["x"].spec == jax.P("x")
+    assert state[0]["up"]["kernel"].is_fully_replicated
+    new_state, metrics = plan.out_shardings
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    assert jax.tree.leaves(new_state) == jax.tree.leaves(state)
+    assert metrics["loss"].is_fully_replicated
+
+
+def test_state_is_initialised_in_the_plans_shardings(quick):
+    plan = quick(train_step, *shapes(), preset="fully_sharded")
+    state = plan.init(init, jax.random.key(3))
+    found = jax.tree.map(lambda leaf: leaf.sharding.spec, state)
+    wanted = jax.tree.map(lambda sharding: sharding.spec, plan.in_shardings[0])
+    assert found == wanted
+    assert_same(state, init(jax.random.key(3)))
+    batch, again = plan.init(lambda k: (make_batch(k), init(k)), jax.random.key(3))
+    assert batch["x"].sharding.spec == plan.in_shardings[1]["x"].spec == jax.P("x")
+    assert jax.tree.map(lambda leaf: leaf.sharding.spec, again) == wanted
+    assert_same((batch, again), (make_batch(jax.random.key(3)), state))
+    for wrong in (jnp.zeros(3), (state, state), (state, None, 1.0)):
+        with pytest.raises(cfp.PlanMismatch, match="does not look like any argument"):
+            plan.init(lambda wrong=wrong: wrong)
+
+
+def test_static_arguments_keys_and_keywords(mesh, cache):
+    def step(x, mode, key, *, scale):
+        noise = jax.random.normal(key, x.shape)
+        return (x @ x.T if mode == "gram" else x) * scale, noise
+
+    x, key = jnp.arange(64.0).reshape(8, 8), jax.random.key(7)
+    run = cfp.parallelize(
+        step, mesh=mesh, static_argnums=(1,), cache_dir=cache, settings=QUICK
+    )
+    for mode in ("gram", "plain"):
+        found = run(x, mode, key, scale=2.0)
+        assert_same(found, step(x, mode, key, scale=2.0))
+
+
+def test_arguments_are_known_by_position_and_by_name(mesh, cache):
+    def step(state, batch, mode="plus"):
+        return {"w": state["w"] + batch.T @ batch * (1 if mode == "plus" else -1)}
+
+    state, w = {"w": X}, X.T @ X
+    run = functools.partial(cfp.plan, step, mesh=mesh, cache_dir=cache, settings=QUICK)
+    for options in (
+        {"donate_argnums": 0, "static_argnums": 2},
+        {"donate_argnames": "state", "static_argnames": ("mode",)},
+    ):
+        made = run(state=state, batch=X, mode="minus", **options)
+        assert made.arg_names == ("state/w", "batch")
+        assert made.donated == (True, False) and made.static == (2,)
+        planned = made.apply(step)
+        for found in (
+            planned(state={"w": X + 0}, batch=X, mode="minus"),
+            planned({"w": X + 0}, X, "minus"),
+            planned({"w": X + 0}, mode="minus", batch=X),
+        ):
+            np.testing.assert_allclose(found["w"], X - w, rtol=1e-6)
+        same = run(state, X, "minus", **options)
+        assert (same.fingerprint, same.arg_names) == (made.fingerprint, made.arg_names)
+
+    step = cfp.parallelize(
+        step, mesh=mesh, static_argnames="mode", cache_dir=cache, settings=QUICK
+    )
+    np.testing.assert_allclose(step(state, X)["w"], X + w, rtol=1e-6)
+    np.testing.assert_allclose(step(state, X, mode="minus")["w"], X - w, rtol=1e-6)
+
+
+def test_keywords_that_have_no_position_stay(mesh, cache):
+    def step(x, /, y, *more, x_scale=1.0, **rest):
+        return x * x_scale + y + sum(more) + rest["x"]
+
+    run = functools.partial(cfp.plan, step, mesh=mesh, cache_dir=cache, settings=QUICK)
+    made = run(X, y=X, x_scale=jnp.float32(2.0), x=X)
+    assert made.arg_names == ("x", "y", "x", "x_scale")
+    found = made.apply(step)(X, X, x=X, x_scale=jnp.float32(2.0))
+    np.testing.assert_allclose(found, 4 * X, rtol=1e-6)
+    made = run(X, X, X, x=X)
+    np.testing.assert_allclose(made.apply(step)(X, X, X, x=X), 4 * X, rtol=1e-6)
+
+
+def test_a_step_is_planned_once_however_it_is_called(mesh, cache):
+    def step(x, y):
+        return x @ y
+
+    run = cfp.parallelize(step, mesh=mesh, cache_dir=cache, settings=QUICK)
+    found = [run(X, X), run(X, y=X), run(y=X, x=X)]
+    for one in found:
+        np.testing.assert_allclose(one, X @ X, rtol=1e-6)
+    assert len(run._steps) == 1
+
+
+def test_a_second_plan_measures_nothing(mesh, tmp_path):
+    run = functools.partial(
+        cfp.plan, train_step, *shapes(), mesh=mesh, cache_dir=tmp_path
+    )
+    settings = PlannerSettings(per_kind=2, measure=True)
+    first = run(settings=settings)
+    assert first.search["strategies_measured"] > 0
+    assert first.search["race_cached"] == 0
+    second = run(settings=settings)
+    assert second.search["strategies_measured"] == 0
+    assert second.search["strategies_cached"] == first.search["strategies_measured"]
+    assert second.search["race_cached"] == 1
+    assert second.winner == first.winner
+    assert second.measured_ms == first.measured_ms
+    # The answer is the fastest of all that were timed.
+    times = [row.time_ms for row in first.race if row.time_ms is not None]
+    assert first.measured_ms == min(times)
+    assert {"planned", "data_parallel", "fully_sharded"} <= {r.name for r in first.race}
+
+
+def test_pins_are_kept_exactly(quick):
+    pins = {"up/kernel": jax.P(None, "x"), "down/*": jax.P("x"), "batch/x": jax.P()}
+    plan = quick(train_step, *shapes(), pins=pins, donate_argnums=(0,))
+    state, batch = plan.in_shardings
+    assert state[0]["up"]["kernel"].spec == jax.P(None, "x")
+    assert state[0]["down"]["kernel"].spec == jax.P("x")
+    assert batch["x"].is_fully_replicated
+    real = plan.init(init, jax.random.key(0)), make_batch(jax.random.key(1))
+    expected = jax.jit(train_step)(init(jax.random.key(0)), real[1])
+    assert_same(plan.apply(train_step)(*real), expected)
+
+
+def test_a_preset_that_comes_out_as_another_one_names_it(mesh, cache):
+    for name in ("expert_parallel", "ep"):
+        with pytest.raises(cfp.OptionError, match="shards this program as 'data_para"):
+            cfp.plan(train_step, *shapes(), mesh=mesh, preset=name, cache_dir=cache)
+
+
+def test_a_method_is_bound_to_its_object(mesh, cache):
+    """As `jax.jit` binds one."""
+    plan = functools.partial(
+        cfp.parallelize, mesh=mesh, quiet=True, cache_dir=cache, settings=QUICK
+    )
+
+    class Trainer:
+        scale = 3.0
+
+        @functools.partial(plan, static_argnums=0)
+        def step(self, w, x):
+            return (x @ w).sum() * self.scale
+
+    w, x = jnp.ones((8, 16)), jnp.ones((4, 8))
+    trainer = Trainer()
+    assert float(trainer.step(w, x)) == 3.0 * 8 * 4 * 16
+    assert trainer.step.plan is Trainer.step.plan
+
+
+@pytest.mark.explained("A pin matches no argument, or does not fit")
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"nothing/*": jax.P("x")}, "matches no argument"),
+        ({"state/0/up/kernal": jax.P("x")}, "Did you mean 'state/0/up/kernel'"),
+        ({"up/kernel": jax.P("z")}, "no axis 'z'"),
+        ({"up/kernel": jax.P("x", "x")}, "uses axis 'x' twice"),
+        ({"up/bias": jax.P(None, "x")}, "names 2 dims"),
+        ({"opt/*": jax.P("x")}, "matches no argument"),
+    ],
+)
+def test_pins_that_do_not_fit_are_refused_by_name(pins, message, mesh, cache):
+    with pytest.raises(cfp.PinError, match=message):
+        cfp.plan(train_step, *shapes(), mesh=mesh, pins=pins, cache_dir=cache)
+
+
+def test_a_budget_is_kept_or_refused_with_the_smallest(mesh, cache):
+    run = functools.partial(
+        cfp.plan,
+        train_step,
+        *shapes(),
+        mesh=mesh,
+        donate_argnums=(0,),
+        cache_dir=cache,
+    )
+    with pytest.raises(cfp.MemoryBudgetError, match="compiled") as caught:
+        run(memory_budget=1000, settings=QUICK)
+    assert "up/kernel" in str(caught.value)
+    # Predictions are off by a few percent; what the error names is not.
+    least = caught.value.smallest_feasible_bytes
+    assert run(memory_budget=least, settings=QUICK).peak_bytes <= least
+    plan = run(memory_budget="1MiB", settings=PlannerSettings(per_kind=4))
+    assert plan.peak_bytes is not None and plan.peak_bytes <= 2**20
+
+
+def test_bad_input_is_refused_with_advice(mesh, cache, tmp_path):
+    run = functools.partial(cfp.plan, cache_dir=cache, settings=QUICK)
+    with pytest.raises(cfp.StepNotTraceable, match="static_argnums"):
+        run(lambda x, flag: x, jnp.ones(8), "text", mesh=mesh)
+    with pytest.raises(cfp.StepNotTraceable, match="TracerBoolConversionError"):
+        run(lambda x: x if x.sum() > 0 else -x, jnp.ones(8), mesh=mesh)
+    for effect in (
+        lambda x: jax.debug.print("{}", x, ordered=True),
+        lambda x: io_callback(print, None, x, ordered=True),
+    ):
+
+        def in_order(x, effect=effect):
+            effect(x.sum())
+            return x
+
+        with pytest.raises(cfp.StepNotTraceable, match="Leave out ordered=True"):
+            run(in_order, jnp.ones(8), mesh=mesh)
+    with pytest.raises(cfp.CfpError, match=r"settings is a dict. Pass cfp.Planner"):
+        cfp.plan(train_step, *shapes(), mesh=mesh, settings={"per_kind": 2})
+    with pytest.raises(cfp.CfpError, match="80GiB"):
+        run(train_step, *shapes(), mesh=mesh, memory_budget="plenty")
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(cfp.CacheError):
+        cfp.plan(train_step, *shapes(), mesh=mesh, cache_dir=blocked / "below")
+
+
+@pytest.mark.parametrize("name", ["preset", "fn"])
+def test_keyword_arguments_of_a_step_are_not_taken_for_options(mesh, cache, name):
+    @cfp.parallelize(mesh=mesh, cache_dir=cache, static_argnames=name)
+    def step(x, preset=None, fn=None):
+        return x * 2 if preset or fn else x
+
+    with pytest.raises(cfp.CfpError, match=f"'{name}' has the name of an option"):
+        step(jnp.ones(8), **{name: "data_parallel"})
+
+
+@pytest.mark.explained(
+    "The arguments do not fit the plan, or its program is another one"
+)
+def test_a_plan_refuses_what_it_was_not_made_for(quick, mesh, tmp_path):
+    plan = quick(train_step, *shapes(), preset="data_parallel")
+    state, batch = shapes()
+    wide = {**batch, "x": jax.ShapeDtypeStruct((64, 17), jnp.float32)}
+    with pytest.raises(
+        cfp.PlanMismatch, match=r"batch/x: planned for float32\[64,16\]"
+    ):
+        plan.compile(train_step, state, wide)
+
+    def other(state, batch):
+        new, metrics = train_step(state, batch)
+        return jax.tree.map(lambda leaf: leaf * 2, new), metrics
+
+    with pytest.raises(cfp.PlanMismatch, match="not the one that was planned"):
+        plan.compile(other, state, batch)
+    plan.save(tmp_path / "plan.json")
+    two = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    with pytest.raises(cfp.PlanMismatch, match="is for a mesh"):
+        cfp.Plan.load(tmp_path / "plan.json", mesh=two)
+    (tmp_path / "bad.json").write_text("{}")
+    with pytest.raises(cfp.PlanMismatch, match="format"):
+        cfp.Plan.load(tmp_path / "bad.json", mesh=mesh)
+    with pytest.raises(cfp.PlanMismatch, match="Cannot read"):
+        cfp.Plan.load(tmp_path / "absent.json", mesh=mesh)
+
+
+# ------------------------------------------------------------ what a call must fit
+
+
+def scaled(x, mode="gram", times=2):
+    return (x @ x.T if mode == "gram" else x) * times
+
+
+X = jnp.arange(64.0).reshape(8, 8)
+
+
+def test_a_plan_refuses_another_static_value(quick):
+    made = quick(scaled, X, "gram", static_argnums=1)
+    step = made.apply(scaled)
+    np.testing.assert_allclose(step(X, "gram"), X @ X.T * 2, rtol=1e-6)
+    with pytest.raises(cfp.PlanMismatch, match="Static argument 1 was 'gram'"):
+        step(X, "plain")
+
+
+def test_a_static_argument_may_be_left_out(quick):
+    made = quick(scaled, X, static_argnums=(1,))
+    step = made.apply(scaled)
+    for x in (X, X + 1):
+        np.testing.assert_allclose(step(x), x @ x.T * 2, rtol=1e-6)
+
+
+def test_static_values_of_equal_worth_are_planned_apart(mesh, cache):
+    step = cfp.parallelize(
+        lambda x, n: x * n if isinstance(n, int) else x + n,
+        mesh=mesh,
+        static_argnums=1,
+        cache_dir=cache,
+        settings=QUICK,
+    )
+    np.testing.assert_allclose(step(X, 1), X)
+    np.testing.assert_allclose(step(X, 1.0), X + 1)
+
+
+def test_donating_what_is_not_there_is_refused(mesh, cache):
+    with pytest.raises(cfp.StepNotTraceable, match="positions \\[3\\]"):
+        cfp.plan(scaled, X, mesh=mesh, donate_argnums=(3,), cache_dir=cache)
+    for option in ("donate_argnames", "static_argnames"):
+        with pytest.raises(cfp.StepNotTraceable, match=f"{option} names \\['state'\\]"):
+            cfp.plan(scaled, X, mesh=mesh, cache_dir=cache, **{option: "state"})
+
+
+def test_what_a_wrapper_donates_must_be_said(mesh, cache, recwarn):
+    """Inside of another program, jax.jit gives nothing away."""
+    args = jnp.ones((8, 8)), jnp.ones((8, 8))
+    how = {"mesh": mesh, "preset": "data_parallel", "cache_dir": cache}
+    how["settings"] = PlannerSettings(race=False)
+
+    def step(w, x):
+        return w - (x @ w), x.sum()
+
+    jitted = jax.jit(step, donate_argnums=0)
+    with pytest.warns(UserWarning, match="give cfp donate_argnums"):
+        assert cfp.plan(jitted, *args, **how).donated == (False, False)
+    recwarn.clear()
+    assert cfp.plan(jitted, *args, donate_argnums=0, **how).donated == (True, False)
+    cfp.plan(jax.jit(step), *args, **how)
+    assert not [w for w in recwarn if w.category is UserWarning]
+
+
+def test_static_arguments_that_cannot_be_told_apart_are_refused(mesh, cache):
+    step = cfp.parallelize(scaled, mesh=mesh, static_argnums=1, cache_dir=cache)
+    with pytest.raises(cfp.StepNotTraceable, match="1 is a list"):
+        step(X, ["gram"])
+
+
+def test_a_plan_refuses_another_type(quick):
+    made = quick(lambda x, n: x * n, X, 1)
+    step = made.apply(lambda x, n: x * n)
+    np.testing.assert_allclose(step(X, 3), X * 3)
+    with pytest.raises(cfp.PlanMismatch, match="int32, got float32"):
+        step(X, 0.5)
+
+
+def test_a_saved_plan_knows_its_static_arguments(quick, mesh, tmp_path):
+    quick(scaled, X, "gram", 3, static_argnums=(1, 2)).save(tmp_path / "plan.json")
+    step = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh).apply(scaled)
+    np.testing.assert_allclose(step(X, "gram", 3), X @ X.T * 3, rtol=1e-6)
+
+
+def test_a_pin_may_name_an_axis_of_size_one(quick):
+    mesh = jax.make_mesh((4, 1), ("x", "y"), devices=jax.devices()[:4])
+    made = quick(scaled, X, mesh=mesh, pins={"x": jax.P("x", "y")})
+    assert made.arg_specs[0] == (("x",), ())
+
+
+def test_a_budget_that_is_too_small_spoils_nothing(mesh, tmp_path):
+    def make(**options):
+        settings = DetailedSettings(per_kind=2, in_context=False)
+        return cfp.plan(
+            train_step,
+            *shapes(),
+            mesh=mesh,
+            cache_dir=tmp_path,
+            settings=settings,
+            **options,
+        )
+
+    with pytest.raises(cfp.MemoryBudgetError):
+        make(memory_budget=4096)
+    assert make().measured_ms is not None
+
+
+def test_donated_state_that_is_kept_twice(quick):
+    def step(state, x):
+        new = state["w"] + x.T @ x + state["prev"]
+        return {"w": new, "prev": new}
+
+    state = {"w": X, "prev": X + 1}
+    made = quick(step, state, X, donate_argnums=0)
+    found = made.apply(step)(jax.tree.map(jnp.copy, state), X)
+    np.testing.assert_allclose(found["w"], X + X.T @ X + X + 1, rtol=1e-6)
+
+
+def test_donated_memory_is_given_away_once(quick):
+    """A moving average begins with the weights themselves."""
+
+    def step(state):
+        return {"w": state["w"] + 1, "average": 0.9 * state["average"] + state["w"]}
+
+    made = quick(
+        step,
+        {"w": X, "average": X},
+        donate_argnums=0,
+        pins={"state/*": jax.sharding.PartitionSpec()},
+    )
+    planned = made.compile(step, {"w": X, "average": X})
+    w = jnp.copy(X)
+    there = jax.device_put(X + 0, made.in_shardings[0]["w"])
+    for state in ({"w": w, "average": w}, {"w": there, "average": there}):
+        found = planned(state)
+        np.testing.assert_allclose(found["w"], X + 1)
+        np.testing.assert_allclose(found["average"], 1.9 * X, rtol=1e-6)
+    planned(dict(found))
+    with pytest.raises(cfp.PlanMismatch, match="'state/average' is gone"):
+        planned(found)
+
+
+def test_expected_arrays_that_another_step_was_donated(mesh, cache):
+    """JAX ends the process where it raises nothing."""
+    weights = {"a": X + 1, "b": X + 2}
+    step = cfp.parallelize(
+        lambda w, x: x @ w["a"].T + (w["b"] @ w["b"].T).sum(),
+        mesh=mesh,
+        cache_dir=cache,
+        settings=QUICK,
+    )
+    step(weights, X)
+    weights = jax.device_put(weights, step.plan.in_shardings[0])
+    expected = [step(weights, X) for _ in range(3)][-1]
+    gone = dict(weights)
+    jax.jit(lambda b: b * 2, donate_argnums=0)(gone["b"])
+    assert gone["b"].is_deleted()
+    with pytest.raises(cfp.PlanMismatch, match="'w/b' is gone"):
+        step(gone, X)
+    again = {"a": X + 1, "b": X + 2}
+    np.testing.assert_allclose(step(again, X), expected, rtol=1e-6)
+
+
+def test_arrays_without_elements(quick):
+    def step(w, z):
+        return z @ w, w * 2
+
+    args = jnp.ones((16, 8)), jnp.zeros((0, 16))
+    made = quick(step, *args)
+    empty, doubled = made.apply(step)(*args)
+    assert empty.shape == (0, 8)
+    np.testing.assert_allclose(doubled, 2 * args[0])
+
+
+def test_sorts_are_measured(quick):
+    def step(p, x):
+        return jnp.sort(x @ p, -1) @ p.T, jnp.median(x @ p, axis=-1)
+
+    args = jnp.ones((16, 12)), jnp.arange(128.0).reshape(8, 16)
+    made = quick(step, *args)
+    for have, want in zip(made.apply(step)(*args), step(*args), strict=True):
+        np.testing.assert_allclose(have, want, rtol=1e-6)
+
+
+def test_a_planned_step_is_not_traced_again(quick):
+    made = quick(scaled, X)
+    with pytest.raises(cfp.PlanMismatch, match="Plan the outer function"):
+        jax.jit(made.apply(scaled))(X)
+
+
+@pytest.mark.smoke
+def test_types_of_less_than_a_byte(mesh, cache):
+    def step(w, x):
+        return x @ w.astype(jnp.float32), w
+
+    args = jnp.arange(64).reshape(8, 8).astype(jnp.int4), X
+    run = functools.partial(cfp.plan, mesh=mesh, cache_dir=cache, settings=QUICK)
+    if jax.__version_info__ < (0, 11):  # JAX itself cannot run it.
+        with pytest.raises(cfp.StepNotTraceable, match="or newer"):
+            run(step, *args)
+    else:
+        assert_same(run(step, *args).apply(step)(*args), step(*args))
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        ("cfp.plan.adapt", "cfp.attention; cfp.plan"),
+        *at_night(
+            [
+                ("cfp.plan.adapt", "pass"),
+                ("cfp.attention.ring", "pass"),
+                ("cfp.attention.ring", "cfp.attention; cfp.plan"),
+            ]
+        ),
+    ],
+)
+def test_modules_are_found_behind_a_function_of_their_packages_name(name, before):
+    """Hidden packages: a function has the modules of the package that it hides."""
+    code = f"import cfp; {before}; import {name}; import {name} as other\n"
+    code += f"assert {name} is other, 'found twice'\n"
+    code += "assert callable(cfp.attention) and callable(cfp.plan)\n"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_hidden_packages_are_pickled_by_name():
+    code = "import cfp.plan.adapt, pickle, sys; hidden = sys.modules['cfp.plan']\n"
+    code += "assert pickle.loads(pickle.dumps(hidden)) is hidden\n"
+    subprocess.run([sys.executable, "-c", code], check=True)

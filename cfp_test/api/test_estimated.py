@@ -1,0 +1,281 @@
+"""Choices by estimates, the default on virtual devices: nothing but the race runs."""
+
+import itertools
+from contextlib import closing
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cfp
+from cfp.analysis.analyze import analyze
+from cfp.cli.options import settings as settings_of
+from cfp.cost.costs import Costs
+from cfp.presets.presets import presets
+from cfp.profiling.builder import BuildEnvironment, build
+from cfp.profiling.rates import Rates
+from cfp.profiling.store import ProfileStore, store_path
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
+from cfp.race import compile as building
+from cfp.runtime import execute
+from cfp.search.choices import estimate_kinds, whole_choice
+from cfp.search.expected import build_problem, estimate_options
+from cfp.search.problem import Assignment
+from cfp.search.solver import solve
+from cfp.settings import Replacing
+from cfp.view.remarks import remarks
+from cfp.view.text import plan_text
+from cfp.view.words import summary_line
+from cfp_test.program.stacks import stack_step
+from cfp_test.support.checking import make_mesh
+
+pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
+
+SIZES = (("x", 4),)
+STEP, ARGS = stack_step()
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    plan = cfp.plan(STEP, *ARGS, mesh=make_mesh(SIZES), cache_dir=folder)
+    with closing(ProfileStore(store_path(folder))) as store:
+        return plan, store.records()
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """The program's analysis, estimates, presets and costs."""
+    mesh = planning_mesh(make_mesh(SIZES))
+    program, _ = trace(flatten_step(STEP, ARGS, {}), mesh)
+    analysis = analyze(program, SIZES)
+    rates = Rates.of_virtual_devices(SIZES)
+    return (
+        analysis,
+        estimate_kinds(analysis, rates),
+        presets(analysis.frame),
+        Costs(analysis, rates),
+    )
+
+
+def test_only_whole_programs_run(planned):
+    plan, records = planned
+    what = {dict(record.parts)["what"] for record in records}
+    assert all("program, raced" in one for one in what)
+    # Twins are one program under two names; what won truncated then runs whole.
+    assert 2 <= len(records) <= 4
+    raced = [row for row in plan.race if row.time_ms is not None]
+    assert plan.winner in {row.name for row in raced}
+    assert plan.measured_ms == min(row.time_ms for row in raced)
+
+
+def test_a_plan_says_that_its_predictions_are_estimates(planned):
+    plan, _ = planned
+    assert "predictions are estimates" in repr(plan)
+    assert "Predictions are estimates" in plan_text(plan)
+    assert "strategies_measured" not in plan.search
+    assert "estimate" in summary_line(plan) and "measured" not in summary_line(plan)
+
+
+def test_the_best_of_all_options_is_found(parts):
+    """And it costs what its parts and what moves between them are estimated to."""
+    analysis, estimates, presets, costs = parts
+    given = {"per_kind": 2, "budget_bytes": None, "replacing": Replacing()}
+    found = estimate_options(estimates, presets, costs, **given)
+    problem = build_problem(costs, found.estimated, None)
+    best = solve(problem)
+    ways = itertools.product(*(range(len(found.estimated[k])) for k in problem.kinds))
+    assert best.cost_ms == pytest.approx(min(map(problem.cost_ms, ways)))
+    assert not found.memory_bound
+    # A choice alike in all segments costs what the estimate of each says, its twin's
+    # handover included.
+    for name, choice in presets.items():
+        total = 0.0
+        picks = []
+        for segment in analysis.segments:
+            options = found.estimated[segment.kind]
+            own = [
+                i
+                for i, option in enumerate(options)
+                if option.candidate.strategies
+                == tuple(choice.blocks[b] for b in segment.blocks)
+                and option.candidate.storage
+                in {choice.storage[g] for g in segment.groups}
+            ]
+            picks.append(own[0])
+            total += options[own[0]].time_ms
+        assert problem.cost_ms(picks) >= total > 0.0, name
+        made = whole_choice(
+            analysis,
+            problem,
+            Assignment(picks=tuple(picks), cost_ms=0.0, memory_bytes=0),
+        )
+        assert made.blocks == choice.blocks
+
+
+def test_what_follows_a_segment_is_not_counted_twice(parts):
+    _, estimates, presets, costs = parts
+    given = {"per_kind": 2, "budget_bytes": None, "replacing": Replacing()}
+    found = estimate_options(estimates, presets, costs, **given)
+    for kind, options in enumerate(found.estimated):
+        alone = estimates[kind].without_twin()
+        for option in options:
+            assert option.time_ms == pytest.approx(alone.total_ms(option.candidate))
+
+
+def test_where_memory_decides_segments_may_be_rematerialized(parts):
+    analysis, estimates, presets, costs = parts
+    where = (estimates, presets, costs)
+    given = {"per_kind": 2, "replacing": Replacing()}
+    plenty = estimate_options(*where, budget_bytes=2**40, **given)
+    small = estimate_options(*where, budget_bytes=1, **given)
+    assert not plenty.memory_bound and small.memory_bound
+    assert not any(o.candidate.remat for kind in plenty.estimated for o in kind)
+    for kind, options in enumerate(small.estimated):
+        again = [o for o in options if o.candidate.remat]
+        assert bool(again) == costs.can_rematerialize(kind)
+        for option in again:
+            plain = next(o for o in options if o.candidate == option.candidate.plain)
+            assert option.time_ms > plain.time_ms
+            assert option.residual_bytes <= plain.residual_bytes
+    assert len(analysis.representatives) == len(small.estimated)
+
+
+def test_a_budget_holds_for_a_plan_by_estimates(tmp_path, planned):
+    free, _ = planned
+    budget = round(0.8 * free.peak_bytes)
+    plan = cfp.plan(
+        STEP,
+        *ARGS,
+        mesh=make_mesh(SIZES),
+        memory_budget=budget,
+        cache_dir=tmp_path,
+    )
+    assert plan.peak_bytes <= budget
+
+
+@pytest.fixture
+def keeps_barriers(monkeypatch):
+    """XLA for CPUs merges what is rematerialized with what it was made of."""
+    keep = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+    def build_with_barriers(program, mesh, job, environment):
+        return build(program, mesh, job, replace(environment, always=keep))
+
+    monkeypatch.setattr(building, "build", build_with_barriers)
+
+
+def layers_step():
+    """Four layers that keep more than is estimated."""
+
+    def layer(x, w):
+        h = x @ w["up"]
+        for _ in range(4):
+            h = jnp.tanh(jnp.sin(h))
+        return x + h @ w["down"]
+
+    def loss(params, x):
+        for w in params:
+            x = layer(x, w)
+        return jnp.mean(x**2)
+
+    def step(params, x):
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    params = [{"up": jnp.ones((16, 64)), "down": jnp.ones((64, 16))} for _ in range(4)]
+    return step, (params, jnp.ones((1024, 16)))
+
+
+def test_what_needs_more_than_predicted_may_be_rematerialized(tmp_path, keeps_barriers):
+    """By estimates there was no need of it."""
+    step, args = layers_step()
+
+    def plan(budget, folder=tmp_path, race=False, **settings):
+        return cfp.plan(
+            step,
+            *args,
+            mesh=make_mesh((("x", 2),)),
+            donate_argnums=0,
+            memory_budget=budget,
+            cache_dir=folder,
+            settings=cfp.PlannerSettings(race=race, **settings),
+        )
+
+    plenty = plan("1GiB")
+    budget = round(0.9 * plenty.peak_bytes)
+    made = plan(budget)
+    assert not any(one.rematerialized for one in plenty.segments)
+    assert any(one.rematerialized for one in made.segments)
+    assert made.peak_bytes <= budget and made.predicted_ms > plenty.predicted_ms
+    for late in ({"choose": ("sharding", "storage")}, {"seconds": 0.0}):
+        with pytest.raises(cfp.MemoryBudgetError, match="No segment of this plan is"):
+            plan(budget, **late)
+    # Whatever was planned before: a smaller budget has more rematerialized.
+    smaller = plan(round(0.7 * plenty.peak_bytes), tmp_path / "other", race=True)
+    again = plan(budget, tmp_path / "other")
+
+    def rematerialized(plan):
+        return sum(one.rematerialized for one in plan.segments)
+
+    assert rematerialized(smaller) > rematerialized(made)
+    assert rematerialized(again) == rematerialized(made)
+    assert (again.winner, again.predicted_ms) == (made.winner, made.predicted_ms)
+
+
+def test_measuring_is_there_for_the_asking(tmp_path):
+    settings = settings_of(per_kind=1, quick=True, no_race=True, measure=True)
+    assert settings.measure is True
+    assert settings_of(per_kind=1, quick=True, measure=False).measure is None
+
+    def step(w, x):
+        return w - x.T @ (x @ w)
+
+    plan = cfp.plan(
+        step,
+        jnp.ones((8, 8)),
+        jnp.ones((8, 8)),
+        mesh=make_mesh(SIZES),
+        cache_dir=tmp_path,
+        settings=settings,
+    )
+    assert plan.search["strategies_measured"] > 0
+
+
+def test_when_time_is_over_one_program_is_compiled(tmp_path):
+    how = {"mesh": make_mesh(SIZES), "cache_dir": tmp_path}
+    settings = cfp.PlannerSettings(seconds=0.0)
+    plan = cfp.plan(STEP, *ARGS, **how, settings=settings)
+    raced = {row.name: row for row in plan.race if row.time_ms is not None}
+    late = [row for row in plan.race if "time for planning was over" in row.note]
+    (told,) = (line for line in remarks(plan) if "no comparison" in line)
+    assert (
+        "the other" in told if len(late) == 1 else f"any of {len(late)} others" in told
+    )
+    assert [*raced] == [plan.winner] and late
+    # What there was no time for is no failure: with more time it races.
+    full = cfp.plan(STEP, *ARGS, **how)
+    assert not any("time for planning was over" in row.note for row in full.race)
+    assert {row.name for row in late} <= {r.name for r in full.race if r.samples_ms}
+
+
+def test_a_step_is_compiled_with_what_its_race_tuned(monkeypatch, tmp_path):
+    """The same kernels run that were timed."""
+    asked = {"xla_backend_optimization_level": "1"}
+    monkeypatch.setattr(BuildEnvironment, "options", lambda self, platform: asked)
+    given = []
+    real = execute.compile_right
+
+    def compile_right(lowered, options):
+        given.append(dict(options))
+        return real(lowered, {})
+
+    monkeypatch.setattr(execute, "compile_right", compile_right)
+    settings = cfp.PlannerSettings(race=False)
+    how = {"mesh": make_mesh(SIZES), "cache_dir": tmp_path, "settings": settings}
+    plan = cfp.plan(lambda x: x @ x, jnp.ones((8, 8)), **how, preset="data_parallel")
+    assert plan.tuned == BuildEnvironment.beside(store_path(tmp_path))
+    plan.compile(lambda x: x @ x, jnp.ones((8, 8)))
+    assert given == [asked]

@@ -1,0 +1,720 @@
+"""Candidates that race beside plain plans: rematerialization, compiler options."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import cfp
+from cfp.analysis.analyze import analyze
+from cfp.analysis.layout import Choice
+from cfp.context import device_memory, open_context
+from cfp.cost.costs import Costs
+from cfp.errors import CfpError
+from cfp.passes.pipeline import decide
+from cfp.passes.profile import profile as profile_segments
+from cfp.passes.search import preset_solution, search
+from cfp.planner_settings import DetailedSettings, PlannerSettings
+from cfp.presets.presets import presets
+from cfp.profiling.builder import build
+from cfp.profiling.processes import Agreement
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.runner import profile
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
+from cfp.race import compile as building
+from cfp.race import race as race_module
+from cfp.race.admission import exempt_from_reach, within_reach
+from cfp.race.programs import TOO_LARGE, TOO_LATE
+from cfp.race.race import Run
+from cfp.race.shortage import no_winner
+from cfp.race.turns import race_programs
+from cfp.search.expected import expect
+from cfp.search.guided import measure_candidates
+from cfp.settings import LIMITED_MEMORY, ConstraintLevel, defaults_of
+from cfp.solution import Candidate
+from cfp.view.remarks import remarks
+from cfp_test.program.stacks import stack_step
+from cfp_test.race.results import result_of
+from cfp_test.support.covering import at_night
+from cfp_test.support.injected import inject_times
+
+pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
+
+STEP, ARGS = stack_step()
+PRESETS = cfp.PRESETS
+RESERVE = 100
+
+
+@pytest.fixture(scope="module", autouse=True)
+def injected():
+    """No noise decides what leads a race, or is near enough to race."""
+    with pytest.MonkeyPatch.context() as patch:
+        inject_times(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+
+
+@pytest.fixture(scope="module")
+def plan(mesh, tmp_path_factory):
+    """Plans the model with what a test asks for; profiles are measured once."""
+    folder = tmp_path_factory.mktemp("profiles")
+
+    def make(memory_budget=None, preset=None, cache_dir=folder, **settings):
+        return cfp.plan(
+            STEP,
+            *ARGS,
+            mesh=mesh,
+            memory_budget=memory_budget,
+            preset=preset,
+            cache_dir=cache_dir,
+            settings=DetailedSettings(
+                **{"per_kind": 5, "in_context": False, "measure": True, **settings}
+            ),
+        )
+
+    return make
+
+
+def rows(plan):
+    return {row.name: row for row in plan.race}
+
+
+def check_step(plan):
+    """Runs the plan for a step, and one device, too."""
+    expected, found = jax.jit(STEP)(*ARGS), plan.apply(STEP)(*ARGS)
+    for have, want in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-6)
+
+
+def test_leaders_race_with_other_compiler_options(plan, tmp_path, mesh):
+    options = {"plain": {"xla_backend_optimization_level": "0"}}
+    made = plan(compiler_options=options)
+    varied = [name for name in rows(made) if name.endswith(", plain")]
+    assert len(varied) == 1
+    for name in varied:
+        assert rows(made)[name].time_ms is not None
+        assert name.removesuffix(", plain") in rows(made)
+    assert made.options == (options["plain"] if made.winner in varied else {})
+    # All of them are in the store now: nothing is timed again.
+    again = plan(compiler_options=options)
+    assert again.search["race_cached"] == 1.0
+    assert again.winner == made.winner
+
+
+def test_options_that_win_are_part_of_the_plan(plan, tmp_path, mesh, monkeypatch):
+    """With the same option under two names, the plan says what it was measured with."""
+    options = {"a": {"xla_backend_optimization_level": "1"}}
+    made = plan(compiler_options=options)
+    made.save(tmp_path / "plan.json")
+    loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
+    assert loaded.options == made.options
+    check_step(loaded)
+
+
+def test_options_that_the_compiler_refuses_are_rows_with_a_reason(plan):
+    made = plan(compiler_options={"wrong": {"xla_no_such_option": "1"}})
+    wrong = [row for name, row in rows(made).items() if name.endswith(", wrong")]
+    assert len(wrong) == 1
+    assert all(row.time_ms is None for row in wrong)
+    assert all("xla_no_such_option" in row.note for row in wrong)
+    assert not made.winner.endswith(", wrong")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"per_kind": 0}, "got per_kind=0"),
+        ({"others": -1}, "got others=-1"),
+        ({"repeats": 1}, "got repeats=1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(wrong, message):
+    with pytest.raises(cfp.CfpError, match=message):
+        DetailedSettings(**wrong)
+
+
+def test_a_process_asks_its_own_devices_for_their_memory(mesh, monkeypatch):
+    """The others would not answer. All processes then go by the least of them."""
+    gib = 2**30
+    mine = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 80 * gib + 1})
+    far = SimpleNamespace(platform="gpu", process_index=1)
+    found: Any = SimpleNamespace(devices=np.array([far, mine]), local_devices=[mine])
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    mine.platform, mine.process_index = "gpu", 0
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        Agreement,
+        "gathered",
+        lambda self, what, value: [value] if self.alone else [value, 79 * gib],
+    )
+    assert device_memory(found) == 79 * gib
+    alone: Any = SimpleNamespace(devices=np.array([mine]), local_devices=[mine])
+    assert device_memory(alone) == 80 * gib + 1
+    assert device_memory(mesh) is None, "virtual devices do not say"
+
+
+def platform(monkeypatch, **changes):
+    """Other defaults than those of virtual devices."""
+    changed = replace(defaults_of("cpu"), **changes)
+    monkeypatch.setattr("cfp.context.defaults_of", lambda name: changed)
+
+
+def test_a_budget_that_the_allocator_may_take_is_refused_at_once(
+    mesh, tmp_path, monkeypatch
+):
+    platform(monkeypatch, reserve_bytes=2**20)
+    with pytest.raises(CfpError, match=r"leaves nothing .* may add 1\.00 MiB"):
+        cfp.plan(STEP, *ARGS, mesh=mesh, memory_budget=2**11, cache_dir=tmp_path)
+    with (
+        pytest.raises(CfpError, match="Give more than that"),
+        open_context(mesh, tmp_path, 2**20),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("limits", [True, False])
+def test_memory_is_hoped_for_only_where_the_compiler_takes_a_limit(
+    mesh, tmp_path, monkeypatch, limits
+):
+    platform(monkeypatch, limits_memory=limits)
+    monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**16)
+    with open_context(mesh, tmp_path) as context:
+        share = LIMITED_MEMORY if limits else 1.0
+        assert context.usual_temp_share() == share
+        assert context.usual_temp_share(interrupted=True) == 1.0
+        unlimited = replace(context, device_bytes=None)
+        assert unlimited.usual_temp_share() == 1.0
+    with open_context(mesh, tmp_path, 2**20) as context:
+        assert context.usual_temp_share(interrupted=True) == share
+
+
+@pytest.fixture
+def lean_compiler(monkeypatch):
+    """A compiler that makes do with half of the temporaries under a memory limit.
+
+    It takes its word for CPUs, too, which have no such thing.
+    """
+    platform(monkeypatch, limits_memory=True, reserve_bytes=RESERVE)
+    monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**16)
+
+    def lean(program, mesh, job, environment):
+        built = build(program, mesh, job, environment)
+        less = built.temp_bytes // 2
+        return replace(built, temp_bytes=less) if job.options else built
+
+    monkeypatch.setattr(building, "build", lean)
+
+
+def test_the_budget_is_passed_to_the_compiler(plan, lean_compiler, tmp_path, mesh):
+    quick = {"cache_dir": tmp_path, "per_kind": 2, "compiler_options": {}}
+    free = plan(**quick)
+    least = min(row.peak_bytes for row in free.race if row.time_ms is not None)
+    little = least - 1 + RESERVE
+    made = plan(little, **quick)
+    assert "within the budget" in made.winner
+    assert "xla_gpu_enable_latency_hiding_scheduler" in made.options
+    assert made.peak_bytes < least
+    large = [row for row in made.race if row.note == "over the memory budget"]
+    assert large, "what won so is compared with what did not fit"
+    check_step(made)
+    # What was compiled so is known: it does for its own size, with the same limit.
+    known = made.peak_bytes + RESERVE
+    again = plan(known, **quick)
+    assert again.peak_bytes <= made.peak_bytes
+    assert plan(known, **quick).search["race_cached"] == 1.0
+    # Without a race, too.
+    assert plan(little, race=False, **quick).peak_bytes < least
+
+
+@pytest.mark.parametrize("fails", [True, *at_night([False])])
+def test_what_was_out_of_reach_races_where_what_was_hoped_for_fails(
+    mesh, tmp_path, monkeypatch, fails
+):
+    """A rival that is far faster by prediction leaves out what is far behind it."""
+    found = planning_mesh(mesh)
+    program, _ = trace(flatten_step(STEP, ARGS, {}), found)
+    analysis = analyze(program, tuple(found.shape.items()))
+    settings = DetailedSettings(
+        measure=True, per_kind=3, in_context=False, compiler_options={}
+    )
+    options = {"xla_no_such_option": "1"} if fails else {}
+    turns = []
+
+    def timed(built, job, program, mesh, *, timing):
+        turns.append(job.label)
+        return built.record("ok", samples_ms=[1.0], run_seconds=0.1)
+
+    monkeypatch.setattr("cfp.race.turns.run", timed)
+    with open_context(found, tmp_path, 2**30, settings) as context:
+        solution = search(context, analysis, profile_segments(context, analysis))
+        best = solution.candidates[0]
+        hoped = Candidate("hoped", best.choice, predicted_ms=1e-6, options=options)
+        solution = replace(solution, candidates=[*solution.candidates, hoped])
+        made, _ = decide(context, analysis, solution)
+        assert turns and made.search["race_cached"] == 0.0
+        turns.clear()
+        again, _ = decide(context, analysis, solution)
+    assert not turns and again.search["race_cached"] == 1.0
+    assert again.race == made.race
+    ran = {name for name, row in rows(made).items() if row.time_ms is not None}
+    assert "hoped" in rows(made)
+    assert (len(ran & {*PRESETS}) > 1) == fails
+
+
+def test_the_budget_that_an_error_names_does(plan, lean_compiler, tmp_path):
+    quick = {"cache_dir": tmp_path, "per_kind": 2, "compiler_options": {}}
+    named = {}
+    for race in (True, False):
+        with pytest.raises(cfp.MemoryBudgetError) as caught:
+            plan(1024, race=race, **quick)
+        named[race] = caught.value.smallest_feasible_bytes
+        made = plan(named[race], race=race, **quick)
+        assert made.peak_bytes <= named[race] - RESERVE
+    assert named[True] == named[False]
+
+
+def test_a_preset_is_within_the_budget_or_refused_though_none_races(plan):
+    free = plan(preset="data_parallel", race=False)
+    assert free.peak_bytes is None
+    with pytest.raises(
+        cfp.MemoryBudgetError, match="The plan 'data_parallel', compiled,"
+    ) as caught:
+        plan(1000, preset="data_parallel", race=False)
+    needed = caught.value.smallest_feasible_bytes
+    with pytest.raises(cfp.MemoryBudgetError):
+        plan(needed - 1, preset="data_parallel", race=False)
+    made = plan(needed, preset="data_parallel", race=False)
+    assert (made.winner, made.peak_bytes) == ("data_parallel", needed)
+    assert made.arg_specs == free.arg_specs
+    assert made.measured_ms is None and not made.race
+
+
+def test_without_a_race_the_compiler_says_what_fits(plan, tmp_path, monkeypatch):
+    """The best by prediction turns out too large; then, the next; at last, all."""
+    built, too_large = [], set()
+
+    def swollen(program, mesh, job, environment):
+        made = build(program, mesh, job, environment)
+        built.append(job.key.digest)
+        return replace(made, temp_bytes=2**40) if job.key.digest in too_large else made
+
+    monkeypatch.setattr(building, "build", swollen)
+    plans = []
+    with pytest.raises(cfp.MemoryBudgetError, match=r"Of \d+ compiled plans"):
+        while True:
+            made = plan("1GiB", cache_dir=tmp_path, per_kind=1, race=False)
+            assert 0 < made.peak_bytes <= 2**30
+            check_step(made)
+            plans.append(made)
+            assert built[-1] not in too_large
+            too_large.add(built[-1])
+    assert plans[0].winner == "planned"
+    # The leanest may be the same program as one of them; it is tried last.
+    entries = [made for made in plans if made.winner != "leanest"]
+    assert entries[1:] and entries in (plans, plans[:-1]), "the leanest comes last"
+    for made in entries[1:]:
+        assert made.winner in PRESETS or made.winner.startswith("planned ")
+    times = [made.predicted_ms or float("inf") for made in entries]
+    assert times == sorted(times)
+
+
+def test_what_an_error_names_as_the_smallest_budget_does(plan):
+    """For the race and for the compiler alone: both go by what was compiled."""
+    with pytest.raises(cfp.MemoryBudgetError, match="compiled") as caught:
+        plan(1000)
+    least = caught.value.smallest_feasible_bytes
+    assert plan(least).peak_bytes <= least
+    assert plan(least, race=False).peak_bytes <= least
+    with pytest.raises(cfp.MemoryBudgetError) as caught:
+        plan(1000, race=False)
+    assert caught.value.smallest_feasible_bytes <= least
+
+
+def test_where_predictions_are_too_high_the_leanest_may_still_fit(plan, monkeypatch):
+    """By prediction nothing fits: the leanest is raced, with the presets."""
+    free = plan()
+    monkeypatch.setattr("cfp.passes.search.best_solutions", lambda problem, count: [])
+    made = plan(2 * free.peak_bytes)
+    assert {"planned", *PRESETS} >= {re.split(", | before ", made.winner)[0]}
+    assert rows(made)["planned"].time_ms is not None
+    check_step(made)
+    with pytest.raises(cfp.MemoryBudgetError, match="by prediction"):
+        # Nothing is compiled, so that nothing is known better.
+        monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 1000)
+        plan(race=False)
+
+
+def test_where_nothing_is_compiled_nothing_is_hoped_of_the_compiler(plan, monkeypatch):
+    def planned(device_bytes):
+        monkeypatch.setattr("cfp.context.device_memory", lambda mesh: device_bytes)
+        return plan(race=False)
+
+    with pytest.raises(cfp.MemoryBudgetError, match="by prediction") as caught:
+        planned(1000)
+    least = caught.value.smallest_feasible_bytes
+    assert sum(size for _, size in caught.value.contributors) == least
+    with pytest.raises(cfp.MemoryBudgetError, match="by prediction"):
+        planned(least - 1)
+    assert planned(least).winner == "planned"
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupt_gives_the_best_plan_of_what_was_measured(
+    plan, monkeypatch, at, tmp_path
+):
+    """From the second round on; before that there is nothing to choose from."""
+    rounds = []
+
+    def interrupted(*args, **options):
+        rounds.append(args)
+        if len(rounds) == at:
+            raise KeyboardInterrupt
+        return profile(*args, **options)
+
+    monkeypatch.setattr("cfp.profiling.measurer.profile", interrupted)
+    # Whatever a round gains is worth it, and what was not measured seems fast: there is
+    # a second one.
+    monkeypatch.setattr("cfp.search.guided.WORTH_HAVING", -1.0)
+    monkeypatch.setattr(
+        "cfp.search.guided.expect",
+        lambda *args: [replace(one, time_ms=0.0) for one in expect(*args)],
+    )
+    if at == 1:
+        with pytest.raises(KeyboardInterrupt):
+            plan(per_kind=12)
+        return
+    with pytest.warns(UserWarning, match="the best of what was measured by then"):
+        made = plan("1GiB", per_kind=12)
+    assert len(rounds) == 2
+    assert made.peak_bytes is not None
+    assert made.winner == "planned" and not made.race
+    check_step(made)
+
+
+@pytest.mark.parametrize(
+    ("at", "budget"), [(1, None), (1, "1GiB"), (2, None), (2, "1GiB")]
+)
+def test_an_interrupt_of_a_race_leaves_the_best_by_then(
+    plan, monkeypatch, at, budget, tmp_path
+):
+    """The best by prediction, or once each has been timed the fastest of them."""
+    races, kept = [], []
+    keep = race_module.keep_answer
+    monkeypatch.setattr(race_module, "keep_answer", lambda *a: kept.append(keep(*a)))
+
+    def interrupted(*args, **how):
+        races.append(race_programs(*args, **how))
+        if len(races) == at:
+            raise KeyboardInterrupt
+        return races[-1]
+
+    options = {"plain": {"xla_backend_optimization_level": "0"}}
+    asked = {"compiler_options": options, "cache_dir": tmp_path}
+    with monkeypatch.context() as patch:
+        patch.setattr(race_module, "race_programs", interrupted)
+        with pytest.warns(UserWarning, match="the best of what was measured by then"):
+            made = plan(budget, **asked)
+    assert len(races) == at
+    timed = {name: row.time_ms for name, row in rows(made).items() if row.time_ms}
+    if at == 1:
+        assert made.winner == "planned" and not timed
+        assert (made.peak_bytes is not None) == (budget is not None)
+    else:
+        assert len(timed) > 1
+        assert timed[made.winner] <= 1.01 * min(timed.values())
+        assert not any(name.endswith(", plain") for name in timed)
+    check_step(made)
+    # What an interrupted race came to is no answer to the same question.
+    assert not kept
+    again = plan(budget, **asked)
+    assert len(kept) == (budget is not None)
+    assert {*rows(made)} <= {*rows(again)}
+
+
+def test_a_second_interrupt_of_a_race_ends_planning(plan, monkeypatch, tmp_path):
+    def interrupted(*_, **how):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(race_module, "race_programs", interrupted)
+    monkeypatch.setattr(race_module, "_first_that_fits", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        plan("1GiB", cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize("during", [1, *at_night([2])])
+def test_an_interrupt_is_heard_where_memory_asks_for_more_presets(
+    mesh, monkeypatch, during, tmp_path
+):
+    """While the first are measured no more are; later those that were still stand."""
+    found = planning_mesh(mesh)
+    program, _ = trace(flatten_step(STEP, ARGS, {}), found)
+    analysis = analyze(program, tuple(found.shape.items()))
+    explored, asked = [], []
+
+    def watched(*args, **options):
+        explored.append(args)
+        return measure_candidates(*args, **options)
+
+    def interrupted(*args, **options):
+        asked.append(args)
+        if len(explored) == during and len(asked) > 1:
+            raise KeyboardInterrupt
+        return profile(*args, **options)
+
+    monkeypatch.setattr("cfp.passes.profile.measure_candidates", watched)
+    monkeypatch.setattr("cfp.profiling.measurer.profile", interrupted)
+    platform(monkeypatch, estimate_reach=1.0)
+    monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**30)
+    monkeypatch.setattr("cfp.search.guided.SAFE_MEMORY_SHARE", 0.0)
+    # Whatever a round gains is worth it, so that more is always asked for.
+    monkeypatch.setattr("cfp.search.guided.WORTH_HAVING", -1.0)
+    settings = DetailedSettings(measure=True, per_kind=6, in_context=False)
+    with open_context(found, tmp_path, settings=settings) as context:
+        profiles = profile_segments(context, analysis)
+        assert search(context, analysis, profiles).candidates[0].predicted_ms
+    assert profiles.interrupted and len(explored) == during
+    assert profiles.memory_bound
+    assert 1 <= len(profiles.presets) < len(presets(analysis.frame))
+
+
+@pytest.mark.parametrize(("share", "more"), [(4.0, False), (1.0, True)])
+def test_a_budget_asks_for_more_presets_only_where_memory_is_short(
+    plan, monkeypatch, share, more, tmp_path
+):
+    platform(monkeypatch, estimate_reach=1.0)
+    asked = {"race": False, "cache_dir": tmp_path}
+    free = plan(**asked)
+    assert free.predicted_bytes is not None
+    within = plan(int(share * free.predicted_bytes), **asked)
+    known = free.search["strategies_measured"] + free.search["strategies_cached"]
+    assert 0 < within.search["strategies_cached"] <= known
+    assert more or within.search["strategies_cached"] == known
+    assert (within.search["strategies_measured"] > 0) == more
+
+
+def test_where_compiled_programs_need_more_other_presets_are_measured_after_all(
+    plan, monkeypatch, tmp_path
+):
+    """Memory was ample by predictions of what was measured; of the rest one fits."""
+    platform(monkeypatch, estimate_reach=1.0)
+
+    def swollen(program, mesh, job, environment):
+        made = build(program, mesh, job, environment)
+        is_spared = job.label.startswith("tensor_parallel")
+        return made if is_spared else replace(made, temp_bytes=2**30)
+
+    monkeypatch.setattr(building, "build", swollen)
+    with monkeypatch.context() as patch:
+        patch.setattr("cfp.find._may_measure_more", lambda *_: False)
+        with pytest.raises(cfp.MemoryBudgetError, match="more than the budget"):
+            plan("1MiB", cache_dir=tmp_path / "without")
+    made = plan("1MiB", cache_dir=tmp_path)
+    assert 0 < made.peak_bytes <= 2**20
+    check_step(made)
+
+
+def test_time_that_is_over_ends_the_measuring(plan, monkeypatch):
+    """Nothing is measured where profiles hold what a plan cannot do without."""
+    plan(race=False)
+    monkeypatch.setattr("cfp.search.guided.WORTH_HAVING", -1.0)
+    made = plan(per_kind=12, seconds=0.0, race=False)
+    assert made.search["strategies_measured"] == 0
+
+
+def test_time_ends_the_first_measurements_too(plan, mesh, tmp_path):
+    """A plan takes one strategy of each kind of segment, and no more is measured."""
+    made = plan(cache_dir=tmp_path, seconds=0.0)
+    program, _ = trace(flatten_step(STEP, ARGS, {}), planning_mesh(mesh))
+    kinds = len(analyze(program, tuple(mesh.shape.items())).representatives)
+    assert made.search["strategies_measured"] == kinds
+    assert made.search["strategies_unmeasured"] > 0
+    [remark] = (one for one in remarks(made) if "too short" in one)
+    assert f"{made.search['strategies_unmeasured']:.0f} strateg" in remark
+    # Presets are predicted all the same, so that the best are compiled first.
+    late = [row for row in made.race if row.note == TOO_LATE]
+    assert late and all(row.predicted_ms for row in late)
+    # What was not measured is not said to be of no use.
+    assert made.figures is not None
+    assert all(one.without_ms is not None for one in made.figures.worth)
+    full = plan(cache_dir=tmp_path, race=False)
+    assert full.search["strategies_measured"] > kinds
+    assert "strategies_unmeasured" not in full.search
+    assert not any("too short" in one for one in remarks(full))
+
+
+def test_a_plan_that_rematerializes_runs_and_is_kept(mesh, tmp_path):
+    flat = flatten_step(STEP, ARGS, {})
+    found = planning_mesh(mesh)
+    program, lowering = trace(flat, found)
+    analysis = analyze(program, tuple(found.shape.items()))
+    settings = PlannerSettings(measure=True, race=False)
+    with open_context(found, tmp_path, settings=settings) as context:
+        taken = preset_solution(context, analysis, "fully_sharded")
+        everything = tuple(range(len(analysis.segments)))
+        [best] = taken.candidates
+        choice = replace(best.choice, remat=everything)
+        solution = replace(taken, candidates=[replace(best, choice=choice)])
+        made, _ = decide(context, analysis, solution)
+    made = made.bound_to(flat, lowering.out_tree)
+    assert made.constraints.rematerialized
+    assert all(segment.rematerialized for segment in made.segments)
+    made.save(tmp_path / "plan.json")
+    loaded = cfp.Plan.load(tmp_path / "plan.json", mesh=mesh)
+    assert loaded.constraints.rematerialized == made.constraints.rematerialized
+    check_step(loaded)
+
+
+def near_and_far(plan, others, reach):
+    anyway = exempt_from_reach(
+        [plan, *(replace(one, is_preset=True) for one in others)]
+    )
+    near = within_reach(others, anyway, reach, [plan])
+    return [c.name for c in near], [c.name for c in others if c not in near]
+
+
+def candidate(name, predicted_ms):
+    return Candidate(name, Choice((), (), tuple(map(ord, name))), predicted_ms)
+
+
+def test_what_is_predicted_far_behind_is_out_of_reach():
+    plan = candidate("planned", 100.0)
+    others = [
+        candidate("near", 109.0),
+        candidate("far", 111.0),
+        candidate("unknown", None),
+        candidate("fast", 90.0),
+    ]
+    reach = {ConstraintLevel.EVERYTHING: 1.1, ConstraintLevel.ARGUMENTS: 1.2}
+    assert near_and_far(plan, others, reach) == (["near", "unknown", "fast"], ["far"])
+    # The best preset races however slow it is, so that there is something to compare.
+    behind = [candidate("a", 150.0), candidate("b", 200.0)]
+    assert near_and_far(plan, behind, reach) == (["a"], ["b"])
+    # What has no prediction itself leaves nothing out.
+    unknown = candidate("planned", None)
+    assert near_and_far(unknown, others, reach)[1] == []
+    # With fewer constraints the prediction is less sure.
+    less = [replace(c, level=ConstraintLevel.ARGUMENTS) for c in others]
+    assert near_and_far(plan, less, reach)[1] == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"slow": {"xla_backend_optimization_level": "0"}}, *at_night([{}])]
+)
+def test_an_absurd_budget_compiles_only_the_leanest(plan, tmp_path, options):
+    """Nothing is near it by prediction, so that one tells what would do.
+
+    Nothing leads a race that nothing can win, to be built with other options, too.
+    """
+    plan(race=False, cache_dir=tmp_path)
+    compiled = []
+    asked = {"cache_dir": tmp_path, "compiler_options": options}
+    with pytest.raises(cfp.MemoryBudgetError) as caught:
+        plan(1024, progress=compiled.append, **asked)
+    events = [str(event).partition(", about")[0] for event in compiled]
+    assert [e for e in events if e.startswith("compiling")] == ["compiling planned"]
+    assert str(caught.value).startswith("The plan 'planned', compiled, needs")
+    least = caught.value.smallest_feasible_bytes
+    assert plan(least, cache_dir=tmp_path).peak_bytes <= least
+
+
+def test_the_winner_is_a_leader(plan, monkeypatch):
+    """A candidate that lost to the leaders has not won because these are slower now."""
+    time, called = Run.time, []
+
+    def slower(run, candidates, *how, **more):
+        field = time(run, candidates, *how, **more)
+        called.append([one.name for one in candidates])
+        if len(called) == 2:
+            return [
+                replace(r, outcome=replace(r.record, samples_ms=(1e6,))) for r in field
+            ]
+        return field
+
+    monkeypatch.setattr(Run, "time", slower)
+    made = plan(compiler_options={"plain": {"xla_backend_optimization_level": "0"}})
+    first, second = called
+    assert set(first) - set(second)
+    assert made.winner in second
+
+
+@pytest.mark.parametrize(
+    ("peaks", "error", "smallest"),
+    [
+        ((0, 30, 20), cfp.MemoryBudgetError, 20),  # One could not be compiled.
+        ((0, 5, 20), cfp.DeviceError, None),  # One fits, and did not run.
+        ((0, 0), cfp.DeviceError, None),
+    ],
+)
+def test_what_an_error_says_where_nothing_wins(mesh, peaks, error, smallest):
+    program, _ = trace(flatten_step(STEP, ARGS, {}), planning_mesh(mesh))
+    analysis = analyze(program, (("x", 4),))
+    results = [
+        result_of(
+            Candidate(f"plan {number}", Choice((), ())),
+            ProfileRecord(
+                key=str(number),
+                parts=(),
+                status="crashed",
+                reason="why",
+                temp_bytes=peak,
+            ),
+            fits=peak <= 10,
+        )
+        for number, peak in enumerate(peaks)
+    ]
+    found = no_winner(analysis, results, 10, reserve_bytes=3)
+    assert isinstance(found, error)
+    if smallest is not None:
+        assert found.smallest_feasible_bytes == smallest + 3
+        assert "the budget of 13 B" in str(found)
+        assert "Of 2 compiled plans" in str(found)
+
+
+def predicted_presets(plan):
+    found = {name: row for name, row in rows(plan).items() if name in PRESETS}
+    return {name: row for name, row in found.items() if row.predicted_ms is not None}
+
+
+def test_what_is_out_of_reach_stands_in_the_table(plan):
+    known = predicted_presets(plan(reach=1e-9))
+    best = min(row.predicted_ms for row in known.values())
+    raced = {name for name, row in known.items() if row.predicted_ms == best}
+    assert raced < known.keys()
+    for name, row in known.items():
+        assert (row.time_ms is not None) == (name in raced)
+        assert ("far behind" in row.note) == (name not in raced)
+
+
+def test_what_is_out_of_reach_is_raced_where_nothing_else_fits(plan, monkeypatch):
+    free = plan(reach=float("inf"))
+    known = sorted(predicted_presets(free).values(), key=lambda row: row.peak_bytes)
+    small, large = known[0], known[-1]
+    assert 0 < small.peak_bytes < large.peak_bytes
+
+    def split(*how):
+        solution = search(*how)
+        every = {one.name: one for one in solution.candidates}
+        fast = replace(every[large.name], predicted_ms=1e-6)
+        return replace(solution, candidates=[fast, every[small.name]])
+
+    monkeypatch.setattr("cfp.find.search", split)
+    monkeypatch.setattr("cfp.race.race.known_to_fit", lambda *_: [])
+    monkeypatch.setattr(Costs, "least_peak_bytes", lambda costs, choice: 0)
+    made = plan(small.peak_bytes)
+    # The leanest races then, too, and may be as fast.
+    assert made.winner in (small.name, "leanest")
+    assert rows(made)[small.name].time_ms is not None
+    # Or it was not even compiled, where that was predicted.
+    assert rows(made)[large.name].note in ("over the memory budget", TOO_LARGE)
+    assert made.peak_bytes <= small.peak_bytes

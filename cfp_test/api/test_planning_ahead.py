@@ -1,0 +1,278 @@
+"""Plans for devices that are not there, and what becomes of them on those that are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import cfp
+from cfp.analysis.analyze import analyze
+from cfp.checking.verify import check_devices, verified_data, verified_text, verify
+from cfp.errors import DeviceError, MemoryBudgetError, PlanMismatch
+from cfp.planner_settings import DetailedSettings
+from cfp.program.step import flatten_step
+from cfp.program.trace import planning_mesh, trace
+from cfp.race.programs import TOO_LATE, Skipped
+from cfp.race.turns import race_programs
+from cfp.settings import ConstraintLevel
+from cfp.view.page import page_html
+from cfp.view.text import plan_text
+from cfp.view.words import VERIFIED, basis_text
+from cfp_test.api.updown import SHAPES, arguments, step
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("planned")
+
+
+@pytest.fixture(scope="module")
+def ahead(folder):
+    mesh = cfp.described("4xh200")
+    return cfp.plan(step, *arguments(), mesh=mesh, donate_argnums=0, cache_dir=folder)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return planning_mesh(Mesh(np.array(jax.devices()[:4]), ("x",)))
+
+
+def test_a_plan_by_estimates_says_so_everywhere(ahead):
+    assert ahead.rung == "estimated"
+    assert ahead.measured_ms is None and ahead.peak_bytes is None
+    assert ahead.predicted_ms > 0 and ahead.predicted_bytes > 0
+    assert all(row.time_ms is None and not row.samples_ms for row in ahead.race)
+    data = json.loads(ahead.to_json())
+    assert data["rung"] == "estimated"
+    assert data["environment"]["described"] == "4xh200"
+    for text in (repr(ahead), plan_text(ahead, width=200)):
+        assert "as 4xh200 is described" in text
+        assert "estimated" in text and "measured," not in text
+    assert "Estimates" in plan_text(ahead, width=200) and "Race" not in plan_text(
+        ahead, width=200
+    )
+
+
+def test_the_chosen_is_estimated_no_slower_than_the_presets(ahead):
+    times = {row.name: row.predicted_ms for row in ahead.race}
+    assert {"data_parallel", "fully_sharded"} <= times.keys()
+    assert ahead.predicted_ms == pytest.approx(min(times.values()))
+
+
+def test_it_is_saved_and_applied_on_devices_later(ahead, folder, mesh):
+    file = folder / "plan.json"
+    ahead.save(file)
+    params = {n: jnp.full(s, 0.01, jnp.float32) for n, s in SHAPES.items()}
+    x = jnp.linspace(-1, 1, 64 * 256).reshape(64, 256)
+    expected, value = step(params, x)
+    loaded = cfp.Plan.load(file, mesh=mesh)
+    assert (loaded.rung, loaded.predicted_bytes) == ("estimated", ahead.predicted_bytes)
+    got, found = loaded.apply(step)(params, x)
+    assert float(found) == pytest.approx(float(value), rel=1e-4)
+    np.testing.assert_allclose(got["up"], expected["up"], rtol=1e-4, atol=1e-7)
+
+
+def test_a_file_with_another_rung_is_damaged(ahead, folder):
+    data = json.loads(ahead.to_json())
+    assert cfp.Plan.from_json(data).rung == "estimated"
+    with pytest.raises(cfp.PlanFileError, match="rung"):
+        cfp.Plan.from_json({**data, "rung": "guessed"})
+
+
+def test_without_devices_it_cannot_run(ahead):
+    with pytest.raises(PlanMismatch, match="no devices yet") as refused:
+        ahead.compile_bound()
+    said = " ".join(str(refused.value).split())
+    assert "4 devices of platform gpu: NVIDIA H200" in said
+    assert "cfp show plan.json, which needs none" in said and "XLA_FLAGS" not in said
+
+
+def test_a_budget_holds_by_estimate(folder):
+    mesh = cfp.described("4xh200")
+    with pytest.raises(MemoryBudgetError):
+        cfp.plan(
+            step, *arguments(), mesh=mesh, memory_budget="134.3MB", cache_dir=folder
+        )
+
+
+def test_slow_links_change_what_is_chosen_between_hosts(folder):
+    mesh = cfp.described("2x8xh100", x=2, y=8)
+    found = cfp.plan(step, *arguments(4096), mesh=mesh, cache_dir=folder)
+    assert found.environment["crosses_hosts"] == "x"
+    assert "goes from host to host: x" in repr(found)
+
+
+@pytest.fixture(scope="module")
+def verified(ahead, folder, mesh):
+    flat = flatten_step(step, arguments(), donate_argnums=0)
+    program, lowering = trace(flat, mesh)
+    analysis = analyze(program, (("x", 4),))
+    where = {"mesh": mesh, "cache_dir": folder}
+    return verify(ahead, analysis, flat, lowering.out_tree, **where), analysis, flat
+
+
+def test_on_arrival_the_plan_its_rivals_and_the_presets_are_timed(verified, ahead):
+    found, _, _ = verified
+    names = {row.name for row in found.rows}
+    assert {ahead.winner, "data_parallel", "fully_sharded"} <= names
+    assert found.measured_ms > 0
+    times = [row.time_ms for row in found.rows]
+    assert times == sorted(times)
+    data = verified_data(found)
+    assert data["rung"] == "estimated" and data["measured_ms"] == found.measured_ms
+
+
+def test_a_prediction_is_compared_with_times_of_devices_that_it_is_of(
+    verified, folder, mesh
+):
+    found, analysis, flat = verified
+    text = "\n".join([*verified_text(found), page_html(found.best)])
+    assert found.off is None and verified_data(found)["off"] is None
+    assert "of other devices, with which times of these are not compared" in text
+    assert "off by" not in text and "of the measured" not in text
+    here = {**found.plan.environment, "device_kind": "cpu"}
+    made = replace(found.plan, environment=here)
+    found = verify(made, analysis, flat, None, mesh=mesh, cache_dir=folder)
+    assert found.off == pytest.approx(made.predicted_ms / found.measured_ms - 1)
+    assert f"off by {found.off:+.1%}" in "\n".join(verified_text(found))
+    assert "of the measured" in page_html(found.best)
+
+
+def test_a_prediction_by_estimates_is_called_one_though_its_plan_raced(verified):
+    raced = replace(verified[0].plan, rung="measured", search={})
+    found = replace(verified[0], plan=raced)
+    estimated = replace(raced, search={"strategies_estimated": 9.0})
+    carried = replace(raced, rung="estimated", search={"adapted": 1.0})
+    by = {
+        "by measured segments": found,
+        "by estimates": replace(found, plan=estimated),
+        "the plan that it was carried over from": replace(found, plan=carried),
+    }
+    for words, one in by.items():
+        assert words in "\n".join(verified_text(one))
+
+
+def test_what_a_race_is_said_to_have_measured(verified):
+    """Nothing is said of a race if nothing raced."""
+    raced = replace(verified[0].best, search={"strategies_estimated": 9.0})
+    assert "the timed race the plan" in plan_text(raced, width=200)
+    alone = replace(raced, race=raced.race[:1])
+    assert "only the plan's own step was timed" in plan_text(alone, width=200)
+    never = plan_text(replace(raced, race=(), measured_ms=None), width=200)
+    assert "nothing was timed" in never and "only the" not in never
+
+
+@pytest.mark.parametrize("own_is_best", [True, False])
+@pytest.mark.parametrize("rung", ["estimated", "one device"])
+def test_predictions_for_described_devices_stay_so_when_it_is_verified(
+    verified, ahead, mesh, folder, monkeypatch, own_is_best, rung
+):
+    """The best, this plan or another, has predictions that are of no device here."""
+    _, analysis, flat = verified
+
+    def paced(*given):
+        own, *others = race_programs(*given)
+        record = own.record
+        samples = (1e-6 if own_is_best else 1e6,) * 2
+        return [replace(own, outcome=replace(record, samples_ms=samples)), *others]
+
+    monkeypatch.setattr("cfp.checking.verify.race_programs", paced)
+    where = {"mesh": mesh, "cache_dir": folder}
+    again = replace(ahead, rung=rung)
+    for _ in range(2):  # A plan that was verified may be so once more.
+        again = verify(again, analysis, flat, None, **where).best
+        assert again.rung == "measured" and "described" not in again.environment
+        assert again.search[VERIFIED] == 1.0
+        is_played = own_is_best and rung == "one device"
+        own = ", that of the plan by one device" if is_played else ""
+        said = f"redictions are estimates of described devices{own}; only the race"
+        for text in (repr(again), plan_text(again, width=200), page_html(again)):
+            assert said in " ".join(text.split())
+            assert "virtual devices" not in text
+            assert "measured on these devices" not in text
+        how = "on one device" if is_played else "by estimates"
+        assert basis_text(again) == how
+
+
+@pytest.mark.parametrize("level", ConstraintLevel)
+def test_a_plan_does_not_race_itself_under_another_name(verified, mesh, folder, level):
+    _, analysis, flat = verified
+    settings = DetailedSettings(race=False, constraint_levels=(level,))
+    made = cfp.plan(
+        step,
+        *arguments(),
+        mesh=mesh,
+        preset="zero1",
+        donate_argnums=0,
+        settings=settings,
+        cache_dir=folder,
+    )
+    mine = replace(cfp.Plan.from_json(json.loads(made.to_json())), winner="mine")
+    found = verify(mine, analysis, flat, None, mesh=mesh, cache_dir=folder)
+    names = sorted(row.name for row in found.rows)
+    assert "mine" in names and "zero1" not in names and "fully_sharded" in names
+    assert len({*names}) == len(names)
+
+
+def test_only_what_ran_counts_as_timed(verified):
+    """Programs that were not compiled in time were not timed either."""
+    ran = [row for row in verified[0].rows if row.ran]
+    own = next(row for row in ran if row.name == verified[0].plan.winner)
+    late = [replace(row, outcome=Skipped(TOO_LATE)) for row in ran if row is not own]
+    alone = replace(verified[0], best=verified[0].plan, rows=(own, *late))
+    assert verified_text(alone)[-1].startswith("Nothing else ran,")
+    [other, *_] = (row for row in ran if row is not own)
+    two = replace(alone, rows=(own, other, *late[1:]))
+    assert verified_text(two)[-1] == "The other one that ran is slower, or as fast."
+    three = replace(alone, rows=(own, other, other))
+    assert verified_text(three)[-1].startswith("Each of the 2 others that ran is slow")
+
+
+def test_what_had_no_time_says_that_verifying_had_none(verified, mesh, tmp_path):
+    """Not planning, which nobody limited; nor are the times of planning this run's."""
+    _, analysis, flat = verified
+    made = replace(verified[0].plan, search={"planning_seconds": 51.1})
+    where = {"mesh": mesh, "cache_dir": tmp_path, "seconds": 0.0}
+    found = verify(made, analysis, flat, None, **where)
+    late = [one for one in found.best.race if not one.samples_ms]
+    notes = {one.note for one in late}
+    assert notes == {"not compiled within the 0 s that verifying may take"}
+    said = "\n".join(verified_text(found))
+    assert f"before {len(late)} others were compiled: --seconds" in said
+    again = replace(made, search={**made.search, VERIFIED: 1.0})
+    assert "before it was verified: 51.1 s in all" in plan_text(again, width=200)
+    assert "before it" not in plan_text(made, width=200)
+
+
+def test_what_is_written_is_measured_and_the_fastest(verified, folder, mesh):
+    best = verified[0].best
+    assert best.rung == "measured"
+    assert best.measured_ms == pytest.approx(verified[0].rows[0].time_ms)
+    best.save(folder / "measured.json")
+    loaded = cfp.Plan.load(folder / "measured.json", mesh=mesh)
+    params = {n: jnp.full(s, 0.01, jnp.float32) for n, s in SHAPES.items()}
+    x = jnp.ones((64, 256))
+    expected = step(params, x)[1]
+    assert float(loaded.apply(step)(params, x)[1]) == pytest.approx(
+        float(expected), rel=1e-4
+    )
+
+
+def test_other_devices_than_planned_for_have_one_clear_message(ahead, mesh):
+    with pytest.raises(DeviceError, match="other devices") as caught:
+        check_devices(ahead, mesh)
+    assert "4 of NVIDIA H200" in str(caught.value)
+    check_devices(replace(ahead, environment={}), mesh)
+
+
+def test_another_step_has_one_clear_message(verified, ahead, mesh):
+    _, analysis, flat = verified
+    other = replace(ahead, fingerprint="0" * 64)
+    with pytest.raises(PlanMismatch, match="not the one that was planned"):
+        verify(other, analysis, flat, None, mesh=mesh)

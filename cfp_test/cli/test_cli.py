@@ -1,0 +1,568 @@
+"""The command line from the outside: what it prints, and how it fails."""
+
+import gc
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cfp import Plan, __main__, __version__, cli
+from cfp.profiling.store import ProfileStore
+from cfp_test.cli.cli_runner import Outcome, environment, run_batch, run_one
+from cfp_test.support.forking import quick_python
+from cfp_test.support.waiting import end_of, running, until
+
+TOYS = str(Path(__file__).with_name("toy_targets.py"))
+TOY = f"{TOYS}:toy"
+HALF = f"{TOYS}:half"
+ON_CPU = ("--platform", "cpu", "--devices", "4")
+ANY_PRESET = ("--preset", "data_parallel", "--workdir", "work")
+TIGHT_PRESET = ("--preset", "zero1", "--memory-budget", "99B", "--workdir", "tight")
+FEW = ("--workdir", "work", "--per-kind", "2", "--quick")
+STRICT = ("--steps", "2", "--tolerance", "1e-9")
+
+# (command line, part of the message). All end with code 2 and nothing on stdout. Those
+# that reach a device ask for the same four, since they share a process.
+MISTAKES: list[tuple[list[str], str]] = [
+    (["plan", "gtp"], "try: gpt"),
+    (["plan", "absent.py:step"], "There is no file absent.py"),
+    (["plan", "gpt", "--layrs", "2"], "did you mean '--layers'? cfp plan --help"),
+    (["plan", TOY, "--deivces", "4"], "toy has no option --deivces"),
+    (["inspect", "--jsno", *ON_CPU], "There is no option --jsno; --help"),
+    (["plan", TOY, "--mesh", "x:4"], "The mesh cannot be read"),
+    (["plan", TOY, "--mesh", "x=2,y=0"], "The mesh cannot be read"),
+    (["plan", TOY, "--mesh", "x=2,x=2"], "each axis once"),
+    (["plan", TOY, "--mesh", "x=2", "--devices", "4"], "contradict each other"),
+    (["plan", TOY, "--platform", "tpu"], "There is no such platform"),
+    (["plan", TOY, "--platform", "gpu"], "try: --platform cuda"),
+    (["plan", TOY, *ON_CPU, "--memory-budget", "lots"], "such as '80GiB'"),
+    (["plan", TOY, *ON_CPU, "--pin", "weights"], "cannot be read"),
+    (["plan", TOY, *ON_CPU, "--pin", "bias=x"], "matches no argument"),
+    (["plan", TOY, *ON_CPU, "--pin", "weights/up=y"], "no axis 'y'"),
+    (["plan", TOY, *ON_CPU, "--pin", "weights/up=None,None,x"], "3 dims"),
+    (["plan", TOY, *ON_CPU, "-o", "absent/plan.json"], "another file with -o."),
+    (["bench", *ON_CPU, "--json", "absent/b.json"], "another file with --json."),
+    (["plan", TOY, *ON_CPU, "--workdir", "/proc/cfp"], "cannot be used"),
+    (["plan", TOY, *ON_CPU, "--workdir", "work", "--preset", "fsdp"], "fully_sharded"),
+    (
+        ["plan", TOY, *ON_CPU, "--workdir", "work", "--preset", "x=data,y=tensor"],
+        "is for a mesh with the axes x, y, and this one is x=4. Give such a mesh, as "
+        "--mesh x=2,y=2, or a preset of this one; there are: data_parallel, ",
+    ),
+    (["plan", TOY, *ON_CPU, "--donate", "3"], "numbered from 0 to 2"),
+    (["plan", TOY, *ON_CPU, "--donate", "0,3"], "--donate 3: the step has 3 arg"),
+    (["plan", TOY, *ON_CPU, "--static", "1", "--static", "0,4"], "--static 4: the"),
+    (["plan", TOY, *ON_CPU, "--donate", "0,x"], "'0,x' is no position"),
+    (["plan", f"{TOYS}:with_static", *ON_CPU], "--static N"),
+    (["plan", TOY, "--devices", "64"], "try: --devices 4"),
+    (["analyze", TOY, "--devices", "64"], "4 of platform cpu"),
+    (["analyze", TOY, *ON_CPU, "--workdir", "/proc/cfp"], "Cannot write to"),
+    (
+        ["search", TOY, *ON_CPU, "--workdir", "empty"],
+        "with the same target, mesh, --quick, --per-kind, --pin and --workdir",
+    ),
+    (
+        ["show", "absent.json"],
+        "Cannot read a plan from absent.json: there is no such file.\n"
+        "  try: cfp plan TARGET -o absent.json, which writes one",
+    ),
+    (["show", "."], "Cannot read a plan from .: Is a directory\n"),
+    (["show", "damaged.json"], "it is not JSON, as plan.save and cfp plan -o write it"),
+    (["show", "other.json"], "something else"),
+    (["run", TOY, "--plan", "damaged.json", "--preset", "zero1"], "not both"),
+    (["run", TOY, "--plan", "damaged.json"], "Cannot read a plan"),
+    (["run", TOY, "--plan", "p.json", "--memory-budget", "1GiB"], "a finished one"),
+    (["run", TOY, *ON_CPU, "--memory-budget", "lots"], "such as '80GiB'"),
+    (["run", TOY, *ON_CPU, *TIGHT_PRESET], "the budget of 99 B"),
+    (
+        ["run", f"{TOYS}:never_again", "--donate", "0", *ON_CPU, *ANY_PRESET],
+        "can run only once",
+    ),
+    (["profile", "--export", "out.jsonl", "--workdir", "empty/er"], "does not exist"),
+    (["profile", "--import", "absent.jsonl"], "Nothing was merged from absent.jsonl"),
+    (["profile", "--import", "damaged.json"], "Nothing was merged from damaged.json"),
+    (["plan", TOY, "--adapt", "p.json", "--preset", "zero1"], "--preset does not go"),
+    (["plan", TOY, "--tradeoff", "--presets"], "--tradeoff does not go with --presets"),
+    (["plan", TOY, "--plot", "curve.png"], "--plot goes with --tradeoff"),
+    (["profile", "--curves", "toy.py:step"], "TARGET does not go with --curves"),
+    (["profile", "--link", "450", TOY], "--link goes with --curves"),
+    (["profile"], "Name a step to profile"),
+    (["show", "p.json", "--explain", "--diff", "q.json"], "--diff does not go with"),
+    (["show", "p.json", "--block", "up"], "--block goes with --explain"),
+    (["plan"], "Missing argument"),
+    (["plan", TOY, "--devices", "four"], "--devices"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cli")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder) -> list[Outcome]:
+    (folder / "damaged.json").write_text('{"format": 1, "mesh_axes"')
+    (folder / "other.json").write_text('{"format": 1000}')
+    return run_batch([line for line, _ in MISTAKES], folder)
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)))
+def test_mistakes_end_in_one_message(outcomes, number):
+    line, message = MISTAKES[number]
+    outcome = outcomes[number]
+    assert outcome.crash == "", line
+    assert outcome.code == 2, line
+    assert message in outcome.err, line
+    assert outcome.out == "", line
+    assert "Traceback" not in outcome.err, line
+
+
+@pytest.mark.smoke
+def test_version_and_help(folder):
+    lines = [["--version"], ["--help"]]
+    commands = ["plan", "analyze", "profile", "search", "run", "show"]
+    lines += [[command, "--help"] for command in commands]
+    version, overview, *details = run_batch(lines, folder)
+    assert version.out == f"cfp {__version__}\n"
+    for command, text in zip(commands, details, strict=True):
+        assert command in overview.out
+        assert text.code == 0
+        assert f"Example: cfp {command}" in text.out
+
+
+def test_there_are_twelve_commands_and_ten_options_come_first(folder):
+    overview, details = run_batch([["--help"], ["plan", "--help"]], folder)
+    commands = overview.out.split("Commands:\n")[1]
+    assert re.findall(r"^  ([a-z]+) ", commands, re.M) == [
+        *("plan", "run", "show", "verify", "inspect", "export"),
+        *("analyze", "profile", "search", "bench", "doctor", "operators"),
+    ]
+    first = details.out.split("\nOptions:\n")[1].split("\n\n")[0]
+    assert len(re.findall(r"^  -", first, re.M)) == 10 + 1  # and --help
+    headings = re.findall(r"^([A-Z][a-z, ]+):$", details.out, re.M)
+    assert headings[:2] == ["Arguments", "Options"] and len(headings) == 7
+
+
+@pytest.mark.explained("There are too few devices")
+def test_too_few_devices_names_the_remedy(folder):
+    outcome = run_one(
+        *("plan", TOY, "--devices", "4"),
+        folder=folder,
+        python=sys.executable,
+        JAX_PLATFORMS="cpu",
+    )
+    assert outcome.code == 2
+    assert "4 devices for the mesh x=4" in outcome.err
+    assert "--platform cpu" in outcome.err
+
+
+def test_looking_at_a_program_takes_no_measurements(folder):
+    lines = [
+        ["analyze", TOY, *ON_CPU, "--workdir", "look"],
+        ["analyze", f"{TOYS}:talkative", *ON_CPU, "--json"],
+        ["plan", TOY, *ON_CPU, "--presets"],
+        ["plan", TOY, *ON_CPU, "--presets", "--json"],
+    ]
+    analysed, analysed_json, listed, listed_json = run_batch(lines, folder)
+    flops = 5 * 2 * 16 * 32 * 64
+    assert "2 blocks, 1 segment" in analysed.out
+    assert f"{flops / 1e6:.3g} MFLOP per step" in analysed.out
+    assert not [line for line in analysed.out.split("\n") if line != line.rstrip()]
+    assert (folder / "look" / "debug_analysis_global" / "strategy_map.txt").exists()
+    assert not list(folder.glob("look/*.sqlite"))
+    found = json.loads(analysed_json.out)
+    assert [len(s["strategies"]) for s in found["segments"]] == [2]
+    # Forward, and both gradients but that of the data.
+    assert found["flops"] == flops
+    assert "This is no JSON." in analysed_json.err
+    assert "fully_sharded" in listed.out
+    by_name = {item["name"]: item for item in json.loads(listed_json.out)}
+    whole = 4 * (32 * 64 + 64 * 32)
+    data = 2 * 4 * 16 * 32
+    assert by_name["data_parallel"]["argument_bytes"] == whole + data // 4
+    assert by_name["fully_sharded"]["argument_bytes"] == whole // 4 + data // 4
+    assert by_name["data_parallel"]["collective_bytes"] == {"all-reduce x": whole}
+
+
+@pytest.fixture(scope="module")
+def planned(folder) -> tuple[Outcome, Path]:
+    """A plan in JSON, saved too.
+
+    Its process has another seed of hashes than those that read what it stored.
+    """
+    path = folder / "plan.json"
+    outcome = run_one(
+        *(
+            "plan",
+            f"{TOYS}:talkative",
+            *ON_CPU,
+            "--workdir",
+            "work",
+            "--per-kind",
+            "2",
+            "--quick",
+            "--measure",
+        ),
+        *("--pin", "weights/up=None,x", "-o", str(path), "--json", "--quiet"),
+        folder=folder,
+        python=sys.executable,
+    )
+    return outcome, path
+
+
+def test_plan_prints_one_json_document(planned):
+    outcome, path = planned
+    assert outcome.code == 0, outcome.err
+    found = json.loads(outcome.out)
+    rates = found.pop("throughput")
+    assert rates["step_ms"] == found["measured_ms"]
+    assert found == json.loads(path.read_text())
+    assert found["race"] and found["rows"]
+    specs = {argument["path"]: argument["spec"] for argument in found["arguments"]}
+    assert specs["weights/up"] == [[], ["x"]]
+    # Asked to be quiet, nothing tells of progress.
+    assert outcome.err == "This is no JSON.\n"
+
+
+@pytest.mark.explained("Strategies have not been measured")
+def test_show_and_search_know_what_was_found(planned, folder):
+    _, path = planned
+    common = [*ON_CPU, *FEW]
+    shown, again, searched, missing = run_batch(
+        [
+            ["show", str(path)],
+            ["plan", TOY, *common, "--measure", "--pin", "weights/up=None,x"],
+            ["search", TOY, *common, "--pin", "weights/up=None,x", "--no-race"],
+            ["search", TOY, *common, "--no-race"],
+        ],
+        folder,
+    )
+    assert "all-reduce" in shown.out or "all-gather" in shown.out
+    assert "0 strategies measured" in again.out
+    assert "0 strategies measured" in searched.out
+    assert "Race" not in searched.out
+    assert missing.code == 2
+    assert "have not been measured" in missing.err
+    assert "shardings" in missing.err
+
+
+def test_a_plan_is_explained(planned, folder):
+    wanted = ["search", TOY, *ON_CPU, *FEW, "--pin", "weights/up=None,x", "--no-race"]
+    shown, as_json = run_batch(
+        [[*wanted, "--explain"], [*wanted, "--explain", "--json"]], folder
+    )
+    assert "Why this plan" in shown.out
+    assert "Memory: there is no budget." in shown.out
+    (folder / "explained.json").write_text(as_json.out)
+    plan = Plan.load(folder / "explained.json")
+    found = json.loads(as_json.out)["explanation"]
+    assert found["plan"] == found["best"]
+    assert found["best"]["step_ms"] == plan.predicted_ms
+    (kind,) = found["kinds"]
+    (chosen,) = kind["chosen"]
+    assert chosen["taken"] == len(kind["segments"]) == 1
+    assert chosen["step_ms"] == plan.predicted_ms
+    times = [other["step_ms"] for other in kind["runners_up"]]
+    assert times and times == sorted(times) and times[0] >= plan.predicted_ms
+    assert found["memory"]["binds"] is False
+
+
+def test_time_is_traded_for_memory(planned, folder):
+    wanted = ["plan", TOY, "--tradeoff", *ON_CPU, *FEW, "--pin", "weights/up=None,x"]
+    wanted += ["--plot", "curve.svg", "--memory-budget", "1GiB"]
+    shown, as_json, bad, measured = run_batch(
+        [
+            wanted,
+            [*wanted, "--json"],
+            [*wanted, "--plot", "curve.abc"],
+            [*wanted, "--measure"],
+        ],
+        folder,
+    )
+    assert shown.code == 0, shown.err
+    assert "both predicted from measured segments\n" in measured.out, measured.err
+    assert "against memory, both predicted from estimates\n" in shown.out
+    assert "* the fastest within the budget of 1.00 GiB" in shown.out
+    assert (folder / "curve.svg").read_text().startswith("<?xml")
+    found = json.loads(as_json.out)
+    assert found["measured"] is False
+    points = found["points"]
+    memory = [point["memory_bytes"] for point in points]
+    times = [point["step_ms"] for point in points]
+    assert memory == sorted(set(memory))
+    assert times == sorted(set(times), reverse=True)
+    assert [point["within_budget"] for point in points][-1] is True
+    assert bad.code == 2
+    assert "Cannot draw curve.abc" in bad.err
+
+
+DRAWING = (("plan", TOY, "--tradeoff"), ("profile", "--curves"))
+
+
+@pytest.fixture(scope="module")
+def undrawn(tmp_path_factory):
+    """Runs each command with files that cannot be drawn; returns output and folder."""
+    folder = tmp_path_factory.mktemp("undrawn")
+    files = ("curve.abc", "curve", "absent/curve.PNG")
+    how = (*ON_CPU, "--workdir", "never", "--plot")
+    lines = [[*command, *how, file] for command in DRAWING for file in files]
+    said = iter(run_batch(lines, folder))
+    stub = folder / "stub" / "matplotlib.py"
+    stub.parent.mkdir()
+    stub.write_text("raise ImportError('not installed')")
+    paths = f"{stub.parent}{os.pathsep}{environment()['PYTHONPATH']}"
+    lines = [[*command, *how, "curve.svg"] for command in DRAWING]
+    without = run_batch(lines, folder, PYTHONPATH=paths)
+    found = {
+        command: [*(next(said) for _ in files), last]
+        for command, last in zip(DRAWING, without, strict=True)
+    }
+    return found, folder
+
+
+@pytest.mark.parametrize("command", DRAWING)
+def test_what_cannot_be_drawn_is_said_before_anything_is_measured(command, undrawn):
+    found, folder = undrawn
+    messages = (
+        "Cannot draw curve.abc: ",
+        ".pdf, .pgf, .png, ",
+        "absent is no folder. Name another file with --plot.",
+        "pip install 'cfp[report]'",
+    )
+    for outcome, message in zip(found[command], messages, strict=True):
+        assert outcome.code == 2
+        assert message in outcome.err
+        assert outcome.crash == outcome.out == ""
+    assert not (folder / "never").exists()
+
+
+def test_measurements_travel_and_misses_are_explained(planned, folder):
+    wanted = ["profile", TOY, *ON_CPU, "--per-kind", "2", "--quick", "--why"]
+    pins = ["--pin", "weights/up=None,x"]
+    ours, theirs = ["--workdir", "work"], ["--workdir", "elsewhere"]
+    lines = [
+        [*wanted, *pins, *ours],
+        [*wanted, *ours, "--json"],
+        [*wanted, *pins, *theirs],
+        ["profile", "--export", "records.jsonl", *ours],
+        ["profile", *(2 * ["--import", "records.jsonl"]), *theirs],
+        [*wanted, *pins, *theirs],
+        [*wanted, *pins, "--mesh", "x=2,y=2", *theirs],
+    ]
+    known, other, before, out, into, after, mesh = run_batch(lines, folder)
+    assert ", 0 not." in known.out
+    # Other shardings are all that is new without the pin.
+    found = json.loads(other.out)
+    assert found["rates_known"] is True
+    assert found["misses"]
+    assert {tuple(miss["differing"]) for miss in found["misses"]} == {("shardings",)}
+    assert all(label["label"].startswith("segment") for label in found["misses"])
+    assert before.out.startswith("0 answered by the store")
+    assert "nothing has been measured yet" in before.out
+    assert "devices' rates, which are not known yet" in before.out
+    count = int(out.out.split()[0])
+    assert count == len((folder / "records.jsonl").read_text().splitlines()) > 10
+    assert f"{count} measurements added from records.jsonl\n0 measure" in into.out
+    assert after.out == known.out
+    assert "mesh: was 'x=4', is 'x=2,y=2'" in mesh.out
+
+
+def test_run_checks_a_plan_and_a_preset(planned, folder):
+    _, path = planned
+    checked, preset, low, other = run_batch(
+        [
+            ["run", TOY, "--plan", str(path), "--steps", "3", "--check"],
+            ["run", TOY, *ON_CPU, *ANY_PRESET, "--steps", "3", "--json"],
+            ["run", HALF, *ON_CPU, *ANY_PRESET, "--check", "--json", *STRICT],
+            ["run", HALF, "--plan", str(path)],
+        ],
+        folder,
+    )
+    assert checked.code == 0, checked
+    assert "Check passed" in checked.out
+    assert "Median step time" in checked.out
+    assert "ran on random numbers" in checked.out
+    found = json.loads(preset.out)
+    assert found["random_arguments"] is True
+    losses = [step["metrics"]["loss"] for step in found["steps"]]
+    # The weights come back, so they are fed back, donated or not.
+    assert losses[0] > losses[1] > losses[2]
+    assert found["checked"] is False
+    strict = json.loads(low.out)
+    assert strict["tolerance"] == 1e-9
+    assert strict["rematerialized"] == [0, 0]  # of the step, and of the one in float32
+    assert low.code == (0 if strict["passed"] else 1)
+    assert strict["passed"] == (strict["failures"] == [])
+    assert all(one["relative_l2"] > one["allowed"] for one in strict["failures"])
+    assert other.code == 2
+    assert "planned for float32[32,64], got bfloat16[32,64]" in other.err
+
+
+def test_other_donation_than_the_plans_is_refused(folder):
+    plan = ["plan", TOY, *ON_CPU, *ANY_PRESET, "--no-race", "--donate", "0"]
+    given = ["--plan", "donating.json", "--donate"]
+    made, same, *others = run_batch(
+        [
+            [*plan, "-o", "donating.json"],
+            ["run", TOY, *given, "0", "--steps", "1"],
+            ["run", TOY, *given, "1", "--steps", "1"],
+            ["inspect", TOY, *given, "1", "-q"],
+        ],
+        folder,
+    )
+    assert (made.code, same.code) == (0, 0), made.err + same.err
+    for other in others:
+        assert other.code == 2, other
+        assert "The plan donates other arguments" in other.err
+        assert "expected: donation of weights, as it was planned" in other.err
+        assert "try: leave --donate out" in other.err
+
+
+def test_run_plans_within_a_budget(folder):
+    wanted = ["run", TOY, *ON_CPU, "--per-kind", "2", "--quick", "--no-race"]
+    wanted += ["--steps", "1", "--json", "--workdir", "roomy"]
+    within, none = run_batch(
+        [[*wanted, "--memory-budget", size] for size in ("1GiB", "99B")], folder
+    )
+    assert json.loads(within.out)["plan"]
+    assert none.code == 2
+    assert "Raise the budget" in none.err
+
+
+@pytest.mark.explained("No plan fits in the memory budget")
+def test_a_budget_that_nothing_fits(planned, folder):
+    budget = run_one(
+        *("plan", TOY, *ON_CPU, *FEW),
+        *("--pin", "weights/up=None,x", "--memory-budget", "100B"),
+        folder=folder,
+    )
+    assert budget.code == 2
+    assert "Raise the budget" in budget.err
+
+
+def test_interrupting_keeps_what_was_measured(folder):
+    """The first record is there, and the last one is not: that one would never end."""
+    work = folder / "interrupted"
+    store = work / "profiles.sqlite"
+    words = [
+        "-m",
+        "cfp_test.cli.faulty",
+        "profile",
+        TOY,
+        *ON_CPU,
+        "--workdir",
+        str(work),
+    ]
+    faults = {"FAULTS": '{"segment 0: 2": "sleep"}', "FAULT_LOG": str(folder / "log")}
+
+    def has_measured() -> bool:
+        if not store.exists():
+            return False
+        with ProfileStore(store) as found:
+            return found.records() != []
+
+    with running([quick_python(), *words], folder, environment(**faults)) as process:
+        until(has_measured, process)
+        process.send_signal(signal.SIGINT)
+        out, err = end_of(process)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert f"kept in {store}" in err
+    assert "Traceback" not in err
+    assert has_measured()
+
+
+def test_an_error_in_a_step_points_home_and_a_traceback_is_had_for_the_asking(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import jax.numpy as jnp\n"
+        "def step(x):\n"
+        "    return jnp.zeros(3) @ x\n"
+        "def tiny():\n"
+        "    return step, (jnp.zeros(4),)\n"
+    )
+    plan = ["plan", "mine.py:tiny", *ON_CPU, "--quiet"]
+    plain, *asked = run_batch(
+        [plan, [*plan, "--traceback"], ["--traceback", *plan]], tmp_path
+    )
+    assert "\n  at mine.py:3, in step: return jnp.zeros(3) @ x\n" in plain.err.replace(
+        f"{tmp_path}/", ""
+    )
+    assert "Traceback" not in plain.err
+    for one in asked:
+        assert one.code == 2
+        assert one.err.startswith(plain.err)
+        assert "Traceback (most recent call last)" in one.err
+        assert "TypeError: dot_general" in one.err
+
+
+def test_garbage_is_collected_while_a_command_runs(monkeypatch):
+    """Only while modules are loaded it is not."""
+    found, frozen = [], gc.get_freeze_count()
+    # This process goes on with other tests, whose garbage is not to stay.
+    monkeypatch.setattr(gc, "freeze", lambda: found.append(gc.isenabled()))
+    monkeypatch.setattr(cli, "main", lambda: found.append(gc.isenabled()))
+    monkeypatch.setattr(sys, "argv", ["cfp", "plan"])
+    __main__.main()
+    assert found == [False, True] and gc.get_freeze_count() <= frozen
+
+
+def sockets():
+    return [one.detach() for one in socket.socketpair()]
+
+
+@pytest.mark.parametrize(
+    ("ends", "unbuffered"), [(os.pipe, ""), (os.pipe, "1"), (sockets, "")]
+)
+def test_a_command_goes_on_after_its_reader_has_left(ends, unbuffered):
+    reader, writer = ends()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "cfp", "doctor", "--list"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=environment(PYTHONUNBUFFERED=unbuffered),
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_command_writes_to_what_is_no_file(monkeypatch):
+    found = io.TextIOWrapper(io.BytesIO())
+    monkeypatch.setattr(sys, "stdout", found)
+    monkeypatch.setattr(sys, "argv", ["cfp", "doctor", "--list"])
+    with pytest.raises(SystemExit) as end:
+        __main__.main()
+    found.flush()
+    assert not end.value.code and b"jaxlib" in found.buffer.getvalue()
+
+
+LOADING = """
+import sys
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "cfp.cli":
+            raise KeyboardInterrupt
+
+
+sys.meta_path.insert(0, Finder())
+from cfp.__main__ import main
+
+main()
+"""
+
+
+def test_an_interrupt_while_modules_are_loaded_is_one_line():
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "error: Interrupted.\n")

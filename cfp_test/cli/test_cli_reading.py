@@ -1,0 +1,145 @@
+"""The commands that read plans, as their users type them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import cfp
+from cfp import platform
+from cfp.cli import app
+from cfp.cli.session import analyse, open_target
+from cfp.errors import CfpError
+from cfp.targets import resolve
+from cfp.view.page import page_html
+from cfp.view.text import diff_text, explain_text
+from cfp_test.cli.cli_runner import COLUMNS, run_batch
+from cfp_test.profiling.hlo_of_versions import OLD
+from cfp_test.support.checking import make_mesh
+from cfp_test.view.reported import DEEP, HOSTILE
+
+TOYS = str(Path(__file__).with_name("toy_targets.py"))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """Outcomes of the commands, by their first words, and the folder they ran in."""
+    folder = tmp_path_factory.mktemp("plans")
+    DEEP.save(folder / "deep.json")
+    HOSTILE.save(folder / "hostile.json")
+    (folder / "step.hlo").write_text(OLD)
+    (folder / "notes.txt").write_text("no program")
+    lines = {
+        "report": "show hostile.json --html report.html",
+        "nowhere": "show hostile.json --html no/report.html",
+        "explain": "show deep.json --explain",
+        "block": "show deep.json --explain --block layer_95 --json",
+        "unknown": "show deep.json --explain --block attention",
+        "diff": "show deep.json --diff hostile.json",
+        "inspect": "inspect step.hlo --json -q",
+        "notes": "inspect notes.txt",
+        "export": "export deep.json --python sharded.py",
+        "no command": "report deep.json",
+        "twice": "inspect toy.py:toy --plan deep.json --preset zero1",
+    }
+    found = run_batch([line.split() for line in lines.values()], folder)
+    assert [outcome.crash for outcome in found] == [""] * len(lines)
+    return dict(zip(lines, found, strict=True)), folder
+
+
+def test_a_report_is_written(done):
+    found, folder = done
+    assert found["report"].code == 0
+    assert (folder / "report.html").read_text() == page_html(HOSTILE)
+    assert found["nowhere"].code == 2
+    assert "no is no folder" in found["nowhere"].err
+
+
+def test_what_is_an_option_of_a_command_is_named_with_it(done):
+    found, _ = done
+    assert found["no command"].code == 2
+    assert "Did you mean cfp show PLAN --html FILE?" in found["no command"].err
+
+
+def test_plans_are_shown(done, monkeypatch):
+    monkeypatch.setenv("COLUMNS", COLUMNS)
+    found, _ = done
+    assert found["explain"].out == explain_text(DEEP)
+    assert found["diff"].out == diff_text(DEEP, HOSTILE, ("deep.json", "hostile.json"))
+    [block] = json.loads(found["block"].out)["blocks"]
+    assert block["block"] == "Net/layer_95/up"
+    assert found["unknown"].code == 2
+    assert "No block has 'attention' in its name" in found["unknown"].err
+
+
+def test_compiled_text_is_inspected(done):
+    found, _ = done
+    sites = json.loads(found["inspect"].out)
+    assert [(s["kind"], s["count"], s["bytes"]) for s in sites] == [
+        ("all-reduce", 5, 32),
+        ("all-gather", 1, 128),
+    ]
+    assert found["notes"].code == 2 and "HloModule" in found["notes"].err
+    assert found["twice"].code == 2 and "not both" in found["twice"].err
+
+
+def test_a_plan_without_sites_is_not_exported(done):
+    found, folder = done
+    assert found["export"].code == 2
+    assert "does not say where in the step" in found["export"].err
+    assert not (folder / "sharded.py").exists()
+
+
+def test_a_step_is_donated_and_static_as_its_plan_says(tmp_path):
+    """Neither --donate nor --static need be given beside a plan."""
+    mesh = make_mesh((("x", 4),))
+    for name, donate, static in (("toy", (0,), ()), ("with_static", (), (1,))):
+        target = resolve(f"{TOYS}:{name}", donate=donate, static=static)
+        plan = cfp.plan(
+            target.step,
+            *target.args,
+            mesh=mesh,
+            preset="data_parallel",
+            donate_argnums=donate,
+            static_argnums=static,
+            settings=cfp.PlannerSettings(race=False),
+            cache_dir=tmp_path,
+        )
+        plan.save(tmp_path / "plan.json")
+        loaded = cfp.Plan.load(tmp_path / "plan.json")
+        found, devices = open_target(
+            f"{TOYS}:{name}", axes=None, platform_name=None, plan=loaded
+        )
+        assert found.static == static and found.donate == ()
+        step = analyse(found, devices, plan=loaded).step
+        assert step.donated == plan.donated
+        assert any(plan.donated) == bool(donate)
+
+
+class Asked(CfpError):
+    """Stands for the devices that a command asks for."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "verify deep.json toy.py:toy",
+        "plan toy.py:toy --adapt deep.json",
+        "run toy.py:toy --plan deep.json",
+        "inspect toy.py:toy --plan deep.json",
+    ],
+)
+def test_the_platform_is_the_plans_if_none_is_given(words, tmp_path, monkeypatch):
+    def select(name, axes):
+        raise Asked(f"{name} {axes}")
+
+    monkeypatch.setattr(platform, "select", select)
+    monkeypatch.chdir(tmp_path)
+    on_cpu = {**DEEP.environment, "platform": "cpu"}
+    replace(DEEP, environment=on_cpu).save(tmp_path / "deep.json")
+    for more, name in (([], "cpu"), (["--platform", "cuda"], "cuda")):
+        result = CliRunner().invoke(app, [*words.split(), *more])
+        assert result.exit_code == 2
+        assert f"{name} {DEEP.mesh_axes}" in result.stderr, result.stderr

@@ -1,0 +1,180 @@
+"""`cfp plan` with several mesh shapes and microbatches, from the outside."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from rich import box
+
+from cfp import Plan
+from cfp.cli.finding import variants_view
+from cfp.outcomes import Basis, Outcome
+from cfp.variants import Fastest
+from cfp.view.console import plain_text
+from cfp_test.cli import cli_runner
+from cfp_test.cli.cli_runner import environment, run_batch
+from cfp_test.support.forking import quick_python
+from cfp_test.support.waiting import end_of, running, until
+
+TOYS = str(Path(__file__).with_name("toy_targets.py"))
+TOY = f"{TOYS}:toy"
+PARTS = f"{TOYS}:in_parts"
+CPU = ["--platform", "cpu"]
+FEW = ["--devices", "4", *CPU, "--workdir", "work", "--preset", "data_parallel"]
+SHAPES = ["--mesh-shapes", "x=4", "--mesh-shapes", "x=2,y=2"]
+
+# (command line, part of the message), all of them found out before anything is planned.
+MISTAKES: list[tuple[list[str], str]] = [
+    ([TOY, *CPU, "--mesh", "x=4", "--mesh-shapes", "all"], "not both"),
+    ([TOY, *CPU, *SHAPES, "--mesh-shapes", "x=8"], "x=4 of 4; x=2,y=2 of 4; x=8 of 8"),
+    ([TOY, *CPU, "--devices", "8", *SHAPES], "contradict each other"),
+    ([TOY, *CPU, "--mesh-shapes", "x:4"], "The mesh cannot be read"),
+    ([TOY, *CPU, "--mesh-shapes", "x=0"], "The mesh cannot be read"),
+    ([TOY, *FEW, "--microbatches", "1,2"], "give the function an argument microbatch"),
+    ([PARTS, *FEW, "--microbatches", "1,3"], "16 rows in 3 parts"),
+    ([PARTS, *FEW, "--microbatches", "0,2"], "--microbatches 1,2,4"),
+    ([PARTS, *FEW, "--microbatches", "1,,2"], "--microbatches 1,2,4"),
+    (["gpt", *FEW, "--microbatches", "3"], "batch=16 and microbatches=3"),
+    (["gpt", *FEW, "--microbatches", "2", "--batch", "7"], "batch=7 and microbat"),
+    ([TOY, *FEW, *SHAPES, "--no-race"], "Have a race"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("variants")
+
+
+@pytest.fixture(scope="module")
+def mistakes(folder) -> list[cli_runner.Outcome]:
+    return run_batch([["plan", *line] for line, _ in MISTAKES], folder)
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)))
+def test_mistakes_end_in_one_message(mistakes, number):
+    line, message = MISTAKES[number]
+    outcome = mistakes[number]
+    assert (outcome.crash, outcome.code, outcome.out) == ("", 2, ""), line
+    assert message in outcome.err, line
+
+
+@pytest.mark.parametrize("basis", Basis)
+def test_what_takes_as_long_as_the_fastest_is_called_a_tie(basis):
+    """Times of different moments are no tie, and none is slower than another."""
+    times = {"x=4,y=2": 0.4822, "x=8": 0.4821, "x=2,y=4": 0.5}
+    outcomes = tuple(Outcome(name=name, step_ms=ms) for name, ms in times.items())
+    found = Fastest(name="x=8", plan=None, outcomes=outcomes, basis=basis)
+    text = plain_text(variants_view(found, box.ASCII), width=120)
+    known = basis is not Basis.MEASURED
+    assert text.count("a tie with x=8") == known
+    assert text.count("3.7 % slower") == known
+
+
+@pytest.fixture(scope="module")
+def saved_data(folder) -> dict:
+    """Plans two meshes, each with two microbatches, and returns the command's JSON."""
+    wanted = ["plan", PARTS, *FEW, "--mesh-shapes", "all", "--microbatches", "1,2"]
+    [outcome] = run_batch([[*wanted, "--json", "-o", "plan.json"]], folder)
+    assert outcome.code == 0, outcome.err
+    return json.loads(outcome.out)
+
+
+def test_the_fastest_variant_is_the_plan(saved_data, folder):
+    found = saved_data["variants"]
+    times = {one["name"]: one["step_ms"] for one in found["outcomes"]}
+    assert list(times) == [
+        "x=4, microbatches 1",
+        "x=4, microbatches 2",
+        "x=2,y=2, microbatches 1",
+        "x=2,y=2, microbatches 2",
+    ]
+    assert found["basis"] == "raced"
+    assert found["fastest"] == min(times, key=times.__getitem__)
+    assert all(one["seconds"] > 0 and not one["note"] for one in found["outcomes"])
+    saved = json.loads((folder / "plan.json").read_text())
+    added = ("variants", "throughput")
+    assert saved == {key: saved_data[key] for key in saved_data if key not in added}
+    plan = Plan.load(folder / "plan.json")
+    mesh = ",".join(f"{name}={size}" for name, size in plan.mesh_axes)
+    assert found["fastest"].startswith(f"{mesh}, ")
+    peaks = {one["name"]: one["peak_bytes"] for one in found["outcomes"]}
+    assert plan.peak_bytes == peaks[found["fastest"]]
+
+
+def test_the_plan_runs_with_its_own_microbatches_only(saved_data, folder):
+    count = int(saved_data["variants"]["fastest"][-1])
+    run = ["run", PARTS, "--plan", "plan.json", "--steps", "2", "--check"]
+    right, wrong = run_batch(
+        [[*run, "--microbatches", str(n)] for n in (count, 3 - count)], folder
+    )
+    assert right.code == 0, right.err
+    assert "Check passed" in right.out
+    assert wrong.code == 2
+    assert "program is not the one that was planned" in wrong.err
+    assert "; cfp plan TARGET -o FILE; or cfp plan TARGET --adapt FILE" in wrong.err
+
+
+def test_variants_are_shown_the_fastest_first(saved_data, folder):
+    wanted = ["plan", PARTS, *FEW, "--mesh-shapes", "all", "--microbatches", "1,2"]
+    several, one, plain = run_batch(
+        [wanted, ["plan", PARTS, *FEW, "--microbatches", "2"], ["plan", TOY, *FEW]],
+        folder,
+    )
+    table = several.out.partition("Step times")[0]
+    rows = [line.split("|") for line in table.splitlines() if ", micro" in line]
+    times = [float(row[4]) for row in rows]
+    assert len(rows) == 4
+    assert times == sorted(times)
+    assert [row[1].strip() for row in rows] == ["*", "", "", ""]
+    assert rows[0][2].strip() == saved_data["variants"]["fastest"]
+    assert "timed in turn in one race" in several.out
+    assert "Plan 'data_parallel'" in several.out
+    assert "x=4, microbatches 2" in one.out
+    assert "in one race" not in one.out  # There was none.
+    assert "Give cfp run --microbatches 2, too." in one.out
+    assert "Variants" not in plain.out
+    assert "Give cfp run" not in plain.out
+
+
+def test_memory_of_devices_that_are_not_here_is_shown_as_estimated(folder):
+    shapes = ["--mesh-shapes", "x=4", "--mesh-shapes", "x=2,y=2"]
+    [shown] = run_batch([["plan", TOY, "--for", "4xh200", *shapes]], folder)
+    assert shown.code == 0, shown.err
+    lines = shown.out.splitlines()
+    taken = next(line for line in lines if line.startswith("|* |"))
+    assert "B, estimated" in taken
+
+
+_SLOW = """
+import pathlib, time
+import jax.numpy as jnp
+
+def slow():
+    traced = []
+
+    def step(w, x):
+        traced.append(1)
+        if len(traced) > 1:  # Of the second mesh.
+            pathlib.Path("second").touch()
+            time.sleep(100_000)
+        return jnp.tanh(x @ w) @ w.T
+
+    return step, (jnp.zeros((8, 16)), jnp.zeros((16, 8)))
+"""
+
+
+def test_interrupted_among_variants_it_keeps_and_prints_the_best_so_far(tmp_path):
+    (tmp_path / "mine.py").write_text(_SLOW)
+    line = ["-m", "cfp", "plan", "mine.py:slow", *FEW, *SHAPES, "-o", "plan.json"]
+    command = [quick_python(), *line]
+    with running(command, tmp_path, environment()) as process:
+        until((tmp_path / "second").exists, process)
+        process.send_signal(signal.SIGINT)
+        out, err = end_of(process)
+    assert process.returncode == 130, err
+    assert "best of what was finished by then" in " ".join(err.split())
+    assert "Traceback" not in err
+    assert "interrupted" in out
+    assert "Plan 'data_parallel' for a mesh x=4" in out
+    assert Plan.load(tmp_path / "plan.json").mesh_axes == (("x", 4),)

@@ -1,0 +1,216 @@
+"""Everything that the README and docs/ show must exist, and run."""
+
+import re
+import shlex
+import subprocess
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+
+from cfp.models.registry import find
+from cfp_test.cli.cli_runner import ROOT, environment, run_batch
+from cfp_test.support.forking import quick_python
+from cfp_test.support.waiting import GUARD_SECONDS
+
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "install").glob("*.md")),
+    ROOT / "third_party" / "README.md",
+]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    pattern = rf"^```{language}\n(.*?)^```$"
+    return re.findall(pattern, page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+# Options of cfp itself, before the command, and how many values they take.
+BEFORE_COMMANDS = {"--join": 0, "--coordinator": 1, "--processes": 1, "--process-id": 1}
+
+
+def of_command(words: list[str]) -> list[str]:
+    """A command line from its command on."""
+    while words and words[0] in BEFORE_COMMANDS:
+        words = words[1 + BEFORE_COMMANDS[words[0]] :]
+    return words
+
+
+def commands(page: Path) -> list[list[str]]:
+    lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [of_command(line[1:]) for line in words if line[:1] == ["cfp"]]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#]+)", page.read_text())
+    local = [target for target in targets if not target.startswith("http")]
+    assert [t for t in local if not (page.parent / t).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_begin_with_what_they_are_for(page):
+    title, empty, first, *_ = page.read_text().split("\n")
+    assert title.startswith("# ") and not empty
+    assert re.match(r"[\w`*\[]", first) and not re.match(r"\d+\. ", first), first
+
+
+def test_the_sites_navigation_has_every_page():
+    text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    named = re.findall(r"([\w/-]+\.md)$", text, re.MULTILINE)
+    docs = ROOT / "docs"
+    pages = [str(p.relative_to(docs)) for p in PAGES if docs in p.parents]
+    assert sorted(named) == sorted(pages)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_are_python(page):
+    for block in blocks(page, "python"):
+        compile(block, page.name, "exec")
+
+
+def test_commands_have_the_options_shown(tmp_path):
+    shown = [line for page in PAGES for line in commands(page)]
+    assert len(shown) >= 5
+    names = sorted({line[0] for line in shown})
+    helps = run_batch([[*name.split(), "--help"] for name in names], tmp_path)
+    texts = {name: done.out for name, done in zip(names, helps, strict=True)}
+    for name, *words in shown:
+        target = words[0] if words else ""
+        known = set(re.findall(r"--[a-z-]+", texts[name])) | {"-o"}
+        if ":" not in target and target.isalpha():
+            known |= {option.flag for option in find(target).options}
+        flags = {word.partition("=")[0] for word in words if word.startswith("-")}
+        assert flags <= known, (name, target, flags - known)
+
+
+def test_corrections_of_measured_numbers_are_where_the_table_says():
+    """Each name in a cell is in the module that comes next."""
+    text = (ROOT / "docs" / "how-cfp-chooses.md").read_text()
+    section = text.split("## How measured numbers are corrected")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 10
+    for row in rows:
+        *_, cell = row.strip("| ").split(" | ")
+        names: list[str] = []
+        for quoted in re.findall("`([^`]+)`", cell):
+            if not quoted.endswith(".py"):
+                owner = names[-1].partition(".")[0] if quoted.startswith(".") else ""
+                names.append(owner + quoted)
+                continue
+            assert (ROOT / quoted).exists(), row
+            module = import_module(quoted.removesuffix(".py").replace("/", "."))
+            for name in names:
+                assert attrgetter(name)(module) is not None, row
+            names = []
+        assert not names, f"no module for {names}: {row}"
+
+
+def test_the_steps_in_getting_started_are_targets(tmp_path):
+    for block in blocks(ROOT / "docs" / "getting-started.md", "python"):
+        name = re.match(r"# (\w+\.py)\n", block)
+        if name is not None:
+            (tmp_path / name[1]).write_text(block)
+    cpu = ["--platform", "cpu", "--devices", "4"]
+    plain, parts = run_batch(
+        [
+            ["analyze", "train.py:tiny", *cpu],
+            ["analyze", "parts.py:parts", *cpu, "--microbatches", "4"],
+        ],
+        tmp_path,
+    )
+    assert (plain.code, parts.code) == (0, 0), plain.err + parts.err
+    assert "2 blocks" in plain.out
+    assert "dot_general f32[128,64]" in parts.out  # A quarter of the 512 rows.
+
+
+# What stands around a block that is a part of a program: a step, and its arguments.
+_STEP = """
+import jax, jax.numpy as jnp
+import cfp
+def step(state, batch):
+    loss, grad = jax.value_and_grad(lambda w: ((batch @ w) ** 2).mean())(state)
+    return state - 0.1 * grad, loss
+train_step = step
+state, batch = jnp.ones((16, 16)), jnp.ones((16, 16))
+args = state, batch
+mesh = jax.make_mesh((4,), ("x",))
+"""
+_PLAN = "cfp.plan(step, *args, mesh=mesh, preset='zero1')"
+_EXPORT = f"{_PLAN}.export_python('sharded.py')\n"
+_TRAIN = "train(train_step, lambda key: state, [batch] * 2, args)\n"
+# JAX is one process here, and finds no others.
+_ALONE = "cfp.join = lambda: None\n"
+# (page, words of the block) -> what goes before it, and after it.
+AROUND = {
+    ("planning-ahead.md", "cfp.described"): (_STEP, ""),
+    ("reading-plans.md", "from sharded"): (_STEP + _EXPORT, ""),
+    ("reading-plans.md", "cfp.adapt"): (
+        _STEP + f"plan = {_PLAN}\n",
+        "assert deeper.rung == 'estimated' and deeper.search['adapted']\n",
+    ),
+    ("troubleshooting.md", "read_after_overwritten"): (_STEP, ""),
+    ("several-hosts.md", "cfp.join()"): (_STEP + _ALONE, _TRAIN),
+}
+# Of the blocks that run here those that take a preset, or plan little, are quick.
+QUICK = (
+    "decoding.md",
+    "reading-plans.md",
+    "troubleshooting.md",
+    "ocp.Standard",
+    "mesh_utils",
+)
+
+# What is not installed here; the page says when its programs were tried by hand.
+BY_HAND = "import keras"
+
+# Their programs follow from each other: plan/test_keep.py, test_tutorial.py.
+FOLLOWING = ("keep-a-plan.md", "tutorial.md")
+
+
+def programs() -> list:
+    """All Python blocks, each as a program that runs."""
+    found = []
+    for page in PAGES:
+        if page.name in FOLLOWING:
+            continue
+        for number, block in enumerate(blocks(page, "python")):
+            if BY_HAND in block:
+                continue
+            before, after = next(
+                (
+                    around
+                    for (name, words), around in AROUND.items()
+                    if name == page.name and words in block
+                ),
+                ("", ""),
+            )
+            quick = any(word in block or word == page.name for word in QUICK)
+            found.append(
+                pytest.param(
+                    before + block + after,
+                    id=f"{page.name}-{number}",
+                    marks=() if quick else pytest.mark.nightly,
+                )
+            )
+    return found
+
+
+@pytest.mark.parametrize("program", programs())
+def test_python_blocks_run(program, tmp_path):
+    flags = {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 "
+        "--xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+        "CFP_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    subprocess.run(
+        [quick_python(), "-c", program],
+        cwd=tmp_path,
+        env=environment(**flags),
+        timeout=GUARD_SECONDS,
+        check=True,
+    )

@@ -1,4 +1,4 @@
-"""Other people's programs: planned, run twice, and checked against one device."""
+"""Example programs: planned or under random choices, and compared with one device."""
 
 import itertools
 
@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cfp.presets.presets import presets
 from cfp_test.programs.planned import RACED, check_program
 from cfp_test.programs.registry import PROGRAMS, programs_on
+from cfp_test.support.checking import compile_choice, differences, draw, prepare
 
 MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
 EVERYWHERE = [
@@ -15,6 +17,13 @@ EVERYWHERE = [
     for mesh, sizes in MESHES.items()
     for name in programs_on(sizes)
 ]
+
+# One program of each kind, the quick ones.
+DAILY = {
+    "x4": "tied_head scan_mlp cond shard_map moe_sort dropout".split(),
+    "x2y2": "odd_sizes microbatch partly_manual segments serving".split(),
+}
+SEEDS = range(5)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +51,27 @@ def test_all_programs(name, sizes, cache):
 def test_what_wins_the_race(name, mesh, cache):
     found = check_program(name, PROGRAMS[name], MESHES[mesh], cache, RACED)
     assert found.failed == {}
+
+
+def check_choices(name, sizes, seeds):
+    """Compares random choices, and with several seeds the presets, with one device."""
+    case = prepare(name, PROGRAMS[name], sizes)
+    choices = {str(seed): draw(case.frame, seed) for seed in seeds}
+    if len(seeds) > 1:
+        choices |= presets(case.frame)
+    for label, choice in choices.items():
+        assert differences(case, compile_choice(case, choice)()) == {}, label
+
+
+@pytest.mark.parametrize("name, mesh", [(n, m) for m in DAILY for n in DAILY[m]])
+def test_a_random_choice(name, mesh):
+    check_choices(name, MESHES[mesh], [7])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "sizes"), EVERYWHERE)
+def test_random_choices_and_presets(name, sizes):
+    check_choices(name, sizes, SEEDS)
 
 
 def test_the_check_finds_what_differs(cache):

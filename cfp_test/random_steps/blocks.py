@@ -1,4 +1,4 @@
-"""Kinds of blocks that random steps have beside the ops of `cfp_test.generated`."""
+"""Kinds of blocks that random steps have beside those of `ops/`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cfp_test.generated.draft import (
+from cfp_test.programs.kernels import differentiable, kernel
+from cfp_test.random_steps.ops.draft import (
     MAX_ELEMENTS,
     OPS,
     SHAPES,
@@ -23,7 +24,6 @@ from cfp_test.generated.draft import (
     rank,
     taken_by,
 )
-from cfp_test.programs.kernels import differentiable, kernel
 
 Applies = Callable[[Shape], bool]
 

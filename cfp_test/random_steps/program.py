@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cfp_test.generated.draft import Draft, Node
-from cfp_test.generated.strategy import MODULES
 from cfp_test.programs.common import adam, normal
 from cfp_test.random_steps.blocks import ALL_SHAPES, NARROW, NEXT, makers
+from cfp_test.random_steps.ops import contracting, control, indexing, shaping, values
+from cfp_test.random_steps.ops.draft import Draft, Node
 from cfp_test.support.checking import MeshSizes, make_mesh
 
-assert MODULES  # They register the kinds of blocks.
+MODULES = (contracting, control, indexing, shaping, values)  # They fill OPS.
 
 MESHES: tuple[MeshSizes, ...] = (
     (("x", 2),),
@@ -107,22 +107,6 @@ class Built:
         return bool(NARROW.intersection(self.kinds))
 
 
-class _Drawn(Draft):
-    """A draft that draws from Python's random numbers."""
-
-    def pick(self, options):
-        return self.draw.choice(list(options))
-
-    def flip(self):
-        return self.draw.random() < 0.5
-
-    def integer(self, low, high):
-        return self.draw.randint(low, high)
-
-    def order(self, count):
-        return tuple(self.draw.sample(range(count), count))
-
-
 def draw_spec(seed: int) -> Spec:
     """Draws a step."""
     rng = random.Random(seed)
@@ -146,7 +130,7 @@ def draw_spec(seed: int) -> Spec:
 
 def build(spec: Spec) -> Built:
     """Makes the step that a spec describes."""
-    d = _Drawn(random.Random(0), make_mesh(spec.mesh), nesting=1)
+    d = Draft(random.Random(0), make_mesh(spec.mesh), nesting=1)
     d.data["x"] = normal(99, *spec.shape, scale=1.0)
     d.pool["x"] = spec.shape
     graph: list[tuple[str, str, Node]] = []

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from cfp_test.generated.draft import Draft, Env, Node, Shape, op, rank
 from cfp_test.programs.common import normal
+from cfp_test.random_steps.ops.draft import Draft, Env, Node, Shape, op, rank
 
 
 def _stacked(d: Draft, shape: Shape, layers: int) -> tuple[Node, list[str]]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cfp_test.generated.draft import MAX_ELEMENTS, Draft, Node, Shape, op, rank
+from cfp_test.random_steps.ops.draft import MAX_ELEMENTS, Draft, Node, Shape, op, rank
 
 
 @op(rank())

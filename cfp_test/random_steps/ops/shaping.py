@@ -7,7 +7,7 @@ from math import prod
 import jax.numpy as jnp
 from jax import lax
 
-from cfp_test.generated.draft import MAX_ELEMENTS, Draft, Node, Shape, op, rank
+from cfp_test.random_steps.ops.draft import MAX_ELEMENTS, Draft, Node, Shape, op, rank
 
 
 def _divisors(size: int) -> list[int]:

@@ -9,6 +9,7 @@ differs between two compilations is an error, not a rounding.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -16,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from cfp_test.programs.common import integers, normal
@@ -74,7 +74,7 @@ class Draft:
     """Ops that have been drawn.
 
     Attributes:
-        draw: Hypothesis's.
+        draw: where random numbers come from.
         mesh: the mesh for regions that are sharded by hand.
         weights, data: arrays by name.
         pool: names of tensors that ops may read a second time, with their shapes.
@@ -83,7 +83,7 @@ class Draft:
         nesting: the most ops that one may be nested in.
     """
 
-    draw: Any
+    draw: random.Random
     mesh: Mesh
     weights: dict[str, jax.Array] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
@@ -95,16 +95,16 @@ class Draft:
     # -- drawing -------------------------------------------------------------
 
     def pick(self, options: Sequence[Any]) -> Any:
-        return self.draw(st.sampled_from(options))
+        return self.draw.choice(list(options))
 
     def flip(self) -> bool:
-        return self.draw(st.booleans())
+        return self.draw.random() < 0.5
 
     def integer(self, low: int, high: int) -> int:
-        return self.draw(st.integers(low, high))
+        return self.draw.randint(low, high)
 
     def order(self, count: int) -> tuple[int, ...]:
-        return tuple(self.draw(st.permutations(range(count))))
+        return tuple(self.draw.sample(range(count), count))
 
     def dim(self, shape: Shape) -> int:
         return self.integer(0, len(shape) - 1)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from cfp_test.generated.contracting import _windows as windows
-from cfp_test.generated.draft import Draft, Node, Shape, op, rank
+from cfp_test.random_steps.ops.contracting import _windows as windows
+from cfp_test.random_steps.ops.draft import Draft, Node, Shape, op, rank
 
 _UNARY = (
     jnp.tanh,

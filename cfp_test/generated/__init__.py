@@ -1,1 +1,0 @@
-"""Step functions drawn at random, as graphs of ops of many kinds."""

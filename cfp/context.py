@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -253,16 +252,10 @@ def _rules(
     """
     reach = settings.reach or (REACH_BY_ESTIMATE if predictor else None)
     options, unasked = settings.compiler_options, settings.measure is None
-    asked = {
-        name: value
-        for name in ("attention", "cross_entropy")
-        if (value := getattr(settings, name)) is not None
-    }
-    asked |= {
-        name: empty
-        for dimension, name, empty in _REPLACING
-        if dimension not in settings.dimensions
-    }
+    kernels = settings.attention
+    if Dimension.KERNELS not in settings.dimensions:
+        kernels = ()
+    asked = {} if kernels is None else {"attention": kernels}
     if Dimension.COMPILER_OPTIONS not in settings.dimensions:
         options = {}
     levels = usual.levels
@@ -284,12 +277,6 @@ def _rules(
         replacing_for_memory=replace(usual.replacing_for_memory, **asked),
         dimensions=settings.dimensions,
     )
-
-
-_REPLACING: tuple[tuple[Dimension, str, Any], ...] = (
-    (Dimension.KERNELS, "attention", ()),
-    (Dimension.CROSS_ENTROPIES, "cross_entropy", 0),
-)
 
 
 def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:

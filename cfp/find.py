@@ -282,7 +282,6 @@ def complete_plan(
         else kernels_not_timed(solution.candidates, outcome.rows, context.budget_bytes),
         outcome.raced,
         dimensions=rules.dimensions,
-        parts_asked=rules.replacing.cross_entropy,
         unasked=_unasked(context),
     )
     late = profiles is not None and UNMEASURED_STRATEGIES in profiles.counts

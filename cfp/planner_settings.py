@@ -40,14 +40,10 @@ class PlannerSettings:
             are written. By default on GPUs cuDNN's, which computes in the dtype of the
             attention; and everywhere chunks where memory decides.
         choose: kinds of choices to make, such as ("sharding", "kernels"); by default
-            all: mesh, sharding, storage, remat, kernels, cross_entropies,
-            compiler_options, microbatches and host_memory. The others are left as
-            usual: one mesh axis, data parallel, parameters stored as they are used,
-            nothing rematerialized, the step as it is written, no options, state on
-            the devices.
-        cross_entropy: number of vocabulary parts in which cross-entropies may be
-            computed, so that logits are never held; 0 keeps them as they are written.
-            By default 8 where memory decides.
+            all: mesh, sharding, storage, remat, kernels, compiler_options,
+            microbatches and host_memory. The others are left as usual: one mesh axis,
+            data parallel, parameters stored as they are used, nothing rematerialized,
+            the step as it is written, no options, state on the devices.
         race: whether the best plan and the presets are timed on the whole program;
             otherwise the prediction decides; and under a budget, or for described
             devices that programs are compiled for, with one GPU here or none, the best
@@ -77,7 +73,6 @@ class PlannerSettings:
     compiler_options: Mapping[str, Mapping[str, str]] | None = None
     attention: tuple[str, ...] | None = None
     choose: tuple[str, ...] | None = None
-    cross_entropy: int | None = None
     race: bool = True
     repeats: int | None = 4
     measure: bool | None = None
@@ -113,11 +108,6 @@ class PlannerSettings:
                 "Expected a number of seconds, 0 or more (left out, planning takes as "
                 f"many as it needs), got seconds={self.seconds!r}."
             )
-        if self.cross_entropy and not 2 <= self.cross_entropy < 10_000:
-            raise CfpError(
-                "Expected 2 to 9,999 parts of the vocabulary, or 0 to leave "
-                f"cross-entropies as they are, got cross_entropy={self.cross_entropy}."
-            )
         dimensions = self.dimensions
         for dimension, name in _OF_DIMENSIONS.items():
             if getattr(self, name) and dimension not in dimensions:
@@ -144,7 +134,6 @@ class PlannerSettings:
 # Settings that ask for what a dimension chooses among.
 _OF_DIMENSIONS = {
     Dimension.KERNELS: "attention",
-    Dimension.CROSS_ENTROPIES: "cross_entropy",
     Dimension.COMPILER_OPTIONS: "compiler_options",
 }
 
@@ -176,7 +165,6 @@ _ALIASES = {
     "attention": "kernels",
     "rematerialization": "remat",
     "options": "compiler-options",
-    "cross_entropy": "cross-entropies",
     "strategies": "sharding",
 }
 

@@ -132,7 +132,6 @@ class Dimension(StrEnum):
     STORAGE = "storage"
     REMAT = "remat"
     KERNELS = "kernels"
-    CROSS_ENTROPIES = "cross_entropies"
     COMPILER_OPTIONS = "compiler_options"
     MICROBATCHES = "microbatches"
     HOST_MEMORY = "host_memory"
@@ -140,10 +139,6 @@ class Dimension(StrEnum):
 
 ALL_DIMENSIONS = frozenset(Dimension)
 
-
-# Parts of the vocabulary that a cross-entropy is computed over where memory decides.
-# docs/results/operators_plans_h200_202611.
-CROSS_ENTROPY_PARTS = 8
 
 # Of the time that the quickest variant of a step took, to plan or to estimate, what
 # another takes at least: where less is left it is not begun. What segments share is
@@ -160,22 +155,19 @@ PLANNED_BY_ESTIMATE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replacing:
-    """Kernels and parts that may compute what a step has there otherwise.
+    """Kernels that may compute what a step has there otherwise.
 
     Attributes:
         attention: kernels of attention, the preferred first: of each candidate the
             first that can.
-        cross_entropy: over so many parts of the vocabulary a cross-entropy may be
-            computed; 0 for none.
         platform: of the devices, by JAX's name: a kernel may run on some only.
     """
 
     attention: tuple[str, ...] = ()
-    cross_entropy: int = 0
     platform: str = "cpu"
 
 
-_CHUNKED = Replacing(attention=("chunked",), cross_entropy=CROSS_ENTROPY_PARTS)
+_CHUNKED = Replacing(attention=("chunked",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +192,7 @@ class PlatformDefaults:
             that do not depend on each other.
         launch_ms: the least time of a kernel, however little it computes.
         compiler_options: what the leader is raced with, too, by name.
-        replacing: what may compute attentions and cross-entropies.
+        replacing: kernels that may compute attentions.
         replacing_for_memory: the same where memory decides.
         dimensions: what is chosen among; of all else the plan has what is usual.
     """

@@ -47,8 +47,7 @@ _LONGEST = """
     attention/test_replaced analysis/test_blocks attention/test_called
     attention/test_masks presets/test_propagated api/test_variants
     proving/test_proving bench/test_scripts docs/test_docs
-    analysis/test_communication analysis/test_segments patterns/test_forms
-    race/test_remembered patterns/test_zoo patterns/test_cross_entropy
+    analysis/test_communication analysis/test_segments race/test_remembered
     docs/test_tutorial api/test_one_device api/test_estimated api/test_alone
 """.split()
 

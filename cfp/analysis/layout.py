@@ -27,7 +27,7 @@ from cfp.analysis.strategies import (
     split_axes,
     tensor_spec,
 )
-from cfp.fields import Count, Name
+from cfp.fields import Name
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Op, Program, call_flops
 
@@ -46,16 +46,13 @@ class SegmentKernels:
         attention: name of the kernel of its attentions; "" as the program has them.
         spread: role of the axes that shard queries, "ring" or "zigzag", which no search
             proposes; "" if keys and values are gathered.
-        vocabulary_parts: number of parts of the vocabulary over which its
-            cross-entropies are computed; 0 as the program has them.
     """
 
     attention: Name = ""
     spread: QuerySpread = ""
-    vocabulary_parts: Count = 0
 
     def __bool__(self) -> bool:
-        return bool(self.attention or self.vocabulary_parts)
+        return bool(self.attention)
 
 
 AS_WRITTEN = SegmentKernels()
@@ -69,7 +66,7 @@ class Choice:
         remat: indices of the segments whose forward pass is rematerialized in the
             backward pass, so that nothing but their inputs is kept for it.
         kernels: kernels of segments, by their index, where there are any; see
-            `cfp.attention.matching` and `cfp.patterns`.
+            `cfp.attention.matching`.
     """
 
     blocks: tuple[Strategy, ...]

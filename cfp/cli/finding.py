@@ -380,7 +380,6 @@ def plan(
     microbatches: Microbatches = None,
     static: o.Static = None,
     attention: o.Attention = None,
-    cross_entropy: o.CrossEntropy = None,
     per_kind: o.PerKind = o.USUAL.per_kind,
     others: o.Others = o.USUAL.others,
     quick: o.Quick = False,

@@ -259,23 +259,13 @@ Attention = Annotated[
         show_default=False,
     ),
 ]
-CrossEntropy = Annotated[
-    int | None,
-    of_kernels(
-        metavar="PARTS",
-        help="Allow cross-entropies to be computed in this many vocabulary parts, so "
-        "that logits are never held whole; 0: never. By default 8 where memory "
-        "decides.",
-        show_default=False,
-    ),
-]
 Choose = Annotated[
     str | None,
     of_measuring(
         metavar="NAMES",
         help="Kinds of choices to make, such as sharding,kernels, of: mesh, sharding, "
-        "storage, remat, kernels, cross-entropies, compiler-options, microbatches, "
-        "host-memory. All, if not given.",
+        "storage, remat, kernels, compiler-options, microbatches, host-memory. All, if "
+        "not given.",
         show_default=False,
     ),
 ]
@@ -423,7 +413,7 @@ def settings(
         "measure": given.get("measure", True) or None,
         "seconds": given.get("time_budget"),
     }
-    found |= {name: given.get(name) for name in ("per_kind", "others", "cross_entropy")}
+    found |= {name: given.get(name) for name in ("per_kind", "others")}
     if given.get("retry_failures"):
         supervision = ctx.obj if ctx is not None else None
         is_supervised = isinstance(supervision, Supervision)

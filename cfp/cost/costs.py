@@ -45,7 +45,6 @@ from cfp.cost.memory import (
     values_eliminated_by_kernel,
 )
 from cfp.cost.terms import Made, Terms, masked_share
-from cfp.patterns.build import passes
 from cfp.profiling.rates import Rates
 from cfp.program.graph import Op, Program, dtype_bytes
 from cfp.settings import HOST_BYTES_PER_MS, LIMITED_MEMORY_AT_LEAST
@@ -163,7 +162,7 @@ class Costs:
             values_eliminated_by_kernel(layout, ops, candidate.kernels), 0.0
         )
         sizes = dict(layout.frame.mesh)
-        sites = kernel_sites(layout, ops, candidate.kernels)[0]
+        sites = kernel_sites(layout, ops, candidate.kernels)
         for match, way in sites:
             share = share_at_once(way, sizes)
             shares |= dict.fromkeys(match.found.between, share)
@@ -208,29 +207,23 @@ class Costs:
     def saved_by_kernel_ms(self, kind: int, candidate: SegmentChoice) -> float:
         """Computes the time saved by a candidate's kernels, less their own.
 
-        Over parts of the vocabulary a cross-entropy makes its logits several times:
-        for the largest, for other sums, and in the backward pass. Attention
-        that the step's own kernel computes is slower without another one where its
-        tokens are sharded: it gathers them.
+        Attention that the step's own kernel computes is slower without another one
+        where its tokens are sharded: it gathers them.
         """
         program, ops = self.analysis.frame.program, self._kinds[kind].ops
         called = called_among(program, ops)
         if not candidate.kernels and not called:
             return 0.0
         layout, terms = self._layout(kind, candidate), self._terms
-        attentions, losses = kernel_sites(layout, ops, candidate.kernels)
-        ways = {match.found.op: way for match, way in attentions}
+        sites = kernel_sites(layout, ops, candidate.kernels)
+        ways = {match.found.op: way for match, way in sites}
         saved = 0.0
         for one in called:
             op, axes = program.ops[one.op], layout.axes[one.op]
             if axes_of(program, one, axes)["T"]:
                 saved += sum(terms.compute_ms(op, axes))
                 saved -= sum(terms.attention_ms(one, axes, ways.get(one.op)))
-        for one in losses:
-            more = max(0, passes(one) - 1)
-            op = program.ops[one.op]
-            saved -= more * terms.compute_ms(op, layout.axes[op.id])[0]
-        for match, way in attentions:
+        for match, way in sites:
             if match.called is not None:
                 continue
             times = [

@@ -18,11 +18,9 @@ from cfp.analysis.strategies import Spec
 from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import Match, attentions, keeps_scores, way_of
 from cfp.cost.fusion import uses_through
-from cfp.patterns.sites import in_parts, no_longer_made
 from cfp.presets.presets import data_parallel
 from cfp.program.graph import Program
 from cfp.program.rematerialize import CHEAP, makeable, rematerializable
-from cfp.program.replace import Replacement
 
 # Of these the reader reads the tensor itself.
 _MOVING = frozenset({"convert", "reshape", "transpose"})
@@ -98,28 +96,21 @@ def _feeds_heavy(program: Program, v: int, first: int) -> bool:
 
 def kernel_sites(
     layout: Layout, ops: Sequence[int], kernels: SegmentKernels
-) -> tuple[list[tuple[Match, Way]], tuple[Replacement, ...]]:
-    """Returns what kernels compute in place of some ops.
-
-    Returns:
-        Attentions, each with the way in which it is computed, and what takes the place
-        of cross-entropies.
-    """
+) -> list[tuple[Match, Way]]:
+    """Returns the attentions that kernels compute, each with its way."""
     program = layout.frame.program
     matches = attentions(program).among(program, ops) if kernels.attention else []
     ways = [(one, way_of(program, one, kernels, layout.axes)) for one in matches]
-    found = [(one, way) for one, way in ways if isinstance(way, Way)]
-    return found, in_parts(layout, ops, kernels.vocabulary_parts)
+    return [(one, way) for one, way in ways if isinstance(way, Way)]
 
 
 def values_eliminated_by_kernel(
     layout: Layout, ops: Sequence[int], kernels: SegmentKernels
 ) -> set[int]:
     """Values that are not in memory any more where kernels compute some ops."""
-    attentions, losses = kernel_sites(layout, ops, kernels)
-    found = no_longer_made(layout.frame.program, losses)
-    less = (match for match, way in attentions if not keeps_scores(way))
-    return found.union(*(match.found.between for match in less))
+    sites = kernel_sites(layout, ops, kernels)
+    less = (match for match, way in sites if not keeps_scores(way))
+    return set().union(*(match.found.between for match in less))
 
 
 # ------------------------------------------------------------------------- bytes

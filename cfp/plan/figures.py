@@ -81,12 +81,11 @@ class KindFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftFigures:
-    """Attentions or cross-entropies that stay as written, though others may be.
+    """Attentions that stay as written, though kernels may compute them.
 
     Attributes:
         source: where they are from.
         reason: why they are as they are written, or why a kernel cannot compute them.
-        name: "attention" or "cross-entropy".
         kernel: one that was asked for and cannot compute them; "" of what is as
             written.
     """
@@ -94,7 +93,6 @@ class LeftFigures:
     source: Words
     reason: Words
     count: Count
-    name: Words = "attention"
     kernel: Words = ""
 
 
@@ -155,8 +153,8 @@ class Figures:
             plan was not measured.
         fixed_bytes: memory that every choice needs.
         budget_bytes: memory of one device that the plan may use, or None.
-        left: attentions and cross-entropies that are as they are written, and kernels
-            that cannot compute attentions, of those that were preferred to what does.
+        left: attentions that are as they are written, and kernels that cannot compute
+            attentions, of those that were preferred to what does.
         kernels: kernels of the step that are sharded, with the axes that shard them.
         loops: loops without rows in which something is communicated, and what.
         variants: meshes and microbatches that the plan was chosen among.

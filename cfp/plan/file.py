@@ -60,7 +60,7 @@ from cfp.settings import ConstraintLevel
 if TYPE_CHECKING:
     from cfp.plan.plan import Plan
 
-FORMAT = 9
+FORMAT = 10
 
 _MOST_BYTES = 64 * 2**20  # The plan of 96 layers has one or two megabytes.
 _MOST_AXES = 16
@@ -217,7 +217,7 @@ class PlanFile(_Part):
         uncounted: loops of which one iteration is counted.
     """
 
-    format: Literal[9]
+    format: Literal[10]
     fingerprint: Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")]
     mesh_axes: Annotated[tuple[_Axis, ...], Field(max_length=_MOST_AXES)]
     arguments: tuple[_Argument, ...]
@@ -287,9 +287,6 @@ class PlanFile(_Part):
                 raise ValueError("each shared parameter once, as its segment stores it")
         if not {segment.kernels.attention for segment in segments} <= {"", *KERNELS}:
             raise ValueError(f"kernels of attention: {', '.join(KERNELS)}")
-        parts = {segment.kernels.vocabulary_parts for segment in segments}
-        if not all(count == 0 or 1 < count < 10_000 for count in parts):
-            raise ValueError("cross-entropies in 0, or 2 to 9,999, parts")
         return segments
 
     @field_validator("rows")

@@ -67,14 +67,11 @@ class LeftAlone:
     Attributes:
         op: id of the op that it is known by.
         source: the line that it is from.
-        is_loss: of a contraction that a softmax follows, whether it takes a label's
-            word out of logits, as losses do and the softmaxes of routers do not.
     """
 
     op: int
     source: str
     reason: str
-    is_loss: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,13 +182,12 @@ def with_preferred_kernels(
     In each segment it has those that are estimated to save most, if any do; where
     rates are not known, the preferred of those that can compute its attentions.
     """
-    attention = replace(replacing, cross_entropy=0)  # Parts save memory, and no time.
     costs = Costs(analysis, rates) if rates is not None else None
 
     @cache
     def best_of(kind: int, own: SegmentChoice) -> SegmentKernels:
         saved_ms = {AS_WRITTEN: 0.0}
-        for one in kernel_variants(analysis, kind, own, attention):
+        for one in kernel_variants(analysis, kind, own, replacing):
             saved = costs.saved_by_kernel_ms(kind, one) if costs else float("inf")
             saved_ms[one.kernels] = saved
         return max(saved_ms, key=saved_ms.__getitem__)

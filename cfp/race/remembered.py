@@ -285,11 +285,7 @@ def _read(
 def _is_asked_for(context: PlanContext, choice: Choice) -> bool:
     """True if all that a choice replaces may be replaced now."""
     allowed = context.rules.replacing_for_memory
-    return all(
-        one.vocabulary_parts in (0, allowed.cross_entropy)
-        and one.attention in ("", *allowed.attention)
-        for _, one in choice.kernels
-    )
+    return all(one.attention in ("", *allowed.attention) for _, one in choice.kernels)
 
 
 # ------------------------------------------------------------ the same question, again

@@ -21,7 +21,6 @@ from cfp.attention.matching.matches import (
 from cfp.attention.matching.ways import refusal_of
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.costs import Costs
-from cfp.patterns.sites import cross_entropies, in_parts
 from cfp.plan.describe import axis_roles, communicating_loops, sharded_kernels
 from cfp.plan.figures import (
     AlikeBlocks,
@@ -55,16 +54,13 @@ def with_figures(
     failed: Mapping[SegmentKernels, str] = MappingProxyType({}),
     raced: Sequence[tuple[Candidate, float]] = (),
     dimensions: Set[Dimension] = ALL_DIMENSIONS,
-    parts_asked: int = 0,
     unasked: Replacing | None = None,
 ) -> Plan:
     """The plan with its figures.
 
     Args:
-        replacing: what might have computed its attentions and cross-entropies.
+        replacing: kernels that might have computed its attentions.
         failed: kernels that have no time, each with the reason as a predicate.
-        parts_asked: over so many parts of the vocabulary a cross-entropy was asked to
-            be computed; 0 if that was not asked for.
         unasked: what computes attentions on the platform unless that is unwanted, as
             here.
     """
@@ -80,15 +76,8 @@ def with_figures(
         found = replace(found, worth=worth(analysis, problem, raced))
     trials = _Trials(found, problem, raced)
     left = _counted(_kernels(analysis, layout, choice, replacing, failed, trials))
-    losses = _losses(analysis, layout, choice, replacing, trials)
-    left += _counted(losses, "cross-entropy")
     if unasked is not None and unasked.attention and rates is not None:
         left += _counted(_forgone(analysis, choice, rates, unasked))
-    if parts_asked and not cross_entropies(analysis.frame.program).found:
-        reason = "cfp recognizes none in this step"
-        none = LeftFigures(source="", reason=reason, count=1, name="cross-entropy")
-        if not any(one.name == none.name for one in left):
-            left += (none,)
     return replace(plan, figures=replace(found, left=left))
 
 
@@ -137,9 +126,9 @@ class _Trials:
 _Left = tuple[str, str, str]  # The kernel, the source and the reason.
 
 
-def _counted(left: Iterable[_Left], name: str = "attention") -> tuple[LeftFigures, ...]:
+def _counted(left: Iterable[_Left]) -> tuple[LeftFigures, ...]:
     return tuple(
-        LeftFigures(source=source, reason=reason, count=n, name=name, kernel=kernel)
+        LeftFigures(source=source, reason=reason, count=n, kernel=kernel)
         for (kernel, source, reason), n in Counter(left).items()
     )
 
@@ -220,32 +209,6 @@ def _forgone(
     for source, name in found:
         reason = f"that was asked for; with {name}'s a step is estimated to take "
         yield "", source, f"{reason}{saved_ms:.3f} ms less (--attention {name})"
-
-
-def _losses(
-    analysis: Analysis,
-    layout: Layout,
-    choice: Choice,
-    replacing: Replacing,
-    trials: _Trials,
-) -> Iterator[_Left]:
-    """Cross-entropies that are not computed in parts, if that was asked for."""
-    if not replacing.cross_entropy:
-        return
-    program = analysis.frame.program
-    losses = cross_entropies(program)
-    for one in losses.left_alone:
-        if one.is_loss:
-            yield "", short_source(one.source), one.reason
-    for segment in analysis.segments:
-        if choice.kernels_of(segment.index).vocabulary_parts:
-            continue
-        for one in losses.among(program, segment.ops):
-            reason = f"in {replacing.cross_entropy} parts of the vocabulary, "
-            reason += trials.outcome(segment.kind, lambda k: k.vocabulary_parts > 0)
-            if not in_parts(layout, segment.ops, replacing.cross_entropy):
-                reason = "as the plan shards it, it cannot be computed in parts"
-            yield "", short_source(program.ops[one.contraction].source), reason
 
 
 def _unused(
@@ -338,7 +301,6 @@ _OF_SEGMENTS: Mapping[str, Callable[[SegmentChoice], bool]] = MappingProxyType(
         "storage": lambda one: one.storage is Storage.USED,
         "rematerialization": lambda one: not one.remat,
         "attention kernels": lambda one: not one.kernels.attention,
-        "cross-entropy in parts": lambda one: not one.kernels.vocabulary_parts,
     }
 )
 

@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jax
@@ -26,9 +25,6 @@ from cfp.attention.matching.functions import NAME, Way
 from cfp.attention.matching.matches import attentions, cannot, replacements
 from cfp.devices.joining import is_follower
 from cfp.errors import PlanMismatch
-from cfp.patterns.build import NAME as CROSS_ENTROPY
-from cfp.patterns.build import build, read_how
-from cfp.patterns.sites import cross_entropies
 from cfp.printable import counted
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiled import compile_right
@@ -259,8 +255,8 @@ def lower_planned(
         raise PlanMismatch(
             "The step calls functions of this process, which a program in a file "
             "cannot. To export shardings alone, plan with "
-            "PlannerSettings(attention=(), cross_entropy=0) (--attention none "
-            "--cross-entropy 0) and enough memory to rematerialize nothing."
+            "PlannerSettings(attention=()) (--attention none) and enough memory to "
+            "rematerialize nothing."
         )
     return lowering.bare_text
 
@@ -502,9 +498,11 @@ def resolved(program: Program, mesh: Mesh, constraints: Constraints) -> Constrai
     wanted = {(one.name, one.op): one.functions.how for one in constraints.replaced}
     found: list[Replacement] = []
     for (name, op), how in wanted.items():
-        if name not in _BY_NAME:
-            raise PlanMismatch(f"The plan replaces {name!r}, which cfp does not know.")
-        found += _BY_NAME[name](program, mesh, op, how)
+        if name not in (NAME, GRADIENT):
+            raise PlanMismatch(
+                f"The plan replaces {name!r}, which cfp does not know. Plan again."
+            )
+        found += _attention(program, mesh, op, how)
     return replace(constraints, replaced=tuple(found))
 
 
@@ -528,33 +526,3 @@ def _attention(
             f"these devices do not: {reason}. Plan again."
         )
     return replacements(program, match, way)
-
-
-def _cross_entropy(
-    program: Program, mesh: Mesh, op: int, how: Sequence[str]
-) -> tuple[Replacement, ...]:
-    known = cross_entropies(program)
-    found = known.found.get(op)
-    if found is None:
-        raise PlanMismatch(
-            f"The plan computes the cross-entropy of op {op} by {how[0]}; in the "
-            "step's program that is none that may be replaced: "
-            f"{known.reason(op)}. Plan again."
-        )
-    rank = len(program.values[program.ops[op].results[0]].shape) - 1
-    try:
-        chunks, spread = read_how(how, rank)
-    except ValueError as error:
-        raise PlanMismatch(f"{error}. Plan again.") from error
-    made = build(program, found, chunks, spread, dict(mesh.shape))
-    if made is None:
-        raise PlanMismatch(
-            f"The plan computes the cross-entropy of op {op} by {', '.join(how)}, "
-            "which does not divide it evenly. Plan again."
-        )
-    return (made,)
-
-
-_BY_NAME: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {NAME: _attention, GRADIENT: _attention, CROSS_ENTROPY: _cross_entropy}
-)

@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import AS_WRITTEN, Choice, QuerySpread, SegmentKernels, Storage
+from cfp.analysis.layout import Choice, QuerySpread, SegmentKernels, Storage
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import Strategy
 from cfp.attention.matching.functions import Way
@@ -24,7 +24,6 @@ from cfp.attention.matching.matches import attentions, cannot, way_of
 from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
 from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.terms import Terms
-from cfp.patterns.sites import cross_entropies, in_parts
 from cfp.presets.presets import PRESETS, PROPAGATED, REPLICATED, plainest
 from cfp.profiling.rates import Rates
 from cfp.search.problem import Assignment, Problem
@@ -264,12 +263,11 @@ def kernel_variants(
     """A candidate with kernels in place, in each way that is worth a look."""
     if candidate.kernels:
         return []
-    index, parts = analysis.representatives[kind], replacing.cross_entropy
+    index = analysis.representatives[kind]
     frame, ops = analysis.frame, analysis.segments[index].ops
     program = frame.program
     matches = attentions(program).among(program, ops) if replacing.attention else []
-    losses = cross_entropies(program).among(program, ops) if parts else []
-    if not matches and not losses:
+    if not matches:
         return []
     layout, sizes = layout_of(analysis, {index: candidate}), dict(frame.mesh)
 
@@ -287,22 +285,11 @@ def kernel_variants(
             SegmentKernels(attention=n, spread=spread) for n in replacing.attention
         ]
         kernels += [*islice(filter(can, every), 1)]
-    if losses and in_parts(layout, ops, parts):
-        alone, *both = (
-            replace(one, vocabulary_parts=parts) for one in (AS_WRITTEN, *kernels)
-        )
-        kernels = [alone, *kernels, *both]
     return [replace(candidate, kernels=one) for one in kernels]
 
 
 def preferred_variant(
     analysis: Analysis, kind: int, candidate: SegmentChoice, replacing: Replacing
 ) -> SegmentChoice:
-    """A candidate with the kernels that it most likely has in a plan, if any.
-
-    Where cross-entropies may be computed in parts it is as written: there memory
-    decides.
-    """
-    if replacing.cross_entropy:
-        return candidate
+    """A candidate with the kernels that it most likely has in a plan, if any."""
     return [*kernel_variants(analysis, kind, candidate, replacing), candidate][0]

@@ -122,12 +122,7 @@ class _Written:
 def _written_twice(
     maker: RequestBuilder, first: Sequence[MeasurementRequest]
 ) -> list[_Written]:
-    """Candidates with kernels and without; the best by estimate is the reference.
-
-    None where cross-entropies may be computed in parts, too: there memory decides.
-    """
-    if maker.replacing.cross_entropy:
-        return []
+    """Candidates with kernels and without; the best by estimate is the reference."""
     found = []
     for kind, estimate in enumerate(maker.estimates):
         mine = [item for item in first if item.kind == kind]

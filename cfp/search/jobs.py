@@ -62,10 +62,8 @@ def _constrain(
     replaced: list[Replacement] = []
     for index, one in kernels:
         ops = analysis.segments[index].ops
-        attentions, losses = kernel_sites(layout, ops, one)
-        for match, way in attentions:
+        for match, way in kernel_sites(layout, ops, one):
             replaced += replacements(program, match, way)
-        replaced += losses
     turn, within = turning_point(frame), set(part.ops)
     again = (
         rematerializable(

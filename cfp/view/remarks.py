@@ -139,12 +139,11 @@ def remarks(plan: Plan) -> Iterator[str]:
         yield from _worth_remarks(plan)
         refused = [f"by {o.kernel}: {o.reason}" for o in figures.left if o.kernel]
         as_written = [one for one in figures.left if not one.kernel]
-        for name in dict.fromkeys(one.name for one in as_written):
-            reasons = [one.reason for one in as_written if one.name == name]
-            if refused:  # They say it of each kernel.
-                reasons = [one for one in reasons if one != words.NONE_CAN]
-            if reasons:
-                yield f"{name} as written: {few(reasons, '; ')}"
+        reasons = [one.reason for one in as_written]
+        if refused:  # They say it of each kernel.
+            reasons = [one for one in reasons if one != words.NONE_CAN]
+        if reasons:
+            yield f"attention as written: {few(reasons, '; ')}"
         if refused:
             yield f"attention not {few(refused, '; ')}"
     if text := words.unscattered_text(plan):
@@ -287,15 +286,9 @@ def _in_host_text(plan: Plan) -> str:
     return text
 
 
-# An option and a setting by which each part of a step stays as it is written.
-_AS_WRITTEN = {
-    "attention": ("--attention none", "attention=()"),
-    "cross-entropy": ("--cross-entropy 0", "cross_entropy=0"),
-}
 _PLURALS = {
     "attention": "attentions",
     "attention gradient": "gradients of attentions",
-    "cross-entropy": "cross-entropies",
 }
 _RINGS = {"ring", "zigzag"}
 
@@ -310,20 +303,14 @@ def _replaced_remarks(plan: Plan) -> Iterator[str]:
         f"{count} {name if count == 1 else _PLURALS.get(name, name)} {how}"
         for (name, how), count in counts.items()
     ]
-    names = [name for name in _AS_WRITTEN if any(n.startswith(name) for n, _ in counts)]
-    options = " and ".join(_AS_WRITTEN[name][0] for name in names)
-    settings = ", ".join(_AS_WRITTEN[name][1] for name in names)
     yield (
-        f"replaced, in the same dtypes: {', '.join(parts)}; as written by {options}, "
-        f"or PlannerSettings({settings})"
+        f"replaced, in the same dtypes: {', '.join(parts)}; as written by "
+        "--attention none, or PlannerSettings(attention=())"
     )
 
 
 def _way_words(how: Sequence[str]) -> str:
     first, *roles = how
-    _, is_vocabulary, parts = first.partition("vocabulary/")
-    if is_vocabulary:
-        return f"in {parts} parts of the vocabulary"
     rings = {role.rpartition("=")[2] for role in roles} & _RINGS
     return f"by {first}{''.join(f' in a {ring}' for ring in sorted(rings))}"
 

@@ -308,7 +308,7 @@ def _kernel_lines(plan: Plan) -> Iterator[str]:
         how = f"not by {one.kernel}" if one.kernel else "as written"
         where = f", at {one.source}" if one.source else ""
         times = f"{one.count} times: " if one.count > 1 else ""
-        yield f"{one.name.capitalize()} {how}{where}: {times}{one.reason}."
+        yield f"Attention {how}{where}: {times}{one.reason}."
     for text in figures.kernels:
         yield f"Kernel that is sharded: {text}."
     for text in figures.loops:

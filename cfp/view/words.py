@@ -59,12 +59,9 @@ def parameters_text(stored: str) -> str:
 
 
 def kernels_text(kernels: SegmentKernels) -> str:
-    """Describes what computes the attentions and cross-entropies of a segment."""
+    """Describes the kernel of a segment's attentions; "" if there is none."""
     attention = " ".join(filter(None, (kernels.attention, kernels.spread)))
-    count = kernels.vocabulary_parts
-    words = [f"{attention} attention"] if attention else []
-    words += [f"cross-entropy in {count} parts of the vocabulary"] if count else []
-    return " and ".join(words)
+    return f"{attention} attention" if attention else ""
 
 
 def tensor_text(tensor: TensorFigure) -> str:

@@ -127,18 +127,17 @@ def test_numbers_of_numpy_are_taken():
 def test_what_asks_for_a_dimension_that_is_left_out_is_refused():
     for asked in (
         {"attention": ("cudnn",)},
-        {"cross_entropy": 8},
         {"compiler_options": {"a": {"xla_a": "1"}}},
     ):
         with pytest.raises(CfpError, match="asks for what choose leaves out") as error:
             PlannerSettings(choose=("sharding",), **asked)
         [name] = re.findall(r"Add (\S+) to choose", str(error.value))
         PlannerSettings(choose=("sharding", name), **asked)
-    PlannerSettings(choose=("sharding",), attention=(), cross_entropy=0)
+    PlannerSettings(choose=("sharding",), attention=())
 
 
 def test_names_are_read_with_hyphens_too():
-    assert dimensions_of("cross-entropies") == {Dimension.CROSS_ENTROPIES}
+    assert dimensions_of("host-memory") == {Dimension.HOST_MEMORY}
     assert dimensions_of(str(one) for one in Dimension) == set(Dimension)
     with pytest.raises(CfpError) as caught:
         dimensions_of("compiler_option")

@@ -258,7 +258,7 @@ def test_on_virtual_devices_kernels_are_for_memory(mesh, tmp_path):
         assert context.rules.replacing == Replacing()
         assert context.rules.replacing_for_memory.attention == ("chunked",)
     for asked in (("xla",), ()):
-        settings = cfp.PlannerSettings(attention=asked, cross_entropy=0)
+        settings = cfp.PlannerSettings(attention=asked)
         with open_context(mesh, tmp_path, None, settings) as context:
             assert context.rules.replacing == Replacing(attention=asked)
             assert context.rules.replacing_for_memory == context.rules.replacing
@@ -435,6 +435,7 @@ def test_attentions_that_no_kernel_can_compute_are_told(tmp_path):
     assert f"Attention as written: {left.reason}" in plan_text(alone, width=200)
 
 
+@pytest.mark.explained("Attention as written")
 def test_a_kernel_that_could_and_was_not_chosen_is_named(planned, mesh):
     analysis = analyze_step(flatten_step(step, arguments()), mesh).analysis
     assert attentions(analysis.frame.program).found

@@ -245,7 +245,7 @@ def compare(model: str, ways: list[str], rounds: int) -> dict[str, Any]:
         "plan: written": lambda: planned(sizes, mesh, default),
         "plan: kernel": lambda: planned(kernel, mesh, default),
         "plan: sharding": lambda: planned(
-            sizes, mesh, cfp.PlannerSettings(attention=(), cross_entropy=0)
+            sizes, mesh, cfp.PlannerSettings(attention=())
         ),
     }
     made: dict[str, Way] = {}

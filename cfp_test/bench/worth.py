@@ -44,7 +44,6 @@ KINDS = (
     "storage",
     "rematerialization",
     "attention kernels",
-    "cross-entropy in parts",
     "compiler options",
     "microbatches",
 )

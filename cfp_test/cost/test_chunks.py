@@ -8,12 +8,16 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.analysis.analyze import analyze
+from cfp.analysis.layout import Choice, Storage
+from cfp.analysis.strategies import AxisChoice
 from cfp.attention import chunked
 from cfp.attention.matching.functions import Way
+from cfp.attention.matching.matches import attentions
 from cfp.attention.problem import AttentionProblem
 from cfp.cost.choice import segment_candidate
 from cfp.cost.costs import Costs, working_bytes
 from cfp.presets.presets import presets
+from cfp.presets.roles import axis_walk
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.rates import Rates
 from cfp.program.step import flatten_step
@@ -21,7 +25,6 @@ from cfp.program.trace import trace
 from cfp.search.choices import kernel_variants
 from cfp.search.jobs import whole_job
 from cfp.settings import Replacing
-from cfp_test.bench.attention_planned import tokens_spread
 from cfp_test.support.checking import make_mesh
 from cfp_test.support.covering import cover_values
 
@@ -55,6 +58,23 @@ def arguments(tokens):
     shapes["out"] = (HEADS, HEAD_DIM, HIDDEN)
     params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
     return params, jax.ShapeDtypeStruct((BATCH, tokens, HIDDEN), jnp.float32)
+
+
+def tokens_spread(frame):
+    """Parameters fully sharded, and of each sequence the tokens: in scores, queries."""
+    [(_, size)] = frame.mesh
+    choices = axis_walk(frame, "data", size, dim=1)
+    program = frame.program
+    queries = {}
+    for op, match in attentions(program).found.items():
+        rule = program.ops[op].rule
+        place = match.found.scores.letters.index(match.meaning.tokens)
+        queries[op] = AxisChoice(rule.major(rule.results[0][place]))
+    strategies = [
+        (queries.get(block.anchor, one),)
+        for block, one in zip(frame.blocks, choices, strict=True)
+    ]
+    return Choice(tuple(strategies), (Storage.SHARDED,) * len(frame.groups))
 
 
 def estimated_and_compiled(tokens, name, spread=""):

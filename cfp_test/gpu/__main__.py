@@ -2,7 +2,7 @@
 
     python -m cfp_test.gpu                  # on all GPUs; --page FILE has the page, too
     python -m cfp_test.gpu --only "memory budget"
-    python -m cfp_test.gpu --planted        # plants five faults: each must be caught
+    python -m cfp_test.gpu --planted        # plants four faults: each must be caught
     python -m cfp_test.gpu --cpu 2          # the same on two virtual CPU devices, small
 
 The exit code is 1 if anything failed. Each check has a process of its own: one that

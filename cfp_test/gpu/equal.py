@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,16 +15,14 @@ import numpy as np
 import cfp
 from cfp.analysis.layout import Choice, lay_out
 from cfp.attention.kernels import KERNELS
-from cfp.cost.choice import segment_candidate
 from cfp.errors import AttentionError
 from cfp.models import build, initialise
 from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.runtime.execute import CompiledStep
-from cfp.search.choices import kernel_variants
 from cfp.search.jobs import constraints_of
-from cfp.settings import ConstraintLevel, Replacing
+from cfp.settings import ConstraintLevel
 from cfp_test.attention.matrix import ALLOWED, STRATEGIES, packed
 from cfp_test.gpu.place import Failed, Place, note
 from cfp_test.programs.kernels import differentiable, kernel
@@ -33,11 +30,9 @@ from cfp_test.random_steps.check import Subject
 from cfp_test.random_steps.compare import MOST_ALLOWED
 from cfp_test.random_steps.program import Built
 
-# Parts of the vocabulary, where a cross-entropy is computed in parts, under these.
-_PARTS, _IN_PARTS = 4, ("data_parallel", "tensor_parallel")
 _MOST_THREADS = 8
-# Relative L2 distances of what follows from products in TF32, or a kernel in bfloat16.
-_TF32 = _NARROW = 1e-2
+# Relative L2 distance of what follows from a kernel in bfloat16.
+_NARROW = 1e-2
 # Small leaves that no axis divides stay whole.
 _HELD_MARGIN = 0.1
 
@@ -54,8 +49,7 @@ def presets_and_plan(place: Place, name: str) -> str:
     """Compares a model under its presets, and under its plan, with one device.
 
     Loss, parameters and moments after a step are compared; the first moments after
-    the first step are the gradients. Under some presets the cross-entropy is computed
-    in parts as well.
+    the first step are the gradients.
     """
     options = place.sizes.models[name]
     with jax.default_matmul_precision("highest"):
@@ -70,17 +64,9 @@ def presets_and_plan(place: Place, name: str) -> str:
         plan = _plan(subject.built, place)
         note(f"{name}: its plan")
         _compare(f"{name}, the plan", subject, plan.compile_bound(), allowed)
-    # Products with a precision of their own are not found to be a cross-entropy's.
-    note(f"{name}: in parts")
-    plain = subject_of(name, options, place)
-    parts = in_parts(plain)
-    least = _TF32 if place.is_gpu else 0.0
-    allowed_in_parts = [max(one, least) for one in plain.allowed()]
-    for way, compiled in _compiled(plain, parts, place):
-        _compare(f"{name}, {way}", plain, compiled, allowed_in_parts)
     few = sum(one > MOST_ALLOWED for one in allowed)
     noise = f", {few} of which rounding decides" if few else ""
-    return f"{len(allowed)} results{noise}, under {', '.join([*ways, *parts])}, a plan"
+    return f"{len(allowed)} results{noise}, under {', '.join(ways)}, a plan"
 
 
 def _compare(
@@ -97,32 +83,6 @@ def _compare(
             f"{what}: {worst.name} is off by {worst.distance:.1e}, allowed are "
             f"{worst.allowed:.1e}; so are {len(wrong)} of {len(allowed)} results"
         )
-
-
-def in_parts(subject: Subject) -> dict[str, Choice]:
-    """Finds presets with the cross-entropy computed in parts.
-
-    Raises:
-        Failed: it can be under none.
-    """
-    analysis, found = subject.analysis, {}
-    named, kernels = presets(analysis.frame), Replacing(cross_entropy=_PARTS)
-    for name in _IN_PARTS:
-        choice, chosen = named[name], []
-        for segment in analysis.segments:
-            index, kind = segment.index, segment.kind
-            if analysis.representatives[kind] != index:
-                continue
-            own = segment_candidate(analysis, index, choice)
-            chosen += [
-                (index, one.kernels)
-                for one in kernel_variants(analysis, kind, own, kernels)
-            ]
-        if chosen:
-            found[f"{name} in parts"] = replace(choice, kernels=tuple(chosen))
-    if not found:
-        raise Failed("no cross-entropy can be computed in parts under any preset")
-    return found
 
 
 def _compiled(

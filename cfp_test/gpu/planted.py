@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 GIGABYTE = 10**9
@@ -63,16 +62,6 @@ def _plant_mask(put: Set) -> None:
     put(Kernel, "_function", unmasked)
 
 
-def _plant_reduction(put: Set) -> None:
-    from jax import lax
-
-    from cfp.patterns import chunked
-
-    names = {name: getattr(lax, name) for name in dir(lax) if not name.startswith("_")}
-    names["psum"] = lambda x, axes: x
-    put(chunked, "lax", SimpleNamespace(**names))
-
-
 def _plant_budget(put: Set) -> None:
     from cfp import find
 
@@ -110,12 +99,6 @@ FAULTS = {
         plant=_plant_mask,
         check="attention kernels",
         says="causal",
-    ),
-    "reduction": Fault(
-        what="a cross-entropy that is spread over devices is not summed",
-        plant=_plant_reduction,
-        check="gpt under presets",
-        says="is off by",
     ),
     "budget": Fault(
         what="the planner takes a budget for a gigabyte more",

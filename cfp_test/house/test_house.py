@@ -29,7 +29,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("fields",),
     ("program",),
     ("analysis",),
-    ("attention", "patterns"),
+    ("attention",),
     ("presets",),
     ("profiling",),
     ("devices",),

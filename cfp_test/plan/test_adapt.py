@@ -433,7 +433,6 @@ def drawn_choice(analysis, rng, blocks=None):
         SegmentKernels(
             attention=rng.choice(["chunked", "xla"]) if i % 2 else "",
             spread=rng.choice(["", "ring"]) if blocks is None else "",
-            vocabulary_parts=rng.choice([0, 4]),
         )
         for i in range(count)
     ]
@@ -569,8 +568,6 @@ def test_a_head_of_its_own_is_stored_as_most_parameters_and_not_as_a_shared_one(
         (("segments", 0, "parameters", 0, "storage"), "elsewhere"),
         (("segments", 0, "kernels", "attention"), "abacus"),
         (("segments", 0, "kernels", "spread"), "star"),
-        (("segments", 0, "kernels", "vocabulary_parts"), 1),
-        (("segments", 0, "kernels", "vocabulary_parts"), 2**40),
         (("segments", 0, "rematerialized"), "yes"),
         (("level",), "nothing"),
     ],

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,24 +40,6 @@ class Fault:
     by_twin: bool = False
 
 
-def _plant_reduction(patch: pytest.MonkeyPatch) -> None:
-    _change_lax(patch, psum=lambda x, axes: x)
-
-
-def _plant_slice(patch: pytest.MonkeyPatch) -> None:
-    _change_lax(patch, axis_index=lambda axes: 0)
-
-
-def _change_lax(patch: pytest.MonkeyPatch, **changed: Any) -> None:
-    """Has cross-entropies over a sharded vocabulary call other functions."""
-    from jax import lax
-
-    from cfp.patterns import chunked
-
-    names = {name: getattr(lax, name) for name in dir(lax) if not name.startswith("_")}
-    patch.setattr(chunked, "lax", SimpleNamespace(**{**names, **changed}))
-
-
 def _plant_factor(patch: pytest.MonkeyPatch) -> None:
     from cfp.attention.strategy import AttentionStrategy
 
@@ -77,16 +58,6 @@ def _plant_key(patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS = {
-    "slice": Fault(
-        "every device takes the first share of a sharded vocabulary",
-        _plant_slice,
-        kinds=("cross_entropy",),
-    ),
-    "reduction": Fault(
-        "a cross-entropy over a sharded vocabulary is not summed over the devices",
-        _plant_reduction,
-        kinds=("cross_entropy",),
-    ),
     "factor": Fault(
         "the factor of keys, which attention sums over, is taken for one that each "
         "device may have its own part of",

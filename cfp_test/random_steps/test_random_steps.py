@@ -80,18 +80,6 @@ def test_what_the_compiler_gets_wrong_is_constrained_at_every_level():
         assert pad.results[0] in constraints.values, level
 
 
-def test_rematerialized_stages_of_a_replacement_read_their_own_residuals():
-    """The forward stages of a cross-entropy are three; each stands there twice."""
-    blocks = (Block("tied", 898325), Block("cross_entropy", 617296))
-    spec = Spec((("x", 8),), (2, 8, 4, 4), blocks, "sgd")
-    subject, way = Subject.of(spec), Way("random, kinds alike", 417022)
-    choice = sharding_of(subject.analysis, way).choice
-    assert choice.remat and choice.kernels
-    decided = subject.decided(way, Sharding(choice, ConstraintLevel.EVERYTHING))
-    found = subject.compiled(*decided)
-    assert subject.differs(found, subject.allowed()) == []
-
-
 def test_slices_of_every_nth_row_in_a_loop():
     """The loop carries what is sharded; XLA, left to choose, reads other rows of it."""
     blocks = (Block("scan_layers", 198169),)

@@ -82,10 +82,8 @@ def sharding_of(analysis: Analysis, way: Way) -> Sharding:
 
 
 def _with_kernels(analysis: Analysis, choice: Choice, rng: random.Random) -> Choice:
-    """A choice with what computes attentions and cross-entropies in other ways."""
-    kernels = Replacing(
-        attention=(rng.choice(NAMES),), cross_entropy=rng.choice((2, 4, 8))
-    )
+    """A choice with kernels for its attentions."""
+    kernels = Replacing(attention=(rng.choice(NAMES),))
     found = []
     for segment in analysis.segments:
         if analysis.representatives[segment.kind] != segment.index:

@@ -530,7 +530,7 @@ def test_what_has_a_kernel_is_rematerialized_however_many_strategies_there_are(m
     """It takes no other strategy's place, and the same without that was asked for."""
     analysis, estimates = model
     devices = Devices(analysis, estimates)
-    maker = replace(devices.maker, replacing=Replacing(cross_entropy=4))
+    maker = replace(devices.maker, replacing=Replacing(attention=("chunked",)))
     wanted = maker.first(100, 1)
     records = devices.look([job for item in wanted for job in item.jobs])
     options = measured_options(maker.costs, wanted, records)

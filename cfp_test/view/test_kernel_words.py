@@ -9,8 +9,6 @@ WORDS = {
     "": "",
     "cudnn": "cudnn attention",
     "chunked ring": "chunked ring attention",
-    "vocabulary/8": "cross-entropy in 8 parts of the vocabulary",
-    "xla+vocabulary/8": "xla attention and cross-entropy in 8 parts of the vocabulary",
 }
 
 

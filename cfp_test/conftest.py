@@ -45,7 +45,7 @@ _LONGEST = """
     plan/test_adapt api/test_api discovery/test_discover models/test_models
     attention/test_tools profiling/test_collectives presets/test_presets
     attention/test_replaced analysis/test_blocks attention/test_called
-    attention/test_masks presets/test_propagated api/test_variants
+    presets/test_propagated api/test_variants
     proving/test_proving bench/test_scripts docs/test_docs
     analysis/test_communication analysis/test_segments race/test_remembered
     docs/test_tutorial api/test_one_device api/test_estimated api/test_alone

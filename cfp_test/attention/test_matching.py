@@ -148,7 +148,6 @@ def of_one_head():
                 (attentive.haiku_attention_step, "chunked"),
                 (attentive.nnx_attention_step, "chunked"),
                 (attentive.gpt2_style_attention_step, "chunked"),
-                (attentive.t5_style_attention_step, "xla"),
             )
         ),
     ],

@@ -21,7 +21,6 @@ from cfp.checking.check import Check
 from cfp.checking.reference import both_sides
 from cfp.checking.verify import verify
 from cfp.context import open_context
-from cfp.cost.choice import segment_candidate
 from cfp.errors import PlanMismatch
 from cfp.passes.pipeline import analyze_step
 from cfp.plan.compose import common_plan
@@ -31,7 +30,6 @@ from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.report.figures import with_figures
-from cfp.search.choices import kernel_variants
 from cfp.settings import Replacing
 from cfp.view.text import explain_data, explain_text, plan_text
 from cfp_test.programs.common import normal
@@ -447,35 +445,6 @@ def test_a_kernel_that_could_and_was_not_chosen_is_named(planned, mesh):
     assert left.keys() == {"", "cudnn"} and left[""] == why
     assert f"Attention as written: {why}" in plan_text(told, width=200)
     assert f"attention as written: {why}" in " ".join(repr(told).split())
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_no_kernel_is_offered_that_one_of_two_attentions_refuses(mesh, biased):
-    """A segment's kernel computes all of its attentions."""
-
-    def attend(params, x, bias):
-        q, k, v = (
-            jnp.einsum("bsh,hnd->bsnd", x, params[name]) for name in ("q", "k", "v")
-        )
-        scores = jnp.einsum("bqnd,bknd->bnqk", q, k) * HEAD_DIM**-0.5
-        weights = jax.nn.softmax(scores if bias is None else scores + bias)
-        mixed = jnp.einsum("bnqk,bknd->bqnd", weights, v)
-        return x + jnp.einsum("bqnd,ndh->bqh", mixed, params["out"])
-
-    def two(params, x, bias):
-        return attend(params, attend(params, x, None), bias if biased else None).sum()
-
-    params, x = arguments()
-    bias = normal(3, HEADS, TOKENS, TOKENS)
-    step = flatten_step(jax.value_and_grad(two), (params, x, bias))
-    analysis = analyze_step(step, mesh).analysis
-    assert len(attentions(analysis.frame.program).found) == 2
-    choice = presets(analysis.frame)["data_parallel"]
-    kernels = Replacing(attention=("chunked",), platform="cpu")
-    [index] = analysis.representatives
-    candidate = segment_candidate(analysis, index, choice)
-    found = kernel_variants(analysis, 0, candidate, kernels)
-    assert [one.kernels.attention for one in found] == ([] if biased else ["chunked"])
 
 
 def test_memory_is_estimated_as_a_kernel_needs_it(tmp_path):

@@ -40,10 +40,6 @@ LIBRARIES = {
     attentive.haiku_attention_step: ("chunked", None),
     attentive.gpt2_style_attention_step: ("chunked", None),
     attentive.wide_scores_attention_step: ("chunked", None),
-    attentive.t5_style_attention_step: (
-        "xla",
-        "it has no bias, whose gradient is as large as the scores",
-    ),
 }
 
 
@@ -110,7 +106,6 @@ def test_attentions_of_the_zoo_are_replaced(mesh, untouched, model, way):
         attentive.linen_attention_step,
         attentive.equinox_attention_step,
         attentive.haiku_attention_step,
-        attentive.t5_style_attention_step,
         attentive.wide_scores_attention_step,
         *at_night([attentive.nnx_attention_step, attentive.gpt2_style_attention_step]),
     ],

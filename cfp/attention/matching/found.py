@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from cfp.analysis.contractions import UnionFind
-from cfp.analysis.numbering import number_values
+from cfp.analysis.numbering import StrictNumbering
+from cfp.program.constants import Constants
 from cfp.program.evaluate import KNOWN, Evaluator
 from cfp.program.graph import Op, Program
 from cfp.program.replace import Different, Use
@@ -27,7 +28,12 @@ class View:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.numbers = number_values(program)
+        self.numbers = StrictNumbering(program).run()
+
+    @cached_property
+    def constants(self) -> Constants:
+        """Evaluates what depends on no argument."""
+        return Constants(self.program)
 
     @cached_property
     def evaluator(self) -> Evaluator:

@@ -17,6 +17,7 @@ from cfp.attention.matching.called import (
     replacement_of,
     way_of_called,
 )
+from cfp.attention.matching.everywhere import check_closed, check_everywhere
 from cfp.attention.matching.find import candidates, dropout
 from cfp.attention.matching.found import Found, View
 from cfp.attention.matching.functions import Meaning, Way
@@ -88,7 +89,9 @@ def _written_out(program: Program) -> Iterator[Match | LeftAlone]:
             yield one
             continue
         try:
+            check_closed(view, one)
             one, meaning = proved(view, one)
+            check_everywhere(view, one, meaning)
             if out_of_order(program, one, meaning):
                 raise Different("what it reads is made after what it makes")
             if one.sizes.get("d", 1) != one.sizes.get("e", 1):

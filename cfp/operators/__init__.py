@@ -12,9 +12,7 @@ there already: `cfp.operators.inject`. What each takes: ``python -m cfp.operator
 from cfp.operators.activations import (
     bias_gelu,
     causal_softmax,
-    grouped_matmul,
     masked_softmax,
-    moe_dispatch,
     softmax,
     swiglu,
 )
@@ -26,6 +24,7 @@ from cfp.operators.attention import (
     rotary_embedding,
     t5_attention,
 )
+from cfp.operators.experts import grouped_matmul, moe_dispatch
 from cfp.operators.losses import cross_entropy, linear_cross_entropy
 from cfp.operators.norms import dropout_add_layer_norm, layer_norm, rms_norm
 from cfp.operators.operator import (
@@ -35,34 +34,6 @@ from cfp.operators.operator import (
     OperatorError,
     unknown,
 )
-
-__all__ = [
-    "OPERATORS",
-    "Argument",
-    "Implementation",
-    "Operator",
-    "OperatorError",
-    "bert_attention",
-    "bias_gelu",
-    "causal_softmax",
-    "cross_entropy",
-    "dropout_add_layer_norm",
-    "embedding",
-    "find",
-    "gpt_attention",
-    "grouped_matmul",
-    "layer_norm",
-    "linear_cross_entropy",
-    "masked_softmax",
-    "matching",
-    "moe_dispatch",
-    "qkv_projection",
-    "rms_norm",
-    "rotary_embedding",
-    "softmax",
-    "swiglu",
-    "t5_attention",
-]
 
 # In the order in which they are measured: those that matter most come first.
 OPERATORS: dict[str, Operator] = {
@@ -88,6 +59,17 @@ OPERATORS: dict[str, Operator] = {
         moe_dispatch,
     )
 }
+
+__all__ = [
+    "OPERATORS",
+    "Argument",
+    "Implementation",
+    "Operator",
+    "OperatorError",
+    "find",
+    "matching",
+    *OPERATORS,
+]
 
 
 def find(name: str) -> Operator:

@@ -5,15 +5,11 @@ Queries, keys and values are [batch, tokens, heads, head_dim].
 - BERT: every query sees the keys of its sequence; what follows its length is padding.
 - GPT: a query sees keys up to its own place.
 - T5: every query sees all keys; a bias is added to the scores, which are not scaled.
-
-Projections make them from the residual stream; embeddings are rotary, or of tokens.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
@@ -21,16 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from cfp.attention import pallas
 from cfp.attention.kernels import KERNELS
-from cfp.attention.problem import NO_MASK, Scores, problem_of
+from cfp.attention.problem import problem_of
 from cfp.errors import AttentionError
 from cfp.operators import probe
 from cfp.operators.activations import causal_mask, length_mask
-from cfp.operators.norms import tokamaxes
 from cfp.operators.operator import Argument, Implementation, Operator, Reason
-
-# ---------------------------------------------------------- query, key and value
 
 
 def _qkv_separate(x: Array, kernel: Array, bias: Array) -> Array:
@@ -38,10 +30,9 @@ def _qkv_separate(x: Array, kernel: Array, bias: Array) -> Array:
 
 
 def _qkv_fused(x: Array, kernel: Array, bias: Array) -> Array:
-    hidden = x.shape[-1]
     wide = jnp.concatenate([kernel[0], kernel[1], kernel[2]], axis=1)
     made = x @ wide + bias.reshape(-1)
-    return jnp.stack([made[..., i * hidden : (i + 1) * hidden] for i in range(3)])
+    return jnp.stack(jnp.split(made, 3, axis=-1))
 
 
 def _qkv_batched(x: Array, kernel: Array, bias: Array) -> Array:
@@ -67,8 +58,6 @@ qkv_projection = Operator(
     ),
 )
 
-# ------------------------------------------------------------------ rotary embedding
-
 
 def _angles(x: Array, base: float) -> tuple[Array, Array]:
     """Cosine and sine, [tokens, 1, head_dim / 2]."""
@@ -83,13 +72,6 @@ def _rotary(x: Array, *, base: float) -> Array:
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [left * cos - right * sin, right * cos + left * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
-def _rotary_rotated(x: Array, *, base: float) -> Array:
-    cos, sin = (jnp.concatenate([a, a], axis=-1) for a in _angles(x, base))
-    y = x.astype(jnp.float32)
-    left, right = jnp.split(y, 2, axis=-1)
-    return (y * cos + jnp.concatenate([-right, left], axis=-1) * sin).astype(x.dtype)
 
 
 def _rotary_complex(x: Array, *, base: float) -> Array:
@@ -109,30 +91,15 @@ rotary_embedding = Operator(
     arguments=(Argument("x", "b s n d"),),
     oracle=_rotary,
     options={"base": 10000.0},
-    implementations=tuple(
-        Implementation(name, of, call, refuses=_rotary_refuses)
-        for name, of, call in (
-            ("xla", "XLA", _rotary),
-            ("rotated", "XLA", _rotary_rotated),
-            ("complex", "jax.lax", _rotary_complex),
-        )
+    implementations=(
+        Implementation("xla", "XLA", _rotary, refuses=_rotary_refuses),
+        Implementation("complex", "jax.lax", _rotary_complex, refuses=_rotary_refuses),
     ),
 )
-
-# ------------------------------------------------------------------- token embedding
 
 
 def _take(table: Array, tokens: Array) -> Array:
     return jnp.take(table, tokens, axis=0)
-
-
-def _one_hot(table: Array, tokens: Array) -> Array:
-    return jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype) @ table
-
-
-def _embed_flax(table: Array, tokens: Array) -> Array:
-    made = nn.Embed(*table.shape, dtype=table.dtype)
-    return made.apply({"params": {"embedding": table}}, tokens)  # type: ignore
 
 
 def _take_float32(table: Array, tokens: Array) -> Array:
@@ -151,31 +118,16 @@ embedding = Operator(
     implementations=(
         Implementation("xla", "jax.numpy", _take),
         Implementation("float32", "jax.numpy", _take_float32),
-        Implementation("one_hot", "jax.nn", _one_hot),
-        Implementation("flax", "flax", _embed_flax),
     ),
 )
 
 
+# From (query, key, the operator's other arguments) to keyword arguments.
+Form = Callable[..., Mapping[str, Any]]
 _LEAST = -1e30
 
 
-_Q_K_V = (
-    Argument("query", "b s n d"),
-    Argument("key", "b s n d"),
-    Argument("value", "b s n d"),
-)
-
-
-def _attend(
-    query: Array,
-    key: Array,
-    value: Array,
-    *,
-    mask: Array | None = None,
-    bias: Array | None = None,
-    scale: float | None = None,
-) -> Array:
+def _all_scores(query, key, value, *, mask=None, bias=None, scale=None) -> Array:
     """Softmax of all scores, which are stored."""
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     scores = jnp.einsum(
@@ -198,167 +150,105 @@ def _flax(query, key, value, *, mask=None, bias=None, scale=None) -> Array:
     )
 
 
-def _limits(kernel: str, fused: Callable[..., Mapping[str, Any]]):
-    """The reason why a kernel of `cfp.attention` does not compute an operator.
+def _jax_nn(name: Any) -> Callable[..., Array]:
+    def attend(*args: Array, **given: Any) -> Array:
+        return jax.nn.dot_product_attention(*args, implementation=name, **given)
+
+    return attend
+
+
+def _attention(
+    name: str,
+    summary: str,
+    *rest: Argument,
+    query: Argument | None = None,
+    form: Form,
+    fused: Form,
+    flops_share: float = 1.0,
+) -> Operator:
+    """An operator of attention.
 
     Args:
+        rest: its arguments besides query, key and value.
+        query: unlike the default.
+        form: makes `mask`, `bias` and `scale`.
         fused: makes the keyword arguments of `jax.nn.dot_product_attention`.
+        flops_share: the share of the scores that are computed.
     """
+
+    def by(attend: Callable[..., Array], form: Form) -> Callable[..., Array]:
+        def call(query, key, value, *rest) -> Array:
+            return attend(query, key, value, **form(query, key, *rest))
+
+        return call
 
     def refuses(query, key, value, *rest) -> Reason:
         given = fused(query, key, *rest)
         try:
-            causal, bias = given.get("is_causal", False), given.get("bias")
-            scale = given.get("scale")
             problem = problem_of(
-                query, key, value, causal=causal, bias=bias, scale=scale
+                query,
+                key,
+                value,
+                causal=given.get("is_causal", False),
+                bias=given.get("bias"),
+                scale=given.get("scale"),
             )
         except AttentionError as error:
             return str(error)
-        return KERNELS[kernel].refusal(problem, jax.default_backend())
+        return KERNELS["cudnn"].refusal(problem, jax.default_backend())
 
-    return refuses
-
-
-def _with(form: Callable[..., Mapping[str, Any]], attend: Callable[..., Array]):
-    """An attention whose keyword arguments are made of the operator's arguments."""
-
-    def call(query, key, value, *rest, **options) -> Array:
-        return attend(query, key, value, **form(query, key, *rest), **options)
-
-    return call
-
-
-def _implementations(
-    form: Callable[..., Mapping[str, Any]],
-    fused: Callable[..., Mapping[str, Any]],
-    tokamax_backends: tuple[str, ...],
-) -> tuple[Implementation, ...]:
-    """The implementations that all kinds have.
-
-    Args:
-        form: makes `mask`, `bias` and `scale` for what takes these.
-        fused: makes the keyword arguments of `jax.nn.dot_product_attention`.
-        tokamax_backends: of tokamax, whose function takes the same arguments.
-    """
-
-    def by_jax_nn(name: str) -> Callable[..., Array]:
-        attend: Any = jax.nn.dot_product_attention
-        return _with(fused, functools.partial(attend, implementation=name))
-
-    def by_tokamax(*args: Array, backend: str) -> Array:
-        attend = functools.partial(
-            probe.load_tokamax().dot_product_attention, implementation=backend
-        )
-        return _with(fused, attend)(*args)
-
-    def all_scores(*args: Array) -> Array:
-        return _with(form, _attend)(*args)
-
-    return (
-        Implementation(
-            "cudnn",
-            "cuDNN by jax.nn",
-            by_jax_nn("cudnn"),
-            probe=functools.partial(probe.gpu_reason, 8.0),
-            refuses=_limits("cudnn", fused),
+    return Operator(
+        name=name,
+        summary=summary,
+        arguments=(
+            query or Argument("query", "b s n d"),
+            Argument("key", "b s n d"),
+            Argument("value", "b s n d"),
+            *rest,
         ),
-        Implementation("jax_nn", "jax.nn", by_jax_nn("xla")),
-        Implementation("xla", "XLA", all_scores),
-        Implementation(
-            "rematerialized", "XLA, jax.checkpoint", jax.checkpoint(all_scores)
+        oracle=by(_all_scores, form),
+        flops=lambda d: flops_share * 4.0 * d["b"] * d["n"] * d["s"] ** 2 * d["d"],
+        implementations=(
+            Implementation(
+                "cudnn",
+                "cuDNN by jax.nn",
+                by(_jax_nn("cudnn"), fused),
+                probe=probe.gpu_reason,
+                refuses=refuses,
+            ),
+            Implementation("jax_nn", "jax.nn", by(_jax_nn("xla"), fused)),
+            Implementation("xla", "XLA", by(_all_scores, form)),
+            Implementation("flax", "flax", by(_flax, form)),
         ),
-        Implementation("flax", "flax", _with(form, _flax)),
-        *tokamaxes(by_tokamax, tokamax_backends, triton=""),
     )
 
 
-def _flops(causal: bool) -> Callable[[Mapping[str, int]], float]:
-    part = 0.5 if causal else 1.0
-    return lambda d: part * 4.0 * d["b"] * d["n"] * d["s"] ** 2 * d["d"]
-
-
-# ------------------------------------------------------------------------------ BERT
-
-
-def _bert_form(query, key, lengths) -> dict[str, Any]:
-    return {"mask": length_mask(lengths, key.shape[1])}
-
-
-def _bert_fused(query, key, lengths) -> dict[str, Any]:
-    return {"key_value_seq_lengths": lengths}
-
-
-bert_attention = Operator(
-    name="bert_attention",
-    summary="attention to the first keys of each sequence",
-    arguments=(
-        *_Q_K_V,
-        Argument("lengths", "b", kind="lengths", below="s"),
-    ),
-    oracle=_with(_bert_form, _attend),
-    flops=_flops(causal=False),
-    implementations=_implementations(
-        _bert_form, _bert_fused, ("xla", "triton", "mosaic_gpu")
-    ),
+bert_attention = _attention(
+    "bert_attention",
+    "attention to the first keys of each sequence",
+    Argument("lengths", "b", kind="lengths", below="s"),
+    form=lambda query, key, lengths: {"mask": length_mask(lengths, key.shape[1])},
+    fused=lambda query, key, lengths: {"key_value_seq_lengths": lengths},
 )
 
-# ------------------------------------------------------------------------------- GPT
-
-
-def _gpt_form(query, key) -> dict[str, Any]:
-    return {"mask": causal_mask(query.shape[1], key.shape[1])}
-
-
-def _gpt_fused(query, key) -> dict[str, Any]:
-    return {"is_causal": True}
-
-
-_CAUSAL = replace(NO_MASK, causal=True)
-
-
-def gpt_attention_pallas(
-    query: Array, key: Array, value: Array, *, interpret: bool = False
-) -> Array:
-    """The kernel of `jax.experimental.pallas.ops.gpu`; on CPUs it is interpreted."""
-    scores = Scores(scale=query.shape[-1] ** -0.5)
-    return pallas.whole(query, key, value, scores, _CAUSAL, None, interpret)
-
-
-gpt_attention = Operator(
-    name="gpt_attention",
-    summary="causal attention",
-    arguments=_Q_K_V,
-    oracle=_with(_gpt_form, _attend),
-    flops=_flops(causal=True),
-    implementations=(
-        *_implementations(_gpt_form, _gpt_fused, ("xla", "triton", "mosaic_gpu")),
-        Implementation(
-            "pallas",
-            "Pallas",
-            gpt_attention_pallas,
-            probe=probe.pallas("attention"),
-            refuses=_limits("pallas", _gpt_fused),
-        ),
-    ),
+gpt_attention = _attention(
+    "gpt_attention",
+    "causal attention",
+    form=lambda query, key: {"mask": causal_mask(query.shape[1], key.shape[1])},
+    fused=lambda query, key: {"is_causal": True},
+    flops_share=0.5,
 )
 
-# -------------------------------------------------------------------------------- T5
 
-
-def _t5_form(query, key, bias) -> dict[str, Any]:
+def _unscaled(query: Array, key: Array, bias: Array) -> dict[str, Any]:
     return {"bias": bias, "scale": 1.0}
 
 
-t5_attention = Operator(
-    name="t5_attention",
-    summary="attention with a bias of the scores, which are not scaled",
-    arguments=(
-        Argument("query", "b s n d", spread="fan_last"),
-        *_Q_K_V[1:],
-        Argument("bias", "1 n s s"),
-    ),
-    oracle=_with(_t5_form, _attend),
-    flops=_flops(causal=False),
-    implementations=_implementations(_t5_form, _t5_form, ("xla", "triton")),
+t5_attention = _attention(
+    "t5_attention",
+    "attention with a bias of the scores, which are not scaled",
+    Argument("bias", "1 n s s"),
+    query=Argument("query", "b s n d", spread="fan_last"),
+    form=_unscaled,
+    fused=_unscaled,
 )

@@ -10,7 +10,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +23,7 @@ from rich.table import Table
 from cfp.errors import CfpError
 from cfp.operators import benchmark as b
 from cfp.operators import matching
-from cfp.operators.benchmark import ABSENT, FAILED, MEASURED, Pass, Row
+from cfp.operators.benchmark import ABSENT, FAILED, MEASURED, WRONG, Pass, Row
 from cfp.operators.cases import Shape, check_dtype
 from cfp.operators.operator import Operator, OperatorError
 from cfp.operators.probe import environment
@@ -73,44 +73,10 @@ def print_results(
 ) -> None:
     """All tables of what was measured, and what was not with its reason."""
     for operator in operators:
-        own = [row for row in rows if row.operator == operator.name]
         for name in _PASSES:
-            measured = [row for row in own if name in row.passes]
-            if measured:
-                _print_pass(operator, measured, name, console)
-    _print_rest(rows, console, verbose=verbose)
-
-
-def _print_pass(
-    operator: Operator, rows: Sequence[Row], name: str, console: Console
-) -> None:
-    cells: tuple[tuple[str, Callable[[Pass], str]], ...] = (
-        ("ms", lambda one: f"{one.median_ms:.3f}"),
-        ("MB besides inputs and outputs", _megabytes),
-        ("% of the roofline", _percent),
-        ("s to compile", lambda one: f"{one.compile_seconds:.2f}"),
-    )
-    names = list(dict.fromkeys(row.implementation for row in rows))
-    console.print(f"[{operator.name}: {_PASSES[name]}]")
-    table = _table("shape", "type", "", *names)
-    for shape, dtype in dict.fromkeys((row.shape, row.dtype) for row in rows):
-        here = {
-            row.implementation: row.passes[name]
-            for row in rows
-            if (row.shape, row.dtype) == (shape, dtype)
-        }
-        for i, (unit, text) in enumerate(cells):
-            table.add_row(
-                "" if i else f"({shape.replace(',', ', ')})",
-                "" if i else dtype,
-                unit,
-                *(text(here[one]) if one in here else "-" for one in names),
-            )
-        table.add_section()
-    console.print(Fitted(table))
-
-
-def _print_rest(rows: Sequence[Row], console: Console, *, verbose: bool) -> None:
+            own = [r for r in rows if r.operator == operator.name and name in r.passes]
+            if own:
+                _print_pass(operator, own, name, console)
     rest = [row for row in rows if row.state != MEASURED]
     if not rest:
         return
@@ -119,27 +85,51 @@ def _print_rest(rows: Sequence[Row], console: Console, *, verbose: bool) -> None
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in rest:
         why = row.reason if row.state == ABSENT else f"{row.state}: {row.reason}"
-        key = (row.operator, row.implementation, row.state, why)
-        groups.setdefault(key, []).append(f"{row.shape} {row.dtype}")
-    for (operator, one, state, why), where in groups.items():
-        every = "all" if state == ABSENT else "; ".join(where)
-        table.add_row(operator, one, every, why)
+        where = "all" if row.state == ABSENT else f"{row.shape} {row.dtype}"
+        groups.setdefault((row.operator, row.implementation, why), []).append(where)
+    for (operator, one, why), where in groups.items():
+        table.add_row(operator, one, "; ".join(dict.fromkeys(where)), why)
     console.print(Fitted(table))
-    if verbose:
-        for row in rest:
-            if row.detail:
-                console.print(f"{row.operator} by {row.implementation} at {row.shape}:")
-                console.print(row.detail)
-    elif any(row.state == FAILED for row in rest):
+    for row in rest if verbose else ():
+        if row.detail:
+            console.print(f"{row.operator} by {row.implementation} at {row.shape}:")
+            console.print(row.detail)
+    if not verbose and any(row.state == FAILED for row in rest):
         console.print("--verbose prints the whole messages of what failed.")
 
 
-def _megabytes(one: Pass) -> str:
-    return "-" if one.temp_bytes is None else f"{one.temp_bytes / 1e6:.1f}"
+def _print_pass(
+    operator: Operator, rows: Sequence[Row], name: str, console: Console
+) -> None:
+    names = list(dict.fromkeys(row.implementation for row in rows))
+    console.print(f"[{operator.name}: {_PASSES[name]}]")
+    table = _table("shape", "type", "", *names)
+    for shape, dtype in dict.fromkeys((row.shape, row.dtype) for row in rows):
+        here = {
+            row.implementation: _cells(row.passes[name])
+            for row in rows
+            if (row.shape, row.dtype) == (shape, dtype)
+        }
+        for i, unit in enumerate(next(iter(here.values()))):
+            table.add_row(
+                "" if i else f"({shape.replace(',', ', ')})",
+                "" if i else dtype,
+                unit,
+                *(here[one][unit] if one in here else "-" for one in names),
+            )
+        table.add_section()
+    console.print(Fitted(table))
 
 
-def _percent(one: Pass) -> str:
-    return "-" if one.roofline_percent is None else f"{one.roofline_percent:.0f}"
+def _cells(one: Pass) -> dict[str, str]:
+    """The figures of a pass, by their units."""
+    size, percent = one.temp_bytes, one.roofline_percent
+    return {
+        "ms": f"{one.median_ms:.3f}",
+        "MB besides inputs and outputs": "-" if size is None else f"{size / 1e6:.1f}",
+        "% of the roofline": "-" if percent is None else f"{percent:.0f}",
+        "s to compile": f"{one.compile_seconds:.2f}",
+    }
 
 
 def _table(*headings: str) -> Table:
@@ -150,11 +140,14 @@ def parse_share(text: str) -> float:
     """5% or 0.05 as 0.05.
 
     Raises:
-        ValueError: it is neither.
+        CfpError: it is neither.
     """
     match = re.fullmatch(r"\s*([0-9.]+)\s*(%?)\s*", text)
     if match is None:
-        raise ValueError(text)
+        raise CfpError(
+            "Expected a share such as 5% or 0.05 for --fail-if-regression, got "
+            f"{text!r}."
+        )
     return float(match[1]) / (100 if match[2] else 1)
 
 
@@ -239,12 +232,7 @@ def read(file: Path) -> tuple[dict[str, Any], list[Row]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Change of the median of one pass.
-
-    Attributes:
-        name: of operator, implementation, shape, type and pass.
-        before_ms, now_ms: medians.
-    """
+    """Medians of one pass, before and now, and the share that the second is longer."""
 
     name: str
     before_ms: float
@@ -258,17 +246,16 @@ class Change:
 
 def changes(before: Sequence[Row], now: Sequence[Row]) -> list[Change]:
     """Pairs the rows that both have measured, the most slowed first."""
-    known = {row.key: row for row in before}
+    known = {row.key: row.passes for row in before}
     found = [
         Change(
             name=" ".join((*row.key, name)),
-            before_ms=known[row.key].passes[name].median_ms,
+            before_ms=known[row.key][name].median_ms,
             now_ms=one.median_ms,
         )
         for row in now
-        if row.key in known
         for name, one in row.passes.items()
-        if name in known[row.key].passes
+        if name in known.get(row.key, {})
     ]
     return sorted(found, key=lambda change: -change.share)
 
@@ -310,14 +297,18 @@ def _run(options: argparse.Namespace) -> int:
     shapes = [Shape.parse(text) for text in options.shapes or default]
     dtypes = [check_dtype(name) for name in options.dtypes.split(",")]
     earlier = read(options.compare)[1] if options.compare else []
-    allowed = _allowed(options)
+    allowed = None
+    if options.fail_if_regression is not None:
+        if options.compare is None:
+            raise CfpError("--fail-if-regression needs --compare FILE.")
+        allowed = parse_share(options.fail_if_regression)
     if options.plot:
         check_can_draw(options.plot)
     print_environment(found, console)
     settings = b.Settings(
         forward_only=options.forward_only, seconds=options.seconds or float("inf")
     )
-    rows: list[b.Row] = []
+    rows: list[Row] = []
     for row in b.run(operators, shapes, dtypes, settings):
         rows.append(row)
         _tell(row)
@@ -328,43 +319,28 @@ def _run(options: argparse.Namespace) -> int:
         plot(rows, options.plot)
     b.check_shapes(operators, rows)
     slower = _compared(earlier, rows, allowed) if options.compare else False
-    wrong = [row for row in rows if row.state == b.WRONG]
+    wrong = [row for row in rows if row.state == WRONG]
     for row in wrong:
-        print(
-            f"error: {row.operator} by {row.implementation} is wrong at ({row.shape}) "
-            f"{row.dtype}: {row.reason}",
-            file=sys.stderr,
-        )
+        print(f"error: {_case(row)} is wrong: {row.reason}", file=sys.stderr)
     return int(bool(wrong) or slower)
 
 
-def _allowed(options: argparse.Namespace) -> float | None:
-    if options.fail_if_regression is None:
-        return None
-    if options.compare is None:
-        raise CfpError("--fail-if-regression needs --compare FILE, to compare with.")
-    try:
-        return parse_share(options.fail_if_regression)
-    except ValueError as error:
-        raise CfpError(
-            f"Expected a share such as 5% or 0.05 for --fail-if-regression, got "
-            f"{options.fail_if_regression!r}."
-        ) from error
+def _case(row: Row) -> str:
+    return f"{row.operator} by {row.implementation}, ({row.shape}) {row.dtype}"
 
 
-def _tell(row: b.Row) -> None:
+def _tell(row: Row) -> None:
     """One line for what was just found, on the error stream."""
-    what = f"{row.operator} by {row.implementation}, ({row.shape}) {row.dtype}"
-    if row.state == b.MEASURED:
+    found = f"{row.state}: {row.reason}"
+    if row.state == MEASURED:
         times = ", ".join(f"{n} {p.median_ms:.3f} ms" for n, p in row.passes.items())
         worst = max(error or 0.0 for error in row.errors.values())
-        print(f"{what}: right within {worst:.1e}; {times}", file=sys.stderr)
-    else:
-        print(f"{what}: {row.state}: {row.reason}", file=sys.stderr)
+        found = f"right within {worst:.1e}; {times}"
+    print(f"{_case(row)}: {found}", file=sys.stderr)
 
 
 def _compared(
-    earlier: Sequence[b.Row], rows: Sequence[b.Row], allowed: float | None
+    earlier: Sequence[Row], rows: Sequence[Row], allowed: float | None
 ) -> bool:
     """Prints what changed, and says whether something is slower than is allowed."""
     slower = False
@@ -391,6 +367,45 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
+# Options and what `argparse` knows of them.
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "--only-run": {
+        "default": "",
+        "metavar": "A,B",
+        "help": "operators with one of these words in their names",
+    },
+    "--forward-only": {"action": "store_true", "help": "without the backward pass"},
+    "--verbose": {"action": "store_true", "help": "whole messages of what failed"},
+    "--list": {
+        "action": "store_true",
+        "help": "list what there is, and measure nothing",
+    },
+    "--json": {"type": Path, "metavar": "FILE", "help": "write results as they come"},
+    "--compare": {"type": Path, "metavar": "FILE", "help": "an earlier file of --json"},
+    "--fail-if-regression": {
+        "metavar": "SHARE",
+        "help": "with --compare: exit code 1 if a median grows by more, such as 5%%",
+    },
+    "--shapes": {
+        "nargs": "+",
+        "metavar": "B,S,H,N,V",
+        "help": "batch, tokens, hidden, heads, vocabulary; default on GPUs: "
+        + " ".join(SHAPES),
+    },
+    "--dtypes": {
+        "default": "bfloat16",
+        "metavar": "A,B",
+        "help": "float32, bfloat16, float16 (default: %(default)s)",
+    },
+    "--plot": {"type": Path, "metavar": "FILE", "help": "draw times and memory"},
+    "--seconds": {
+        "type": float,
+        "metavar": "S",
+        "help": "begin no implementation after so many seconds",
+    },
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="cfp operators",
@@ -398,41 +413,6 @@ def _parser() -> argparse.ArgumentParser:
         "of against a float32 oracle, outputs and gradients, and times those that are "
         "right. The exit code is 1 if one is wrong.",
     )
-    add = parser.add_argument
-    add(
-        "--only-run",
-        default="",
-        metavar="A,B",
-        help="operators with one of these words in their names",
-    )
-    add("--forward-only", action="store_true", help="without the backward pass")
-    add("--verbose", action="store_true", help="whole messages of what failed")
-    add("--list", action="store_true", help="list what there is, and measure nothing")
-    add("--json", type=Path, metavar="FILE", help="write results here as they come")
-    add("--compare", type=Path, metavar="FILE", help="an earlier file of --json")
-    add(
-        "--fail-if-regression",
-        metavar="SHARE",
-        help="with --compare: exit code 1 if a median is longer by more, such as 5%%",
-    )
-    add(
-        "--shapes",
-        nargs="+",
-        metavar="B,S,H,N,V",
-        help="batch, tokens, hidden, heads, vocabulary; default on GPUs: "
-        + " ".join(SHAPES),
-    )
-    add(
-        "--dtypes",
-        default="bfloat16",
-        metavar="A,B",
-        help="float32, bfloat16, float16 (default: %(default)s)",
-    )
-    add("--plot", type=Path, metavar="FILE", help="draw times and memory as bars")
-    add(
-        "--seconds",
-        type=float,
-        metavar="S",
-        help="begin no implementation after so many seconds",
-    )
+    for name, how in _OPTIONS.items():
+        parser.add_argument(name, **how)
     return parser

@@ -53,15 +53,6 @@ class LayerForm:
         said = {dim for one in self.inputs for dim in one.dims.split()}
         return {name: dim for name, dim in self.sizes.items() if dim not in said}
 
-    def dims(self, inputs: tuple[Any, ...]) -> dict[str, int]:
-        """Sizes of dims as the inputs have them.
-
-        Raises:
-            OperatorError: they contradict each other.
-        """
-        names = (one.name for one in self.inputs)
-        return self.operator.bind(dict(zip(names, inputs, strict=True)))
-
     def text(self, **sizes: Mapping[str, str]) -> str:
         """The operator in a sentence, with its inputs; and what sizes a layer takes."""
         inputs = ", ".join(one.name for one in self.inputs)
@@ -86,17 +77,19 @@ class LayerForm:
                 that is a float, or else of the parameters.
             implementation: by name, or the first that takes the arguments.
         """
-        floats = [x.dtype for x in inputs if jnp.issubdtype(x.dtype, jnp.floating)]
-        wanted = dtype or (floats[0] if floats else None)
+        wanted = dtype or next((x.dtype for x in inputs if _is_float(x)), None)
         rest = iter(inputs)
-        every = [parameters.get(one.name) for one in self.operator.arguments]
-        args = [next(rest) if one is None else one for one in every]
+        args = [
+            parameters[one.name] if one.name in parameters else next(rest)
+            for one in self.operator.arguments
+        ]
         if wanted is not None:
-            args = [
-                x.astype(wanted) if jnp.issubdtype(x.dtype, jnp.floating) else x
-                for x in args
-            ]
+            args = [x.astype(wanted) if _is_float(x) else x for x in args]
         return self.operator(*args, implementation=implementation, **options)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def initial(

@@ -48,7 +48,8 @@ class Layer(nn.Module):
             OperatorError: the inputs do not fit, or no implementation takes them.
         """
         form = self.form
-        dims = form.dims(inputs)
+        names = (one.name for one in form.inputs)
+        dims = form.operator.bind(dict(zip(names, inputs, strict=True)))
         dims |= {d: getattr(self, name) for name, d in form.sizes_of_no_input.items()}
         parameters = {}
         for one in form.parameters:

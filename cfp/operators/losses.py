@@ -1,26 +1,18 @@
 """Cross-entropy: of logits, or of the hidden state with the head's kernel.
 
-The second need never hold all logits: they are made for a part of the vocabulary at a
-time, and made again for the gradient.
+The second need never hold all logits: they are made for a part of the vocabulary or of
+the tokens at a time, and made again for the gradient.
 """
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
-from cfp.operators import probe
-from cfp.operators.norms import tokamaxes
 from cfp.operators.operator import Argument, Implementation, Operator, Reason
 
 _LABELS = Argument("labels", "t", kind="below", below="v")
-
-
-# ------------------------------------------------------------------------- of logits
 
 
 def _cross_entropy(logits: Array, labels: Array) -> Array:
@@ -29,20 +21,9 @@ def _cross_entropy(logits: Array, labels: Array) -> Array:
     return jax.nn.logsumexp(y, axis=-1) - chosen
 
 
-def _cross_entropy_jax_nn(logits: Array, labels: Array) -> Array:
-    found = jax.nn.log_softmax(logits.astype(jnp.float32))
-    return -jnp.take_along_axis(found, labels[:, None], axis=-1)[:, 0]
-
-
 def _cross_entropy_one_hot(logits: Array, labels: Array) -> Array:
     found = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.sum(found * jax.nn.one_hot(labels, logits.shape[-1]), axis=-1)
-
-
-def _cross_entropy_optax(logits: Array, labels: Array) -> Array:
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), labels
-    )
 
 
 cross_entropy = Operator(
@@ -52,25 +33,14 @@ cross_entropy = Operator(
     oracle=_cross_entropy,
     implementations=(
         Implementation("xla", "XLA", _cross_entropy),
-        Implementation("jax_nn", "jax.nn", _cross_entropy_jax_nn),
-        Implementation("optax", "optax", _cross_entropy_optax),
         Implementation("one_hot", "jax.nn", _cross_entropy_one_hot),
-        Implementation(
-            "rematerialized", "XLA, jax.checkpoint", jax.checkpoint(_cross_entropy)
-        ),
     ),
 )
 
-# ---------------------------------------------------- of hidden state and the kernel
 
-
-def _linear(x, kernel, labels, *, chunks: int, loss=_cross_entropy) -> Array:
+def _linear(x: Array, kernel: Array, labels: Array, *, chunks: int) -> Array:
     logits = jnp.einsum("th,vh->tv", x, kernel, preferred_element_type=jnp.float32)
-    return loss(logits, labels).mean()
-
-
-def _linear_rematerialized(x, kernel, labels, *, chunks: int) -> Array:
-    return jax.checkpoint(functools.partial(_linear, chunks=chunks))(x, kernel, labels)
+    return _cross_entropy(logits, labels).mean()
 
 
 @jax.checkpoint
@@ -91,16 +61,15 @@ def _part(x: Array, kernel: Array, first: Array, labels: Array) -> tuple[Array, 
     return jax.nn.logsumexp(logits, axis=-1), jnp.where(inside, chosen, 0.0)
 
 
-def _linear_chunked(x, kernel, labels, *, chunks: int) -> Array:
+def _chunked_vocabulary(x, kernel, labels, *, chunks: int) -> Array:
     size = kernel.shape[0] // chunks
     whole = size * chunks
-    firsts = jnp.arange(chunks) * size
 
     def step(_: None, part: tuple[Array, Array]):
         return None, _part(x, *part, labels)
 
     parts = kernel[:whole].reshape(chunks, size, kernel.shape[1])
-    _, (sums, chosen) = jax.lax.scan(step, None, (parts, firsts))
+    _, (sums, chosen) = jax.lax.scan(step, None, (parts, jnp.arange(chunks) * size))
     chosen = chosen.sum(0)
     if whole < kernel.shape[0]:
         rest, also = _part(x, kernel[whole:], jnp.asarray(whole), labels)
@@ -109,25 +78,14 @@ def _linear_chunked(x, kernel, labels, *, chunks: int) -> Array:
 
 
 def _chunked_tokens(x, kernel, labels, *, chunks: int) -> Array:
-    size = x.shape[0] // chunks
-
     @jax.checkpoint
     def step(total, part):
         return total + _linear(part[0], kernel, part[1], chunks=1), None
 
+    size = x.shape[0] // chunks
     parts = (x.reshape(chunks, size, -1), labels.reshape(chunks, size))
     total, _ = jax.lax.scan(step, jnp.float32(0.0), parts)
     return total / chunks
-
-
-def _linear_tokamax(x, kernel, labels, *, chunks: int, backend: str) -> Array:
-    return (
-        probe.load_tokamax()
-        .linear_softmax_cross_entropy_loss(
-            x, labels, kernel.T, reduction="mean", implementation=backend
-        )
-        .astype(jnp.float32)
-    )
 
 
 def _too_many(x, kernel, labels, *, chunks: int) -> Reason:
@@ -141,6 +99,8 @@ def _uneven(x, kernel, labels, *, chunks: int) -> Reason:
         return None
     return f"{x.shape[0]} tokens have no {chunks} equal parts"
 
+
+_SCAN = "XLA, jax.lax.scan"
 
 linear_cross_entropy = Operator(
     name="linear_cross_entropy",
@@ -156,18 +116,8 @@ linear_cross_entropy = Operator(
     implementations=(
         Implementation("xla", "XLA", _linear),
         Implementation(
-            "optax", "optax", functools.partial(_linear, loss=_cross_entropy_optax)
+            "chunked_vocabulary", _SCAN, _chunked_vocabulary, refuses=_too_many
         ),
-        Implementation("rematerialized", "XLA, jax.checkpoint", _linear_rematerialized),
-        Implementation(
-            "chunked_vocabulary",
-            "XLA, jax.lax.scan",
-            _linear_chunked,
-            refuses=_too_many,
-        ),
-        Implementation(
-            "chunked_tokens", "XLA, jax.lax.scan", _chunked_tokens, refuses=_uneven
-        ),
-        *tokamaxes(_linear_tokamax, ("xla",)),
+        Implementation("chunked_tokens", _SCAN, _chunked_tokens, refuses=_uneven),
     ),
 )

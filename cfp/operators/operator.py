@@ -1,8 +1,8 @@
 """Operators: their arguments, oracles, and implementations.
 
 An operator is called like a function. It checks its arguments against the named dims
-that it declares, takes the first implementation that is available and takes them, or
-the one that was asked for, and says in one message why if there is none.
+that it declares, and takes the first implementation that is available and accepts them,
+or the one that was asked for. If there is none, one message has each reason.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from jax import Array
 
 from cfp.errors import CfpError
 
-# What an implementation or a probe says against something; None if nothing.
+# Why something is not available or not accepted; None if it is.
 Reason = str | None
-FLOAT_TYPES = ("float32", "bfloat16", "float16")
 
 
 class OperatorError(CfpError):
@@ -33,9 +32,9 @@ class Argument:
 
     Attributes:
         dims: names of its dims, such as "* h"; the star stands for any leading dims.
-        kind: "float", or what random integers are made of it: "below" (0 up to the dim
-            `below`), "lengths" (1 up to the dim `below`), "groups" (sizes that add up
-            to the dim `below`) or "key" (two words of a random key).
+        kind: "float", or random integers: "below" (0 up to the dim `below`), "lengths"
+            (1 up to the dim `below`), "groups" (sizes that add up to the dim `below`)
+            or "key" (two words of a random key).
         below: name of a dim, see `kind`.
         around, spread: random floats are normal with this mean and deviation; the
             spreads "fan_in" and "fan_last" are one over the root of the last dim but
@@ -67,7 +66,6 @@ class Implementation:
         call: takes the operator's arguments and options.
         probe: says why it is not available here.
         refuses: takes the arguments and options, and says why it does not take them.
-        differentiable: whether the library gives it a backward pass.
     """
 
     name: str
@@ -76,7 +74,6 @@ class Implementation:
     _: KW_ONLY
     probe: Callable[[], Reason] = lambda: None
     refuses: Callable[..., Reason] = lambda *args, **options: None
-    differentiable: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +84,9 @@ class Operator:
         summary: what it computes, in one line.
         arguments: in the order in which they are given.
         oracle: the plain formula, which is given float32.
-        implementations: the ones to be preferred first.
+        implementations: the preferred ones first.
         flops: from sizes of dims by name to floating point operations of contractions,
-            forward; what has none is bound by memory.
+            forward; an operator without any is bound by memory.
         options: names and defaults of keyword options.
     """
 
@@ -115,9 +112,8 @@ class Operator:
             OperatorError: the arguments do not fit each other, or no implementation
                 takes them.
         """
-        return self.choose(*args, implementation=implementation, **options).call(
-            *args, **{**self.options, **options}
-        )
+        chosen = self.choose(*args, implementation=implementation, **options)
+        return chosen.call(*args, **{**self.options, **options})
 
     def choose(
         self, *args: Any, implementation: str | None = None, **options: Any
@@ -127,26 +123,33 @@ class Operator:
         Raises:
             OperatorError: as for a call.
         """
-        self.dims_of(*args)
-        self._check_options(options)
-        wanted = (
-            [self.implementation(implementation)]
-            if implementation
-            else list(self.implementations)
-        )
+        if len(args) != len(self.arguments):
+            raise OperatorError(
+                f"{self.name} takes {len(self.arguments)} arguments.",
+                expected=", ".join(a.name for a in self.arguments),
+                got=f"{len(args)} arguments",
+                attempt=f"help(cfp.operators.{self.name})",
+            )
+        self.bind({a.name: x for a, x in zip(self.arguments, args, strict=True)})
+        for name in options:
+            if name not in self.options:
+                raise unknown(f"option of {self.name}", name, list(self.options))
+        if implementation:
+            wanted = (self.implementation(implementation),)
+        else:
+            wanted = self.implementations
         against: dict[str, str] = {}
         for one in wanted:
             reason = one.probe() or one.refuses(*args, **{**self.options, **options})
             if reason is None:
                 return one
             against[one.name] = reason
-        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in args)
         raise OperatorError(
-            f"No implementation of {self.name} takes these arguments."
-            if implementation is None
-            else f"{self.name} by {implementation} does not take these arguments.",
+            f"{self.name} by {implementation} does not take these arguments."
+            if implementation
+            else f"No implementation of {self.name} takes these arguments.",
             expected="; ".join(f"{name}: {why}" for name, why in against.items()),
-            got=shapes,
+            got=", ".join(f"{x.dtype}{list(x.shape)}" for x in args),
             attempt=f"cfp operators --list --only-run {self.name}",
         )
 
@@ -156,27 +159,10 @@ class Operator:
         Raises:
             OperatorError: there is none of that name.
         """
-        for one in self.implementations:
-            if one.name == name:
-                return one
-        names = [one.name for one in self.implementations]
-        raise unknown(f"implementation of {self.name}", name, names)
-
-    def dims_of(self, *args: Any) -> dict[str, int]:
-        """Sizes of the dims by name, as some arguments have them.
-
-        Raises:
-            OperatorError: there are too few or too many, or they contradict each other.
-        """
-        if len(args) != len(self.arguments):
-            raise OperatorError(
-                f"{self.name} takes {len(self.arguments)} arguments.",
-                expected=", ".join(a.name for a in self.arguments),
-                got=f"{len(args)} arguments",
-                attempt=f"help(cfp.operators.{self.name})",
-            )
-        names = (argument.name for argument in self.arguments)
-        return self.bind(dict(zip(names, args, strict=True)))
+        known = {one.name: one for one in self.implementations}
+        if name not in known:
+            raise unknown(f"implementation of {self.name}", name, list(known))
+        return known[name]
 
     def bind(self, given: Mapping[str, Any]) -> dict[str, int]:
         """Sizes of the dims by name, as some of the arguments have them.
@@ -191,40 +177,32 @@ class Operator:
         for argument in self.arguments:
             if argument.name in given:
                 self._bind(argument, jnp.shape(given[argument.name]), found)
-        leading = found.pop("*", ())
-        return {**found, "*": prod(leading)}
+        return {**found, "*": prod(found.get("*", ()))}
 
     def _bind(
         self, argument: Argument, shape: tuple[int, ...], found: dict[str, Any]
     ) -> None:
         names, sizes = argument.dims.split(), list(shape)
-        if names[:1] == ["*"]:
-            count = len(sizes) - len(names) + 1
-            sizes = [tuple(sizes[: max(count, 0)]), *sizes[max(count, 0) :]]
-        known = {
-            name: int(name) if name.isdigit() else found.get(name) for name in names
-        }
-        fits = len(sizes) == len(names) and all(
-            known[name] in (None, size) for name, size in zip(names, sizes, strict=True)
-        )
-        if not fits:
+        if names[0] == "*":
+            count = max(len(sizes) - len(names) + 1, 0)
+            sizes = [tuple(sizes[:count]), *sizes[count:]]
+        known = {n: int(n) if n.isdigit() else found.get(n) for n in names}
+        if len(sizes) != len(names) or any(
+            known[name] not in (None, size)
+            for name, size in zip(names, sizes, strict=True)
+        ):
             expected = ", ".join(
                 name if size is None or name.isdigit() else f"{name}={size}"
                 for name, size in known.items()
             )
+            every = ", ".join(f"{a.name} [{a.dims}]" for a in self.arguments)
             raise OperatorError(
                 f"The shapes of the arguments of {self.name} do not fit.",
                 expected=f"{argument.name} [{expected}]",
                 got=f"{list(shape)}",
-                attempt="arguments "
-                + ", ".join(f"{a.name} [{a.dims}]" for a in self.arguments),
+                attempt=f"arguments {every}",
             )
         found |= {n: s for n, s in zip(names, sizes, strict=True) if not n.isdigit()}
-
-    def _check_options(self, options: Mapping[str, Any]) -> None:
-        for name in options:
-            if name not in self.options:
-                raise unknown(f"option of {self.name}", name, list(self.options))
 
 
 def unknown(what: str, name: str, known: list[str]) -> OperatorError:

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from cfp.devices.device_kind import kind
-from cfp.operators import OPERATORS, command, find, layer_norm, matching, probe
+from cfp.errors import CfpError
+from cfp.operators import OPERATORS, command, find, gpt_attention, layer_norm, matching
 from cfp.operators import benchmark as b
 from cfp.operators.benchmark import bound_ms, least_bytes
 from cfp.operators.cases import Check, Shape, check_dtype, limit_of, sample
@@ -66,7 +67,6 @@ DOUBLE = Operator(
         of("broken", broken),
         of("absent", broken, probe=lambda: "needs a device"),
         of("refusing", broken, refuses=lambda x: "wants more"),
-        of("forward", lambda x: x + x, differentiable=False),
     ),
 )
 
@@ -86,7 +86,6 @@ def test_what_is_wrong_is_found_and_not_timed(rows):
         "broken": b.FAILED,
         "absent": b.ABSENT,
         "refusing": b.REFUSED,
-        "forward": b.MEASURED,
     }
     assert not rows["one_row"].passes and not rows["nan"].passes
     assert "x is off by 1 of its norm" in rows["gradient"].reason
@@ -94,21 +93,7 @@ def test_what_is_wrong_is_found_and_not_timed(rows):
     assert "second line" in rows["broken"].detail
     assert rows["absent"].reason == "needs a device"
     assert set(rows["right"].passes) == {"forward", "both"}
-    assert set(rows["forward"].passes) == {"forward"}
-    assert rows["forward"].reason == "the library has no backward pass"
     assert rows["right"].passes["both"].samples_ms
-
-
-def test_programs_compiled_in_threads_make_the_same_rows(rows):
-    settings = b.Settings(sample_seconds=0.01, threads=2)
-    other = Shape(batch=1, seq=2, hidden=8, heads=2, vocab=5)
-    found = list(b.run([DOUBLE], [TINY, other], ["float32"], settings))
-    assert [row.shape for row in found] == [SHAPE] * 8 + [str(other)] * 8
-    for row in found[:8]:
-        right = rows[row.implementation]
-        assert (row.state, row.reason) == (right.state, right.reason)
-        assert set(row.passes) == set(right.passes)
-        assert row.errors == right.errors
 
 
 def test_what_the_budget_does_not_reach_is_named():
@@ -131,7 +116,7 @@ def test_a_file_is_read_back_and_gone_on_with(rows, tmp_path):
             one["median_ms"] *= 2
     file.write_text(json.dumps(slow))
     found = changes(known, read(file)[1])
-    assert len(found) == 3 and all(abs(one.share - 1.0) < 1e-9 for one in found)
+    assert len(found) == 2 and all(abs(one.share - 1.0) < 1e-9 for one in found)
 
 
 def test_a_limit_is_for_norms_and_for_the_largest_difference():
@@ -167,7 +152,7 @@ def hasty(monkeypatch):
 
 def test_the_command_checks_times_and_compares(tmp_path, capsys, hasty):
     file = tmp_path / "now.json"
-    words = ["--only-run", "rms", "--shapes", SHAPE, "--json", str(file)]
+    words = ["--only-run", "rms,t5", "--shapes", SHAPE, "--json", str(file)]
     assert command.main([*words, "--plot", str(tmp_path / "bars.svg")]) == 0
     out = capsys.readouterr().out
     assert "===== Environment =====" in out and "rms_norm: forward and backward" in out
@@ -188,14 +173,13 @@ def test_a_wrong_implementation_is_exit_code_1(monkeypatch, capsys, hasty):
     monkeypatch.setattr(command, "matching", lambda words: [DOUBLE])
     assert command.main(["--shapes", SHAPE, "--dtypes", "float32"]) == 1
     error = capsys.readouterr().err
-    assert "error: double by one_row is wrong at (1,4,8,2,5) float32" in error
+    assert "error: double by one_row, (1,4,8,2,5) float32 is wrong: " in error
 
 
 def test_the_list_says_what_is_missing_and_why(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     assert command.main(["--list", "--only-run", "gpt_attention,swiglu"]) == 0
     out = capsys.readouterr().out
-    assert "tokamax" in out
     assert "needs an NVIDIA GPU" in out and "layer_norm" not in out
 
 
@@ -250,8 +234,9 @@ def test_wrong_use_of_functions_is_one_message():
         layer_norm(x, jnp.ones(8), jnp.ones(8), epsilon=1e-3)
     with pytest.raises(OperatorError, match="no implementation of layer_norm"):
         layer_norm(x, jnp.ones(8), jnp.ones(8), implementation="cuda")
-    with pytest.raises(OperatorError, match=r"by pallas does not take.*\n.*NVIDIA GPU"):
-        layer_norm(x, jnp.ones(8), jnp.ones(8), implementation="pallas")
+    q = jnp.ones((1, 8, 2, 4))
+    with pytest.raises(OperatorError, match=r"by cudnn does not take.*\n.*NVIDIA GPU"):
+        gpt_attention(q, q, q, implementation="cudnn")
     with pytest.raises(OperatorError, match="head's width 3 is odd"):
         find("rotary_embedding")(jnp.ones((1, 2, 1, 3)))
     with pytest.raises(OperatorError, match="no type"):
@@ -268,22 +253,13 @@ def test_shapes_that_no_implementation_takes(monkeypatch, capsys):
 
 def test_a_share_is_percent_or_not():
     assert parse_share("5%") == parse_share(" 0.05 ") == 0.05
-    with pytest.raises(ValueError):
+    with pytest.raises(CfpError, match="a share such as 5%"):
         parse_share("five")
 
 
 def test_only_some_operators_by_part_of_their_names():
     assert [one.name for one in matching("gpt, rms")] == ["gpt_attention", "rms_norm"]
     assert len(matching("")) == len(OPERATORS) == 18
-
-
-def test_a_library_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
-    (tmp_path / "half_a_library.py").write_text("raise OSError('no libcuda.so')")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert probe.import_reason("half_a_library") == (
-        "import half_a_library: OSError: no libcuda.so"
-    )
-    assert probe.import_reason("no_such_library") == "no_such_library is not installed"
 
 
 def test_a_page_is_made_of_what_the_script_writes(rows):

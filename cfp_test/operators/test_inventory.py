@@ -1,7 +1,6 @@
 """Every implementation computes what its operator is: outputs and gradients.
 
-On CPUs the kernels of Pallas are interpreted. What needs a GPU or another library is
-checked in the same way where that is: ``python -m cfp.operators``.
+What needs a GPU is checked in the same way where that is: ``python -m cfp.operators``.
 """
 
 import functools
@@ -10,10 +9,7 @@ import jax
 import pytest
 
 from cfp.operators import OPERATORS
-from cfp.operators.activations import softmax_pallas
-from cfp.operators.attention import gpt_attention_pallas
 from cfp.operators.cases import LIMITS, Shape, check, oracle_program, program, sample
-from cfp.operators.norms import layer_norm_pallas, rms_norm_pallas
 from cfp_test.operators.compiling import SOON
 from cfp_test.support.covering import at_night
 
@@ -55,34 +51,6 @@ def test_all_implementations_agree_with_the_oracle(name, dtype, shape):
         assert check(values, right, LIMITS[dtype]).wrong == [], one
 
 
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("layer_norm", layer_norm_pallas),
-        ("gpt_attention", gpt_attention_pallas),
-        ("softmax", softmax_pallas),
-        *at_night([("rms_norm", rms_norm_pallas)]),
-    ],
-)
-def test_kernels_of_pallas_agree_with_the_oracle(name, call):
-    operator, shape = (
-        OPERATORS[name],
-        Shape(batch=1, seq=16, hidden=32, heads=1, vocab=8),
-    )
-    (known,) = (one for one in operator.implementations if one.name == "pallas")
-    assert known.call is call
-    args, cotangent = sample(operator, shape, "float32")
-    run = program(
-        operator,
-        functools.partial(call, interpret=True),
-        backward=known.differentiable,
-    )
-    soon = functools.partial(jax.jit, compiler_options=SOON)
-    right = soon(oracle_program(operator))(args, cotangent)
-    found = soon(run)(args, cotangent)
-    assert check(found, right, LIMITS["float32"]).wrong == []
-
-
 def test_attention_of_two_dtypes_goes_to_what_takes_them():
     """Fused kernels say why they do not."""
     operator = OPERATORS["gpt_attention"]
@@ -90,7 +58,6 @@ def test_attention_of_two_dtypes_goes_to_what_takes_them():
         jax.ShapeDtypeStruct((1, 128, 2, 64), dtype)
         for dtype in ("float32", "bfloat16", "bfloat16")
     )
-    for name in ("cudnn", "pallas"):
-        reason = operator.implementation(name).refuses(query, key, value)
-        assert reason is not None and "of one dtype" in reason
+    reason = operator.implementation("cudnn").refuses(query, key, value)
+    assert reason is not None and "of one dtype" in reason
     assert operator.choose(query, key, value).name == "jax_nn"

@@ -1,7 +1,7 @@
 """Operators on one GPU: what loads, whether it is right, what it takes; and injection.
 
     python cfp_test/scripts/operators_gpu.py OUT.json --seconds 240 [--known OLD.json]
-        [--only-run a,b] [--shapes ...] [--threads 16] [--small] [--no-injection]
+        [--only-run a,b] [--shapes ...] [--small] [--no-injection]
 
 The first case of seed 002 is measured with all operators, then models with injected
 operators, then the other two cases: attention at each first, whose memory the seed is
@@ -10,21 +10,15 @@ is of the same device and versions, is not measured again: a second run goes on 
 the first one's time was over. The exit code is 1 if an implementation computes
 something else than the oracle, or a model with operators something else than without.
 
-Programs are compiled in threads, those of one case at a time, and nothing is timed
-meanwhile: the seconds to compile are those of a busy machine.
-
 `--small` is for trying it without a GPU. The page is made by `python -m
 cfp_test.results` from docs/results/operators_*.json.
 """
 
 import argparse
-import functools
 import json
-import os
 import sys
 import time
 import traceback
-from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,7 +32,6 @@ from cfp.operators.cases import Shape
 from cfp.operators.command import CPU_SHAPES, SHAPES, read, to_json
 from cfp.operators.inject import inject, worth
 from cfp.operators.probe import environment
-from cfp.profiling.compile_pool import CompilePool
 from cfp_test.operators import models_linen, models_nnx
 
 # Of the outputs, and of all gradients together: the models' own softmax is in bfloat16.
@@ -102,12 +95,10 @@ def steps(name: str, config: models_linen.Config, tokens):
     return calls, [halved(state) for _, state in pair], back, injected.report
 
 
-def programs(
-    name: str, config: models_linen.Config, batch: int, pool: CompilePool
-) -> dict:
-    """A model's step without operators and with them, which begin to compile.
+def compared(name: str, config: models_linen.Config, batch: int) -> dict:
+    """Time and memory of a model's step without operators and with them.
 
-    One of the two takes what the other does, so that both can be timed in turn.
+    Each of the two takes the parameters of both, so that both can be timed in turn.
     """
     shape = (batch, config.seq)
     tokens = jax.random.randint(jax.random.key(1), shape, 0, config.vocab)
@@ -123,30 +114,14 @@ def programs(
 
         return run
 
-    made = {
-        "steps": [step(0), step(1)],
-        "args": (tuple(parameters), tokens),
-        "back": back,
-        "report": report,
-    }
-    builds = [
-        functools.partial(b.compile_program, one, *made["args"])
-        for one in made["steps"]
-    ]
-    made["builds"] = [(pool.start(name, build), build) for build in builds]
-    return made
-
-
-def compared(name: str, config: models_linen.Config, batch: int, made: dict) -> dict:
-    """Time and memory of a model's step without operators and with them."""
-    before, after = (b.outcome(started, build)[0] for started, build in made["builds"])
-    (_, right), gradients = before(*made["args"])
-    (_, found), new = after(*made["args"])
+    args = tuple(parameters), tokens
+    before, after = (b.compile_program(step(place), *args)[0] for place in (0, 1))
+    (_, right), gradients = before(*args)
+    (_, found), new = after(*args)
     plain = gradients if name.endswith("linen") else nnx.to_pure_dict(gradients)
-    errors = {"output": off(found, right), "gradients": off(made["back"](new), plain)}
+    errors = {"output": off(found, right), "gradients": off(back(new), plain)}
     del gradients, new, plain
-    verdict = worth(before, after, *made["args"], rounds=10, seconds=2.0)
-    report = made["report"]
+    verdict = worth(before, after, *args, rounds=10, seconds=2.0)
     right = all(error <= LIMIT for error in errors.values())
     return {
         "model": name,
@@ -188,7 +163,6 @@ class Run:
         out: the file.
         found: the environment.
         rows, injected: what is known.
-        threads: that compile.
         end: when nothing begins any more, as `time.monotonic` has it.
     """
 
@@ -196,7 +170,6 @@ class Run:
     found: dict
     rows: list[b.Row]
     injected: list[dict]
-    threads: int
     end: float
 
     @property
@@ -229,11 +202,7 @@ class Run:
 
     def measure(self, operators, shapes, available) -> None:
         """Measures operators at some shapes."""
-        settings = b.Settings(
-            seconds=self.left,
-            sample_seconds=0.12,
-            threads=self.threads,
-        )
+        settings = b.Settings(seconds=self.left, sample_seconds=0.12)
         for row in b.run(operators, shapes, ["bfloat16"], settings, list(self.rows)):
             self.rows = [one for one in self.rows if one.key != row.key] + [row]
             self.write(available)
@@ -243,18 +212,12 @@ class Run:
     def inject(self, config: models_linen.Config, batch: int, available) -> None:
         """Compares models with operators and without."""
         wanted = [n for n in MODELS if n not in {one["model"] for one in self.injected}]
-        pool = CompilePool(self.threads)
-        made: dict[str, dict] = {}
-        for name in wanted:
-            if self.left:
-                made[name] = programs(name, config, batch, pool)
-        wait([one for each in made.values() for one, _ in each["builds"]], self.left)
         for name in wanted:
             if not self.left:
                 self.injected.append({"model": name, "reason": "not reached in time"})
                 continue
             try:
-                one = compared(name, config, batch, made.pop(name))
+                one = compared(name, config, batch)
             except Exception as error:
                 traceback.print_exc()
                 reason = f"{type(error).__name__}: {str(error)[:300]}"
@@ -262,7 +225,6 @@ class Run:
             self.injected.append(one)
             print(f"{self.left:.0f} s left", one, flush=True)
             self.write(available)
-        pool.close()
 
 
 def main() -> int:
@@ -272,14 +234,13 @@ def main() -> int:
     parser.add_argument("--known", type=Path)
     parser.add_argument("--only-run", default="")
     parser.add_argument("--shapes", nargs="+")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--no-injection", action="store_true")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     found = environment()
     found["date"] = time.strftime("%Y-%m-%d")
-    run = Run(options.out, found, [], [], options.threads, end)
+    run = Run(options.out, found, [], [], end)
     for file in (options.out, options.known):
         if file is not None and file.exists():
             run.read(file)

@@ -10,9 +10,9 @@ with injection() as inside:       # While models of linen are called.
     print(inside.report)
 """
 
+from cfp.operators.inject import parts  # noqa: F401  (registers the policies)
 from cfp.operators.inject.injecting import Injection, inject, injection
 from cfp.operators.inject.policy import (
-    Choices,
     Policy,
     PolicyError,
     Refused,
@@ -22,7 +22,6 @@ from cfp.operators.inject.policy import (
 from cfp.operators.inject.report import Part, Report, Worth, worth
 
 __all__ = [
-    "Choices",
     "Injection",
     "Part",
     "Policy",

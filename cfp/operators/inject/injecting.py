@@ -11,7 +11,6 @@ tied; what a policy maps becomes new parameters.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,204 +25,38 @@ from flax import nnx
 from jax import Array
 
 from cfp.operators.inject.policy import (
-    Choices,
-    Parameters,
     Policy,
     PolicyError,
     Refused,
-    Replacement,
     check_mapping,
     first_match,
-    registered,
+    policies_of,
 )
 from cfp.operators.inject.report import Report
 
 Path = tuple[Any, ...]
+Call = Callable[[dict[str, Any], tuple[Any, ...], dict[str, Any]], Any]
+_ARRAYS = (Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
 class Injected(nnx.Module):
     """An operator in a part's place; its attributes are the parameters.
 
     Args:
-        policy: makes of calls what the replacement takes.
-        replacement: takes parameters and what was made of the call.
         variables: nested dicts of parameters.
-        seen: is called after each call.
+        call: takes arrays of the parameters, and the arguments of a call.
     """
 
-    def __init__(
-        self,
-        part: nnx.Module,
-        policy: Policy,
-        replacement: Replacement,
-        variables: Mapping[str, Any],
-        seen: Callable[[], None],
-    ):
-        self._adapter = nnx.static(_Adapter(part, policy, replacement, seen))
+    def __init__(self, variables: Mapping[str, Any], call: Call):
+        self._call = nnx.static(call)
+        self._names = nnx.static(tuple(variables))
         for name, value in variables.items():
             setattr(self, name, _contained(value))
-        self._names = nnx.static(tuple(variables))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the part is called."""
         parameters = {name: _arrays(getattr(self, name)) for name in self._names}
-        return self._adapter(parameters, args, kwargs)
-
-
-class _Adapter:
-    """Stand-in for a replaced part: its plain attributes, such as its configuration."""
-
-    def __init__(
-        self,
-        part: nnx.Module,
-        policy: Policy,
-        replacement: Replacement,
-        seen: Callable[[], None],
-    ):
-        self._kind = type(part).__name__
-        self._policy, self._replacement, self._seen = policy, replacement, seen
-        self._part = SimpleNamespace(
-            **{
-                name: value
-                for name, value in vars(part).items()
-                if not name.startswith("_")
-                and not isinstance(value, nnx.Pytree | nnx.Variable | Array)
-            }
-        )
-
-    def __call__(self, parameters: Parameters, args: tuple, kwargs: dict) -> Any:
-        try:
-            adapted = self._policy.adapt(self._part, args, kwargs)
-            made = self._replacement(parameters, *adapted)
-        except Refused as error:
-            raise PolicyError(
-                f"A {self._kind} that {self._policy.name} replaced {error}: the "
-                "original was taken out of this model, so make the call without, or "
-                "leave the policy out of `policies`."
-            ) from error
-        self._seen()
-        return made
-
-
-def surgery(
-    model: nnx.Module, policies: Sequence[Policy], report: Report
-) -> dict[Path, Policy]:
-    """Replaces parts of a model in place.
-
-    Args:
-        model: whose parts are replaced; not it itself.
-        policies: in the order in which they are asked.
-        report: called with every part.
-
-    Returns:
-        The policies of what was replaced, by path.
-    """
-    owners = Counter(id(value) for _, value in _walk(model, ()))
-    replaced: dict[Path, Policy] = {}
-    for path, parent, name, part in list(_parts(model)):
-        if any(path[: len(done)] == done for done in replaced):
-            continue
-        where, kind = "/".join(map(str, path)), type(part).__name__
-        policy = first_match(policies, part)
-        if policy is None:
-            report.add_left(where, kind, None, "no policy matches")
-            continue
-        try:
-            # A call says which implementations were taken.
-            seen = functools.partial(report.add_replaced, where, kind, policy)
-            new = _replacement(part, policy, where, owners, seen)
-        except Refused as error:
-            report.add_left(where, kind, policy, str(error))
-            continue
-        _put(parent, name, new)
-        replaced[path] = policy
-        report.add_replaced(where, kind, policy)
-    return replaced
-
-
-def _replacement(
-    part: nnx.Module,
-    policy: Policy,
-    where: str,
-    owners: Counter[int],
-    seen: Callable[[], None],
-) -> Injected:
-    """The module that takes a part's place.
-
-    Raises:
-        Refused: by the policy, or as parameters would no longer be shared.
-    """
-    variables = parameters_of(part)
-    values = jax.tree.map(
-        lambda one: one[...], variables, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
-    replacement = policy.build(part)
-    check_mapping(policy, values, where)
-    mapped = policy.to_injected(values)
-    own = {
-        id(value): variable
-        for value, variable in zip(
-            jax.tree.leaves(values),
-            jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nnx.Variable)),
-            strict=True,
-        )
-    }
-    inside = Counter(id(value) for _, value in _walk(part, ()))
-    stays = {id(own[id(x)]) for x in jax.tree.leaves(mapped) if id(x) in own}
-    for variable in own.values():
-        if id(variable) not in stays and owners[id(variable)] > inside[id(variable)]:
-            raise Refused("shares a parameter that its policy would change")
-    new = jax.tree.map(lambda x: own.get(id(x), None) or nnx.Param(x), mapped)
-    return Injected(part, policy, replacement, new, seen)
-
-
-def parameters_of(part: nnx.Module) -> dict[str, Any]:
-    """A part's parameters as nested dicts of variables."""
-    found: dict[str, Any] = {}
-    for path, value in _walk(part, ()):
-        if isinstance(value, nnx.Param):
-            inner = found
-            for name in path[:-1]:
-                inner = inner.setdefault(str(name), {})
-            inner[str(path[-1])] = value
-    return found
-
-
-def _children(node: nnx.Module) -> list[tuple[Any, Any]]:
-    """Modules and variables that are attributes of a module, or members of a list."""
-    is_list = isinstance(node, nnx.List)
-    return [
-        (int(name) if is_list else name, value)
-        for name, value in vars(node).items()
-        if isinstance(value, nnx.Module | nnx.Variable)
-    ]
-
-
-def _walk(node: nnx.Module, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yields all variables below a module with their paths, shared ones each time."""
-    for name, value in _children(node):
-        if isinstance(value, nnx.Module):
-            yield from _walk(value, (*path, name))
-        else:
-            yield (*path, name), value
-
-
-def _parts(
-    node: nnx.Module, path: Path = ()
-) -> Iterator[tuple[Path, nnx.Module, Any, nnx.Module]]:
-    """Yields (path, parent, name, module) of all modules below, outer ones first."""
-    for name, value in _children(node):
-        if isinstance(value, nnx.Module):
-            if not isinstance(value, nnx.List | nnx.Dict):
-                yield (*path, name), node, name, value
-            yield from _parts(value, (*path, name))
-
-
-def _put(parent: Any, name: Any, new: nnx.Module) -> None:
-    if isinstance(parent, nnx.List):
-        parent[int(name)] = new
-    else:
-        setattr(parent, name, new)
+        return self._call(parameters, args, kwargs)
 
 
 def _contained(value: Any) -> Any:
@@ -238,34 +71,120 @@ def _arrays(value: Any) -> Any:
     return {name: _arrays(one) for name, one in value.items()}
 
 
-def mapped_state(
-    state: Mapping[str, Any], replaced: Mapping[Path, Policy], *, back: bool
-) -> dict[str, Any]:
-    """A whole model's parameters with those of replaced parts mapped.
+def _replace(
+    model: nnx.Module, policies: Sequence[Policy], report: Report
+) -> dict[Path, Policy]:
+    """Replaces parts of a model, but not the model itself, in place.
 
-    Args:
-        state: nested dicts, as of `flax.nnx.to_pure_dict`.
-        replaced: policies by path.
-        back: from the injected model's to the original's; else the other way.
+    Returns:
+        The policies of replaced parts, by path.
     """
+    owners = Counter(id(one) for _, one in _walk(model) if _is_variable(one))
+    replaced: dict[Path, Policy] = {}
+    for path, part in list(_walk(model)):
+        if _is_variable(part) or isinstance(part, nnx.List | nnx.Dict):
+            continue
+        if any(path[: len(done)] == done for done in replaced):
+            continue
+        where, kind = "/".join(map(str, path)), type(part).__name__
+        policy = first_match(policies, part)
+        if policy is None:
+            report.add_left(where, kind, None, "no policy matches")
+            continue
+        try:
+            new = _replacement(part, policy, where, owners, report)
+        except Refused as error:
+            report.add_left(where, kind, policy, str(error))
+            continue
+        parent: Any = model
+        for name in path[:-1]:
+            parent = (
+                parent[name] if isinstance(parent, nnx.List) else vars(parent)[name]
+            )
+        if isinstance(parent, nnx.List):
+            parent[path[-1]] = new
+        else:
+            setattr(parent, path[-1], new)
+        replaced[path] = policy
+        report.add_replaced(where, kind, policy)
+    return replaced
 
-    def visit(node: Any, path: Path) -> Any:
-        if not isinstance(node, Mapping):
-            return node
-        if path in replaced:
-            policy = replaced[path]
-            return (policy.to_original if back else policy.to_injected)(dict(node))
-        return {name: visit(child, (*path, name)) for name, child in node.items()}
 
-    return visit(state, ())
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
 
 
-_ARRAYS = (Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+def _walk(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yields modules and variables below a module, outer ones first, and shared ones
+    each time.
+    """
+    is_list = isinstance(node, nnx.List)
+    for name, value in vars(node).items():
+        if isinstance(value, nnx.Module | nnx.Variable):
+            inner = (*path, int(name) if is_list else name)
+            yield inner, value
+            if not _is_variable(value):
+                yield from _walk(value, inner)
 
 
-def interceptor(
-    policies: Sequence[Policy], report: Report
-) -> Callable[[Callable[..., Any], tuple, dict, Any], Any]:
+def _replacement(
+    part: nnx.Module,
+    policy: Policy,
+    where: str,
+    owners: Counter[int],
+    report: Report,
+) -> Injected:
+    """The module that takes a part's place.
+
+    Raises:
+        Refused: by the policy, or as parameters would no longer be shared.
+    """
+    values: dict[str, Any] = {}
+    own: dict[int, nnx.Variable] = {}  # By the array that it holds.
+    for path, variable in _walk(part):
+        if isinstance(variable, nnx.Param):
+            inner = values
+            for name in path[:-1]:
+                inner = inner.setdefault(str(name), {})
+            inner[str(path[-1])] = array = variable[...]
+            own[id(array)] = variable
+    build = policy.build(part)
+    check_mapping(policy, values, where)
+    mapped = policy.to_injected(values)
+    inside = Counter(id(one) for _, one in _walk(part) if _is_variable(one))
+    stays = {id(x) for x in jax.tree.leaves(mapped)}
+    for array, variable in own.items():
+        if array not in stays and owners[id(variable)] > inside[id(variable)]:
+            raise Refused("shares a parameter that its policy would change")
+    kind = type(part).__name__
+    plain = {
+        name: value
+        for name, value in vars(part).items()
+        if not name.startswith("_")
+        and not isinstance(value, nnx.Pytree | nnx.Variable | Array)
+    }
+
+    def call(parameters: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+        try:
+            made = build(
+                parameters, *policy.adapt(SimpleNamespace(**plain), args, kwargs)
+            )
+        except Refused as error:
+            raise PolicyError(
+                f"A {kind} that {policy.name} replaced {error}: the original was "
+                "taken out of this model, so make the call without, or leave the "
+                "policy out of `policies`."
+            ) from error
+        report.add_replaced(where, kind, policy)  # By what was taken.
+        return made
+
+    return Injected(
+        jax.tree.map(lambda x: own[id(x)] if id(x) in own else nnx.Param(x), mapped),
+        call,
+    )
+
+
+def _interceptor(policies: Sequence[Policy], report: Report) -> Any:
     """Intercepts calls of `flax.linen`; policies are asked in their order."""
 
     def intercept(
@@ -305,13 +224,8 @@ class InjectedLinen:
     """
 
     def __init__(self, module: nn.Module, policies: Sequence[Policy], report: Report):
-        self.module = module
-        self._intercept = interceptor(policies, report)
-        self._report = report
-
-    def init(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the module: the original's variables."""
-        return self.module.init(*args, **kwargs)
+        self.module, self.init = module, module.init
+        self._intercept, self._report = _interceptor(policies, report), report
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
         """As of the module, with its parts replaced.
@@ -325,27 +239,22 @@ class InjectedLinen:
         return made
 
     def see(self, *args: Any) -> None:
-        """Fills the report for some inputs; computes nothing."""
+        """Fills the report for some inputs; computes nothing.
 
-        def both(*inputs: Any) -> Any:
-            variables = self.module.init(jax.random.key(0), *inputs)
+        Inputs that are no arrays, such as a flag, are given as they are.
+        """
+        leaves, tree = jax.tree.flatten(args)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
+
+        def both(*arrays: Any) -> Any:
+            every = list(leaves)
+            for place, array in zip(places, arrays, strict=True):
+                every[place] = array
+            inputs = jax.tree.unflatten(tree, every)
+            variables = self.init(jax.random.key(0), *inputs)
             return self.apply(variables, *inputs, rngs={"dropout": jax.random.key(0)})
 
-        abstractly(both, *args)
-
-
-def abstractly(function: Callable[..., Any], *args: Any) -> None:
-    """Traces a function; what is no array, such as a flag, is given as it is."""
-    leaves, tree = jax.tree.flatten(args)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
-
-    def of_arrays(*arrays: Any) -> Any:
-        every = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            every[place] = array
-        return function(*jax.tree.unflatten(tree, every))
-
-    jax.eval_shape(of_arrays, *(leaves[i] for i in places))
+        jax.eval_shape(both, *(leaves[i] for i in places))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,7 +262,7 @@ class Injection:
     """A model with operators in the places of some of its parts.
 
     Attributes:
-        model: of linen, what has `init` and `apply`; of NNX, the module that was given.
+        model: of linen, an object with `init` and `apply`; of NNX, the given module.
         report: what was replaced and what was not. Of linen it is filled when the model
             is called, or at once where inputs were given.
         replaced: policies by path, of NNX.
@@ -365,11 +274,19 @@ class Injection:
 
     def to_injected(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters, as nested dicts, of the injected model from the original's."""
-        return mapped_state(state, self.replaced, back=False)
+        return self._mapped(state, (), back=False)
 
     def to_original(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Parameters of the original from those of the injected model."""
-        return mapped_state(state, self.replaced, back=True)
+        return self._mapped(state, (), back=True)
+
+    def _mapped(self, node: Any, path: Path, *, back: bool) -> Any:
+        if not isinstance(node, Mapping):
+            return node
+        if path in self.replaced:
+            policy = self.replaced[path]
+            return (policy.to_original if back else policy.to_injected)(dict(node))
+        return {n: self._mapped(x, (*path, n), back=back) for n, x in node.items()}
 
 
 def inject(
@@ -384,8 +301,8 @@ def inject(
 
     Args:
         model: a module of linen or NNX (which is changed).
-        inputs: of a module of linen, what it is called with, or shapes and types of
-            that: fills the report at once.
+        inputs: of a module of linen, the arguments of its calls, or their shapes and
+            types: fills the report at once.
         policies: in place of the registered ones.
         implementations: names by operator; the first that takes the arguments for the
             others.
@@ -397,10 +314,10 @@ def inject(
         PolicyError: a policy drops a parameter, or nothing was replaced and `strict`.
         OperatorError: there is no operator or implementation of a name.
     """
-    made = _policies(policies, implementations, right_padded)
+    made = policies_of(policies, implementations, right_padded)
     report = Report(strict=strict)
     if isinstance(model, nnx.Module):
-        replaced = surgery(model, made, report)
+        replaced = _replace(model, made, report)
         report.check()
         return Injection(model=model, report=report, replaced=replaced)
     if isinstance(model, nn.Module):
@@ -416,9 +333,8 @@ def inject(
 class Inside:
     """The context of `injection`, with the report so far."""
 
-    def __init__(self, policies: Sequence[Policy], strict: bool):
-        self.report = Report(strict=strict)
-        self._policies = policies
+    def __init__(self, policies: Sequence[Policy], report: Report):
+        self.report, self._policies = report, policies
 
     def build(self, make: Callable[[], nnx.Module]) -> nnx.Module:
         """Makes a module of NNX with its parts replaced while it is made.
@@ -429,7 +345,7 @@ class Inside:
         @nnx.jit
         def made() -> nnx.Module:
             model = make()
-            surgery(model, self._policies, self.report)
+            _replace(model, self._policies, self.report)
             return model
 
         return made()
@@ -445,25 +361,14 @@ def injection(
 ) -> Iterator[Inside]:
     """Puts operators in the places of parts of all modules of linen that are called.
 
-    Modules of NNX are made with `build` of what this gives. Arguments are those of
+    Modules of NNX are made with `build` of the context. Arguments are those of
     `inject`.
 
     Raises:
         PolicyError: as `inject`, when the block ends.
     """
-    made = _policies(policies, implementations, right_padded)
-    inside = Inside(made, strict)
-    with nn.intercept_methods(interceptor(made, inside.report)):
+    made = policies_of(policies, implementations, right_padded)
+    inside = Inside(made, Report(strict=strict))
+    with nn.intercept_methods(_interceptor(made, inside.report)):
         yield inside
     inside.report.check()
-
-
-def _policies(
-    given: Sequence[type[Policy]] | None,
-    implementations: Mapping[str, str] | None,
-    right_padded: bool,
-) -> list[Policy]:
-    choices = Choices(
-        implementations=dict(implementations or {}), right_padded=right_padded
-    )
-    return [policy(choices) for policy in (registered() if given is None else given)]

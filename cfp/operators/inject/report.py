@@ -76,16 +76,13 @@ class Report:
 
     def text(self) -> str:
         """A line for each part."""
-        lines = [
-            f"{part.path or '.'} ({part.kind}): {part.operators} [{part.policy}]"
-            for part in self.replaced
-        ]
-        lines += [
-            f"{part.path or '.'} ({part.kind}): left, {part.reason}"
-            for part in self.left
-        ]
-        head = f"{len(self.replaced)} parts replaced, {len(self.left)} left"
-        return "\n".join([head, *lines])
+        lines = [f"{len(self.replaced)} parts replaced, {len(self.left)} left"]
+        for part in (*self.replaced, *self.left):
+            now = f"left, {part.reason}"
+            if part.replaced:
+                now = f"{part.operators} [{part.policy}]"
+            lines.append(f"{part.path or '.'} ({part.kind}): {now}")
+        return "\n".join(lines)
 
     __str__ = text
 
@@ -96,14 +93,10 @@ class Report:
             PolicyError: nothing was.
         """
         if self.strict and not self.replaced:
-            seen = ", ".join(
-                f"{part.path or '.'} ({part.kind}): {part.reason}"
-                for part in list(self.left)[:5]
-            )
             raise PolicyError(
                 "Nothing was replaced.",
                 expected="a part that a policy matches",
-                got=seen or "no part at all",
+                got="; ".join(self.text().splitlines()[:6]),
                 attempt="@register_policy for this model, or strict=False",
             )
 
@@ -128,41 +121,29 @@ class Worth:
     after_bytes: int | None
 
     @property
-    def faster(self) -> bool:
-        """True if the step is faster by one percent or more."""
-        return self.after_ms <= (1 - _LEAST_SHARE) * self.before_ms
-
-    @property
-    def smaller(self) -> bool:
-        """True if it needs less memory by one percent or more."""
-        if self.before_bytes is None or self.after_bytes is None:
-            return False
-        return self.after_bytes <= (1 - _LEAST_SHARE) * self.before_bytes
-
-    @property
-    def is_worth_it(self) -> bool:
-        """True if time or memory is better."""
-        return self.faster or self.smaller
+    def gains(self) -> list[str]:
+        """Names of what is better by one percent or more, time and memory."""
+        pairs = {"time": (self.before_ms, self.after_ms)}
+        if self.before_bytes is not None and self.after_bytes is not None:
+            pairs["memory"] = (self.before_bytes, self.after_bytes)
+        return [
+            name
+            for name, (before, after) in pairs.items()
+            if after <= (1 - _LEAST_SHARE) * before
+        ]
 
     def text(self) -> str:
         """The verdict in a sentence."""
-        if self.is_worth_it:
-            gains = [
-                name
-                for name, better in (("time", self.faster), ("memory", self.smaller))
-                if better
-            ]
-            verdict = f"worth it for {' and '.join(gains)}"
-        else:
-            verdict = "not worth it: neither faster nor smaller by one percent"
-        sizes = [
+        verdict = "not worth it: neither faster nor smaller by one percent"
+        if self.gains:
+            verdict = f"worth it for {' and '.join(self.gains)}"
+        before, after = (
             "unknown" if size is None else format_bytes(size)
             for size in (self.before_bytes, self.after_bytes)
-        ]
+        )
         return (
             f"{self.before_ms:.3f} ms before, {self.after_ms:.3f} ms after; memory "
-            f"besides arguments and results {sizes[0]} before, {sizes[1]} after: "
-            f"{verdict}."
+            f"besides arguments and results {before} before, {after} after: {verdict}."
         )
 
     __str__ = text

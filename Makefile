@@ -28,7 +28,7 @@ help:
 	@echo 'make test-latest  the same with the newest dependencies that pyproject.toml allows'
 	@echo 'make test-gpu  tests on the GPUs of this machine, in ten minutes; build/gpu.md is'
 	@echo '               the page to attach to an issue'
-	@echo 'make prove     run every op under every sharding of its rule; write the page of it'
+	@echo 'make prove     run every op under every sharding of its rule; counts in build/rules.json'
 	@echo 'make lint      ruff and pyright'
 	@echo 'make docs      the documentation as a site, in build/site; a warning is an error'
 	@echo 'make wheel     wheel and source distribution in dist/, tried in an empty place'
@@ -36,7 +36,7 @@ help:
 	@echo 'make lock      write $(LOCK) again, after pyproject.toml has changed;'
 	@echo '               UPGRADE=1 takes the newest versions of everything'
 	@echo 'make sbom      write build/sbom.json: what $(VENV) is made of, in CycloneDX'
-	@echo 'make audit     licences of all dependencies, and their known vulnerabilities'
+	@echo 'make audit     known vulnerabilities of all dependencies'
 	@echo 'make clean     remove the environments and what tools left behind'
 	@echo
 	@echo 'PYTHON=...     interpreter to create $(VENV) with (3.11, 3.12 or 3.13)'
@@ -81,11 +81,10 @@ $(VENV)-gpu/.installed: pyproject.toml
 	$(create) $(VENV)-gpu; $(VENV)-gpu/bin/python -m pip install --quiet -e '.[cuda,dev]'
 	@touch $@
 
-# The page is named after the release of jaxlib in $(VENV), and the month. With KEEP=...
-# a run that was ended goes on from what that folder has.
+# With KEEP=... a run that was ended goes on from what that folder has.
 prove: $(STAMP)
-	$(BIN)/python -m cfp_test.proving --jobs $(JOBS) --page $(if $(KEEP),--keep $(KEEP))
-	$(BIN)/python -m cfp_test.results
+	mkdir -p build
+	$(BIN)/python -m cfp_test.proving --jobs $(JOBS) --json build/rules.json $(if $(KEEP),--keep $(KEEP))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -127,7 +126,6 @@ sbom: $(STAMP) $(VENV)-audit/.installed
 
 # Strict: what cannot be looked up is no pass.
 audit: $(STAMP) $(VENV)-audit/.installed
-	$(BIN)/python third_party/dependencies.py --check
 	$(VENV)-audit/bin/pip-audit --strict --disable-pip --require-hashes -r $(LOCK)
 
 clean:

@@ -39,7 +39,7 @@ settings.load_profile("unhurried")
 # end is short, and no process waits for another. The very first are those that wait for
 # others, too: in CI, other checks run meanwhile.
 _LONGEST = """
-    distributed/test_several cluster/test_ray profiling/test_faults bench/test_suite
+    distributed/test_several cluster/test_ray profiling/test_faults
     api/test_planner race/test_race checks/test_check moe/test_moe_passes
     analysis/test_truncate program/test_partitioned plan/test_keep cli/test_cli
     plan/test_adapt api/test_api discovery/test_discover models/test_models

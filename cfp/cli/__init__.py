@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,11 +12,9 @@ from typer.core import TyperGroup
 
 from cfp.cli import finding, planning, reading, running
 from cfp.cli.options import INTERRUPTED, MARKUP, PASS_ON, TRACEBACK, Command
-from cfp.cli.options import command as one_message
 from cfp.cli.supervise import Supervision
 from cfp.cluster.doctor import main as doctor
 from cfp.devices.joining import COORDINATOR, JOIN, PROCESS_ID, PROCESSES
-from cfp.errors import CfpError
 
 # What may be looked for as a command of its own, and is part of another one.
 _DONE_BY = {
@@ -72,25 +68,6 @@ _COMMANDS = {
 for _name, _function in _COMMANDS.items():
     _settings = None if _name == "show" else PASS_ON
     app.command(_name, cls=Command, context_settings=_settings)(_function)
-
-
-@app.command("bench", context_settings={**PASS_ON, "help_option_names": []})
-@one_message
-def _bench(ctx: typer.Context) -> None:
-    """Compare plans with shardings written by hand, a cost model, and PyTorch."""
-    root = Path(__file__).parents[2]
-    for folder in (root, Path.cwd()):
-        if (folder / "cfp_test" / "bench").is_dir():
-            sys.path.insert(0, str(folder))
-            break
-    else:
-        raise CfpError(
-            "cfp bench compares with baselines that are not part of the installed "
-            "package. Clone the repository, and run python -m cfp bench in the clone."
-        )
-    bench = import_module("cfp_test.bench.command").command()
-    with bench.make_context("bench", ctx.args, parent=ctx.parent) as given:
-        bench.invoke(given)
 
 
 @app.command("doctor", context_settings={**PASS_ON, "help_option_names": []})

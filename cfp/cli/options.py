@@ -464,13 +464,6 @@ def is_given(ctx: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-# Options of `cfp bench` alone, which the clone reads.
-OF_BENCH = (
-    *("--suite", "--models", "--groups", "--handwritten", "--rounds", "--pytorch"),
-    *("--compare", "--no-trace"),
-)
-
-
 def with_nearest_option(error: UnknownOption, ctx: typer.Context) -> str:
     """Writes what to try into the message on an option that a target does not have.
 
@@ -480,7 +473,6 @@ def with_nearest_option(error: UnknownOption, ctx: typer.Context) -> str:
     elsewhere = [
         f"cfp {name}" for name, one in commands.items() if error.flag in _flags(one)
     ]
-    elsewhere += ["cfp bench, in a clone"] if error.flag in OF_BENCH else []
     if elsewhere:
         attempt = f"without {error.flag}, which is an option of {', '.join(elsewhere)}"
     else:

@@ -41,7 +41,6 @@ from cfp.profiling.outlook import PART
 from cfp.targets import Target, resolve
 from cfp_test.bench.configs import small
 from cfp_test.bench.side_by_side import Piece, cudnn_attention
-from cfp_test.results.pages import Figures, fixed, gib, table
 
 MODELS = ("gpt", "llama", "bert", "moe")
 SHARES = (0.6, 0.4)
@@ -205,63 +204,6 @@ def compare(
         rows[name]["samples_ms"] = samples_ms
         print(model, name, statistics.median(samples_ms), flush=True)
     return {"model": model, "sizes": dict(sizes), "ways": rows}
-
-
-def figures(*runs: Mapping[str, Any]) -> Figures:
-    """Figures of the page, from what the script wrote in each run."""
-    rows, parts, stages = [], [], dict[str, None]()
-    for run in runs:
-        with_flags = f"{run['jax']}, {run['flags']}" if run.get("flags") else run["jax"]
-        for one in run["models"]:
-            rows += _rows(one, with_flags)
-            for name, way in one["ways"].items():
-                if "parts_s" in way:
-                    stages |= dict.fromkeys(way["parts_s"])
-                    parts.append((one["model"], with_flags, name, way))
-    head = "model | jax | way | plan | ms | samples | between quartiles | of jit | GiB"
-    heads = ["model", "jax", "way", "planned in s"]
-    heads += [stage.replace("_", " ") for stage in stages]
-    planning = [
-        [model, jax_version, name, fixed(way["planning_s"], 0)]
-        + [fixed(way["parts_s"].get(stage, 0.0), 1) for stage in stages]
-        for model, jax_version, name, way in parts
-    ]
-    return {
-        "rows": table(f"{head} | within", rows),
-        "planning": table(" | ".join(heads), planning),
-    }
-
-
-def _rows(one: Mapping[str, Any], jax_version: str) -> list[list[Any]]:
-    """Rows of a model: time, memory, and the ratio to the step as it is written."""
-    ways, rows = one["ways"], []
-    times = {n: way["samples_ms"] for n, way in ways.items() if "samples_ms" in way}
-    base_ms = statistics.median(times["jit"]) if "jit" in times else None
-    for name, way in ways.items():
-        samples = times.get(name)
-        if samples is None:
-            why = way["failed"].splitlines()[0]
-            rows.append([one["model"], jax_version, name, why, *[None] * 6])
-            continue
-        median = statistics.median(samples)
-        low, _, high = (
-            statistics.quantiles(samples, n=4) if len(samples) > 1 else (0.0,) * 3
-        )
-        rows.append(
-            [
-                one["model"],
-                jax_version,
-                name,
-                way.get("plan"),
-                fixed(median),
-                len(samples),
-                fixed(high - low) if len(samples) > 1 else None,
-                fixed(median / base_ms if base_ms else None, 3),
-                gib(way["peak_bytes"]),
-                gib(way.get("budget_bytes")),
-            ]
-        )
-    return rows
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from cfp import platform
 from cfp.program import scatters
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import lower_step, planning_mesh
-from cfp_test.scripts.rows import Rows
+from cfp_test.bench.rows import Rows
 
 AXES = (("x", 1),)
 _WARM_SECONDS, _TURNS = 3.0, 8

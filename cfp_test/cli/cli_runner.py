@@ -19,7 +19,7 @@ from cfp_test.support.waiting import GUARD_SECONDS
 ROOT = Path(__file__).parents[2]
 COLUMNS = "200"  # how wide the commands print
 
-_MEASURING = ("bench", "plan", "profile", "run", "search", "verify")
+_MEASURING = ("plan", "profile", "run", "search", "verify")
 _BATCH = """
 import gc, json, sys
 gc.disable()  # While modules are loaded, as the command does.

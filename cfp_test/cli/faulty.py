@@ -1,20 +1,19 @@
 """The command line with faults: ``python -m cfp_test.cli.faulty profile TARGET ...``.
 
 `$FAULTS` is a JSON object from the label of something to measure to what its run does
-instead; or of a competitor of `cfp bench` to what one of its stages does first. What is
-"overdue" hangs, and its time is over at once, however long it should have.
+instead. What is "overdue" hangs, and its time is over at once, however long it should
+have.
 `$FAULT_LOG` names a file for one line per event: ``run KEY`` before something runs,
 ``put KEY`` after its record was written.
 """
 
-import contextlib
 import ctypes
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -28,7 +27,6 @@ from cfp.profiling.inputs import InputKind
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.race import turns
-from cfp_test.bench.watch import Watch
 from cfp_test.support.injected import hold_times
 
 FAULTS: dict[str, str] = json.loads(os.environ.get("FAULTS", "{}"))
@@ -100,16 +98,6 @@ def install() -> None:
         return made
 
     InFlightLog._begin = faulty_begin
-    doing = Watch.doing
-
-    @contextlib.contextmanager
-    def faulty_doing(watch, what, stage, label, *how) -> Iterator[None]:
-        with doing(watch, what, stage, label, *how):
-            if label in FAULTS:
-                ENDS[FAULTS[label]]()
-            yield
-
-    Watch.doing = faulty_doing
     runner.run = turns.run = faulty_run
     collectives.execute = logged_execute
     ProfileStore.put_all = logged_put_all

@@ -48,7 +48,6 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["plan", TOY, *ON_CPU, "--pin", "weights/up=y"], "no axis 'y'"),
     (["plan", TOY, *ON_CPU, "--pin", "weights/up=None,None,x"], "3 dims"),
     (["plan", TOY, *ON_CPU, "-o", "absent/plan.json"], "another file with -o."),
-    (["bench", *ON_CPU, "--json", "absent/b.json"], "another file with --json."),
     (["plan", TOY, *ON_CPU, "--workdir", "/proc/cfp"], "cannot be used"),
     (["plan", TOY, *ON_CPU, "--workdir", "work", "--preset", "fsdp"], "fully_sharded"),
     (
@@ -137,12 +136,12 @@ def test_version_and_help(folder):
         assert f"Example: cfp {command}" in text.out
 
 
-def test_there_are_twelve_commands_and_ten_options_come_first(folder):
+def test_there_are_eleven_commands_and_ten_options_come_first(folder):
     overview, details = run_batch([["--help"], ["plan", "--help"]], folder)
     commands = overview.out.split("Commands:\n")[1]
     assert re.findall(r"^  ([a-z]+) ", commands, re.M) == [
         *("plan", "run", "show", "verify", "inspect", "export"),
-        *("analyze", "profile", "search", "bench", "doctor", "operators"),
+        *("analyze", "profile", "search", "doctor", "operators"),
     ]
     first = details.out.split("\nOptions:\n")[1].split("\n\n")[0]
     assert len(re.findall(r"^  -", first, re.M)) == 10 + 1  # and --help

@@ -43,7 +43,6 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["verify", "plan.json", TOY, "--platform", "cpu"], "unless the step draws random"),
     (["verify", "plan.json", TOY, "--devices", "4"], "try: without --devices, which"),
     (["plan", TOY, "--memory-budgt", "3MiB"], "did you mean '--memory-budget'? cfp"),
-    (["plan", "gpt", "--suite", "tiny"], "an option of cfp bench, in a clone"),
     (["plan", "gpt", "--hiden", "64"], "did you mean '--hidden'? cfp plan --help"),
     ([*PLAN, "8xh1000"], "did you mean 'h100'?"),
     (["verify", "plan.json", OTHER, *PARTS, "--other-devices"], "not the one that was"),

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import statistics
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from cfp.analysis.contractions import is_contraction
 from cfp.cost.fusion import moved_bytes
-from cfp.cost.step_time import partitioned_compute_ms
-from cfp.cost.terms import Terms
-from cfp.devices.described import described
-from cfp.passes.pipeline import analyze_step
 from cfp.platform import make_mesh
-from cfp.presets.presets import presets
 from cfp.program.graph import Program
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.bench import played_links_page
-from cfp_test.bench.decoder import MODELS, make_step
-from cfp_test.bench.one_as_n_data import computed_from_json, schedule_from_json
-from cfp_test.support.covering import at_night
 
 BATCH, TOKENS, HEADS, WIDTH = 2, 256, 4, 8
 SCORES_BYTES = 2 * BATCH * HEADS * TOKENS * TOKENS  # In bfloat16.
@@ -110,43 +97,3 @@ def test_what_many_read_is_written_once():
     others = sum(moved.get(op.id, 0) for op in program.ops if not is_contraction(op))
     # Each layer reads two and writes one, and its sum reads one; a few are read again.
     assert 3 * count <= others / (4 * size * size) <= 5 * count
-
-
-def _estimated_ms(model: str, attention: str) -> float:
-    """One of two H200's computation, fully sharded, from rates alone."""
-    sizes = replace(MODELS[model], attention=attention)
-    step, args = make_step(sizes)
-
-    def train_step(state, tokens):
-        return step(state, tokens)
-
-    mesh = described("2xh200", x=2)
-    flat = flatten_step(train_step, args, donate_argnums=0)
-    frame = analyze_step(flat, mesh, None).analysis.frame
-    terms, choice = Terms(frame, mesh.rates), presets(frame)["fully_sharded"]
-    total = 0.0
-    for block, strategy in enumerate(choice.blocks):
-        for op, axes in frame.shardings[block].factor_axes(strategy).items():
-            total += sum(terms.compute_ms(frame.program.ops[op], axes))
-    values, args_of = frame.program.values, frame.program.args
-    state = sum(values[args_of[a]].size_bytes for g in frame.groups for a in g.args)
-    return total + mesh.rates.memory_ms(2 * state / mesh.shape["x"])
-
-
-@pytest.mark.parametrize(
-    ("model", "attention"),
-    [("gpt", "written"), ("llama4k", "cudnn"), *at_night([("gpt", "cudnn")])],
-)
-def test_computations_are_estimated_without_compiling(model, attention):
-    data = json.loads(played_links_page.FILE.read_text())
-    rates = played_links_page.rates_of(data, "two")
-    [row] = [
-        row
-        for row in data["programs"]
-        if (row["model"], row["how"]) == (model, "fully_sharded")
-        and row["kernel"] == (attention == "cudnn")
-    ]
-    ran = statistics.median(row["runs"]["local"]["samples_ms"])
-    local = computed_from_json(row["local_computed"])
-    ran = partitioned_compute_ms(schedule_from_json(row), local, rates, ran)
-    assert _estimated_ms(model, attention) == pytest.approx(ran, rel=0.1)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cfp_test.cli.cli_runner import environment
-from cfp_test.scripts.tutorial import (
+from cfp_test.docs.tutorial import (
     NOTEBOOK,
     PAGE,
     SOURCE,
@@ -109,7 +109,7 @@ def printed(folder):
 
 
 def test_notebook_and_page_are_made_from_the_source():
-    """If not: python cfp_test/scripts/tutorial.py, or with --keep-outputs."""
+    """If not: python cfp_test/docs/tutorial.py, or with --keep-outputs."""
     assert make_notebook(CELLS, PRINTED) == NOTEBOOK.read_text()
     assert make_page(CELLS, PRINTED) == PAGE.read_text()
     cells = json.loads(NOTEBOOK.read_text())["cells"]

@@ -28,12 +28,12 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.topology import ask_driver
 from cfp.race.programs import RaceRow
 from cfp.runtime.execute import CompiledStep
+from cfp.settings import ConstraintLevel
 from cfp.units import format_bytes
+from cfp_test.bench.soak import compare, logged_puts, make_step, stored
 from cfp_test.gpu.equal import compile_choice, subject_of
 from cfp_test.gpu.place import Failed, NotRun, Place
 from cfp_test.random_steps.check import Subject
-from cfp_test.scripts.never_loses import parts_of
-from cfp_test.scripts.soak import compare, logged_puts, make_step, stored
 
 # A plan is slower than a preset if it is by more than this, and that in so many turns
 # that chance makes it so in fewer than one run of fifty.
@@ -93,6 +93,14 @@ def no_slower(place: Place) -> str:
     if is_slower(samples[own], samples[best]):
         raise Failed(f"the plan is slower than a preset: {said}")
     return said
+
+
+def parts_of(name: str) -> tuple[str, ConstraintLevel]:
+    """A preset's name without its constraint level, and that."""
+    for level in ConstraintLevel:
+        if name.endswith(way := f", {level} constrained"):
+            return name.removesuffix(way), level
+    return name, ConstraintLevel.EVERYTHING
 
 
 def _best_presets(race: Sequence[RaceRow]) -> list[RaceRow]:

@@ -16,6 +16,7 @@ from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.trace import planning_mesh
+from cfp_test.bench.soak import make_step
 from cfp_test.gpu import equal, plans, suite
 from cfp_test.gpu.equal import check_held, compile_choice, subject_of
 from cfp_test.gpu.page import page, versions
@@ -32,7 +33,6 @@ from cfp_test.gpu.suite import (
     run_check,
     run_planted,
 )
-from cfp_test.scripts.soak import make_step
 
 BEST_PRESET = "best preset"
 

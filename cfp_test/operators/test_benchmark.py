@@ -21,18 +21,14 @@ from cfp.operators.command import (
     print_list,
     print_results,
     read,
-    to_json,
     write,
 )
-from cfp.operators.inject import Worth
 from cfp.operators.operator import (
     Argument,
     Implementation,
     Operator,
     OperatorError,
 )
-from cfp.operators.probe import environment
-from cfp_test.results.operators import page
 
 TINY = Shape(batch=1, seq=4, hidden=8, heads=2, vocab=5)
 SHAPE = "1,4,8,2,5"
@@ -260,46 +256,3 @@ def test_a_share_is_percent_or_not():
 def test_only_some_operators_by_part_of_their_names():
     assert [one.name for one in matching("gpt, rms")] == ["gpt_attention", "rms_norm"]
     assert len(matching("")) == len(OPERATORS) == 18
-
-
-def test_a_page_is_made_of_what_the_script_writes(rows):
-    made = to_json({}, list(rows.values()))["rows"]
-    attention = [
-        {
-            **made[0],
-            "operator": "gpt_attention",
-            "implementation": name,
-            "shape": "8,1024,1024,16,50257",
-            "passes": {
-                "both": {**made[0]["passes"]["both"], "temp_bytes": int(mb * 1e6)}
-            },
-        }
-        for name, mb in (("xla", 900.0), ("cudnn", 300.0))
-    ]
-    verdict = Worth(before_ms=2.0, after_ms=1.0, before_bytes=None, after_bytes=None)
-    text = page(
-        {
-            "environment": environment(),
-            "available": [
-                {"operator": "a", "implementation": "b", "library": "c", "reason": None}
-            ],
-            "rows": [*made, *attention],
-            "injection": [
-                {"model": "GPT2 nnx", "reason": "not reached in time"},
-                {
-                    "model": "GPT2 linen",
-                    "config": "small",
-                    "replaced": ["layer_norm by xla"],
-                    "errors": {"output": 1e-3},
-                    "before_ms": 2.0,
-                    "after_ms": 1.0,
-                    "before_bytes": None,
-                    "after_bytes": None,
-                    "verdict": verdict.text(),
-                },
-            ],
-        }
-    )
-    assert "| 8, 1024, 1024, 16, 50257 | cudnn | 900.0 | 300.0 | 3.0 | 6.1 |" in text
-    assert "| a | b | c | yes |" in text and "not reached in time" in text
-    assert "worth it for time." in text and "incorrect: " in text

@@ -25,7 +25,6 @@ from typing import Any
 
 from cfp_test.cli.cli_runner import ROOT
 from cfp_test.proving.catalogue import ENTRIES
-from cfp_test.results.pages import RESULTS
 from cfp_test.support.quick_flags import QUICK_FLAGS
 
 _FLAGS = f"{QUICK_FLAGS} --xla_force_host_platform_device_count=8"
@@ -35,9 +34,6 @@ _AT_ONCE = 96  # shardings in a program
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="where the outcomes go")
-    parser.add_argument(
-        "--page", action="store_true", help="the JSON goes beside the pages of results"
-    )
     parser.add_argument(
         "--keep", type=Path, help="folder of what is known; a run goes on from there"
     )
@@ -59,17 +55,13 @@ def main(words: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / f"{name}.jsonl" for name in names]
         entries = list(pool.map(_in_process, names, files))
-    from cfp_test.proving.page import summary
+    from cfp_test.proving.summary import summary
 
     found = [one for outcomes, _ in entries for one in outcomes]
     seconds = sum(each for _, each in entries)
     data = summary(found, seconds, names)
-    file = options.json
-    if options.page:
-        release, month = data["jaxlib"].replace(".", "_"), time.strftime("%Y%m")
-        file = RESULTS / f"rules_{release}_{month}.json"
-    if file:
-        file.write_text(json.dumps(data, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(data, indent=1) + "\n")
     for one in (*data["wrong"], *data["missing"]):
         print(one)
     print(

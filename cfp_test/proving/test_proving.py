@@ -21,7 +21,6 @@ from cfp_test.proving.engine import jobs, prove, singles
 from cfp_test.proving.faults import SHOWN
 from cfp_test.proving.programs import MESHES, mesh_of, singles_of
 from cfp_test.proving.shown import outcome
-from cfp_test.results.pages import RESULTS
 from cfp_test.support.covering import at_night
 
 _FLAT, _GRID = MESHES
@@ -199,9 +198,3 @@ def test_newer_releases_are_taken_to_have_what_the_newest_has():
     new = {fault.name for fault in corrections.faults("0.13.1")}
     assert new == {fault.name for fault in corrections.faults("0.12.0")}
     assert len(new) < len(corrections.faults("0.10.2"))
-
-
-def test_the_results_have_nothing_wrong_or_missing():
-    for file in RESULTS.glob("rules_*.json"):
-        data = json.loads(file.read_text())
-        assert (data["wrong"], data["missing"]) == ([], []), file

@@ -1,6 +1,5 @@
 import io
 import re
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -23,8 +22,6 @@ from cfp_test.report.plans import (
     move,
     row,
 )
-from cfp_test.scripts.plan_picture import picture
-from cfp_test.support.forking import quick_python
 
 
 @pytest.mark.smoke
@@ -161,17 +158,6 @@ def test_terminals_get_lines_and_pipes_plain_text():
     print_plan(plan, Console(file=terminal, force_terminal=True, width=160))
     assert pipe.getvalue() == plan_text(plan)
     assert "│" in terminal.getvalue()
-
-
-def test_a_picture_is_drawn_of_a_plan():
-    assert "layer_0-1/mlp" in picture(make_plan(layers([0, 0]), RACE))
-
-
-def test_drawing_a_plan_without_its_files_prints_the_usage():
-    command = [quick_python(), "-m", "cfp_test.scripts.plan_picture", "plan.json"]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert ran.returncode == 2
-    assert "usage: " in ran.stderr and "Traceback" not in ran.stderr
 
 
 def test_times_of_a_race_have_their_noise_beside_them():

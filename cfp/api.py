@@ -29,7 +29,6 @@ from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings, dimensions_of
 from cfp.platform import all_meshes
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.interrupts import handle_keyboard_interrupt
 from cfp.profiling.store import store_path
 from cfp.program.calling import check_keywords
 from cfp.program.meaning import trace_context_key
@@ -94,8 +93,8 @@ def plan(
     Raises:
         CfpError: the step, the arguments, the mesh, the pins or the budget cannot be
             planned; each message says what to do.
-        KeyboardInterrupt: the user has interrupted before there was anything to choose
-            from. Measurements are kept, and the message says where.
+        KeyboardInterrupt: the user has interrupted. What was measured is kept, and the
+            same call goes on from there.
     """
     if choose is not None:
         settings = settings_or_defaults(settings)
@@ -133,7 +132,7 @@ def plan(
     may = Dimension.MESH in settings_or_defaults(settings).dimensions
     most_axes = 2 if may and preset is None else 1
     meshes = {"": mesh} if mesh is not None else all_meshes(most_axes)
-    fastest = plan_fastest(
+    return plan_fastest(
         [
             Variant(name=name, fn=fn, args=args, kwargs=kwargs, mesh=one)
             for name, one in meshes.items()
@@ -141,14 +140,7 @@ def plan(
         **options,
         quiet=quiet,
         rule_out=True,
-    )
-    if fastest.interrupted:
-        warnings.warn(
-            "Interrupted: this plan is the best of what was measured by then, without "
-            "a race or the rest of it. To end the program, interrupt it once more.",
-            stacklevel=2,
-        )
-    return fastest.plan
+    ).plan
 
 
 _OPTIONS = tuple(signature(plan).parameters)[4:-1]  # not fn, args, mesh, quiet, kwargs
@@ -380,8 +372,7 @@ class ParallelStep:
                 "of cfp.plan. Pass it by position, or give it another name."
             )
         shows = shown(options.pop("settings", None), doing, _SILENCE, self._quiet)
-        # Compiling, too: what was measured for the plan is kept.
-        with handle_keyboard_interrupt(options.get("cache_dir")), shows as how:
+        with shows as how:
             options |= {"settings": how, "quiet": True}
             found = plan(self._fn, *args, mesh=self._mesh, **options, **kwargs)
             tell = how.progress or _say_nothing

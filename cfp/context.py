@@ -23,7 +23,6 @@ from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.coordination import coordinated_planning
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.outlook import Outlook
 from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, open_store, store_path
 from cfp.settings import (
@@ -111,28 +110,26 @@ class PlanContext:
         """Memory that a plan may use on each device."""
         return self.memory.budget_bytes if self.memory else self.device_bytes
 
-    def decided_by(self, interrupted: bool = False) -> DecidedBy:
-        """Returns the way to choose the plan among candidates.
-
-        Args:
-            interrupted: whether the user has ended the measuring: then nothing races.
-        """
+    @property
+    def decided_by(self) -> DecidedBy:
+        """The way to choose the plan among candidates."""
         settings, is_described = self.settings, isinstance(self.mesh, DescribedMesh)
         uses_devices = settings.measure is not False
         if is_described and not (self.predictor and uses_devices):
             return DecidedBy.PREDICTION
-        if settings.race and uses_devices and not interrupted:
+        if settings.race and uses_devices:
             return DecidedBy.RACE
         if is_described or self.memory is not None:
             return DecidedBy.COMPILER
         return DecidedBy.PREDICTION
 
-    def usual_temp_share(self, interrupted: bool = False) -> float:
+    @property
+    def usual_temp_share(self) -> float:
         """The share of temporaries that the compiler usually leaves under a limit.
 
         1 where it takes no limit, or nothing is compiled.
         """
-        compiled = self.decided_by(interrupted) is not DecidedBy.PREDICTION
+        compiled = self.decided_by is not DecidedBy.PREDICTION
         limited = compiled and self.rules.limits_memory and self.device_bytes
         return LIMITED_MEMORY if limited else 1.0
 
@@ -226,7 +223,6 @@ def open_context(
                     wants_local=predictor.wants_local
                     if predictor and predictor.here and runs
                     else None,
-                    outlook=Outlook(end),
                 ),
                 memory=memory,
                 device_bytes=device_bytes,

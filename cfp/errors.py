@@ -93,12 +93,7 @@ class CfpError(Exception):
       summary: the message, or its beginning, where the others are given.
       expected, got, attempt: as of `compose`; the last may stand alone.
       commands: what to attempt instead where a command was typed.
-
-    Attributes:
-      interrupted: whether the user had interrupted what it ended.
     """
-
-    interrupted = False
 
     def __init__(
         self,
@@ -213,7 +208,7 @@ class MemoryBudgetError(CfpError):
             smallest_feasible_bytes=self.smallest_feasible_bytes,
             contributors=self.contributors,
         )
-        found.fastest_ms, found.interrupted = self.fastest_ms, self.interrupted
+        found.fastest_ms = self.fastest_ms
         return found
 
     def __reduce__(self):

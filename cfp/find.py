@@ -15,7 +15,6 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.host_state import enough_state
 from cfp.analysis.layout import lay_out
 from cfp.context import (
-    DecidedBy,
     PlanContext,
     agreement_of,
     device_memory,
@@ -23,14 +22,13 @@ from cfp.context import (
 )
 from cfp.cost.memory import host_bytes
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError, MemoryBudgetError
+from cfp.errors import MemoryBudgetError
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step, decide
 from cfp.passes.profile import estimate, profile
 from cfp.passes.search import preset_solution, search, search_as_compiled
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.coordination import coordinated_planning
-from cfp.profiling.interrupts import handle_keyboard_interrupt
 from cfp.program.callbacks import host_calls
 from cfp.program.meaning import check_settings, unchecked
 from cfp.program.memory import has_host_memory
@@ -41,7 +39,6 @@ from cfp.search.problem import Problem
 from cfp.search.requests import UNMEASURED_STRATEGIES, Profiles
 from cfp.settings import (
     HOST_BYTES_PER_MS,
-    LEAST_VARIANT_SHARE,
     Dimension,
     Replacing,
     defaults_of,
@@ -57,14 +54,12 @@ class FoundPlan:
 
     Attributes:
         winner: what the plan decides.
-        interrupted: whether the user ended the measuring, or the race.
     """
 
     plan: Plan
     analysis: Analysis = field(repr=False)
     winner: Candidate = field(repr=False)
     problem: Problem | None = field(repr=False)
-    interrupted: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +78,8 @@ class PlanOptions:
 
     @contextmanager
     def planning(self, mesh: Mesh | DescribedMesh) -> Iterator[None]:
-        """Surroundings of planning: interrupts, other processes, JAX's checks."""
-        alone = agreement_of(mesh).alone
-        with (
-            handle_keyboard_interrupt(self.cache_dir),
-            coordinated_planning(alone),
-            unchecked(),
-        ):
+        """Surroundings of planning: other processes, JAX's checks."""
+        with coordinated_planning(agreement_of(mesh).alone), unchecked():
             yield
 
     def context(
@@ -147,10 +137,9 @@ def find_with_state_in_host(
     if most is None or not may_move:
         raise shortage
     agreement, error = agreement_of(mesh), shortage
-    took = analyzed.seconds  # Planning again takes that and more.
     with options.planning(mesh):
         for some in enough_state(frame, shortage.smallest_feasible_bytes - most):
-            if agreement.is_over(end - LEAST_VARIANT_SHARE * took):
+            if agreement.is_over(end):
                 raise error.with_line(
                     "With a longer --time-budget there is time to plan with more state "
                     "in the memory of the host, too."
@@ -158,7 +147,6 @@ def find_with_state_in_host(
             size = format_bytes(sum(one.size_bytes for one in some))
             if settings.progress is not None:
                 settings.progress(f"planning again with {size} of state in host memory")
-            started = time.monotonic()
             moved = step.with_state_in_host([(s.argument, s.result) for s in some])
             rest = replace(settings, seconds=max(0.0, end - time.monotonic()))
             try:
@@ -168,7 +156,6 @@ def find_with_state_in_host(
                     replace(options, preset=None, settings=rest),
                 )
             except MemoryBudgetError as again:
-                took = time.monotonic() - started
                 error = again.with_line(
                     f"That is with {size} of state in the memory of the host, all that "
                     "only its own update reads."
@@ -205,37 +192,31 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
             "cfp donate_argnums or donate_argnames, too.",
             stacklevel=3,
         )
-    analysis, interrupted = analyzed.analysis, False
+    analysis = analyzed.analysis
     with options.context(analyzed.mesh) as context:
+        program = analysis.frame.program.fingerprint[:12]
+        context.agreement.same({"program": program, "preset": str(preset)})
+        profiles = None
+        if preset is not None:
+            solution = preset_solution(context, analysis, preset)
+        else:
+            profiles = analyzed.profiles or profile(context, analysis)
+            solution = search(context, analysis, profiles)
+        may_measure_more = _may_measure_more(context, profiles)
+        parts = context, step, analyzed
+        found, seconds_before = None, 0.0
         try:
-            program = analysis.frame.program.fingerprint[:12]
-            context.agreement.same({"program": program, "preset": str(preset)})
-            profiles = None
-            if preset is not None:
-                solution = preset_solution(context, analysis, preset)
-            else:
-                profiles = analyzed.profiles or profile(context, analysis)
-                interrupted = profiles.interrupted
-                solution = search(context, analysis, profiles)
-            may_measure_more = _may_measure_more(context, profiles)
-            parts = context, step, analyzed
-            found, seconds_before = None, 0.0
-            try:
-                found = complete_plan(
-                    *parts, solution, profiles, last_resort=not may_measure_more
-                )
-            except NoneFits as unfit:
-                seconds_before = unfit.seconds
-            if found is None:
-                # Memory was ample by predictions, and is short once compiled.
-                profiles = profile(context, analysis, all_presets=True)
-                interrupted = profiles.interrupted
-                solution = search(context, analysis, profiles)
-                solution = solution.after_race(seconds_before)
-                found = complete_plan(*parts, solution, profiles)
-        except CfpError as error:
-            error.interrupted |= interrupted
-            raise
+            found = complete_plan(
+                *parts, solution, profiles, last_resort=not may_measure_more
+            )
+        except NoneFits as unfit:
+            seconds_before = unfit.seconds
+        if found is None:
+            # Memory was ample by predictions, and is short once compiled.
+            profiles = profile(context, analysis, all_presets=True)
+            solution = search(context, analysis, profiles)
+            solution = solution.after_race(seconds_before)
+            found = complete_plan(*parts, solution, profiles)
     seconds = analyzed.seconds + time.perf_counter() - started
     figures = {**found.plan.search, "planning_seconds": seconds}
     return replace(found, plan=replace(found.plan, search=figures))
@@ -243,7 +224,7 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
 
 def _may_measure_more(context: PlanContext, profiles: Profiles | None) -> bool:
     """True if presets were left out that may need less memory, and there is time."""
-    if profiles is None or profiles.has_all_presets or profiles.interrupted:
+    if profiles is None or profiles.has_all_presets:
         return False
     return not context.agreement.is_over(context.end)
 
@@ -294,7 +275,6 @@ def complete_plan(
         analysis=analysis,
         winner=outcome.winner,
         problem=solution.problem,
-        interrupted=solution.interrupted or outcome.interrupted,
     )
 
 
@@ -317,53 +297,26 @@ def _decided(
 
     may_again = profiles is not None and not context.agreement.is_over(context.end)
     try:
-        first = _raced(context, analysis, solution, last_resort and not may_again)
+        first = (
+            *decide(context, analysis, solution, last_resort and not may_again),
+            solution,
+        )
     except NoneFits as unfit:
         again = search_as_compiled(context, analysis, solution)
         if again is None and not last_resort:
             raise
         first, solution = None, (again or solution).after_race(unfit.seconds)
     if first is None:
-        return _raced(context, analysis, solution, last_resort)
-    made, outcome, raced = first
+        return *decide(context, analysis, solution, last_resort), solution
+    _, outcome, _ = first
     saw_no_need = profiles is not None and not profiles.memory_bound
     is_short = saw_no_need and outcome.winner.choice.remat
-    cut = raced.interrupted or outcome.interrupted
-    if not is_short or cut or context.agreement.is_over(context.end):
+    if not is_short or context.agreement.is_over(context.end):
         return first
     again = search_as_compiled(context, analysis, solution)
     if again is None:
         return first
-    try:
-        return *decide(context, analysis, again, last_resort), again
-    except KeyboardInterrupt:
-        if not context.agreement.alone:
-            raise
-        context.measure.tell("interrupted: taking what won before")
-        return made, replace(outcome, interrupted=True), solution
-
-
-def _raced(
-    context: PlanContext, analysis: Analysis, solution: Solution, last_resort: bool
-) -> tuple[Plan, RaceOutcome, Solution]:
-    """The plan of what won, the race, and the solution that raced.
-
-    Interrupted in the race, before the first have their times, it takes the best by
-    prediction.
-    """
-    try:
-        return *decide(context, analysis, solution, last_resort), solution
-    except KeyboardInterrupt:
-        decided_by = context.decided_by(solution.interrupted)
-        if not context.agreement.alone or decided_by is not DecidedBy.RACE:
-            raise
-        context.measure.tell("interrupted: taking the best by prediction")
-        without = replace(solution, interrupted=True)
-        try:
-            return *decide(context, analysis, without), without
-        except CfpError as error:
-            error.interrupted = True
-            raise
+    return *decide(context, analysis, again, last_resort), again
 
 
 def _unasked(context: PlanContext) -> Replacing | None:

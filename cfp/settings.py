@@ -78,9 +78,6 @@ MOST_REFUSED = 8
 # as one by one, since one GPU tunes for all. With fewer begun, fewer are late.
 TUNED_FIRST = 1
 TUNING_AT_ONCE = 2
-# The second takes this share of the first one's time, most of whose kernels it shares:
-# of the same run, 4 s and 5 s of 10.
-TUNED_SHARE = 0.5
 # Where programs are predicted from what compiles, on one device or none, those race
 # that estimates have within this factor, and so many of the best plans. On 4 H200
 # estimates were off by 1.4 against each other at most.
@@ -88,10 +85,8 @@ REACH_BY_ESTIMATE = 1.4
 PLANS_BY_ESTIMATE = 3
 # Where one device plays several, computations of leaders run so many times, in turn. Of
 # 14 programs with eight such runs on an H200 medians of three are 0.2 % off on average,
-# single runs up to 5 % (docs/results/played_links_h200x2_202611.json). A run takes so
-# many seconds, with its inputs: 24 took 56 s.
+# single runs up to 5 % (docs/results/played_links_h200x2_202611.json).
 RUNS_PLAYED = 3
-PLAYED_RUN_SECONDS = 2.0
 # What is slower than this many times the fastest is left out: after the look before the
 # turns, or the first turn where there is no look, and between two races; and after each
 # other turn. decisions.md, "Planning in half the time".
@@ -140,15 +135,8 @@ class Dimension(StrEnum):
 ALL_DIMENSIONS = frozenset(Dimension)
 
 
-# Of the time that the quickest variant of a step took, to plan or to estimate, what
-# another takes at least: where less is left it is not begun. What segments share is
-# known by then. Guess.
-LEAST_VARIANT_SHARE = 0.5
 # Of the time for all variants, what their estimates have.
 ESTIMATES_SHARE = 1 / 3
-# Planning a variant takes at least so many times as long as estimating it: on four
-# virtual devices, a step of 5,600 ops, 14 s and 58 s; with measurements more.
-PLANNED_BY_ESTIMATE = 4
 
 # ------------------------------------------------------------------------ platforms
 

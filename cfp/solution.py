@@ -39,8 +39,6 @@ class Candidate:
 
     Attributes:
         predicted_ms: its step time by the profiles, or None.
-        is_measured: whether its parts are; those that there was no time for count in
-            its prediction as they are estimated.
     """
 
     name: str
@@ -49,7 +47,6 @@ class Candidate:
     level: ConstraintLevel = ConstraintLevel.EVERYTHING
     options: Mapping[str, str] = field(default_factory=dict)
     is_preset: bool = False
-    is_measured: bool = True
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -71,7 +68,6 @@ class Solution:
         unraced: why presets that are not among these do not race, by name.
         problem: what was searched; None for a preset that was taken by name.
         counts: counts and seconds of the passes until now.
-        interrupted: whether the user ended the measuring, so that there is no race.
         rates: the devices' rates; None where they are not known.
         named: presets and what propagation makes that are among the candidates, with
             their kernels and nothing rematerialized, by name.
@@ -81,7 +77,6 @@ class Solution:
     unraced: Mapping[str, str] = field(default_factory=dict)
     problem: Problem | None = field(default=None, repr=False)
     counts: Mapping[str, float] = field(default_factory=dict)
-    interrupted: bool = False
     rates: Rates | None = field(default=None, repr=False)
     named: Mapping[str, Choice] = field(default_factory=dict, repr=False)
 

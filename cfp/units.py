@@ -88,12 +88,3 @@ def overtime_text(doing: str, late: float, given: float) -> str:
         f"{doing} took {late:.0f} s more than the {given:g} s asked for: "
         "what had begun, such as a compile, was awaited"
     )
-
-
-def seconds_left(done: int, total: int, seconds: float) -> float | None:
-    """Estimates the time for the rest of some work of equal parts.
-
-    Returns:
-        None where nothing is over yet, or all is.
-    """
-    return seconds / done * (total - done) if 0 < done < total else None

@@ -28,7 +28,6 @@ from cfp.passes.pipeline import Analyzed, analyze_step
 from cfp.plan.figures import UNPLANNED
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.coordination import coordinated_planning
-from cfp.profiling.outlook import without_left
 from cfp.profiling.processes import Agreement
 from cfp.profiling.tasks import Progress
 from cfp.program.meaning import check_settings
@@ -36,12 +35,9 @@ from cfp.program.step import FlatStep, flatten_step
 from cfp.race.shortage import least_short
 from cfp.settings import (
     ESTIMATES_SHARE,
-    LEAST_VARIANT_SHARE,
-    PLANNED_BY_ESTIMATE,
     REACH_BY_ESTIMATE,
 )
 from cfp.solution import Estimate
-from cfp.units import clock_text
 from cfp.view.words import SAME_MS
 
 now = time.monotonic  # Of the time that all variants share.
@@ -71,15 +67,12 @@ class Deadline:
         """The time since it began."""
         return now() - self.began
 
-    def is_within(self, seconds: float) -> bool:
+    def is_over(self, spared: float = 0.0) -> bool:
         """True if no more than some seconds are left for process 0."""
         if not isfinite(self.end):
             return False
         with coordinated_planning(self.agreement.alone):
-            return self.agreement.decided("the time", self.end - now() <= seconds)
-
-
-_INTERRUPTED = "interrupted"
+            return self.agreement.decided("the time", self.end - now() <= spared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +86,8 @@ class Try:
     why_not: str = ""
 
     @property
-    def interrupted(self) -> bool:
-        ended = self.found or self.error
-        return not self.why_not and (ended is None or ended.interrupted)
-
-    @property
     def note(self) -> str:
-        if self.why_not:
-            return self.why_not
-        return str(self.error or (_INTERRUPTED if self.interrupted else ""))
+        return self.why_not or str(self.error or "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +108,6 @@ class Tried:
         """The plans that there are."""
         tries = self.tries.items()
         return {name: one.found for name, one in tries if one.found is not None}
-
-    @property
-    def interrupted(self) -> bool:
-        """True if the user ended it before all were planned."""
-        return any(one.interrupted for one in self.tries.values())
 
 
 def plan_in_turn(
@@ -192,7 +173,6 @@ class _Planning:
         self._calls, self._settings = calls, options.settings
         self._known: dict[str, tuple[FlatStep, Analyzed]] = {}
         self._broken: dict[int, StepNotTraceable] = {}
-        self._need = ""
         self._late: list[str] = []
         self.turns = [*variants]
         self.leaner: list[Variant] = []
@@ -262,17 +242,14 @@ class _Planning:
             rule_out: whether what estimates have far behind is left out, which spares
                 more time than they take: then they may take all that there is.
         """
-        count, seconds, took = len(self.turns), self._settings.seconds, inf
+        count, seconds = len(self.turns), self._settings.seconds
         spared = 0.0 if rule_out else (1.0 - ESTIMATES_SHARE) * seconds
         for place, variant in enumerate(_by_turns(self.turns), start=1):
-            if self.estimates and self._deadline.is_within(spared + took):
+            if self.estimates and self._deadline.is_over(spared):
                 break
-            started = now()
-            which = f"{variant.name} ({place} of {count}{self._need})"
+            which = f"{variant.name} ({place} of {count})"
             if (estimate := self._estimated(variant, which)) is not None:
                 self.estimates[variant.name] = estimate
-                took = min(took, now() - started)
-                self._need = "" if rule_out else _need_text(count, took, seconds)
         if rule_out:
             self._rule_out()
         self.turns.sort(key=self._rank)
@@ -282,7 +259,7 @@ class _Planning:
         variants: Sequence[Variant],
         how: Callable[[Variant, float], FoundPlan] | None = None,
     ) -> None:
-        """Plans one after another, at least one, until the user ends it, or time does.
+        """Plans one after another, at least one, until time is over.
 
         Args:
             how: plans one in so many seconds, if not as it is.
@@ -293,7 +270,7 @@ class _Planning:
         how = how or self._plan_one
         for place, variant in enumerate(variants):
             name = variant.name
-            if place and self._is_late():
+            if place and self._deadline.is_over():
                 self.tries[name] = Try(name=name, why_not=UNPLANNED)
                 continue
             found = error = None
@@ -306,15 +283,9 @@ class _Planning:
                 raise
             except CfpError as reason:
                 error = reason
-            except KeyboardInterrupt:
-                if not (self._deadline.agreement.alone and self.has_plan()):
-                    raise
             before = self.tries[name].seconds if name in self.tries else 0.0
             seconds = before + now() - started
-            tried = Try(name=name, seconds=seconds, found=found, error=error)
-            self.tries[name] = tried
-            if tried.interrupted:
-                return
+            self.tries[name] = Try(name=name, seconds=seconds, found=found, error=error)
 
     def plan_ruled_out(self) -> None:
         """Plans what estimates left out: they may be wrong of memory."""
@@ -323,11 +294,11 @@ class _Planning:
         spared.sort(key=self._rank)
         self.turns += spared
         for place, one in enumerate(spared):
-            if self._is_late():
+            if self._deadline.is_over():
                 self._late += [each.name for each in spared[place:]]
                 break
             self.plan([one])
-            if self._is_done(one):
+            if self.has_plan():
                 break
         self.ruled_out = [one for one in self.ruled_out if one.name not in self.tries]
 
@@ -348,16 +319,16 @@ class _Planning:
             return find_with_state_in_host(step, error, end, analyzed, options)
 
         for place, one in enumerate(short):
-            if place and self._is_late():
+            if place and self._deadline.is_over():
                 return
             self.plan([one], in_host)
-            if self._is_done(one):
+            if self.has_plan():
                 return
 
     def plan_leaner(self, leaner: Callable[[], Iterable[Variant]]) -> None:
         """Plans variants that need less memory, until one of them fits."""
         for one in leaner():
-            if self._is_late():
+            if self._deadline.is_over():
                 self._late.append(one.name)
                 return
             estimate = self._estimated(one, one.name)
@@ -370,7 +341,7 @@ class _Planning:
             self.leaner.append(one)
             self.turns.append(one)
             self.plan([one])
-            if self._is_done(one):
+            if self.tries[one.name].found is not None:
                 return
 
     def _estimated(self, variant: Variant, which: str) -> Estimate | None:
@@ -422,7 +393,7 @@ class _Planning:
 
     def _plan_one(self, variant: Variant, seconds: float) -> FoundPlan:
         place = [one.name for one in self.turns].index(variant.name) + 1
-        which = f"{variant.name} ({place} of {len(self.turns)}{self._need})"
+        which = f"{variant.name} ({place} of {len(self.turns)})"
         started = now()
         step, analyzed = self.analyzed(variant)
         options = self._options_of(which, seconds - (now() - started))
@@ -438,23 +409,6 @@ class _Planning:
         told = _telling(told, which) if len(self._variants) > 1 else told
         return replace(self._options, settings=replace(told, seconds=max(0.0, seconds)))
 
-    def _is_late(self) -> bool:
-        """True if another variant would take longer than there is time.
-
-        However little it is given: a share of the quickest.
-        """
-        took = [
-            one.seconds
-            for one in self.tries.values()
-            if one.found or isinstance(one.error, MemoryBudgetError)
-        ]
-        return self._deadline.is_within(LEAST_VARIANT_SHARE * min(took, default=0.0))
-
-    def _is_done(self, variant: Variant) -> bool:
-        """True if a variant has a plan, or the user has ended planning."""
-        tried = self.tries[variant.name]
-        return tried.found is not None or tried.interrupted
-
 
 def _by_turns(variants: Sequence[Variant]) -> list[Variant]:
     """The first variants of all meshes, then the second of each, and so on."""
@@ -466,37 +420,18 @@ def _by_turns(variants: Sequence[Variant]) -> list[Variant]:
     return sorted(variants, key=lambda one: turns[one.name])
 
 
-def _need_text(count: int, took: float, seconds: float) -> str:
-    """Describes the time that some variants need, where it is more than there is.
-
-    Args:
-        took: what it took to estimate one, in seconds; infinite if none was.
-    """
-    each = PLANNED_BY_ESTIMATE * took
-    if not isfinite(took) or not count * each > seconds:
-        return ""
-    enough = max(1, int(seconds / each))
-    return (
-        f"; to plan all takes {clock_text(count * each)} or more, {seconds:.0f} s are "
-        f"enough for about {enough}"
-    )
-
-
 def _telling(settings: PlannerSettings, name: str) -> PlannerSettings:
-    """Settings whose events say which variant they are about.
-
-    They do not say what time is left, which is that of all variants and of their race.
-    """
+    """Settings whose events say which variant they are about."""
     progress = settings.progress
     if progress is None:
         return settings
 
     def tell(event: Progress | str) -> None:
         if isinstance(event, str):
-            progress(f"{name}: {without_left(event)}")
+            progress(f"{name}: {event}")
         else:
             label = f"{name}: {event.label}" if event.label else name
-            progress(replace(event, label=label, left_seconds=inf))
+            progress(replace(event, label=label))
 
     return replace(settings, progress=tell)
 

@@ -7,7 +7,6 @@ and neighbours come and go.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from cfp.outcomes import Basis, Outcome, Variant, with_variants
 from cfp.passes.pipeline import Pins
 from cfp.plan.figures import (
     GIVEN_SECONDS,
-    SLOWEST_SECONDS,
     UNPLANNED,
     VARIANTS_SECONDS,
 )
@@ -53,14 +51,12 @@ class Fastest:
         outcomes: of all variants, in their order.
         basis: raced together; measured, but each in a race of its own, so that small
             differences say nothing; or predicted.
-        interrupted: whether the user ended it before all were planned.
     """
 
     name: str
     plan: Plan
     outcomes: tuple[Outcome, ...]
     basis: Basis
-    interrupted: bool = False
 
     def __repr__(self) -> str:
         lines = [f"  {outcome}" for outcome in self.outcomes]
@@ -86,9 +82,8 @@ def plan_fastest(
 ) -> Fastest:
     """Plans variants of a step, and keeps the fastest plan that fits in memory.
 
-    A variant that cannot be planned is out, and its outcome says why. Interrupted
-    (``KeyboardInterrupt``), or when time is over, it makes do with the variants that
-    are finished. Of several processes an interrupt ends all, at any time.
+    A variant that cannot be planned is out, and its outcome says why. When time is
+    over, it makes do with the variants that are finished.
 
     Args:
         variants: what to choose from; each has a name of its own. They may differ in
@@ -108,8 +103,6 @@ def plan_fastest(
     Raises:
         CfpError: no variant can be planned.
         ProcessError: the processes of this program do not plan together.
-        KeyboardInterrupt: before anything can be chosen from; of several processes, at
-            any time.
     """
     names = [variant.name for variant in variants]
     if not names or len(set(names)) < len(names):
@@ -151,24 +144,18 @@ def plan_fastest(
         found, estimates = tried.found, tried.estimates
         notes = {name: one.note for name, one in tried.tries.items()}
         basis, times = _own_times(found)
-        # The race compiles once more what won in races of other processes.
-        plans = [one.plan for one in found.values() if one.plan.raced is None]
-        took = [plan.search.get("compile_seconds", 0.0) for plan in plans]
-        is_over = deadline.is_within(max(took, default=0.0))
-        may_race = not (is_over or tried.interrupted)
-        if basis is Basis.MEASURED and len(times) > 1 and may_race:
-            # Of several processes the others would go on.
-            with contextlib.suppress(*[KeyboardInterrupt] if agreement.alone else []):
-                entrants = [(name, found[name]) for name in times]
-                results = _race_winners(entrants, options, deadline.end)
-                ran = {n: r for n, r in results.items() if isfinite(r.time_ms)}
-                raced = {name: result.time_ms for name, result in ran.items()}
-                # Without what there was no time for it does not say what is fastest.
-                outcomes = [one.outcome for one in results.values()]
-                is_whole = not any(isinstance(one, Skipped) for one in outcomes)
-                if raced and is_whole:
-                    basis, times = Basis.RACED, raced
-                    notes |= {name: race_row(r).note for name, r in results.items()}
+        is_over = deadline.is_over()
+        if basis is Basis.MEASURED and len(times) > 1 and not is_over:
+            entrants = [(name, found[name]) for name in times]
+            results = _race_winners(entrants, options, deadline.end)
+            ran = {n: r for n, r in results.items() if isfinite(r.time_ms)}
+            raced = {name: result.time_ms for name, result in ran.items()}
+            # Without what there was no time for it does not say what is fastest.
+            outcomes = [one.outcome for one in results.values()]
+            is_whole = not any(isinstance(one, Skipped) for one in outcomes)
+            if raced and is_whole:
+                basis, times = Basis.RACED, raced
+                notes |= {name: race_row(r).note for name, r in results.items()}
     best = min(times, key=times.__getitem__, default=next(iter(found)))
     outcomes = tuple(
         Outcome(
@@ -192,7 +179,6 @@ def plan_fastest(
         plan=plan,
         outcomes=outcomes,
         basis=basis,
-        interrupted=tried.interrupted,
     )
 
 
@@ -217,8 +203,6 @@ def _with_seconds(
     seconds = {VARIANTS_SECONDS: took} if len(outcomes) > 1 else {}
     if isfinite(settings.seconds):
         seconds |= {GIVEN_SECONDS: settings.seconds}
-    if any(one.note.startswith(UNPLANNED) for one in outcomes):
-        seconds |= {SLOWEST_SECONDS: max(one.seconds for one in outcomes)}
     return replace(plan, search={**plan.search, **seconds})
 
 

@@ -33,7 +33,6 @@ from cfp.printable import counted
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import Parts, ProfileKey, environment_parts
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.outlook import Outlook
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.tasks import Progress
 from cfp.program.outline import other_program
@@ -178,7 +177,7 @@ def verify(
             store=store,
             budget_bytes=device_memory(mesh),
             end=end,
-            options=MeasureOptions(progress=progress, outlook=Outlook(end)),
+            options=MeasureOptions(progress=progress),
             built=built,
         )
         results = race_programs(builder, [mine, *others], _ROUNDS)

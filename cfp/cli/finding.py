@@ -29,7 +29,6 @@ from cfp.cli.options import (
     mode_of,
     only_json,
     plan_data,
-    print_error,
     save,
     suggest,
 )
@@ -418,7 +417,6 @@ def plan(
         if as_json:
             more = {"variants": variants_data(found)} if several else {}
             print_json(plan_data(found.plan) | more)
-            _end_interrupted(found)
             return
         if several:
             print_view(lambda b: variants_view(found, b))
@@ -427,14 +425,6 @@ def plan(
         if count:
             print(f"Give cfp run --microbatches {count}, too.")
         suggest(found.plan, output)
-        _end_interrupted(found)
-
-
-def _end_interrupted(found: Fastest) -> None:
-    """Ends a command that was interrupted, and has a plan all the same."""
-    if found.interrupted:
-        print_error("Interrupted: the plan is the best of what was finished by then.")
-        raise typer.Exit(o.INTERRUPTED)
 
 
 def find(given: Any, remote: RemoteCompiler | None = None) -> Fastest:

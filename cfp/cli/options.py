@@ -27,7 +27,6 @@ from cfp.planner_settings import (
     dimensions_of,
 )
 from cfp.profiling.in_flight import Limits
-from cfp.profiling.interrupts import interrupted_text
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress
 from cfp.settings import ConstraintLevel
@@ -379,8 +378,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
                 traceback.print_exception(error)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
-            text = interrupted_text(kwargs.get("workdir"), "the same command")
-            print_error(wrapped(text))
+            kept = store_path(kwargs.get("workdir"))
+            text = f"Interrupted. What was measured is kept in {kept}; "
+            print_error(wrapped(f"{text}the same command goes on from there."))
             raise typer.Exit(INTERRUPTED) from error
 
     return run

@@ -22,9 +22,7 @@ from cfp.presets.presets import named_choices
 from cfp.printable import counted
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.measurer import Measurer
-from cfp.profiling.outlook import Stage
 from cfp.profiling.rates import Rates
-from cfp.race.candidates import named_candidates
 from cfp.search.choices import estimate_among, leading_presets, preset_times
 from cfp.search.expected import build_problem, estimate_options
 from cfp.search.guided import measure_candidates
@@ -43,7 +41,6 @@ from cfp.settings import (
     ROUND_SIZE,
     Dimension,
     Replacing,
-    defaults_of,
 )
 from cfp.solution import Estimate
 from cfp.units import overtime_text
@@ -57,7 +54,6 @@ def profile(
 ) -> Profiles:
     """Measures options of every kind of segment, as the search asks for them.
 
-    Interrupted, once every kind has some, it makes do with what was measured.
 
     Args:
         all_presets: see `profile_segments`.
@@ -83,11 +79,10 @@ def profile(
         "strategies_cached": cached,
         "strategies_failed": sum(r is not None and not r.ok for r in done),
         "profile_seconds": time.perf_counter() - started,
-        **context.measure.outlook.counts,
     }
     if measurer.has_end and (late := found.unmeasured):
         counts[UNMEASURED_STRATEGIES] = len(late)
-    return replace(found, counts=counts, interrupted=measurer.interrupted)
+    return replace(found, counts=counts)
 
 
 def _end_of_measuring(context: PlanContext) -> float:
@@ -95,7 +90,7 @@ def _end_of_measuring(context: PlanContext) -> float:
 
     Under a budget of time a race has a share of what is left of it.
     """
-    if context.decided_by() is not DecidedBy.RACE:
+    if context.decided_by is not DecidedBy.RACE:
         return context.end
     now = time.monotonic()
     return now + MEASURED_SHARE * (context.end - now)
@@ -148,9 +143,6 @@ def profile_segments(
         context.end if end is None else end,
     )
 
-    if context.decided_by() is DecidedBy.RACE:
-        context.measure.outlook.expect(expected_race(context, first))
-
     def explored(leading: Mapping[str, Choice]) -> Profiles:
         maker = RequestBuilder(
             costs=costs,
@@ -171,16 +163,14 @@ def profile_segments(
         )
 
     found = explored(first)
-    while not measurer.interrupted:
+    while True:
         failed = any(not record.ok for record in found.records.values())
         wider = every if failed else with_leaner() if found.memory_bound else first
         if not wider.keys() - first.keys():
             break
         more = explored(wider)
-        # Where memory is not tight there is one round. If that was interrupted, or time
-        # was over, less is known of all presets than is of the first ones.
-        cut = measurer.interrupted or (found.memory_bound and measurer.is_over)
-        if cut and not more.memory_bound:
+        # If time was over, less is known of all presets than is of the first ones.
+        if found.memory_bound and measurer.is_over and not more.memory_bound:
             break
         found, first = more, wider
     return replace(found, has_all_presets=first == every), measurer
@@ -202,31 +192,6 @@ def _with_leaner(
         if needs[name] < least:
             least, found[name] = needs[name], presets[name]
     return found
-
-
-def expected_race(
-    context: PlanContext, presets: Mapping[str, Choice]
-) -> Mapping[Stage, int]:
-    """Guesses how many programs are compiled and timed for a race.
-
-    Each named choice at its levels, and the best by two predictions. The leader races
-    with other options; half of the others beside it. The first have a look, and half of
-    them two turns.
-    """
-    rules = context.rules
-    count = len(named_candidates(presets, rules.levels)) + 2 * rules.plans
-    again = len(rules.compiler_options)
-    near = count // 2 + again if again else 0
-    platform = dict(context.environment)["platform"]
-    warm = not (defaults_of(platform).estimates or context.plays)
-    return {
-        Stage.WHOLE: count,
-        Stage.WARM_UP: int(warm),
-        Stage.LOOKS: count,
-        Stage.VARIANTS: again,
-        Stage.WARM_UP_AGAIN: int(warm and again > 0),
-        Stage.TURNS: again + 2 * (near // 2),
-    }
 
 
 def _tight_by_estimate(
@@ -361,28 +326,24 @@ def profile_all_budgets(
             options, fixed_ms = found.estimated, costs.fixed_ms
             problem = build_problem(costs, options, None, fixed_ms=fixed_ms)
             return AllBudgets(problem=problem, measured=False)
-        # Rounds follow until one asks for nothing, and nothing races.
-        context.measure.outlook.leave_open()
         rates = measured_rates(context)
         found, measurer = profile_segments(
             context, analysis, rates, measure=True, all_presets=True
         )
         wanted, records = [*found.requests], dict(found.records)
-        asked_again = not measurer.interrupted
-        if asked_again:
-            again = _again(context, analysis, found)
-            wanted += again
-            jobs = [job for item in again for job in item.jobs]
-            for start in range(0, len(jobs), ROUND_SIZE):
-                if measurer.is_over:
-                    break  # Without the others there is a curve, too.
-                measurer(jobs[start : start + ROUND_SIZE])
-            records |= context.store.get_many(job.key.digest for job in jobs)
+        again = _again(context, analysis, found)
+        wanted += again
+        jobs = [job for item in again for job in item.jobs]
+        for start in range(0, len(jobs), ROUND_SIZE):
+            if measurer.is_over:
+                break  # Without the others there is a curve, too.
+            measurer(jobs[start : start + ROUND_SIZE])
+        records |= context.store.get_many(job.key.digest for job in jobs)
         late, given = time.monotonic() - context.end, context.settings.seconds
     costs = Costs(analysis, rates)
     problem = build_problem(costs, measured_options(costs, wanted, records), None)
     missing = [item for item in wanted if item.outcome(records) is None]
-    cut = _cut_text(wanted, missing, measurer.interrupted, asked_again)
+    cut = _cut_text(wanted, missing)
     overtime = overtime_text("Measuring", late, given)
     return AllBudgets(problem=problem, cut=". ".join(filter(None, (cut, overtime))))
 
@@ -390,27 +351,17 @@ def profile_all_budgets(
 def _cut_text(
     wanted: Sequence[MeasurementRequest],
     missing: Sequence[MeasurementRequest],
-    interrupted: bool,
-    asked_again: bool,
 ) -> str:
-    """Says what was not measured, and why; "" if all was.
-
-    Args:
-        asked_again: whether `wanted` has what is rematerialized.
-    """
-    if not missing and asked_again:
+    """Says what was not measured for lack of time; "" if all was."""
+    if not missing:
         return ""
-    why = "it was interrupted" if interrupted else "time was over"
     again = sum(item.candidate.remat for item in missing)
     what = f"{len(missing)} of {counted(len(wanted), 'strategy', 'strategies')}"
-    if not asked_again:
-        what += ", and all that rematerialize"
-    elif again:
+    if again:
         what += f", {again} of them rematerialized"
-    more = "" if interrupted else " with a longer --time-budget"
     return (
-        f"Not measured, since {why}: {what}. The curve may be better with them: run it "
-        f"again{more}, for what is measured is kept"
+        f"Not measured, since time was over: {what}. The curve may be better with "
+        "them: run it again with a longer --time-budget, for what is measured is kept"
     )
 
 

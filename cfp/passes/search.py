@@ -42,7 +42,7 @@ from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED, programs_of
 from cfp.race.remembered import compiled_before
 from cfp.race.shortage import over_budget
 from cfp.search.choices import estimate_kinds, picks_of, whole_choice
-from cfp.search.expected import build_problem, expect, with_unmeasured
+from cfp.search.expected import build_problem, expect
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.search.requests import Profiles, measured_options
 from cfp.search.solver import best_solutions
@@ -64,7 +64,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     known = profiles.presets.items()
     presets_there = {name: c for name, c in known if name not in PROPAGATED}
     named = {**presets_there}
-    decided_by = context.decided_by(profiles.interrupted)
+    decided_by = context.decided_by
     compiled = decided_by is not DecidedBy.PREDICTION
     # With times in context, and with times alone; or with estimates.
     may = Dimension.REMAT in context.rules.dimensions
@@ -87,14 +87,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     if profiles.estimated and decided_by is DecidedBy.RACE and not context.predictor:
         named = _fastest(analysis, named, problem)
     named |= {name: c for name, c in known if name in PROPAGATED}
-    wider, late = problem, profiles.unmeasured
-    if late and decided_by is DecidedBy.RACE:
-        # What there was no time to measure is predicted, and may race; the best by
-        # prediction are of what was.
-        estimates = estimate_kinds(analysis, profiles.rates)
-        every_option = with_unmeasured(costs, estimates, sets[0], late)
-        wider = build_problem(costs, every_option, context.budget_bytes)
-    named = plain = with_kernels(analysis, wider, named)
+    named = plain = with_kernels(analysis, problem, named)
     # Of each problem, with its memory as predicted or scaled, how many of the best.
     ways = [(1.0, plans)]
     if tight and not (profiles.estimated and plans == 1):
@@ -112,7 +105,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     )
     if tight:
         # Where the compiler may yet save some memory, more may fit; it will say so.
-        share = context.usual_temp_share(profiles.interrupted)
+        share = context.usual_temp_share
         reckonings = (problem, scale_memory(problem, share))
         named = named | rematerialized(analysis, reckonings, named)
     if not found:
@@ -149,9 +142,6 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
 
     def predicted(one: Candidate) -> Candidate:
         time_ms = prediction_of(analysis, problem, one.choice).time_ms
-        if time_ms is None and wider is not problem:
-            time_ms = prediction_of(analysis, wider, one.choice).time_ms
-            return replace(one, predicted_ms=time_ms, is_measured=False)
         return replace(one, predicted_ms=time_ms)
 
     return Solution(
@@ -159,7 +149,6 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         unraced=unraced,
         problem=problem,
         counts={**profiles.counts, "search_seconds": time.perf_counter() - started},
-        interrupted=profiles.interrupted,
         rates=profiles.rates,
         named=plain,
     )
@@ -223,7 +212,7 @@ def _fitting_as_compiled(
         for one in scaled
         for found in best_solutions(one, context.rules.plans)
     )
-    share = context.usual_temp_share()
+    share = context.usual_temp_share
     reckonings = (scaled[0], scale_memory(scaled[0], share))
     again = rematerialized(analysis, reckonings, solution.named)
     there = {one.choice for one in candidates}
@@ -292,7 +281,7 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
     is_described = isinstance(mesh, DescribedMesh)
     rates = mesh.rates if is_described else known_rates(mesh, context.store)
     best = with_preferred_kernels(analysis, written, context.rules.replacing, rates)
-    runs = context.decided_by() is not DecidedBy.PREDICTION
+    runs = context.decided_by is not DecidedBy.PREDICTION
     candidates = [Candidate(name, best if runs or is_described else written)]
     if best != written and runs:
         candidates.append(Candidate(f"{name} (as written)", written))

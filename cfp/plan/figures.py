@@ -98,9 +98,7 @@ class LeftFigures:
 
 # A variant's note where time was over before it was planned.
 UNPLANNED = "not planned: time was over"
-# Entries of `Plan.search`: what planning the slowest took then, and the time that was
-# given for all, if it was limited.
-SLOWEST_SECONDS = "seconds_of_slowest_variant"
+# An entry of `Plan.search`: the time that was given for all, if it was limited.
 GIVEN_SECONDS = "seconds_given"
 # What all variants took together, their estimates and last race included.
 VARIANTS_SECONDS = "seconds_of_all_variants"

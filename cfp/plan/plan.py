@@ -94,8 +94,7 @@ class Plan:
         options: XLA compiler options that the plan was measured with.
         environment: versions and devices that the plan was made for.
         search: counts of the search: strategies measured, answered from the cache,
-            failed, and seconds of every pass and of every stage of
-            `cfp.profiling.outlook`; how many sharding constraints of the
+            failed, and seconds of every pass; how many sharding constraints of the
             step's own were left out; and entries that `adapt` and `verify` leave.
         rung: what its numbers are from: "estimated", "one device" or "measured".
         figures: the numbers that it was chosen by, for a report; None if there are

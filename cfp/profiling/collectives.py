@@ -35,7 +35,6 @@ from cfp.profiling.compile_pool import default_threads, overlaps
 from cfp.profiling.inputs import InputKind, generator
 from cfp.profiling.key import GPU_PLATFORMS, Parts, ProfileKey, environment_parts
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.outlook import Stage
 from cfp.profiling.processes import Agreement
 from cfp.profiling.rates import KINDS, Rates, axis_groups, rising
 from cfp.profiling.record import ProfileRecord
@@ -352,21 +351,20 @@ def measure_rates(
         # What fails here fails in its turn, and is recorded there.
         _run(by_key[task.key], mesh, built, _ONCE)
 
-    with options.outlook.at(Stage.RATES):
-        summary = run_tasks(
-            [Task(key=key, label=probe.label) for key, probe in by_key.items()],
-            store,
-            build=lambda task: build_probe(task.key, by_key[task.key], mesh),
-            run=lambda task, built: _run(by_key[task.key], mesh, built),
-            threads=default_threads(platform),
-            overlap=overlaps(platform),
-            retry_failures=options.retry_failures,
-            progress=options.tell_of_rates,
-            agreement=Agreement.of(mesh),
-            limits=options.limits,
-            # Libraries of collectives open links between GPUs for seconds.
-            open_links=open_links if platform in GPU_PLATFORMS else None,
-        )
+    summary = run_tasks(
+        [Task(key=key, label=probe.label) for key, probe in by_key.items()],
+        store,
+        build=lambda task: build_probe(task.key, by_key[task.key], mesh),
+        run=lambda task, built: _run(by_key[task.key], mesh, built),
+        threads=default_threads(platform),
+        overlap=overlaps(platform),
+        retry_failures=options.retry_failures,
+        progress=options.tell_of_rates,
+        agreement=Agreement.of(mesh),
+        limits=options.limits,
+        # Libraries of collectives open links between GPUs for seconds.
+        open_links=open_links if platform in GPU_PLATFORMS else None,
+    )
     return _rates(
         mesh, [(probe, summary.records[key.digest]) for key, probe in by_key.items()]
     )

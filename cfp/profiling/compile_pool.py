@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
@@ -110,16 +110,6 @@ class CompilePool:
                     raise
 
         return self._threads.submit(run)
-
-
-def count_done(compiles: Iterable[Future[_T]]) -> float:
-    """Counts compiles that are done; once one is, those at work count half.
-
-    What is compiled side by side with it is nearly done, too.
-    """
-    every = list(compiles)
-    done = sum(one.done() for one in every)
-    return done + sum(one.running() for one in every) / 2 if done else 0.0
 
 
 def awaited(

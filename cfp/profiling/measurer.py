@@ -36,7 +36,6 @@ from cfp.profiling.crashes import record_crashes
 from cfp.profiling.files import make_private_folder
 from cfp.profiling.in_flight import InFlightLog
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.outlook import Stage
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.runner import profile
@@ -112,15 +111,11 @@ def tune_kernels(
                 built[job.key.digest] = outcome
             (learnt / job.key.digest).touch()
 
-        started, count = time.monotonic(), len(todo)
-        options.outlook.expect({Stage.TUNING: count})
-        with options.outlook.at(Stage.TUNING), CompilePool(most) as pool:
+        with CompilePool(most) as pool:
             builds = [pool.start(job.label, partial(learn, job)) for job in todo]
-            for done, (job, one) in enumerate(zip(todo, builds, strict=True)):
-                seconds = time.monotonic() - started
-                left = options.outlook.left_text(Stage.TUNING, done, count, seconds)
-                place = f"{done + 1} of {count}{left}"
-                options.tell(f"tuning kernels for {job.label}, {place}")
+            for place, (job, one) in enumerate(zip(todo, builds, strict=True), 1):
+                which = f"{job.label}, {place} of {len(todo)}"
+                options.tell(f"tuning kernels for {which}")
                 one.result()
     return built
 
@@ -165,7 +160,6 @@ class Measurer:
     Attributes:
         alone: whether no other process measures the same.
         known: keys of what the store answered; not of failures that are tried again.
-        interrupted: whether the user has ended the measuring.
     """
 
     def __init__(
@@ -184,11 +178,9 @@ class Measurer:
         self._options = options
         self.alone = Agreement.of(mesh).alone
         self._end = end if self.alone else math.inf
-        self._asked = 0
         self._measured: set[str] = set()
         self._tuned: set[Hashable] = set()
         self.known: set[str] = set()
-        self.interrupted = False
 
     @property
     def has_end(self) -> bool:
@@ -197,40 +189,8 @@ class Measurer:
 
     @property
     def is_over(self) -> bool:
-        """True if time is over, or the user has ended the measuring."""
-        return self.interrupted or self._is_late()
-
-    def _is_late(self) -> bool:
+        """True if time is over."""
         return time.monotonic() > self._end
-
-    def has_time_for(self, jobs: Sequence[Job]) -> bool:
-        """True if jobs are expected to be measured before the end.
-
-        A compiler for GPUs disturbs what runs, so that all of them are built before the
-        first runs: if time is over by then, nothing is known of any.
-        """
-        if not self.has_end:
-            return True
-        known = self.look_up(jobs)
-        new = {j.key.digest: j for j in jobs if j.key.digest not in known}
-        environment = BuildEnvironment.beside(self._store.build_path)
-        tuned: list[Job] = []
-        if environment.options(self._mesh.devices.flat[0].platform):
-            learnt, first = environment.learnt_dir, first_of_kernels(new.values())
-            tuned = [
-                job
-                for job in first
-                if job.kernels not in self._tuned
-                and not (learnt / job.key.digest).exists()
-            ]
-        seconds = self._options.outlook.expected_seconds(
-            {
-                Stage.TUNING: len(tuned),
-                Stage.BUILDS: len(new),
-                Stage.RUNS: len(new),
-            }
-        )
-        return time.monotonic() + seconds <= self._end
 
     def look_up(self, jobs: Iterable[Job]) -> dict[str, ProfileRecord]:
         """Records of the store, by key, but for failures that are tried again."""
@@ -247,36 +207,23 @@ class Measurer:
 
         Args:
             ignore_end: whether to measure after the end, too.
-
-        Raises:
-            KeyboardInterrupt: the user interrupts before anything can be chosen from.
         """
         digests = {job.key.digest for job in jobs}
         where, how = (self._program, self._mesh), self._options
         known = self.look_up(jobs)
         answered = known.keys()
-        self._asked += 1
         if not self._measure:
             return known
         self._measured |= digests - answered
-        try:
-            new = len(digests - answered)
-            how.outlook.expect(dict.fromkeys((Stage.BUILDS, Stage.RUNS), new))
-            is_late = (lambda: False) if ignore_end else self._is_late
-            new_jobs = [job for job in jobs if job.key.digest not in answered]
-            first = first_of_kernels(new_jobs, self._tuned)
-            self._tuned |= {job.kernels for job in first}
-            return profile(
-                *where,
-                jobs,
-                self._store,
-                options=how,
-                is_late=is_late,
-                built=tune_kernels(*where, first, self._store, how, is_late),
-            ).records
-        except KeyboardInterrupt:
-            # Of several processes the others would go on.
-            if self._asked == 1 or not self.alone:
-                raise
-            self.interrupted = True
-            return self._store.common(digests)
+        is_late = (lambda: False) if ignore_end else (lambda: self.is_over)
+        new_jobs = [job for job in jobs if job.key.digest not in answered]
+        first = first_of_kernels(new_jobs, self._tuned)
+        self._tuned |= {job.kernels for job in first}
+        return profile(
+            *where,
+            jobs,
+            self._store,
+            options=how,
+            is_late=is_late,
+            built=tune_kernels(*where, first, self._store, how, is_late),
+        ).records

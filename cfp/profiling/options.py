@@ -9,7 +9,6 @@ from datetime import datetime
 
 from cfp.profiling.builder import Job
 from cfp.profiling.in_flight import Limits
-from cfp.profiling.outlook import Outlook, Stage
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.tasks import Progress
@@ -27,7 +26,6 @@ class MeasureOptions:
         run: times a program in place of `cfp.profiling.runner.run`, where not all of
             its devices are here.
         wants_local: see `cfp.profiling.builder.BuildEnvironment`.
-        outlook: expects how long planning takes.
     """
 
     retry_failures: bool | datetime = False
@@ -37,7 +35,6 @@ class MeasureOptions:
     compiler_options: Mapping[str, str] = field(default_factory=dict)
     run: Callable[..., ProfileRecord] | None = None
     wants_local: Callable[[Job, str], bool] | None = None
-    outlook: Outlook = field(default_factory=Outlook, compare=False)
 
     def tell(self, event: Progress | str) -> None:
         """Passes an event on."""
@@ -45,18 +42,6 @@ class MeasureOptions:
             self.progress(event)
 
     def tell_of_rates(self, event: Progress) -> None:
-        """Passes an event of timing devices on; what follows is not known yet.
-
-        Times of different probes do not compare: none is the best.
-        """
+        """Passes an event of timing devices on, without a best of different probes."""
         label = f"rates of the devices: {event.label}" if event.label else ""
-        self.tell(replace(event, label=label, best_ms=math.inf, left_seconds=math.inf))
-
-    def tell_of_segments(self, event: Progress) -> None:
-        """Passes an event of measuring segments on, with the time that is left."""
-        built, done = event.built - event.cached, event.done - event.cached
-        total, outlook = event.total - event.cached, self.outlook
-        seconds = event.elapsed_seconds - event.run_seconds
-        outlook.note(Stage.RUNS, done, total, event.run_seconds)
-        left = outlook.left_seconds(Stage.BUILDS, built, total, seconds)
-        self.tell(replace(event, left_seconds=left))
+        self.tell(replace(event, label=label, best_ms=math.inf))

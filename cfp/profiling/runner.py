@@ -37,7 +37,6 @@ from cfp.profiling.inputs import (
 )
 from cfp.profiling.meter import metered
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.outlook import Stage
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.remote import remote_for
@@ -78,7 +77,7 @@ def profile(
     environment = replace(BuildEnvironment.beside(store.build_path), remote=there)
     # The scheduler keeps each record before the next run.
     run_next = StopOnDeviceLoss(run)
-    summary = run_tasks(
+    return run_tasks(
         jobs,
         store,
         build=lambda job: _build(program, mesh, job, environment, built or {}),
@@ -86,15 +85,12 @@ def profile(
         threads=there.at_once if there else default_threads(platform),
         overlap=bool(there) or overlaps(platform),
         retry_failures=options.retry_failures,
-        progress=options.tell_of_segments,
+        progress=options.progress,
         agreement=Agreement.of(mesh),
         limits=options.limits,
         program=program.name,
         is_late=is_late,
     )
-    options.outlook.took(Stage.BUILDS, summary.wait_seconds)
-    options.outlook.took(Stage.RUNS, summary.run_seconds)
-    return summary
 
 
 def timing_on(mesh: Mesh, **limits: Any) -> TimingOptions:

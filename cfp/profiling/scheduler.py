@@ -165,7 +165,6 @@ def _build(
         raise CancelledError  # Nothing waits for it any more.
     with state.in_flight.doing(task.key, task.label, "build", then_wait=True):
         outcome = state.build(task)
-        state.built.add(task.key.digest)
         if isinstance(outcome, ProfileRecord):
             state.keep(outcome)
     if opens is not None and isinstance(outcome, Built):
@@ -187,7 +186,6 @@ class _State:
     is_late: Callable[[], bool] | None = None
     open_links: Callable[[Any, Built], object] | None = None
     records: dict[str, ProfileRecord] = field(default_factory=dict)
-    built: set[str] = field(default_factory=set)
     to_retry: dict[str, ProfileRecord] = field(default_factory=dict)
     cached: int = 0
     measured: int = 0
@@ -195,7 +193,6 @@ class _State:
     best_ms: float = math.inf
     build_seconds: float = 0.0
     run_seconds: float = 0.0
-    wait_seconds: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
     @property
@@ -265,10 +262,7 @@ class _State:
             left = sum(not building.done() for _, building in among)
             self.tell(task.label, "build", left, seconds)
 
-        started = time.perf_counter()
-        outcome = awaited(built, say)
-        self.wait_seconds += time.perf_counter() - started
-        return outcome
+        return awaited(built, say)
 
     def take_turn(self, task: Task, built: Building) -> None:
         if not built.done():
@@ -317,8 +311,6 @@ class _State:
                 label=label,
                 phase=phase,
                 elapsed_seconds=time.perf_counter() - self.started,
-                built=len(self.built | self.records.keys()),
-                run_seconds=self.run_seconds,
                 awaited=awaited,
                 awaited_seconds=awaited_seconds,
             )
@@ -332,5 +324,4 @@ class _State:
             failed=self.failed,
             build_seconds=self.build_seconds,
             run_seconds=self.run_seconds,
-            wait_seconds=self.wait_seconds,
         )

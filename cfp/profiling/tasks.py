@@ -49,12 +49,8 @@ class Progress:
         to be awaited; "run" when it starts to run; "wait" when only another process
         with the same store is at what is left; "done" when it has its record.
       elapsed_seconds: since the beginning.
-      built: tasks that are built or have a record.
-      run_seconds: of the elapsed, those in which something was timed.
       awaited: programs whose compiles are awaited; 0 if that is not known.
       awaited_seconds: how long they have been.
-      left_seconds: expected until planning ends; None if none was given, and infinite
-        if it is not known yet.
     """
 
     done: int
@@ -65,11 +61,8 @@ class Progress:
     label: str
     phase: Phase
     elapsed_seconds: float
-    built: int = 0
-    run_seconds: float = 0.0
     awaited: int = 0
     awaited_seconds: float = 0.0
-    left_seconds: float | None = None
 
 
 ProgressCallback = Callable[[Progress], object]
@@ -85,7 +78,6 @@ class ProfileSummary:
       cached: answered from the store, whether good or failures.
       failed: failed now. The three add up to the number of records.
       build_seconds: of all builds, side by side ones added up.
-      wait_seconds: in which builds were awaited, and nothing ran.
     """
 
     records: Mapping[str, ProfileRecord]
@@ -94,4 +86,3 @@ class ProfileSummary:
     failed: int
     build_seconds: float
     run_seconds: float
-    wait_seconds: float = 0.0

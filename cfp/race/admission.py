@@ -230,8 +230,7 @@ class _Admission:
 
         The plan, and what is known to fit, come first, however many others were
         refused; then what is near, the best preset before the others: there may be no
-        time for all of them. What has parts that there was no time to measure comes
-        last, by itself: their kernels are not tuned yet.
+        time for all of them.
 
         Args:
             however_slow: keys of what is compiled however slow it is.
@@ -258,10 +257,7 @@ class _Admission:
             found = within_reach(some, however_slow, reach, fitting)
             return [w for w in queue if w[0] in found and w not in first]
 
-        queued = [ways[0] for ways in queue]
-        others = near([one for one in queued if one.is_measured])
-        if not (first or others):
-            others = near(queued)
+        others = near([ways[0] for ways in queue])
         others.sort(key=lambda ways: ways[0].key not in however_slow)
         return [*first, *others][: max(allowed, len(first))]
 

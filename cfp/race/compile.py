@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,13 +16,11 @@ from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.compile_pool import (
     CompilePool,
     awaited,
-    count_done,
     default_threads,
 )
 from cfp.profiling.crashes import record_crashes
 from cfp.profiling.in_flight import InFlightLog
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.outlook import Stage
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import CompiledBytes, ProfileRecord, is_to_retry
 from cfp.profiling.remote import RemoteCompiler, remote_for
@@ -37,7 +34,7 @@ from cfp.race.programs import (
     Skipped,
     is_compiled_too_large,
 )
-from cfp.settings import TUNED_FIRST, TUNED_SHARE, TUNING_AT_ONCE, defaults_of
+from cfp.settings import TUNED_FIRST, TUNING_AT_ONCE
 from cfp.units import waiting_text
 
 
@@ -48,12 +45,8 @@ class Builder:
     Attributes:
         program: the program, of those that have no other.
         budget_bytes: what a program may need on each device, or None.
-        end: by this moment (`time.monotonic`) what is compiled and timed is expected to
-            be: nothing else is begun, once one program is, and none is timed again.
-        run_seconds: time to leave for each program's first run, where one device plays
-            several, and for building the leader's variants and a run of it; else 0.
-        stages: of planning: what compiling these is, warming up for them and timing
-            them.
+        end: from this moment on (`time.monotonic`) nothing else is begun, once one
+            program is, and none is timed again.
     """
 
     program: Program
@@ -61,10 +54,8 @@ class Builder:
     store: ProfileStore
     budget_bytes: int | None = None
     end: float = math.inf
-    run_seconds: float = 0.0
     options: MeasureOptions = field(default_factory=MeasureOptions)
     built: dict[str, Built] = field(default_factory=dict, repr=False)
-    stages: tuple[Stage, Stage, Stage] = (Stage.WHOLE, Stage.WARM_UP, Stage.LOOKS)
 
     @property
     def remote(self) -> RemoteCompiler | None:
@@ -94,30 +85,13 @@ def compile_programs(
     Returns:
         What became of each, in their order: without samples, if it fits.
     """
-    expect_steps(builder, programs)
     known = known_records(builder, [one.job.key.digest for one in programs])
     new = [one for one in programs if one.job.key.digest not in known]
-    with builder.in_flight as in_flight, builder.options.outlook.at(builder.stages[0]):
+    with builder.in_flight as in_flight:
         fresh = build_each(builder, new, in_flight)
     failed = [one for one in fresh.values() if isinstance(one, ProfileRecord)]
     keep(failed, builder.store)
     return results_of(programs, {**fresh, **known}, builder.budget_bytes, known)
-
-
-def expect_steps(builder: Builder, programs: Iterable[RaceProgram]) -> None:
-    """Takes note of how long steps are predicted to take, where they are timed."""
-    if (
-        builder.options.run
-        or defaults_of(builder.mesh.devices.flat[0].platform).estimates
-    ):
-        return
-    predicted_ms = [
-        one.candidate.predicted_ms / one.ratios.time
-        for one in programs
-        if one.candidate.predicted_ms is not None
-    ]
-    if predicted_ms:
-        builder.options.outlook.expect_step(statistics.median(predicted_ms) / 1e3)
 
 
 def build_each(
@@ -144,7 +118,6 @@ def build_each(
     most = builder.at_once
     pairs = [(digest, built.get(one.identity)) for digest, one in wanted.items()]
     there = {digest: ready for digest, ready in pairs if ready is not None}
-    took = [one.build_seconds for one in built.values()]
     is_untuned = environment.is_untuned(platform)
     worth = worth_one_whole(builder.program, programs)
     begun, lock = list[str](), threading.Lock()
@@ -163,19 +136,11 @@ def build_each(
         new = agreement.decided("what is built although time is over", new[:most_new])
         wanted = {d: one for d, one in wanted.items() if d in {*there, *new}}
 
-    def is_late() -> bool:
-        """True if another program would be ready, and run, after the end."""
-        build_seconds, run_seconds = (took or [0.0])[-1], builder.run_seconds
-        if is_untuned and len(took) == 1:
-            build_seconds *= TUNED_SHARE
-        rest = (len(begun) + 2) * run_seconds + build_seconds if run_seconds else 0.0
-        return time.monotonic() + build_seconds + rest > builder.end
-
     def may_begin(digest: str) -> bool:
         """True if a program may be built now; others know that it is begun."""
         with lock:
             enough = done or len(there) + len(begun) >= worth
-            if agreement.alone and enough and is_late():
+            if agreement.alone and enough and time.monotonic() > builder.end:
                 return False
             begun.append(digest)
         return True
@@ -187,10 +152,8 @@ def build_each(
         if not may_begin(digest):
             return None
         where = one.stands_on or (builder.program, mesh)
-        started = time.monotonic()
         with in_flight.doing(one.job.key, one.job.label, "build"):
             outcome = build(*where, one.job, environment)
-        took.append(time.monotonic() - started)
         if isinstance(outcome, Built):
             built[one.identity] = outcome
         if may_race(digest, outcome):
@@ -201,10 +164,6 @@ def build_each(
     first = 0
     if is_untuned:
         first, most = TUNED_FIRST, min(TUNING_AT_ONCE, most)
-    elif environment.tunes(platform) and not all(
-        one.candidate.is_measured for one in wanted.values()
-    ):
-        most = min(TUNING_AT_ONCE, most)
     with CompilePool(in_flight.at_once(wanted, most)) as pool:
         builds: dict[str, Future[Built | ProfileRecord | None]] = {}
         for digest, one in wanted.items():
@@ -213,7 +172,7 @@ def build_each(
                 partial(build_in_time, digest),
                 after=[*builds.values()][:first],
             )
-        started, over = time.monotonic(), 0
+        over = 0
 
         def say_last(label: str, seconds: float) -> None:
             """Says that one program is awaited, if it is one."""
@@ -222,13 +181,9 @@ def build_each(
 
         for digest, one in wanted.items():
             if digest not in there:
-                seconds = time.monotonic() - started
                 total = len(wanted) - len(there)
                 which = f", {over + 1} of {total}" if total > 1 else ""
-                stage = builder.stages[0]
-                ended = count_done(b for d, b in builds.items() if d not in there)
-                rest = options.outlook.left_text(stage, ended, total, seconds)
-                options.tell(f"compiling {one.job.label}{which}{rest}")
+                options.tell(f"compiling {one.job.label}{which}")
                 over += 1
             say = partial(say_last, one.job.label)
             if (outcome := awaited(builds[digest], say)) is None:

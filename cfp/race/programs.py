@@ -237,7 +237,6 @@ class RaceOutcome:
         built: its whole program, if it was compiled just now.
         rows: what raced, and how it did.
         counts: counts and seconds of all passes.
-        interrupted: whether the user ended the race.
     """
 
     winner: Candidate
@@ -247,7 +246,6 @@ class RaceOutcome:
     rows: tuple[RaceRow, ...] = ()
     counts: Mapping[str, float] = field(default_factory=dict)
     raced: tuple[tuple[Candidate, float], ...] = field(default=(), repr=False)
-    interrupted: bool = False
 
 
 def is_compiled_too_large(record: ProfileRecord) -> bool:

@@ -29,7 +29,6 @@ from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MemoryBudgetError
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
-from cfp.profiling.outlook import Stage
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race.admission import (
     Admitted,
@@ -72,7 +71,6 @@ from cfp.race.truncated import WHOLE, Truncated, truncate
 from cfp.race.turns import Ranking, race_programs, second_race
 from cfp.settings import (
     MOST_REFUSED,
-    PLAYED_RUN_SECONDS,
     STAY_AFTER_LOOK,
     STAY_AFTER_TURN,
     SURELY_TOO_LARGE,
@@ -108,7 +106,6 @@ class Run:
             store=context.store,
             budget_bytes=context.budget_bytes,
             end=context.end,
-            run_seconds=PLAYED_RUN_SECONDS if context.plays else 0.0,
             options=context.measure,
             built=self.built,
         )
@@ -131,17 +128,13 @@ class Run:
         rounds: int,
         race: Parts = (),
         truncated: Truncated | None = None,
-        stages: tuple[Stage, Stage, Stage] = (Stage.WHOLE, Stage.WARM_UP, Stage.LOOKS),
         looks: Mapping[str, ProfileRecord] | None = None,
     ) -> list[RaceResult]:
         """Times candidates in turn; see `race_programs`."""
         where = (*self.context.environment, *race)
         programs = programs_of(self.analysis, candidates, where, truncated)
-        builder = replace(self.builder, stages=stages)
-        if race == SECOND:
-            builder = replace(builder, run_seconds=0.0)
         how = {"looks": looks} if looks else {}
-        return self._noted(race_programs(builder, programs, rounds, **how))
+        return self._noted(race_programs(self.builder, programs, rounds, **how))
 
     def _noted(self, results: list[RaceResult]) -> list[RaceResult]:
         self.fresh.extend(one.name for one in results if not one.cached)
@@ -150,11 +143,7 @@ class Run:
     def rank(
         self, candidates: Sequence[Candidate], truncated: Truncated | None = None
     ) -> Ranking:
-        """Times candidates, and the leaders again with other compiler options.
-
-        Interrupted while leaders of whole programs run again, it makes do with the
-        times that there are.
-        """
+        """Times candidates, and the leaders again with other compiler options."""
         context, rules = self.context, self.context.rules
         # One turn is enough if leaders run again, or if times say little.
         say_little = rules.estimates and not context.plays
@@ -163,10 +152,7 @@ class Run:
         is_predicted = context.predictor is not None
         reach = STAY_AFTER_TURN if is_predicted else STAY_AFTER_LOOK
         first, new = second_race(raced, rules.compiler_options, reach)
-        stages = Stage.VARIANTS, Stage.WARM_UP_AGAIN, Stage.TURNS
-        outlook = context.measure.outlook
         if not new or self.is_over():
-            outlook.expect(dict.fromkeys(stages, 0))
             return Ranking((), raced, is_predicted)
         names = {one.name for one in first}
         kept = {one.program.identity for one in raced if one.name in names}
@@ -180,13 +166,7 @@ class Run:
             kept = [one.program.job for one in raced if one.name in names]
             context.predictor.keep_only(kept)
         again = [*first, *new]
-        try:
-            ran = self.time(again, rules.rounds, SECOND, truncated, stages, looks)
-        except KeyboardInterrupt:
-            if truncated is not None or not context.agreement.alone:
-                raise
-            return Ranking((), raced, is_predicted, interrupted=True)
-        outlook.expect(dict.fromkeys(stages, 0))
+        ran = self.time(again, rules.rounds, SECOND, truncated, looks)
         # What was not among the leaders has lost already, at another time.
         others = [one for one in raced if one.name not in names]
         return Ranking(ran, others, is_predicted)
@@ -347,7 +327,6 @@ class Run:
         counts: Mapping[str, float] | None = None,
         *,
         results: Sequence[RaceResult],
-        interrupted: bool = False,
     ) -> RaceOutcome:
         """Returns the outcome of a race that has a winner."""
         absent = self.solution.unraced.items()
@@ -367,12 +346,10 @@ class Run:
             ),
             counts={
                 **counts,
-                **self.context.measure.outlook.counts,
                 RACE_SECONDS: self.seconds,
                 "race_cached": float(not self.fresh),
             },
             raced=tuple((one.candidate, one.time_ms) for one in results if one.ran),
-            interrupted=interrupted,
         )
 
 
@@ -403,7 +380,7 @@ def race(
     run = Run(context, analysis, solution)
     candidates = solution.candidates
     described = context.mesh if isinstance(context.mesh, DescribedMesh) else None
-    decided_by = context.decided_by(solution.interrupted)
+    decided_by = context.decided_by
     if decided_by is DecidedBy.RACE:
         raced = _truncated_race(run, candidates)
         raced = raced or _whole_race(run, candidates, last_resort)
@@ -448,7 +425,7 @@ def _whole_race(
         if ranking.best is not None:
             break
     best, results = ranking.best, [*ranking.results, *refused]
-    if asked is not None and not ranking.interrupted:
+    if asked is not None:
         jobs = [one.job for one in programs_of(run.analysis, known, ())]
         samples_ms = best.samples_ms if best else ()
         raced = [one.program.job.choice for one in ranking.results if one.ran]
@@ -463,8 +440,7 @@ def _whole_race(
         spread = max(tied.values()) / min(tied.values()) - 1.0
         counts = {"ties": len(tied) - 1, "tie_spread": spread}
     made = run.built.get(best.program.identity)
-    cut = ranking.interrupted
-    return run.outcome(best, rows, made, counts, results=results, interrupted=cut)
+    return run.outcome(best, rows, made, counts, results=results)
 
 
 def _first_that_fits(
@@ -495,9 +471,6 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     kept = context.settings.repeats
     if context.memory is not None or problem is None or kept is None:
         return None
-    # Of what was not measured it is not known how to scale it to the whole program.
-    late = [one for one in candidates if not one.is_measured]
-    candidates = [one for one in candidates if one.is_measured]
     most_bytes = SURELY_TOO_LARGE * (context.device_bytes or float("inf"))
     needs = {
         one.key: prediction_of(run.analysis, problem, one.choice).peak_bytes
@@ -532,7 +505,6 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     raced, _ = short[won.candidate.choice]
     rows += [left_out(one, TOO_FAR) for one in far]
     rows += [left_out(one, TOO_LARGE) for one in large]
-    rows += [left_out(one, TOO_LATE) for one in late]
     counts = {
         "segments": len(run.analysis.segments),
         "segments_raced": len(raced.segments),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +20,6 @@ from cfp.race.candidates import with_options
 from cfp.race.compile import (
     Builder,
     build_each,
-    expect_steps,
     fits,
     keep,
     known_records,
@@ -68,8 +66,6 @@ _WARM_UP_ELSEWHERE = TimingOptions(
     min_sample_ms=150.0,
     min_repeat=1,
 )
-# Most races are told after so many turns.
-_USUAL_TURNS = 2
 
 
 def race_programs(
@@ -136,10 +132,8 @@ def race_programs(
     if records is None:
         done = {**out, **predicted}
         again = [one for one in programs if one.job.key.digest not in done]
-        expect_steps(builder, again)
         with builder.in_flight as in_flight:
-            with builder.options.outlook.at(builder.stages[0]):
-                outcomes = build_each(builder, again, in_flight)
+            outcomes = build_each(builder, again, in_flight)
             ran = _run_in_turn(builder, again, outcomes, in_flight, rounds, looks)
         keep(list(ran.values()), store)
         records = {**done, **ran}
@@ -209,7 +203,6 @@ class _Turns:
         in_turns: records of turns alone, by key.
         fastest_ms: by the key of what was left out the time of the fastest then.
         run_next: times a program on devices that are there.
-        started, over: when timing began, and how many programs were timed since.
     """
 
     builder: Builder
@@ -222,8 +215,6 @@ class _Turns:
     in_turns: dict[str, ProfileRecord] = field(default_factory=dict)
     fastest_ms: dict[str, float] = field(default_factory=dict)
     run_next: StopOnDeviceLoss = field(init=False)
-    started: float = field(default_factory=time.monotonic)
-    over: int = 0
 
     def __post_init__(self):
         store = self.builder.store
@@ -273,17 +264,12 @@ class _Turns:
         """Has devices whose times decide work until their clocks are steady."""
         if not self.is_measured or self.is_over():
             return
-        builder, outlook = self.builder, self.builder.options.outlook
-        stage, digest = builder.stages[1], self.order[0]
-        about = outlook.left_text(stage, 0, 1, 0.0)
-        builder.options.tell(f"warming up the devices{about}")
-        with outlook.at(stage):
-            warm = self._run(digest, _WARM_UP_ELSEWHERE)
-        outlook.expect({stage: 0})
+        self.builder.options.tell("warming up the devices")
+        digest = self.order[0]
+        warm = self._run(digest, _WARM_UP_ELSEWHERE)
         if not warm.ok:
             self.records[digest] = warm
             del self.order[0]
-        self.started = time.monotonic()
 
     def take_looks(self, looks: Mapping[str, ProfileRecord]) -> None:
         """Takes looks over from another race, by identity."""
@@ -299,12 +285,12 @@ class _Turns:
         It is shorter, and comes sooner after another program.
         """
         timing = _timing(self.platform, None)
-        left = min(self.rounds, _USUAL_TURNS) + 1
         for place in range(len(self.order)):
-            digest, rest = self.order[place - 1], left * len(self.order) - place
+            digest = self.order[place - 1]
             if digest in self.records:
                 continue
-            self.records[digest] = self._time(digest, timing, "a look", rest)
+            which = f"{place + 1} of {len(self.order)}, a look"
+            self.records[digest] = self._time(digest, timing, which)
         self._drop_failures()
 
     def turn(self, number: int, *, is_first: bool) -> None:
@@ -316,7 +302,6 @@ class _Turns:
         known = [self.records[d].time_ms for d in self.order if not is_first]
         timing = _timing(self.platform, min(known, default=None))
         before = dict(self.records)
-        left = max(1, min(self.rounds, _USUAL_TURNS) - number)
         doing = f"turn {number + 1} of {self.rounds}"
         for place in range(len(self.order)):
             if self.is_predicted and number > 0 and self.is_late():
@@ -325,7 +310,7 @@ class _Turns:
             count = len(self.order)
             digest = self.order[(place + number) % count]
             which = f"{place + 1} of {count}, " if count > 1 else ""
-            found = self._time(digest, timing, which + doing, left * count - place)
+            found = self._time(digest, timing, which + doing)
             self.records[digest] = _join(self.in_turns.get(digest), found)
             self.in_turns[digest] = self.records[digest]
         self._drop_failures()
@@ -360,22 +345,10 @@ class _Turns:
         ratio = self.programs[digest].ratios.time
         return [ratio * ms for ms in self.records[digest].samples_ms]
 
-    def _time(
-        self, digest: str, timing: TimingOptions, doing: str, rest: int
-    ) -> ProfileRecord:
-        """Times a program, and says so.
-
-        Args:
-            doing: the name of a look or a turn.
-            rest: how many programs are yet to be timed, this one among them.
-        """
-        options, stage = self.builder.options, self.builder.stages[2]
-        seconds = time.monotonic() - self.started
-        about = options.outlook.left_text(stage, self.over, self.over + rest, seconds)
-        options.tell(f"timing {self.programs[digest].job.label}, {doing}{about}")
-        self.over += 1
-        with options.outlook.at(stage):
-            return self._run(digest, timing)
+    def _time(self, digest: str, timing: TimingOptions, doing: str) -> ProfileRecord:
+        """Times a program, and says so; `doing` names a look or a turn."""
+        self.builder.options.tell(f"timing {self.programs[digest].job.label}, {doing}")
+        return self._run(digest, timing)
 
     def _run(self, digest: str, timing: TimingOptions) -> ProfileRecord:
         one, run_one = self.programs[digest], self.builder.options.run or self.run_next
@@ -480,13 +453,11 @@ class Ranking:
         others: those that lost before, at another time.
         is_predicted: whether times are predictions of steps, of which the shortest is
             the best: what one is off by is not in the spread of its samples.
-        interrupted: whether the user ended it before the leaders ran again.
     """
 
     leaders: Sequence[RaceResult]
     others: Sequence[RaceResult]
     is_predicted: bool = False
-    interrupted: bool = False
 
     @property
     def results(self) -> list[RaceResult]:

@@ -20,10 +20,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from cfp import units
 from cfp.devices.joining import is_follower
 from cfp.planner_settings import PlannerSettings
-from cfp.profiling.outlook import without_left
 from cfp.profiling.tasks import Progress
 from cfp.units import clock_text, waiting_text
 from cfp.view.console import literal_console
@@ -68,8 +66,7 @@ class PlainLines:
         if isinstance(event, Progress):
             event = f"measuring {progress_text(event, clock=False)}"
         elif (so_far := seconds - self._begun_seconds) >= self.every_seconds:
-            # Expected was the rest at its beginning.
-            event = f"{without_left(event)}, {clock_text(so_far)} so far"
+            event = f"{event}, {clock_text(so_far)} so far"
         return f"cfp {clock_text(seconds)}: {event}"
 
 
@@ -204,19 +201,4 @@ def progress_text(event: Progress, clock: bool = True) -> str:
         parts.append(f"best {event.best_ms:.3g} ms")
     if clock:
         parts.append(clock_text(event.elapsed_seconds))
-    left = event.left_seconds
-    if left is None:
-        left = seconds_left(event)
-    # What is at work when time is over takes a while yet: nobody knows how long.
-    if left is not None and math.isfinite(left) and round(left) > 0:
-        parts.append(f"about {clock_text(left)} left")
     return ", ".join(parts)
-
-
-def seconds_left(event: Progress) -> float | None:
-    """Estimates the remaining time; None if unknown."""
-    measured = event.done - event.cached
-    if measured < 2:  # What comes first also sets up what the others use.
-        return None
-    rest = event.total - event.done
-    return units.seconds_left(measured, measured + rest, event.elapsed_seconds)

@@ -19,7 +19,7 @@ from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
 from cfp.search.choices import first_candidates, preset_parts
 from cfp.search.problem import Option, Problem
-from cfp.search.requests import MeasurementRequest, Profiles
+from cfp.search.requests import Profiles
 from cfp.search.solver import solve_within
 from cfp.settings import (
     REMATERIALIZED_TIME_EXPECTED,
@@ -34,7 +34,6 @@ def expect(
     estimate: SegmentEstimate,
     measured: Sequence[Option],
     candidates: Iterable[SegmentChoice],
-    kernels_tell: bool = False,
 ) -> list[Option]:
     """Predicts the costs of candidates for a kind of segment.
 
@@ -42,15 +41,11 @@ def expect(
         estimate: of the times of all its candidates.
         measured: its options that were measured.
         candidates: what to expect something of.
-        kernels_tell: whether options with kernels tell how far estimates are off, where
-            none was measured as it is written.
     """
     plain = {o.candidate: o for o in measured if not o.candidate.remat}
     again = [o for o in measured if o.candidate.remat]
     both = [(o, plain[o.candidate.plain]) for o in again if o.candidate.plain in plain]
     as_is = [o for o in plain.values() if not o.candidate.kernels]
-    if kernels_tell and not as_is:
-        as_is = [*plain.values()]
 
     def least(candidate: SegmentChoice) -> int:
         return costs.least_bytes(kind, candidate).residual_bytes
@@ -96,29 +91,6 @@ def expect(
 
     known = ((c, plain.get(c.plain) or unmeasured(c.plain)) for c in candidates)
     return [rematerialized(o) if c.remat else o for c, o in known]
-
-
-def with_unmeasured(
-    costs: Costs,
-    estimates: Sequence[SegmentEstimate],
-    options: Sequence[Sequence[Option]],
-    unmeasured: Iterable[MeasurementRequest],
-) -> list[list[Option]]:
-    """Options, and after them what there was no time to measure, as it is expected.
-
-    Args:
-        options: what was measured, for each kind.
-    """
-    found = [[*row] for row in options]
-    late: dict[int, dict[SegmentChoice, None]] = {}
-    for item in unmeasured:
-        late.setdefault(item.kind, {})[item.candidate] = None
-    for kind, candidates in late.items():
-        known = {one.candidate for one in options[kind]}
-        new = [one for one in candidates if one not in known]
-        known_options, estimate = options[kind], estimates[kind]
-        found[kind] += expect(costs, kind, estimate, known_options, new, True)
-    return found
 
 
 def _needed(option: Option) -> int:

@@ -10,9 +10,8 @@ what is not measured enters the search with what it will probably cost
 when nothing will probably make the best plan faster by enough, or when enough was
 measured.
 
-With a budget of time, what a plan cannot do without comes first, then the parts of one
-preset after another, the best by estimate first, each if it is expected to be measured
-in time.
+With a budget of time, the parts of one preset after another are measured, the best by
+estimate first, until time is over. What a plan cannot do without is measured anyway.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ def measure_candidates(
         records = dict(measurer(_jobs(asked)))
     if all(item.outcome(records) for item in asked):
         more = _needed_as_written(pairs, records)
-        may = bool(more) and not measurer.is_over and measurer.has_time_for(_jobs(more))
-        records.update(measurer(_jobs(more)) if may else {})
+        records.update(measurer(_jobs(more)) if more and not measurer.is_over else {})
         # What time was too short for is not asked for, and the rest is decided by.
         asked += [item for item in more if item.outcome(records)]
     rounds, tight = [asked], False
@@ -91,8 +89,6 @@ def measure_candidates(
         asked = _Round(maker, per_kind, wanted, records, problem).ask()
         # Several processes know different times, and would ask for different things.
         if not asked or measurer.is_over or not measurer.alone:
-            break
-        if not measurer.has_time_for(_jobs(asked)):
             break
         rounds.append(asked)
         records.update(measurer(_jobs(asked)))
@@ -205,37 +201,18 @@ def _by_preset(
 def _in_time(
     groups: Sequence[Sequence[MeasurementRequest]], measurer: Measurer
 ) -> dict[str, ProfileRecord]:
-    """Measures what a plan cannot do without, then group after group in time.
-
-    What there is time for in all is measured at once: devices and threads idle less.
-    """
+    """Measures group after group until time is over, and some of each kind anyway."""
     wanted = [item for group in groups for item in group]
-    records = _least(wanted, measurer)
-    if measurer.has_time_for(_jobs(wanted)):
-        groups = [wanted]
+    missing = {item.kind for item in wanted}
+    records: dict[str, ProfileRecord] = {}
     for group in groups:
-        jobs = _jobs(group)
-        if measurer.is_over or not measurer.has_time_for(jobs):
-            break
-        records.update(measurer(jobs))
+        for some in [[item] for item in group] if measurer.is_over else [group]:
+            needed = any(item.kind in missing for item in some)
+            if needed or not measurer.is_over:
+                records.update(measurer(_jobs(some), ignore_end=needed))
+                missing -= {item.kind for item in some if item.is_measured(records)}
     # What is known of the others costs no time.
     return {**measurer.look_up(_jobs(wanted)), **records}
-
-
-def _least(
-    wanted: Sequence[MeasurementRequest], measurer: Measurer
-) -> dict[str, ProfileRecord]:
-    """Measures what a plan cannot do without: one candidate of each kind."""
-    records: dict[str, ProfileRecord] = {}
-    rest = [*wanted]
-    while rest:
-        firsts: dict[int, MeasurementRequest] = {}
-        for item in rest:
-            firsts.setdefault(item.kind, item)
-        records.update(measurer(_jobs(firsts.values()), ignore_end=True))
-        done = {kind for kind, item in firsts.items() if item.is_measured(records)}
-        rest = [i for i in rest if i.kind not in done and i is not firsts[i.kind]]
-    return records
 
 
 def _jobs(wanted: Iterable[MeasurementRequest]) -> list[Job]:

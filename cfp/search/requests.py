@@ -182,7 +182,6 @@ class Profiles:
         estimated: for each kind of segment its options by estimates, where nothing is
             to be measured.
         counts: of strategies, and the seconds that the pass took, as plans keep them.
-        interrupted: whether the user ended the measuring.
     """
 
     presets: Mapping[str, Choice] = field(repr=False)
@@ -193,7 +192,6 @@ class Profiles:
     estimated: tuple[tuple[Option, ...], ...] = field(default=(), repr=False)
     replacing: Replacing = field(default_factory=Replacing)
     counts: Mapping[str, float] = field(default_factory=dict)
-    interrupted: bool = False
     has_all_presets: bool = True
 
     @property

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import ceil, prod
+from math import prod
 
 from cfp.devices.device_kind import memory_of
 from cfp.plan.figures import (
     GIVEN_SECONDS,
-    SLOWEST_SECONDS,
     UNPLANNED,
     VARIANTS_SECONDS,
     Figures,
@@ -44,10 +43,9 @@ def remarks(plan: Plan) -> Iterator[str]:
     if unmeasured := search.get(UNMEASURED_STRATEGIES):
         yield (
             "time was too short to measure "
-            f"{counted(unmeasured, 'strategy', 'strategies')}: what has one of them is "
-            "predicted by its estimate, scaled by those that were measured; a longer "
-            "--time-budget, or PlannerSettings(seconds=...), has time for them, and "
-            "what was measured is kept"
+            f"{counted(unmeasured, 'strategy', 'strategies')}: a longer --time-budget, "
+            "or PlannerSettings(seconds=...), has time for them, and what was measured "
+            "is kept"
         )
     late = sum(row.note == TOO_LATE for row in plan.race)
     if late and len({row.samples_ms for row in plan.race if row.samples_ms}) == 1:
@@ -179,23 +177,11 @@ def unplanned_text(plan: Plan) -> str:
         texts[words.MOST_NAMES :] = [counted(more, "other variant", "other variants")]
     if own is not None and any(one.estimated_ms not in (None, own) for one in late):
         texts.append(f"this one, before it was planned, at {own:.3f} ms")
-    text = (
+    return (
         f"time was over before {counted(len(late), 'variant', 'variants')} of "
-        f"{len(every)} could be planned: {'; '.join(texts)}"
+        f"{len(every)} could be planned: {'; '.join(texts)}; a longer "
+        "--time-budget, or PlannerSettings(seconds=...), has time for them"
     )
-    took = max(
-        plan.search.get(words.ALL_SECONDS, 0.0), plan.search.get(SLOWEST_SECONDS, 0.0)
-    )
-    if took:
-        # Each has a share, and so has the last race. What was given was too little.
-        given = plan.search.get(GIVEN_SECONDS, 0.0)
-        enough = max((len(every) + 1) * took, given + len(late) * took)
-        most = 10 * ceil(enough / 10)
-        text += (
-            f"; with --time-budget {most}, or PlannerSettings(seconds={most}), there "
-            "should be time for all, and what was measured is kept"
-        )
-    return text
 
 
 def _whole_remarks(plan: Plan) -> Iterator[str]:

@@ -19,11 +19,9 @@ from cfp.passes.pipeline import decide
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import preset_solution, search
 from cfp.planner_settings import DetailedSettings, PlannerSettings
-from cfp.presets.presets import presets
 from cfp.profiling.builder import build
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import profile
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
@@ -32,9 +30,6 @@ from cfp.race.admission import exempt_from_reach, within_reach
 from cfp.race.programs import TOO_LARGE, TOO_LATE
 from cfp.race.race import Run
 from cfp.race.shortage import no_winner
-from cfp.race.turns import race_programs
-from cfp.search.expected import expect
-from cfp.search.guided import measure_candidates
 from cfp.settings import LIMITED_MEMORY, ConstraintLevel, defaults_of
 from cfp.solution import Candidate
 from cfp.view.remarks import remarks
@@ -191,12 +186,9 @@ def test_memory_is_hoped_for_only_where_the_compiler_takes_a_limit(
     monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**16)
     with open_context(mesh, tmp_path) as context:
         share = LIMITED_MEMORY if limits else 1.0
-        assert context.usual_temp_share() == share
-        assert context.usual_temp_share(interrupted=True) == 1.0
+        assert context.usual_temp_share == share
         unlimited = replace(context, device_bytes=None)
-        assert unlimited.usual_temp_share() == 1.0
-    with open_context(mesh, tmp_path, 2**20) as context:
-        assert context.usual_temp_share(interrupted=True) == share
+        assert unlimited.usual_temp_share == 1.0
 
 
 @pytest.fixture
@@ -369,123 +361,16 @@ def test_where_nothing_is_compiled_nothing_is_hoped_of_the_compiler(plan, monkey
     assert planned(least).winner == "planned"
 
 
-@pytest.mark.parametrize("at", [1, 2])
-def test_an_interrupt_gives_the_best_plan_of_what_was_measured(
-    plan, monkeypatch, at, tmp_path
-):
-    """From the second round on; before that there is nothing to choose from."""
-    rounds = []
-
-    def interrupted(*args, **options):
-        rounds.append(args)
-        if len(rounds) == at:
-            raise KeyboardInterrupt
-        return profile(*args, **options)
-
-    monkeypatch.setattr("cfp.profiling.measurer.profile", interrupted)
-    # Whatever a round gains is worth it, and what was not measured seems fast: there is
-    # a second one.
-    monkeypatch.setattr("cfp.search.guided.WORTH_HAVING", -1.0)
-    monkeypatch.setattr(
-        "cfp.search.guided.expect",
-        lambda *args: [replace(one, time_ms=0.0) for one in expect(*args)],
-    )
-    if at == 1:
-        with pytest.raises(KeyboardInterrupt):
-            plan(per_kind=12)
-        return
-    with pytest.warns(UserWarning, match="the best of what was measured by then"):
-        made = plan("1GiB", per_kind=12)
-    assert len(rounds) == 2
-    assert made.peak_bytes is not None
-    assert made.winner == "planned" and not made.race
-    check_step(made)
-
-
-@pytest.mark.parametrize(
-    ("at", "budget"), [(1, None), (1, "1GiB"), (2, None), (2, "1GiB")]
-)
-def test_an_interrupt_of_a_race_leaves_the_best_by_then(
-    plan, monkeypatch, at, budget, tmp_path
-):
-    """The best by prediction, or once each has been timed the fastest of them."""
-    races, kept = [], []
-    keep = race_module.keep_answer
-    monkeypatch.setattr(race_module, "keep_answer", lambda *a: kept.append(keep(*a)))
-
-    def interrupted(*args, **how):
-        races.append(race_programs(*args, **how))
-        if len(races) == at:
-            raise KeyboardInterrupt
-        return races[-1]
-
-    options = {"plain": {"xla_backend_optimization_level": "0"}}
-    asked = {"compiler_options": options, "cache_dir": tmp_path}
-    with monkeypatch.context() as patch:
-        patch.setattr(race_module, "race_programs", interrupted)
-        with pytest.warns(UserWarning, match="the best of what was measured by then"):
-            made = plan(budget, **asked)
-    assert len(races) == at
-    timed = {name: row.time_ms for name, row in rows(made).items() if row.time_ms}
-    if at == 1:
-        assert made.winner == "planned" and not timed
-        assert (made.peak_bytes is not None) == (budget is not None)
-    else:
-        assert len(timed) > 1
-        assert timed[made.winner] <= 1.01 * min(timed.values())
-        assert not any(name.endswith(", plain") for name in timed)
-    check_step(made)
-    # What an interrupted race came to is no answer to the same question.
-    assert not kept
-    again = plan(budget, **asked)
-    assert len(kept) == (budget is not None)
-    assert {*rows(made)} <= {*rows(again)}
-
-
-def test_a_second_interrupt_of_a_race_ends_planning(plan, monkeypatch, tmp_path):
+def test_an_interrupt_of_a_race_ends_planning(plan, monkeypatch, tmp_path):
     def interrupted(*_, **how):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(race_module, "race_programs", interrupted)
-    monkeypatch.setattr(race_module, "_first_that_fits", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        plan("1GiB", cache_dir=tmp_path)
-
-
-@pytest.mark.parametrize("during", [1, *at_night([2])])
-def test_an_interrupt_is_heard_where_memory_asks_for_more_presets(
-    mesh, monkeypatch, during, tmp_path
-):
-    """While the first are measured no more are; later those that were still stand."""
-    found = planning_mesh(mesh)
-    program, _ = trace(flatten_step(STEP, ARGS, {}), found)
-    analysis = analyze(program, tuple(found.shape.items()))
-    explored, asked = [], []
-
-    def watched(*args, **options):
-        explored.append(args)
-        return measure_candidates(*args, **options)
-
-    def interrupted(*args, **options):
-        asked.append(args)
-        if len(explored) == during and len(asked) > 1:
-            raise KeyboardInterrupt
-        return profile(*args, **options)
-
-    monkeypatch.setattr("cfp.passes.profile.measure_candidates", watched)
-    monkeypatch.setattr("cfp.profiling.measurer.profile", interrupted)
-    platform(monkeypatch, estimate_reach=1.0)
-    monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**30)
-    monkeypatch.setattr("cfp.search.guided.SAFE_MEMORY_SHARE", 0.0)
-    # Whatever a round gains is worth it, so that more is always asked for.
-    monkeypatch.setattr("cfp.search.guided.WORTH_HAVING", -1.0)
-    settings = DetailedSettings(measure=True, per_kind=6, in_context=False)
-    with open_context(found, tmp_path, settings=settings) as context:
-        profiles = profile_segments(context, analysis)
-        assert search(context, analysis, profiles).candidates[0].predicted_ms
-    assert profiles.interrupted and len(explored) == during
-    assert profiles.memory_bound
-    assert 1 <= len(profiles.presets) < len(presets(analysis.frame))
+    with monkeypatch.context() as patch:
+        patch.setattr(race_module, "race_programs", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            plan(cache_dir=tmp_path)
+    again = plan(cache_dir=tmp_path)
+    assert again.search["strategies_measured"] == 0
 
 
 @pytest.mark.parametrize(("share", "more"), [(4.0, False), (1.0, True)])
@@ -541,9 +426,7 @@ def test_time_ends_the_first_measurements_too(plan, mesh, tmp_path):
     assert made.search["strategies_unmeasured"] > 0
     [remark] = (one for one in remarks(made) if "too short" in one)
     assert f"{made.search['strategies_unmeasured']:.0f} strateg" in remark
-    # Presets are predicted all the same, so that the best are compiled first.
-    late = [row for row in made.race if row.note == TOO_LATE]
-    assert late and all(row.predicted_ms for row in late)
+    assert any(row.note == TOO_LATE for row in made.race)
     # What was not measured is not said to be of no use.
     assert made.figures is not None
     assert all(one.without_ms is not None for one in made.figures.worth)

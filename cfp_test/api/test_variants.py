@@ -1,4 +1,4 @@
-"""The fastest of several variants: what wins, what is out, what an interrupt leaves."""
+"""The fastest of several variants: what wins, what is out, and interrupts."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp import find as finding
 from cfp import variant_turns as turns
 from cfp import variants as room
 from cfp.errors import (
@@ -20,7 +19,7 @@ from cfp.errors import (
     StepNotTraceable,
 )
 from cfp.passes import profile as profiling
-from cfp.plan.figures import GIVEN_SECONDS, SLOWEST_SECONDS
+from cfp.plan.figures import GIVEN_SECONDS
 from cfp.planner_settings import DetailedSettings
 from cfp.platform import mesh_shapes
 from cfp.profiling.processes import Agreement
@@ -358,8 +357,8 @@ def test_all_variants_share_one_budget_of_time(clock, tmp_path):
     assert found.plan is not None and not notes(found)[found.name]
 
 
-def test_what_would_take_longer_than_is_left_is_not_begun(clock, tmp_path):
-    clock.plans_take(41.0)
+def test_when_time_is_over_no_other_is_begun(clock, tmp_path):
+    clock.plans_take(61.0)
     found = cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
     assert clock.given == [15.0]
     left = [
@@ -405,13 +404,13 @@ def test_of_nine_variants_the_most_promising_are_planned_in_the_time_there_is(
     assert any(line.startswith(f"{names[2]} 2 (3 of 9): ") for line in said)
 
 
-def test_no_estimate_is_begun_that_would_end_late(clock, tmp_path):
+def test_no_estimate_is_begun_after_its_time(clock, tmp_path):
     """Variants without one come last, and without time are not planned."""
     clock.estimates_take(40.0)
-    clock.plans_take(19.0)
+    clock.plans_take(21.0)
     last = [SHAPES[1], SHAPES[2], SHAPES[0]]
     found = cfp.plan_fastest(last, **small(tmp_path, seconds=60.0))
-    assert (clock.estimated, found.name, clock.now) == (["flat"], "flat", 159.0)
+    assert (clock.estimated, found.name, clock.now) == (["flat"], "flat", 161.0)
     over = "not planned: time was over"
     assert notes(found) == {"flat": "", "cube": over, "line": over}
 
@@ -422,36 +421,18 @@ def test_estimates_have_a_third_of_the_time_and_each_mesh_has_one_first(
     pairs = [(shape, n) for shape in SHAPES[:2] for n in (1, 2)]
     variants = [replace(shape, name=f"{shape.name}, {n}") for shape, n in pairs]
 
-    clock.estimates_take(10.0)
+    clock.estimates_take(11.0)
     clock.plans_take(50.0)
     said, how = told(small(tmp_path, seconds=96.0))
     found = cfp.plan_fastest(variants, **how)
-    need = "; to plan all takes 2:40 or more, 96 s are enough for about 2"
     assert [one for one in said if one.endswith(": estimating")] == [
         "line, 1 (1 of 4): estimating",
-        f"flat, 1 (2 of 4{need}): estimating",
-        f"line, 2 (3 of 4{need}): estimating",
+        "flat, 1 (2 of 4): estimating",
+        "line, 2 (3 of 4): estimating",
     ]
-    assert any(one.startswith(f"line, 1 (1 of 4{need}): ") for one in said)
     over = "not planned: time was over"
     assert notes(found)["flat, 2"] == over  # And has no estimate.
     assert found.plan.search[GIVEN_SECONDS] == 96.0
-
-
-def test_no_race_begins_whose_compiles_would_end_late(timed, altered, tmp_path):
-    own = {"line": 1.0, "flat": 2.0, "cube": 3.0}
-    ran = timed(own, dict.fromkeys(own, 1.0))
-
-    def slow(found, number):
-        search = {**found.plan.search, "compile_seconds": 1e6}
-        return replace(found, plan=replace(found.plan, search=search, raced=None))
-
-    altered(slow)
-    settings = cfp.PlannerSettings(seconds=1e5)
-    how = {**PRESET, "cache_dir": tmp_path, "settings": settings}
-    found = cfp.plan_fastest(SHAPES, **how)
-    assert (found.basis, times_of(found)) == (cfp.Basis.MEASURED, own)
-    assert not [label for label in ran if label.startswith(("line", "flat", "cube"))]
 
 
 def test_a_plan_of_one_variant_keeps_the_time_that_it_was_given(tmp_path):
@@ -465,17 +446,10 @@ def test_a_plan_of_one_variant_keeps_the_time_that_it_was_given(tmp_path):
     assert [plan.search[GIVEN_SECONDS] for plan in plans] == [1e5, 1e5]
 
 
-def test_what_is_left_of_one_variant_is_not_shown_as_what_is_left_of_all():
-    said = []
-    told = turns._telling(cfp.PlannerSettings(progress=said.append), "flat (1 of 2)")
-    told.progress("compiling planned, 2 of 3, about 0:30 left")
-    assert said == ["flat (1 of 2): compiling planned, 2 of 3"]
-
-
 def test_what_there_was_no_time_to_estimate_is_planned_last(clock, tmp_path):
     """Whatever is known of the others."""
     times = {1: 5.0, 2: 4.0}  # By the mesh's axes: line, flat.
-    clock.estimates_take(26.0, lambda analyzed: times[len(analyzed.mesh.axis_names)])
+    clock.estimates_take(31.0, lambda analyzed: times[len(analyzed.mesh.axis_names)])
     clock.plans_take(0.0)
     cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=180.0))
     assert clock.planned == ["flat", "line", "cube"]
@@ -510,16 +484,6 @@ def test_processes_that_differ_plan_no_other_variant(where, monkeypatch, tmp_pat
     with pytest.raises(ProcessError, match="differ"):
         cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
     assert len(asked) == 1
-
-
-def test_a_plan_says_what_the_slowest_variant_took_of_the_time(
-    monkeypatch, clock, tmp_path
-):
-    clock.plans_take(0.0, 50.0, needing={"flat": 1, "cube": 1})
-    estimating(monkeypatch, {name: (1.0, True) for name in BY_AXES.values()})
-    found = cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=50.0))
-    search = found.plan.search
-    assert (search[SLOWEST_SECONDS], search[GIVEN_SECONDS]) == (50.0, 50.0)
 
 
 def test_tracing_counts_as_time_of_a_variant(monkeypatch, clock, tmp_path):
@@ -590,14 +554,14 @@ def test_where_time_is_over_and_nothing_fits_no_other_is_planned(clock, tmp_path
     clock.plans_take(40.0, needing={"line": 9, "flat": 7, "cube": 8})
     asked = clock.planned
     leaner = variant("parts", parts=8)
-    how = {"leaner": lambda: [leaner], **small(tmp_path, seconds=99.0)}
+    how = {"leaner": lambda: [leaner], **small(tmp_path, seconds=79.0)}
     with pytest.raises(MemoryBudgetError) as caught:
         cfp.plan_fastest(SHAPES, **how)
-    assert len(asked) == 2  # The third would take 40 s, too, and 19 s are left.
+    assert len(asked) == 2
     [late] = {"line", "flat", "cube"} - {*asked}
     assert f"There was no time to plan {late}" in str(caught.value)
     asked.clear()
-    how = {"leaner": lambda: [leaner], **small(tmp_path, seconds=130.0)}
+    how = {"leaner": lambda: [leaner], **small(tmp_path, seconds=119.0)}
     with pytest.raises(MemoryBudgetError) as caught:
         cfp.plan_fastest(SHAPES, **how)
     assert {*asked} == {"line", "flat", "cube"}
@@ -632,7 +596,7 @@ def test_the_error_names_what_needs_least_of_all_that_was_tried(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "tried"), [(130.0, ["flat"]), (999.0, ["flat", "cube", "line"])]
+    ("seconds", "tried"), [(119.0, ["flat"]), (999.0, ["flat", "cube", "line"])]
 )
 def test_state_goes_to_the_host_for_as_many_as_there_is_time_for(
     seconds, tried, clock, monkeypatch, tmp_path
@@ -799,84 +763,13 @@ def test_variants_need_names_of_their_own(tmp_path):
 # ----------------------------------------------------------------------- interrupts
 
 
-def test_an_interrupt_keeps_the_best_so_far(timed, tmp_path):
-    timed({"line": 2.0, "flat": 1.0}, {})
-    settings = interrupting("cube (3 of 3): ")
-    found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path, settings=settings)
-    assert (found.name, found.basis) == ("flat", cfp.Basis.MEASURED)
-    assert times_of(found) == {"line": 2.0, "flat": 1.0, "cube": None}
-    assert notes(found) == {"line": "", "flat": "", "cube": "interrupted"}
-    settings, new = interrupting("flat (2 of 3): "), tmp_path / "new"
-    found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=new, settings=settings)
-    assert found.name == "line"
-    assert notes(found) == {"line": "", "flat": "interrupted", "cube": "interrupted"}
-
-
-def test_an_interrupt_before_anything_is_known_passes_through(tmp_path):
-    settings = interrupting("line (1 of 3): ")
+@pytest.mark.parametrize("place", ["line (1 of ", "cube (3 of ", "timing line: "])
+def test_an_interrupt_ends_planning(place, tmp_path):
+    settings = interrupting(place)
     with pytest.raises(KeyboardInterrupt):
         cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path, settings=settings)
-
-
-def test_an_interrupt_of_the_last_race_leaves_the_plans_own_times(timed, tmp_path):
-    own = {"line": 3.0, "flat": 1.0, "cube": 2.0}
-    timed(own, {})
-    settings = interrupting("timing line: ", "timing flat: ", "timing cube: ")
-    found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path, settings=settings)
-    assert (found.name, found.basis) == ("flat", cfp.Basis.MEASURED)
-    assert times_of(found) == own
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_an_interrupt_that_leaves_no_plan_ends_it(place, timed, monkeypatch, tmp_path):
-    """Nothing fits of what was measured by then."""
-    timed({"line": 1.0}, {})
-    profile, search, seen = finding.profile, finding.search, []
-
-    def interrupted(context, analysis):
-        seen.append(context.mesh)
-        found = profile(context, analysis)
-        return replace(found, interrupted=len(seen) > place)
-
-    def nothing(context, analysis, profiles):
-        if profiles.interrupted:
-            raise CfpError("nothing fits")
-        return search(context, analysis, profiles)
-
-    monkeypatch.setattr(finding, "profile", interrupted)
-    monkeypatch.setattr(finding, "search", nothing)
-    settings = DetailedSettings(per_kind=1, in_context=False)
-    how = {"cache_dir": tmp_path, "settings": settings}
-    if place:
-        found = cfp.plan_fastest(SHAPES, **how)
-        assert notes(found) == {
-            "line": "",
-            "flat": "nothing fits",
-            "cube": "interrupted",
-        }
-    else:
-        with pytest.raises(CfpError, match="nothing fits"):
-            cfp.plan_fastest(SHAPES, **how)
-    assert len(seen) == place + 1
-
-
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_plan_that_was_cut_short_is_a_last_resort(place, timed, altered, tmp_path):
-    """The planner takes an interrupt itself where it can, and leaves out its race."""
-    timed({"line": 1.0, "flat": 0.5, "cube": 0.5}, {})
-
-    def cut_short(found, number):
-        if number < place:
-            return found
-        plan = replace(found.plan, measured_ms=None, predicted_ms=0.1)
-        return replace(found, plan=plan, interrupted=True)
-
-    planned = altered(cut_short)
     found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
-    assert found.name == "line"
-    assert len(planned) == place + 1
-    assert found.basis is (cfp.Basis.MEASURED if place else cfp.Basis.PREDICTED)
-    assert notes(found)[["line", "flat"][place]] == "interrupted"
+    assert found.name in BY_AXES.values()
 
 
 # ---------------------------------------------------------------------------- shapes

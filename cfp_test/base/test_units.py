@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfp.errors import CfpError
-from cfp.units import format_bytes, format_flops, parse_bytes, seconds_left
+from cfp.units import format_bytes, format_flops, parse_bytes
 
 AMOUNTS = st.integers(1, 2**45)
 
@@ -53,13 +53,3 @@ def test_a_few_bytes_without_a_unit_are_refused(text):
 def test_many_bytes_need_no_unit():
     assert parse_bytes("1048576") == 2**20
     assert parse_bytes("8e9") == 8 * 10**9
-
-
-def test_the_rest_of_equal_parts_takes_as_long_for_each():
-    assert [seconds_left(done, 4, 30.0) for done in range(5)] == [
-        None,
-        90.0,
-        30.0,
-        10.0,
-        None,
-    ]

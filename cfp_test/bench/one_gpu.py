@@ -37,7 +37,6 @@ import jax
 import cfp
 from cfp.models.layers import attending_by
 from cfp.models.options import Scalar
-from cfp.profiling.outlook import PART
 from cfp.targets import Target, resolve
 from cfp_test.bench.configs import small
 from cfp_test.bench.side_by_side import Piece, cudnn_attention
@@ -119,11 +118,6 @@ def planned(
     )
     row: dict[str, Any] = {
         "planning_s": time.perf_counter() - started,
-        "parts_s": {
-            name.removeprefix(PART): seconds
-            for name, seconds in plan.search.items()
-            if name.startswith(PART)
-        },
         "plan": plan.winner,
         "predicted_ms": plan.predicted_ms,
         "measured_ms": plan.measured_ms,

@@ -61,7 +61,6 @@ from cfp.presets.presets import DATA_PARALLEL, presets
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.in_flight import write_whole
 from cfp.profiling.key import environment_parts
-from cfp.profiling.outlook import PART
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress
@@ -262,15 +261,6 @@ class Found:
             for number, (digest, record) in enumerate(found.records.items())
             if digest in jobs
         }
-
-    def parts(self) -> str:
-        """Seconds of planning by part, as a line."""
-        counts = self.outcome.counts
-        return ", ".join(
-            f"{name.removeprefix(PART).replace('_', ' ')} {seconds:.1f}"
-            for name, seconds in counts.items()
-            if name.startswith(PART)
-        )
 
     def about(self) -> dict[str, Any]:
         """Returns the part that a record keeps."""
@@ -660,7 +650,6 @@ def run_piece(piece: Piece, given: argparse.Namespace) -> None:
         return
     found = planned(session, work, PlannerSettings())
     say(f"{piece.name}: planned in {found.seconds:.1f} s, {found.outcome.winner.name}")
-    say(f"{piece.name}: seconds in {found.parts()}")
     record.write(planning=found.about())
     if piece.kind == "sharding":
         alone = planned(session, work, PlannerSettings(choose=("sharding",)))

@@ -124,9 +124,7 @@ def test_a_search_as_compiled_finds_the_fastest_that_fits_then(
         plans=1,
         levels=(ConstraintLevel.EVERYTHING,),
     )
-    context: Any = SimpleNamespace(
-        rules=rules, environment=(), usual_temp_share=lambda: 1.0
-    )
+    context: Any = SimpleNamespace(rules=rules, environment=(), usual_temp_share=1.0)
     again = search_as_compiled(context, analysis, solution)
     assert again is not None and again.problem is not None
     new = again.candidates[0]

@@ -10,7 +10,6 @@ from cfp.profiling import compile_pool
 from cfp.profiling.compile_pool import (
     CompilePool,
     awaited,
-    count_done,
     default_threads,
 )
 from cfp_test.support.waiting import GUARD_SECONDS, until
@@ -132,24 +131,3 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch):
     assert default_threads("gpu") == 12
     monkeypatch.delattr("os.sched_getaffinity")
     assert default_threads("gpu") == 24
-
-
-def test_compiles_at_work_count_half_once_one_is_done():
-    begun, over = threading.Barrier(3), threading.Event()
-
-    def wait_for_end():
-        begun.wait(GUARD_SECONDS)
-        assert over.wait(GUARD_SECONDS)
-
-    with CompilePool(2) as pool:
-        two = [pool.start(name, wait_for_end) for name in ("one", "other")]
-        begun.wait(GUARD_SECONDS)
-        assert count_done(two) == 0.0
-        done: Future[None] = Future()
-        done.set_result(None)
-        queued = pool.start("queued", lambda: None)
-        assert count_done([done, *two, queued]) == 2.0
-        over.set()
-        for one in (*two, queued):
-            one.result(GUARD_SECONDS)
-        assert count_done([done, *two, queued]) == 4.0

@@ -414,12 +414,10 @@ def test_progress_adds_up(shop, store, overlap):
     assert last.done == last.total == len(summary.records)
     assert last.done == summary.measured + summary.cached + summary.failed
     assert (last.cached, last.failed) == (summary.cached, summary.failed) == (1, 2)
-    assert last.best_ms == 0.5 and last.built == last.total
+    assert last.best_ms == 0.5
     for before, after in pairwise(events):
         assert before.elapsed_seconds <= after.elapsed_seconds
         assert before.best_ms >= after.best_ms
-        assert before.run_seconds <= after.run_seconds
-        assert after.done <= after.built <= after.total
         assert after.done - before.done == (1 if after.phase == "done" else 0)
     ran = [event.label for event in events if event.phase == "run"]
     assert ran == ["task b", "task c", "task d", "task f"]

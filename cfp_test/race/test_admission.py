@@ -159,19 +159,6 @@ def test_first_the_plan_is_compiled_then_the_best_preset_then_by_prediction():
     assert batches_of(candidates) == ([order], set())
 
 
-def test_what_has_parts_that_were_not_measured_is_compiled_after_the_others():
-    """A shorter prediction changes nothing, and what is not in reach is left out."""
-    times = {"planned": 10.0, "late": 9.0, "preset": 10.2, "later": 9.2, "far": 20.0}
-    late = ("late", "later", "far")
-    candidates = [
-        replace(candidate(name, ms), is_measured=name not in late)
-        for name, ms in times.items()
-    ]
-    assert batches_of(candidates)[0] == [["planned", "preset"], ["late", "later"]]
-    found, too_late = batches_of(candidates, most=1)
-    assert found == [["planned", "preset"]] and too_late == {"late", "later"}
-
-
 def test_what_is_too_large_by_prediction_gets_the_memory_limit_at_once():
     sizes = {"planned": 90, "large": 122}
     found, asked = admit(sizes, {"planned": 10.0, "large": 8.0})

@@ -25,7 +25,7 @@ from cfp.race import race as steps
 from cfp.race import race as story
 from cfp.race.admission import limit_options
 from cfp.race.candidates import with_options
-from cfp.race.programs import TOO_LARGE, TOO_LATE, UNMEASURED
+from cfp.race.programs import TOO_LARGE, UNMEASURED
 from cfp.race.race import Run
 from cfp.race.truncated import truncate
 from cfp.race.turns import second_race
@@ -405,39 +405,14 @@ def test_the_first_programs_are_compiled_one_by_one_where_nothing_is_tuned(
     assert begun[0][0] is not begun[1][0]
 
 
-def test_what_would_be_ready_and_run_after_the_end_is_not_begun(
-    plan, monkeypatch, tmp_path
-):
-    """Each build takes 10 s of 45, a run 2 s, and the leader's variants come after."""
-    now, built, build = [0.0], [], building.build
-
-    def slow(program, mesh, job, environment):
-        built.append(now[0])
-        now[0] += 10.0
-        return build(program, mesh, job, environment)
-
-    monkeypatch.setattr(building, "build", slow)
-    clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr(building, "time", clock)
-    monkeypatch.setattr(building, "default_threads", lambda platform: 1)
-    usual = vars(Run)["builder"].fget
-    timed = property(lambda run: replace(usual(run), end=45.0, run_seconds=2.0))
-    monkeypatch.setattr(Run, "builder", timed)
-    made = plan(cache_dir=tmp_path)
-    # At 20 s, 10 to build another, 3 * 2 to run, 10 + 2 for variants are too much. The
-    # last is the winner, whole.
-    assert built == [0.0, 10.0, 20.0]
-    assert sum(row.note == TOO_LATE for row in made.race) > 2
-
-
 @pytest.mark.parametrize(
     ("seconds", "begun"),
-    # Nothing is begun that would be ready later, but for the first smaller program.
+    # Nothing is begun later, but for the first smaller program.
     [
         (0.0, [0.0, 10.0]),
-        (25.0, [0.0, 10.0, 20.0]),
+        (25.0, [0.0, 10.0, 20.0, 30.0]),
         (float("inf"), None),
-        *at_night([(15.0, [0.0, 10.0])]),
+        *at_night([(15.0, [0.0, 10.0, 20.0])]),
     ],
 )
 def test_where_nothing_fits_planning_ends_with_its_time(

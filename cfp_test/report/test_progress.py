@@ -4,7 +4,6 @@ import io
 import math
 import threading
 from contextlib import redirect_stderr
-from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -14,7 +13,7 @@ import pytest
 import cfp
 from cfp.profiling.tasks import Progress
 from cfp.report import progress as room
-from cfp.report.progress import Display, PlainLines, progress_text, shown
+from cfp.report.progress import Display, PlainLines, shown
 from cfp_test.support.waiting import until
 
 
@@ -38,27 +37,17 @@ def test_a_line_stands_at_each_beginning_and_every_half_minute():
     for second in range(150):
         event = measuring(second // 10, second)
         if second >= 80:
-            event = "compiling planned, 1 of 2, about 0:20 left"
+            event = "compiling planned, 1 of 2"
         if (line := lines.due(event, second)) is not None:
             found[second] = line
     assert found == {
         10: "cfp 0:10: measuring 1/9, 1 cached, running segment 0: 1, best 1.25 ms",
-        40: "cfp 0:40: measuring 4/9, 1 cached, running segment 0: 4, best 1.25 ms, "
-        "about 1:07 left",
-        70: "cfp 1:10: measuring 7/9, 1 cached, running segment 0: 7, best 1.25 ms, "
-        "about 0:23 left",
-        80: "cfp 1:20: compiling planned, 1 of 2, about 0:20 left",
+        40: "cfp 0:40: measuring 4/9, 1 cached, running segment 0: 4, best 1.25 ms",
+        70: "cfp 1:10: measuring 7/9, 1 cached, running segment 0: 7, best 1.25 ms",
+        80: "cfp 1:20: compiling planned, 1 of 2",
         110: "cfp 1:50: compiling planned, 1 of 2, 0:30 so far",
         140: "cfp 2:20: compiling planned, 1 of 2, 1:00 so far",
     }
-
-
-def test_time_that_is_left_is_all_of_plannings_where_that_is_known():
-    event = measuring(4, 40.0)
-    assert progress_text(event).endswith("0:40, about 1:07 left")
-    assert progress_text(replace(event, left_seconds=90.0)).endswith("about 1:30 left")
-    for unknown in (math.inf, 0.0, 0.4):  # Work is left though time is over.
-        assert progress_text(replace(event, left_seconds=unknown)).endswith("0:40")
 
 
 def test_the_same_kind_of_work_is_one_phase():

@@ -15,7 +15,6 @@ from cfp.cli.options import save
 from cfp.plan.describe import whole_ops
 from cfp.plan.figures import (
     GIVEN_SECONDS,
-    SLOWEST_SECONDS,
     UNPLANNED,
     VARIANTS_SECONDS,
     Figures,
@@ -290,8 +289,8 @@ def test_variants_that_there_was_no_time_for_are_told_first(tmp_path, capsys):
     plan = planned(own, late)
     words = (
         "ime was over before 1 variant of 2 could be planned: x=2,y=2, estimated at "
-        "8.000 ms like this one; with --time-budget 330, or PlannerSettings("
-        "seconds=330), there should be time for all, and what was measured is kept"
+        "8.000 ms like this one; a longer --time-budget, or PlannerSettings("
+        "seconds=...), has time for them"
     )
     for show in (repr, plan_text, page_html):
         said = " ".join(show(plan).split())
@@ -307,19 +306,12 @@ def test_variants_that_there_was_no_time_for_are_told_first(tmp_path, capsys):
     assert (
         "3 variants of 4 could be planned: x=2,y=2, estimated at 8.000 ms like this "
         "one; y=4, estimated at 8.500 ms; z=4, not estimated; this one, before it was "
-        "planned, at 8.000 ms; with "
+        "planned, at 8.000 ms; a longer "
     ) in " ".join(repr(planned(own, late, *others)).split())
     assert "estimated at 8.500 ms" in unplanned_text(planned(others[0]))
     many = [variant(f"{n}", 9.0) for n in range(6)]
     said = unplanned_text(planned(own, *many))
     assert "; 3, estimated at 9.000 ms; 2 other variants; this one, before" in said
-    # A quick winner beside a slow variant, and more time than the shares of all.
-    for given, enough in ((150.0, 960), (900.0, 1220)):
-        known |= {SLOWEST_SECONDS: 318.5, GIVEN_SECONDS: given}
-        said = unplanned_text(planned(own, late))
-        assert f"with --time-budget {enough}, " in said
-        assert SLOWEST_SECONDS in planned(own, late).search
-        assert "318.5" not in summary_line(planned(own, late))
 
 
 def test_a_plan_says_by_how_much_planning_took_longer_than_it_might():

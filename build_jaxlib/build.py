@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="LINE",
-        help="what else to put in, such as tokamax",
+        help="what else to put in, such as wandb",
     )
     add("--output", type=Path, metavar="DIR", help="in place of build_jaxlib/dist/...")
     add(

@@ -127,8 +127,8 @@ def attention(
       mesh: the devices, all of whose axes a strategy may name.
       strategy: a role for axes of the mesh, such as ``{"x": "ring"}``, or the role
         alone if the mesh has one axis; `cfp.attention_options` lists them.
-      implementation: "xla", "chunked", "cudnn", "pallas" or "tokamax"; by default
-        cuDNN's where it can, else "chunked", on CPUs "xla".
+      implementation: "xla", "chunked" or "cudnn"; by default cuDNN's where it can,
+        else "chunked", on CPUs "xla".
       zigzag_tokens: whether tokens come in zigzag order (`cfp.attention.ring`), as a
         model has it that converts them once. Otherwise a strategy with zigzag converts
         them here, at a price, and back.

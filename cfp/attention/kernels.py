@@ -10,9 +10,9 @@ with `ScoreMemory.CHUNKS` (`working_bytes` in `cfp.cost.costs`). A module has
 - ``refusal(problem, platform)``: why it cannot compute a problem on one device, or
   None. The platform is JAX's name: "cpu", "gpu", "cuda", "rocm" or "tpu"; "gpu" may be
   of any vendor, and `cudnn.py` tells NVIDIA's by their compute capability;
-- if rings may use it, ``attend`` and ``gradients``, as in `cfp.attention.plain`: the
-  attention of a block of keys with its log-sum-exp, and a block's share of the
-  gradients from the whole row's output and log-sum-exp. Outputs may be in q's dtype
+- for rings ``attend`` and ``gradients``, as in `cfp.attention.plain`: the attention of
+  a block of keys with its log-sum-exp, and a block's share of the gradients from the
+  whole row's output and log-sum-exp. Outputs may be in q's dtype
   (`cfp.attention.chunked` casts); the log-sum-exp is float32. The log-sum-exp of public
   functions cannot be differentiated, so these two are functions of their own.
 
@@ -60,7 +60,6 @@ class Kernel:
         `KERNELS`; on CPUs such calls take "xla".
       any_positions: whether blocks may be masked by positions and segments; otherwise
         they are causal with queries and keys at the same positions, or see all.
-      package: that it needs besides JAX, or "".
       remedy: what to do where it does not load; "" where it always does, so that
         `cfp doctor` leaves it out.
     """
@@ -71,7 +70,6 @@ class Kernel:
     matmul_share: float
     is_preferred: bool = False
     any_positions: bool = False
-    package: str = ""
     remedy: str = ""
 
     @property
@@ -85,17 +83,17 @@ class Kernel:
         return self._function("refusal")
 
     @property
-    def attend(self) -> Attend | None:
-        """Computes the attention of a block; None if it cannot."""
+    def attend(self) -> Attend:
+        """Computes the attention of a block."""
         return self._function("attend")
 
     @property
-    def gradients(self) -> Gradients | None:
-        """Computes a block's share of the gradients; None if it cannot."""
+    def gradients(self) -> Gradients:
+        """Computes a block's share of the gradients."""
         return self._function("gradients")
 
     def _function(self, name: str) -> Any:
-        return getattr(import_module(self.module), name, None)
+        return getattr(import_module(self.module), name)
 
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
@@ -111,22 +109,6 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
                 remedy="pip install --upgrade nvidia-cudnn-cu13 (or -cu12), in the "
                 "versions that the plugin asks for; cfp plans without it, and "
                 "attention is XLA's then",
-            ),
-            Kernel(
-                name="tokamax",
-                module="cfp.attention.tokamax",
-                scores=ScoreMemory.TILES,
-                matmul_share=0.6,  # As of cuDNN, whose products it makes. Guess.
-                package="tokamax",
-                remedy="pip install --upgrade tokamax, or uninstall it",
-            ),
-            Kernel(
-                name="pallas",
-                module="cfp.attention.pallas",
-                scores=ScoreMemory.TILES,
-                matmul_share=0.19,
-                remedy="kernels need compute capability 8.0 or newer, and the "
-                "plugin's own ptxas: take another CUDA's bin folder off the PATH",
             ),
             Kernel(
                 name="chunked",

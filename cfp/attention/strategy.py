@@ -144,11 +144,6 @@ class AttentionStrategy:
         return self._refused_by(kernel, problem)
 
     def _refused_by(self, kernel: Kernel, problem: AttentionProblem) -> str | None:
-        if kernel.attend is None:
-            return (
-                f"{kernel.name} has no attention of a block whose gradients follow "
-                "from the whole row's log-sum-exp"
-            )
         if kernel.any_positions:
             return None
         for unable, what in (

@@ -13,7 +13,6 @@ from cfp.cluster.machine import (
     Result,
     absent,
     failed,
-    installed,
     jax_range,
     names_like,
     passed,
@@ -207,11 +206,6 @@ def _compile_remedy(answer: ProcessAnswer) -> str:
 def attention_kernel(machine: Machine, name: str) -> Result:
     """A kernel of attention, forward and backward, agrees with float32."""
     kernel = KERNELS[name]
-    if kernel.package and installed(machine, kernel.package) is None:
-        return absent(
-            f"{kernel.package} is not installed",
-            f"optional: pip install {kernel.package}",
-        )
     if not machine.shows_nvidia:
         return absent(NO_GPU)
     answer = probe(machine, "kernel", name, variables=_SMALL)

@@ -92,7 +92,7 @@ def _plan(tiny: bool) -> Iterator[tuple[dict[str, Any], Measure]]:
     yield {"what": "matmul"}, lambda rows: _matmul(256 if tiny else MATMUL_WIDTH)
     tokens = (256, 512) if tiny else TOKENS
     ring_tokens = (128, 256) if tiny else RING_TOKENS
-    kernels = ("xla", "chunked") if tiny else ("cudnn", "tokamax", "pallas", "chunked")
+    kernels = ("xla", "chunked") if tiny else ("cudnn", "chunked")
     rings = ("xla",) if tiny else RING_KERNELS
     yield from _kernels("cudnn" if not tiny else "xla", tokens)
     yield from _rings(rings[0], ring_tokens)

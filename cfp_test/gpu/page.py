@@ -15,7 +15,7 @@ from importlib import metadata
 from cfp_test.gpu.place import ROOT, Place
 from cfp_test.gpu.suite import FAILED, PASSED, Outcome
 
-_PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "pydantic", "tokamax")
+_PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "pydantic")
 _VARIABLES = ("NCCL_", "XLA_", "JAX_", "CUDA_VISIBLE_DEVICES")
 
 

@@ -12,7 +12,7 @@ from importlib.abc import MetaPathFinder
 
 EXTRAS = {
     "equinox", "haiku", "highspy", "hypothesis", "jsonschema", "matplotlib", "pulp",
-    "pytest", "ray", "tokamax", "torch",
+    "pytest", "ray", "torch",
 }
 
 class Refuses(MetaPathFinder):

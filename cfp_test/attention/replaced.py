@@ -67,9 +67,12 @@ class Step:
         return compile_alone(self.flat, self.mesh.local_devices[0])
 
     def with_kernel(
-        self, kernel: str, preset: str = "data_parallel"
+        self, kernel: str, preset: str = "data_parallel", wide: bool = True
     ) -> tuple[CompiledStep, tuple[Replacement, ...]]:
         """The step under a preset, with a kernel in the place of all attentions.
+
+        Args:
+            wide: compute in float32 what the step computes in less.
 
         Raises:
             AssertionError: one that was found cannot be replaced.
@@ -91,7 +94,7 @@ class Step:
             [layout.arg_spec(i) for i in range(len(frame.program.args))],
             layout.output_specs(),
             constrained,
-            wide=True,
+            wide=wide,
         )
         return compiled, constrained.replaced
 

@@ -29,7 +29,7 @@ help:
 	@echo 'make test-gpu  tests on the GPUs of this machine, in ten minutes; build/gpu.md is'
 	@echo '               the page to attach to an issue'
 	@echo 'make prove     run every op under every sharding of its rule; counts in build/rules.json'
-	@echo 'make lint      ruff and pyright'
+	@echo 'make lint      ruff, the order of imports, and pyright'
 	@echo 'make docs      the documentation as a site, in build/site; a warning is an error'
 	@echo 'make wheel     wheel and source distribution in dist/, tried in an empty place'
 	@echo 'make install   only create $(VENV), from $(LOCK)'
@@ -89,6 +89,7 @@ prove: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)-docs/.installed

@@ -53,7 +53,7 @@ def _wheelhouse(options: argparse.Namespace) -> int:
         options.accelerator, options.architecture, options.python, options.glibc
     )
     print(f"Resolving for {platform.name}, glibc 2.{platform.glibc} or newer ...")
-    lock = resolve(platform, options.extra, options.requirement)
+    lock = resolve(platform, ("models", *options.extra), options.requirement)
     versions = locked(lock)
     shown = {n: v for n, v in versions.items() if n.startswith(("jax", "libtpu"))}
     print(
@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
         "--extra",
         action="append",
         default=[],
-        help="of cfp: report, dev; may be given several times",
+        help="of cfp, beside models: report, dev; may be given several times",
     )
     add(
         "--requirement",

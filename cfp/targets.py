@@ -25,8 +25,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
+from cfp import models
 from cfp.errors import CfpError, nearest, place_of
-from cfp.models import registry
 from cfp.models.options import ModelOption, Scalar
 from cfp.profiling.inputs import counts, hashed_bits
 from cfp.program.fixed import fixed, released
@@ -120,12 +120,12 @@ def resolve(
         raise CfpError(f"There is no option {text}; --help lists those that there are.")
     if text.endswith(".py") and Path(text).is_file():
         return _function_target(f"{text}:", options, tuple(donate), tuple(static))
-    if text not in registry.MODELS:
-        close = difflib.get_close_matches(text, registry.MODELS, 1)
+    if text not in models.NAMES:
+        close = difflib.get_close_matches(text, models.NAMES, 1)
         attempt = close[0] if close else f"{text.removesuffix('.py')}.py:function"
         raise CfpError(
             f"There is no target {text!r}.",
-            expected=f"a model ({', '.join(registry.MODELS)}), file.py:function, "
+            expected=f"a model ({', '.join(models.NAMES)}), file.py:function, "
             "or package.module:function",
             got=text,
             attempt=f"{attempt}, with the function's name"
@@ -150,8 +150,8 @@ def model_target(name: str, options: dict[str, Scalar]) -> Target:
         CfpError: an option is unknown, or the options do not fit together.
     """
     try:
-        step, args = registry.build(name, **options)
-        init_fn, make_batch = registry.initialise(name, **options)
+        step, args = models.build(name, **options)
+        init_fn, make_batch = models.initialise(name, **options)
     except ValueError as error:
         raise CfpError(
             f"{name} cannot be built: {error}. Change these options."
@@ -172,7 +172,7 @@ def parse_options(model: str, words: Sequence[str]) -> dict[str, Scalar]:
     Raises:
         CfpError: an option is unknown, lacks its value, or has one of another type.
     """
-    return _parse_options(model, registry.find(model).options, words)
+    return _parse_options(model, models.find(model).options, words)
 
 
 def _parse_options(

@@ -12,9 +12,11 @@ from typer.core import TyperGroup
 
 from cfp.cli import finding, planning, reading, running
 from cfp.cli.options import INTERRUPTED, MARKUP, PASS_ON, TRACEBACK, Command
+from cfp.cli.options import command as one_message
 from cfp.cli.supervise import Supervision
 from cfp.cluster.doctor import main as doctor
 from cfp.devices.joining import COORDINATOR, JOIN, PROCESS_ID, PROCESSES
+from cfp.models import load
 
 # What may be looked for as a command of its own, and is part of another one.
 _DONE_BY = {
@@ -78,11 +80,10 @@ def _doctor(context: typer.Context) -> None:
 
 
 @app.command("operators", context_settings={**PASS_ON, "help_option_names": []})
+@one_message
 def _operators(context: typer.Context) -> None:
     """Check and time implementations of the operators of models."""
-    from cfp.operators.command import main as operators
-
-    raise typer.Exit(operators(context.args))
+    raise typer.Exit(load("cfp.operators.command").main(context.args))
 
 
 def _print_version(wanted: bool) -> None:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import jax
 import typer
-from flax.core.meta import AxisMetadata
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from cfp import api
@@ -19,7 +18,7 @@ from cfp.cli.options import mode_of, only_json
 from cfp.cli.session import check_writable, planned_target, target_of
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.export.module import Names, Rules, logical_rules, names_by_path
-from cfp.models import MODELS, logical_names
+from cfp.models import NAMES, load
 from cfp.plan.parts import check_arguments
 from cfp.plan.plan import Plan
 from cfp.printable import printable
@@ -310,9 +309,10 @@ def names_of(plan: Plan, target: Target, words: Sequence[str]) -> dict[str, Name
     Args:
         words: the options that followed its name.
     """
-    if target.name in MODELS:
+    if target.name in NAMES:
         options = parse_options(target.name, words)
-        return names_by_path(plan, logical_names(target.name, **options))
+        names = load("cfp.models.registry").logical_names(target.name, **options)
+        return names_by_path(plan, names)
     return boxed_names(plan, target)
 
 
@@ -332,7 +332,7 @@ def boxed_names(plan: Plan, target: Target) -> dict[str, Names]:
 
 
 def _is_box(leaf: Any) -> bool:
-    return isinstance(leaf, AxisMetadata)
+    return isinstance(leaf, load("flax.core.meta").AxisMetadata)
 
 
 def flax_text(plan: Plan, rules: Rules) -> str:

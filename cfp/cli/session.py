@@ -15,7 +15,7 @@ from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
 from cfp.cli.options import leave_printing_to_process_0
 from cfp.devices.joining import is_follower
 from cfp.errors import CfpError, PinError
-from cfp.models import MODELS
+from cfp.models import NAMES
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step
 from cfp.plan.parts import check_arguments, check_donated
 from cfp.plan.plan import Plan
@@ -111,7 +111,7 @@ def planned_target(
         CfpError: there is no such target, or it cannot be the plan's step.
     """
     known = [i for i in (plan and plan.static) or () if isinstance(i, int)]
-    if known and not static and text in MODELS:
+    if known and not static and text in NAMES:
         raise CfpError(
             "The plan is for another step.",
             expected=f"a step with static arguments at {', '.join(map(str, known))}, "

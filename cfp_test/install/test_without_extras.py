@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from cfp_test.cli.cli_runner import environment
 
 # Every package that only an extra brings is refused, wherever it is imported.
@@ -11,8 +13,8 @@ import sys
 from importlib.abc import MetaPathFinder
 
 EXTRAS = {
-    "equinox", "haiku", "highspy", "hypothesis", "jsonschema", "matplotlib", "pulp",
-    "pytest", "ray", "torch",
+    "equinox", "flax", "haiku", "highspy", "hypothesis", "jsonschema", "matplotlib",
+    "optax", "pulp", "pytest", "ray", "torch",
 }
 
 class Refuses(MetaPathFinder):
@@ -21,9 +23,12 @@ class Refuses(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Refuses())
+import cfp.cli
+
+if sys.argv[1:]:
+    sys.exit(cfp.cli.main())
 import jax
 import cfp
-import cfp.cli
 from cfp_test.cli.toy_targets import toy
 
 step, args = toy()
@@ -32,9 +37,10 @@ print(plan.winner, *sorted(EXTRAS & {*sys.modules}))
 """
 
 
-def test_planning_imports_no_package_that_an_extra_brings(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM],
+def run_without_extras(tmp_path, command):
+    """Runs a command line, or plans a step where it is empty."""
+    return subprocess.run(
+        [sys.executable, "-c", _PROGRAM, *command],
         env=environment(
             XDG_CACHE_HOME=str(tmp_path),
             XLA_FLAGS="--xla_force_host_platform_device_count=2",
@@ -43,5 +49,22 @@ def test_planning_imports_no_package_that_an_extra_brings(tmp_path):
         text=True,
         check=False,
     )
+
+
+def test_planning_imports_no_package_that_an_extra_brings(tmp_path):
+    done = run_without_extras(tmp_path, [])
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["data_parallel"]
+
+
+def test_help_needs_no_extra(tmp_path):
+    done = run_without_extras(tmp_path, ["--help"])
+    assert done.returncode == 0, done.stderr
+    assert "operators" in done.stdout
+
+
+@pytest.mark.parametrize("command", [["plan", "gpt"], ["operators", "--list"]])
+def test_models_without_their_extra_name_it(tmp_path, command):
+    done = run_without_extras(tmp_path, command)
+    assert done.returncode == 2
+    assert "pip install 'cfp[models]'" in done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,12 +13,9 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from cfp.cost.step_time import StepPredictor
-from cfp.devices import described
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError
 from cfp.planner_settings import DetailedSettings, PlannerSettings
-from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.coordination import coordinated_planning
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.options import MeasureOptions
@@ -27,9 +23,6 @@ from cfp.profiling.processes import Agreement
 from cfp.profiling.store import ProfileStore, open_store, store_path
 from cfp.settings import (
     LIMITED_MEMORY,
-    PLANS_BY_ESTIMATE,
-    REACH_BY_ESTIMATE,
-    RUNS_PLAYED,
     ConstraintLevel,
     Dimension,
     PlatformDefaults,
@@ -77,8 +70,6 @@ class PlanContext:
             was.
         device_bytes: memory of a device, or None where it does not say.
         end: when planning is to end, as `time.monotonic` counts.
-        predictor: what predicts whole steps of programs that are compiled for devices
-            which are only described; None where none is, or the devices are there.
     """
 
     mesh: Mesh | DescribedMesh
@@ -91,19 +82,12 @@ class PlanContext:
     memory: MemoryBudget | None
     device_bytes: int | None
     end: float
-    predictor: StepPredictor | None
 
     @property
     def devices(self) -> Mesh:
-        """The mesh that programs are compiled for, and run on if that is possible."""
-        mesh = self.mesh.stand_in if isinstance(self.mesh, DescribedMesh) else self.mesh
-        assert mesh is not None, "it is described, and nothing is compiled for it"
-        return mesh
-
-    @property
-    def plays(self) -> bool:
-        """True if one device runs computations of several that are described."""
-        return self.predictor is not None and self.predictor.here is not None
+        """The mesh that programs are compiled for, and run on."""
+        assert isinstance(self.mesh, Mesh), "nothing is compiled for described devices"
+        return self.mesh
 
     @property
     def budget_bytes(self) -> int | None:
@@ -113,13 +97,12 @@ class PlanContext:
     @property
     def decided_by(self) -> DecidedBy:
         """The way to choose the plan among candidates."""
-        settings, is_described = self.settings, isinstance(self.mesh, DescribedMesh)
-        uses_devices = settings.measure is not False
-        if is_described and not (self.predictor and uses_devices):
+        settings = self.settings
+        if isinstance(self.mesh, DescribedMesh):
             return DecidedBy.PREDICTION
-        if settings.race and uses_devices:
+        if settings.race and settings.measure is not False:
             return DecidedBy.RACE
-        if is_described or self.memory is not None:
+        if self.memory is not None:
             return DecidedBy.COMPILER
         return DecidedBy.PREDICTION
 
@@ -199,18 +182,16 @@ def open_context(
             )
         remote, path = settings.remote, store_path(cache_dir)
         end = time.monotonic() + settings.seconds
-        runs = settings.race and settings.measure is not False
         with (
             open_store(path, agreement)
             if remote is None
             else ProfileStore(path, copy=remote.keep)
         ) as store:
-            predictor, environment = _step_predictor(mesh, store, environment)
             yield PlanContext(
                 mesh=mesh,
                 store=store,
                 settings=settings,
-                rules=_rules(defaults, settings, mesh, predictor, memory is None),
+                rules=_rules(defaults, settings, mesh),
                 environment=environment,
                 agreement=agreement,
                 measure=MeasureOptions(
@@ -218,16 +199,10 @@ def open_context(
                     limits=settings.limits,
                     progress=settings.progress,
                     remote=remote,
-                    compiler_options=predictor.compiler_options if predictor else {},
-                    run=predictor,
-                    wants_local=predictor.wants_local
-                    if predictor and predictor.here and runs
-                    else None,
                 ),
                 memory=memory,
                 device_bytes=device_bytes,
                 end=end,
-                predictor=predictor,
             )
 
 
@@ -235,19 +210,14 @@ def _rules(
     usual: PlatformDefaults,
     settings: DetailedSettings,
     mesh: Mesh | DescribedMesh,
-    predictor: StepPredictor | None,
-    no_budget: bool,
 ) -> PlatformDefaults:
     """A platform's defaults, and in their place what was asked for.
 
-    Where programs are compiled for described devices, presets race with less than all
-    values constrained: with all of them they are points of the search, which predicts
-    as the race does. Under a budget what is less constrained may need more memory, so
-    that all levels race. On one device there is one level, and no compiler options,
-    which are for collectives.
+    On one device there is one level, and no compiler options, which are for
+    collectives.
     """
-    reach = settings.reach or (REACH_BY_ESTIMATE if predictor else None)
-    options, unasked = settings.compiler_options, settings.measure is None
+    reach, unasked = settings.reach, settings.measure is None
+    options = settings.compiler_options
     kernels = settings.attention
     if Dimension.KERNELS not in settings.dimensions:
         kernels = ()
@@ -258,14 +228,10 @@ def _rules(
     usual_options = usual.compiler_options
     if prod(mesh.shape.values()) == 1:
         levels, usual_options = levels[:1], {}
-    elif predictor is not None and no_budget:
-        few = tuple(one for one in levels if one is not ConstraintLevel.EVERYTHING)
-        levels = few or levels
     return replace(
         usual,
         estimates=isinstance(mesh, DescribedMesh) or (usual.estimates and unasked),
-        rounds=RUNS_PLAYED if predictor else usual.rounds,
-        plans=settings.plans or (PLANS_BY_ESTIMATE if predictor else usual.plans),
+        plans=settings.plans or usual.plans,
         levels=settings.constraint_levels or levels,
         reach=dict.fromkeys(ConstraintLevel, reach) if reach else usual.reach,
         compiler_options=usual_options if options is None else options,
@@ -296,31 +262,6 @@ def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:
                 "processes",
             )
     return agreement
-
-
-def _step_predictor(
-    mesh: Mesh | DescribedMesh, store: ProfileStore, environment: Parts
-) -> tuple[StepPredictor | None, Parts]:
-    """Returns the predictor of steps on described devices, and its environment."""
-    if not isinstance(mesh, DescribedMesh) or mesh.stand_in is None:
-        return None, environment
-    here = environment_parts(list(mesh.stand_in.devices.flat))
-    rates = mesh.rates
-    found = StepPredictor(
-        rates=rates,
-        store=store,
-        here=here if mesh.runs else None,
-        compiler_options=described.OPTIONS if mesh.runs else UNTUNED,
-    )
-    rated = hashlib.sha256(repr((rates, found.constants)).encode()).hexdigest()
-    names = {name for name, _ in environment}
-    more = [part for part in here if part[0] not in names]
-    return found, (
-        *environment,
-        *more,
-        ("rung", mesh.rung),
-        ("described_rates", rated),
-    )
 
 
 def device_memory(mesh: Mesh | DescribedMesh) -> int | None:

@@ -45,9 +45,7 @@ Words = Annotated[str, Field(max_length=MOST_CHARACTERS), BeforeValidator(_words
 Name = Annotated[str, Field(max_length=MOST_CHARACTERS), AfterValidator(_name)]
 Spec = tuple[tuple[Words, ...], ...]
 # The source of a prediction.
-Rung = Annotated[
-    str, matching("estimated|one device|measured", "estimated, one device or measured")
-]
+Rung = Annotated[str, matching("estimated|measured", "estimated or measured")]
 
 
 def shown(value: object) -> str:

@@ -45,9 +45,8 @@ class PlannerSettings:
             data parallel, parameters stored as they are used, nothing rematerialized,
             the step as it is written, no options, state on the devices.
         race: whether the best plan and the presets are timed on the whole program;
-            otherwise the prediction decides; and under a budget, or for described
-            devices that programs are compiled for, with one GPU here or none, the best
-            that fits is found by compiling, which runs nothing.
+            otherwise the prediction decides; and under a budget the best that fits is
+            found by compiling, which runs nothing.
         repeats: number of repeats of a repeated segment that race (two at least, the
             first and the last), unless a budget was asked for; times are scaled to the
             whole program, and only the winner is compiled and timed whole. None races
@@ -177,19 +176,15 @@ class DetailedSettings(PlannerSettings):
         in_context: whether segments are measured with a neighbour, which predicts
             better and builds twice as many programs.
         plans: number of best plans that race by each prediction (from segments with a
-            neighbour, and alone); by default 1, or 3 for described devices that
-            programs are compiled for. Where memory decides, one more is for
+            neighbour, and alone); by default 1. Where memory decides, one more is for
             programs that turn out smaller than predicted, or one of them if there are
             several.
         constraint_levels: how much the compiler is constrained in presets; each level
-            races. By default all, but for described devices that programs are compiled
-            for without a budget, where presets with all values constrained are left to
-            the search. One on virtual CPU devices, where a build takes longer than the
-            difference is worth.
+            races. By default all; one on virtual CPU devices, where a build takes
+            longer than the difference is worth.
         reach: candidates that are predicted to take this many times as long as the
             fastest that fits are not raced; by default 1.1, 1.25 where activations are
-            constrained and 1.2 where only arguments are; 1.4 for described devices that
-            programs are compiled for, and 2 on virtual CPU devices.
+            constrained and 1.2 where only arguments are; 2 on virtual CPU devices.
         remote: where programs are compiled, and records kept besides, if not only here.
     """
 

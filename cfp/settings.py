@@ -72,21 +72,15 @@ LIMITED_TIME = 1.1
 # to fit; then as many smaller ones at most, or one where time is over. Guess.
 MOST_REFUSED = 8
 # Where no kernel is tuned yet, so many candidates are compiled before all others, and
-# so many side by side. One H200 that played two had the first of 18 after 86 s and all
+# so many side by side. One H200 had the first of 18 after 86 s and all
 # after 96, compiled six at once and beside another model; with three first, alone,
 # after 10, 14 and 19 s, and the other 15 after 55 s, six at once: as many seconds each
 # as one by one, since one GPU tunes for all. With fewer begun, fewer are late.
 TUNED_FIRST = 1
 TUNING_AT_ONCE = 2
-# Where programs are predicted from what compiles, on one device or none, those race
-# that estimates have within this factor, and so many of the best plans. On 4 H200
-# estimates were off by 1.4 against each other at most.
+# Variants whose estimates take more times as long as the best one's are not planned. On
+# 4 H200 estimates were off by 1.4 against each other at most.
 REACH_BY_ESTIMATE = 1.4
-PLANS_BY_ESTIMATE = 3
-# Where one device plays several, computations of leaders run so many times, in turn. Of
-# 14 programs with eight such runs on an H200 medians of three are 0.2 % off on average,
-# single runs up to 5 % (docs/results/played_links_h200x2_202611.json).
-RUNS_PLAYED = 3
 # What is slower than this many times the fastest is left out: after the look before the
 # turns, or the first turn where there is no look, and between two races; and after each
 # other turn. decisions.md, "Planning in half the time".

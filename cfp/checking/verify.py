@@ -52,7 +52,6 @@ from cfp.runtime.execute import resolved
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
 from cfp.view.words import (
-    ONE_DEVICE,
     OTHER_DEVICES,
     VERIFIED,
     WAS_DESCRIBED,
@@ -206,7 +205,6 @@ def verify(
     if OTHER_DEVICES in plan.search or len(kinds - {None}) > 1:
         source |= {OTHER_DEVICES: 1.0}
     if best is own:
-        source |= {ONE_DEVICE: 1.0} if plan.rung == "one device" else {}
         made = replace(
             plan,
             measured_ms=own.time_ms,

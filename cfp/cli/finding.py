@@ -41,7 +41,6 @@ from cfp.cli.session import (
 )
 from cfp.cluster.on_ray import RunnerNeeds, plan_on_ray
 from cfp.context import device_memory
-from cfp.devices import described
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError, MeshError
 from cfp.passes.profile import profile_all_budgets
@@ -110,11 +109,7 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
     shapes, every = shapes_of(given)
     every = every and (chosen is None or Dimension.MESH in chosen)
     cluster = _cluster(given)
-    plays = cluster is not None and _plays(cluster, given)
-    if cluster is None or not plays:
-        platform.select("cpu" if cluster else given["platform"], shapes[0])
-    else:  # Before a target asks for a device.
-        described.play_one_of(cluster.count)
+    platform.select("cpu" if cluster else given["platform"], shapes[0])
     leave_printing_to_process_0()
 
     def find(count: int | None) -> Target:
@@ -131,10 +126,7 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
     def make(axes: platform.Axes | None) -> Mesh | DescribedMesh:
         if cluster is None:
             return platform.make_asked_mesh(axes)
-        described = mesh_of(cluster, axes)
-        if given.get("compiled"):
-            return described.by_compiler()
-        return described.on_one_device() if plays else described
+        return mesh_of(cluster, axes)
 
     meshes = [make(shape) for shape in shapes]
     if every:
@@ -192,10 +184,6 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
     """Reads --for, if it was given."""
     text = given.get("described")
     if text is None:
-        if given.get("compiled"):
-            raise CfpError(
-                "--compile is for devices that are described: give --for CLUSTER, too."
-            )
         return None
     for option in ("platform", "devices", "measure"):
         if given.get(option):
@@ -207,16 +195,6 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
                 attempt=f"--for {text} by itself",
             )
     return cluster_of(text)
-
-
-def _plays(cluster: Cluster, given: dict[str, Any]) -> bool:
-    """Returns True if a GPU of this machine stands in for one of a cluster's."""
-    rung_0 = given.get("no_race") or given.get("compiled")
-    return (
-        cluster.count > 1
-        and not rung_0
-        and described.can_play(cluster.kind.device_kind)
-    )
 
 
 def _counts(text: str | None) -> list[int | None]:
@@ -385,7 +363,6 @@ def plan(
     measure: o.Measure = False,
     no_race: o.NoRace = False,
     whole_race: o.WholeRace = False,
-    compiled: o.Compile = False,
     ray: _Ray = None,
     retry_failures: o.RetryFailures = False,
     run_timeout: o.RunTimeout = o.USUAL.limits.run_seconds,

@@ -144,18 +144,8 @@ For = Annotated[
         "--for",
         metavar="CLUSTER",
         help="Plan for devices that are not here: 4xh200, 2x8xh100 (hosts x devices x "
-        "kind), or a description such as cluster.toml. Where one GPU of the kind is "
-        "here, programs are compiled for all of them, and it runs its part; with "
-        "--no-race, or without one, choices are by estimates, and nothing runs.",
-    ),
-]
-Compile = Annotated[
-    bool,
-    of_measuring(
-        "--compile",
-        help="With --for, and without a GPU: compile the best by estimates for the "
-        "described devices, and choose by the compiled programs. Takes JAX's CUDA "
-        "plugin, and minutes.",
+        "kind), or a description such as cluster.toml. Choices are by estimates, and "
+        "nothing runs.",
     ),
 ]
 Platform = Annotated[

@@ -1,1 +1,1 @@
-"""Described clusters, and one GPU that stands in for one of N devices."""
+"""Described clusters, and processes that are joined."""

@@ -302,28 +302,6 @@ def kinds() -> Mapping[str, str]:
     return dict(sorted(found.items()))
 
 
-def compiler_target(name: str) -> str:
-    """Reads the description by which XLA compiles for a kind, in its protocol's text.
-
-    Raises:
-        TargetError: it is not shipped for that kind.
-    """
-    file = _FOLDER.joinpath(f"{name}.txtpb")
-    if not file.is_file():
-        known = sorted(
-            one.name.removesuffix(".txtpb")
-            for one in _FOLDER.iterdir()
-            if one.name.endswith(".txtpb")
-        )
-        raise TargetError(
-            "The compiler has no description of that kind of device.",
-            expected=f"one of {', '.join(known)}",
-            got=name,
-            attempt="without --compile, by estimates",
-        )
-    return file.read_text(encoding="utf-8")
-
-
 @cache
 def kind(name: str) -> DeviceKind:
     """A shipped kind, by its name.

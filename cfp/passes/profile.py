@@ -232,7 +232,7 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
         time_ms=found.cost_ms,
         memory_bytes=found.memory_bytes,
         fits=best is not None,
-        is_final=context.rules.estimates and context.predictor is None,
+        is_final=context.rules.estimates,
         profiles=profiles if context.rules.estimates else None,
     )
 

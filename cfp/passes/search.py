@@ -33,7 +33,6 @@ from cfp.race.candidates import (
     less_memory,
     memory_factor,
     named_candidates,
-    planned_around,
     rematerialized,
     with_kernels,
     with_preferred_kernels,
@@ -84,7 +83,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         for one in sets
     ]
     problem, tight, plans = problems[0], profiles.memory_bound, context.rules.plans
-    if profiles.estimated and decided_by is DecidedBy.RACE and not context.predictor:
+    if profiles.estimated and decided_by is DecidedBy.RACE:
         named = _fastest(analysis, named, problem)
     named |= {name: c for name, c in known if name in PROPAGATED}
     named = plain = with_kernels(analysis, problem, named)
@@ -119,11 +118,6 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         *named_candidates(named, context.rules.levels),
         *(Candidate(f"planned {n}", choice) for n, choice in enumerate(others, 2)),
     ]
-    if context.predictor is not None:
-        there = {one.key for one in candidates}
-        around = planned_around(analysis, problem, presets_there).items()
-        more = [Candidate(name, choice) for name, choice in around]
-        candidates += [one for one in more if one.key not in there]
     # By estimates all presets are options. Where options are measured, those that are
     # far behind are not, nor those that cannot fit in a budget.
     every, memory = presets(analysis.frame), context.memory

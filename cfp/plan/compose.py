@@ -65,15 +65,8 @@ def compose_plan(
     search |= model_work(frame, data_arguments(frame))
     if undonated := undonated_arguments(layout):
         search["undonated_bytes"] = sum(undonated.values())
-    estimated = "strategies_estimated" in search
-    described = mesh if isinstance(mesh, DescribedMesh) else None
-    rung = "measured" if timed or not estimated else "estimated"
+    estimated = isinstance(mesh, DescribedMesh) or "strategies_estimated" in search
     size = prediction_of(analysis, problem, winner.choice).peak_bytes
-    peak_bytes = outcome.peak_bytes
-    if described is not None:
-        # Nothing was measured on the devices; but the compiler may have been asked.
-        size, peak_bytes = peak_bytes or size, None
-        rung = described.rung if "compiled" in search else "estimated"
     raced = None
     if outcome.built is not None and isinstance(mesh, Mesh):
         [one] = programs_of(analysis, [winner], ())
@@ -96,7 +89,7 @@ def compose_plan(
         winner=winner.name,
         predicted_ms=winner.predicted_ms,
         measured_ms=won.time_ms if won is not None and timed else None,
-        peak_bytes=peak_bytes,
+        peak_bytes=outcome.peak_bytes,
         options=dict(winner.options),
         level=winner.level,
         segments=plan_segments(analysis, winner.choice, problem),
@@ -109,7 +102,7 @@ def compose_plan(
         environment={**configuration(), **environment},
         outline=outline_of(program),
         search=search,
-        rung=rung,
+        rung="estimated" if estimated and not timed else "measured",
         predicted_bytes=size,
         mesh=mesh if isinstance(mesh, Mesh) else None,
         raced=raced,

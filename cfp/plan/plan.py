@@ -96,7 +96,7 @@ class Plan:
         search: counts of the search: strategies measured, answered from the cache,
             failed, and seconds of every pass; how many sharding constraints of the
             step's own were left out; and entries that `adapt` and `verify` leave.
-        rung: what its numbers are from: "estimated", "one device" or "measured".
+        rung: what its numbers are from: "estimated" or "measured".
         figures: the numbers that it was chosen by, for a report; None if there are
             none.
         outline: the operations of the planned program, to say where another differs.

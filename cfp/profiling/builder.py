@@ -7,17 +7,15 @@ again.
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, Sharding
 from jax.tree_util import tree_leaves
 
@@ -31,7 +29,6 @@ from cfp.profiling.tasks import Task
 from cfp.program.constrain import Constraints
 from cfp.program.graft import lower_part
 from cfp.program.graph import Program, Spec
-from cfp.program.local import dump_options, lower_local, partitioned_program
 from cfp.program.memory import host_kind
 from cfp.program.signature import Part, Signature, WrongPlace, pack, signature
 
@@ -110,16 +107,11 @@ class BuildEnvironment:
       executables_dir: executables of whole steps under plans; see
         `cfp.runtime.executables`.
       remote: where programs for the platform are compiled, if not here.
-      always: compiler options of every build, whatever the platform.
-      wants_local: says of a job and its compiled program's text whether one device's
-        computation is compiled, too, as a program of its own; None if it never is.
     """
 
     autotune_dir: Path | None = None
     executables_dir: Path | None = None
     remote: RemoteCompiler | None = None
-    always: Mapping[str, str] = field(default_factory=dict)
-    wants_local: Callable[[Job, str], bool] | None = None
 
     @classmethod
     def beside(cls, store_path: Path) -> BuildEnvironment:
@@ -144,16 +136,13 @@ class BuildEnvironment:
 
     def tunes(self, platform: str) -> bool:
         """True if the compiler tunes kernels for a platform, and keeps them."""
-        level = self.always.get("xla_gpu_autotune_level")
-        is_kept = platform in GPU_PLATFORMS and self.autotune_dir is not None
-        return is_kept and level != "0"
+        return platform in GPU_PLATFORMS and self.autotune_dir is not None
 
     def options(self, platform: str) -> dict[str, str]:
         """Compiler options for a platform: where to keep what was tuned, if at all."""
         if platform not in GPU_PLATFORMS or self.autotune_dir is None:
-            return dict(self.always)
-        kept = {"xla_gpu_per_fusion_autotune_cache_dir": str(self.autotune_dir)}
-        return {**kept, **self.always}
+            return {}
+        return {"xla_gpu_per_fusion_autotune_cache_dir": str(self.autotune_dir)}
 
     def prepare(self, platform: str) -> None:
         """Makes the directories that `options` names: XLA refuses missing ones."""
@@ -169,14 +158,10 @@ class Built(CompiledBytes):
       compiled: takes and returns flat arrays.
       collectives: what one run sends.
       build_seconds: tracing, lowering and compiling.
-      local: one device's computation as a program of its own
-        (`cfp.program.local`), or the record of why there is none; None if it is not
-        wanted.
     """
 
     key: ProfileKey
     compiled: jax.stages.Compiled
-    local: Built | ProfileRecord | None = None
     collectives: tuple[Collective, ...] = ()
     build_seconds: float = 0.0
 
@@ -221,12 +206,10 @@ def build(
     started = time.perf_counter()
     platform = mesh.devices.flat[0].platform
     how: Compile = compile_right
-    if environment.remote is None:
+    options = dict(job.options)
+    if environment.remote is None:  # Directories are of this host.
         environment.prepare(platform)
-        usual = environment.options(platform)
-    else:
-        usual = environment.always  # Directories are of this host.
-    options = {**usual, **dict(job.options)}
+        options = {**environment.options(platform), **options}
     try:
         types = signature(program, job.part)
         if environment.remote is not None:
@@ -240,8 +223,6 @@ def build(
             job.out_specs,
             job.donated,
         )
-        if (wants := environment.wants_local) is not None:
-            return _compile_both(job, types, mesh, lowered, options, started, wants)
         return compile_lowered(job.key, lowered, options, started=started, how=how)
     except AssertionError:
         raise  # A bug of ours says nothing about the part.
@@ -291,44 +272,6 @@ def compile_lowered(
         build_seconds=build_seconds,
         **asdict(size),
     )
-
-
-def _compile_both(
-    job: Job,
-    types: Signature,
-    mesh: Mesh,
-    lowered: jax.stages.Lowered,
-    options: Mapping[str, Any],
-    started: float,
-    wants_local: Callable[[Job, str], bool],
-) -> Built:
-    """Compiles a program, and one device's computation as a program of its own."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        dumping = {**options, **dump_options(folder)}
-        built = compile_lowered(job.key, lowered, dumping, started=started)
-        try:
-            if not wants_local(job, built.compiled.as_text() or ""):
-                return built
-            partitioned, began = partitioned_program(folder), time.perf_counter()
-            where = types.shardings(mesh, job.in_specs, job.out_specs)
-            alone = lower_local(
-                partitioned, types, where, one_device(mesh), job.donated
-            )
-            local = compile_lowered(job.key, alone, options, started=began)
-        except AssertionError:
-            raise
-        except Exception as error:  # As in `build`.
-            seconds = time.perf_counter() - started
-            failed = build_failure(job.key, error, build_seconds=seconds)
-            # That says nothing about the program itself.
-            local = replace(failed, status="refused")
-    return replace(built, local=local)
-
-
-def one_device(mesh: Mesh) -> Mesh:
-    """The mesh of the first device of a mesh that is here."""
-    return Mesh(np.array(mesh.local_devices[:1]), ("one",))
 
 
 def _bytes_in_host(compiled: jax.stages.Compiled) -> dict[str, int]:

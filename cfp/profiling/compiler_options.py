@@ -10,7 +10,7 @@ how much memory it takes, with a value of the kind that the option has.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -45,22 +45,6 @@ _KNOWN = {
     # Without it programs need more memory, and compute the same.
     "xla_disable_hlo_passes": re.compile("rematerialization"),
 }
-
-# What joins or moves collectives.
-_OF_COLLECTIVES = re.compile(
-    "xla_gpu_enable_latency_hiding_scheduler|xla_gpu_.*_combine_threshold_bytes"
-)
-
-
-def without_collectives(options: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Returns the options that what is computed depends on.
-
-    Under a memory limit that is all of them: when and how collectives run decides what
-    is computed again.
-    """
-    if any("memory_limit" in name for name, _ in options):
-        return [*options]
-    return [one for one in options if not _OF_COLLECTIVES.fullmatch(one[0])]
 
 
 def refused_option(options: Any, allowed: Collection[str] = ()) -> str | None:

@@ -11,7 +11,7 @@ with ``0, 1, 2, ...`` up to the number of these.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import jax
@@ -163,28 +163,6 @@ def input_kinds(
             part.inputs, avals, types.inputs, memories, specs, strict=True
         )
     )
-
-
-def local_kinds(kinds: Sequence[InputKind], mesh: Mesh) -> tuple[InputKind, ...]:
-    """The kinds of one device's shards of some inputs.
-
-    What picks one of so many rows picks one of the first device's: of a table that is
-    sharded on its rows the others find what it does not have. Yet it picks among so
-    many that their gradients are not all added up in a few rows.
-    """
-
-    def local(kind: InputKind) -> InputKind:
-        spec = partition_spec(kind.spec, len(kind.shape))
-        shape = NamedSharding(mesh, spec).shard_shape(kind.shape)
-        given = kind.given
-        if given:
-            whole = np.frombuffer(given, jnp.dtype(kind.dtype)).reshape(kind.shape)
-            given = whole[tuple(slice(size) for size in shape)].tobytes()
-        count = max(min(kind.count, _LEAST_ROWS), kind.count // mesh.size)
-        none: Spec = ((),) * len(kind.spec)
-        return replace(kind, shape=shape, spec=none, given=given, count=count)
-
-    return tuple(map(local, kinds))
 
 
 def make_inputs(

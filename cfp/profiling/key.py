@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import jax
 
 from cfp.errors import DeviceError
-from cfp.profiling.processes import Agreement, mocked_topology
+from cfp.profiling.processes import Agreement
 from cfp.profiling.topology import gpu_parts
 from cfp.program.meaning import compiler_settings
 
@@ -172,9 +172,6 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
     settings = [f"{n}={text}" for n, text in compiler_settings() if n != _PRNG_IMPL]
     if settings:
         parts["jax_settings"] = shlex.join(settings)
-    if topology := mocked_topology():
-        # Such times are of the computation alone.
-        parts["mocked"] = topology
     if platform_name in GPU_PLATFORMS:
         parts["nccl"] = _variables(
             name

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from cfp.profiling.builder import Job
 from cfp.profiling.in_flight import Limits
-from cfp.profiling.record import ProfileRecord
 from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.tasks import Progress
 
@@ -23,18 +21,12 @@ class MeasureOptions:
             a moment.
         progress: called with what is being done.
         remote: where programs are compiled, if not here.
-        run: times a program in place of `cfp.profiling.runner.run`, where not all of
-            its devices are here.
-        wants_local: see `cfp.profiling.builder.BuildEnvironment`.
     """
 
     retry_failures: bool | datetime = False
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[Progress | str], None] | None = None
     remote: RemoteCompiler | None = None
-    compiler_options: Mapping[str, str] = field(default_factory=dict)
-    run: Callable[..., ProfileRecord] | None = None
-    wants_local: Callable[[Job, str], bool] | None = None
 
     def tell(self, event: Progress | str) -> None:
         """Passes an event on."""

@@ -20,8 +20,6 @@ from jax.sharding import Mesh
 from cfp.errors import ProcessError
 from cfp.profiling.coordination import AFTER_A_RUN, Coordination, coordination
 
-TOPOLOGY_SETTING = "jax_mock_gpu_topology"
-
 # What to do about processes that differ, by what differs.
 _REMEDIES = {
     "version": "install the same versions for all processes",
@@ -31,14 +29,6 @@ _REMEDIES = {
     "processes; only values may differ",
 }
 _REMEDY = "start all processes alike: the same program, options and environment"
-
-
-def mocked_topology() -> str:
-    """The topology that one GPU only plays a part of; "" where all devices are real.
-
-    See `cfp.devices.described`.
-    """
-    return str(jax.config.values.get(TOPOLOGY_SETTING) or "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +53,7 @@ class Agreement:
     @classmethod
     def about(cls, processes: set[int]) -> Agreement:
         """The agreement of some processes, by number."""
-        # Those of a topology that is only played do not exist.
-        if mocked_topology() or jax.process_count() == 1:
+        if jax.process_count() == 1:
             return cls(alone=True)
         return cls(alone=processes == {jax.process_index()})
 

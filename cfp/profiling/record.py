@@ -19,9 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from cfp.fields import Count, Time, first_error
 
-Status = Literal[
-    "ok", "out_of_memory", "compile_error", "timeout", "crashed", "refused"
-]
+Status = Literal["ok", "out_of_memory", "compile_error", "timeout", "crashed"]
 STATUSES: tuple[str, ...] = get_args(Status)
 
 
@@ -92,22 +90,14 @@ class ProfileRecord(CompiledBytes):
     Attributes:
       key: digest of `parts`, see `cfp.profiling.key.ProfileKey`.
       parts: the named parts of the key, in order.
-      status: "ok" means built, run and timed; or, of devices that are described,
-        built and predicted (`cfp.cost.step_time`). "refused" says nothing about the
-        program: its numbers were not finite, the GPU was not at work, or one device's
-        computation, as a program of its own, was not built or was too large.
+      status: "ok" means built, run and timed.
       reason: for a failure, what the compiler or the runtime said.
-      samples_ms: milliseconds per execution, measured, or predicted where devices are
-        described, as where one plays several; every sample in the order taken. None is
+      samples_ms: milliseconds per execution, every sample in the order taken. None is
         altered later; docs/how-cfp-chooses.md lists all places that correct them.
       drift: how many times as long steps took at the end of the race that the samples
         are of; see `cfp.race.turns`.
       build_seconds: tracing, lowering and compiling.
       run_seconds: all of running, warm-up included.
-      clock_mhz, power_watts: medians of the first GPU while samples were taken; 0 where
-        nothing says.
-      moved_bytes, kernels: of one device's computation that ran by itself, as in
-        `cfp.cost.schedule.Computed`; 0 of everything else.
       collectives: what the compiled program sends.
       choice: of a whole program what was chosen for it; see `cfp.race.remembered`.
       created: ISO 8601, UTC.
@@ -126,10 +116,6 @@ class ProfileRecord(CompiledBytes):
     drift: Time = 1.0
     build_seconds: Time = 0.0
     run_seconds: Time = 0.0
-    clock_mhz: Time = 0.0
-    power_watts: Time = 0.0
-    moved_bytes: Count = 0
-    kernels: Count = 0
     collectives: tuple[Collective, ...] = ()
     choice: str = ""
     created: str = field(default_factory=utc_now)
@@ -144,8 +130,6 @@ class ProfileRecord(CompiledBytes):
             self.drift,
             self.build_seconds,
             self.run_seconds,
-            self.clock_mhz,
-            self.power_watts,
         )
         if not all(math.isfinite(value) and value >= 0 for value in times):
             raise ValueError(f"expected finite times of 0 or more, got {times}")
@@ -195,11 +179,9 @@ def is_to_retry(record: ProfileRecord, retry_failures: bool | datetime) -> bool:
     """Returns True if a stored record is to be measured again.
 
     Args:
-      record: what is in the store. What was refused always is.
+      record: what is in the store.
       retry_failures: whether what failed is, or what failed before a moment.
     """
-    if record.status == "refused":
-        return True
     if record.ok or not isinstance(retry_failures, datetime):
         return not record.ok and bool(retry_failures)
     return datetime.fromisoformat(record.created) < retry_failures

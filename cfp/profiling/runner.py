@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from cfp.errors import DeviceError
@@ -24,7 +23,6 @@ from cfp.profiling.builder import (
     Job,
     build,
     is_out_of_memory,
-    one_device,
     reason_of,
 )
 from cfp.profiling.compile_pool import default_threads, overlaps
@@ -32,10 +30,8 @@ from cfp.profiling.inputs import (
     InputKind,
     generator,
     input_kinds,
-    local_kinds,
     make_inputs,
 )
-from cfp.profiling.meter import metered
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
@@ -116,36 +112,6 @@ def run(
     return execute(built, kinds, mesh, feedback=job.feedback, timing=timing)
 
 
-def run_local(
-    built: Built,
-    job: Job,
-    program: Program,
-    mesh: Mesh,
-    *,
-    timing: TimingOptions | None = None,
-) -> ProfileRecord:
-    """Times one device's computation of a built job, as a program of its own.
-
-    Args:
-      mesh: the devices that it was built for, of which one is here.
-
-    Returns:
-      Every sample, with copies in place of gathers; or why there is none.
-    """
-    local = built.local
-    if not isinstance(local, Built):
-        assert local is not None, "it was built without wants_local"
-        return local
-    return execute(
-        replace(local, key=built.key),
-        local_kinds(input_kinds(program, job.part, job.in_specs), mesh),
-        one_device(mesh),
-        feedback=job.feedback,
-        timing=timing,
-        checked=True,
-    )
-
-
 def execute(
     built: Built,
     kinds: Sequence[InputKind],
@@ -153,15 +119,12 @@ def execute(
     *,
     feedback: Sequence[tuple[int, int]] = (),
     timing: TimingOptions | None = None,
-    checked: bool = False,
 ) -> ProfileRecord:
     """Times a compiled program, over and over.
 
     Args:
       feedback: (input position, output position): what the program donates, and
         what takes its place.
-      checked: refuse times of a program whose results are not finite, or of a GPU
-        that ran at an idle one's clock.
     """
     timing = timing or timing_on(mesh)
     started = time.perf_counter()
@@ -173,9 +136,7 @@ def execute(
     loop = _Loop(built.compiled, feedback, mesh)
     try:
         loop.inputs = make_inputs(kinds, mesh, [place for place, _ in feedback])
-        with metered(mesh.local_devices[0]) as meter:
-            found = measure(loop, timing, agree=agreement.seconds)
-        reason = checked and (meter.refusal or loop.not_finite())
+        found = measure(loop, timing, agree=agreement.seconds)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         agreement.end_of_run(reason_of(error))
         return built.record(
@@ -186,13 +147,11 @@ def execute(
     finally:
         loop.free()
     agreement.end_of_run("")
-    record = built.record(
-        "refused" if reason else "ok",
-        reason=reason or "",
+    return built.record(
+        "ok",
         samples_ms=found.samples_ms,
         run_seconds=time.perf_counter() - started,
     )
-    return replace(record, clock_mhz=meter.clock_mhz, power_watts=meter.power_watts)
 
 
 def _build(
@@ -287,16 +246,6 @@ def _shortage(built: Built, mesh: Mesh) -> str:
     return ""
 
 
-@jax.jit
-def _has_nan(array: jax.Array) -> jax.Array:
-    return jnp.isnan(array).any()
-
-
-@jax.jit
-def _is_finite(array: jax.Array) -> jax.Array:
-    return jnp.isfinite(array).all()
-
-
 class _Loop:
     """A program that is run over and over on what it returned."""
 
@@ -324,27 +273,6 @@ class _Loop:
             if self._one_at_a_time:
                 jax.block_until_ready(self._outputs)
         jax.block_until_ready(self._outputs)
-
-    def not_finite(self) -> str:
-        """Says which results are not finite; "" if all are.
-
-        What is not fed back may be infinite, such as scores behind a mask.
-        """
-        results = jax.tree.leaves(self._outputs)
-        fed = {got for _, got in self._feedback}
-        wrong = [
-            f"{i} ({array.dtype}{list(array.shape)})"
-            for i, array in enumerate(results)
-            if jnp.issubdtype(array.dtype, jnp.inexact)
-            and (not _is_finite(array) if i in fed else _has_nan(array))
-        ]
-        if not wrong:
-            return ""
-        listed = ", ".join(wrong[:3]) + (" and others" if len(wrong) > 3 else "")
-        return (
-            f"{len(wrong)} of {len(results)} results are not finite: {listed}. Such "
-            "numbers take less power than a step's, and times come out too small"
-        )
 
     def free(self) -> None:
         """Gives all memory back now, whoever else may still know an array."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -198,25 +197,6 @@ def with_preferred_kernels(
         for own in [segment_candidate(analysis, segment.index, choice)]
     ]
     return replace(choice, kernels=tuple(pair for pair in found if pair[1]))
-
-
-def planned_around(
-    analysis: Analysis, problem: Problem, presets: Mapping[str, Choice]
-) -> dict[str, Choice]:
-    """Presets of what repeats, with the best of all else around that.
-
-    By estimates plans of one way to shard the layers are close to each other, and those
-    of another follow far behind, though estimates cannot tell which is faster.
-    """
-    counts = Counter(problem.kinds)
-    if max(counts.values(), default=0) < 2:
-        return {}
-
-    def stays(kind: int, option: Option, own: Option) -> bool:
-        return counts[kind] < 2 or option is own
-
-    found = _best_around(analysis, [problem], presets, stays)
-    return {f"{name}, rest planned": choice for name, choice in found}
 
 
 def _best_around(

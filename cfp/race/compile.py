@@ -111,9 +111,7 @@ def build_each(
     remote, most_bytes = builder.remote, builder.budget_bytes
     environment = replace(
         BuildEnvironment.beside(builder.store.build_path),
-        always=options.compiler_options,
         remote=remote,
-        wants_local=options.wants_local,
     )
     most = builder.at_once
     pairs = [(digest, built.get(one.identity)) for digest, one in wanted.items()]

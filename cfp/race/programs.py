@@ -315,37 +315,6 @@ def _not_timed(row: RaceRow, budget_bytes: int | None) -> str:
     return f"was not timed: {row.note}"
 
 
-def as_predicted(outcome: RaceOutcome, rung: str) -> RaceOutcome:
-    """Marks an outcome's times as predictions of whole steps."""
-    won = outcome.result
-    first = {row.samples_ms: row.name for row in reversed(outcome.rows)}
-    first |= {won.samples_ms: won.name} if won is not None and won.ran else {}
-    rows = [
-        replace(
-            row,
-            predicted_ms=row.time_ms,
-            rung=rung,
-            samples_ms=(),
-            time_ms=None,
-            note=row.note
-            if row.note or first[row.samples_ms] == row.name
-            else f"the same prediction as {first[row.samples_ms]}",
-        )
-        if row.time_ms is not None
-        else replace(row, rung="estimated", samples_ms=())
-        for row in outcome.rows
-    ]
-    return replace(
-        outcome,
-        winner=replace(outcome.winner, predicted_ms=won.time_ms if won else None),
-        result=None,
-        rows=tuple(rows),
-        built=None,
-        raced=(),
-        counts={**outcome.counts, "compiled": 1},
-    )
-
-
 def not_run(
     candidates: Sequence[Candidate],
     needs: Sequence[int | None],

@@ -37,11 +37,7 @@ from cfp.race.admission import (
     within_reach,
 )
 from cfp.race.candidates import LESS_MEMORY, leanest_of, smaller_than
-from cfp.race.compile import (
-    Builder,
-    compile_programs,
-    worth_one_whole,
-)
+from cfp.race.compile import Builder, compile_programs
 from cfp.race.programs import (
     TOO_FAR,
     TOO_LARGE,
@@ -52,7 +48,6 @@ from cfp.race.programs import (
     RaceResult,
     RaceRow,
     Skipped,
-    as_predicted,
     left_out,
     not_run,
     programs_of,
@@ -71,8 +66,6 @@ from cfp.race.truncated import WHOLE, Truncated, truncate
 from cfp.race.turns import Ranking, race_programs, second_race
 from cfp.settings import (
     MOST_REFUSED,
-    STAY_AFTER_LOOK,
-    STAY_AFTER_TURN,
     SURELY_TOO_LARGE,
     WHOLE_TRIES,
     ConstraintLevel,
@@ -144,32 +137,27 @@ class Run:
         self, candidates: Sequence[Candidate], truncated: Truncated | None = None
     ) -> Ranking:
         """Times candidates, and the leaders again with other compiler options."""
-        context, rules = self.context, self.context.rules
+        rules = self.context.rules
         # One turn is enough if leaders run again, or if times say little.
-        say_little = rules.estimates and not context.plays
+        say_little = rules.estimates
         rounds = 1 if rules.compiler_options or say_little else rules.rounds
         raced = self.time(candidates, rounds, truncated=truncated)
-        is_predicted = context.predictor is not None
-        reach = STAY_AFTER_TURN if is_predicted else STAY_AFTER_LOOK
-        first, new = second_race(raced, rules.compiler_options, reach)
+        first, new = second_race(raced, rules.compiler_options)
         if not new or self.is_over():
-            return Ranking((), raced, is_predicted)
+            return Ranking((), raced)
         names = {one.name for one in first}
         kept = {one.program.identity for one in raced if one.name in names}
         for identity in self.built.keys() - kept:
             del self.built[identity]
         looks: dict[str, ProfileRecord] = {}
-        if not (say_little or is_predicted or any(one.cached for one in raced)):
+        if not (say_little or any(one.cached for one in raced)):
             mine = [one for one in raced if one.name in names]
             looks = {one.program.identity: one.record for one in mine if one.record}
-        if context.predictor is not None:
-            kept = [one.program.job for one in raced if one.name in names]
-            context.predictor.keep_only(kept)
         again = [*first, *new]
         ran = self.time(again, rules.rounds, SECOND, truncated, looks)
         # What was not among the leaders has lost already, at another time.
         others = [one for one in raced if one.name not in names]
-        return Ranking(ran, others, is_predicted)
+        return Ranking(ran, others)
 
     def attempts(
         self,
@@ -366,8 +354,7 @@ def race(
     """The fastest of the best by prediction, its rivals and the presets.
 
     Without a race that is the best by prediction; or, where a memory budget was asked
-    for, or programs are compiled for devices that are described, the best by prediction
-    that fits when compiled.
+    for, the best by prediction that fits when compiled.
 
     Args:
         last_resort: whether the smallest are compiled where no candidate fits.
@@ -379,14 +366,12 @@ def race(
     """
     run = Run(context, analysis, solution)
     candidates = solution.candidates
-    described = context.mesh if isinstance(context.mesh, DescribedMesh) else None
     decided_by = context.decided_by
     if decided_by is DecidedBy.RACE:
         raced = _truncated_race(run, candidates)
-        raced = raced or _whole_race(run, candidates, last_resort)
-        return as_predicted(raced, described.rung) if described else raced
+        return raced or _whole_race(run, candidates, last_resort)
     rows: list[RaceRow] = []
-    if described:
+    if isinstance(context.mesh, DescribedMesh):
         problem = solution.problem
         said = [prediction_of(analysis, problem, c.choice) for c in candidates]
         needs = [one.peak_bytes for one in said]
@@ -394,8 +379,6 @@ def race(
     counts = solution.counts
     if decided_by is not DecidedBy.COMPILER:
         return RaceOutcome(winner=candidates[0], rows=tuple(rows), counts=counts)
-    if described:
-        counts = {**counts, "memory_compiled": 1}
     fits = _first_that_fits(run, candidates, last_resort)
     return RaceOutcome(
         winner=fits.candidate,
@@ -485,14 +468,6 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     if short is None:
         return None
     ranking = run.rank(near, short)
-    seconds = _whole_seconds(run, ranking.best) if ranking.best else 0.0
-    is_late = time.monotonic() + seconds > context.end
-    if (
-        context.predictor is not None
-        and is_late
-        and any(one.peak_bytes for one in ranking.results)
-    ):
-        return _late_answer(run, ranking.sieved(context.budget_bytes), left)
     if ranking.best is None:
         return None
     timed = time.perf_counter()
@@ -514,46 +489,6 @@ def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | 
     return run.outcome(won, rows, made, counts, results=ranking.results)
 
 
-def _whole_seconds(run: Run, short: RaceResult) -> float:
-    """Time to compile the whole program of a truncated one, about."""
-    built = run.built.get(short.program.identity)
-    return built.build_seconds * short.program.ratios.time if built else 0.0
-
-
-def _late_answer(
-    run: Run, ranking: Ranking, candidates: Sequence[Candidate]
-) -> RaceOutcome:
-    """The best of truncated programs whose whole one fits, by its scaled memory.
-
-    There is no time to compile that one, and its time is a prediction anyway. Where
-    none fits, smaller ones are compiled until one does; where time is over so many as
-    take as long as a whole one.
-
-    Raises:
-        MemoryBudgetError: these do not fit either.
-    """
-    problem, kept = run.solution.problem, run.context.settings.repeats
-    assert problem is not None and kept is not None, "programs were truncated"
-    results, best = {one.name: one for one in ranking.results}, ranking.best
-    ways = [] if best else run.smaller(ranking.results, candidates)
-    shorts = [truncate(run.analysis, problem, [one.choice], kept) for one in ways]
-    pairs = zip(ways, shorts, strict=True)
-    jobs = [one.program for one in ranking.results]
-    most = worth_one_whole(run.analysis.frame.program, jobs)
-    tries = 0
-    for one, short in sorted(pairs, key=lambda pair: pair[1] is None):
-        tries += run.is_over()
-        tried = Ranking((), run.time([one], 1, truncated=short), is_predicted=True)
-        tried = tried.sieved(run.context.budget_bytes)
-        results[one.name], best = tried.others[0], tried.best
-        if best or tries >= most or short is None:
-            break  # Whole, one takes as long as all of the others.
-    if best is None:
-        raise run.nothing_fits([*results.values()])
-    every = [*results.values()]
-    return run.outcome(best, [*map(race_row, every)], results=every)
-
-
 # What did not run whole, by choice and level: with other options it is as large.
 _Refused = Mapping[tuple[Choice, ConstraintLevel], RaceResult]
 
@@ -561,10 +496,7 @@ _Refused = Mapping[tuple[Choice, ConstraintLevel], RaceResult]
 def _first_whole(
     run: Run, ranked: Sequence[RaceResult], most_bytes: float
 ) -> tuple[RaceResult | None, _Refused]:
-    """The first of those that ran truncated whose whole program fits and runs.
-
-    After the end, too: without one a whole program is compiled by its prediction.
-    """
+    """The first of those that ran truncated whose whole program fits and runs."""
     refused: dict[tuple[Choice, ConstraintLevel], RaceResult] = {}
     tries = 0
     for short in ranked:

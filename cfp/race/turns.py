@@ -81,16 +81,14 @@ def race_programs(
     Where they become slower, or faster, meanwhile, times of what was left out change as
     much: nothing wins by having been left out.
     Programs with one key run once. If all of them are in the store already, from one
-    race, nothing runs; otherwise all run again, because only times of one run compare
-    (predictions that were made once are kept).
+    race, nothing runs; otherwise all run again, because only times of one run compare.
     A race that was run before with as many turns and the same budget is not run again,
     even if its programs ran in others since; what failed since is left out. What failed
     before is not tried again unless asked.
 
     Args:
         builder: what compiles them, and where they run.
-        rounds: number of turns; fewer where measured times have told (`_is_told`): of
-            predictions the least wins, and nothing is a tie.
+        rounds: number of turns; fewer where measured times have told (`_is_told`).
         looks: at some of them, by identity, as they were just now: these need no other.
 
     Returns:
@@ -99,18 +97,11 @@ def race_programs(
     jobs = {one.job.key.digest: one.job for one in programs}
     ratios = {one.job.key.digest: one.ratios.time for one in programs}
     store, budget_bytes = builder.store, builder.budget_bytes
-    is_played = builder.options.run is not None
     says_little = defaults_of(builder.mesh.devices.flat[0].platform).estimates
     known = known_records(builder, jobs)
     # What is known to be too large need not be compiled to find that out again.
     out = {d: r for d, r in known.items() if not (r.ok and fits(r, budget_bytes))}
     raced = {**of_one_race(jobs, budget_bytes, store), **out}
-    # Predictions are of samples that the store has, whichever race they were made for.
-    predicted = {
-        digest: record
-        for digest, record in known.items()
-        if is_played and digest not in out and len(record.samples_ms) == rounds == 1
-    }
 
     def is_answer(found: Mapping[str, ProfileRecord]) -> bool:
         # Times of two races do not compare. All of one ended at one moment. What was
@@ -119,24 +110,23 @@ def race_programs(
         turns = max((len(record.samples_ms) for record in ran), default=rounds)
         last = [record for record in ran if len(record.samples_ms) == turns]
         last = [[ratios[one.key] * ms for ms in one.samples_ms] for one in last]
-        is_one = len({r.created for r in ran}) <= 1 or len(ran) == len(predicted)
+        is_one = len({r.created for r in ran}) <= 1
         times_ms = [median(one) for one in last]
         near = [ms for ms in times_ms if ms <= STAY_AFTER_LOOK * min(times_ms)]
         is_alone = says_little and len(near) == 1
-        is_told = rounds > 1 and not is_played and (is_alone or _is_told(last))
+        is_told = rounds > 1 and (is_alone or _is_told(last))
         enough = turns >= rounds or is_told
         return len(found) == len(jobs) and is_one and enough
 
     records = next(filter(is_answer, (raced, known)), None)
-    cached = predicted.keys() if records is None else jobs.keys()
+    cached = () if records is None else jobs.keys()
     if records is None:
-        done = {**out, **predicted}
-        again = [one for one in programs if one.job.key.digest not in done]
+        again = [one for one in programs if one.job.key.digest not in out]
         with builder.in_flight as in_flight:
             outcomes = build_each(builder, again, in_flight)
             ran = _run_in_turn(builder, again, outcomes, in_flight, rounds, looks)
         keep(list(ran.values()), store)
-        records = {**done, **ran}
+        records = {**out, **ran}
     if records is not raced:
         ran = {digest: r for digest, r in records.items() if digest not in out}
         keep_race(jobs, budget_bytes, ran, store)
@@ -226,18 +216,9 @@ class _Turns:
         return self.builder.mesh.devices.flat[0].platform
 
     @property
-    def is_predicted(self) -> bool:
-        """True if steps are predicted, from one device or none.
-
-        What does so warms up the device by itself, for each program; and of predictions
-        the least wins, so that none is a tie before the last turn.
-        """
-        return self.builder.options.run is not None
-
-    @property
     def is_measured(self) -> bool:
         """True if steps are timed on devices whose times decide."""
-        return not (defaults_of(self.platform).estimates or self.is_predicted)
+        return not defaults_of(self.platform).estimates
 
     def is_late(self) -> bool:
         """True if the time for planning is over."""
@@ -251,14 +232,13 @@ class _Turns:
         """True if the turns so far tell the fastest."""
         if self.is_measured:
             return _is_told([*map(self._samples_ms, self.order)])
-        return len(self.order) == 1 and not self.is_predicted
+        return len(self.order) == 1
 
     def compile_generators(self, digest: str) -> None:
-        """Compiles what makes a program's inputs, where they are made here."""
-        if not self.is_predicted:
-            one = self.programs[digest]
-            where = one.stands_on or (self.builder.program, self.builder.mesh)
-            compile_generators(*where, one.job)
+        """Compiles what makes a program's inputs."""
+        one = self.programs[digest]
+        where = one.stands_on or (self.builder.program, self.builder.mesh)
+        compile_generators(*where, one.job)
 
     def warm_up(self) -> None:
         """Has devices whose times decide work until their clocks are steady."""
@@ -301,12 +281,8 @@ class _Turns:
         """
         known = [self.records[d].time_ms for d in self.order if not is_first]
         timing = _timing(self.platform, min(known, default=None))
-        before = dict(self.records)
         doing = f"turn {number + 1} of {self.rounds}"
         for place in range(len(self.order)):
-            if self.is_predicted and number > 0 and self.is_late():
-                self.records = before  # Medians of n and n + 1 samples do not compare.
-                break
             count = len(self.order)
             digest = self.order[(place + number) % count]
             which = f"{place + 1} of {count}, " if count > 1 else ""
@@ -351,11 +327,11 @@ class _Turns:
         return self._run(digest, timing)
 
     def _run(self, digest: str, timing: TimingOptions) -> ProfileRecord:
-        one, run_one = self.programs[digest], self.builder.options.run or self.run_next
+        one = self.programs[digest]
         where = one.stands_on or (self.builder.program, self.builder.mesh)
         expected_ms = one.candidate.predicted_ms or 0.0
         with self.in_flight.doing(one.job.key, one.job.label, "run", expected_ms):
-            return run_one(self.ready[digest], one.job, *where, timing=timing)
+            return self.run_next(self.ready[digest], one.job, *where, timing=timing)
 
 
 def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:
@@ -386,14 +362,11 @@ def _join(before: ProfileRecord | None, found: ProfileRecord) -> ProfileRecord:
 def second_race(
     raced: Sequence[RaceResult],
     options: Mapping[str, Mapping[str, str]],
-    reach: float = STAY_AFTER_LOOK,
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Selects what races again: the leader, near ties, the best preset.
 
     Args:
         raced: the first race.
-        reach: what takes more times as long as the fastest does not race again, but for
-            the best preset, with which a plan is compared.
 
     Returns:
         Those, and variants of the leader with options; nothing if there are none.
@@ -412,7 +385,7 @@ def second_race(
     ]
     if not new:
         return [], []
-    near = [one for one in ran if one.time_ms <= reach * ran[0].time_ms]
+    near = [one for one in ran if one.time_ms <= STAY_AFTER_LOOK * ran[0].time_ms]
     best = [one for one in ran if one.candidate.is_preset][:1]
     return [*{one.name: one.candidate for one in (*near, *best)}.values()], new
 
@@ -451,13 +424,10 @@ class Ranking:
         leaders: timed again, and variants of them; empty where there was no second
             race. What won is one of them, if any of them ran.
         others: those that lost before, at another time.
-        is_predicted: whether times are predictions of steps, of which the shortest is
-            the best: what one is off by is not in the spread of its samples.
     """
 
     leaders: Sequence[RaceResult]
     others: Sequence[RaceResult]
-    is_predicted: bool = False
 
     @property
     def results(self) -> list[RaceResult]:
@@ -469,9 +439,8 @@ class Ranking:
     def ties(self) -> list[RaceResult]:
         """Returns the fastest result, and those as fast as it.
 
-        That is within 1 %, if each has two samples or more. Predictions tie only if
-        they are equal. What was timed for a larger budget, and is too large for this
-        one, ties with nothing.
+        That is within 1 %, if each has two samples or more. What was timed for a larger
+        budget, and is too large for this one, ties with nothing.
         """
         ran = [one for one in self.leaders if one.ran] or [
             one for one in self.others if one.ran
@@ -481,8 +450,6 @@ class Ranking:
         fastest = min(ran, key=time_ms)
 
         def ties(one: RaceResult) -> bool:
-            if self.is_predicted:
-                return one.time_ms == fastest.time_ms
             few = min(len(one.samples_ms), len(fastest.samples_ms)) < 2
             alike = one.time_ms <= (1.0 + ALIKE) * fastest.time_ms
             return one is fastest or (alike and not few)
@@ -506,16 +473,3 @@ class Ranking:
             return not candidate.is_preset, constrained, options, one.time_ms
 
         return min(self.ties, key=complexity, default=None)
-
-    def sieved(self, most_bytes: int | None) -> Ranking:
-        """The same; what is too large, scaled to the whole program, does not fit."""
-
-        def sieve(one: RaceResult) -> RaceResult:
-            fits = most_bytes is None or one.peak_bytes <= most_bytes
-            return replace(one, fits=one.fits and fits)
-
-        return replace(
-            self,
-            leaders=[*map(sieve, self.leaders)],
-            others=[*map(sieve, self.others)],
-        )

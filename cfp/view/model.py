@@ -411,11 +411,7 @@ def _is_tie(taken: OptionFigures, runner: OptionFigures) -> bool:
 
 # --------------------------------------------------------------------------------- race
 
-_UNMEASURED = {
-    "measured": "Predictions",
-    "estimated": "Estimates",
-    "one device": "Predicted on one device",
-}
+_UNMEASURED = {"measured": "Predictions", "estimated": "Estimates"}
 
 
 def _place(row: RaceRow) -> tuple[bool, float, float]:
@@ -538,16 +534,9 @@ def _reasons(plan: Plan, race: RaceView) -> tuple[str, str]:
     if plan.predicted_ms is not None:
         best = "as good as the best" if race.is_tie else "the best"
         why = f"Why: it is {best} by prediction; no whole step was timed."
-    compiled = {row.name for row in plan.race if row.peak_bytes and not row.note}
     if "adapted" in search:
         chosen = "from the plan of another program"
         why = "Why: it was carried over from the plan of another program."
-    elif "compiled" in search and compiled:
-        programs = counted(len(compiled), "program that was", "programs that were")
-        played = ", and whose computation one device ran" * (rung == "one device")
-        chosen = f"{place} by prediction of {programs} compiled for all devices{played}"
-    elif "memory_compiled" in search:
-        chosen = "by estimates, the first that fits when compiled; nothing was run"
     elif plan.predicted_ms is not None and rung == "estimated":
         chosen = "by estimates; nothing was measured or compiled"
     elif plan.predicted_ms is not None:

@@ -79,10 +79,7 @@ def remarks(plan: Plan) -> Iterator[str]:
         alone = "nothing" if plan.measured_ms is None else "only the plan's own step"
         timed = f"{'only the race' if raced > 1 else alone} was timed"
         if words.WAS_DESCRIBED in search:
-            own = (
-                ", that of the plan by one device" if words.ONE_DEVICE in search else ""
-            )
-            yield f"predictions are estimates of described devices{own}; {timed}"
+            yield f"predictions are estimates of described devices; {timed}"
         else:
             chosen = (
                 "they choose what is raced, and the timed race the plan"

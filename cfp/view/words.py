@@ -30,10 +30,9 @@ ALL_SECONDS = "planning_seconds"
 NONE_CAN = "no kernel that may be used can compute it"
 IN_ALL, COMPILE = "in all", "compile"
 # Entries of `Plan.search` after `cfp verify`, which has measured the plan: it was made
-# for described devices, and its own prediction is by one device that ran its part; it
-# was made for devices of another kind. The environment is that of the devices on which
-# it was verified.
-VERIFIED, WAS_DESCRIBED, ONE_DEVICE = "verified", "was_described", "one_device"
+# for described devices; it was made for devices of another kind. The environment is
+# that of the devices on which it was verified.
+VERIFIED, WAS_DESCRIBED = "verified", "was_described"
 OTHER_DEVICES = "other_devices"
 # Of a budget that was asked for, what is held back for the allocator.
 RESERVE_BYTES = "reserve_bytes"
@@ -138,11 +137,7 @@ def common_prefix(names: Sequence[str]) -> str:
 
 # --------------------------------------------------------------- sources of the numbers
 
-_PREDICTED = {
-    "estimated": "estimated",
-    "one device": "predicted on one device",
-    "measured": "predicted",
-}
+_PREDICTED = {"estimated": "estimated", "measured": "predicted"}
 
 
 def headline(plan: Plan) -> str:
@@ -222,8 +217,6 @@ def memory_figure(plan: Plan) -> tuple[int, str] | None:
         return plan.peak_bytes, ""
     if plan.predicted_bytes is None:
         return None
-    if {"compiled", "memory_compiled"} & plan.search.keys():
-        return plan.predicted_bytes, "as compiled"
     return plan.predicted_bytes, "predicted" if plan.rung == "measured" else "estimated"
 
 
@@ -240,8 +233,7 @@ def basis_text(plan: Plan) -> str:
     how = {"estimated": "by estimates", "measured": "by measured segments"}
     # A plan that raced on virtual devices is measured, its prediction is not.
     rung = known_how(plan) if plan.rung == "measured" else plan.rung
-    rung = "one device" if ONE_DEVICE in plan.search else rung
-    return how.get(rung, f"on {rung}")
+    return how[rung]
 
 
 def rates_text(plan: Plan) -> str:
@@ -317,8 +309,8 @@ def summary_line(plan: Plan) -> str:
 
 def _has_compiled(plan: Plan) -> bool:
     """True if a program was compiled for a plan, whole or in part."""
-    known = {"strategies_measured", "compiled", "memory_compiled"} & plan.search.keys()
-    return bool(known) or plan.peak_bytes is not None or has_raced(plan)
+    measured = "strategies_measured" in plan.search
+    return measured or plan.peak_bytes is not None or has_raced(plan)
 
 
 def pass_seconds(plan: Plan) -> Iterator[tuple[str, float, str]]:

@@ -159,10 +159,10 @@ def test_a_budget_holds_for_a_plan_by_estimates(tmp_path, planned):
 @pytest.fixture
 def keeps_barriers(monkeypatch):
     """XLA for CPUs merges what is rematerialized with what it was made of."""
-    keep = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    keep = (("xla_disable_hlo_passes", "cse_barrier_expander"),)
 
     def build_with_barriers(program, mesh, job, environment):
-        return build(program, mesh, job, replace(environment, always=keep))
+        return build(program, mesh, replace(job, options=keep), environment)
 
     monkeypatch.setattr(building, "build", build_with_barriers)
 

@@ -36,8 +36,6 @@ MISTAKES: list[tuple[list[str], str]] = [
     ([*PLAN, "4xh200", "--devices", "8"], "--devices does not go with --for"),
     ([*PLAN, "4xh200", "--platform", "cpu"], "--platform does not go with --for"),
     ([*PLAN, "4xh200", "--measure"], "got: --for 4xh200 --measure\n"),
-    ([*PLAN, "8xl40s", "--compile"], "no description of that kind"),
-    (["plan", TOY, "--platform", "cpu", "--compile"], "give --for CLUSTER"),
     (["verify", "none.json", TOY, "--platform", "cpu"], "none.json"),
     (["verify", "plan.json", TOY, "--platform", "cpu"], "other devices than the plan"),
     (["verify", "plan.json", TOY, "--platform", "cpu"], "unless the step draws random"),

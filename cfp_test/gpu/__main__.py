@@ -76,7 +76,6 @@ def _run(
     from cfp_test.gpu.page import page, versions
     from cfp_test.gpu.place import Place
     from cfp_test.gpu.suite import (
-        CHECKS,
         FAILED,
         FAULTS,
         described,
@@ -102,8 +101,6 @@ def _run(
             file=sys.stderr,
         )
         return 1
-    if int(count) > 1 and not given.only:
-        names = [name for name in names if name not in CHECKS or not CHECKS[name].alone]
     checks = [FAULTS[name].check if given.planted else name for name in names]
     outcomes = []
     for found in run_all(

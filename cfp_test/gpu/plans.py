@@ -14,8 +14,6 @@ import jax
 import numpy as np
 
 import cfp
-from cfp.cost.step_time import COMPUTATION_ALONE
-from cfp.devices.device_kind import kind, kinds
 from cfp.errors import MemoryBudgetError
 from cfp.models import build
 from cfp.plan.plan import Plan
@@ -25,14 +23,13 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
-from cfp.profiling.topology import ask_driver
 from cfp.race.programs import RaceRow
 from cfp.runtime.execute import CompiledStep
 from cfp.settings import ConstraintLevel
 from cfp.units import format_bytes
 from cfp_test.bench.soak import compare, logged_puts, make_step, stored
 from cfp_test.gpu.equal import compile_choice, subject_of
-from cfp_test.gpu.place import Failed, NotRun, Place
+from cfp_test.gpu.place import Failed, Place
 from cfp_test.random_steps.check import Subject
 
 # A plan is slower than a preset if it is by more than this, and that in so many turns
@@ -246,48 +243,6 @@ def _peak(place: Place) -> tuple[int | None, str]:
     stats = [device.memory_stats() or {} for device in place.devices]
     peaks = [s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s]
     return (max(peaks) if peaks else None), "the device's high-water mark"
-
-
-def one_plays_two(place: Place) -> str:
-    """Plans for two devices on one GPU that plays them, freely and within a budget.
-
-    What it plays computes nothing that could be compared. What it runs is a program's
-    computation by itself; where time was over, the second plan has further runs.
-    """
-    here = ask_driver("--query-gpu=name", "--format=csv,noheader").splitlines()
-    names = [name for name in kinds().values() if kind(name).device_kind in here[:1]]
-    if not names:
-        raise NotRun(f"it takes a GPU of a kind that is described; here: {here[:1]}")
-    mesh = cfp.described(f"2x{names[0]}").on_one_device()
-    first = _planned(place, mesh=mesh)
-    free, made = first.predicted_bytes, _samples(place)
-    if first.rung != "one device" or not made or free is None:
-        raise Failed(f"{first.rung}, {len(made)} records: it was to be measured")
-    _planned(place, mesh=mesh)
-    after = _samples(place)
-    if again := [key for key, kept in made.items() if after[key][: len(kept)] != kept]:
-        raise Failed(f"{len(again)} of {len(made)} records were measured again")
-    found, most = _within(free, lambda budget: _planned(place, budget, mesh))
-    used = found.predicted_bytes
-    if used is None or used > most:
-        raise Failed(f"{used} bytes, and {most} were allowed")
-    return (
-        f"{names[0]}: {first.winner}, {len(made)} records, none measured again; within "
-        f"{format_bytes(most)}: {found.winner}, {format_bytes(used)}"
-    )
-
-
-def _samples(place: Place) -> dict[str, tuple[float, ...]]:
-    """Returns what each computation took that ran by itself, by key.
-
-    Other records are of programs, and predicted from these.
-    """
-    with ProfileStore(store_path(place.store)) as store:
-        return {
-            record.key: record.samples_ms
-            for record in store.records()
-            if dict(record.parts).get("what") == COMPUTATION_ALONE
-        }
 
 
 # -- what was measured, and planned, is used again -------------------------------------

@@ -47,7 +47,6 @@ class Check:
             `Failed` where the check does not hold.
         given: what the function gets after the place.
         devices: that it takes at least: there is nothing to shard over one.
-        alone: whether it is for machines of one device only.
         timed: whether times decide: such a check has the devices for itself, and the
             compiler tunes kernels for what it runs. The others look at results alone;
             several run at once.
@@ -57,7 +56,6 @@ class Check:
     home: str
     given: tuple[str, ...] = ()
     devices: int = 2
-    alone: bool = False
     timed: bool = False
 
 
@@ -94,14 +92,6 @@ CHECKS = {
         what="after a kill, an out-of-memory and a hang planning goes on where it was",
         home="recovery.recovered",
         timed=True,  # A hang is what takes more than a second.
-    ),
-    "one plays two": Check(
-        what="one GPU plays two: planned for, within a budget, too, and nothing is "
-        "measured twice",
-        home="plans.one_plays_two",
-        timed=True,
-        devices=1,
-        alone=True,
     ),
     "best preset": Check(
         what="the plan is no slower than the best preset, beyond noise",

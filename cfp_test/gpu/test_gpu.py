@@ -9,18 +9,13 @@ from dataclasses import dataclass, replace
 import jax
 import pytest
 
-from cfp import context
-from cfp.devices.described import DescribedMesh
 from cfp.presets.presets import presets
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.store import ProfileStore, store_path
-from cfp.program.trace import planning_mesh
-from cfp_test.bench.soak import make_step
 from cfp_test.gpu import equal, plans, suite
 from cfp_test.gpu.equal import check_held, compile_choice, subject_of
 from cfp_test.gpu.page import page, versions
-from cfp_test.gpu.place import ON_CPUS, Failed, NotRun, Place
+from cfp_test.gpu.place import ON_CPUS, Failed, Place
 from cfp_test.gpu.planted import FAULTS
 from cfp_test.gpu.suite import (
     CHECKS,
@@ -221,72 +216,6 @@ def test_records_of_another_device_have_other_keys(monkeypatch):
     FAULTS["store"].plant(monkeypatch.setattr)
     record = replace(record, key=ProfileKey(parts).digest)
     assert plans._of_another(record).key == record.key
-
-
-# What one GPU has in its environment that virtual devices lack.
-GPU_PARTS = (
-    *(("mocked", "1x2x1"), ("nccl", ""), ("allocator", ""), ("links", "")),
-    *(("power_limit", "700.00 W"), ("driver", "580.1"), ("host", "16 cores")),
-)
-
-
-@pytest.fixture
-def plays(place, monkeypatch):
-    """Has two virtual devices stand in for a GPU that plays them."""
-
-    def on_virtual_devices(described):
-        return replace(described, stand_in=planning_mesh(place.mesh), runs=True)
-
-    parts = context.environment_parts
-    monkeypatch.setattr(context, "environment_parts", lambda d: parts(d) + GPU_PARTS)
-    monkeypatch.setattr(DescribedMesh, "on_one_device", on_virtual_devices)
-    monkeypatch.setattr(plans, "build", lambda *_, **__: make_step("mlp", 1024))
-    monkeypatch.setattr(plans, "ask_driver", lambda *_: "NVIDIA H200\n")
-    # Its reserve is larger than this step.
-    monkeypatch.setattr(plans, "LESS", -1e4)
-
-
-def test_one_gpu_plays_two(plays, place, monkeypatch):
-    said = plans.one_plays_two(place)
-    assert said.startswith("h200: ") and "none measured again" in said
-    monkeypatch.setattr(plans, "ask_driver", lambda *_: "")
-    with pytest.raises(NotRun, match="of a kind that is described"):
-        plans.one_plays_two(place)
-
-
-def test_what_one_gpu_ran_is_kept_where_time_was_over(plays, place, monkeypatch):
-    """The second planning compiles what there was no time for."""
-    planned, took = plans._planned, []
-
-    def in_no_time(place, budget=None, mesh=None):
-        seconds = 0.0 if not took else 600.0
-        sizes = replace(ON_CPUS, planned_settings={"seconds": seconds})
-        with monkeypatch.context() as patch:
-            patch.setattr(Place, "sizes", sizes)
-            found = planned(place, budget, mesh)
-        took.append(sum(row.rung == "one device" for row in found.race))
-        return found
-
-    monkeypatch.setattr(plans, "_planned", in_no_time)
-    assert "none measured again" in plans.one_plays_two(place)
-    assert 1 <= took[0] < took[1]
-
-
-def test_what_one_gpu_ran_is_not_measured_again(plays, place, monkeypatch):
-    planned, times = plans._planned, iter((1.0, 2.0))
-
-    def measured(place, budget=None, mesh=None):
-        found = planned(place, budget, mesh)
-        samples_ms, ran = (next(times),), plans._samples(place)
-        with ProfileStore(store_path(place.store)) as store:
-            records = [one for one in store.records() if one.key in ran]
-            records = [replace(one, samples_ms=samples_ms) for one in records]
-            store.put_all(records, replace=True)
-        return found
-
-    monkeypatch.setattr(plans, "_planned", measured)
-    with pytest.raises(Failed, match="were measured again"):
-        plans.one_plays_two(place)
 
 
 def test_a_budget_is_taken_for_more(monkeypatch):

@@ -21,7 +21,6 @@ EXPORTED = "export/runtime.py"
 # there is no public way, and say in the code what it is for.
 NON_PUBLIC = {
     "program/channel.py": {"jax._src.distributed"},
-    "program/local.py": {"jax._src.lib._jax"},
     "program/meaning.py": {"jax._src.config.trace_context"},
     "program/partitioned.py": {
         "jax._src.callback",

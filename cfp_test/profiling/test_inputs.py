@@ -10,7 +10,6 @@ from cfp.profiling.inputs import (
     InputKind,
     generator,
     input_kinds,
-    local_kinds,
     make_inputs,
 )
 from cfp.program.signature import cut_part
@@ -205,22 +204,3 @@ def test_records_know_the_values_that_decide(mesh):
     assert key(False, 12, 0.5) == known
     assert key(True, 12, 0.25) != known
     assert key(False, 13, 0.25) != known
-
-
-def test_inputs_of_one_device_are_its_shards(mesh):
-    axis, size = next(iter(mesh.shape.items()))
-    given = np.arange(4 * size, dtype=np.float32)
-    kinds = (
-        InputKind(
-            (8 * size, 3), "float32", ((axis,), ()), signed=True, memory="pinned_host"
-        ),
-        InputKind((5,), "int32", ((),), count=2048 * mesh.size),
-        InputKind((4 * size,), "float32", ((axis,),), given=given.tobytes()),
-    )
-    rows, ids, values = local_kinds(kinds, mesh)
-    assert (rows.shape, rows.spec, rows.signed) == ((8, 3), ((), ()), True)
-    assert rows.memory == "pinned_host"
-    assert (ids.shape, ids.count) == ((5,), 2048)
-    assert np.frombuffer(values.given, np.float32).tolist() == [0.0, 1.0, 2.0, 3.0]
-    few = InputKind((5,), "int32", ((),), count=8)
-    assert local_kinds((few,), mesh)[0].count == 8, "all rows of a small table"

@@ -1,4 +1,3 @@
-import contextlib
 import itertools
 import math
 from functools import partial
@@ -10,11 +9,9 @@ import pytest
 
 from cfp.errors import DeviceError
 from cfp.profiling import runner
-from cfp.profiling.builder import BuildEnvironment, Built, build, one_device
-from cfp.profiling.inputs import InputKind, input_kinds, make_inputs
-from cfp.profiling.meter import Meter
+from cfp.profiling.builder import BuildEnvironment, Built, build
+from cfp.profiling.inputs import make_inputs
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.record import is_to_retry
 from cfp.profiling.runner import StopOnDeviceLoss, execute, profile, run
 from cfp.profiling.timing import ON_CPUS, Timing, TimingOptions
 from cfp.profiling.timing import measure as timing_measure
@@ -87,7 +84,6 @@ def test_timing_that_is_not_given_is_that_of_the_devices(
     monkeypatch.setattr(runner, "measure", measure)
     device = SimpleNamespace(platform=platform, process_index=0, memory_stats=dict)
     mesh = SimpleNamespace(devices=np.array([device]), local_devices=[device])
-    monkeypatch.setattr(runner, "metered", lambda one: contextlib.nullcontext(Meter()))
     assert execute(built, [], mesh).ok
     assert seen == [usual]
 
@@ -389,47 +385,3 @@ def test_after_a_crash_the_devices_are_asked_whether_they_answer(
         run_next(*what, timing=quick)
     assert kept == [first]
     assert len(crashed) == 1
-
-
-@pytest.mark.explained("Results are not finite")
-def test_results_that_are_not_finite_are_no_measurement(case, quick):
-    def divided(x):
-        return (x - x) / (x - x), x
-
-    kind = InputKind((8, 8), "float32", ((), ()))
-    mesh = one_device(case.mesh)
-    compiled = jax.jit(divided).lower(jax.ShapeDtypeStruct((8, 8), "float32"))
-    built = Built(key=case.job().key, compiled=compiled.compile())
-    refused = execute(built, [kind], mesh, timing=quick, checked=True)
-    assert refused.status == "refused" and refused.samples_ms
-    assert refused.time_ms == math.inf
-    assert "1 of 2 results are not finite: 0 (float32[8, 8])" in refused.reason
-    assert is_to_retry(refused, retry_failures=False)
-    assert execute(built, [kind], mesh, timing=quick).ok
-
-
-def test_what_is_not_fed_back_may_be_infinite(case, quick):
-    def masked(x):
-        return x - math.inf, x / x
-
-    kind = InputKind((8, 8), "float32", ((), ()))
-    compiled = jax.jit(masked).lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile()
-    built, mesh = Built(key=case.job().key, compiled=compiled), one_device(case.mesh)
-    assert execute(built, [kind], mesh, timing=quick, checked=True).ok
-    how = {"feedback": [(0, 0)], "timing": quick, "checked": True}
-    assert execute(built, [kind], mesh, **how).status == "refused"
-
-
-def test_an_idle_clock_is_no_measurement(case, built, quick, monkeypatch):
-    @contextlib.contextmanager
-    def idle(device):
-        yield Meter([345.0], [80.0], most_mhz=1980.0, most_watts=700.0)
-
-    monkeypatch.setattr(runner, "metered", idle)
-    kinds = input_kinds(case.program, case.job().part, case.job().in_specs)
-    feedback = case.job().feedback
-    how = {"feedback": feedback, "timing": quick}
-    refused = execute(built, kinds, case.mesh, **how, checked=True)
-    assert refused.status == "refused" and "345 MHz of 1980" in refused.reason
-    noted = execute(built, kinds, case.mesh, **how)
-    assert noted.ok and (noted.clock_mhz, noted.power_watts) == (345.0, 80.0)

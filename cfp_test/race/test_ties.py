@@ -4,7 +4,6 @@ import pytest
 
 from cfp.analysis.layout import Choice
 from cfp.profiling.record import ProfileRecord
-from cfp.race.programs import RaceOutcome, as_predicted, race_row
 from cfp.race.turns import Ranking
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
@@ -45,24 +44,6 @@ def test_what_was_timed_for_a_larger_budget_ties_with_nothing():
     assert Ranking((), [planned, too_large]).ties == [planned]
 
 
-def test_one_program_under_two_names_is_named_where_samples_are_left_out():
-    samples = (38.0, 38.2, 38.9, 38.4)
-    contest = [
-        entrant("planned", samples),
-        entrant("data_parallel", samples),
-        entrant("zero1", (39.1, 39.3)),
-    ]
-    won, raced = contest[1], tuple(map(race_row, contest))
-    outcome = RaceOutcome(winner=won.candidate, result=won, rows=raced)
-    rows = as_predicted(outcome, "one device").rows
-    assert [row.note for row in rows] == [
-        "the same prediction as data_parallel",
-        "",
-        "",
-    ]
-    assert all(row.samples_ms == () and row.predicted_ms for row in rows)
-
-
 def test_one_per_cent_is_a_tie_of_two_samples_and_what_is_constrained_less_wins():
     bare = ConstraintLevel.ARGUMENTS
     slow = entrant("data_parallel", (38.3, 38.3), level=bare)
@@ -72,20 +53,7 @@ def test_one_per_cent_is_a_tie_of_two_samples_and_what_is_constrained_less_wins(
         slow,
     ]
     assert Ranking((), contest).best == slow
-    # With a sample each, as of predictions, nothing is a tie.
+    # With a sample each nothing is a tie.
     ones = [entrant("planned", (38.0,)), entrant("data_parallel", (38.1,))]
     assert Ranking((), ones).best.name == "planned"
     assert Ranking((), ones).ties == ones[:1]
-
-
-def test_the_least_prediction_wins_and_equal_ones_tie():
-    """Whatever the samples' spread: what is off by 3 % is not in it."""
-    contest = [
-        entrant("planned", (38.0, 38.2, 38.9, 38.4)),
-        entrant("data_parallel", (38.1, 38.3, 38.9, 38.5)),
-    ]
-    found = Ranking((), contest, is_predicted=True)
-    assert found.best == contest[0] and found.ties == contest[:1]
-    same = entrant("zero1", (38.0, 38.2, 38.9, 38.4))
-    found = Ranking((), [*contest, same], is_predicted=True)
-    assert found.best == same and found.sieved(None).ties == [contest[0], same]

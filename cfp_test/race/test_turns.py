@@ -1,6 +1,5 @@
 """The race, and what failed before."""
 
-import math
 from collections import Counter
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ from cfp.race import compile as building
 from cfp.race import turns as room
 from cfp.race.compile import Builder, compile_programs
 from cfp.race.programs import RaceProgram, Skipped
-from cfp.race.turns import Ranking, race_programs
+from cfp.race.turns import race_programs
 from cfp.settings import defaults_of
 from cfp.solution import Candidate
 
@@ -321,68 +320,6 @@ def test_a_short_race_is_no_answer_to_a_longer_one(three):
     """As where nothing follows the first turn any more, since time is over."""
     for rounds, count in ((1, 3), (1, 0), (3, 7), (3, 0), (1, 0)):
         assert len(three(rounds)) == count
-
-
-@pytest.fixture
-def played(case, store, monkeypatch):
-    """Races programs on a GPU that plays several, in three turns of known predictions.
-
-    Time is over after so many runs. Says what ran, in order, and which program wins.
-    """
-    monkeypatch.setattr(room, "defaults_of", lambda platform: defaults_of("gpu"))
-
-    def go(
-        predicted: dict[str, tuple[float, ...]], most=math.inf, rounds=3
-    ) -> tuple[str, str]:
-        ran = []
-
-        def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
-            ms = predicted[job.label][ran.count(job.label)]
-            ran.append(job.label)
-            return built.record("ok", samples_ms=[ms], run_seconds=0.1)
-
-        monkeypatch.setattr(Agreement, "is_over", lambda *_: len(ran) >= most)
-        builder = Builder(
-            program=case.program,
-            mesh=case.mesh,
-            store=store,
-            options=MeasureOptions(run=turn),
-        )
-        programs = [entrant(case, name) for name in predicted]
-        results = race_programs(builder, programs, rounds=rounds)
-        assert len({len(one.samples_ms) for one in results}) == 1
-        return "".join(ran), Ranking((), results, is_predicted=True).best.name
-
-    return go
-
-
-def test_the_least_of_three_predictions_wins_however_close_two_are(played):
-    """No turn can tell a tie, which the simplest would win: there are none."""
-    close = {"a": (10.12, 10.0, 10.0), "b": (10.04, 10.04, 10.1)}
-    # Where time was over after two turns, the third follows when it is asked again.
-    assert played(close, most=4) == ("abba", "b")
-    assert played(close) == ("abbaab", "a")
-    assert played(close) == ("", "a")
-
-
-def test_of_a_turn_that_time_ended_nothing_counts(played):
-    """One run more of a program, and it has another chance to be short."""
-    assert played({"a": (10.0,), "b": (10.3, 9.0)}, most=3) == ("abb", "a")
-
-
-def test_predictions_of_one_run_are_made_once_whatever_races_with_them(played, store):
-    """As where time was over before all was compiled, and a step is planned again."""
-    times = {"a": (10.1,), "b": (10.0,), "c": (10.05,)}
-    two = {name: times[name] for name in "ab"}
-    assert played(two, rounds=1) == ("ab", "b")
-    before = store.records()
-    assert played(times, rounds=1) == ("c", "b")
-    assert played(times, rounds=1) == ("", "b")
-    after = store.records()
-    assert len(before) == 4 and all(record in after for record in before)
-    # Of several runs only those in turn with others compare.
-    three = {name: 3 * ms for name, ms in times.items()}
-    assert played(three) == ("abcbcacab", "b")
 
 
 # ---------------------------------------------------------------- without a race

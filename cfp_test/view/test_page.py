@@ -153,8 +153,6 @@ def test_numbers_are_those_of_the_plan():
     [
         ("measured", {}, "predicted", "predicted"),
         ("estimated", {}, "estimated", "estimated"),
-        ("estimated", {"memory_compiled": 1.0}, "estimated", "as compiled"),
-        ("one device", {"compiled": 1.0}, "predicted on one device", "as compiled"),
     ],
 )
 def test_time_and_memory_have_the_same_sources_in_all_renderings(
@@ -245,7 +243,7 @@ def test_variants_that_do_not_fit_are_not_called_slower():
 
 
 def test_a_page_without_candidates_calls_them_no_estimates():
-    for rung in ("measured", "estimated", "one device"):
+    for rung in ("measured", "estimated"):
         plan = replace(DEEP, race=(), measured_ms=None, rung=rung)
         html = page_html(plan)
         assert "<h2>Candidates</h2>" in html and '"#race">Candidates</a>' in html

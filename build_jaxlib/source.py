@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cfp.cluster.machine import Machine, requirements
+from cfp.cluster.machine import Machine, allows
 from cfp.errors import TargetError, compose
 
 _DISK_BYTES = 40 << 30
@@ -43,11 +43,11 @@ def command(
         TargetError: it cannot be built here, with the reason.
     """
     version = jax_version(checkout)
-    needed = next(r for r in requirements(Machine.here()) if r.name == "jax")
-    if not needed.allows(version):
+    needed = Machine.here().requirements()["jax"]
+    if not allows(needed, version):
         raise _refusal(
             "cfp does not work with this release of JAX.",
-            f"a checkout at jax{needed.versions}",
+            f"a checkout at {needed}",
             version,
             "git checkout jax-v0.12.0 there",
         )

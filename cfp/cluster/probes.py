@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _REPEATS = 10
 _MEGABYTES = {"cpu": 4}
 _DEFAULT_MEGABYTES = 256
-_ROWS, _WIDTH, _INNER = 32, 64, 128
 # Small, and yet whole blocks of all kernels.
 SHAPE, KV_HEADS = (1, 256, 4, 64), 2
 
@@ -55,27 +54,20 @@ def all_reduce() -> dict[str, Any]:
 
     devices = jax.local_devices()
     count = len(devices)
-    mesh = Mesh(np.array(devices), ("x",))
+    mesh, spec = Mesh(np.array(devices), ("x",)), PartitionSpec("x")
     megabytes = _MEGABYTES.get(devices[0].platform, _DEFAULT_MEGABYTES)
     length = megabytes * 2**20 // 4
-    rows = NamedSharding(mesh, PartitionSpec("x"))
 
     def fill() -> jax.Array:
         # A row for each device, each with another number.
-        return jnp.broadcast_to(
-            jnp.arange(1.0, count + 1, dtype=jnp.float32)[:, None], (count, length)
-        )
+        numbers = jnp.arange(1.0, count + 1, dtype=jnp.float32)
+        return jnp.broadcast_to(numbers[:, None], (count, length))
 
-    def total(row: jax.Array) -> jax.Array:
-        return jax.lax.psum(row, "x")
-
-    x = jax.jit(fill, out_shardings=rows)()
-    spec = PartitionSpec("x")
+    x = jax.jit(fill, out_shardings=NamedSharding(mesh, spec))()
+    total = partial(jax.lax.psum, axis_name="x")
     run = jax.jit(jax.shard_map(total, mesh=mesh, in_specs=spec, out_specs=spec))
-    # Each device's sum stands in its own row.
-    out = run(x)
-    wanted = count * (count + 1) / 2
-    right = all(bool((shard.data == wanted).all()) for shard in out.addressable_shards)
+    wanted = count * (count + 1) / 2  # Each device's sum stands in its own row.
+    right = all(bool((one.data == wanted).all()) for one in run(x).addressable_shards)
     times = []
     for _ in range(_REPEATS):
         started = time.perf_counter()
@@ -137,34 +129,26 @@ def run_graft() -> dict[str, Any]:
     def step(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         return jnp.tanh(x @ up) @ down
 
-    draw = np.random.default_rng(0).standard_normal
-    shapes = ((_ROWS, _WIDTH), (_WIDTH, _INNER), (_INNER, _WIDTH))
-    x, up, down = (draw(shape).astype(np.float32) / 8 for shape in shapes)
     mesh = Mesh(np.array(jax.local_devices()), ("x",))
-    ways = mesh.devices.size if _ROWS % mesh.devices.size == 0 else 1
-    if ways == 1:
-        mesh = Mesh(np.array(jax.local_devices()[:1]), ("x",))
+    draw = np.random.default_rng(0).standard_normal
+    shapes = ((8 * mesh.size, 64), (64, 128), (128, 64))
+    x, up, down = (draw(shape).astype(np.float32) / 8 for shape in shapes)
     with jax.default_matmul_precision("highest"):
         program, _ = trace(flatten_step(step, (x, up, down)), mesh)
     last = max(op.id for op in program.ops if op.kind == "tanh")
     part = cut_part(program, [op.id for op in program.ops if op.id <= last])
-    sharded = (("x",), ()) if ways > 1 else ((), ())
+    rows = (("x",), ())
     values = dict(zip(program.args, (x, up, down), strict=True))
-    inputs = [values[value] for value in part.inputs]
-    specs = [sharded if value == program.args[0] else ((), ()) for value in part.inputs]
-    lowered = lower_part(
-        program, part, mesh, Constraints({}, {}), specs, [sharded] * len(part.outputs)
-    )
+    specs = [rows if value == program.args[0] else ((), ()) for value in part.inputs]
+    outs = [rows] * len(part.outputs)
+    lowered = lower_part(program, part, mesh, Constraints({}, {}), specs, outs)
     started = time.perf_counter()
     compiled = lowered.compile()
     compile_s = time.perf_counter() - started
-    placed = [
-        jax.device_put(value, sharding)
-        for value, sharding in zip(inputs, compiled.input_shardings[0], strict=True)
-    ]
-    (result,) = compiled(*placed)
+    inputs = [values[value] for value in part.inputs]
+    (result,) = compiled(*jax.device_put(inputs, list(compiled.input_shardings[0])))
     difference = float(np.abs(np.asarray(result) - np.tanh(x @ up)).max())
-    return {"difference": difference, "compile_s": compile_s, "devices": ways}
+    return {"difference": difference, "compile_s": compile_s, "devices": mesh.size}
 
 
 def try_kernel(name: str) -> dict[str, Any]:
@@ -205,16 +189,12 @@ def try_kernel(name: str) -> dict[str, Any]:
         found = jax.jit(partial(passes, kernel))(*arrays)
     except AttentionError as error:
         return {"refusal": str(error).partition("got: ")[2].partition("\n")[0]}
-    wide = [x.astype(jnp.float32) for x in arrays]
-    return {
-        name: float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))
-        for name, a, b in zip(
-            ("forward", "dq", "dk", "dv"),
-            found,
-            jax.jit(partial(passes, oracle))(*wide),
-            strict=True,
-        )
-    }
+    right = jax.jit(partial(passes, oracle))(*(x.astype(jnp.float32) for x in arrays))
+    off = [
+        float(jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b))
+        for a, b in zip(found, right, strict=True)
+    ]
+    return dict(zip(("forward", "dq", "dk", "dv"), off, strict=True))
 
 
 PROBES: Mapping[str, Callable[..., Mapping[str, Any]]] = {

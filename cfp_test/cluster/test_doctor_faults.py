@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cfp.cluster.doctor import CHECKS, examine, with_needs
-from cfp.cluster.machine import Machine, Result, Status, installed, requirements
+from cfp.cluster.doctor import CHECKS, Result, Status, examine, with_needs
+from cfp.cluster.machine import Machine
 from cfp_test.cluster.sick import (
     PLUGIN,
     SOUND,
@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 
 # What cfp needs, in the versions that run these tests.
 OWN = {
-    each.name: installed(Machine.here(), each.name)
-    for each in requirements(Machine.here())
-    if each.name not in SOUND
+    name: Machine.here().installed(name)
+    for name in Machine.here().requirements()
+    if name not in SOUND
 }
 BY_NAME = {check.name: check for check in CHECKS}
 HANG = "exec /bin/sleep 600"  # In place of the shell, so that ending it is enough.
@@ -259,4 +259,4 @@ def test_shardy_passes_missing(tmp_path):
     assert result.status is Status.FAIL
     assert "lacks 1 of the 4 pipelines" in result.reason
     assert "no-such" in result.reason
-    assert "pip install 'jax" in result.remedy
+    assert "pip install jax" in result.remedy

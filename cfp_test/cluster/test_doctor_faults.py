@@ -56,7 +56,7 @@ FAULTS = {
     "packages missing": (
         lambda f: with_packages(f, {"numpy": "2.4.0"}),
         "packages",
-        ("missing", "optax", "typer"),
+        ("missing", "pydantic", "typer"),
         "--no-index --find-links",
     ),
     "JAX missing": (

@@ -107,7 +107,7 @@ class Program:
 
     @property
     def stacked(self) -> int:
-        """How many layers' arguments there are."""
+        """The number of layers' arguments."""
         return LAYERS + 1 if self.is_sliced else LAYERS if self.loop else 0
 
 

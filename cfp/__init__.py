@@ -92,8 +92,9 @@ _HOMES = {
     "cfp.planner_settings": ("PlannerSettings",),
     "cfp.variants": ("Basis", "Fastest", "Outcome", "Variant", "plan_fastest"),
 }
-_HOME_OF = dict.fromkeys(__all__, "cfp.errors")
-_HOME_OF |= {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF = dict.fromkeys(__all__, "cfp.errors") | {
+    name: home for home, names in _HOMES.items() for name in names
+}
 __version__ = "0.1.0"
 
 

@@ -91,6 +91,11 @@ def test_scopes_come_first_and_parameters_tell_apart():
 
 
 class Attention(nnx.Module):
+    q: nnx.Linear
+    k: nnx.Linear
+    v: nnx.Linear
+    o: nnx.Linear
+
     def __init__(self, rngs):
         for name in PLACES:
             setattr(self, name, nnx.Linear(16, 16, rngs=rngs))

@@ -270,7 +270,7 @@ def run(analysis, mesh, job):
         sharding = NamedSharding(mesh, partition_spec(spec))
         args.append(jax.device_put(np.asarray(x, kind.dtype), sharding))
     built = build(program, mesh, job)
-    outputs = built.compiled(*args)
+    outputs = built.compiled(*args)  # pyright: ignore
     names_of = dict(zip(program.outputs, program.output_names, strict=True))
     # Of a sum that does without its parts the last value has another id, and no name.
     known = [names_of.get(v, "sum") for v in job.part.outputs]

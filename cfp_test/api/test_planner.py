@@ -559,6 +559,7 @@ def test_what_an_error_says_where_nothing_wins(mesh, peaks, error, smallest):
     found = no_winner(analysis, results, 10, reserve_bytes=3)
     assert isinstance(found, error)
     if smallest is not None:
+        assert isinstance(found, cfp.MemoryBudgetError)
         assert found.smallest_feasible_bytes == smallest + 3
         assert "the budget of 13 B" in str(found)
         assert "Of 2 compiled plans" in str(found)

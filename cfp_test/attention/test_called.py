@@ -5,6 +5,7 @@ The kernel is JAX's cuDNN attention. Off GPUs it is traced as there, and run by 
 
 import functools
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import jax
@@ -62,7 +63,7 @@ def by_cudnn(q, k, v, layout, **how):
     turned = (x.swapaxes(1, 2) for x in (q, k, v))
     mask = fused.MaskType.CAUSAL if how.get("is_causal") else fused.MaskType.NO_MASK
     scale = how.get("scale") or HEAD_DIM**-0.5
-    made = fused.dot_product_attention(
+    made: Any = fused.dot_product_attention(
         *turned, scale=scale, mask_type=mask, qkv_layout="BNTH"
     )
     return made.swapaxes(1, 2)

@@ -366,7 +366,8 @@ def test_products_keep_the_precision_that_was_asked_for(mesh, precision):
     for one in replacements(program, match, Way("chunked")):
         function = one.functions.stages(mesh)[0]
         shapes = [
-            jax.ShapeDtypeStruct(s, d) for s, d, _ in one.functions.passes[0].reads
+            jax.ShapeDtypeStruct(s, d)
+            for s, d, _ in one.functions.passes[0].reads  # pyright: ignore
         ]
         text = jax.jit(function).lower(*shapes).as_text()
         assert text.count("precision = [HIGHEST, HIGHEST]") == (

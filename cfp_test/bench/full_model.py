@@ -200,7 +200,10 @@ def _open(options: argparse.Namespace, rest: list[str]) -> tuple[Target, Mesh]:
 @contextlib.contextmanager
 def _compilation_cache(workdir: Path, mesh: Mesh) -> Iterator[None]:
     """Has JAX keep what it compiles for GPUs meanwhile."""
-    setting, before = "jax_compilation_cache_dir", jax.config.jax_compilation_cache_dir
+    setting, before = (
+        "jax_compilation_cache_dir",
+        jax.config.read("jax_compilation_cache_dir"),
+    )
     is_gpu = mesh.devices.flat[0].platform == "gpu"
     jax.config.update(setting, str(workdir / "compiled") if is_gpu else before)
     compilation_cache.reset_cache()  # Or JAX stays with what it began with.

@@ -142,7 +142,8 @@ def step_of(
         state: tuple[Any, Any], tokens: jax.Array, types: jax.Array
     ) -> tuple[tuple[Any, Any], jax.Array]:
         def loss_of(params: Any) -> jax.Array:
-            logits = model.apply(params, tokens, types).astype(jnp.float32)
+            logits: Any = model.apply(params, tokens, types)
+            logits = logits.astype(jnp.float32)
             return optax.softmax_cross_entropy_with_integer_labels(
                 logits, tokens
             ).mean()

@@ -202,7 +202,7 @@ def logged_puts() -> Iterator[list[str]]:
             keys.extend(record.key for record in records if record.ok)
         return put_all(store, records, replace=replace)
 
-    ProfileStore.put_all = logging
+    ProfileStore.put_all = logging  # pyright: ignore
     try:
         yield keys
     finally:

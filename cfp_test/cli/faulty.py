@@ -97,10 +97,10 @@ def install() -> None:
             made = replace(made, deadline=time.monotonic())
         return made
 
-    InFlightLog._begin = faulty_begin
+    InFlightLog._begin = faulty_begin  # pyright: ignore
     runner.run = turns.run = faulty_run
     collectives.execute = logged_execute
-    ProfileStore.put_all = logged_put_all
+    ProfileStore.put_all = logged_put_all  # pyright: ignore
 
 
 if __name__ == "__main__":

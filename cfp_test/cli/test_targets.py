@@ -108,7 +108,7 @@ def test_integers_that_pick_rows_are_drawn_from_all_of_them():
     tokens = np.asarray(batch["tokens"])
     assert tokens.min() < 100 and 900 < tokens.max() < 1000
     assert set(np.asarray(batch["image"]).flat) == {0, 1}
-    assert np.asarray(batch["phase"]).imag.any()
+    assert np.imag(np.asarray(batch["phase"])).any()
     assert batch["keys"].dtype == jax.random.key(0).dtype
 
 

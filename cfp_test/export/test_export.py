@@ -263,7 +263,7 @@ def test_another_step_is_refused(plan, my_step, mesh):
 def test_what_has_a_type_describes_an_argument(plan, my_step, mesh):
     loaded, _, (params, x, power) = plan
     shard = load(python_module(loaded, loaded.sites))["shard"]
-    typed = jax.core.ShapedArray(x.shape, x.dtype)
+    typed = jax.core.ShapedArray(x.shape, x.dtype)  # pyright: ignore
     assert shard(my_step["step"], params, typed, power, mesh=mesh).static == {2: 2}
 
 

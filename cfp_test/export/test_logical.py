@@ -61,7 +61,7 @@ def plans(target, mesh, tmp_path_factory):
 def tables(text):
     """Returns the names that a written module assigns."""
     return {
-        node.targets[0].id: ast.literal_eval(node.value)
+        node.targets[0].id: ast.literal_eval(node.value)  # pyright: ignore
         for node in ast.parse(text).body
         if isinstance(node, ast.Assign)
     }
@@ -73,7 +73,7 @@ def test_flax_makes_the_plans_shardings_of_the_rules(plans, target, mesh):
     found = tables(flax_text(plan, rules))
     assert found["MESH_AXES"] == {"x": 4}
     state, batch = logical_names("gpt", layers=1, hidden=32, heads=4)
-    shardings = nn.logical_to_mesh_sharding(state, mesh, found["RULES"])
+    shardings = nn.logical_to_mesh_sharding(state, mesh, found["RULES"])  # pyright: ignore
     specs = dict(zip(plan.arg_names, plan.arg_specs, strict=True))
     leaves = tree_flatten_with_path(shardings)[0]
     seen = 0
@@ -84,7 +84,7 @@ def test_flax_makes_the_plans_shardings_of_the_rules(plans, target, mesh):
         seen += any(specs[name])
     assert seen > 10
 
-    given = (shardings, nn.logical_to_mesh_sharding(batch, mesh, found["RULES"]))
+    given = (shardings, nn.logical_to_mesh_sharding(batch, mesh, found["RULES"]))  # pyright: ignore
     text = (
         jax.jit(target.step, in_shardings=given, donate_argnums=0)
         .lower(*target.args)
@@ -202,7 +202,7 @@ def test_names_in_boxes(mesh, tmp_path):
     assert names["params/params/up/kernel/value"] == ("embed", "mlp")
     rules = tables(flax_text(plan, logical_rules(plan, names)))["RULES"]
     assert dict(rules) == {"embed": None, "mlp": "x"}
-    made = nn.logical_to_mesh_sharding(nn.get_partition_spec(params), mesh, rules)
+    made = nn.logical_to_mesh_sharding(nn.get_partition_spec(params), mesh, rules)  # pyright: ignore
     assert made["params"]["up"]["kernel"].spec == PartitionSpec(None, "x")
     assert made["params"]["down"]["kernel"].spec == PartitionSpec("x", None)
 

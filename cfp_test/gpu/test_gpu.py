@@ -100,7 +100,7 @@ def test_all_that_runs_is_ended_where_one_is_interrupted(tmp_path):
         # The timed one does not wait for the other here.
         patch.setattr(suite, "as_completed", lambda futures: ())
         with pytest.raises(KeyboardInterrupt):
-            [*suite.run_all(names, run, names)]
+            list(suite.run_all(names, run, names))
     assert not suite._running
 
 

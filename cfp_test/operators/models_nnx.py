@@ -63,6 +63,10 @@ class GPT2(nnx.Module):
 
 
 class BertSelfAttention(nnx.Module):
+    query: nnx.Linear
+    key: nnx.Linear
+    value: nnx.Linear
+
     def __init__(self, config, rngs):
         self.config = config
         for name in ("query", "key", "value"):

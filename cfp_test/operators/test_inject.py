@@ -1,6 +1,7 @@
 """GPT-2 and BERT with operators put in: the same outputs and gradients."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -132,13 +133,13 @@ def test_a_model_of_nnx_with_operators_computes_the_same(name):
 
 def test_a_model_of_nnx_is_injected_while_it_is_made():
     with injection(strict=True) as inside:
-        model = inside.build(lambda: models_nnx.Bert(CONFIG, rngs=nnx.Rngs(0)))
+        model: Any = inside.build(lambda: models_nnx.Bert(CONFIG, rngs=nnx.Rngs(0)))
     assert len(inside.report.replaced) == REPLACED["Bert"]
     assert model.layers[0].attention.qkv["kernel"].shape == (3, 16, 16)
 
 
 def test_a_shared_parameter_is_not_mapped_away():
-    model = models_nnx.Bert(CONFIG, rngs=nnx.Rngs(0))
+    model: Any = models_nnx.Bert(CONFIG, rngs=nnx.Rngs(0))
     model.tied = model.layers[0].attention.query.kernel
     report = inject(model).report
     assert "shares a parameter" in report.text()

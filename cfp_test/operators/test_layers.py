@@ -1,6 +1,7 @@
 """Each operator as a module of linen and of NNX: what the function computes."""
 
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,9 @@ PARAMETERS = {
 }
 
 
-def classes(module):
+def classes(module) -> dict[str, Any]:
     return {
-        one.form.name: one
+        vars(one)["form"].name: one
         for _, one in inspect.getmembers(module, inspect.isclass)
         if issubclass(one, module.Layer) and one is not module.Layer
     }

@@ -7,7 +7,7 @@ import pytest
 
 from cfp.analysis.analyze import analyze
 from cfp.presets.presets import presets
-from cfp.profiling.builder import build
+from cfp.profiling.builder import Built, build
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.jobs import whole_job
@@ -65,7 +65,9 @@ def test_they_compute_what_they_do_alone(name, level):
     assert sum(op.kind == "composite" for op in program.ops) == 2
     analysis = analyze(program, SIZES)
     job = whole_job(analysis, presets(analysis.frame)[name], (), "test", level)
-    compiled = build(program, mesh, job).compiled
+    built = build(program, mesh, job)
+    assert isinstance(built, Built)
+    compiled = built.compiled
     leaves = flat.flatten(args, {})
     found = compiled(*jax.device_put(leaves, list(compiled.input_shardings[0])))
     expected = jax.tree.leaves(jax.jit(flat.flat_fn)(*leaves))

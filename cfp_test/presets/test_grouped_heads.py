@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Layout, lay_out
 from cfp.presets.presets import presets
+from cfp.profiling.builder import Built
 from cfp.profiling.builder import build as build_job
 from cfp.profiling.hlo import collectives_in
 from cfp.program.constrain import partition_spec
@@ -151,6 +152,7 @@ def test_with_arguments_constrained_it_sends_no_more_than_by_hand(form):
     level = ConstraintLevel.ARGUMENTS
     job = whole_job(analysis, choice, (), "test", level)
     built = build_job(analysis.frame.program, mesh, job)
+    assert isinstance(built, Built)
     layout = lay_out(analysis.frame, choice)
     assert sent(built.compiled.as_text()) <= by_hand(FORMS[form], layout, mesh)
     leaves = flat.flatten(args, {})
@@ -165,6 +167,7 @@ def test_no_scores_are_reduced():
     *_, mesh, analysis, choice = planned(grouped, KV_HEADS)
     job = whole_job(analysis, choice, (), "test", ConstraintLevel.EVERYTHING)
     built = build_job(analysis.frame.program, mesh, job)
+    assert isinstance(built, Built)
     found = collectives_in(built.compiled.as_text())
     reduced = {c.bytes for c in found if c.kind == "all-reduce"}
     assert reduced == {4 * B * S * D}, "the residual stream"

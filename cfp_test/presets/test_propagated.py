@@ -20,6 +20,7 @@ from cfp.presets.presets import (
     presets,
     propagated,
 )
+from cfp.profiling.builder import Built
 from cfp.profiling.builder import build as build_job
 from cfp.profiling.hlo import collectives_in
 from cfp.program.constrain import partition_spec
@@ -62,7 +63,9 @@ def analysed(step, args, sizes, donated=0):
 def compiled(analysis, mesh, choice, level):
     """A choice's whole program, compiled at a constraint level."""
     job = whole_job(analysis, choice, (), "test", level)
-    return build_job(analysis.frame.program, mesh, job)
+    built = build_job(analysis.frame.program, mesh, job)
+    assert isinstance(built, Built)
+    return built
 
 
 def shardings_of(analysis, mesh, choice):

@@ -32,8 +32,8 @@ class Work(Task):
 
 run_tasks = partial(
     scheduler.run_tasks,
-    build=lambda work: work.build(),
-    run=lambda work, built: work.run(built),
+    build=lambda work: work.build(),  # pyright: ignore
+    run=lambda work, built: work.run(built),  # pyright: ignore
 )
 
 
@@ -528,7 +528,8 @@ class Dissent(Agreement):
         object.__setattr__(self, "answers", answers)
 
     def everywhere(self, flags):
-        theirs = self.answers.pop(0) if self.answers else [True] * len(flags)
+        answers: list = vars(self)["answers"]
+        theirs = answers.pop(0) if answers else [True] * len(flags)
         return [a and b for a, b in zip(flags, theirs, strict=True)]
 
 
@@ -572,7 +573,7 @@ def test_threads_see_the_64_bit_setting_of_the_caller(shop, store):
     seen = []
 
     def build():
-        seen.append(bool(jax.config.jax_enable_x64))
+        seen.append(bool(jax.config.read("jax_enable_x64")))
         return Built(key=key_of("a"), compiled=shop.compiled)
 
     task = Work(

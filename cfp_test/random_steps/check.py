@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
@@ -245,7 +246,7 @@ def _on_one(leaf: Any) -> Any:
 
 
 def _host_copy(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and not jax.dtypes.issubdtype(
+    if isinstance(leaf, jax.Array) and not jnp.issubdtype(
         leaf.dtype, jax.dtypes.prng_key
     ):
         return np.array(leaf)

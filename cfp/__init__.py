@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from cfp.checking.check import compare
     from cfp.devices.described import described
     from cfp.devices.joining import join
-    from cfp.discovery.discover import discover_rules
-    from cfp.discovery.rule import ShardingRule
     from cfp.errors import (
         AttentionError,
         CacheError,
@@ -63,7 +61,6 @@ __all__ = [
     "PlannerSettings",
     "ProcessError",
     "SettingsError",
-    "ShardingRule",
     "StepNotTraceable",
     "TargetError",
     "Variant",
@@ -72,7 +69,6 @@ __all__ = [
     "attention_options",
     "compare",
     "described",
-    "discover_rules",
     "join",
     "parallelize",
     "plan",
@@ -86,8 +82,6 @@ _HOMES = {
     "cfp.devices.described": ("described",),
     "cfp.checking.check": ("compare",),
     "cfp.devices.joining": ("join",),
-    "cfp.discovery.discover": ("discover_rules",),
-    "cfp.discovery.rule": ("ShardingRule",),
     "cfp.plan.plan": ("Plan",),
     "cfp.planner_settings": ("PlannerSettings",),
     "cfp.variants": ("Basis", "Fastest", "Outcome", "Variant", "plan_fastest"),

@@ -118,9 +118,8 @@ def remarks(plan: Plan) -> Iterator[str]:
     foreign = [text for text in plan.replicated_ops if text.startswith("custom_")]
     if not all(INDIVISIBLE in text or NOT_CHOSEN in text for text in foreign):
         yield (
-            "a kernel is sharded by a rule that it brings: cfp.discover_rules "
-            "finds one by running it; or custom_partitioning with sharding_rule=, "
-            "or shard_map; see docs/performance.md"
+            "a kernel is sharded by a rule that it brings: custom_partitioning with "
+            "sharding_rule=, or shard_map; see docs/performance.md"
         )
     if figures and figures.kernels:
         yield f"kernels that are sharded: {few(figures.kernels)}"

@@ -533,5 +533,5 @@ def test_a_decoder_with_cudnn_attention_is_planned_for_devices_that_are_not_here
     plan = cfp.plan(step, *args, mesh=cfp.described("4xh200"), quiet=True)
     # It is so small that nothing is gained by sharding it.
     assert all(NOT_CHOSEN in text for text in plan.replicated_ops)
-    assert "discover_rules" not in str(plan)
+    assert "sharding_rule=" not in str(plan)
     assert "custom_partitioning" in str(plan)

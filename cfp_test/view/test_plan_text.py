@@ -482,7 +482,7 @@ def test_a_plan_says_over_what_a_kernel_is_sharded_or_that_it_is_whole(
     for one in (plan, cfp.Plan.load(tmp_path / "plan.json")):
         text = " ".join(repr(one).split())
         assert told in re.sub(r":\d+", ":#", text)
-        assert "discover_rules" not in text  # It has a rule.
+        assert "sharding_rule=" not in text  # It has a rule.
         assert (
             len(one.replicated_ops) == is_whole
             and len(one.figures.kernels) == 1 - is_whole

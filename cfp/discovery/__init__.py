@@ -1,1 +1,0 @@
-"""Sharding rules of functions that nothing can look into, found by running them."""

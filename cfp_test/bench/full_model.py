@@ -202,7 +202,7 @@ def _compilation_cache(workdir: Path, mesh: Mesh) -> Iterator[None]:
     """Has JAX keep what it compiles for GPUs meanwhile."""
     setting, before = (
         "jax_compilation_cache_dir",
-        jax.config.read("jax_compilation_cache_dir"),
+        jax.config.jax_compilation_cache_dir,  # pyright: ignore
     )
     is_gpu = mesh.devices.flat[0].platform == "gpu"
     jax.config.update(setting, str(workdir / "compiled") if is_gpu else before)

@@ -86,7 +86,7 @@ def test_what_is_compiled_after_others_waits_for_them():
 
 def test_threads_have_the_settings_of_what_made_the_pool():
     def settings():
-        return jax.config.read("jax_enable_x64"), jax.config.read("jax_debug_nans")
+        return jax.config.jax_enable_x64, jax.config.jax_debug_nans  # pyright: ignore
 
     with jax.enable_x64(True), jax.debug_nans(True), CompilePool(1) as pool:
         assert pool.start("one", settings).result() == (True, False)

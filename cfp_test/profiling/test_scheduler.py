@@ -573,7 +573,7 @@ def test_threads_see_the_64_bit_setting_of_the_caller(shop, store):
     seen = []
 
     def build():
-        seen.append(bool(jax.config.read("jax_enable_x64")))
+        seen.append(bool(jax.config.jax_enable_x64))  # pyright: ignore
         return Built(key=key_of("a"), compiled=shop.compiled)
 
     task = Work(

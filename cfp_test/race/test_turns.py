@@ -475,7 +475,7 @@ def test_threads_see_the_64_bit_setting_of_the_caller(timed, monkeypatch):
     seen, build = [], building.build
 
     def noted(*job):
-        seen.append(bool(jax.config.read("jax_enable_x64")))
+        seen.append(bool(jax.config.jax_enable_x64))  # pyright: ignore
         return build(*job)
 
     monkeypatch.setattr(building, "build", noted)

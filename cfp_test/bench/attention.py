@@ -1,6 +1,6 @@
 """Measures attention on one GPU: its kernels, and the steps of rings.
 
-    python cfp_test/bench/attention.py OUT.json [--seconds 180]
+    python -m cfp_test.bench attention OUT.json [--seconds 180]
 
 First the rate of a large matrix product; then each kernel, forward and backward,
 causal, at 1k to 64k tokens, as a share of that rate; then what a rank of a ring or
@@ -15,15 +15,12 @@ CPU.
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
 import jax.numpy as jnp

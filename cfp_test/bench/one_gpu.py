@@ -1,6 +1,6 @@
 """Plans for one GPU beside the same step under `jax.jit`, timed in turn.
 
-    python -m cfp_test.bench.one_gpu --out FILE.json [--models gpt llama bert moe]
+    python -m cfp_test.bench one_gpu --out FILE.json [--models gpt llama bert moe]
         [--shares 0.6 0.4] [--seconds 560] [--rounds 8] [--tiny]
 
 On one device nothing is sharded: a plan chooses kernels, what is rematerialized and

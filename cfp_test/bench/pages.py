@@ -2,8 +2,8 @@
 
     python -m cfp_test.bench pages
 
-A page of ``docs/results`` is written by hand. Below a line ``<!-- table NAME -->`` stands
-the table of that name in the JSON beside the page.
+A page of ``docs/results`` is written by hand. Below a line ``<!-- table NAME -->``
+stands the table of that name in the JSON beside the page.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gradients that JAX scatters: as they are written, and as cfp writes them.
 
-    python -m cfp_test.bench.scatters --out FILE.json [--seconds 300] [--tiny]
+    python -m cfp_test.bench scatters --out FILE.json [--seconds 300] [--tiny]
 
 Times the gradient of a lookup for tables, tokens and how these are spread, and whole
 steps of two Flax models that look up in bfloat16 what they keep in float32, as

@@ -1,8 +1,8 @@
 """Runs the seeds' shell scripts on some devices, one after another, and notes all.
 
-    python -m cfp_test.bench.seeds --devices 2 --output seeds        # on GPUs
-    python -m cfp_test.bench.seeds --devices 2 --output seeds --only ulysses
-    python -m cfp_test.bench.seeds --platform cpu --tiny --devices 2 --output seeds
+    python -m cfp_test.bench seeds --devices 2 --output seeds        # on GPUs
+    python -m cfp_test.bench seeds --devices 2 --output seeds --only ulysses
+    python -m cfp_test.bench seeds --platform cpu --tiny --devices 2 --output seeds
 
 Each command runs as it would be typed, and is ended when its time is over, or that of
 all, `--total`. Begun again, what ended well is left out (but for `--again`), and what

@@ -1,8 +1,8 @@
 """Plans beside the best other ways to shard the same models, timed in turn on two GPUs.
 
-    python -m cfp_test.bench.side_by_side --out FOLDER [--seconds 560] [--pieces ...]
+    python -m cfp_test.bench side_by_side --out FOLDER [--seconds 560] [--pieces ...]
         [--work FOLDER] [--rounds 8] [--tiny]
-    python -m cfp_test.bench.side_by_side --out FOLDER --join docs/results/NAME.json
+    python -m cfp_test.bench side_by_side --out FOLDER --join docs/results/NAME.json
 
 A piece is a model of the zoo, four layers at full width: ``gpt`` over NVLink,
 ``gpt:off`` with NCCL_P2P_DISABLE=1, ``gpt:budgets`` and ``gpt:off_budgets`` under

@@ -1,6 +1,6 @@
 """Plans, runs, saves, loads, adapts, interrupts and kills in a loop, and watches.
 
-    python -m cfp_test.bench.soak --seconds 3600 --output soak.json
+    python -m cfp_test.bench soak --seconds 3600 --output soak.json
 
 One process stays for the whole time, as a notebook does. In turn it plans a small step
 with a store that is kept, runs, saves, loads and adapts the plan; interrupts a planning

@@ -1,6 +1,7 @@
 """Pages of results: their tables are those of the JSON, and few."""
 
 import json
+import re
 
 import pytest
 
@@ -35,3 +36,17 @@ def test_tables_are_written_below_their_names():
         with_tables(old, {})
     with pytest.raises(AssertionError, match="a cell for each column"):
         table(["a", "b"], [[1]])
+
+
+def test_the_readme_has_figures_of_the_pages():
+    text = (RESULTS.parents[1] / "README.md").read_text()
+    rows = re.findall(r"^\|.*?\((docs/results/\w+)\.md\) \|$", text, re.MULTILINE)
+    lines = [line for line in text.splitlines() if "](docs/results/" in line]
+    lines = [line for line in lines if line.startswith("|")]
+    assert len(lines) == len(rows) > 10
+    for line, page in zip(lines, rows, strict=True):
+        tables = json.loads((RESULTS.parents[1] / f"{page}.json").read_text())["tables"]
+        cells = [c for one in tables.values() for row in one["rows"] for c in row]
+        known = [float(c) for c in cells if re.fullmatch(r"\d+\.\d+", str(c))]
+        for shown in re.findall(r"([\d.]+) ms", line):
+            assert any(abs(float(shown) - one) < 0.051 for one in known), (line, shown)

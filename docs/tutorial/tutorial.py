@@ -221,8 +221,7 @@ with ocp.StandardCheckpointer() as checkpoints:
 # first call that it is for this step. `apply` begins to load the
 # executable that planning kept, and meanwhile the checkpoint is restored, straight
 # into the plan's shardings. On two H100 the first step was done 3.4 s after the
-# definitions
-# ([measured](results/tutorial_gpux2_202611.md)).
+# definitions.
 
 # %%
 batch_shape = jax.ShapeDtypeStruct((rows, length + 1), np.int32)

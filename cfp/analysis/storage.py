@@ -527,7 +527,7 @@ def extend_spec(
     Each axis goes to the first dim that it divides, or to the largest, those in
     ``whole_dims`` apart. If the dims before the largest are as large together, and all
     axes divide the first, it takes the largest's place: the gradient of what is sharded
-    there is not transposed (docs/results/schedules_h200x2_202611.md).
+    there is not transposed.
     """
     used = {name for names in spec for name in names}
     dims = [list(names) for names in spec]

@@ -55,7 +55,7 @@ class Kernel:
       name: as in `cfp.attention(..., implementation=name)`.
       scores: the place of the scores.
       matmul_share: the share of a large matrix product's rate that it reaches, forward
-        and backward, at 4k to 64k tokens; docs/results/attention_h200_202611.
+        and backward, at 4k to 64k tokens; docs/results/attention.md.
       is_preferred: true if calls that name no implementation try it, in the order of
         `KERNELS`; on CPUs such calls take "xla".
       any_positions: whether blocks may be masked by positions and segments; otherwise

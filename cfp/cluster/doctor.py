@@ -314,7 +314,7 @@ def shardy(machine: Machine) -> Finding:
     if faults := len(data["faults"]):
         text += (
             f"; cfp works around {faults} faults of XLA's partitioner: "
-            "docs/results/rules_cpu_202611.md lists them"
+            "docs/results/rules.md lists them"
         )
     return text, {"faults": faults}
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         StepNotTraceable,
         TargetError,
     )
-    from cfp.plan.adapt import adapt
     from cfp.plan.plan import Plan
     from cfp.planner_settings import PlannerSettings
     from cfp.variants import Basis, Fastest, Outcome, Variant, plan_fastest
@@ -64,7 +63,6 @@ __all__ = [
     "StepNotTraceable",
     "TargetError",
     "Variant",
-    "adapt",
     "attention",
     "attention_options",
     "compare",
@@ -76,7 +74,6 @@ __all__ = [
 ]
 # Where public names are defined; those that are not here are errors.
 _HOMES = {
-    "cfp.plan.adapt": ("adapt",),
     "cfp.api": ("ParallelStep", "parallelize", "plan"),
     "cfp.attention.call": ("attention", "attention_options"),
     "cfp.devices.described": ("described",),

@@ -42,7 +42,7 @@ _LONGEST = """
     distributed/test_several cluster/test_ray profiling/test_faults
     api/test_planner race/test_race checks/test_check moe/test_moe_passes
     analysis/test_truncate program/test_partitioned plan/test_keep cli/test_cli
-    plan/test_adapt api/test_api models/test_models
+    api/test_api models/test_models
     attention/test_tools profiling/test_collectives presets/test_presets
     attention/test_replaced analysis/test_blocks attention/test_called
     presets/test_propagated api/test_variants

@@ -25,7 +25,6 @@ _DONE_BY = {
     "explain": "cfp show PLAN --explain",
     "diff": "cfp show PLAN --diff OTHER",
     "check": "cfp run TARGET --plan PLAN --check",
-    "adapt": "cfp plan TARGET --adapt PLAN",
 }
 
 

@@ -37,15 +37,12 @@ from cfp.cli.session import (
     check_writable,
     open_session,
     parse_pins,
-    target_of,
 )
 from cfp.cluster.on_ray import RunnerNeeds, plan_on_ray
 from cfp.context import device_memory
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError, MeshError
 from cfp.passes.profile import profile_all_budgets
-from cfp.plan.adapt import adapt_step, check_axes
-from cfp.plan.plan import Plan
 from cfp.planner_settings import dimensions_of
 from cfp.presets.presets import named_choices
 from cfp.printable import mesh_text
@@ -352,7 +349,6 @@ def plan(
     tradeoff: TradeOff = False,
     points: Points = 20,
     plot: Plot = None,
-    adapt: Adapt = None,
     mesh_shapes: MeshShapes = None,
     microbatches: Microbatches = None,
     static: o.Static = None,
@@ -493,16 +489,6 @@ Plot = Annotated[
         metavar="FILE", help="With --tradeoff: draw the curve, as .png, .svg or .pdf."
     ),
 ]
-Adapt = Annotated[
-    Path | None,
-    _instead(
-        metavar="PLAN",
-        help="Carry a saved plan over to more layers of the same segments, another "
-        "batch, or another number of devices (--mesh). Nothing is compiled or "
-        "measured: the new plan is marked as predicted, and cfp verify times it.",
-    ),
-]
-
 _OF_A_STEP = ("target", "platform", "as_json", "donate", "static", "quiet")
 # Options that go with each mode, by parameter.
 TAKES = {
@@ -512,7 +498,6 @@ TAKES = {
         *("memory_budget", "time_budget", "per_kind", "others", "quick", "measure"),
         *("retry_failures", "run_timeout", "build_timeout"),
     ),
-    "adapt": (*_OF_A_STEP, "devices", "mesh", "output"),
 }
 
 
@@ -564,24 +549,4 @@ def show_trade_off(ctx: typer.Context) -> None:
             print(f"Saved {plot}")
 
 
-def adapt_plan(ctx: typer.Context) -> None:
-    """Carries a plan over to another step of the same segments.
-
-    Raises:
-        CfpError: segments do not match; names the first difference.
-    """
-    given = ctx.params
-    check_writable(given["output"])
-    with only_json(given["as_json"]) as print_json:
-        plan = Plan.load(given["adapt"])
-        found, mesh = target_of(ctx, plan)
-        check_axes(plan, mesh)
-        made = adapt_step(plan, found.flatten(), mesh)
-        save(made, given["output"], say=not given["as_json"])
-        if given["as_json"]:
-            print_json(plan_data(made))
-        else:
-            print_plan(made)
-
-
-RUN = {"presets": list_presets, "tradeoff": show_trade_off, "adapt": adapt_plan}
+RUN = {"presets": list_presets, "tradeoff": show_trade_off}

@@ -262,8 +262,7 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
         more += f", and {len(new)} others" if new else ""
     raise PlanMismatch(
         "The arguments do not fit the plan:\n" + "\n".join(lines[:5]) + more,
-        attempt="the arguments that were planned for; or carry the plan over "
-        "(cfp.adapt), or plan again",
+        attempt="the arguments that were planned for; or plan again",
         commands=OTHER_STEP,
     )
 

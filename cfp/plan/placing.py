@@ -87,7 +87,7 @@ def _other_devices(count: int, platform: str) -> str:
     """Suggests how a plan gets its devices, or other ones."""
     text = (
         "Plan.load(path, mesh=mesh) or plan.on(mesh), with a mesh of other devices; "
-        "cfp plan TARGET --adapt plan.json, for another number of them, or another kind"
+        "plan again for another number of them, or another kind"
     )
     if platform != "cpu":
         return f"a machine with them; cfp show plan.json, which needs none; {text}"

@@ -95,7 +95,7 @@ class Plan:
         environment: versions and devices that the plan was made for.
         search: counts of the search: strategies measured, answered from the cache,
             failed, and seconds of every pass; how many sharding constraints of the
-            step's own were left out; and entries that `adapt` and `verify` leave.
+            step's own were left out; and entries that `verify` leaves.
         rung: what its numbers are from: "estimated" or "measured".
         figures: the numbers that it was chosen by, for a report; None if there are
             none.
@@ -570,25 +570,13 @@ class Plan:
         mesh = planning_mesh(mesh)
         axes = tuple((name, size) for name, size in mesh.shape.items() if size > 1)
         if axes != self.mesh_axes:
-            attempt, commands = "that mesh, or plan again", _OTHER_DEVICES
-            if self.mesh_axes and self.has_names_of(mesh):
-                attempt += "; cfp.adapt(plan, step, *args, mesh=mesh) carries it over"
-                commands += ", or cfp plan TARGET --adapt FILE"
-            elif self.mesh_axes:
-                attempt += "; cfp.adapt carries plans over to axes of the same names"
             raise PlanMismatch(
                 f"The plan is for {_mesh_text(self.mesh_axes)}, got "
                 f"{_mesh_text(axes)}.",
-                attempt=attempt,
-                commands=commands,
+                attempt="that mesh, or plan again",
+                commands=_OTHER_DEVICES,
             )
         return replace(self, mesh=mesh, raced=None)
-
-    def has_names_of(self, mesh: Mesh) -> bool:
-        """Returns True for one device, or a mesh of the plan's axes, in any sizes."""
-        names = [name for name, size in mesh.shape.items() if size > 1]
-        own = [name for name, _ in self.mesh_axes if mesh.shape.get(name) != 1]
-        return mesh.size == 1 or names == own
 
 
 # What a plan has in one process alone: its step, its devices and compiled programs.

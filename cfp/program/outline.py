@@ -23,8 +23,8 @@ _OF_WEAK_TYPES = re.compile(r"\bconvert \w+\[\] -> ")
 
 # What to attempt with a plan and another step, where a command was typed.
 OTHER_STEP = (
-    "the target and the options that the plan is for; cfp plan TARGET -o FILE; or cfp "
-    "plan TARGET --adapt FILE, for more layers, another batch or other devices"
+    "the target and the options that the plan is for; or plan again: cfp plan TARGET "
+    "-o FILE"
 )
 
 

@@ -253,7 +253,7 @@ def view_of(plan: Plan) -> PlanView:
 
 
 def _memory_text(plan: Plan) -> str:
-    if plan.figures is None or "adapted" in plan.search:
+    if plan.figures is None:
         return ""
     budget, peak = plan.figures.budget_bytes, plan.peak_bytes
     limit = "no limit" if budget is None else f"at most {format_bytes(budget)}"
@@ -534,10 +534,7 @@ def _reasons(plan: Plan, race: RaceView) -> tuple[str, str]:
     if plan.predicted_ms is not None:
         best = "as good as the best" if race.is_tie else "the best"
         why = f"Why: it is {best} by prediction; no whole step was timed."
-    if "adapted" in search:
-        chosen = "from the plan of another program"
-        why = "Why: it was carried over from the plan of another program."
-    elif plan.predicted_ms is not None and rung == "estimated":
+    if plan.predicted_ms is not None and rung == "estimated":
         chosen = "by estimates; nothing was measured or compiled"
     elif plan.predicted_ms is not None:
         chosen = "by prediction, without a race"

@@ -57,13 +57,6 @@ def remarks(plan: Plan) -> Iterator[str]:
     yield from _whole_remarks(plan)
     if crossing := plan.environment.get("crosses_hosts"):
         yield f"goes from host to host: {crossing}"
-    if "adapted" in search:
-        still = ""
-        if plan.measured_ms is None:
-            known = plan.predicted_ms is not None
-            how = "not measured" if known else "neither measured nor predicted"
-            still = f", and {how}: cfp verify times it"
-        yield f"carried over from the plan of another program{still}"
     if words.is_mostly_launches(plan):
         yield (
             f"below {words.SHORT_STEP_MS:g} ms launches of kernels and collectives, "

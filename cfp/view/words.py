@@ -228,8 +228,6 @@ def known_how(plan: Plan) -> str:
 
 def basis_text(plan: Plan) -> str:
     """Returns the basis of a plan's predicted time: ``by estimates``."""
-    if "adapted" in plan.search:
-        return "by the time of the plan that it was carried over from"
     how = {"estimated": "by estimates", "measured": "by measured segments"}
     # A plan that raced on virtual devices is measured, its prediction is not.
     rung = known_how(plan) if plan.rung == "measured" else plan.rung
@@ -375,8 +373,6 @@ def unsearched_text(plan: Plan) -> str:
     """Explains why no strategies of a plan are known; "" if some are."""
     if not plan.rows:
         return "the step has no contraction to shard"
-    if "adapted" in plan.search:
-        return "carried over from the plan of another program"
     if plan.figures and any(kind.options for kind in plan.figures.kinds):
         return ""
     if VERIFIED in plan.search:

@@ -218,15 +218,6 @@ def test_an_exported_module_keeps_it_there(plan, tmp_path):
     assert kinds(state["params"]) == {"device"}
 
 
-def test_it_is_carried_over_to_more_layers(plan, mesh):
-    deeper = jax.eval_shape(lambda: init(LAYERS + 2))
-    found = cfp.adapt(plan, step, deeper, X, mesh=mesh, donate_argnums=0)
-    assert len(found.in_host) > len(plan.in_host)
-    run = found.compile_bound()
-    state, _ = run(found.init(lambda: init(LAYERS + 2)), X)
-    assert kinds(state["optimizer"]) >= {"pinned_host"}
-
-
 def test_it_is_checked_against_one_device(plan):
     check = Check(*both_sides(plan), {0: 0})
     check.start([init(), X])

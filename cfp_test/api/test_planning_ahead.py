@@ -148,11 +148,9 @@ def test_a_prediction_by_estimates_is_called_one_though_its_plan_raced(verified)
     raced = replace(verified[0].plan, rung="measured", search={})
     found = replace(verified[0], plan=raced)
     estimated = replace(raced, search={"strategies_estimated": 9.0})
-    carried = replace(raced, rung="estimated", search={"adapted": 1.0})
     by = {
         "by measured segments": found,
         "by estimates": replace(found, plan=estimated),
-        "the plan that it was carried over from": replace(found, plan=carried),
     }
     for words, one in by.items():
         assert words in "\n".join(verified_text(one))

@@ -151,8 +151,6 @@ def test_options_that_there_are_not_are_refused_with_the_nearest(tmp_path):
     plan = planned(tmp_path, preset="zero1")
     with pytest.raises(cfp.OptionError, match=r"did you mean 'donate_argnums'"):
         plan.bind(train_step, W, shape(32, 512), donate_argnum=0)
-    with pytest.raises(cfp.OptionError, match=r"'donate'; did you mean 'donate_argnu"):
-        cfp.adapt(plan, train_step, W, shape(32, 512), donate=0)
     with pytest.raises(TypeError, match=r"donate_argnum; did you mean 'donate_argnu"):
         cfp.parallelize(train_step, donate_argnum=0)
 
@@ -189,12 +187,9 @@ def test_a_step_without_a_file_has_no_lines_of_cfp(tmp_path):
     names = {"jax": jax, "jnp": jnp}
     exec(compile(inspect.getsource(attend), "<string>", "exec"), names)
     w = {name: shape(64, 4, 64) for name in "qkv"}
-    own = ("pipeline.py", "adapt.py", "api.py", "test_surprises.py")
+    own = ("pipeline.py", "api.py", "test_surprises.py")
     plan = planned(tmp_path, fn=names["attend"], args=(w, shape(8, 128, 64)))
     assert not [row.name for row in plan.rows if any(one in row.name for one in own)]
-    more = w, shape(16, 128, 64)
-    adapted = cfp.adapt(plan, names["attend"], *more, mesh=jax.make_mesh((4,), ("x",)))
-    assert [row.name for row in adapted.rows] == [row.name for row in plan.rows]
 
 
 def test_a_plan_for_described_devices_is_exported_on_those(tmp_path):
@@ -354,4 +349,4 @@ def test_exported_files_have_names_and_another_step_is_refused(tmp_path):
     assert other.code == 2 and not (tmp_path / "z.py").exists()
     assert "  x: planned for float32[32,512], got float32[64,512]\n" in other.err
     assert "  w/bias: planned for nothing, got float32[512]\n" in other.err
-    assert "cfp plan TARGET --adapt FILE" in other.err and "cfp.adapt" not in other.err
+    assert "cfp plan TARGET -o FILE" in other.err

@@ -1,9 +1,9 @@
-"""Plans, runs, saves, loads, adapts, interrupts and kills in a loop, and watches.
+"""Plans, runs, saves, loads, interrupts and kills in a loop, and watches.
 
     python -m cfp_test.bench soak --seconds 3600 --output soak.json
 
 One process stays for the whole time, as a notebook does. In turn it plans a small step
-with a store that is kept, runs, saves, loads and adapts the plan; interrupts a planning
+with a store that is kept, runs, saves and loads the plan; interrupts a planning
 by SIGINT at a random moment, and plans again with the same store; and ends a child by
 SIGKILL while that measures, and plans on where the child was. Every step is a new
 function, and what is measured is measured on four virtual CPU devices.
@@ -305,7 +305,7 @@ class Soak:
         return found
 
     def use(self, name: str) -> None:
-        """Plans with the store that is kept, runs, saves, loads, adapts."""
+        """Plans with the store that is kept, runs, saves, loads."""
         before, began = stored(self.kept), time.monotonic()
         found = self.plan(name, self.kept)
         if name in self.plan_seconds and stored(self.kept) != before:
@@ -319,11 +319,6 @@ class Soak:
         applied = cfp.parallelize(make_step(name)[0], plan=file, cache_dir=self.kept)
         self.check("reused", name, applied, 16)
         self.count("saved, loaded and reused")
-        for batch, devices in ((32, DEVICES), (16, DEVICES // 2)):
-            fn, args = make_step(name, batch)
-            adapted = cfp.adapt(loaded, fn, *args, mesh=make_mesh(devices))
-            self.check("adapted", name, adapted.compile_bound(), batch)
-            self.count("adapted")
         check_files(self.kept, self.temporary)
 
     def interrupt(self, name: str) -> None:

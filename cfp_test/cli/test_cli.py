@@ -87,7 +87,6 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["profile", "--export", "out.jsonl", "--workdir", "empty/er"], "does not exist"),
     (["profile", "--import", "absent.jsonl"], "Nothing was merged from absent.jsonl"),
     (["profile", "--import", "damaged.json"], "Nothing was merged from damaged.json"),
-    (["plan", TOY, "--adapt", "p.json", "--preset", "zero1"], "--preset does not go"),
     (["plan", TOY, "--tradeoff", "--presets"], "--tradeoff does not go with --presets"),
     (["plan", TOY, "--plot", "curve.png"], "--plot goes with --tradeoff"),
     (["profile", "--curves", "toy.py:step"], "TARGET does not go with --curves"),

@@ -126,7 +126,6 @@ class Asked(CfpError):
     "words",
     [
         "verify deep.json toy.py:toy",
-        "plan toy.py:toy --adapt deep.json",
         "run toy.py:toy --plan deep.json",
         "inspect toy.py:toy --plan deep.json",
     ],

@@ -148,10 +148,6 @@ _ALONE = "cfp.join = lambda: None\n"
 AROUND = {
     ("planning-ahead.md", "cfp.described"): (_STEP, ""),
     ("reading-plans.md", "from sharded"): (_STEP + _EXPORT, ""),
-    ("reading-plans.md", "cfp.adapt"): (
-        _STEP + f"plan = {_PLAN}\n",
-        "assert deeper.rung == 'estimated' and deeper.search['adapted']\n",
-    ),
     ("troubleshooting.md", "read_after_overwritten"): (_STEP, ""),
     ("several-hosts.md", "cfp.join()"): (_STEP + _ALONE, _TRAIN),
 }

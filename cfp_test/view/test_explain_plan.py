@@ -141,16 +141,6 @@ def test_a_choice_that_alone_fits_is_no_surprise_and_no_fastest():
     assert "it is the only strategy that was estimated" in explain_text(plan)
 
 
-def test_a_plan_that_was_carried_over_is_not_called_the_best_by_prediction():
-    plan = replace(
-        make_plan(layers([0]), []), measured_ms=None, search={"adapted": 1.0}
-    )
-    for one in (plan, replace(plan, predicted_ms=None)):
-        why = "Why: it was carried over from the plan of another program."
-        assert why in explain_text(one) and why in page_html(one)
-        assert "best by prediction" not in explain_text(one)
-
-
 def test_programs_that_were_timed_and_do_not_fit_are_not_counted_as_slower():
     [data, planned, *_] = RACE
     over = replace(data, name="wide", time_ms=5.0, note="over the memory budget")
@@ -380,21 +370,6 @@ def test_memory_that_is_predicted_is_compared_with_its_source():
     other = replace(DEEP, peak_bytes=None, predicted_bytes=2048 * KIB, rung="estimated")
     found = diff_data(DEEP, other)["figures"]
     assert found["memory on each device"] == ("3.00 MiB", "2.00 MiB, estimated")
-
-
-def test_times_are_compared_with_times_of_their_kind():
-    """A prediction from a measured time is none of those from estimates."""
-    first = replace(
-        DEEP, predicted_ms=4.354, measured_ms=None, search={"strategies_estimated": 2.0}
-    )
-    carried = replace(first, predicted_ms=60.752, search={"adapted": 1.0})
-    assert diff_data(first, carried)["figures"] == {
-        "predicted by estimates": ("4.354 ms", None),
-        "predicted by the time of the plan that it was carried over from": (
-            None,
-            "60.752 ms",
-        ),
-    }
 
 
 def test_a_segment_faster_than_its_collectives_one_by_one_says_why():

@@ -178,9 +178,6 @@ def test_the_page_says_why_no_strategies_are_known():
     timed = replace(DEEP, figures=None, search={})
     whys = {
         "the strategy was asked for by name, and none was measured": timed,
-        "carried over from the plan of another program": replace(
-            timed, search={"adapted": 1.0}
-        ),
         "it is the fastest that cfp verify timed, which times whole steps alone": (
             replace(timed, search={"verified": 1.0})
         ),

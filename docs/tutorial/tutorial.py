@@ -248,14 +248,13 @@ print(f"step 40: {resumed[0]:.4f}, step 79: {resumed[-1]:.4f}")
 # %% [markdown]
 # ## Go on with other devices
 #
-# Half of the devices are gone. `cfp.adapt` makes a plan for those that are left out
-# of the one that there is: the same choices, and nothing is measured. The checkpoint
-# is the one of above.
+# Half of the devices are gone. Plan again for those that are left; the checkpoint of
+# above is restored into the new plan's shardings.
 
 # %%
 half = jax.make_mesh((len(devices) // 2,), ("x",), devices=devices[: len(devices) // 2])
-fewer = cfp.adapt(
-    plan, train_step, state_shape, batch_shape, mesh=half, donate_argnums=0
+fewer = cfp.plan(
+    train_step, state_shape, batch_shape, mesh=half, donate_argnums=0, quiet=True
 )
 state, on_half = train(fewer.apply(train_step), restore(fewer, 40), 40, 60)
 np.testing.assert_allclose(on_half, resumed[:20], rtol=0.01)
@@ -287,7 +286,7 @@ print(story[:60], story[60:], sep="\n")
 #   `plan`: then the step is planned at its first call, and later runs find that plan
 #   in the cache.
 # - A learning rate may change under a plan; a batch of another size is another
-#   program, which `cfp.adapt` takes too. All cases: [keep a plan](keep-a-plan.md).
+#   program: plan again. All cases: [keep a plan](keep-a-plan.md).
 # - On GPUs compute in bfloat16, and plans take faster kernels by themselves, as
 #   cuDNN's attention: [when it helps](performance.md).
 # - A cluster that you do not have yet: [planning ahead](planning-ahead.md).

@@ -1,13 +1,10 @@
 """Sharding rules of custom_partitioning ops, validated by the ops' own callbacks.
 
-A rule that comes with an op (``sharding_rule=``) is a promise that its ``partition``
-callback need not keep: the rule of JAX's cuDNN attention says nothing of keys, and
-``partition`` refuses queries, keys and values that are sharded in different ways. So
-each factor is tried: ``partition`` is asked for the op with the factor's dims sharded,
-and the dims that it keeps, in operands and results, are one factor. Where it refuses
-them, the dims that stand at the same place in other operands are sharded as well, and
-dims of the same size in operands that the rule links to nothing. Without a rule each
-dim of each operand is tried.
+Factors are those of the rule that comes with an op (``sharding_rule=``). The rule of
+JAX's cuDNN attention says nothing of keys: its factors are a table. An op without a
+rule is replicated. As callbacks need not keep what a rule promises, each factor is
+tried once: ``partition`` is asked for the op with the factor's dims sharded, and a
+factor that it refuses, or does not keep, is left out.
 """
 
 from __future__ import annotations
@@ -50,12 +47,10 @@ class Callbacks:
 
     Attributes:
         partition: of a mesh, operands and results with shardings.
-        infer: of a mesh, operands with shardings, and results; None if there is none.
         operands, results: shapes and dtypes, flat.
     """
 
     partition: Callable[..., Any]
-    infer: Callable[..., Any] | None
     operands: tuple[jax.ShapeDtypeStruct, ...]
     results: tuple[jax.ShapeDtypeStruct, ...]
     in_tree: Any
@@ -70,30 +65,15 @@ class Callbacks:
         """The dims that the op keeps sharded of those it is asked for.
 
         Returns:
-            The sharded dims of operands and results, and what computes them on one
-            device, as text.
+            The sharded dims of operands and results, and the program of one device as
+            text.
 
         Raises:
             Refused: a callback raises, or answers with what does not fit together.
         """
         count = len(self.operands)
         try:
-            operands = self.in_tree.unflatten(
-                self._sharded(mesh, dims, 0, self.operands)
-            )
-            results = self._sharded(mesh, dims, count, self.results)
-            if self.infer is not None:
-                plain = self.out_tree.unflatten(list(self.results))
-                inferred = self.infer(mesh, operands, plain)
-                results = [
-                    Shape(r.shape, r.dtype, sharding=s)
-                    for r, s in zip(
-                        self.results, self.out_tree.flatten_up_to(inferred), strict=True
-                    )
-                ]
-            _, local, out, ins = self.partition(
-                mesh, operands, self.out_tree.unflatten(results)
-            )
+            _, local, out, ins = self.partition(mesh, *self.sharded(mesh, dims))
             shardings = (
                 *self.in_tree.flatten_up_to(ins),
                 *self.out_tree.flatten_up_to(out),
@@ -112,21 +92,20 @@ class Callbacks:
             raise Refused(f"it computes {found} on one device, where {wanted} belong")
         return kept, _ADDRESS.sub("", str(closed)) + _constants(closed)
 
-    def _sharded(
-        self,
-        mesh: Mesh | AbstractMesh,
-        dims: Dims,
-        first: int,
-        tensors: Sequence[Shape],
-    ) -> list[Shape]:
-        return [
+    def sharded(self, mesh: Mesh | AbstractMesh, dims: Dims) -> tuple[Any, Any]:
+        """Operands and results with the shardings of some dims."""
+        shaped = [
             Shape(
                 t.shape,
                 t.dtype,
                 sharding=NamedSharding(mesh, spec_of(dims, number, len(t.shape))),
             )
-            for number, t in enumerate(tensors, first)
+            for number, t in enumerate(self.tensors)
         ]
+        count = len(self.operands)
+        return self.in_tree.unflatten(shaped[:count]), self.out_tree.unflatten(
+            shaped[count:]
+        )
 
 
 def _constants(value: Any) -> str:
@@ -205,212 +184,111 @@ class CallbackRule:
     locals: tuple[str, ...]
 
 
-class Asking:
-    """Finds the factors that an op's callbacks let be sharded.
+# Dims of the tensors of JAX's cuDNN attention that a letter stands for, "B" sequences
+# and "N" heads, which its own rule leaves out: operands, then results. "*" is a dim of
+# the layout of queries. By the name of the callback.
+_HEADS, _BIAS, _STATISTICS = "****", "BN..", "BN."
+_INPUTS = (_HEADS, _HEADS, _HEADS, _BIAS, "B", "B", "B.", "B.", "", "")
+_CUDNN = {
+    "_dot_product_attention_fwd_partition": (*_INPUTS, _HEADS, _STATISTICS),
+    "_dot_product_attention_bwd_partition": (
+        *(*_INPUTS, _STATISTICS, _HEADS, _HEADS),
+        *(_HEADS, _HEADS, _HEADS, _BIAS),
+    ),
+}
+_CUDNN_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
+_CUDNN_LAYOUTS = ("BTNH", "BNTH")
+_CUDNN_LAYOUT_ARGUMENT = 5  # Of the static ones.
 
-    Args:
-        rule: what came with the op.
-        mesh: its axes' names are what the callbacks may know. Sizes are put in
-            their place that divide a factor, so that the answer is one for meshes of
-            all sizes.
-    """
+Factor = tuple[tuple[OpDim, ...], int, bool]
 
-    def __init__(
-        self, callbacks: Callbacks, rule: Rule | None, mesh: Mesh | AbstractMesh
-    ) -> None:
-        self.callbacks = callbacks
-        self.rule = rule
-        self.mesh = mesh
-        self.axes = [name for name, size in mesh.shape.items() if size > 1]
-        self.count = len(callbacks.operands)
-        self.claimed: set[OpDim] = set()
-        self.pieces = 0  # of the factor that is tried
-        self.refusals: dict[str, None] = {}
 
-    def run(self) -> CallbackRule:
-        """Tries every factor."""
-        groups: list[tuple[OpDim, ...]] = []
-        sizes: list[int] = []
-        texts: list[str] = []
-        reduction = set()
-        for seed, is_sum, pieces in self._seeds():
-            if self.claimed.intersection(seed):
-                continue
-            self.pieces = pieces
-            found = self._grown(seed)
-            if found is None:
-                continue
-            kept, text = found
-            has_result = any(tensor >= self.count for tensor, _ in kept)
-            if not (has_result or is_sum) or not self._together(groups, kept):
-                continue
-            if not has_result:
-                reduction.add(len(groups))
-            groups.append(tuple(sorted(kept)))
-            sizes.append(self._common(kept))
-            texts.append(text)
-            self.claimed.update(kept)
-        return CallbackRule(
-            tuple(groups),
-            tuple(sizes),
-            frozenset(reduction),
-            tuple(self.refusals),
-            tuple(texts),
+def factors_of_cudnn(
+    partition: Callable[..., Any], static_args: Sequence[Any], tensors: Sequence[Shape]
+) -> list[Factor] | None:
+    """The factors of an op of JAX's cuDNN attention; None of any other op."""
+    name = getattr(partition, "__name__", "")
+    if getattr(partition, "__module__", "") != _CUDNN_MODULE or name not in _CUDNN:
+        return None
+    layout = _CUDNN_LAYOUTS[static_args[_CUDNN_LAYOUT_ARGUMENT]]
+    found = []
+    for letter in "BN":
+        places = tuple(
+            (number, dim)
+            for number, (tensor, letters) in enumerate(
+                zip(tensors, _CUDNN[name], strict=False)
+            )
+            if len(letters) == len(tensor.shape)
+            for dim, own in enumerate(layout if letters == _HEADS else letters)
+            if own == letter and tensor.shape[dim] > 1
         )
+        found.append((places, _common(tensors, places), False))
+    return found
 
-    def _size(self, place: OpDim) -> int:
-        return self.callbacks.tensors[place[0]].shape[place[1]]
 
-    def _common(self, places: Iterable[OpDim]) -> int:
-        """The size of a factor with these dims, of the pieces that its rule allows."""
-        return math.gcd(self.pieces, *map(self._size, places))
-
-    def _seeds(self) -> Iterator[tuple[tuple[OpDim, ...], bool, int]]:
-        """Yields dims that may be one factor, whether it is summed over, and its size.
-
-        The size is 0 where the dims alone limit it: a rule may leave pieces of them
-        whole, as factors behind it that need replication.
-        """
-        rule = self.rule
-        if rule is None:
-            for tensor, aval in enumerate(self.callbacks.operands):
-                for dim, size in enumerate(aval.shape):
-                    if size > 1:
-                        yield ((tensor, dim),), False, 0
-            return
-        by_factor: dict[int, list[OpDim]] = {}
-        in_pieces: set[int] = set()
+def factors_of(rule: Rule | None, tensors: Sequence[Shape]) -> Iterator[Factor]:
+    """Yields the dims of each factor that a rule lets be sharded, its size, and
+    whether it is summed over.
+    """
+    if rule is None:
+        return
+    for factor, size in enumerate(rule.sizes):
+        places, in_pieces = [], False
         for tensor, dims in enumerate((*rule.operands, *rule.results)):
             for dim, factors in enumerate(dims):
-                factor = rule.major(factors)
-                if factor is not None and factor not in rule.fixed:
-                    by_factor.setdefault(factor, []).append((tensor, dim))
-                    if rule.fixed.intersection(factors):
-                        in_pieces.add(factor)
-        self.free = {p for found in by_factor.values() if len(found) < 2 for p in found}
-        for factor, places in by_factor.items():
-            is_sum = factor in rule.reduction
-            if (len(places) > 1 or is_sum) and places[0][0] < self.count:
-                size = rule.sizes[factor] if factor in in_pieces else 0
-                yield tuple(places), is_sum, size
+                if rule.major(factors) == factor and factor not in rule.fixed:
+                    places.append((tensor, dim))
+                    in_pieces |= bool(rule.fixed.intersection(factors))
+        is_sum = factor in rule.reduction
+        if is_sum or (len(places) > 1 and places[-1][0] >= len(rule.operands)):
+            # Dims alone limit it, unless pieces of them are to stay whole.
+            common = _common(tensors, places, size if in_pieces else 0)
+            yield tuple(places), common, is_sum
 
-    def _is_free(self, place: OpDim) -> bool:
-        """True if a dim may join a factor: the rule, if there is one, is silent."""
-        if place in self.claimed:
-            return False
-        return self.rule is None or place in self.free or self._is_linked(place)
 
-    def _is_linked(self, place: OpDim) -> bool:
-        """True if a rule links an operand's dim to a result and to no other operand.
+def _common(tensors: Sequence[Shape], places: Iterable[OpDim], pieces: int = 0) -> int:
+    """The number of pieces that some dims can be split into, all of them."""
+    return math.gcd(pieces, *(tensors[tensor].shape[dim] for tensor, dim in places))
 
-        Such a dim of a key may yet have to be sharded as that of the query is.
-        """
-        rule = self.rule
-        assert rule is not None
-        factor = rule.major(rule.operands[place[0]][place[1]])
-        readers = sum(any(factor in dim for dim in dims) for dims in rule.operands)
-        return factor is not None and factor not in rule.fixed and readers == 1
 
-    def _grown(self, seed: tuple[OpDim, ...]) -> tuple[set[OpDim], str] | None:
-        """The dims that are sharded together with a factor's; None if none can be."""
+def kept_rule(
+    callbacks: Callbacks, factors: Iterable[Factor], mesh: Mesh | AbstractMesh
+) -> CallbackRule:
+    """Those of some factors that an op's callbacks take, each tried once.
+
+    Args:
+        mesh: its axes' names are what the callbacks may know. Sizes are put in their
+            place that divide a factor, so that the answer is one for meshes of all
+            sizes.
+    """
+    axis = next(name for name, size in mesh.shape.items() if size > 1)
+    found: list[Factor] = []
+    texts, refusals = [], {}
+    for places, size, is_sum in factors:
+        ways = next((n for n in range(2, size + 1) if size % n == 0), 0)
+        if not ways:
+            continue
+        sizes = [ways if name == axis else 1 for name in mesh.shape]
+        dims: Dims = dict.fromkeys(places, (axis,))
         try:
-            return self._asked(seed)
+            kept, text = callbacks.partitioned(
+                AbstractMesh(tuple(sizes), tuple(mesh.shape)), dims
+            )
         except Refused as error:
-            reason = str(error)
-        first = seed[0]
-        size = self._size(first)
-        rank = len(self.callbacks.operands[first[0]].shape)
-        wider = list(seed)
-        taken = {tensor for tensor, _ in seed}
-        for tensor, aval in enumerate(self.callbacks.operands):
-            place = (tensor, first[1])
-            if tensor in taken or len(aval.shape) != rank or not self._is_free(place):
-                continue
-            if self._size(place) > 1 and size % self._size(place) == 0:
-                wider.append(place)
-        try:
-            kept, text = self._asked(tuple(wider))
-        except Refused as error:
-            self.refusals[reason or str(error)] = None
-            return None
-        sizes = {self._size(place) for place in kept}
-        for tensor, aval in enumerate(self.callbacks.operands):
-            if any(tensor == t for t, _ in kept):
-                continue
-            for dim, other in enumerate(aval.shape):
-                place = (tensor, dim)
-                if other not in sizes or not self._is_free(place):
-                    continue
-                try:
-                    more, more_text = self._asked((*kept, place))
-                except Refused:
-                    continue
-                if kept < more:
-                    kept, text = more, more_text
-                    break
-        return kept, text
-
-    def _asked(self, places: Sequence[OpDim]) -> tuple[set[OpDim], str]:
-        """Returns the dims that stay sharded where each axis of the mesh shards them.
-
-        Raises:
-            Refused: an axis cannot, or the first of these dims is not kept.
-        """
-        found: tuple[set[OpDim], str] | None = None
-        for axis in self.axes:
-            ways = _least_divisor(self._common(places))
-            mesh = self._with_sizes(ways)
-            dims: Dims = {place: (axis,) for place in places}
-            kept, text = self._answer(mesh, dims)
-            places_kept = set(kept)
-            if places[0] not in kept or set(kept.values()) != {(axis,)}:
-                raise Refused("its operands are to be whole along that dim")
-            if found is not None and found[0] != places_kept:
-                raise Refused("each axis of the mesh would shard something else")
-            found = found or (places_kept, text)
-        assert found is not None, "a mesh for planning has an axis"
-        return found
-
-    def _answer(self, mesh: AbstractMesh, dims: Dims) -> tuple[Dims, str]:
-        """As on a mesh without devices, or on the one that is there."""
-        try:
-            return self.callbacks.partitioned(mesh, dims)
-        except Refused:
-            if isinstance(self.mesh, AbstractMesh):
-                raise
-            return self.callbacks.partitioned(self.mesh, dims)
-
-    def _with_sizes(self, ways: int) -> AbstractMesh:
-        names = tuple(self.mesh.shape)
-        sizes = (ways if name in self.axes else 1 for name in names)
-        return AbstractMesh(tuple(sizes), names)
-
-    def _together(self, groups: Sequence[Sequence[OpDim]], kept: set[OpDim]) -> bool:
-        """True if a factor may be sharded while each of the others is."""
-        if len(self.axes) < 2:
-            return True
-        one, other = self.axes[:2]
-        for group in groups:
-            ways = _least_divisor(self._common(kept))
-            if any(self._size(place) % ways for place in group):
-                continue
-            dims: Dims = {place: (one,) for place in group}
-            dims.update({place: (other,) for place in kept})
-            try:
-                found, _ = self._answer(self._with_sizes(ways), dims)
-            except Refused as error:
-                self.refusals[str(error)] = None
-                return False
-            if found != dims:
-                return False
-        return True
-
-
-def _least_divisor(size: int) -> int:
-    """The smallest number above one that divides another."""
-    if size < 2:
-        raise Refused("these dims have no divisor in common")
-    return next(n for n in range(2, size + 1) if size % n == 0)
+            refusals[str(error)] = None
+            continue
+        if kept != dims:
+            refusals["its operands are to be whole along that dim"] = None
+            continue
+        found.append((places, size, is_sum))
+        texts.append(text)
+    return CallbackRule(
+        tuple(places for places, _, _ in found),
+        tuple(size for _, size, _ in found),
+        frozenset(n for n, (_, _, is_sum) in enumerate(found) if is_sum),
+        tuple(refusals),
+        tuple(texts),
+    )
 
 
 def written(asked: CallbackRule, tensors: Sequence[Shape], count: int) -> ir.Attribute:

@@ -42,12 +42,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from cfp.errors import StepNotTraceable
 from cfp.program import shardy
 from cfp.program.asked import (
-    Asking,
     CallbackRule,
     Callbacks,
     Dims,
-    Refused,
-    spec_of,
+    Factor,
+    factors_of,
+    factors_of_cudnn,
+    kept_rule,
     written,
 )
 from cfp.program.graph import PARTITIONED, Spec, axes_of, inner_flops
@@ -76,7 +77,7 @@ class PartitionedCall:
     Attributes:
         name: what stands in programs: equal for ops that compute the same.
         callbacks: the op's own.
-        asked: the rule that the callbacks keep.
+        asked: the factors that the callbacks keep.
         rule: the same as Shardy writes it.
         factors: the same as programs have it.
         whole: what it computes, on one device.
@@ -165,7 +166,6 @@ def _lower(
     in_tree: Any,
     out_tree: Any,
     partition: Callable[..., Any],
-    infer_sharding_from_operands: Callable[..., Any] | None,
     sharding_rule: Any,
     static_args: tuple[Any, ...],
     **_: Any,
@@ -182,19 +182,21 @@ def _lower(
         ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype)) for a in makes
     ]
     rule = _own_rule(mesh, sharding_rule, static_args, values, results)
-    infer = infer_sharding_from_operands
     callbacks = Callbacks(
         partition=partial(partition, *static_args),
-        infer=partial(infer, *static_args) if infer is not None else None,
         operands=reads,
         results=makes,
         in_tree=in_tree,
         out_tree=out_tree,
     )
     platforms = tuple(context.module_context.platforms)
-    what = (str(call), partition, infer, static_args, in_tree, rule, platforms)
+    what = (str(call), partition, static_args, in_tree, rule, platforms)
     where = (tuple(mesh.shape.items()), isinstance(mesh, AbstractMesh))
-    describe = partial(_described, call, callbacks, rule, mesh, platforms)
+    factors = factors_of_cudnn(partition, static_args, callbacks.tensors)
+    if factors is None:
+        own = rule_of(ir.Attribute.parse(rule)) if rule else None
+        factors = [*factors_of(own, callbacks.tensors)]
+    describe = partial(_described, call, callbacks, factors, mesh, platforms)
     found = _known((*what, *where), describe)
     made = ir.Operation.create(
         "stablehlo.custom_call",
@@ -298,17 +300,16 @@ def _known(
 def _described(
     call: ClosedJaxpr,
     callbacks: Callbacks,
-    rule: str | None,
+    factors: Sequence[Factor],
     mesh: Mesh | AbstractMesh,
     platforms: tuple[str, ...],
 ) -> PartitionedCall:
-    own = rule_of(ir.Attribute.parse(rule)) if rule else None
-    asked = Asking(callbacks, own, mesh).run()
+    asked = kept_rule(callbacks, factors, mesh)
     kept = written(asked, callbacks.tensors, len(callbacks.operands))
     text = str(kept)
     inside, flops = _inside(call, platforms)
-    parts = (inside, text, asked.locals, str(callbacks.in_tree), platforms)
-    digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+    parts = (inside, text, asked.locals, asked.refusals, str(callbacks.in_tree))
+    digest = hashlib.sha256(repr((*parts, platforms)).encode()).hexdigest()[:24]
     label = re.sub(r"\W", "_", str(call.jaxpr.debug_info.func_name))
     name = f"{_PREFIX}:{label}:{flops}:{digest}"
     read = rule_of(kept)
@@ -455,37 +456,16 @@ def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -
     )
     axes = [axes_of(one.sharding.spec, len(one.shape)) for one in given]
     dims = _settled(call, mesh, axes)
-    count = len(callbacks.operands)
-    shaped = [
-        jax.ShapeDtypeStruct(
-            one.shape,
-            one.dtype,
-            sharding=NamedSharding(mesh, spec_of(dims, number, len(one.shape))),
-        )
-        for number, one in enumerate(given)
-    ]
-    ins = callbacks.in_tree.unflatten(shaped[:count])
-    outs = callbacks.out_tree.unflatten(shaped[count:])
+    ins, outs = callbacks.sharded(mesh, dims)
     if dims:
         return callbacks.partition(mesh, ins, outs)
-    try:
-        callbacks.partitioned(mesh, {})
-        return callbacks.partition(mesh, ins, outs)
-    except Refused:
-        # Even whole: each device computes what one device alone does.
-        run = jaxpr_as_fun(call.whole)
 
-        def alone(*trees: Any) -> Any:
-            leaves = callbacks.in_tree.flatten_up_to(trees)
-            return callbacks.out_tree.unflatten(run(*leaves))
+    def alone(*trees: Any) -> Any:
+        """Each device computes what one device alone does."""
+        leaves = callbacks.in_tree.flatten_up_to(trees)
+        return callbacks.out_tree.unflatten(jaxpr_as_fun(call.whole)(*leaves))
 
-        shardings = [one.sharding for one in shaped]
-        return (
-            mesh,
-            alone,
-            callbacks.out_tree.unflatten(shardings[count:]),
-            callbacks.in_tree.unflatten(shardings[:count]),
-        )
+    return mesh, alone, *jax.tree.map(lambda one: one.sharding, (outs, ins))
 
 
 def _settled(call: PartitionedCall, mesh: Mesh, given: Sequence[Spec]) -> Dims:

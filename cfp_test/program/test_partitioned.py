@@ -27,7 +27,6 @@ from cfp_test.cli.cli_runner import environment
 from cfp_test.programs.kernels import (
     DEPTH,
     HEADS,
-    OPS,
     ROWS,
     TOKENS,
     kernel,
@@ -56,18 +55,26 @@ def groups_of(op, *shapes, sizes=MESHES["x2y2"]):
 
 
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("name", sorted(OPS.keys() - {"refusing"}))
-def test_rows_and_heads_are_one_factor_each_and_tokens_are_whole(name, sizes):
-    groups, _ = groups_of(kernel(name), SHAPE, SHAPE, SHAPE, sizes=sizes)
+def test_rows_and_heads_are_one_factor_each_and_tokens_are_whole(sizes):
+    groups, _ = groups_of(kernel("rule"), SHAPE, SHAPE, SHAPE, sizes=sizes)
     rows, heads = groups
     assert rows == ((0, 0), (1, 0), (2, 0), (3, 0))
     assert heads == ((0, 2), (1, 2), (2, 2), (3, 2))
 
 
-def test_what_refuses_has_no_factor_and_a_reason():
-    groups, refusals = groups_of(kernel("refusing"), SHAPE, SHAPE, SHAPE)
-    assert groups == ()
-    assert refusals == ("ValueError: this op is not to be partitioned",)
+@pytest.mark.parametrize(
+    ("name", "reasons"),
+    [
+        ("refusing", ("ValueError: this op is not to be partitioned",)),
+        # Its rule does not say that keys are sharded as queries are.
+        ("strict", ("ValueError: query, key and value should have the same sharding",)),
+        ("callbacks", ()),
+        ("partition", ()),
+    ],
+)
+def test_what_refuses_and_what_has_no_rule_has_no_factor(name, reasons):
+    groups, refusals = groups_of(kernel(name), SHAPE, SHAPE, SHAPE)
+    assert (groups, refusals) == ((), reasons)
 
 
 def test_an_answer_that_does_not_fit_together_is_no_factor():
@@ -238,9 +245,8 @@ def test_planned_steps_compute_the_same(name, how, mesh):
     assert distance(step, args, run(*args)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["rule", "strict", "callbacks"])
-def test_sharded_heads_are_those_of_the_kernel(name):
-    step, args = model_of(name, layers=1)
+def test_sharded_heads_are_those_of_the_kernel():
+    step, args = model_of("rule", layers=1)
     plan = cfp.plan(
         step, *args, mesh=make_mesh((("x", 2),)), preset="tensor_parallel", quiet=True
     )

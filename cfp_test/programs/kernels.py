@@ -135,4 +135,4 @@ def model_of(name, layers=3, scanned=False, rematerialized=False):
 
 def partitioned_kernel_step():
     """Attention by an op that says how it is sharded."""
-    return model_of("strict", rematerialized=True)
+    return model_of("rule", rematerialized=True)

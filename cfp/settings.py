@@ -3,8 +3,9 @@
 Shares of a device's rates are where devices are described and times estimated
 (`cfp/devices`, `cfp/cost`), those of a kernel in its record.
 
-A source is a page of docs/results, a paragraph of docs/decisions.md, or the word
-"guess". Limits of text, files or patience are constants of the modules that use them.
+A source is a page of docs/results, an entry of docs/decisions.md, or the word "guess";
+docs/results/constants.md lists those that were measured. Limits of text, files or
+patience are constants of the modules that use them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from math import inf
 
 # --------------------------------------------------------------- the profile pass
 
-# Mixed presets of several axes that are measured. decisions.md, "Of the mixed
-# presets".
+# Mixed presets of several axes that are measured. decisions.md, "Mixed presets of
+# several axes: six by estimate".
 MIXED_PRESETS = 6
 # Presets that race where choices are made by estimates; each is a whole build. Guess.
 PRESETS_BY_ESTIMATE = 2
@@ -33,19 +34,18 @@ SAFE_ESTIMATED_MEMORY_SHARE = 0.7
 SMALL_SHARE = 0.03
 # Rematerialization takes so many times as long as without it, where nothing
 # of the kind has been measured. Of twelve segments of a transformer on 2 H200 eleven
-# took 1.17 to 1.44 times as long; decisions.md, "Where memory decides, the next to be
-# measured is what is likely".
+# took 1.17 to 1.44 times as long; decisions.md, "Where memory decides, likely
+# strategies are measured next".
 REMATERIALIZED_TIME_EXPECTED = 1.25
 # A smaller share of a step is not worth a round of measuring, nor distinguished in two
-# races. docs/results/planning_h200x2, and building_h200x2: times of two races differ by
-# about 1 %.
+# races, whose times differ by about 1 %: decisions.md, "Programs within 1 % are a tie".
 WORTH_HAVING = 0.02
 # Strategies in a round, and unmeasured ones of a kind that are in a search at
 # once. Guess.
 ROUND_SIZE = 8
 # Of a budget of time so much goes to measuring, where a race follows: of 14 plans
 # without one it took 0.47 to 0.73 of what their stages took, 0.60 in the median
-# (docs/results/planning_parts_gpux2_202611).
+# (docs/results/planning_parts.md).
 MEASURED_SHARE = 0.6
 
 # Between the memory of the host and a device, either way: 0.8 of what PCIe 5.0 x16 is
@@ -55,8 +55,8 @@ HOST_BYTES_PER_MS = 50e6
 # --------------------------------------------------------------------- the search
 
 # What the compiler leaves of temporaries under a memory limit, usually and at least.
-# docs/results/budgets_h200x2: 0.74 and 0.77 for two plans of a transformer, and 0.6 and
-# 0.73 where they rematerialize segments.
+# On 2 H200 0.74 and 0.77 for two plans of a transformer, and 0.6 and 0.73 where they
+# rematerialize segments: docs/results/constants.md.
 LIMITED_MEMORY = 0.75
 LIMITED_MEMORY_AT_LEAST = 0.55
 # The compiled-to-predicted ratio of memory of some programs that compute segments
@@ -65,8 +65,8 @@ COMPILED_TO_PREDICTED = 0.85
 
 # ----------------------------------------------------------------------- the race
 
-# How many times as long a step takes with the memory limit: 1.05 to 1.12 in
-# docs/results/budgets_h200x2.
+# How many times as long a step takes with the memory limit: 1.05 to 1.12 on 2 H200,
+# docs/results/constants.md.
 LIMITED_TIME = 1.1
 # Candidates that are compiled and do not fit, until no others are, but for those known
 # to fit; then as many smaller ones at most, or one where time is over. Guess.
@@ -83,19 +83,19 @@ TUNING_AT_ONCE = 2
 REACH_BY_ESTIMATE = 1.4
 # What is slower than this many times the fastest is left out: after the look before the
 # turns, or the first turn where there is no look, and between two races; and after each
-# other turn. decisions.md, "Planning in half the time".
+# other turn. decisions.md, "Kernels are measured in place of what they replace".
 STAY_AFTER_LOOK = 1.04
 STAY_AFTER_TURN = 1.02
 # Programs of a race whose medians differ by no more than this share are a tie, of two
-# samples on: decisions.md, "What 1 % cannot tell apart is a tie at once".
+# samples on: decisions.md, "Programs within 1 % are a tie".
 ALIKE = 0.01
 # Of a device's memory: what needs more, predicted or truncated, does not fit.
-# decisions.md, "Deep programs race truncated": scaled memory is within 4 %.
+# Scaled memory is within 4 %.
 SURELY_TOO_LARGE = 1.1
 # If more of a program than this would stay, it is not truncated. Guess.
 TRUNCATED_AT_MOST = 0.7
 # Winners of truncated programs that are compiled whole, until whole programs race. One
-# of 48 layers is compiled for 50 s: docs/results/planning_depth_h200x2.
+# of 48 layers is compiled for 50 s: docs/results/planning_parts.md.
 WHOLE_TRIES = 3
 
 
@@ -161,8 +161,8 @@ class PlatformDefaults:
             times vary there, too, and no race goes on until it is clear what is faster.
         plans: how many of the best plans race, by each way to predict.
         estimate_reach: presets that are estimated to take this many times as long as
-            the best of them are not measured. decisions.md, "A preset of 1.25 times the
-            best one's estimate": see `REACH_BY_ESTIMATE` for how far off these were.
+            the best of them are not measured. decisions.md, "Presets far
+            behind by estimate are not measured".
         reach: candidates that are predicted to take this many times as long as the best
             that fits are not raced, by constraint level.
         levels: constraint levels of presets; each races.
@@ -197,8 +197,8 @@ class PlatformDefaults:
 
 
 # On 2 H200 predictions were off by 8 % at most, and with arguments alone constrained,
-# for which the same prediction stands, steps were up to 8 % faster (decisions.md, "A
-# race is for what may win it").
+# for which the same prediction stands, steps were up to 8 % faster (decisions.md,
+# "One rule says what races").
 # With activations constrained only propagation's own choice is raced, which is one
 # program: on 2 H100 with NCCL_P2P_DISABLE=1 what people shard by hand was predicted at
 # 1.23 times the plan's time, and was faster.
@@ -214,8 +214,8 @@ NO_LATENCY_HIDING: Mapping[str, str] = {
 
 # Which options are fastest depends on program, plan and links: on 4 H200 without
 # peer-to-peer access, hiding latency slows data parallelism down (134.6 ms a step,
-# 115.3 without) and speeds fully sharded parameters up. decisions.md, "Two sets of
-# compiler options are raced, not twenty", "A third set leaves Triton's products out".
+# 115.3 without) and speeds fully sharded parameters up. decisions.md, "Leaders
+# race with three sets of compiler options".
 _LARGE_COLLECTIVES: Mapping[str, str] = {
     f"xla_gpu_{kind}_combine_threshold_bytes": str(2**28)
     for kind in ("all_gather", "all_reduce", "reduce_scatter")
@@ -225,7 +225,8 @@ _GPU = PlatformDefaults(
     limits_memory=True,
     host_memory=True,
     # XLA's allocator does not split a free block of which less than this would stay,
-    # and counts all of it as used: decisions.md, "A budget leaves 128 MiB".
+    # and counts all of it as used: decisions.md, "A budget leaves 128 MiB for the
+    # allocator".
     reserve_bytes=128 * 2**20,
     # The default of XLA's passes for GPUs that combine all-reduces, all-gathers and
     # reduce-scatters: xla/debug_options_flags.cc, xla_gpu_*_combine_threshold_bytes.
@@ -239,7 +240,7 @@ _GPU = PlatformDefaults(
             "xla_gpu_enable_triton_gemm": "False",
         },
     },
-    # decisions.md, "Kernels that compute the same are taken by themselves".
+    # decisions.md, "Kernels that compute the same are taken without being asked for".
     replacing=Replacing(attention=("cudnn",)),
     replacing_for_memory=replace(_CHUNKED, attention=("cudnn", *_CHUNKED.attention)),
 )

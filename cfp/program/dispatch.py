@@ -109,7 +109,7 @@ _is_deleted = methodcaller("is_deleted")
 
 # Given an array that another step was donated, JAX ended the process until 0.11.0, so
 # that each call asks in advance; from 0.11.2 on it raises an error (docs/decisions.md,
-# "A call asks whether an argument's memory is gone only where JAX does not").
+# "A call asks for deleted arguments only where JAX does not").
 _ASKS_FIRST = jax.__version_info__ < (0, 11, 2)
 
 

@@ -199,7 +199,7 @@ def known_to_fit(
     """The fastest choices that were compiled before and fit; if none, the leanest.
 
     They race, so that more memory gives no slower plan, and an error names a budget
-    that is known to do (docs/decisions.md, "What was compiled is remembered").
+    that is known to do (docs/decisions.md, "Compiled programs are remembered").
 
     Args:
         answer: how the race ended the last time. The same choices race again, which

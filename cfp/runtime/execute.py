@@ -381,7 +381,8 @@ def load_or_lower(
     environment.prepare(platform)
     how = {**environment.options(platform), **(options or {})}
     if wide and platform in GPU_PLATFORMS:
-        # What checks another runs a few times: decisions.md, "A check tunes nothing".
+        # A program that checks another runs a few times: decisions.md, "A check runs
+        # untuned programs".
         how |= UNTUNED
     kept = _executables(mesh, environment) if plain else None
     key = kept.key(lowering.bare_text, mesh, how, step) if kept else ""

@@ -2,12 +2,16 @@
 
 import json
 import re
+from importlib import import_module
 
 import pytest
 
+from cfp.attention.kernels import KERNELS
 from cfp_test.bench.pages import RESULTS, as_text, table, with_tables
 
 FILES = sorted(RESULTS.glob("*.json"))
+ROOT = RESULTS.parents[1]
+DECISIONS = (ROOT / "docs" / "decisions.md").read_text()
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -39,14 +43,69 @@ def test_tables_are_written_below_their_names():
 
 
 def test_the_readme_has_figures_of_the_pages():
-    text = (RESULTS.parents[1] / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
     rows = re.findall(r"^\|.*?\((docs/results/\w+)\.md\) \|$", text, re.MULTILINE)
     lines = [line for line in text.splitlines() if "](docs/results/" in line]
     lines = [line for line in lines if line.startswith("|")]
     assert len(lines) == len(rows) > 10
     for line, page in zip(lines, rows, strict=True):
-        tables = json.loads((RESULTS.parents[1] / f"{page}.json").read_text())["tables"]
+        tables = json.loads((ROOT / f"{page}.json").read_text())["tables"]
         cells = [c for one in tables.values() for row in one["rows"] for c in row]
         known = [float(c) for c in cells if re.fullmatch(r"\d+\.\d+", str(c))]
         for shown in re.findall(r"([\d.]+) ms", line):
             assert any(abs(float(shown) - one) < 0.051 for one in known), (line, shown)
+
+
+def test_constants_have_the_values_that_their_page_says():
+    text = (RESULTS / "constants.md").read_text()
+    rows = re.findall(r"^\| `cfp\.([\w.]+)` \| (\S+) \|", text, re.MULTILINE)
+    assert len(rows) >= 15
+    for path, value in rows:
+        module, _, name = path.rpartition(".")
+        assert str(getattr(import_module(f"cfp.{module}"), name)) == value, path
+    shares = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", text, re.MULTILINE)
+    assert {n: float(share) for n, share in shares} == {
+        name: kernel.matmul_share for name, kernel in KERNELS.items()
+    }
+
+
+def sources(text: str) -> list[str]:
+    """Pages, and headings of decisions, that a source file names."""
+    plain = re.sub(r"\n\s*(# )?", " ", text)
+    pages = re.findall(r"docs/[\w/-]+\.(?:md|json|toml)", plain)
+    quoted = re.findall(r'decisions\.md,? ("[^"]+"(?:, "[^"]+")*)', plain)
+    return pages + re.findall(r'"[^"]+"', " ".join(quoted))
+
+
+def test_sources_that_code_names_are_there():
+    headings = {
+        f'"{one}"' for one in re.findall(r"^### (.+)$", DECISIONS, re.MULTILINE)
+    }
+    found = []
+    for file in [*(ROOT / "cfp").rglob("*.py"), *(ROOT / "cfp").rglob("*.toml")]:
+        found += [(file.name, one) for one in sources(file.read_text())]
+    assert len(found) > 20
+    missing = [
+        (name, one)
+        for name, one in found
+        if (one not in headings if one.startswith('"') else not (ROOT / one).exists())
+    ]
+    assert missing == []
+
+
+def test_sources_are_read_over_line_ends():
+    text = '# 1.2; docs/results/a.md, and decisions.md, "One\n# rule", "Two".\n'
+    assert sources(text) == ["docs/results/a.md", '"One rule"', '"Two"']
+
+
+def test_decisions_are_forty_entries_of_four_lines():
+    """Each names modules that exist."""
+    entries = DECISIONS.split("\n### ")[1:]
+    assert len(entries) <= 40 and DECISIONS.count("\n## ") == 8
+    assert len(DECISIONS.split()) <= 3_000
+    for entry in entries:
+        lines = [one for one in entry.splitlines()[1:] if one.startswith("- ")]
+        names = [line.split(":")[0] for line in lines]
+        assert names == ["- Choice", "- Figure", "- Lost", "- Code"], entry
+        for path in re.findall(r"`(cfp/[^`]+)`", lines[-1]):
+            assert (ROOT / path).exists(), entry

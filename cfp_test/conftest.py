@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, settings
 
+from cfp_test.support.golden import check_golden
 from cfp_test.support.quick_flags import QUICK_FLAGS
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -50,6 +51,20 @@ _LONGEST = """
     analysis/test_communication analysis/test_segments race/test_remembered
     docs/test_tutorial api/test_one_device api/test_estimated api/test_alone
 """.split()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--update-golden", action="store_true", help="write golden texts anew"
+    )
+
+
+@pytest.fixture
+def golden(request):
+    """Compares texts by name with a file in `golden/` beside the test."""
+    update = request.config.getoption("--update-golden")
+    folder = request.path.parent / "golden"
+    return lambda name, texts: check_golden(folder / f"{name}.txt", texts, update)
 
 
 @pytest.hookimpl(wrapper=True)

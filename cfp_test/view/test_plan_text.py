@@ -1,4 +1,7 @@
-"""Plans and other records as they are printed for a person."""
+"""Plans and other records as they are printed for a person.
+
+Texts are in `golden/`; `--update-golden` writes them anew.
+"""
 
 import re
 from dataclasses import replace
@@ -37,83 +40,12 @@ from cfp.view.words import VERIFIED, summary_line
 from cfp_test.report.plans import RACE, Block, axis_role, layers, make_plan, row
 from cfp_test.support.checking import make_mesh
 
-
-@pytest.mark.smoke
-def test_a_plan_prints_in_a_few_lines():
-    plan = replace(
-        make_plan(layers([0, 0, 0, 0]), RACE), arg_specs=((("x",), ()), ((), ()))
-    )
-    assert repr(plan) == str(plan)
-    assert repr(plan).splitlines() == [
-        "Plan 'planned' for a mesh x=4 of abacus",
-        "  10.250 ms per step, measured; 9.500 ms predicted; 3.00 MiB on each device",
-        "  chosen: the fastest of 2 raced on the whole step; next, data_parallel: "
-        "12.250 ms",
-        "  segment 0: embedding replicated; parameters sharded",
-        "  segment 1-4 (layer_0-3): mlp x: columns; parameters sharded",
-        "  segment 5: head replicated; parameters sharded",
-        "  arguments: 1 of 2 is sharded",
-        '  more: plan.save("plan.json"), then: cfp show plan.json',
-    ]
+DATA, OWN, ZERO1, FULL = RACE
+PLAIN = make_plan([], RACE)
 
 
-@pytest.mark.parametrize(
-    ("path", "where"),
-    [
-        ("params/blocks/{}/mlp/up", "params/blocks/0-3"),
-        ("blocks/{}/up", "blocks/0-3"),
-        ("params/layer_{}/up", "params/layer_0-3"),
-    ],
-)
-def test_segments_are_named_by_the_number_of_their_layers(path, where):
-    blocks = [row(i, 0, path.format(i)) for i in range(4)]
-    blocks += [row(4, 9, "head")]
-    assert f"  segment 0-3 ({where}): " in repr(make_plan(blocks, RACE))
-
-
-def test_times_of_a_truncated_race_are_not_set_beside_those_of_whole_steps():
-    counts = {"segments": 6.0, "segments_raced": 4.0}
-    plan = replace(make_plan(layers([0, 0, 0, 0]), RACE), search=counts)
-    words = re.sub(r"\s+", " ", repr(plan))
-    own = next(row.time_ms for row in RACE if row.name == "planned")
-    assert (
-        "the fastest of 2 raced on 4 of its segments; next, data_parallel: "
-        f"12.250 ms, against {own:.3f} ms there"
-    ) in words
-
-
-def test_compiler_options_are_no_lead_over_what_ran_without_them():
-    """The fastest alone runs with them: both are compared as they are without, too."""
-    rival, own = RACE[:2]
-    options = "large collectives"
-    quick = replace(own, name=f"planned, {options}", time_ms=9.5, samples_ms=(9.4, 9.6))
-
-    def said(*race):
-        plan = replace(make_plan([], race), winner=quick.name, options={"large": "1"})
-        both = [re.sub(r"\s+", " ", text) for text in (repr(plan), explain_text(plan))]
-        assert len({"without its own" in text for text in both}) == 1
-        return both[0]
-
-    also = "; the plan without its own compiler options: 10.250 ms"
-    assert f"next, data_parallel: 12.250 ms{also}" in said(quick, own, rival)
-    # It ran with the same options, or the plan was never without them.
-    same = replace(rival, name=f"data_parallel, {options}")
-    assert "without its own" not in said(quick, own, same)
-    assert "without its own" not in said(quick, rival)
-
-
-def test_a_plan_with_the_memory_limit_is_not_compared_with_one_that_has_it():
-    """Within the budget it did not run without options of its own."""
-    rival, own = RACE[:2]
-    limited = replace(own, name="planned, within the budget")
-    quick = replace(own, name=f"{limited.name}, no latency hiding", time_ms=9.5)
-    plan = replace(
-        make_plan([], (quick, limited, rival)),
-        winner=quick.name,
-        options={MEMORY_SHARE: "70", **NO_LATENCY_HIDING},
-    )
-    for text in (repr(plan), explain_text(plan)):
-        assert "data_parallel" in text and "without its own" not in text
+def searched(plan, **counts):
+    return replace(plan, search={**plan.search, **counts})
 
 
 def wide_row(segment: int, place: int) -> Block:
@@ -124,256 +56,191 @@ def wide_row(segment: int, place: int) -> Block:
     return row(segment, segment, name, strategy=(first, second))
 
 
-def test_a_plan_of_many_different_segments_prints_in_a_few_lines_too():
-    rows = [wide_row(segment, place) for segment in range(50) for place in range(30)]
-    lines = repr(make_plan(rows, RACE)).splitlines()
-    assert len(lines) < 30
-    assert max(map(len, lines)) <= 100
-    assert "  and 46 more runs of segments" in lines
-    five = repr(make_plan([row for row in rows if row[1].segment < 5], RACE))
-    assert "  and 1 more run of segments" in five.splitlines()
-    assert "and 26 more; parameters sharded" in " ".join(map(str.strip, lines))
+def named(path):
+    blocks = [row(i, 0, path.format(i)) for i in range(4)]
+    return make_plan([*blocks, row(4, 9, "head")], RACE)
 
 
-@pytest.mark.parametrize(
-    ("race", "predicted_ms", "chosen"),
-    [
-        (RACE[1:2], 9.5, "timed on the whole step, by itself"),
-        ([RACE[1], RACE[3]], 9.5, "timed on the whole step, by itself"),
-        (
-            [RACE[1], replace(RACE[1], name="zero3")],
-            9.5,
-            "timed on the whole step, by itself, the same program as zero3",
-        ),
-        (
-            [*RACE, replace(RACE[1], name="zero3")],
-            9.5,
-            "the fastest of 2 raced on the whole step, the same program as zero3; "
-            "next,",
-        ),
-        (
-            [replace(RACE[0], time_ms=10.2), *RACE[1:]],
-            9.5,
-            "as fast as the fastest of 2 raced on the whole step; next, ",
-        ),
-        ([], 9.5, "by prediction, without a race"),
-        ([], None, "by its name"),
-    ],
+def raced(*race, **changes):
+    return replace(make_plan([], race), **changes)
+
+
+def worth(name, with_ms=9.5, without_ms=11.0, is_measured=False):
+    return WorthFigures(
+        name=name, with_ms=with_ms, without_ms=without_ms, is_measured=is_measured
+    )
+
+
+def variant(name, step_ms=None, estimated_ms=None, taken=False, note=""):
+    return VariantFigures(
+        name=name, step_ms=step_ms, estimated_ms=estimated_ms, taken=taken, note=note
+    )
+
+
+def among(*variants, plan=PLAIN, **figures):
+    return replace(plan, figures=Figures(variants=variants, **figures))
+
+
+BOTH = (
+    variant("x=4", 9.5, 8.0, taken=True),
+    variant("x=2,y=2", note="Too large."),
 )
-def test_a_plan_says_how_it_was_chosen(race, predicted_ms, chosen):
-    plan = replace(make_plan([], race), predicted_ms=predicted_ms)
-    [line] = [line for line in repr(plan).splitlines() if line.startswith("  chosen")]
-    assert line.startswith(f"  chosen: {chosen}")
-
-
-def test_a_choice_that_is_worth_nothing_is_not_listed():
-    def worth(name, without_ms):
-        return WorthFigures(
-            name=name, with_ms=9.5, without_ms=without_ms, is_measured=False
-        )
-
-    def said(*parts):
-        return repr(replace(make_plan([], RACE), figures=Figures(worth=parts)))
-
-    storage, kernels = worth("storage", 9.5004), worth("attention kernels", 11.0)
-    assert "worth by prediction: attention kernels 1.500 ms\n" in said(storage, kernels)
-    assert "worth" not in said(storage)
-
-
-@pytest.mark.explained("Nothing is sharded, all blocks run whole")
-def test_where_nothing_is_sharded_every_text_says_so():
-    gain = WorthFigures(
-        name="sharding", with_ms=9.5, without_ms=11.0, is_measured=False
+LATE = (
+    variant("x=4", 9.5, 8.0, taken=True),
+    variant("x=2,y=2", None, 8.0, note=f"{UNPLANNED}; estimated at 8.000 ms"),
+    variant("y=4", None, 8.5, note=UNPLANNED),
+    variant("z=4", note=UNPLANNED),
+)
+TWIN = replace(OWN, name="zero3")
+QUICK = replace(
+    OWN, name="planned, large collectives", time_ms=9.5, samples_ms=(9.4, 9.6)
+)
+LIMITED = replace(OWN, name="planned, within the budget")
+LIMITED_QUICK = replace(LIMITED, name=f"{LIMITED.name}, no latency hiding", time_ms=9.5)
+GAIN = Figures(worth=(worth("sharding"),))
+WHOLE_BLOCKS = [row(0, 0, "Net/head"), row(1, 1, "Net/tail")]
+SOME_ARGUMENTS = replace(
+    searched(make_plan(WHOLE_BLOCKS, RACE), model_flops=41e9),
+    figures=Figures(worth=(worth("sharding", is_measured=True),)),
+    arg_specs=((("x",), ()), ((), ())),
+)
+GAINS = Figures(
+    worth=(
+        *(worth(name, 9.0, 11.0, is_measured=True) for name in ("storage", "mesh")),
+        worth("remat", 9.0, 11.0),
     )
-    figures = Figures(worth=(gain,))
-    whole = replace(make_plan([row(0, 0, "Net/head")], RACE), figures=figures)
-    sharded = replace(make_plan([row(0, 0, "Net/mlp")], RACE), figures=figures)
-    for show in (repr, plan_text, page_html):
-        said = " ".join(show(whole).split())
-        assert "othing is sharded: 4 devices are no faster than one for this" in said
-        assert "what one would: use one, or a larger batch" in said
-        assert "orth by prediction" not in said
-        said = " ".join(show(sharded).split())
-        assert "othing is sharded" not in said
-        assert "sharding 1.500 ms, against all blocks data parallel" in said
-    said = " ".join(repr(whole).split())
-    assert (
-        "(the best with all blocks data parallel: 11.000 ms, this one 9.500, "
-        "predicted), and every" in said
-    )
+)
+EXACT = replace(PLAIN, measured_ms=75.3044, figures=GAINS)
+ROUGH = searched(EXACT, strategies_estimated=4)
+WIDE = [wide_row(segment, place) for segment in range(50) for place in range(30)]
+
+SHORT = {
+    "a plan": replace(
+        make_plan(layers([0, 0, 0, 0]), RACE), arg_specs=((("x",),), *[((),)] * 5)
+    ),
+    "many segments": make_plan(WIDE, RACE),
+    "five segments": make_plan([one for one in WIDE if one[1].segment < 5], RACE),
+    "segments named below params": named("params/blocks/{}/mlp/up"),
+    "segments named by numbers": named("blocks/{}/up"),
+    "segments named by layers": named("params/layer_{}/up"),
+    "truncated race": searched(
+        make_plan(layers([0, 0, 0, 0]), RACE), segments=6.0, segments_raced=4.0
+    ),
+    "options of the winner alone": raced(
+        QUICK, OWN, DATA, winner=QUICK.name, options={"large": "1"}
+    ),
+    "options of the next, too": raced(
+        QUICK,
+        OWN,
+        replace(DATA, name="data_parallel, large collectives"),
+        winner=QUICK.name,
+        options={"large": "1"},
+    ),
+    "never without options": raced(
+        QUICK, DATA, winner=QUICK.name, options={"large": "1"}
+    ),
+    "within the budget": raced(
+        *(LIMITED_QUICK, LIMITED, DATA),
+        winner=LIMITED_QUICK.name,
+        options={MEMORY_SHARE: "70", **NO_LATENCY_HIDING},
+    ),
+    "timed by itself": raced(OWN),
+    "timed by itself, the same as another": raced(OWN, TWIN),
+    "the same as another": raced(*RACE, TWIN),
+    "as fast as the fastest": raced(replace(DATA, time_ms=10.2), *RACE[1:]),
+    "does not fit": raced(replace(DATA, note="does not fit"), *RACE[1:]),
+    "no race": raced(),
+    "by its name": raced(predicted_ms=None),
+    "worth": replace(
+        PLAIN,
+        figures=Figures(worth=(worth("storage", 9.5, 9.5004), worth("kernels"))),
+    ),
+    "worth nothing": replace(PLAIN, figures=Figures(worth=(worth("a", 9.5, 9.5),))),
+    "nothing is sharded": replace(make_plan(WHOLE_BLOCKS[:1], RACE), figures=GAIN),
+    "sharding is worth something": replace(
+        make_plan([row(0, 0, "Net/mlp")], RACE), figures=GAIN
+    ),
+    "all blocks whole, some arguments sharded": SOME_ARGUMENTS,
+    "all blocks whole, a result sharded": replace(
+        SOME_ARGUMENTS, arg_specs=((), ()), output_specs=((("x",),),)
+    ),
+    "all blocks whole on one device": replace(
+        SOME_ARGUMENTS, mesh_axes=(("x", 1),), arg_specs=((), ())
+    ),
+    "a sharded kernel beside whole blocks": replace(
+        SOME_ARGUMENTS, figures=replace(SOME_ARGUMENTS.figures, kernels=("scale",))
+    ),
+    "variants": among(*BOTH),
+    "variants, verified": searched(among(*BOTH), **{VERIFIED: 1.0}),
+    "variants that raced": among(*BOTH, variants_raced=True),
+    "variants that raced, verified": searched(
+        among(*BOTH, variants_raced=True), **{VERIFIED: 1.0}
+    ),
+    "a variant too late": searched(among(*LATE[:2]), planning_seconds=107.7),
+    "variants too late": searched(among(*LATE), planning_seconds=107.7),
+    "planning took longer": searched(
+        PLAIN, **{GIVEN_SECONDS: 120.0}, planning_seconds=137.2
+    ),
+    "planning variants took longer": searched(
+        PLAIN, **{GIVEN_SECONDS: 120.0, VARIANTS_SECONDS: 137.2}, planning_seconds=40.0
+    ),
+    "planning took as long as asked": searched(
+        PLAIN, **{GIVEN_SECONDS: 120.0}, planning_seconds=120.4
+    ),
+    "measured exactly": EXACT,
+    "measured in one turn": ROUGH,
+    "measured in one turn before": searched(
+        replace(ROUGH, measured_ms=1234.5), race_cached=1.0
+    ),
+    "measured in one turn, verified": searched(ROUGH, **{VERIFIED: 1.0}),
+    "wishes left out": searched(PLAIN, constraints_left_out=1),
+}
 
 
-def test_a_plan_whose_blocks_run_whole_says_so_though_some_arguments_are_sharded():
-    """An optimizer's moments, say, of which every device updates a part."""
-    gain = WorthFigures(name="sharding", with_ms=9.5, without_ms=11.0, is_measured=True)
-    blocks = [row(0, 0, "Net/head"), row(1, 1, "Net/tail")]
-    plan = replace(
-        make_plan(blocks, RACE),
-        figures=Figures(worth=(gain,)),
-        arg_specs=((("x",), ()), ((), ())),
-    )
-    plan = replace(plan, search={**plan.search, "model_flops": 41e9})
-    words = (
-        "ll blocks run whole on each of the 4 devices: but for the update of what is "
-        "stored in parts, 4 devices are no faster than one for this step (the "
-        "best with all blocks data parallel: 11.000 ms, this one 9.500, measured): use "
-        "one, or a larger batch"
-    )
-    for show in (repr, plan_text, page_html):
-        said = " ".join(show(plan).split())
-        assert words in said
-        assert "othing is sharded" not in said and "orth as measured" not in said
-        assert (
-            "step; 4 TFLOP/s on each of the devices, which all compute the same" in said
-        )
-    one_result = replace(plan, arg_specs=((), ()), output_specs=((("x",),),))
-    assert "all blocks run whole" in repr(one_result)
-    assert "data parallel" not in repr(replace(plan, figures=None))
-    one_block = replace(plan, rows=(blocks[0][1], row(1, 1, "Net/mlp")[1]))
-    kernels = replace(plan.figures, kernels=("scale over x",))
-    one_device = replace(plan, mesh_axes=(("x", 1),), arg_specs=((), ()))
-    for one in (one_block, replace(plan, figures=kernels), one_device):
-        assert "run whole" not in repr(one)
-        assert "TFLOP/s on each device" in repr(one)
+@pytest.mark.smoke
+def test_short_texts(golden):
+    golden("short", {name: repr(plan) for name, plan in SHORT.items()})
+    assert all(str(plan) == repr(plan) for plan in SHORT.values())
+    lines = [line for plan in SHORT.values() for line in repr(plan).splitlines()]
+    assert max(map(len, lines)) <= 100
 
 
-def variants_of(plan):
-    """Lines of a plan about its variants."""
-    return [line for line in remarks(plan) if line.startswith("variant ")]
+@pytest.mark.parametrize("name", SHORT)
+def test_a_table_and_a_page_say_what_the_short_text_says(name):
+    plan = SHORT[name]
+    shown = [" ".join(show(plan).split()) for show in (plan_text, page_html)]
+    for one in map(str, remarks(plan)):
+        assert all(one[1:] in text.replace("&#39;", "'") for text in shown), one
 
 
-def test_each_variant_that_a_plan_was_chosen_among_has_a_line():
-    nothing = {"step_ms": None, "estimated_ms": None}
-    fields = {"step_ms": 9.5, "estimated_ms": 8.0, "note": ""}
-    variants = (
-        VariantFigures(name="x=4", taken=True, **fields),
-        VariantFigures(name="x=2,y=2", taken=False, **nothing, note="Too large."),
-    )
-    plan = replace(make_plan([], RACE), figures=Figures(variants=variants))
-    found = [line for line in repr(plan).splitlines() if "variant" in line]
-    assert found == [
-        "  variant x=4: 9.500 ms, its best by estimate, before planning, 8.000 ms "
-        "(this one)",
-        "  variant x=2,y=2: Too large.",
-    ]
-    assert (plan.predicted_ms, plan.measured_ms) == (9.5, 10.25)
-    # Measured on other devices since then: no race of variants is guessed.
-    verified = {**plan.search, VERIFIED: 1.0}
-    [first, _] = variants_of(replace(plan, search=verified))
-    assert first.endswith("8.000 ms (this one; 10.250 ms as verified)")
-    assert "race of the variants" not in first
-    raced = Figures(variants=variants[:1], variants_raced=True)
-    plan = replace(plan, figures=raced)
-    assert variants_of(plan) == [
-        "variant x=4: 9.500 ms in the race of the variants, its best by estimate, "
-        "before planning, 8.000 ms (this one; 10.250 ms in its own race)"
-    ]
-    [line] = variants_of(replace(plan, search=verified))
-    assert "in the race of" in line and line.endswith("10.250 ms as verified)")
+def test_a_summary_divides_the_time_of_planning(golden):
+    times = {"search_seconds": 1.0, "race_seconds": 2.0, "planning_seconds": 9.5}
+    plain = replace(PLAIN, search=times)
+    unrun = [replace(r, samples_ms=(), time_ms=None, peak_bytes=9) for r in RACE]
+    plans = {
+        "raced": plain,
+        "compiled": searched(plain, compile_seconds=8.0),
+        "nothing compiled": replace(
+            plain, race=tuple(unrun), peak_bytes=None, measured_ms=None
+        ),
+        "one strategy": searched(plain, strategies_measured=1.0),
+        "variants": searched(PLAIN, planning_seconds=13.1, **{VARIANTS_SECONDS: 33.8}),
+    }
+    golden("summaries", {name: summary_line(plan) for name, plan in plans.items()})
 
 
-def test_variants_that_there_was_no_time_for_are_told_first(tmp_path, capsys):
-    def variant(name, estimated_ms, note=UNPLANNED, **changes):
-        values = {"step_ms": None, "taken": False, **changes}
-        return VariantFigures(name=name, estimated_ms=estimated_ms, note=note, **values)
-
-    own = variant("x=4", 8.0, "", step_ms=9.5, taken=True)
-    late = variant("x=2,y=2", 8.0, f"{UNPLANNED}; estimated at 8.000 ms")
-    others = variant("y=4", 8.5), variant("z=4", None)
-    known = {"planning_seconds": 107.7}
-
-    def planned(*variants):
-        figures = Figures(variants=variants)
-        return replace(make_plan([], RACE), figures=figures, search=known)
-
-    plan = planned(own, late)
-    words = (
-        "ime was over before 1 variant of 2 could be planned: x=2,y=2, estimated at "
-        "8.000 ms like this one; a longer --time-budget, or PlannerSettings("
-        "seconds=...), has time for them"
-    )
-    for show in (repr, plan_text, page_html):
-        said = " ".join(show(plan).split())
-        assert words in said
-        assert "variant x=2,y=2" not in said
+def test_variants_too_late_are_said_where_a_plan_is_saved(tmp_path, capsys):
+    plan = SHORT["a variant too late"]
     save(plan, tmp_path / "plan.json", say=True)
     saved, *said = capsys.readouterr().out.splitlines()
     assert saved.startswith("Saved ")
-    assert " ".join(" ".join(said).split()) == f"T{words}"
+    text = unplanned_text(plan)
+    assert " ".join(" ".join(said).split()) == text[0].upper() + text[1:]
     save(plan, tmp_path / "plan.json", say=False)
-    save(planned(own), tmp_path / "plan.json", say=True)
+    save(among(LATE[0]), tmp_path / "plan.json", say=True)
     assert len(capsys.readouterr().out.splitlines()) == 1
-    assert (
-        "3 variants of 4 could be planned: x=2,y=2, estimated at 8.000 ms like this "
-        "one; y=4, estimated at 8.500 ms; z=4, not estimated; this one, before it was "
-        "planned, at 8.000 ms; a longer "
-    ) in " ".join(repr(planned(own, late, *others)).split())
-    assert "estimated at 8.500 ms" in unplanned_text(planned(others[0]))
-    many = [variant(f"{n}", 9.0) for n in range(6)]
-    said = unplanned_text(planned(own, *many))
-    assert "; 3, estimated at 9.000 ms; 2 other variants; this one, before" in said
-
-
-def test_a_plan_says_by_how_much_planning_took_longer_than_it_might():
-    def said(**search):
-        plan = make_plan([], RACE)
-        return repr(replace(plan, search={**plan.search, **search}))
-
-    over = "planning took 17 s more than the 120 s asked for"
-    given = {GIVEN_SECONDS: 120.0}
-    assert over in said(**given, planning_seconds=137.2)
-    assert over in said(**given, planning_seconds=40.0, **{VARIANTS_SECONDS: 137.2})
-    assert "planning took" not in said(**given, planning_seconds=120.4)
-    assert "planning took" not in said(planning_seconds=137.2)
-
-
-def test_a_time_of_one_turn_on_virtual_devices_has_few_digits_and_no_worth():
-    def worth(name, is_measured=True):
-        return WorthFigures(
-            name=name, with_ms=9.0, without_ms=11.0, is_measured=is_measured
-        )
-
-    gains = Figures(worth=(worth("storage"), worth("mesh"), worth("remat", False)))
-    exact = replace(make_plan([], RACE), measured_ms=75.3044, figures=gains)
-    search = {**exact.search, "strategies_estimated": 4}
-    rough = replace(exact, search=search)
-    assert "75.304 ms per step, measured;" in repr(exact)
-    assert "75.3 ms per step, measured in one turn (2 samples);" in repr(rough)
-    again = replace(rough, search={**search, "race_cached": 1.0}, measured_ms=1234.5)
-    assert "1234 ms per step, measured in one turn of an earlier race" in " ".join(
-        repr(again).split()
-    )
-    assert "worth as measured: storage 2.000 ms; mesh 2.000 ms" in repr(exact)
-    assert "worth as measured: mesh 2.000 ms" in repr(rough)
-    for plan in (exact, rough):
-        assert "worth by prediction: remat 2.000 ms" in repr(plan)
-    verified = replace(rough, search={**search, VERIFIED: 1.0})
-    assert "75.304 ms per step, measured;" in repr(verified)
-
-
-def test_a_headline_has_the_time_of_the_race_of_the_variants_too():
-    fields = {"estimated_ms": None, "note": ""}
-    variants = (
-        VariantFigures(name="x=4", step_ms=292.221, taken=True, **fields),
-        VariantFigures(name="y=4", step_ms=300.0, taken=False, **fields),
-    )
-    raced = Figures(variants=variants, variants_raced=True)
-    plan = replace(make_plan([], RACE), figures=raced)
-    words = "10.250 ms per step, measured; 292.221 ms in the race of the variants; "
-    assert words in plan_text(plan, 500)
-    alone = replace(plan, figures=replace(raced, variants_raced=False))
-    assert "in the race of the variants" not in plan_text(alone, 500)
-
-
-def test_the_time_of_all_variants_is_divided():
-    plan = make_plan([], RACE)
-    times = {"planning_seconds": 13.1, VARIANTS_SECONDS: 33.8}
-    said = summary_line(replace(plan, search={**plan.search, **times}))
-    assert "13.1 s in all for this variant, with tracing" in said
-    others = "20.7 s more, to plan the others and to compare them"
-    assert f"; 33.8 s for all variants ({others})" in said
-    [alone] = summary_line(plan).split("; ")[-1:]
-    assert "variant" not in alone
+    many = [variant(f"{n}", None, 9.0, note=UNPLANNED) for n in range(6)]
+    assert "; 2 other variants; " in unplanned_text(among(LATE[0], *many))
 
 
 def data_parallel(step, *args, devices=2, **more):
@@ -384,66 +251,29 @@ def data_parallel(step, *args, devices=2, **more):
     return cfp.plan(step, *args, mesh=mesh, **how)
 
 
-@pytest.mark.explained("Left out: the step's own sharding constraints")
-def test_a_plan_says_which_wishes_it_does_not_keep():
+def over_rows(w, x):
+    """A loop over a batch of one, and an op without a rule."""
+    found = jax.lax.scan(lambda h, row: (jnp.tanh(h @ w + row), h), x[0], x)[1]
+    return found.sum(), jax.lax.top_k(x @ w, 2)
+
+
+def sharded_loop(w, x):
+    jax.debug.callback(lambda _: None, x)  # It makes nothing.
+    return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=5)[0].sum()
+
+
+def constrained(w, x):
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("x",), auto, devices=jax.devices()[:2])
     wanted = jax.NamedSharding(mesh, jax.P(None, "x"))
-
-    def step(w, x):
-        return jax.lax.with_sharding_constraint(x @ w, wanted).sum()
-
-    plan = data_parallel(step, jnp.ones((8, 8)), jnp.ones((8, 8)))
-    words = "eft out: 1 of the step's own sharding constraints, since the plan decides"
-    assert words in repr(plan)
-    assert words in plan_text(plan)
-    assert "left out" not in repr(replace(plan, search={}))
+    return jax.lax.with_sharding_constraint(x @ w, wanted).sum()
 
 
-def test_a_plan_says_what_is_too_uneven_to_be_sharded(tmp_path):
-    def step(w, x, y):
-        return (x @ w).sum(), y @ w
-
-    plan = data_parallel(step, *(jnp.ones((rows, 8)) for rows in (8, 7, 6)))
-    assert plan.uneven == ("x (7 over x=2)",)
-    words = "hole, since the mesh does not divide it: x (7 over x=2)"
-    plan.save(tmp_path / "plan.json")
-    for one in (plan, cfp.Plan.load(tmp_path / "plan.json")):
-        assert words in repr(one)
-        assert words in plan_text(one)
-
-
-def test_a_plan_says_what_every_device_runs_in_full(tmp_path):
-    """A loop over a batch of one, an op without a rule; not what is sharded."""
-
-    def step(w, x):
-        def body(h, row):
-            return jnp.tanh(h @ w + row), h
-
-        return jax.lax.scan(body, x[0], x)[1].sum(), jax.lax.top_k(x @ w, 2)
-
-    how = {"cache_dir": tmp_path}  # Without the devices' rates.
-    plan = data_parallel(step, jnp.ones((8, 8)), jnp.ones((5, 1, 8)), **how)
-    sites = [re.sub(r"\d+", "#", one) for one in plan.replicated_ops]
-    assert sites == [f"{op} at test_plan_text.py:# (#%)" for op in ("while", "top_k")]
-    plan.save(tmp_path / "plan.json")
-    for one in (plan, cfp.Plan.load(tmp_path / "plan.json")):
-        assert (
-            f"in full, with its share of all bytes made: {plan.replicated_ops[0]}"
-            in repr(one)
-        )
-        assert plan.replicated_ops[0] in plan_text(one)
-
-    def even(w, x):
-        jax.debug.callback(lambda _: None, x)  # It makes nothing.
-        return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, length=5)[0].sum()
-
-    plan = data_parallel(even, jnp.ones((8, 8)), jnp.ones((4, 8)), **how)
-    assert not plan.replicated_ops
-
-
-def own_norm(scaled):
+def own_norm(w, x):
     """A step with a kernel whose rows may be sharded."""
+
+    def scaled(x):
+        return x / (1 + jnp.abs(x).sum(-1, keepdims=True))
 
     @custom_partitioning
     def row_scale(x):
@@ -460,57 +290,61 @@ def own_norm(scaled):
         sharding_rule="r c -> r c",
         need_replication_factors=("c",),
     )
-    return lambda w, x: (row_scale(x @ w) @ w.T).sum()
+    return (row_scale(x @ w) @ w.T).sum()
 
 
+def sorting_loop(w, x):
+    """As a Pallas kernel that is interpreted, of which XLA sees each op."""
+
+    def body(h, _):
+        return jnp.tanh(h) + jnp.sort(h, axis=0), None
+
+    return (jax.lax.scan(body, x @ w, length=8)[0] @ w).sum()
+
+
+STEPS = {
+    "constraints of its own": (constrained, 2, (8, 8), (8, 8)),
+    "uneven rows": (lambda w, x, y: ((x @ w).sum(), y @ w), 2, (8, 8), (7, 8), (6, 8)),
+    "a loop over rows": (over_rows, 2, (8, 8), (5, 1, 8)),
+    "a loop that is sharded": (sharded_loop, 2, (8, 8), (4, 8)),
+    "a kernel that is sharded": (own_norm, 4, (64, 64), (16, 64)),
+    "a kernel that no axis divides": (own_norm, 4, (64, 64), (18, 64)),
+    "a loop that communicates": (sorting_loop, 4, (64, 64), (32, 64)),
+}
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    plans = {}
+    for name, (step, devices, *shapes) in STEPS.items():
+        args = map(jnp.ones, shapes)
+        plans[name] = data_parallel(step, *args, devices=devices, cache_dir=folder)
+    return plans
+
+
+@pytest.mark.explained("Left out: the step's own sharding constraints")
 @pytest.mark.explained("A kernel is sharded, or whole on every device")
-@pytest.mark.parametrize(
-    "rows, told",
-    [
-        (16, "kernels that are sharded: row_scale at test_plan_text.py:# over x"),
-        (18, "custom_partitioning row_scale at test_plan_text.py:#: x=4 divides none"),
-    ],
-)
-def test_a_plan_says_over_what_a_kernel_is_sharded_or_that_it_is_whole(
-    rows, told, tmp_path
-):
-    step = own_norm(lambda x: x / (1 + jnp.abs(x).sum(-1, keepdims=True)))
-    args = jnp.ones((64, 64)), jnp.ones((rows, 64))
-    plan = data_parallel(step, *args, devices=4, cache_dir=tmp_path)
-    is_whole = rows % 4 > 0
-    plan.save(tmp_path / "plan.json")
-    for one in (plan, cfp.Plan.load(tmp_path / "plan.json")):
-        text = " ".join(repr(one).split())
-        assert told in re.sub(r":\d+", ":#", text)
-        assert "sharding_rule=" not in text  # It has a rule.
-        assert (
-            len(one.replicated_ops) == is_whole
-            and len(one.figures.kernels) == 1 - is_whole
-        )
-        assert ("Kernel that is sharded" in explain_text(one)) != is_whole
-
-
 @pytest.mark.explained("Communicated in loops that compute no products")
-def test_a_plan_says_what_is_communicated_in_loops_without_products(tmp_path):
-    """As in a Pallas kernel that is interpreted, of which XLA sees each op."""
-    turns = 8
+def test_plans_say_what_they_do_not_shard_or_keep(planned, golden, tmp_path):
+    texts = {name: "\n".join(remarks(plan)) for name, plan in planned.items()}
+    golden("unsharded", {k: re.sub(r"\d+%", "#%", v) for k, v in texts.items()})
+    for name, plan in planned.items():
+        plan.save(tmp_path / "plan.json")
+        loaded = cfp.Plan.load(tmp_path / "plan.json")
+        assert repr(loaded) == repr(plan)
+        said = " ".join(explain_text(loaded).split())
+        assert ("Kernel that is sharded" in said) == (
+            name == "a kernel that is sharded"
+        )
 
-    def step(w, x):
-        def body(h, _):
-            return jnp.tanh(h) + jnp.sort(h, axis=0), None
 
-        return (jax.lax.scan(body, x @ w, length=turns)[0] @ w).sum()
-
-    args = jnp.ones((64, 64)), jnp.ones((32, 64))
-    plan = data_parallel(step, *args, devices=4, cache_dir=tmp_path)
-    [told] = plan.figures.loops
-    assert told.startswith("while ")
-    assert f": 1 all-gather in each of {turns} iterations" in told
-    found = collectives_in(plan.compile(step, *args).as_text())
-    assert sum(one.count for one in found if one.kind == "all-gather") >= turns
-    text = " ".join(repr(plan).split())
-    assert f"communicated in loops that compute no products: {told}" in text
-    assert told in " ".join(explain_text(plan).split())
+def test_collectives_in_loops_are_those_of_the_compiled_step(planned):
+    step, _, *shapes = STEPS["a loop that communicates"]
+    args = map(jnp.ones, shapes)
+    compiled = planned["a loop that communicates"].compile(step, *args)
+    found = collectives_in(compiled.as_text())
+    assert sum(one.count for one in found if one.kind == "all-gather") >= 8
 
 
 def test_what_is_run_in_full_has_its_cost():

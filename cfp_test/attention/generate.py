@@ -849,7 +849,7 @@ def step_of(program: Program) -> Callable[..., Any]:
 
 
 def inputs_of(program: Program, seed: int) -> tuple[Any, Any]:
-    """What is learnt, and what else enters."""
+    """Arrays that are learnt, and the others that enter."""
     p = program
     r = np.random.default_rng([p.number, seed, 1])
     size = (1.0, 2.0)[seed % 2]

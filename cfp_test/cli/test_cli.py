@@ -445,6 +445,7 @@ def test_a_budget_that_nothing_fits(planned, folder):
     assert "Raise the budget" in budget.err
 
 
+@pytest.mark.explained("Interrupted")
 def test_interrupting_keeps_what_was_measured(folder):
     """The first record is there, and the last one is not: that one would never end."""
     work = folder / "interrupted"

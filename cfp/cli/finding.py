@@ -24,7 +24,6 @@ from rich.text import Text
 from cfp import platform
 from cfp.cli import options as o
 from cfp.cli.options import (
-    is_given,
     leave_printing_to_process_0,
     mode_of,
     only_json,
@@ -33,30 +32,25 @@ from cfp.cli.options import (
     suggest,
 )
 from cfp.cli.session import (
-    check_drawable,
     check_writable,
     open_session,
     parse_pins,
 )
 from cfp.cluster.on_ray import RunnerNeeds, plan_on_ray
-from cfp.context import device_memory
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError, MeshError
-from cfp.passes.profile import profile_all_budgets
 from cfp.planner_settings import dimensions_of
 from cfp.presets.presets import named_choices
 from cfp.printable import mesh_text
 from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.store import store_path
 from cfp.report import passes
-from cfp.report.explained import plot_trade_off, trade_off_data, trade_off_view
 from cfp.report.progress import Display
-from cfp.search.tradeoff import trade_off
 from cfp.settings import Dimension
 from cfp.targets import MICROBATCHES, Target, resolve
 from cfp.units import format_bytes, parse_bytes
 from cfp.variants import Basis, Fastest, Outcome, Variant, plan_fastest
-from cfp.view.console import Fitted, new_table, print_view, wrapped
+from cfp.view.console import Fitted, new_table, print_view
 from cfp.view.text import print_plan
 from cfp.view.words import SAME_MS
 
@@ -346,9 +340,6 @@ def plan(
     donate: o.Donate = None,
     output: Output = None,
     presets: Presets = False,
-    tradeoff: TradeOff = False,
-    points: Points = 20,
-    plot: Plot = None,
     mesh_shapes: MeshShapes = None,
     microbatches: Microbatches = None,
     static: o.Static = None,
@@ -371,15 +362,12 @@ def plan(
 
     Example: cfp plan gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --platform cpu
 
-    For devices that are not here: cfp plan gpt --for 2x8xh100 --mesh x=2,y=8. With one
-    GPU of the kind its own computation is timed; without, choices are by estimates.
+    For devices that are not here: cfp plan gpt --for 2x8xh100 --mesh x=2,y=8.
     """
-    mode = mode_of(ctx, TAKES, {"points": "tradeoff", "plot": "tradeoff"})
-    if mode in (None, "tradeoff"):
-        o.supervise(ctx, workdir)
-    if mode is not None:
-        RUN[mode](ctx)
+    if mode_of(ctx, {"presets": _OF_PRESETS}, {}) is not None:
+        list_presets(ctx)
         return
+    o.supervise(ctx, workdir)
     parse_bytes(memory_budget)
     parse_pins(pin)
     check_writable(output)
@@ -456,9 +444,6 @@ def _find_there(
 
 # -------------------------------------------------------------- modes without a search
 
-# Some strategies are measured for their memory: they make nothing faster.
-_TRADE_OFF_OTHERS = 4
-
 _instead = o.under("Instead of a new plan")
 Presets = Annotated[
     bool,
@@ -467,38 +452,11 @@ Presets = Annotated[
         help="List the presets for the step: data parallel, fully sharded, ...",
     ),
 ]
-TradeOff = Annotated[
-    bool,
-    _instead(
-        "--tradeoff",
-        help="Show the step time for each amount of memory. Measures as for a plan "
-        "with plenty of memory, and the fastest strategies also rematerialized; on "
-        "virtual CPU devices it estimates them (--measure measures there, too). All "
-        "times and sizes are predicted.",
-    ),
-]
-Points = Annotated[
-    int,
-    _instead(
-        metavar="N", help="With --tradeoff: number of points of the curve.", min=2
-    ),
-]
-Plot = Annotated[
-    Path | None,
-    _instead(
-        metavar="FILE", help="With --tradeoff: draw the curve, as .png, .svg or .pdf."
-    ),
-]
-_OF_A_STEP = ("target", "platform", "as_json", "donate", "static", "quiet")
-# Options that go with each mode, by parameter.
-TAKES = {
-    "presets": (*_OF_A_STEP, "devices", "mesh", "pin"),
-    "tradeoff": (
-        *(*_OF_A_STEP, "devices", "mesh", "pin", "points", "plot", "workdir"),
-        *("memory_budget", "time_budget", "per_kind", "others", "quick", "measure"),
-        *("retry_failures", "run_timeout", "build_timeout"),
-    ),
-}
+# Options that go with --presets, by parameter.
+_OF_PRESETS = (
+    *("target", "platform", "as_json", "donate", "static", "quiet"),
+    *("devices", "mesh", "pin"),
+)
 
 
 def list_presets(ctx: typer.Context) -> None:
@@ -511,42 +469,3 @@ def list_presets(ctx: typer.Context) -> None:
             print_json(found)
             return
         print_view(lambda b: passes.presets_view(found, b))
-
-
-def show_trade_off(ctx: typer.Context) -> None:
-    """Prints step times by memory, and draws them with --plot."""
-    given = ctx.params
-    plot = given["plot"]
-    budget = parse_bytes(given["memory_budget"])
-    check_drawable(plot)
-    if not is_given(ctx, "others"):
-        given["others"] = _TRADE_OFF_OTHERS
-    with only_json(given["as_json"]) as print_json:
-        session = open_session(ctx)
-        budget = budget or device_memory(session.mesh)
-        with Display(given["quiet"]) as display:
-            settings = o.settings(ctx, progress=display.tell)
-            every = profile_all_budgets(
-                session.analysis, session.mesh, given["workdir"], settings
-            )
-            display.tell("Solving under one budget after another")
-            problem = every.problem
-            found = trade_off(problem, given["points"])
-        if plot is not None:
-            plot_trade_off(problem, found, plot, budget)
-        if given["as_json"]:
-            data = trade_off_data(session.analysis, problem, found, budget)
-            print_json({**data, "measured": every.measured, "cut": every.cut})
-            return
-        print_view(
-            lambda b: trade_off_view(
-                session.analysis, problem, found, budget, b, every.measured
-            )
-        )
-        if every.cut:
-            print(wrapped(every.cut))
-        if plot is not None:
-            print(f"Saved {plot}")
-
-
-RUN = {"presets": list_presets, "tradeoff": show_trade_off}

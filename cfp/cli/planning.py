@@ -45,17 +45,9 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.store_file import read_export
 from cfp.report import passes
-from cfp.report.explained import (
-    explanation_data,
-    explanation_view,
-    find_misses,
-    why_data,
-    why_lines,
-)
+from cfp.report.misses import find_misses, why_data, why_lines
 from cfp.report.plots import curves_data, curves_table, plot_curves
 from cfp.report.progress import Display
-from cfp.search.choices import picks_of
-from cfp.search.explain import explain
 from cfp.search.requests import Profiles
 from cfp.units import parse_bytes
 from cfp.view.console import Fitted, print_view, wrapped
@@ -201,14 +193,6 @@ _Why = Annotated[
         "stored one differs.",
     ),
 ]
-_Explain = Annotated[
-    bool,
-    typer.Option(
-        "--explain",
-        help="Explain the plan: for each kind of segment the cost of other choices, "
-        "and the price of memory.",
-    ),
-]
 
 
 @o.command
@@ -336,7 +320,6 @@ def search(
     quick: o.Quick = False,
     no_race: o.NoRace = False,
     whole_race: o.WholeRace = False,
-    explain_why: _Explain = False,
     retry_failures: o.RetryFailures = False,
     run_timeout: o.RunTimeout = o.USUAL.limits.run_seconds,
     build_timeout: o.BuildTimeout = o.USUAL.limits.build_seconds,
@@ -356,25 +339,12 @@ def search(
             session = open_session(ctx)
             settings = o.settings(ctx, progress=display.tell)
             found = search_stored(session, workdir, budget, settings)
-            if explain_why:
-                display.tell("Computing the cost of other choices")
-            problem, choice = found.problem, found.winner.choice
-            assert problem is not None, "a search has a problem"
-            picks = picks_of(session.analysis, problem, choice)
-            why = explain(problem, picks) if explain_why else None
         made = found.plan
         save(made, output, say=not as_json)
         if as_json:
-            data = plan_data(made)
-            if why is not None:
-                found = explanation_data(session.analysis, problem, why)
-                data["explanation"] = found
-            print_json(data)
+            print_json(plan_data(made))
             return
         print_plan(made)
-        if why is not None:
-            print()
-            print_view(lambda b: explanation_view(session.analysis, problem, why, b))
         suggest(made, output)
 
 

@@ -1,1 +1,1 @@
-"""The passes that choose: profile, search and trade-off. The race is in `cfp.race`."""
+"""The passes that choose: profile and search. The race is in `cfp.race`."""

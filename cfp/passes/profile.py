@@ -4,46 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-
-from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice
-from cfp.context import DecidedBy, PlanContext, open_context
+from cfp.context import DecidedBy, PlanContext
 from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
-from cfp.cost.memory import can_rematerialize
 from cfp.devices.described import DescribedMesh
-from cfp.planner_settings import PlannerSettings
 from cfp.presets.presets import named_choices
-from cfp.printable import counted
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.measurer import Measurer
 from cfp.profiling.rates import Rates
 from cfp.search.choices import estimate_among, leading_presets, preset_times
 from cfp.search.expected import build_problem, estimate_options
 from cfp.search.guided import measure_candidates
-from cfp.search.problem import Problem
 from cfp.search.requests import (
     UNMEASURED_STRATEGIES,
-    MeasurementRequest,
     Profiles,
     RequestBuilder,
-    measured_options,
-    rematerialize,
 )
 from cfp.search.solver import leanest, solve
 from cfp.settings import (
     MEASURED_SHARE,
-    ROUND_SIZE,
     Dimension,
     Replacing,
 )
 from cfp.solution import Estimate
-from cfp.units import overtime_text
 
 
 def profile(
@@ -278,115 +266,3 @@ def _estimated(
         "estimate_seconds": time.perf_counter() - started,
     }
     return replace(found, counts=counts)
-
-
-# ------------------------------------------------------------------------- all budgets
-
-# More than any device has.
-_PLENTY_BYTES = 2**62
-# Less than any program needs.
-_TIGHT_BYTES = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllBudgets:
-    """The search problem of choices for budgets of any size, and no budget.
-
-    Attributes:
-        measured: whether its options were measured; otherwise they are estimated.
-        cut: what was not measured, and why, or that it took longer than asked for; ""
-            if all was measured in time, or nothing was to be.
-    """
-
-    problem: Problem
-    measured: bool = True
-    cut: str = ""
-
-
-def profile_all_budgets(
-    analysis: Analysis,
-    mesh: Mesh,
-    cache_dir: str | Path | None,
-    settings: PlannerSettings,
-) -> AllBudgets:
-    """Measures or estimates choices for budgets of any size, and no budget.
-
-    These are what a search with plenty of memory asks for, the presets among it, and
-    the fastest of every kind of segment with their forward pass rematerialized: of
-    these, if the time of the settings is over, only what is known.
-
-    Raises:
-        CfpError: nothing can be measured.
-    """
-    started = time.perf_counter()
-    with open_context(mesh, cache_dir, _PLENTY_BYTES, settings) as context:
-        if context.rules.estimates:
-            found = _estimated(context, analysis, started, _TIGHT_BYTES)
-            costs = Costs(analysis, found.rates, measured=False)
-            options, fixed_ms = found.estimated, costs.fixed_ms
-            problem = build_problem(costs, options, None, fixed_ms=fixed_ms)
-            return AllBudgets(problem=problem, measured=False)
-        rates = measured_rates(context)
-        found, measurer = profile_segments(
-            context, analysis, rates, measure=True, all_presets=True
-        )
-        wanted, records = [*found.requests], dict(found.records)
-        again = _again(context, analysis, found)
-        wanted += again
-        jobs = [job for item in again for job in item.jobs]
-        for start in range(0, len(jobs), ROUND_SIZE):
-            if measurer.is_over:
-                break  # Without the others there is a curve, too.
-            measurer(jobs[start : start + ROUND_SIZE])
-        records |= context.store.get_many(job.key.digest for job in jobs)
-        late, given = time.monotonic() - context.end, context.settings.seconds
-    costs = Costs(analysis, rates)
-    problem = build_problem(costs, measured_options(costs, wanted, records), None)
-    missing = [item for item in wanted if item.outcome(records) is None]
-    cut = _cut_text(wanted, missing)
-    overtime = overtime_text("Measuring", late, given)
-    return AllBudgets(problem=problem, cut=". ".join(filter(None, (cut, overtime))))
-
-
-def _cut_text(
-    wanted: Sequence[MeasurementRequest],
-    missing: Sequence[MeasurementRequest],
-) -> str:
-    """Says what was not measured for lack of time; "" if all was."""
-    if not missing:
-        return ""
-    again = sum(item.candidate.remat for item in missing)
-    what = f"{len(missing)} of {counted(len(wanted), 'strategy', 'strategies')}"
-    if again:
-        what += f", {again} of them rematerialized"
-    return (
-        f"Not measured, since time was over: {what}. The curve may be better with "
-        "them: run it again with a longer --time-budget, for what is measured is kept"
-    )
-
-
-def _again(
-    context: PlanContext, analysis: Analysis, profiles: Profiles
-) -> list[MeasurementRequest]:
-    """The fastest candidates of every kind, with their forward pass rematerialized.
-
-    The fastest of all kinds come first, since time may be over before the last.
-    """
-    records = profiles.records
-    found: list[tuple[int, MeasurementRequest]] = []
-    for kind, index in enumerate(analysis.representatives):
-        if not can_rematerialize(analysis.frame, analysis.segments[index]):
-            continue
-        good = [
-            (item.time_ms(records), item)
-            for item in profiles.requests
-            if item.kind == kind
-            and not item.candidate.remat
-            and item.is_measured(records)
-        ]
-        good.sort(key=lambda pair: pair[0])
-        for number, (_, item) in enumerate(good[: context.settings.per_kind], 1):
-            label = f"strategy {number} of segment {kind}, rematerialized"
-            again = rematerialize(analysis, context.environment, item, label, records)
-            found.append((number, again))
-    return [item for _, item in sorted(found, key=lambda pair: pair[0])]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cfp import Plan, __main__, __version__, cli
+from cfp import __main__, __version__, cli
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli.cli_runner import Outcome, environment, run_batch, run_one
 from cfp_test.support.forking import quick_python
@@ -87,8 +87,6 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["profile", "--export", "out.jsonl", "--workdir", "empty/er"], "does not exist"),
     (["profile", "--import", "absent.jsonl"], "Nothing was merged from absent.jsonl"),
     (["profile", "--import", "damaged.json"], "Nothing was merged from damaged.json"),
-    (["plan", TOY, "--tradeoff", "--presets"], "--tradeoff does not go with --presets"),
-    (["plan", TOY, "--plot", "curve.png"], "--plot goes with --tradeoff"),
     (["profile", "--curves", "toy.py:step"], "TARGET does not go with --curves"),
     (["profile", "--link", "450", TOY], "--link goes with --curves"),
     (["profile"], "Name a step to profile"),
@@ -251,57 +249,7 @@ def test_show_and_search_know_what_was_found(planned, folder):
     assert "shardings" in missing.err
 
 
-def test_a_plan_is_explained(planned, folder):
-    wanted = ["search", TOY, *ON_CPU, *FEW, "--pin", "weights/up=None,x", "--no-race"]
-    shown, as_json = run_batch(
-        [[*wanted, "--explain"], [*wanted, "--explain", "--json"]], folder
-    )
-    assert "Why this plan" in shown.out
-    assert "Memory: there is no budget." in shown.out
-    (folder / "explained.json").write_text(as_json.out)
-    plan = Plan.load(folder / "explained.json")
-    found = json.loads(as_json.out)["explanation"]
-    assert found["plan"] == found["best"]
-    assert found["best"]["step_ms"] == plan.predicted_ms
-    (kind,) = found["kinds"]
-    (chosen,) = kind["chosen"]
-    assert chosen["taken"] == len(kind["segments"]) == 1
-    assert chosen["step_ms"] == plan.predicted_ms
-    times = [other["step_ms"] for other in kind["runners_up"]]
-    assert times and times == sorted(times) and times[0] >= plan.predicted_ms
-    assert found["memory"]["binds"] is False
-
-
-def test_time_is_traded_for_memory(planned, folder):
-    wanted = ["plan", TOY, "--tradeoff", *ON_CPU, *FEW, "--pin", "weights/up=None,x"]
-    wanted += ["--plot", "curve.svg", "--memory-budget", "1GiB"]
-    shown, as_json, bad, measured = run_batch(
-        [
-            wanted,
-            [*wanted, "--json"],
-            [*wanted, "--plot", "curve.abc"],
-            [*wanted, "--measure"],
-        ],
-        folder,
-    )
-    assert shown.code == 0, shown.err
-    assert "both predicted from measured segments\n" in measured.out, measured.err
-    assert "against memory, both predicted from estimates\n" in shown.out
-    assert "* the fastest within the budget of 1.00 GiB" in shown.out
-    assert (folder / "curve.svg").read_text().startswith("<?xml")
-    found = json.loads(as_json.out)
-    assert found["measured"] is False
-    points = found["points"]
-    memory = [point["memory_bytes"] for point in points]
-    times = [point["step_ms"] for point in points]
-    assert memory == sorted(set(memory))
-    assert times == sorted(set(times), reverse=True)
-    assert [point["within_budget"] for point in points][-1] is True
-    assert bad.code == 2
-    assert "Cannot draw curve.abc" in bad.err
-
-
-DRAWING = (("plan", TOY, "--tradeoff"), ("profile", "--curves"))
+DRAWING = (("profile", "--curves"),)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Explanations of a search, and time against memory, as people and scripts see them."""
+"""Names of a search's options, and kernels that were tried."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -6,28 +6,16 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from rich import box
-from rich.console import Console
 
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.analysis.strategies import AxisChoice
 from cfp.cost.choice import SegmentChoice, segment_candidate
-from cfp.errors import CfpError
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.report.explained import (
-    explanation_data,
-    explanation_view,
-    plot_trade_off,
-    trade_off_data,
-    trade_off_view,
-)
 from cfp.report.figures import _Trials, option_names, strategy_figures
-from cfp.search.explain import explain
 from cfp.search.problem import Option, Problem
-from cfp.search.tradeoff import trade_off
 from cfp.view.model import strategy_text
 from cfp_test.support.checking import make_mesh
 
@@ -100,20 +88,6 @@ def problem(analysis):
     )
 
 
-def text_of(view):
-    console = Console(width=200, color_system=None)
-    with console.capture() as captured:
-        console.print(view)
-    return captured.get()
-
-
-def rows(text, heading):
-    """The cells of the lines of the table under a heading."""
-    lines = text[text.index(heading) :].splitlines()
-    table = [line for line in lines if line.startswith("|") and "-+-" not in line]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
-
-
 def test_choices_have_names_and_words(analysis, problem):
     _, names = option_names(analysis, problem.options)
     assert names == [
@@ -166,98 +140,6 @@ def test_dims_of_one_size_are_told_apart():
     assert strategy_text(heads) == strategy_text(dims)
     said = "out x: contracted (size 4), another dim of that size"
     assert strategy_text(dims, heads) == said
-
-
-def test_the_explanation_of_a_plan_that_memory_binds(analysis, problem):
-    """184 MiB hold one layer that keeps its values and three that do not."""
-    found = explain(problem, step_bytes=20 * MIB)
-    assert found.best.cost_ms == 2 + 3 * 3
-    text = text_of(explanation_view(analysis, problem, found, box.ASCII))
-    _, again, data, full, odd = rows(text, "Segments 1-4: ")
-    assert again[:7] == [
-        *("*", "data_parallel (rematerialized)", "3 of 4", "3.000"),
-        *("12.000", "+9.1%", "161.00 MiB"),
-    ]
-    assert data[:7] == [
-        *("*", "data_parallel", "1 of 4", "2.000"),
-        *("(8.000)", "does not fit", "needs 241.00 MiB"),
-    ]
-    assert data[7] == "but: not rematerialized"
-    assert full[:5] == ["", "fully_sharded", "-", "5.000", "20.000"]
-    assert odd[1:5] == ["strategy 4 (no preset)", "-", "9.000", "36.000"]
-    assert "Memory: the best choice needs 181.00 MiB of 184.00 MiB." in text
-    assert "without a budget the step would take 8.000 ms, in 241.00 MiB" in text
-    assert "With 20.00 MiB more: 10.000 ms, 9.1% faster." in text
-    assert "With 20.00 MiB less: 12.000 ms, 9.1% slower." in text
-    as_data = explanation_data(analysis, problem, found)
-    assert as_data["plan"] is None
-    assert as_data["best"] == {"step_ms": 11.0, "memory_bytes": 181 * MIB}
-    assert as_data["memory"]["binds"] is True
-    assert as_data["memory"]["less"]["step_ms"] == 12
-    _, kind = as_data["kinds"]
-    assert kind["segments"] == [1, 2, 3, 4]
-    assert [a["step_ms"] for a in kind["chosen"]] == [12, None]
-    assert [a["unlimited_step_ms"] for a in kind["chosen"]] == [12, 8]
-
-
-def test_the_explanation_of_a_plan_that_only_the_race_prefers(analysis, problem):
-    found = explain(problem, picks=[0] + [2] * LAYERS, step_bytes=200 * MIB)
-    text = text_of(explanation_view(analysis, problem, found, box.ASCII))
-    assert "had predicted 20.000 ms for it, and 11.000 ms for the best" in text
-    marks = {row[1]: row[0] for row in rows(text, "Segments 1-4: ")}
-    assert marks["fully_sharded"] == ""
-    assert marks["data_parallel (rematerialized)"] == marks["data_parallel"] == "*"
-    assert "200.00 MiB less" not in text
-
-
-def test_the_explanation_of_a_plan_that_only_the_compiler_made_fit(analysis, problem):
-    tight = replace(problem, budget_bytes=80 * MIB)
-    found = explain(tight, picks=[0] + [1] * LAYERS)
-    text = text_of(explanation_view(analysis, tight, found, box.ASCII))
-    needed = found.plan.memory_bytes / MIB
-    assert needed > 80
-    assert f"fits in 80.00 MiB: this is about a budget of {needed:.2f} MiB." in text
-
-
-def test_a_plan_faster_than_all_that_fits_is_shown_by_its_own_time(analysis, problem):
-    """The compiler made it fit; by prediction it does not."""
-    found = explain(problem, picks=[0] + [0] * LAYERS)
-    assert found.plan.memory_bytes > problem.budget_bytes
-    assert found.plan.cost_ms < found.best.cost_ms
-    text = text_of(explanation_view(analysis, problem, found, box.ASCII))
-    assert f"is predicted to beat its {found.plan.cost_ms:.3f} ms" in text
-    assert "this is about" not in text
-
-
-def test_the_curve_as_a_table(analysis, problem):
-    found = trade_off(problem)
-    budget = problem.budget_bytes
-    text = text_of(trade_off_view(analysis, problem, found, budget, box.ASCII))
-    table = rows(text, "Step time against memory")[1:]
-    assert [row[2] for row in table][-1] == "8.000"
-    (within,) = [row for row in table if row[0]]
-    assert within[:4] == ["*", "181.00 MiB", "11.000", "3"]
-    assert within[4].startswith(
-        "1: 3 x data_parallel (rematerialized) + 1 x data_parallel"
-    )
-    assert "strategy 4 (no preset) of kind 1: " in text
-    assert "* the fastest within the budget of 184.00 MiB" in text
-    assert "There may be more" not in text
-    as_data = trade_off_data(analysis, problem, found, budget)
-    assert as_data["complete"] is True
-    assert [p["step_ms"] for p in as_data["points"]] == [float(r[2]) for r in table]
-    few = trade_off(problem, 2)
-    text = text_of(trade_off_view(analysis, problem, few, MIB, box.ASCII))
-    assert "Nothing fits in the budget of 1.00 MiB." in text
-    assert "There may be more" in text
-
-
-def test_the_curve_as_a_plot(problem, tmp_path):
-    found = trade_off(problem)
-    plot_trade_off(problem, found, tmp_path / "curve.svg", problem.budget_bytes)
-    assert (tmp_path / "curve.svg").stat().st_size > 1000
-    with pytest.raises(CfpError, match="Cannot draw"):
-        plot_trade_off(problem, found, tmp_path / "curve.abc", None)
 
 
 def test_without_a_search_what_raced_is_told():

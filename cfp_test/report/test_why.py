@@ -11,7 +11,7 @@ from cfp.passes.profile import profile
 from cfp.planner_settings import DetailedSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.report.explained import Miss, find_misses, why_data, why_lines
+from cfp.report.misses import Miss, find_misses, why_data, why_lines
 from cfp_test.program.stacks import stack_step
 
 FOLLOWS = "worth measuring follows from what these take"

@@ -10,8 +10,10 @@ the plan's step does, with the last bits of what they read and return moved, too
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite, sqrt
 from typing import Any
@@ -63,97 +65,78 @@ MORE_NUDGES = 13
 _ALONE = Agreement(alone=True)
 
 
-@dataclass(frozen=True, slots=True)
-class NormRange:
-    """L2 norms of a leaf.
-
-    Attributes:
-        found: under the plan.
-        least, most: of the reference, and of the runs that tell what rounding does.
-    """
-
-    found: float
-    least: float
-    most: float
-
-    def alike(self) -> bool:
-        """Returns True if a plan makes the leaf about as large as the reference."""
-        low, high = self.least / SIZE_MARGIN, self.most * SIZE_MARGIN
-        return low <= self.found <= high
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """A step under a plan, and its reference.
-
-    All numbers but sizes are relative L2 distances from what the reference returns.
+class Leaf:
+    """A leaf of a step's results under a plan, beside the reference's.
 
     Attributes:
-        differences: of what the plan returns, the furthest first.
-        rounding: of what the reference returns if the last bits of its arguments are
-            others, as a root mean square of several tries, by path; where kernels
-            compute in less, of what the plan returns if those of all that these read
-            and return are, too. 0 where nothing had to be tried.
-        changes: of the state before the step, by path; 0 for what is no state.
-        sizes: of the leaves, by path.
+        relative_l2: distance from the reference's, relative to its norm, as the others.
+        size: L2 norm under the plan.
+        rounding: distance of results for arguments whose last bits are others, as a
+            root mean square of several tries: of the reference's, or of the plan's if
+            kernels of it compute in less. 0 where nothing had to be tried.
+        change: distance of the state before the step; 0 for what is no state.
+        norms: L2 norms of the reference, and of the runs that tell what rounding does.
+        tolerance: what always passes in a leaf that steps change enough.
         margin: how many times what rounding does is allowed.
     """
 
-    differences: tuple[Difference, ...] = ()
-    rounding: Mapping[str, float] = field(default_factory=dict)
-    changes: Mapping[str, float] = field(default_factory=dict)
-    sizes: Mapping[str, NormRange] = field(default_factory=dict)
+    path: str
+    relative_l2: float
+    size: float = 0.0
+    rounding: float = 0.0
+    change: float = 0.0
+    norms: tuple[float, ...] = ()
+    tolerance: float = FULL_TOLERANCE
     margin: float = ROUNDING_MARGIN
 
-    def allowed(self, path: str, tolerance: float) -> float:
-        """Returns the allowed error of a leaf, less than that of a leaf of zeros.
+    @property
+    def _noise(self) -> float:
+        return self.margin * self.rounding if isfinite(self.rounding) else 0.0
 
-        Args:
-            tolerance: what always passes in a leaf that steps change enough.
+    @property
+    def allowed(self) -> float:
+        """The allowed distance, less than that of a leaf of zeros."""
+        share = min(1.0, CHANGE_MARGIN * self.change) or 1.0
+        return min(max(self.tolerance * share, self._noise), MOST_ALLOWED)
+
+    @property
+    def is_far(self) -> bool:
+        """True if the leaf is further off than allowed; a not-a-number is."""
+        return not self.relative_l2 <= self.allowed
+
+    @property
+    def is_undecided(self) -> bool:
+        """True if rounding alone decides a leaf, and it is about as large as it was.
+
+        Such as the moments of a parameter whose gradient is zero: there is nothing to
+        compare but their size.
         """
-        share = min(1.0, CHANGE_MARGIN * self.changes.get(path, 0.0)) or 1.0
-        return min(max(tolerance * share, self._noise(path)), MOST_ALLOWED)
+        if not (self.is_far and self.norms and self._noise >= MOST_ALLOWED):
+            return False
+        least, most = min(self.norms) / SIZE_MARGIN, max(self.norms) * SIZE_MARGIN
+        return least <= self.size <= most
 
-    def failures(self, tolerance: float) -> list[Difference]:
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A step under a plan, and its reference: all leaves, the furthest off first."""
+
+    leaves: tuple[Leaf, ...] = ()
+
+    @property
+    def failures(self) -> list[Leaf]:
         """The leaves that are further off than they may be."""
-        return [d for d in self._far(tolerance) if not self._is_noise(d.path)]
+        return [leaf for leaf in self.leaves if leaf.is_far and not leaf.is_undecided]
 
-    def nearest(self, tolerance: float) -> tuple[Difference, float] | None:
-        """The leaf nearest to how far off it may be, or furthest beyond, and the share.
+    @property
+    def nearest(self) -> Leaf | None:
+        """The leaf nearest to how far off it may be, or furthest beyond.
 
         Not of those that rounding alone decides.
         """
-        shares = [
-            (d, d.relative_l2 / self.allowed(d.path, tolerance))
-            for d in self.differences
-            if not self._is_noise(d.path)
-            or d.relative_l2 <= self.allowed(d.path, tolerance)
-        ]
-        return max(shares, key=lambda pair: pair[1], default=None)
-
-    def undecided(self, tolerance: float) -> list[Difference]:
-        """Leaves of which rounding alone decides what they are, where it was tried.
-
-        Such as the moments of a parameter whose gradient is zero. There is nothing to
-        compare but their size, and these have it.
-        """
-        return [d for d in self._far(tolerance) if self._is_noise(d.path)]
-
-    def _far(self, tolerance: float) -> list[Difference]:
-        return [
-            d
-            for d in self.differences
-            if not d.relative_l2 <= self.allowed(d.path, tolerance)
-        ]
-
-    def _noise(self, path: str) -> float:
-        noise = self.rounding.get(path, 0.0)
-        return self.margin * noise if isfinite(noise) else 0.0
-
-    def _is_noise(self, path: str) -> bool:
-        sizes = self.sizes.get(path)
-        noisy = self._noise(path) >= MOST_ALLOWED
-        return noisy and sizes is not None and sizes.alike()
+        decided = [leaf for leaf in self.leaves if not leaf.is_undecided]
+        return max(decided, key=lambda x: x.relative_l2 / x.allowed, default=None)
 
 
 class Check:
@@ -178,6 +161,7 @@ class Check:
         reference: Reference,
         feedback: Mapping[int, int | None],
         agreement: Agreement = _ALONE,
+        tolerance: float | None = None,
     ) -> None:
         """Takes both sides as :func:`cfp.checking.reference.both_sides` compiles them.
 
@@ -187,6 +171,7 @@ class Check:
             feedback: for each argument that is state the result that replaces it; None
                 for all of it.
             agreement: of the processes whose devices the plan has.
+            tolerance: in place of the one for what the plan's step computes in.
         """
         self.planned = planned
         self.reference = reference
@@ -196,13 +181,9 @@ class Check:
         self._args: list[Any] = []
         self._perturbed: CompiledStep | None = None
         self._margin = NARROW_MARGIN if planned.narrow else ROUNDING_MARGIN
-        self.tolerance = (
-            LOW_TOLERANCE
-            if planned.narrow
-            else DOUBLE_TOLERANCE
-            if planned.double
-            else FULL_TOLERANCE
-        )
+        usual = DOUBLE_TOLERANCE if planned.double else FULL_TOLERANCE
+        usual = LOW_TOLERANCE if planned.narrow else usual
+        self.tolerance = usual if tolerance is None else tolerance
 
     def start(self, args: Sequence[Any]) -> None:
         """Copies the arguments, which the plan's step is about to overwrite."""
@@ -231,16 +212,21 @@ class Check:
         """
         tell("running the reference")
         expected = self._reference(fresh)
-        moved: list[Sequence[Difference]] = [compare(expected, expected)]
+        own = {d.path: d.size for d in compare(expected, expected)}
         expected = in_host(expected)  # The other runs need the room.
         tell("running the plan's step, and comparing results")
         found = self._under_plan(self.planned, fresh)
         differences = compare(found, expected)
-        # The runs to come are of the side that rounds most.
-        usual = in_host(found) if self.planned.perturbed else expected
+        changes = compare(self._before(expected), expected)
+        made = self._judged(differences, changes, own, [])
+        # The runs to come are of the side that rounds most. Their distances are in
+        # terms of the reference's size: else a result that is wrong, and nothing but
+        # rounding, would be taken for one of which nothing else can be expected.
+        is_narrow = self.planned.perturbed is not None
+        usual = in_host(found) if is_narrow else expected
+        sizes = {d.path: d.size for d in differences} if is_narrow else own
         del found
-        sides = differences, compare(self._before(expected), expected)
-        made = _comparison(moved, *sides, self._margin)
+        moved = []
         for seed in range(NUDGES + MORE_NUDGES):
             is_enough = seed == 0 or seed >= NUDGES
             # Reruns of the plan's step take all processes, and each compares alone.
@@ -249,16 +235,52 @@ class Check:
             most = NUDGES if seed < NUDGES else NUDGES + MORE_NUDGES
             tell(f"finding what rounding changes, run {seed + 1} of at most {most}")
             near = compare(self._nudged(seed, tell), usual)
-            if self.planned.perturbed:
-                near = _by_reference(near, differences, moved[0])
-            moved.append(near)
-            made = _comparison(moved, *sides, self._margin)
+            scale = {p: (sizes[p] or 1.0) / (own[p] or 1.0) for p in own}
+            moved.append([(d, d.relative_l2 * scale[d.path]) for d in near])
+            made = self._judged(differences, changes, own, moved)
         feed_back(self._args, expected, self._feedback)
         return made
 
+    def _judged(
+        self,
+        differences: Sequence[Difference],
+        changes: Sequence[Difference],
+        own: Mapping[str, float],
+        moved: Sequence[Sequence[tuple[Difference, float]]],
+    ) -> Comparison:
+        """Compares a step with its reference.
+
+        Args:
+            differences: of the plan's results.
+            changes: of the state, by the step.
+            own: the reference's norms.
+            moved: of the side that rounds most, for other arguments near these, with
+                distances in terms of the reference's norm.
+        """
+        changed = {d.path: d.relative_l2 for d in changes}
+        squares: dict[str, float] = defaultdict(float)
+        norms = {path: [size] for path, size in own.items()}
+        for d, distance in itertools.chain.from_iterable(moved):
+            squares[d.path] += distance**2 / len(moved)
+            norms[d.path].append(d.size)
+        leaves = [
+            Leaf(
+                path=d.path,
+                relative_l2=d.relative_l2,
+                size=d.size,
+                rounding=sqrt(squares[d.path]),
+                change=changed[d.path],
+                norms=tuple(norms[d.path]),
+                tolerance=self.tolerance,
+                margin=self._margin,
+            )
+            for d in differences
+        ]
+        return Comparison(tuple(leaves))
+
     def _passes_everywhere(self, made: Comparison) -> bool:
         """True if a step passes in each process."""
-        passes = not made.failures(self.tolerance)
+        passes = not made.failures
         [everywhere] = self._agreement.everywhere([passes], "whether a check passes")
         return everywhere
 
@@ -325,61 +347,6 @@ class Check:
         parts |= {place: self._args[i] for i, place in self._feedback.items()}
         leaves = [leaf for part in parts.values() for leaf in jax.tree.leaves(part)]
         return jax.tree.unflatten(jax.tree.structure(result), leaves)
-
-
-def _by_reference(
-    near: Sequence[Difference],
-    found: Sequence[Difference],
-    expected: Sequence[Difference],
-) -> list[Difference]:
-    """Distances of a plan's results from each other, in terms of the reference's size.
-
-    Else one that is wrong, and nothing but rounding, would be taken for one of which
-    nothing else can be expected.
-
-    Args:
-        near: the distances, in terms of the size of what is found.
-        found, expected: have the sizes.
-    """
-    own, wanted = ({d.path: d.size or 1.0 for d in one} for one in (found, expected))
-    return [
-        replace(d, relative_l2=d.relative_l2 * own[d.path] / wanted[d.path])
-        for d in near
-    ]
-
-
-def _comparison(
-    moved: Sequence[Sequence[Difference]],
-    differences: Sequence[Difference],
-    changes: Sequence[Difference],
-    margin: float,
-) -> Comparison:
-    """Compares a step with its reference.
-
-    Args:
-        moved: of the reference, from the arguments, and of the side that rounds most,
-            from others near them, if any.
-        differences: of what the plan returns.
-        changes: of the state, by the step.
-    """
-    squares: dict[str, float] = {}
-    sizes: dict[str, list[float]] = {}
-    for near in moved:
-        for d in near:
-            # The first are the expected results themselves.
-            square = d.relative_l2**2 / max(len(moved) - 1, 1)
-            squares[d.path] = squares.get(d.path, 0.0) + square
-            sizes.setdefault(d.path, []).append(d.size)
-    return Comparison(
-        differences=tuple(differences),
-        rounding={path: sqrt(square) for path, square in squares.items()},
-        changes={d.path: d.relative_l2 for d in changes},
-        margin=margin,
-        sizes={
-            d.path: NormRange(d.size, min(sizes[d.path]), max(sizes[d.path]))
-            for d in differences
-        },
-    )
 
 
 def fresh(tree: Any) -> Any:

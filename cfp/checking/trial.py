@@ -17,7 +17,7 @@ from cfp.checking.check import (
     FULL_TOLERANCE,
     Check,
     Comparison,
-    Difference,
+    Leaf,
     feed_back,
 )
 from cfp.checking.reference import both_sides, no_room, reference_text
@@ -94,35 +94,31 @@ class Trial:
         return statistics.median(times[1:] or times)
 
     @property
-    def largest(self) -> Difference | None:
-        """The largest difference of all steps."""
-        found = [d for s in self.steps for d in s.comparison.differences[:1]]
-        return max(found, key=lambda d: d.relative_l2, default=None)
+    def leaves(self) -> list[tuple[int, Leaf]]:
+        """Step numbers and leaves."""
+        steps = enumerate(self.steps)
+        return [(number, leaf) for number, s in steps for leaf in s.comparison.leaves]
 
     @property
-    def nearest(self) -> tuple[Difference, float] | None:
-        """The leaf of all steps nearest to how far off it may be, and that share."""
-        found = [s.comparison.nearest(self.tolerance) for s in self.steps]
-        pairs = [pair for pair in found if pair is not None]
-        return max(pairs, key=lambda pair: pair[1], default=None)
+    def largest(self) -> Leaf | None:
+        """The leaf of all steps that is furthest off."""
+        leaves = [leaf for _, leaf in self.leaves]
+        return max(leaves, key=lambda leaf: leaf.relative_l2, default=None)
 
     @property
-    def failures(self) -> list[tuple[int, Difference]]:
+    def nearest(self) -> Leaf | None:
+        """The leaf of all steps nearest to how far off it may be, of those decided."""
+        return Comparison(tuple(leaf for _, leaf in self.leaves)).nearest
+
+    @property
+    def failures(self) -> list[tuple[int, Leaf]]:
         """Step numbers and leaves that are further off than they may be."""
-        return [
-            (number, d)
-            for number, step in enumerate(self.steps)
-            for d in step.comparison.failures(self.tolerance)
-        ]
+        return [(n, x) for n, x in self.leaves if x.is_far and not x.is_undecided]
 
     @property
     def undecided(self) -> set[str]:
-        """Leaves of which only the size is compared; see :class:`Comparison`."""
-        return {
-            d.path
-            for step in self.steps
-            for d in step.comparison.undecided(self.tolerance)
-        }
+        """Leaves of which only the size is compared."""
+        return {leaf.path for _, leaf in self.leaves if leaf.is_undecided}
 
 
 _WHOLE = "result"  # Of a step that returns one array.
@@ -182,7 +178,7 @@ def run_trial(
                 )
                 with _room_for_check(agreement):
                     sides = both_sides(bound, compiled, tell)
-                    checking = Check(*sides, feedback, agreement)
+                    checking = Check(*sides, feedback, agreement, tolerance)
             tell("making the arguments, by programs that are compiled for their shapes")
             args = list(target.make_args(bound.in_shardings, seed))
             if checking is not None:
@@ -218,12 +214,10 @@ def run_trial(
                 attempt="a plan with a memory budget (--memory-budget, "
                 "memory_budget=), a smaller batch, or more devices",
             ) from error
-    if tolerance is None:
-        tolerance = checking.tolerance if checking is not None else FULL_TOLERANCE
     programs = [compiled] if checking is None else [compiled, checking.planned]
     return Trial(
         steps=tuple(results),
-        tolerance=tolerance,
+        tolerance=checking.tolerance if checking is not None else FULL_TOLERANCE,
         checked=check,
         preset=checking.reference.preset if checking is not None else "",
         rematerialized=tuple(count_rematerialized(p.as_text()) for p in programs),

@@ -188,7 +188,7 @@ def list_failures(trial: Trial) -> list[dict[str, Any]]:
             "step": number,
             "path": trial.named(d.path),
             "relative_l2": d.relative_l2,
-            "allowed": trial.steps[number].comparison.allowed(d.path, trial.tolerance),
+            "allowed": d.allowed,
         }
         for number, d in trial.failures
     ]
@@ -204,9 +204,9 @@ def _trial_view(trial: Trial, border: box.Box) -> Fitted:
     for number, step in enumerate(trial.steps):
         row = [str(number), f"{step.time_ms:.2f}"]
         row += [f"{value:.6g}" for value in step.metrics.values()]
-        if (nearest := step.comparison.nearest(trial.tolerance)) is not None:
-            d, share = nearest
-            row += [f"{d.relative_l2:.2g}", f"{share:.0%}", trial.named(d.path)]
+        if (nearest := step.comparison.nearest) is not None:
+            off, share = nearest.relative_l2, nearest.relative_l2 / nearest.allowed
+            row += [f"{off:.2g}", f"{share:.0%}", trial.named(nearest.path)]
         table.add_row(*row)
     return Fitted(table)
 
@@ -242,8 +242,8 @@ def check_text(trial: Trial) -> str:
             [f"Check FAILED: {text}, tolerance {trial.tolerance:g}", *lines]
         )
     text = f"all results equal those of {reference_text(trial.preset)} within rounding"
-    if trial.nearest is not None:
-        nearest, share = trial.nearest
+    if (nearest := trial.nearest) is not None:
+        share = nearest.relative_l2 / nearest.allowed
         text += (
             f". Nearest to its limit is {trial.named(nearest.path)}: off by "
             f"{nearest.relative_l2:.2g} (relative L2), {share:.0%} of what is allowed"

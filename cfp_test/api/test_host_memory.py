@@ -221,7 +221,7 @@ def test_an_exported_module_keeps_it_there(plan, tmp_path):
 def test_it_is_checked_against_one_device(plan):
     check = Check(*both_sides(plan), {0: 0})
     check.start([init(), X])
-    assert not check.step().failures(check.tolerance)
+    assert not check.step().failures
 
 
 def test_a_described_cluster_needs_a_smaller_budget(tmp_path):

@@ -15,7 +15,7 @@ from cfp.analysis.layout import Frame, constraints, lay_out
 from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import Match, attentions, replacements, way_of
 from cfp.attention.matching.ways import refusal_of
-from cfp.checking.check import Check, Difference
+from cfp.checking.check import Check, Leaf
 from cfp.checking.reference import Reference, compile_alone
 from cfp.presets.presets import DATA_PARALLEL, plainest, presets
 from cfp.program.replace import Replacement, Sites
@@ -100,7 +100,7 @@ class Step:
 
     def far(
         self, planned: CompiledStep, alone: CompiledStep | None = None
-    ) -> list[Difference]:
+    ) -> list[Leaf]:
         """Checks a step as `cfp run --check` does: its state is the first result.
 
         Args:
@@ -110,4 +110,4 @@ class Step:
         """
         check = Check(planned, Reference(alone or self.alone), {0: 0})
         check.start(self.args)
-        return check.step().failures(check.tolerance)
+        return check.step().failures

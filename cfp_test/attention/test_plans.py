@@ -247,7 +247,7 @@ def test_a_check_of_it_passes(planned):
     check = Check(*both_sides(plan), {0: 0})
     check.start(arguments())
     for _ in range(2):
-        assert check.step().failures(check.tolerance) == []
+        assert check.step().failures == []
 
 
 def test_on_virtual_devices_kernels_are_for_memory(mesh, tmp_path):

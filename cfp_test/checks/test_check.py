@@ -21,9 +21,7 @@ from cfp.checking.check import (
     DOUBLE_TOLERANCE,
     FULL_TOLERANCE,
     Check,
-    Comparison,
-    Difference,
-    NormRange,
+    Leaf,
 )
 from cfp.checking.reference import (
     Reference,
@@ -166,9 +164,7 @@ def test_noise_alone_passes(dtype, tmp_path):
     trial = trial_of(target, "data_parallel", 4, tmp_path)
     assert trial.tolerance == FULL_TOLERANCE
     assert trial.failures == []
-    far = {
-        d.path for d in trial.steps[0].comparison.differences if d.relative_l2 > 1e-4
-    }
+    far = {d.path for d in trial.steps[0].comparison.leaves if d.relative_l2 > 1e-4}
     # What one device is not sure of itself: this leaf, and its moments.
     assert far and all(path.endswith("/key_bias") for path in far)
 
@@ -206,12 +202,9 @@ def shares(dtype, optimizer, fault):
     )
     check.start(make_args(optimizer))
     found = check.step()
-    failed = {d.path for d in found.failures(check.tolerance)}
-    allowed = {
-        d.path: d.relative_l2 / found.allowed(d.path, check.tolerance)
-        for d in found.differences
-    }
-    noise = {d.path for d in found.undecided(check.tolerance)}
+    failed = {d.path for d in found.failures}
+    allowed = {leaf.path: leaf.relative_l2 / leaf.allowed for leaf in found.leaves}
+    noise = {leaf.path for leaf in found.leaves if leaf.is_undecided}
     assert all(path.endswith("/key_bias") for path in noise)
     assert failed == {path for path, share in allowed.items() if share > 1} - noise
     return allowed
@@ -260,36 +253,41 @@ def test_what_is_right_is_not_off(dtype, optimizer):
 # ------------------------------------------------------------- what is never allowed
 
 
-def compared(distance, noise, sizes=None):
-    return Comparison(
-        differences=(Difference("w", distance),),
-        rounding={"w": noise},
-        changes={"w": 1.0},
-        sizes={"w": sizes} if sizes else {},
+def leaf(distance, noise, *sizes, tolerance=1e-5):
+    """A leaf with its norm, and those that rounding makes of it."""
+    return Leaf(
+        path="w",
+        relative_l2=distance,
+        rounding=noise,
+        change=1.0,
+        size=sizes[0] if sizes else 0.0,
+        norms=sizes[1:],
+        tolerance=tolerance,
     )
+
+
+def fails(one):
+    return one.is_far and not one.is_undecided
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-3, 0.1, 0.5, 3.0, float("inf")])
 @pytest.mark.parametrize("tolerance", [1e-5, 1.0, 1e9])
 def test_a_leaf_of_zeros_never_passes(noise, tolerance):
-    zeros = compared(1.0, noise, NormRange(0.0, 0.9, 1.1))
-    assert zeros.allowed("w", tolerance) < 1
-    assert len(zeros.failures(tolerance)) == 1
+    zeros = leaf(1.0, noise, 0.0, 0.9, 1.1, tolerance=tolerance)
+    assert zeros.allowed < 1 and fails(zeros)
 
 
 def test_ten_times_the_rounding_passes_and_no_more():
-    assert compared(0.0099, 1e-3).failures(1e-5) == []
-    assert len(compared(0.0101, 1e-3).failures(1e-5)) == 1
+    assert not fails(leaf(0.0099, 1e-3)) and fails(leaf(0.0101, 1e-3))
 
 
 def test_where_rounding_decides_the_size_is_compared():
-    noise = compared(1.4, 1.4, NormRange(1.1, 0.9, 1.0))
-    assert noise.failures(1e-5) == []
-    assert [d.path for d in noise.undecided(1e-5)] == ["w"]
+    noise = leaf(1.4, 1.4, 1.1, 0.9, 1.0)
+    assert noise.is_undecided and not fails(noise)
     for size in (0.0, 0.005, 200.0):
-        assert len(compared(1.4, 1.4, NormRange(size, 0.9, 1.0)).failures(1e-5)) == 1
+        assert fails(leaf(1.4, 1.4, size, 0.9, 1.0))
     # What is not compared with anything is not known to be alike.
-    assert len(compared(1.4, 1.4).failures(1e-5)) == 1
+    assert fails(leaf(1.4, 1.4))
 
 
 def test_a_step_in_float64_is_compared_in_float64():
@@ -314,12 +312,12 @@ def test_a_step_in_float64_is_compared_in_float64():
         check = Check(right, Reference(right), {0: None})
         check.start((w, x))
         assert check.tolerance == DOUBLE_TOLERANCE
-        assert check.step().failures(check.tolerance) == []
-        other = Check(wrong, Reference(right), {0: None})
+        assert check.step().failures == []
+        other = Check(wrong, Reference(right), {0: None}, tolerance=DOUBLE_TOLERANCE)
         other.start((w, x))
         found = other.step()
-        assert 1e-10 < found.differences[0].relative_l2 < 1e-6
-        assert found.failures(check.tolerance) != []
+        assert 1e-10 < found.leaves[0].relative_l2 < 1e-6
+        assert found.failures != []
 
 
 def test_the_plans_own_compiler_options_are_used(monkeypatch, tmp_path):
@@ -422,7 +420,7 @@ def test_what_computes_in_float32_already_is_checked_as_it_is(
     assert (planned.compiled is compiled.compiled) == (programs == 1)
     check = Check(planned, alone, {0: 0})
     check.start(make_args("sgd"))
-    assert check.step().failures(check.tolerance) == []
+    assert check.step().failures == []
 
 
 def small_target():
@@ -488,7 +486,7 @@ def test_without_room_on_one_device_a_preset_is_the_reference(
     assert f"step as written, sharded over the same devices by {other}" in " ".join(
         check_text(found).split()
     )
-    assert all(step.comparison.differences for step in found.steps)
+    assert all(step.comparison.leaves for step in found.steps)
 
 
 @dataclass(frozen=True)
@@ -554,7 +552,7 @@ def test_a_wrong_plan_fails_beside_a_preset(monkeypatch, tmp_path):
     ):
         check = Check(planned, sharded, {0: 0})
         check.start(make_args("sgd"))
-        assert (check.step().failures(check.tolerance) == []) == passes
+        assert (check.step().failures == []) == passes
 
 
 @pytest.mark.parametrize(("limit", "is_there"), [(0, True), (67, False), (68, True)])
@@ -708,7 +706,7 @@ def test_rounding_is_looked_at_more_closely_before_a_check_fails(off, most):
         *(f" run {n} of at most 16" for n in range(4, most + 1)),
     ]
     # It ends with the first that explains the difference.
-    assert (found.failures(check.tolerance) == []) == (most < 16)
+    assert (found.failures == []) == (most < 16)
 
 
 @pytest.mark.parametrize(("off", "calls"), [(2e-5, 4), (0.5e-5, 1)])
@@ -717,7 +715,7 @@ def test_what_passes_is_not_looked_at_more_closely(off, calls):
     alone = Alone([0.0] + [6.7e-6] * 3)
     check = Check(Planned(off), Reference(alone), {})
     check.start([jnp.ones(())])
-    assert check.step().failures(check.tolerance) == []
+    assert check.step().failures == []
     assert alone.calls == calls
 
 
@@ -739,7 +737,7 @@ def test_all_processes_run_until_a_check_passes_in_each(fails, calls):
     alone, agreed = Alone([0.0] * 17), Agreed(fails)
     check = Check(Planned(0.0), Reference(alone), {}, agreed)
     check.start([jnp.ones(())])
-    assert check.step().failures(check.tolerance) == []
+    assert check.step().failures == []
     assert alone.calls == calls
     assert all(flags == [True] for flags in agreed.asked)
 

@@ -56,28 +56,30 @@ def plan(mesh, tmp_path_factory):
     return cfp.Plan.load(folder / "plan.json", mesh=mesh)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"activation": jnp.sin}, "sine f32[4,16] -> f32[4,16], planned was tanh"),
-        ({"swapped": True}, "which reads other values"),
-        (
-            {"more": jnp.exp},
-            "exponential f32[] -> f32[], behind the end of the planned",
-        ),
-        (
-            {"more": lambda x: x * 3.0},
-            "constant -> f32[], behind the end of the planned",
-        ),
-    ],
-    ids=["op", "wiring", "more", "behind"],
-)
-def test_the_first_operation_that_differs_is_shown(plan, change, words):
-    with pytest.raises(cfp.PlanMismatch) as refused:
-        plan.compile(make_step(**change), W, X)
-    text = str(refused.value)
-    assert words in text and "test_misfit.py:" in text
-    assert "planned for" not in text, "nothing else differs"
+CHANGES = {
+    "another op": {"activation": jnp.sin},
+    "other wiring": {"swapped": True},
+    "one more op": {"more": jnp.exp},
+    "more ops": {"more": lambda x: x * 3.0},
+}
+
+
+def test_the_first_operation_that_differs_is_shown(plan, golden):
+    texts = {}
+    for name, change in CHANGES.items():
+        with pytest.raises(cfp.PlanMismatch) as refused:
+            plan.compile(make_step(**change), W, X)
+        texts[name] = str(refused.value)
+    with jax.default_matmul_precision("highest"):
+        with pytest.raises(cfp.PlanMismatch) as refused:
+            plan.compile(make_step(), W, X)
+    texts["another configuration"] = str(refused.value)
+    for part in ("jax_version", "device_kind", "platform"):
+        elsewhere = replace(plan, environment={**plan.environment, part: "another"})
+        with pytest.raises(cfp.PlanMismatch) as refused:
+            elsewhere.compile(make_step(jnp.sin), W, X)
+        texts[part] = str(refused.value).replace(jax.__version__, "0.1")
+    golden("misfit", texts)
 
 
 def test_other_constants_are_no_difference(plan):
@@ -111,33 +113,6 @@ def test_a_number_in_place_of_an_array_is_named_where_it_makes_other_types(
     plan = loaded_plan(mesh, tmp_path, w, 0.25)
     with pytest.raises(cfp.PlanMismatch, match="A Python number, which is weakly"):
         plan.compile(scaled, w, jnp.float32(0.25))
-
-
-def test_the_configuration_is_named(plan):
-    with jax.default_matmul_precision("highest"):
-        with pytest.raises(cfp.PlanMismatch) as refused:
-            plan.compile(make_step(), W, X)
-    text = str(refused.value)
-    assert "jax_default_matmul_precision: planned for None, here highest" in text
-    assert "dot_general" in text and "with other attributes" in text
-
-
-@pytest.mark.parametrize(
-    ("part", "name"),
-    [
-        ("jax_version", "version of jax"),
-        ("device_kind", "kind of devices"),
-        ("platform", "platform"),
-    ],
-)
-def test_what_it_was_made_with_is_named(plan, part, name):
-    elsewhere = replace(plan, environment={**plan.environment, part: "another"})
-    with pytest.raises(cfp.PlanMismatch, match=f"{name}: planned for another, here"):
-        elsewhere.compile(make_step(jnp.sin), W, X)
-    wanted = dict(plan.environment, jax_version="0.1")
-    older = replace(plan, environment=wanted)
-    with pytest.raises(cfp.PlanMismatch, match=r"try: JAX 0\.1, or plan again"):
-        older.compile(make_step(jnp.sin), W, X)
 
 
 def test_another_number_of_devices_is_named(plan):

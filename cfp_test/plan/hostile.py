@@ -145,12 +145,12 @@ class Mutation:
     Attributes:
         name: what is changed.
         change: changes parsed JSON in place, or returns what to write in its stead.
-        says: what the refusal says; None where the change is harmless.
+        harmless: whether the file is taken, and does what it did.
     """
 
     name: str
     change: Callable[[Sound, Any], Any]
-    says: str | None
+    harmless: bool = False
 
     def text(self, made: Sound, data: Any) -> bytes:
         """Text of the file."""
@@ -247,7 +247,7 @@ _FIRST = ("arguments", 0)
 
 PLANS = (
     # What is asked of the compiler.
-    Mutation("option xla_dump_to", _option("xla_dump_to", BAIT), "harmless"),
+    Mutation("option xla_dump_to", _option("xla_dump_to", BAIT)),
     Mutation(
         "option xla_gpu_dump_llvmir, beside a known one",
         _put(
@@ -257,162 +257,122 @@ PLANS = (
             },
             "options",
         ),
-        "harmless",
     ),
-    Mutation(
-        "option for fast math",
-        _option("xla_cpu_enable_fast_math", "true"),
-        "harmless",
-    ),
+    Mutation("option for fast math", _option("xla_cpu_enable_fast_math", "true")),
     Mutation(
         "option that turns checks of the compiler off",
         _option("xla_disable_hlo_passes", "spmd-partitioning,rematerialization"),
-        "xla_disable_hlo_passes",
     ),
     Mutation(
         "known option, value with a flag behind it",
         _option("xla_backend_optimization_level", f"0 --xla_dump_to={BAIT}"),
-        "xla_backend_optimization_level",
     ),
     Mutation(
         "known option, value of another type",
         _option("xla_gpu_enable_latency_hiding_scheduler", False),
-        "no text",
     ),
     Mutation(
         "memory limit of 100000 percent",
         _option("xla_gpu_memory_limit_slop_factor", "100000"),
-        "slop_factor",
     ),
-    Mutation("options as a list", _put([["xla_dump_to", BAIT]], "options"), "object"),
+    Mutation("options as a list", _put([["xla_dump_to", BAIT]], "options")),
     # Of which program it is.
-    Mutation("no fingerprint", _drop("fingerprint"), "in fingerprint"),
-    Mutation("fingerprint null", _put(None, "fingerprint"), "a valid string"),
-    Mutation("fingerprint empty", _put("", "fingerprint"), "64 hexadecimal"),
-    Mutation(
-        "fingerprint of another program",
-        _put("0" * 64, "fingerprint"),
-        "not the one that was planned",
-    ),
-    Mutation("another format", _put(999, "format"), "format"),
-    Mutation("format true", _put(True, "format"), "format"),
+    Mutation("no fingerprint", _drop("fingerprint")),
+    Mutation("fingerprint null", _put(None, "fingerprint")),
+    Mutation("fingerprint empty", _put("", "fingerprint")),
+    Mutation("fingerprint of another program", _put("0" * 64, "fingerprint")),
+    Mutation("another format", _put(999, "format")),
+    Mutation("format true", _put(True, "format")),
     # Meshes.
-    Mutation("no axes", _put([], "mesh_axes"), "axes"),
-    Mutation("axis of another size", _put(4, "mesh_axes", 0, 1), "is for a mesh"),
-    Mutation("axis of size -2", _put(-2, "mesh_axes", 0, 1), "equal to 2"),
-    Mutation("axis of size 2.0", _put(2.0, "mesh_axes", 0, 1), "valid integer"),
-    Mutation(
-        "a billion devices",
-        _put([["x", 2**20], ["y", 2**10]], "mesh_axes"),
-        "devices together",
-    ),
-    Mutation("axis twice", _put("y", "mesh_axes", 0, 0), "name of its own"),
+    Mutation("no axes", _put([], "mesh_axes")),
+    Mutation("axis of another size", _put(4, "mesh_axes", 0, 1)),
+    Mutation("axis of size -2", _put(-2, "mesh_axes", 0, 1)),
+    Mutation("axis of size 2.0", _put(2.0, "mesh_axes", 0, 1)),
+    Mutation("a billion devices", _put([["x", 2**20], ["y", 2**10]], "mesh_axes")),
+    Mutation("axis twice", _put("y", "mesh_axes", 0, 0)),
     Mutation(
         "axis name that ends a string of the program",
         _put('x"=2]> // ', "mesh_axes", 0, 0),
-        "name of its own",
     ),
-    Mutation(
-        "axes in another order",
-        _swap(("mesh_axes", 0), ("mesh_axes", 1)),
-        "is for a mesh",
-    ),
+    Mutation("axes in another order", _swap(("mesh_axes", 0), ("mesh_axes", 1))),
     # Arguments and results.
-    Mutation("argument dropped", _drop(*_FIRST), "do not fit"),
-    Mutation("argument without its sharding", _drop(*_FIRST, "spec"), "this field"),
-    Mutation("unknown axis", _put([["z"], []], *_FIRST, "spec"), "axes of the mesh"),
-    Mutation("axis twice in a spec", _put([["x"], ["x"]], *_FIRST, "spec"), "once"),
-    Mutation("spec of too few dims", _put([["x"]], *_FIRST, "spec"), "2 dims"),
-    Mutation("spec of too many dims", _put([["x"], [], []], *_FIRST, "spec"), "2 dims"),
-    Mutation("spec as text", _put("x", *_FIRST, "spec"), "valid list"),
-    Mutation("axis as a number", _put([[0], []], *_FIRST, "spec"), "valid string"),
-    Mutation("another type", _put("int8[8,16]", *_FIRST, "type"), "planned for"),
-    Mutation("type that is code", _put("__import__('os')", *_FIRST, "type"), "a type"),
-    Mutation("another path", _put("state/other", *_FIRST, "path"), "do not fit"),
-    Mutation(
-        "path with a command to terminals",
-        _put("\x1b[2J", *_FIRST, "path"),
-        "printable",
-    ),
-    Mutation("donated 1", _put(1, *_FIRST, "donated"), "valid boolean"),
-    Mutation("result dropped", _drop("output_specs", 0), "results"),
+    Mutation("argument dropped", _drop(*_FIRST)),
+    Mutation("argument without its sharding", _drop(*_FIRST, "spec")),
+    Mutation("unknown axis", _put([["z"], []], *_FIRST, "spec")),
+    Mutation("axis twice in a spec", _put([["x"], ["x"]], *_FIRST, "spec")),
+    Mutation("spec of too few dims", _put([["x"]], *_FIRST, "spec")),
+    Mutation("spec of too many dims", _put([["x"], [], []], *_FIRST, "spec")),
+    Mutation("spec as text", _put("x", *_FIRST, "spec")),
+    Mutation("axis as a number", _put([[0], []], *_FIRST, "spec")),
+    Mutation("another type", _put("int8[8,16]", *_FIRST, "type")),
+    Mutation("type that is code", _put("__import__('os')", *_FIRST, "type")),
+    Mutation("another path", _put("state/other", *_FIRST, "path")),
+    Mutation("path with a command to terminals", _put("\x1b[2J", *_FIRST, "path")),
+    Mutation("donated 1", _put(1, *_FIRST, "donated")),
+    Mutation("result dropped", _drop("output_specs", 0)),
     Mutation(
         "result with an axis that does not divide it",
         _put([["x", "y"]], "output_specs", -1),
-        "does not divide",
     ),
     # Numbers of values and ops.
     Mutation(
         "value out of range",
         _put(lambda made: [made.values], "constraints", 0, "values"),
-        "constraints do not fit",
     ),
-    Mutation("value -1", _put([-1], "constraints", 0, "values"), "equal to 0"),
-    Mutation("value 1e3", _put([1e3], "constraints", 0, "values"), "valid integer"),
-    Mutation("value with a sharding of another rank", _one_more_value, "dims"),
-    Mutation("value twice", _twice, "once"),
+    Mutation("value -1", _put([-1], "constraints", 0, "values")),
+    Mutation("value 1e3", _put([1e3], "constraints", 0, "values")),
+    Mutation("value with a sharding of another rank", _one_more_value),
+    Mutation("value twice", _twice),
     Mutation(
-        "op out of range",
-        _put(lambda made: [[made.ops, 0]], "constraints", 0, "uses"),
-        "constraints do not fit",
+        "op out of range", _put(lambda made: [[made.ops, 0]], "constraints", 0, "uses")
     ),
-    Mutation(
-        "operand out of range",
-        _put([[0, 99]], "constraints", 0, "uses"),
-        "constraints do not fit",
-    ),
-    Mutation("rematerialized after it is read", _backwards, "come after"),
-    Mutation("a loop rematerialized", _loop_again, "to rematerialize"),
+    Mutation("operand out of range", _put([[0, 99]], "constraints", 0, "uses")),
+    Mutation("rematerialized after it is read", _backwards),
+    Mutation("a loop rematerialized", _loop_again),
     Mutation(
         "rematerialized ops out of range",
         _put(lambda made: [made.ops + 5], "recompute", 0, "backward"),
-        "not all are there",
     ),
     # The rest of it.
-    Mutation("time NaN", _raw('"measured_ms": 1.5', '"measured_ms": NaN'), "NaN"),
-    Mutation(
-        "time 1e999", _raw('"measured_ms": 1.5', '"measured_ms": 1e999'), "finite"
-    ),
-    Mutation("time -1", _put(-1.0, "measured_ms"), "equal to 0"),
-    Mutation("memory as text", _put("4 GiB", "peak_bytes"), "valid integer"),
+    Mutation("time NaN", _raw('"measured_ms": 1.5', '"measured_ms": NaN')),
+    Mutation("time 1e999", _raw('"measured_ms": 1.5', '"measured_ms": 1e999')),
+    Mutation("time -1", _put(-1.0, "measured_ms")),
+    Mutation("memory as text", _put("4 GiB", "peak_bytes")),
     Mutation(
         "number of 5000 digits",
         _raw('"peak_bytes": 4096', f'"peak_bytes": {"9" * 5000}'),
-        "Cannot read",
     ),
     Mutation(
-        "dim of 5000 digits",
-        _put(f"f32[{'9' * 5000}]", "rows", 0, "result", "type"),
-        "a type such as",
+        "dim of 5000 digits", _put(f"f32[{'9' * 5000}]", "rows", 0, "result", "type")
     ),
-    Mutation("name of 20000 characters", _put("a" * 20_000, "winner"), "characters"),
-    Mutation("unknown field", _put("os.system", "hook"), "hook"),
-    Mutation("field twice", _raw('"options":', '"options": {}, "options":'), "twice"),
-    Mutation("nested 100000 deep", _deep, "too deeply"),
-    Mutation(
-        "cut off", lambda made, data: json.dumps(data).encode()[:-40], "Cannot read"
-    ),
-    Mutation("empty", lambda made, data: b"", "Cannot read"),
-    Mutation(
-        "bytes that are no text", lambda made, data: b"\xff\xfe\x00", "Cannot read"
-    ),
-    Mutation("pickle", lambda made, data: b"\x80\x04cos\nsystem\n.", "Cannot read"),
-    Mutation("a list", lambda made, data: [data], "format"),
-    Mutation("static argument -1", _put([-1], "static"), "positions"),
-    Mutation("static argument 700", _put([700], "static"), "positions"),
+    Mutation("name of 20000 characters", _put("a" * 20_000, "winner")),
+    Mutation("unknown field", _put("os.system", "hook")),
+    Mutation("field twice", _raw('"options":', '"options": {}, "options":')),
+    Mutation("nested 100000 deep", _deep),
+    Mutation("cut off", lambda made, data: json.dumps(data).encode()[:-40]),
+    Mutation("empty", lambda made, data: b""),
+    Mutation("bytes that are no text", lambda made, data: b"\xff\xfe\x00"),
+    Mutation("pickle", lambda made, data: b"\x80\x04cos\nsystem\n."),
+    Mutation("a list", lambda made, data: [data]),
+    Mutation("static argument -1", _put([-1], "static")),
+    Mutation("static argument 700", _put([700], "static")),
     # Harmless: the step computes what it did.
     Mutation(
         "specs of two arguments exchanged",
         _swap(("arguments", 4, "spec"), ("arguments", 5, "spec")),
-        None,
+        harmless=True,
     ),
-    Mutation("nothing sharded", _whole, None),
-    Mutation("constraints dropped", _put([], "constraints"), None),
-    Mutation("rematerialization dropped", _put([], "recompute"), None),
-    Mutation("batch given away, too", _put(True, "arguments", 4, "donated"), None),
-    Mutation("times invented", _put(1e-9, "measured_ms"), None),
-    Mutation("names with commands and markup", _put(_EVIL_NAME, "winner"), None),
-    Mutation("half a surrogate pair", _put("\ud800", "winner"), None),
+    Mutation("nothing sharded", _whole, harmless=True),
+    Mutation("constraints dropped", _put([], "constraints"), harmless=True),
+    Mutation("rematerialization dropped", _put([], "recompute"), harmless=True),
+    Mutation(
+        "batch given away, too", _put(True, "arguments", 4, "donated"), harmless=True
+    ),
+    Mutation("times invented", _put(1e-9, "measured_ms"), harmless=True),
+    Mutation(
+        "names with commands and markup", _put(_EVIL_NAME, "winner"), harmless=True
+    ),
+    Mutation("half a surrogate pair", _put("\ud800", "winner"), harmless=True),
 )
 
 
@@ -434,38 +394,28 @@ def _other_parts(parts: list[list[str]]) -> Callable[[Sound, Any], None]:
 _DUMPING = {"options": {"xla_dump_to": BAIT}}
 
 RECORDS = (
-    Mutation("choice with xla_dump_to", _chosen(_DUMPING), "harmless"),
+    Mutation("choice with xla_dump_to", _chosen(_DUMPING)),
+    Mutation("choice with xla_dump_to, in a list", _chosen([json.dumps(_DUMPING)])),
+    Mutation("choice of numbers", _chosen([1, 2])),
+    Mutation("choice nested deeply", _put("[" * 100_000, "choice")),
+    Mutation("key of another record", _put("0" * 64, "key")),
+    Mutation("parts changed", _put([["segment", "t"]], "parts")),
+    Mutation("part twice", _put([["a", "1"], ["a", "2"]], "parts")),
     Mutation(
-        "choice with xla_dump_to, in a list",
-        _chosen([json.dumps(_DUMPING)]),
-        "harmless",
+        "part with a command to terminals", _other_parts([["segment", "\x1b[2J"]])
     ),
-    Mutation("choice of numbers", _chosen([1, 2]), "choice"),
-    Mutation("choice nested deeply", _put("[" * 100_000, "choice"), "cannot be read"),
-    Mutation("key of another record", _put("0" * 64, "key"), "key"),
-    Mutation("parts changed", _put([["segment", "t"]], "parts"), "key"),
-    Mutation("part twice", _put([["a", "1"], ["a", "2"]], "parts"), "once"),
-    Mutation(
-        "part with a command to terminals",
-        _other_parts([["segment", "\x1b[2J"]]),
-        "printed",
-    ),
-    Mutation("unknown field", _put("x", "hook"), "hook"),
-    Mutation("no status", _drop("status"), "status"),
-    Mutation("unknown status", _put("fine", "status"), "status"),
-    Mutation("ok without samples", _put([], "samples_ms"), "samples_ms"),
-    Mutation("time -1", _put([-1.0], "samples_ms"), "equal to 0"),
-    Mutation(
-        "time of 400 digits",
-        _raw("[1.0, 2.0]", f"[{'9' * 400}]"),
-        "number",
-    ),
-    Mutation("time NaN", _raw("[1.0, 2.0]", "[NaN]"), "finite number"),
-    Mutation("memory as text", _put("4 GiB", "temp_bytes"), "temp_bytes"),
-    Mutation("no time zone", _put("2026-01-01T00:00:00", "created"), "created"),
-    Mutation("nested 100000 deep", _deep, "recursion limit"),
-    Mutation("bytes that are no text", lambda made, data: b"\xff\xfe", "good lines"),
-    Mutation("reason with commands", _put("\x1b[2Jgone", "reason"), None),
+    Mutation("unknown field", _put("x", "hook")),
+    Mutation("no status", _drop("status")),
+    Mutation("unknown status", _put("fine", "status")),
+    Mutation("ok without samples", _put([], "samples_ms")),
+    Mutation("time -1", _put([-1.0], "samples_ms")),
+    Mutation("time of 400 digits", _raw("[1.0, 2.0]", f"[{'9' * 400}]")),
+    Mutation("time NaN", _raw("[1.0, 2.0]", "[NaN]")),
+    Mutation("memory as text", _put("4 GiB", "temp_bytes")),
+    Mutation("no time zone", _put("2026-01-01T00:00:00", "created")),
+    Mutation("nested 100000 deep", _deep),
+    Mutation("bytes that are no text", lambda made, data: b"\xff\xfe"),
+    Mutation("reason with commands", _put("\x1b[2Jgone", "reason"), harmless=True),
 )
 
 

@@ -52,6 +52,7 @@ def plan(
     pins: Pins | None = None,
     preset: str | None = None,
     choose: Iterable[str] | None = None,
+    precision: str | None = None,
     cache_dir: str | Path | None = None,
     settings: PlannerSettings | None = None,
     **kwargs: Any,
@@ -87,6 +88,7 @@ def plan(
             search may choose them.
         choose: kinds of choices to make, such as ``("sharding", "kernels")``; by
             default all, see :class:`PlannerSettings`.
+        precision: "fp8" for FP8 products, see :class:`PlannerSettings`.
         cache_dir: folder of the measurements; by default the user's cache directory.
         settings: how much to measure, and a callback for progress.
 
@@ -100,6 +102,8 @@ def plan(
         settings = settings_or_defaults(settings)
         names = tuple(sorted(dimensions_of(choose)))
         settings = replace(settings, choose=names)
+    if precision is not None:
+        settings = replace(settings_or_defaults(settings), precision=precision)
     options = {
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,
@@ -146,7 +150,7 @@ def plan(
 _OPTIONS = tuple(signature(plan).parameters)[4:-1]  # not fn, args, mesh, quiet, kwargs
 
 # What decides a plan; a saved one has decided.
-_DECIDES = {"memory_budget", "pins", "preset", "choose"}
+_DECIDES = {"memory_budget", "pins", "preset", "choose", "precision"}
 _SILENCE = "cfp.parallelize(..., quiet=True) says nothing"
 _OF_CALLS = {"static_argnums", "static_argnames", "donate_argnums", "donate_argnames"}
 # Names a plan's file for the steps of `parallelize` that are given none.

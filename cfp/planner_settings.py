@@ -13,6 +13,7 @@ from cfp.errors import CfpError, OptionError, what_there_is
 from cfp.profiling.in_flight import Limits
 from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.tasks import Progress
+from cfp.program.fp8 import least_size
 from cfp.settings import ALL_DIMENSIONS, ConstraintLevel, Dimension
 
 # Settings that the command line calls otherwise.
@@ -51,6 +52,8 @@ class PlannerSettings:
             first and the last), unless a budget was asked for; times are scaled to the
             whole program, and only the winner is compiled and timed whole. None races
             whole programs.
+        precision: "fp8" computes large 16-bit products of parameters in FP8, which
+            changes results; "" as the step has them. See docs/fp8.md.
         measure: whether strategies are measured; False uses stored measurements only.
             By default they are, but not on virtual CPU devices, whose times say nothing
             about those of GPUs: there choices are made by estimates, and the plan and
@@ -74,6 +77,7 @@ class PlannerSettings:
     choose: tuple[str, ...] | None = None
     race: bool = True
     repeats: int | None = 4
+    precision: str = ""
     measure: bool | None = None
     retry_failures: bool | datetime = False
     limits: Limits = field(default_factory=Limits)
@@ -107,6 +111,8 @@ class PlannerSettings:
                 "Expected a number of seconds, 0 or more (left out, planning takes as "
                 f"many as it needs), got seconds={self.seconds!r}."
             )
+        if self.precision:
+            least_size(self.precision)
         dimensions = self.dimensions
         for dimension, name in _OF_DIMENSIONS.items():
             if getattr(self, name) and dimension not in dimensions:

@@ -119,6 +119,7 @@ def plan_fastest(
         "static_argnames": static_argnames,
         "donate_argnums": donate_argnums,
         "donate_argnames": donate_argnames,
+        "precision": settings_or_defaults(settings).precision,
     }
     name = getattr(variants[0].fn, "__name__", "a step")
     variants_text = f"variants of a step: {', '.join(names)}"

@@ -315,15 +315,23 @@ def weight_place(flow: Flow, op: Op, parameters: Set[int]) -> int:
 
 
 def _origin(flow: Flow, value: int) -> int:
-    """The value that another one is a view, or a part, of."""
+    """The value that another one is a view, a part, or a multiple of."""
     while True:
         if sources := flow.sources(value):
             value = sources[0]
             continue
         op = flow.program.maker(value)
-        if op is None or op.kind not in _SAME:
+        if op is None or not (op.kind in _SAME or _is_scaled(flow, op)):
             return value
         value = op.operands[0]
+
+
+def _is_scaled(flow: Flow, op: Op) -> bool:
+    """True if an op multiplies its first operand by one number."""
+    spread = flow.program.maker(op.operands[1]) if op.kind == "multiply" else None
+    if spread is None or spread.kind != "broadcast_in_dim":
+        return False
+    return not flow.program.shape(spread.operands[0])
 
 
 def _shortened(paths: Sequence[str]) -> list[str]:

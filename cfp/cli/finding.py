@@ -344,6 +344,7 @@ def plan(
     microbatches: Microbatches = None,
     static: o.Static = None,
     attention: o.Attention = None,
+    precision: o.Precision = None,
     per_kind: o.PerKind = o.USUAL.per_kind,
     others: o.Others = o.USUAL.others,
     quick: o.Quick = False,

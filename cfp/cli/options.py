@@ -248,6 +248,16 @@ Attention = Annotated[
         show_default=False,
     ),
 ]
+Precision = Annotated[
+    str | None,
+    of_kernels(
+        "--precision",
+        metavar="PRECISION",
+        help="fp8: compute large 16-bit products of parameters in FP8, which changes "
+        "results. By default products are computed as the step has them.",
+        show_default=False,
+    ),
+]
 Choose = Annotated[
     str | None,
     of_measuring(
@@ -403,7 +413,7 @@ def settings(
         "measure": given.get("measure", True) or None,
         "seconds": given.get("time_budget"),
     }
-    found |= {name: given.get(name) for name in ("per_kind", "others")}
+    found |= {name: given.get(name) for name in ("per_kind", "others", "precision")}
     if given.get("retry_failures"):
         supervision = ctx.obj if ctx is not None else None
         is_supervised = isinstance(supervision, Supervision)

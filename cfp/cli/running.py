@@ -74,6 +74,7 @@ def run(
     donate: o.Donate = None,
     static: o.Static = None,
     attention: o.Attention = None,
+    precision: o.Precision = None,
     per_kind: o.PerKind = o.USUAL.per_kind,
     quick: o.Quick = False,
     no_race: o.NoRace = False,

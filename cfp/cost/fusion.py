@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
-from cfp.program.graph import Op, Program, searched_once
+from cfp.program.graph import Op, Program, is_dequantized, searched_once
 from cfp.program.rematerialize import CHEAP
 
 # Of these the reader reads what they are made of, where it lies.
@@ -78,7 +78,7 @@ def _is_written(program: Program, v: int) -> bool:
 def _has_memory(program: Program, v: int) -> bool:
     """Returns True if a tensor has memory because of its producer or its readers."""
     op = program.ops[program.values[v].producer]
-    if op.kind in _VIEWS or op.kind == "dynamic_update_slice":
+    if _is_view(program, op) or op.kind == "dynamic_update_slice":
         return False  # An update is written into what a loop carries.
     if op.has_regions:
         # What a loop only hands through is read where it came from.
@@ -86,8 +86,16 @@ def _has_memory(program: Program, v: int) -> bool:
     # Behind a loop's own operands is what it returns, for which it has memory itself.
     return op.kind not in FUSED or any(
         user.kind not in _AS_IT_GOES and index < len(user.operands)
-        for user, index in uses_through(program, v, lambda op, _: op.kind in _VIEWS)
+        for user, index in uses_through(program, v, lambda op, _: _is_view(program, op))
     )
+
+
+def _is_view(program: Program, op: Op) -> bool:
+    """True if readers of what an op makes read what it is made of.
+
+    Products read FP8 numbers, and scale what they make.
+    """
+    return op.kind in _VIEWS or is_dequantized(program, op)
 
 
 @searched_once

@@ -38,7 +38,7 @@ from cfp.attention.matching.called import (
 from cfp.attention.matching.functions import Way
 from cfp.cost.fusion import moved_bytes
 from cfp.profiling.rates import Rates
-from cfp.program.graph import Op, call_flops, dtype_bytes, op_flops
+from cfp.program.graph import Op, call_flops, dtype_bytes, op_flops, product_dtype
 from cfp.program.rules import Rule, padded_size
 from cfp.settings import HOST_BYTES_PER_MS
 
@@ -163,7 +163,7 @@ class Terms:
         share = self._share(rule, axes)
         if is_contraction(op):
             flops = op_flops(program, op) / op.repeat * share
-            dtype = program.values[op.operands[0]].dtype
+            dtype = product_dtype(program, op)
             products_ms = self.rates.matmul_ms(flops, dtype)
             # Scores are large beside what is multiplied for each of them.
             tensors = zip(
@@ -196,7 +196,7 @@ class Terms:
             if one.manual is not None:
                 total += self.manual_ms(one)
             elif is_contraction(one):
-                dtype = inner.values[one.operands[0]].dtype
+                dtype = product_dtype(inner, one)
                 flops[dtype] = flops.get(dtype, 0) + op_flops(inner, one)
             else:
                 total += one.repeat * self.rates.memory_ms(moved.get(one.id, 0.0))

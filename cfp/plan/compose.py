@@ -102,6 +102,7 @@ def compose_plan(
         environment={**configuration(), **environment},
         outline=outline_of(program),
         search=search,
+        products=program.rewritten.products,
         rung="estimated" if estimated and not timed else "measured",
         predicted_bytes=size,
         mesh=mesh if isinstance(mesh, Mesh) else None,

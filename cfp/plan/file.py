@@ -212,6 +212,8 @@ class PlanFile(_Part):
         sites: places of the constraints in the step, for export.
         in_host: arguments and their results that are in the memory of the host between
             steps, by position.
+        precision: "fp8" if large products are computed in FP8.
+        products: numbers of 16-bit products by outcome, if FP8 was asked for.
         undonated: arguments that are there twice, by position.
         weak: donated arguments that are weakly typed, by position.
         uncounted: loops of which one iteration is counted.
@@ -246,6 +248,8 @@ class PlanFile(_Part):
     outline: Annotated[_Outline, _UNPACKED] | None
     sites: Sites | None
     in_host: tuple[tuple[Count, Count], ...] = ()
+    precision: Annotated[str, matching(r"(fp8(:\d{1,9})?)?", "fp8, or empty")] = ""
+    products: dict[Words, Count] = {}
     undonated: tuple[Count, ...] = ()
     weak: tuple[Count, ...] = ()
     uncounted: tuple[Words, ...] = ()

@@ -73,6 +73,8 @@ class Plan:
         in_host: argument leaves that are in the memory of the host between steps, each
             with the result leaf that is its new value: state that a plan puts there
             where nothing else fits.
+        precision: "fp8" if large products are computed in FP8.
+        products: numbers of 16-bit products by outcome, if FP8 was asked for.
         static: positions and keywords of the arguments that are no arrays.
         winner: name of the candidate that won, such as "planned".
         predicted_ms, predicted_bytes: step time and memory, or None.
@@ -134,6 +136,8 @@ class Plan:
     environment: Mapping[str, str] = field(default_factory=dict)
     search: Mapping[str, float] = field(default_factory=dict)
     in_host: tuple[tuple[int, int], ...] = ()
+    precision: str = ""
+    products: Mapping[str, int] = field(default_factory=dict)
     static: tuple[int | str, ...] | None = None
     rung: str = "measured"
     predicted_bytes: int | None = None
@@ -258,7 +262,7 @@ class Plan:
                 name: [key for key in known if isinstance(key, of)]
                 for name, of in kinds.items()
             }
-        step = flatten_step(fn, args, kwargs, **calls)
+        step = flatten_step(fn, args, kwargs, **calls, precision=self.precision)
         check_arguments(self.arg_names, self.arg_types, step)
         check_donated(self.donated, step)
         step = step.with_state_in_host(self.in_host).with_donated(self.donated)
@@ -290,6 +294,7 @@ class Plan:
             static=static,
             weak=tuple(i for i in donated if step.avals[i].weak_type),
             in_host=step.in_host,
+            precision=step.precision,
         )
 
     def _bound(self) -> FlatStep:

@@ -18,6 +18,8 @@ from cfp.errors import CompilerError
 from cfp.profiling.hlo import called_by
 from cfp.profiling.hlo_text import Module, modules_in
 from cfp.profiling.overwritten import has_rematerialized, read_after_overwritten
+from cfp.program import shardy
+from cfp.program.fp8 import options_of
 
 _OFF = "xla_disable_hlo_passes"
 _PASS = "rematerialization"
@@ -38,7 +40,8 @@ def compile_right(
     Raises:
         CompilerError: it is wrong nevertheless.
     """
-    compiled = lowered.compile(compiler_options=dict(options) or None)
+    options = {**options_of(shardy.stablehlo(lowered)), **options}
+    compiled = lowered.compile(compiler_options=options or None)
     text = compiled.as_text() or ""
     if miscompile_reason(text) is None:
         return compiled, text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, wraps
 from math import prod
@@ -202,10 +202,12 @@ class Rewritten:
     Attributes:
         erased_constraints: sharding constraints of the user's own that were removed.
         wide_sums: scatters that add up in float32 what the step adds up in 16 bits.
+        products: numbers of 16-bit products that FP8 was asked for, by outcome.
     """
 
     erased_constraints: int = 0
     wide_sums: int = 0
+    products: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -449,6 +451,23 @@ def op_flops(program: Program, op: Op) -> int:
     # A product of complex numbers is four of real ones.
     is_complex = program.values[op.operands[0]].dtype.startswith("complex")
     return (8 if is_complex else 2) * prod(rule.sizes) * op.repeat
+
+
+def is_dequantized(program: Program, op: Op) -> bool:
+    """True if an op widens FP8 numbers, or multiplies widened ones by their scale."""
+    if op.kind == "multiply":
+        cast = program.maker(op.operands[0])
+        return cast is not None and is_dequantized(program, cast)
+    source = program.values[op.operands[0]] if op.kind == "convert" else None
+    return source is not None and source.dtype.startswith("f8")
+
+
+def product_dtype(program: Program, op: Op) -> str:
+    """The type that a product multiplies: FP8 where its operand is dequantized."""
+    maker = program.maker(op.operands[0])
+    if maker is not None and is_dequantized(program, maker):
+        return "f8"
+    return program.values[op.operands[0]].dtype
 
 
 def call_flops(op: Op) -> int:

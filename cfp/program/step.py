@@ -208,6 +208,7 @@ class FlatStep:
             have to be traced with it; the plan chooses another.
         in_host: argument leaves that are kept in the memory of the host between steps,
             each with the result leaf that is its new value; see `with_state_in_host`.
+        precision: "fp8" for FP8 products, or "" for products as written.
     """
 
     fn: Callable[..., Any]
@@ -220,6 +221,7 @@ class FlatStep:
     memory_kinds: tuple[str, ...] = ()
     explicit: tuple[NamedSharding | None, ...] = ()
     in_host: tuple[tuple[int, int], ...] = ()
+    precision: str = ""
 
     @cached_property
     def result_memory_kinds(self) -> tuple[str, ...]:
@@ -458,6 +460,7 @@ def flatten_step(
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Sequence[str] = (),
+    precision: str = "",
 ) -> FlatStep:
     """Separates a call into its array leaves and everything else.
 
@@ -469,6 +472,7 @@ def flatten_step(
         args: arrays, ``jax.ShapeDtypeStruct`` s, or pytrees of them.
         static_argnums, static_argnames: arguments whose values are part of the program.
         donate_argnums, donate_argnames: arguments whose arrays the step may overwrite.
+        precision: see `FlatStep`.
 
     Raises:
         StepNotTraceable: an argument leaf is neither an array nor a shape, a static
@@ -522,6 +526,7 @@ def flatten_step(
         tuple(examples),
         tuple(memory_kinds),
         tuple(explicit),
+        precision=precision,
     )
     return typed_as_returned(step)
 

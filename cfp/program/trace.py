@@ -27,6 +27,7 @@ from jax.tree_util import tree_flatten_with_path, tree_structure, tree_unflatten
 from cfp.errors import MeshError, StepNotTraceable
 from cfp.program import shardy
 from cfp.program.callbacks import Alarm, guarded
+from cfp.program.fp8 import use_precision
 from cfp.program.graph import Program, Rewritten
 from cfp.program.meaning import check_settings
 from cfp.program.memory import in_memory, placed_avals
@@ -206,7 +207,8 @@ def lower_step(
     if any(shardy.call_target(op) == "InspectSharding" for op in every):
         raise StepNotTraceable(_INSPECTED)
     erased, wide = shardy.normalise(module), rewrite_scatters(module)
-    rewritten = Rewritten(erased_constraints=erased, wide_sums=wide)
+    products = use_precision(module, step.precision)
+    rewritten = Rewritten(erased_constraints=erased, wide_sums=wide, products=products)
     return Lowering(lowered, module, out_tree, rewritten, alarm)
 
 

@@ -17,6 +17,7 @@ from cfp.plan.figures import (
 from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN
 from cfp.plan.plan import Plan
 from cfp.printable import counted, merged_alike
+from cfp.program.fp8 import TAKEN
 from cfp.race.programs import TOO_LATE
 from cfp.search.requests import UNMEASURED_STRATEGIES
 from cfp.settings import Dimension, defaults_of
@@ -138,12 +139,22 @@ def remarks(plan: Plan) -> Iterator[str]:
     if count := search.get("constraints_left_out", 0):
         what = f"{count:.0f} of the step's own sharding constraints"
         yield f"left out: {what}, since the plan decides"
+    if plan.products:
+        yield precision_text(plan)
     if count := search.get("wide_sums", 0):
         what = counted(count, "scatter", "scatters")
         yield (
             f"summed in float32 instead of 16 bits: {what} (gradients of lookups, sums "
             "of segments)"
         )
+
+
+def precision_text(plan: Plan) -> str:
+    """Says how many products are computed in FP8, and why the others are not."""
+    taken = plan.products.get(TAKEN, 0)
+    left = [f"{n} ({why})" for why, n in plan.products.items() if why != TAKEN]
+    text = f"computed in FP8: {taken} of {sum(plan.products.values())} 16-bit products"
+    return f"{text}; as written: {', '.join(left)}" if left else text
 
 
 def unplanned_text(plan: Plan) -> str:

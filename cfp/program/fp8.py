@@ -1,0 +1,386 @@
+"""Products of a step in FP8: both operands scaled by their largest magnitude.
+
+A product takes part if one operand is a parameter (`_parameter`), or if it is the
+gradient of such a parameter: then both operands are activations, one of them a
+cotangent, and the result has the parameter's dims. Operands of forward products are
+rounded to e4m3 (3 bits of mantissa), cotangents to e5m2 (2 bits). A scale is a power of
+two, so that scaling itself rounds nothing; sums are in float32.
+
+An operand is quantized once, where it is made: forward and backward products read the
+same copy, and the copy is what stays alive between them.
+
+Statement that holds for each rewritten product ``C = A B``: the result is the product
+of ``q(A)`` and ``q(B)``, with ``|q(a) - a| <= u |a| + e max|A|``; ``u`` is 2**-4 and
+``e`` 2**-17 for e4m3, 2**-3 and 2**-31 for e5m2. Finite rows and columns stay finite;
+a row or column with a NaN or an infinity makes no finite number, as before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+
+from cfp.errors import OptionError
+from cfp.program import shardy
+from cfp.program.graph import numpy_dtype
+
+TAKEN = "in FP8"
+_PRODUCT = "stablehlo.dot_general"
+_WRITE = "stablehlo.dynamic_update_slice"
+_NARROW = ("bf16", "f16")
+# What moves numbers and changes none.
+_MOVES = ("stablehlo.transpose", "stablehlo.reshape")
+# What a parameter passes through on its way to a product.
+_PASSES = (
+    *_MOVES,
+    "stablehlo.broadcast_in_dim",
+    "stablehlo.convert",
+    "stablehlo.slice",
+    "stablehlo.dynamic_slice",
+)
+# Sizes of a product that cuBLASLt has FP8 kernels for.
+_MULTIPLE = 16
+# The exponent that the largest magnitude gets: below 448 of e4m3, 57344 of e5m2.
+_EXPONENT = {"float8_e4m3fn": 7, "float8_e5m2": 14}
+_FORWARD, _GRADIENT = "float8_e4m3fn", "float8_e5m2"
+_LEAST_MAGNITUDE = 1e-30
+_EXPONENT_BITS = 0x7F800000
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product and the roles of its operands.
+
+    Attributes:
+        parameter: the argument that one operand comes from; -1 if none does.
+        weight: index of that operand; -1 if none does.
+        gradient: index of the operand that is a cotangent; -1 if none is.
+    """
+
+    op: ir.Operation
+    parameter: int
+    weight: int
+    gradient: int
+
+    @property
+    def is_forward(self) -> bool:
+        return self.weight >= 0 and "transpose(" not in _scope(self.op)
+
+    @property
+    def weight_dims(self) -> tuple[int, ...]:
+        return _dims(self.op.operands[self.weight])
+
+
+# Products with fewer rows, columns or summed numbers are not faster in FP8.
+_LEAST_SIZE = 1024
+
+
+def least_size(precision: str) -> int:
+    """The least size of products in FP8: of "fp8" the measured one, of "fp8:64" 64.
+
+    Raises:
+        OptionError: there is no such precision.
+    """
+    name, _, size = precision.partition(":")
+    if name != "fp8" or (size and not size.isdecimal()):
+        raise OptionError(
+            f"There is no precision {precision!r}. Give fp8, or fp8:512 for products "
+            "of at least 512 rows, columns and summed numbers."
+        )
+    return int(size) if size else _LEAST_SIZE
+
+
+def options_of(module: ir.Module) -> dict[str, str]:
+    """Compiler options for a module: Triton is left out if there are FP8 products.
+
+    Tuning its kernels takes 40 s for eleven FP8 products, and 1 s without, and the
+    library's are faster (``docs/fp8.md``).
+    """
+    casts = (op for op in shardy.every_op(module) if op.name == "stablehlo.convert")
+    if any("f8E4M3FN" in str(op.results[0].type) for op in casts):
+        return {"xla_gpu_enable_triton_gemm": "False"}
+    return {}
+
+
+def use_precision(module: ir.Module, precision: str) -> dict[str, int]:
+    """Computes products of a normalised module as asked for; see `use_fp8`."""
+    return use_fp8(module, least_size(precision)) if precision else {}
+
+
+def use_fp8(module: ir.Module, least: int) -> dict[str, int]:
+    """Computes products of a normalised module in FP8, in place.
+
+    Args:
+        least: rows, columns and summed numbers that a product has at least.
+
+    Returns:
+        The number of 16-bit products in FP8, under `TAKEN`, and of others by reason.
+    """
+    function = shardy.main_function(module)
+    numbers = _parameters(shardy.main_block(module))
+    narrow = [op for op in shardy.walk(function) if _is_narrow(op)]
+    products = [_classified(op, numbers) for op in narrow]
+    last = next(
+        (p for p in reversed(products) if p.is_forward and min(_sizes(p.op)) > 1), None
+    )
+    weights = {p.weight_dims for p in products if p.weight >= 0 and not _in(p, last)}
+    taken, counts = [], Counter()
+    for one in products:
+        reason = _reason(one, last, weights, least)
+        counts[reason or TAKEN] += 1
+        if not reason:
+            taken.append(one)
+    quantized: dict[tuple[ir.Value, str], tuple[ir.Value, ir.Value]] = {}
+    with module.context, ir.Location.unknown():
+        for one in taken:
+            _rewrite(one, quantized)
+    return dict(counts)
+
+
+def _parameters(block: ir.Block) -> dict[ir.Value, int]:
+    """The arguments that are parameters, with their numbers.
+
+    A step returns their new values or their gradients, and none of its batch. If it
+    returns neither, all arguments count.
+    """
+    *_, last = block.operations
+    returned = {tuple(one.type.shape) for one in last.operation.operands}
+    every = {value: number for number, value in enumerate(block.arguments)}
+    shaped = {value for value in every if tuple(value.type.shape) in returned}
+    return {v: n for v, n in every.items() if v in shaped and v.type.shape} or every
+
+
+def _reason(
+    one: _Product,
+    last: _Product | None,
+    weights: Collection[tuple[int, ...]],
+    least: int,
+) -> str:
+    """The reason why a product stays as it is; "" if it is computed in FP8.
+
+    Args:
+        last: the last forward product with a parameter; with its gradients it stays.
+        weights: dims of the other parameters where products read them.
+    """
+    dims = _dims(one.op.results[0])
+    if _in(one, last):
+        return "last layer"
+    if one.weight < 0 and dims not in weights:
+        is_last = last is not None and dims == last.weight_dims
+        return "last layer" if is_last else "no operand is a parameter"
+    if one.weight < 0 and one.gradient < 0:
+        return "which operand is the gradient is not clear"
+    sizes = _sizes(one.op)
+    if min(sizes) < least:
+        return f"smaller than {least}"
+    if any(size % _MULTIPLE for size in sizes):
+        return f"a size that {_MULTIPLE} does not divide"
+    return ""
+
+
+def _in(one: _Product, last: _Product | None) -> bool:
+    """True if a product reads the same parameter as another one."""
+    return last is not None and one.weight >= 0 and one.parameter == last.parameter
+
+
+def _is_narrow(op: ir.Operation) -> bool:
+    """True for a product of two 16-bit arrays."""
+    return op.name == _PRODUCT and all(
+        str(one.type.element_type) in _NARROW for one in op.operands
+    )
+
+
+def _classified(op: ir.Operation, numbers: Mapping[ir.Value, int]) -> _Product:
+    roots = [_parameter(one, numbers) for one in op.operands]
+    gradients = [_is_cotangent(one) for one in op.operands]
+    weight = next((i for i in (1, 0) if roots[i] is not None), -1)
+    parameter = -1 if weight < 0 else roots[weight]
+    gradient = gradients.index(True) if gradients.count(True) == 1 else -1
+    return _Product(op, parameter, weight, gradient)
+
+
+def _parameter(value: ir.Value, numbers: Mapping[ir.Value, int]) -> int | None:
+    """The argument whose numbers, or some of them, a value has; None if none."""
+    while True:
+        if value in numbers:
+            return numbers[value]
+        value = _source(value, _PASSES)
+        if value is None:
+            return None
+
+
+def _source(value: ir.Value, passing: tuple[str, ...]) -> ir.Value | None:
+    """The value one op earlier, through ops that pass numbers on and into loops."""
+    if isinstance(value.owner, ir.Block):
+        argument = ir.BlockArgument(value)
+        loop = argument.owner.owner
+        if loop.name != "stablehlo.while":
+            return None
+        *_, last = argument.owner.operations
+        place = argument.arg_number
+        if last.operation.operands[place] != value:  # It changes as the loop runs.
+            return None
+        return loop.operands[place]
+    op = value.owner.operation
+    if op.name == "stablehlo.optimization_barrier":
+        return op.operands[list(op.results).index(value)]
+    if op.name == "stablehlo.while":
+        # A loop that writes a slice in each iteration stacks what it writes.
+        body = op.regions[1].blocks[0]
+        *_, last = body.operations
+        place = list(op.results).index(value)
+        written = shardy.owner_of(last.operation.operands[place])
+        is_stack = written is not None and written.name == _WRITE
+        is_stack = is_stack and written.operands[0] == body.arguments[place]
+        return written.operands[1] if is_stack else None
+    return op.operands[0] if op.name in passing else None
+
+
+def _scope(op: ir.Operation) -> str:
+    return shardy.location_name(op.location)
+
+
+def _is_backward(op: ir.Operation) -> bool:
+    """True if differentiation made an op, and not to compute the forward pass again."""
+    scope = _scope(op)
+    return "transpose(" in scope and "rematted_computation" not in scope
+
+
+def _is_cotangent(value: ir.Value) -> bool:
+    """True if an op of the backward pass makes a value."""
+    while value is not None:
+        if isinstance(value.owner, ir.Block):
+            argument = ir.BlockArgument(value)
+            if argument.owner.owner.name == "stablehlo.while":
+                *_, last = argument.owner.operations
+                carried = last.operation.operands[argument.arg_number]
+                if carried != value:
+                    maker = shardy.owner_of(carried)
+                    return maker is not None and _is_backward(maker)
+        else:
+            op = value.owner.operation
+            if op.name not in (*_PASSES, "stablehlo.optimization_barrier"):
+                return _is_backward(op)
+        value = _source(value, _PASSES)
+    return False
+
+
+def _dims(value: ir.Value) -> tuple[int, ...]:
+    """Sizes of a value's dims in order of size, without those of 1."""
+    return tuple(sorted(n for n in value.type.shape if n > 1))
+
+
+def _sizes(op: ir.Operation) -> tuple[int, int, int]:
+    """Rows, columns and summed numbers of a product."""
+    dims = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
+    left, right = (one.type.shape for one in op.operands)
+    summed = prod(left[i] for i in dims.lhs_contracting_dimensions)
+    batch = prod(left[i] for i in dims.lhs_batching_dimensions)
+    return prod(left) // summed // batch, prod(right) // summed // batch, summed
+
+
+def _rewrite(
+    one: _Product, quantized: dict[tuple[ir.Value, str], tuple[ir.Value, ir.Value]]
+) -> None:
+    """Has a product read its operands as FP8 numbers times a scale.
+
+    XLA makes one FP8 product of both, with the scales as its own, where the device has
+    one; elsewhere the same numbers are multiplied in 16 bits.
+    """
+    for index, value in enumerate(one.op.operands):
+        kind = _GRADIENT if index == one.gradient else _FORWARD
+        number, scale = _quantized(value, kind, quantized)
+        of_operand = ir.RankedTensorType(value.type)
+        with ir.InsertionPoint(one.op), one.op.location:
+            scale = stablehlo.convert(_of([], of_operand.element_type), scale)
+            spread = stablehlo.broadcast_in_dim(
+                of_operand, scale, ir.DenseI64ArrayAttr.get([])
+            )
+            number = stablehlo.convert(of_operand, number)
+            one.op.operands[index] = stablehlo.multiply(number, spread)
+
+
+def _quantized(
+    value: ir.Value,
+    kind: str,
+    known: dict[tuple[ir.Value, str], tuple[ir.Value, ir.Value]],
+) -> tuple[ir.Value, ir.Value]:
+    """A value in FP8 and its scale, moved as the value is from where it is made."""
+    moves = []
+    while (maker := shardy.owner_of(value)) is not None and maker.name in _MOVES:
+        moves.append(maker)
+        value = maker.operands[0]
+    if (value, kind) not in known:
+        known[value, kind] = _put_quantization(value, kind)
+    found, scale = known[value, kind]
+    for move in reversed(moves):
+        element = ir.RankedTensorType(found.type).element_type
+        with ir.InsertionPoint(move), move.location:
+            found = ir.Operation.create(
+                move.name,
+                results=[_of(move.results[0].type.shape, element)],
+                operands=[found],
+                attributes={name: move.attributes[name] for name in move.attributes},
+            ).results[0]
+    return found, scale
+
+
+def _put_quantization(value: ir.Value, kind: str) -> tuple[ir.Value, ir.Value]:
+    """Puts the ops that quantize a value behind the op that makes it."""
+    dtype = numpy_dtype(str(ir.RankedTensorType(value.type).element_type))
+    source = ir.Module.parse(_lowered(tuple(value.type.shape), str(dtype), kind))
+    main = shardy.main_block(source)
+    if isinstance(value.owner, ir.Block):
+        location = ir.Location.unknown()
+        point = ir.InsertionPoint.at_block_begin(value.owner)
+    else:
+        location = value.owner.operation.location
+        point = ir.InsertionPoint.after(value.owner.operation)
+    mapping = {main.arguments[0]: value}
+    *body, last = [one.operation for one in main.operations]
+    with point:
+        for op in body:
+            shardy.clone_with(op, mapping).location = location
+    quantized, scale = (mapping[one] for one in last.operands)
+    return quantized, scale
+
+
+@lru_cache(maxsize=256)
+def _lowered(shape: tuple[int, ...], dtype: str, kind: str) -> str:
+    """The module of `quantize` for one type, as text."""
+    aval = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return jax.jit(lambda x: quantize(x, kind)).lower(aval).as_text()
+
+
+def quantize(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
+    """Rounds an array to FP8.
+
+    Args:
+        kind: ``float8_e4m3fn`` or ``float8_e5m2``.
+
+    Returns:
+        The rounded ``x / scale``, and the scale: a power of two in float32, finite
+        whatever the numbers are.
+    """
+    magnitudes = lax.abs(x)
+    zeros = lax.full_like(magnitudes, 0)
+    finite = lax.select(lax.is_finite(x), magnitudes, zeros)
+    largest = lax.reduce_max(finite, tuple(range(x.ndim))).astype(jnp.float32)
+    bits = lax.bitcast_convert_type(lax.max(largest, _LEAST_MAGNITUDE), jnp.int32)
+    power = lax.bitcast_convert_type(bits & _EXPONENT_BITS, jnp.float32)
+    scale = power * 2.0 ** -_EXPONENT[kind]
+    inverse = lax.broadcast(1 / scale, x.shape)
+    return (x.astype(jnp.float32) * inverse).astype(kind), scale
+
+
+def _of(shape: list[int], element: ir.Type) -> ir.RankedTensorType:
+    return ir.RankedTensorType.get(shape, element)

@@ -1,0 +1,223 @@
+"""Products in FP8: which ones, what they compute, and that plans compute the same."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cfp
+from cfp.errors import OptionError
+from cfp.plan.plan import Plan
+from cfp.program.fp8 import TAKEN, quantize
+from cfp.program.step import flatten_step
+from cfp.program.trace import lower_step
+
+WIDTH, TOKENS, LAYERS = 32, 64, 3
+ROUNDING = {"float8_e4m3fn": (2.0**-4, 2.0**-17), "float8_e5m2": (2.0**-3, 2.0**-31)}
+
+
+def layer(x, w):
+    up, down = (one.astype(x.dtype) for one in (w["up"], w["down"]))
+    return x + jnp.tanh(x @ up) @ down
+
+
+def experts(x, w):
+    grouped = x.reshape(4, -1, WIDTH)
+    up, down = (one.astype(x.dtype) for one in (w["up"], w["down"]))
+    hidden = jnp.tanh(jnp.einsum("etd,edf->etf", grouped, up))
+    return x + jnp.einsum("etf,efd->etd", hidden, down).reshape(x.shape)
+
+
+@jax.custom_vjp
+def own_layer(x, w):
+    return layer(x, w)
+
+
+own_layer.defvjp(
+    lambda x, w: (layer(x, w), (x, w)), lambda kept, g: jax.vjp(layer, *kept)[1](g)
+)
+
+
+def unrolled(f, x, layers):
+    for i in range(LAYERS):
+        x = f(x, jax.tree.map(lambda a, i=i: a[i], layers))
+    return x
+
+
+def scanned(f, x, layers):
+    return jax.lax.scan(lambda x, w: (f(x, w), None), x, layers)[0]
+
+
+def train(f, over, params, x, y, dtype=jnp.bfloat16, scale=1.0):
+    def loss(params):
+        out = over(f, x.astype(dtype), params["layers"])
+        logits = (out @ params["head"].astype(dtype)).astype(jnp.float32)
+        return scale * jnp.mean((logits - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g / scale, params, grads), value
+
+
+def arguments(count=None):
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+    lead = (LAYERS, *([count] if count else []))
+    shapes = {"up": (*lead, WIDTH, 2 * WIDTH), "down": (*lead, 2 * WIDTH, WIDTH)}
+    layers = {k: jax.random.normal(next(keys), s) / 6 for k, s in shapes.items()}
+    head = jax.random.normal(next(keys), (WIDTH, WIDTH)) / 6
+    batch = [jax.random.normal(next(keys), (TOKENS, WIDTH)) for _ in range(2)]
+    return {"layers": layers, "head": head}, *batch
+
+
+def lowered(step, args, precision="fp8:16"):
+    flat = flatten_step(step, args, precision=precision)
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    lowering = lower_step(flat, [whole] * len(flat.avals), whole)
+
+    def run(*args):
+        leaves = lowering.lowered.compile()(*jax.tree.leaves(args))
+        return jax.tree.unflatten(lowering.out_tree, leaves)
+
+    return lowering, run
+
+
+# Of each layer two products of the forward pass, and of each two gradients; the first
+# layer's input has none. What is rematerialized is computed once more.
+PROGRAMS = {
+    "unrolled": (layer, unrolled, None, 6 * LAYERS - 1),
+    "scanned": (layer, scanned, None, 6),
+    "rematerialized": (jax.checkpoint(layer), unrolled, None, 7 * LAYERS - 1),
+    "rematerialized in a scan": (jax.checkpoint(layer), scanned, None, 7),
+    "custom gradient": (own_layer, unrolled, None, 7 * LAYERS),
+    "experts": (experts, unrolled, 4, 6 * LAYERS - 1),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_takes_products_of_parameters_and_their_gradients(name):
+    f, over, count, expected = PROGRAMS[name]
+    lowering, run = lowered(partial(train, f, over), arguments(count))
+    counts = dict(lowering.rewritten.products)
+    assert counts.pop(TAKEN) == expected
+    unclear = counts.pop("which operand is the gradient is not clear", 0)
+    assert unclear == LAYERS * (f is own_layer)
+    assert counts == {"last layer": 3}
+    text = lowering.text
+    assert text.count("f8E5M2") and text.count("f8E4M3FN")
+    got, loss = run(*arguments(count))
+    want, expected_loss = jax.jit(partial(train, f, over))(*arguments(count))
+    assert float(loss) == pytest.approx(float(expected_loss), rel=2e-2)
+    start = arguments(count)[0]
+    for a, b, c in zip(*map(jax.tree.leaves, (got, want, start)), strict=True):
+        assert np.linalg.norm(a - b) <= 0.15 * np.linalg.norm(b - c)
+
+
+def quantized(x, kind):
+    number, scale = jax.jit(quantize, static_argnums=1)(x, kind)
+    assert np.isfinite(scale) and scale > 0
+    return np.asarray(number, np.float64) * float(scale)
+
+
+@pytest.mark.parametrize("kind", ROUNDING)
+@given(
+    seed=st.integers(0, 2**16),
+    exponent=st.integers(-26, 30),
+    outlier=st.sampled_from([0.0, 1.0, 1e4]),
+)
+def test_rounding_is_within_its_bound(kind, seed, exponent, outlier):
+    x = np.random.default_rng(seed).standard_normal((8, 8)) * 2.0**exponent
+    x[3, 4] += outlier * 2.0**exponent
+    x = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
+    relative, of_largest = ROUNDING[kind]
+    error = np.abs(quantized(jnp.asarray(x, jnp.bfloat16), kind) - x)
+    assert (error <= relative * np.abs(x) + of_largest * np.abs(x).max()).all()
+
+
+@pytest.mark.parametrize("kind", ROUNDING)
+def test_zeros_infinities_and_nans_keep_what_they_are(kind):
+    assert (quantized(jnp.zeros((4, 4), jnp.bfloat16), kind) == 0).all()
+    x = jnp.ones((4, 4), jnp.bfloat16).at[1, 2].set(jnp.inf).at[3, 0].set(jnp.nan)
+    assert (np.isfinite(quantized(x, kind)) == np.isfinite(np.asarray(x))).all()
+
+
+def odd_arguments(kind):
+    params, x, y = arguments()
+    if kind == "outliers":
+        x = x.at[5].multiply(1e4)
+    elif kind == "zeros":
+        x = jnp.zeros_like(x)
+    elif kind == "infinity":
+        x = x.at[5, 3].set(jnp.inf)
+    return params, x, y
+
+
+@pytest.mark.parametrize("kind", ["outliers", "zeros", "infinity"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+def test_no_new_nans(kind, dtype):
+    step = partial(train, layer, unrolled, dtype=dtype)
+    args = odd_arguments(kind)
+    got, want = lowered(step, args)[1](*args), jax.jit(step)(*args)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert not (np.isfinite(b) & ~np.isfinite(a)).any()
+
+
+@pytest.mark.parametrize("scale", [1e-8, 2.0**12])
+def test_small_gradients_and_scaled_losses(scale):
+    step = partial(train, layer, unrolled, scale=scale)
+    args = arguments()
+    start = jax.tree.leaves(args[0])
+    (got, _), (want, _) = lowered(step, args)[1](*args), jax.jit(step)(*args)
+    for a, b, c in zip(*map(jax.tree.leaves, (got, want)), start, strict=True):
+        assert np.linalg.norm(a - b) <= 0.15 * np.linalg.norm(b - c)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_are_of_the_rounded_numbers(transposed):
+    def step(first, last, x):
+        def loss(first):
+            h = x @ (first.T if transposed else first)
+            return jnp.vdot(h @ last, x).astype(jnp.float32)
+
+        return jax.grad(loss)(first)
+
+    keys = jax.random.split(jax.random.key(1), 3)
+    first = jax.random.normal(keys[0], (32, 32), jnp.bfloat16) / 6
+    last = jax.random.permutation(keys[1], jnp.eye(32, dtype=jnp.bfloat16))  # Exact.
+    x = jax.random.normal(keys[2], (64, 32), jnp.bfloat16)
+    got = lowered(step, (first, last, x))[1](first, last, x)
+    # In float64, of the same numbers rounded: x, and the gradient of the first product.
+    gradient = quantized(jax.jit(lambda x, w: x @ w.T)(x, last), "float8_e5m2")
+    want = quantized(x, "float8_e4m3fn").T @ gradient
+    want = want.T if transposed else want
+    error = np.abs(np.asarray(got, np.float64) - want)
+    assert error.max() <= 2.0**-8 * np.abs(want).max()
+
+
+def test_a_plan_computes_what_one_device_does(tmp_path):
+    step, args = partial(train, layer, unrolled), arguments()
+    settings = cfp.PlannerSettings(precision="fp8:16", race=False)
+    plan = cfp.plan(
+        step,
+        *args,
+        mesh=jax.make_mesh((4,), ("x",)),
+        preset="fully_sharded",
+        cache_dir=tmp_path,
+        settings=settings,
+        quiet=True,
+    )
+    assert "in FP8: 17 of 20" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json").bind(step, *args)
+    want = lowered(step, args)[1](*args)
+    got = loaded.apply(step)(*args)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 2e-2 * np.abs(b).max()
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(OptionError, match="Give fp8, or fp8:512"):
+        cfp.PlannerSettings(precision="int8")

@@ -77,6 +77,7 @@ def main() -> None:
         print("error: Interrupted.", file=sys.stderr)
         sys.exit(130)
     gc.freeze()
+    gc.set_threshold(500_000)  # Programs are large, and little of them is garbage.
     gc.enable()
     command()
 

@@ -97,10 +97,9 @@ class Frame:
     region_ops: tuple[int, ...]  # loops and branches
     barrier_ops: tuple[int, ...]
     pins: Mapping[int, Spec]  # argument position -> the sharding the user asked for
-    # What roles make of axes (`cfp.presets.roles`), as far as it is known.
-    walks: dict[tuple[str, int], list[Any]] = field(
+    looked_for: dict[tuple[Any, ...], Any] = field(
         init=False, default_factory=dict, compare=False, repr=False
-    )
+    )  # See `searched_once`.
     # By op id and axes: specs in which it makes its results, and axes over which they
     # are partial sums. All layouts ask for them.
     result_specs: dict[
@@ -230,20 +229,24 @@ class Layout:
 
     # -- building ------------------------------------------------------------
 
+    def stored_specs(
+        self, group: StorageGroup, mode: Storage
+    ) -> tuple[Spec, dict[int, Spec]]:
+        """Finds the sharding of a group and of its arguments, before it is laid out."""
+        mesh, pins = self.frame.mesh, self.frame.pins
+        first = group.args[0]
+        used = self.read_spec(self.frame.program.args[first])
+        used = even_spec(used or ((),) * len(group.shape), group.shape, mesh)
+        used = pins.get(first, used)
+        wide = stored_spec(group, mode, used, mesh, first in pins)
+        kept = {first, *group.read_args} if mode is Storage.OPTIMIZER else set[int]()
+        return wide, {p: pins.get(p, used if p in kept else wide) for p in group.args}
+
     def _lay_out_group(self, group: StorageGroup, mode: Storage) -> None:
-        program, mesh = self.frame.program, self.frame.mesh
         sharding = self.frame.states[group.index]
-        main = program.args[group.args[0]]
-        used = self.read_spec(main) or ((),) * len(group.shape)
-        used = even_spec(used, group.shape, mesh)
-        used = self.frame.pins.get(group.args[0], used)
-        wide = stored_spec(group, mode, used, mesh, group.args[0] in self.frame.pins)
-        for place, position in enumerate(group.args):
-            is_parameter = place == 0 or position in group.read_args
-            keep = is_parameter and mode is Storage.OPTIMIZER
-            stored = used if keep else wide
-            stored = self.frame.pins.get(position, stored)
-            self.value_spec[program.args[position]] = stored
+        wide, stored = self.stored_specs(group, mode)
+        for position, spec in stored.items():
+            self.value_spec[self.frame.program.args[position]] = spec
         if mode in (Storage.SHARDED, Storage.LARGEST):
             # Casts and slices a sharded parameter before it is gathered, not after.
             for op_id, axes in sharding.group_axes(wide, reads=True).items():
@@ -253,20 +256,20 @@ class Layout:
 
     def read_spec(self, value: int) -> Spec | None:
         """Returns the spec in which the first reader of a value, in order, reads it."""
-        for user, index in sorted(self.frame.program.users[value]):
-            op = self.frame.program.ops[user]
-            if op.kind == "while" and index < len(op.operands):
-                if user not in self.frame.program.opened:
-                    return self._carried(op.results[index])
-                inside = op.entered(index)
-                specs = (self.read_spec(entry) for entry in inside)
-                if (spec := next(filter(None, specs), None)) is not None:
-                    return spec
+        program = self.frame.program
+        values, uses = [value], list[tuple[int, int]]()
+        while values or uses:
+            if values:
+                uses += sorted(program.users[values.pop()], reverse=True)
                 continue
-            if passes(op) and not op.has_regions:
-                spec = self.read_spec(op.results[index])
-                if spec is not None:
-                    return spec
+            user, index = uses.pop()
+            op = program.ops[user]
+            if op.kind == "while" and index < len(op.operands):
+                if user not in program.opened:
+                    return self._carried(op.results[index])
+                values += op.entered(index)
+            elif passes(op) and not op.has_regions:
+                values.append(op.results[index])
             laid_out = user in self.axes and user not in self.frame.group_of
             if laid_out or op.shardings:
                 spec = self.use_spec(user, index)
@@ -306,11 +309,13 @@ class Layout:
 
     def _made_spec(self, value: int) -> Spec | None:
         """Returns the spec in which a value's op makes it, seen through barriers."""
-        op = self.frame.program.maker(value)
-        if op is not None and op.id in self.axes:
-            return self.natural_spec(op, op.results.index(value))
-        if op is not None and passes(op) and not op.has_regions:
-            return self._made_spec(op.operands[op.results.index(value)])
+        while (op := self.frame.program.maker(value)) is not None:
+            place = op.results.index(value)
+            if op.id in self.axes:
+                return self.natural_spec(op, place)
+            if op.has_regions or not passes(op):
+                break
+            value = op.operands[place]
         return self.value_spec.get(value)  # an inner loop's is settled already
 
     def _values(self) -> None:

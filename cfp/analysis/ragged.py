@@ -8,10 +8,13 @@ the model asks for those of each row's own group only.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import prod
 
 from cfp.analysis.contractions import is_contraction
 from cfp.program.graph import Op, Program, op_flops
+
+_SAME = ("convert", "optimization_barrier")
 
 
 def model_flops(program: Program, op: Op) -> int:
@@ -45,14 +48,8 @@ def _group_dims(program: Program, value: int) -> list[int]:
 
     The mask has from where to where the rows of a group are, by the number of a row.
     """
-    op = program.maker(value)
-    if op is None:
-        return []
-    if op.kind == "transpose":
-        return _transposed(op, _group_dims(program, op.operands[0]))
-    if op.kind in ("convert", "optimization_barrier"):
-        return _group_dims(program, op.operands[op.results.index(value)])
-    if op.kind != "select" or not program.is_leaf(op.operands[2]):
+    op, transposes = _behind(program, value, _SAME)
+    if op is None or op.kind != "select" or not program.is_leaf(op.operands[2]):
         return []
     mask, copies, _ = op.operands
     both = program.maker(mask)
@@ -60,7 +57,7 @@ def _group_dims(program: Program, value: int) -> list[int]:
         return []
     bounds = [_bound_dims(program, one) for one in both.operands]
     fresh = _fresh_dims(program, copies)
-    return [d for d in fresh if all(d in dims for dims in bounds)]
+    return _transposed([d for d in fresh if all(d in b for b in bounds)], transposes)
 
 
 def _bound_dims(program: Program, value: int) -> list[int]:
@@ -78,17 +75,27 @@ def _bound_dims(program: Program, value: int) -> list[int]:
 
 def _fresh_dims(program: Program, value: int) -> list[int]:
     """Lists the dims along which a value holds copies of another one."""
-    op = program.maker(value)
-    if op is None:
-        return []
-    if op.kind == "transpose":
-        return _transposed(op, _fresh_dims(program, op.operands[0]))
-    if op.kind != "broadcast_in_dim":
+    op, transposes = _behind(program, value, ())
+    if op is None or op.kind != "broadcast_in_dim":
         return []
     kept = op.integers("broadcast_dimensions")
-    return [dim for dim in range(len(program.shape(value))) if dim not in kept]
+    rank = len(program.shape(value))
+    return _transposed([dim for dim in range(rank) if dim not in kept], transposes)
 
 
-def _transposed(op: Op, dims: list[int]) -> list[int]:
-    """The places of an operand's dims in the result of a transpose."""
-    return [n for n, dim in enumerate(op.integers("permutation")) if dim in dims]
+def _behind(
+    program: Program, value: int, same: Collection[str]
+) -> tuple[Op | None, list[Op]]:
+    """The op that makes a value, before transposes, the last first, and ops `same`."""
+    transposes = []
+    while (op := program.maker(value)) and op.kind in ("transpose", *same):
+        transposes += [op] if op.kind == "transpose" else []
+        value = op.operands[op.results.index(value)]
+    return op, transposes
+
+
+def _transposed(dims: list[int], transposes: list[Op]) -> list[int]:
+    """The places of a value's dims behind transposes, the last of which is first."""
+    for op in reversed(transposes):
+        dims = [n for n, dim in enumerate(op.integers("permutation")) if dim in dims]
+    return dims

@@ -216,14 +216,25 @@ class _Cutter:
         default_factory=dict, init=False
     )
 
-    def cut(self, low: int, high: int, inner: bool = False) -> list[tuple[int, int]]:
-        """The segments of ``[low, high)``; ``inner`` inside of a repeated layer."""
-        key = low, high, inner
-        if key not in self.known:
-            self.known[key] = self._cut(low, high, inner) if low < high else []
-        return self.known[key]
+    def cut(self, low: int, high: int) -> list[tuple[int, int]]:
+        """The segments of ``[low, high)``."""
+        wanted = [(low, high, False)]
+        while wanted:  # Stretches lie in stretches as deep as a program has stages.
+            try:
+                self.known[wanted[-1]] = self._cut(*wanted[-1])
+                wanted.pop()
+            except KeyError as missing:
+                wanted.append(missing.args[0])
+        return self.known[low, high, False]
 
     def _cut(self, low: int, high: int, inner: bool) -> list[tuple[int, int]]:
+        """Cuts by what is known; ``inner`` inside of a repeated layer.
+
+        Raises:
+            KeyError: of a stretch within, which is to be cut before.
+        """
+        if low >= high:
+            return []
         ways = [
             self._by_repeat(low, high, inner, *repeat)
             for repeat in _best_repeats(self.marks, self.before, low, high)
@@ -232,22 +243,22 @@ class _Cutter:
             return min(ways, key=lambda cuts: (_kinds(self.marks, cuts), len(cuts)))
         loop = next((i for i in range(low, high) if self.loops[i]), None)
         if loop is not None and not inner and high - low > 1:
-            behind = self.cut(loop + 1, high, inner)
-            return [*self.cut(low, loop, inner), (loop, loop + 1), *behind]
+            behind = self.known[loop + 1, high, inner]
+            return [*self.known[low, loop, inner], (loop, loop + 1), *behind]
         split = _restart(self.marks, self.before, low, high)
         if split is not None:
-            return [(low, split), *self.cut(split, high, inner)]
+            return [(low, split), *self.known[split, high, inner]]
         return [(low, high)]
 
     def _by_repeat(
         self, low: int, high: int, inner: bool, start: int, period: int, count: int
     ) -> list[tuple[int, int]]:
-        once = self.cut(start, start + period, True)
+        once = self.known[start, start + period, True]
         shifts = range(0, count * period, period)
         return [
-            *self.cut(low, start, inner),
+            *self.known[low, start, inner],
             *((a + shift, b + shift) for shift in shifts for a, b in once),
-            *self.cut(start + count * period, high, inner),
+            *self.known[start + count * period, high, inner],
         ]
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 
 from cfp.analysis.blocks import Block
-from cfp.analysis.layout import Choice, Frame, Storage, lay_out
+from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
 from cfp.analysis.storage import USUAL_STORAGE, effective_storage, stored_spec
 from cfp.analysis.strategies import (
     NONE,
@@ -29,6 +29,7 @@ from cfp.analysis.strategies import (
 )
 from cfp.presets.roles import ROLES, axis_walk
 from cfp.program.constrain import propagate
+from cfp.program.graph import searched_once
 from cfp.program.rules import Dims, Rule
 
 # Whose strategies the others fall back to; REPLICATED where it shards nothing.
@@ -147,18 +148,6 @@ BY_HAND, FROM_ARGUMENTS = "propagated", "propagated_from_arguments"
 PROPAGATED = (BY_HAND, FROM_ARGUMENTS)
 
 
-def propagated(frame: Frame) -> Mapping[str, Choice]:
-    """Finds propagation's choices for sharded matrices, by name.
-
-    Nothing where there is no state to shard, and no two alike.
-    """
-    known = frame.program.looked_for
-    key = (_propagated, frame.mesh, tuple(sorted(frame.pins.items())))
-    if key not in known:
-        known[key] = _propagated(frame)
-    return known[key]
-
-
 def named_choices(frame: Frame) -> dict[str, Choice]:
     """The presets, and what propagation makes that is none of them, by name."""
     known = presets(frame)
@@ -174,24 +163,22 @@ def is_known(name: str) -> bool:
     return name in PRESETS or name in PROPAGATED or {*roles} <= {*ROLES}
 
 
+@searched_once
 def activations(frame: Frame) -> Mapping[int, Spec]:
     """The values that blocks share and data parallelism shards, and how it does.
 
     A residual stream, forward and backward: what several blocks read.
     """
-    known, key = frame.program.looked_for, (activations, frame.mesh)
-    if key not in known:
-        program = frame.program
-        layout = lay_out(frame, data_parallel(frame))
-        shared = {}
-        for value in program.values:
-            readers = {frame.block_of[op] for op, _ in program.users[value.id]} - {NONE}
-            if value.producer >= 0 and len(readers) > 1:
-                spec = layout.spec(value.id)
-                if spec is not None and any(spec):
-                    shared[value.id] = spec
-        known[key] = shared
-    return known[key]
+    program = frame.program
+    layout = lay_out(frame, data_parallel(frame))
+    shared = {}
+    for value in program.values:
+        readers = {frame.block_of[op] for op, _ in program.users[value.id]} - {NONE}
+        if value.producer >= 0 and len(readers) > 1:
+            spec = layout.spec(value.id)
+            if spec is not None and any(spec):
+                shared[value.id] = spec
+    return shared
 
 
 def data_parallel(frame: Frame) -> Choice:
@@ -199,7 +186,12 @@ def data_parallel(frame: Frame) -> Choice:
     return preset(frame, ("data",) * len(frame.mesh), Storage.USED)
 
 
-def _propagated(frame: Frame) -> Mapping[str, Choice]:
+@searched_once
+def propagated(frame: Frame) -> Mapping[str, Choice]:
+    """Finds propagation's choices for sharded matrices, by name.
+
+    Nothing where there is no state to shard, and no two alike.
+    """
     if not frame.groups:
         return {}
     program = frame.program
@@ -232,14 +224,15 @@ def _propagated(frame: Frame) -> Mapping[str, Choice]:
 
 def _stored_usually(frame: Frame, strategies: tuple[Strategy, ...]) -> Choice:
     """A choice with matrices along their largest dims, in a usual way if it is one."""
-    modes = (Storage.LARGEST, *USUAL_STORAGE)
-    ways = [Choice(strategies, (mode,) * len(frame.groups)) for mode in modes]
-    layouts = [lay_out(frame, way) for way in ways]
-    positions = range(len(frame.program.args))
-    largest, *usual = [[*map(layout.arg_spec, positions)] for layout in layouts]
-    pairs = zip(ways[1:], usual, strict=True)
-    alike = [way for way, specs in pairs if specs == largest]
-    return [*alike, ways[0]][0]
+    layout = Layout(frame, dict(enumerate(strategies)), {})
+
+    def stored(mode: Storage) -> list[dict[int, Spec]]:
+        return [layout.stored_specs(group, mode)[1] for group in frame.groups]
+
+    largest = stored(Storage.LARGEST)
+    alike = (mode for mode in USUAL_STORAGE if stored(mode) == largest)
+    mode = next(alike, Storage.LARGEST)
+    return Choice(strategies, (mode,) * len(frame.groups))
 
 
 def _read_back(frame: Frame, block: Block, specs: Mapping[int, Spec]) -> Strategy:

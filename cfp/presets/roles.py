@@ -44,7 +44,7 @@ from cfp.analysis.contractions import DimClasses, is_contraction
 from cfp.analysis.layout import Frame
 from cfp.analysis.storage import is_gradient
 from cfp.analysis.strategies import NONE, AxisChoice, axis_choices
-from cfp.program.graph import Op, Program, Value, op_flops
+from cfp.program.graph import Op, Program, Value, op_flops, searched_once
 from cfp.program.rules import Rule
 
 # Of these a batch has some (labels, tokens, masks, edges), and weights have none.
@@ -57,6 +57,7 @@ _KEY_SIZES = ((2,), (4,))
 _SHAPING = ("broadcast_in_dim", "reshape", "convert")
 
 
+@searched_once
 def data_arguments(frame: Frame) -> dict[int, int]:
     """Positions of the arguments that hold a batch, as far as structure tells.
 
@@ -175,6 +176,7 @@ def _is_key(value: Value) -> bool:
     return value.dtype == "ui32" and value.shape[-1:] in _KEY_SIZES
 
 
+@searched_once
 def made_of_parameters(frame: Frame) -> list[bool]:
     """For each value whether it is made of parameters alone, and of single numbers.
 
@@ -277,7 +279,7 @@ def axis_walk(
 ) -> Sequence[AxisChoice]:
     """Finds the strategy of an axis of that size in each block under a role.
 
-    It is kept in `frame.walks`, for this size and for all that come to the same.
+    It is kept in `frame.looked_for`, for this size and all that come to the same.
 
     Args:
         dim: of the batch's arguments, the one that ``data`` and ``expert`` shard
@@ -287,7 +289,7 @@ def axis_walk(
         raise ValueError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
     if role == "expert" and not _has_experts(frame):
         role = "data"
-    known = frame.walks.setdefault((role, dim), [])
+    known = frame.looked_for.setdefault((axis_walk, role, dim), [])
     for wishes, choices in known:
         if wishes.allows_same_choices(axis_size):
             return choices
@@ -415,6 +417,7 @@ class _Common:
     computed: set[int]
 
 
+@searched_once
 def _computed(frame: Frame) -> set[int]:
     """Values that blocks' anchors make, and what follows from them."""
     anchors = {block.anchor for block in frame.blocks}

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
-from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -287,13 +288,13 @@ def propagate(
         function = shardy.main_function(module)
         function.attributes["arg_attrs"] = marked(arguments)
         function.attributes["res_attrs"] = marked(outputs)
-        pipeline = passmanager.PassManager.parse(shardy.PROPAGATION)
-        pipeline.run(module.operation)
+        shardy.run_passes(module, shardy.PROPAGATION)
         found = dict(zip(program.args, arguments, strict=True))
+        specs_of = cache(shardy.specs_of)  # Few differ.
         for op in shardy.walk(shardy.main_function(module)):
             if _NUMBER in op.attributes and _SHARDING in op.attributes:
                 index = ir.IntegerAttr(op.attributes[_NUMBER]).value
-                shardings = shardy.specs_of(op.attributes[_SHARDING])
+                shardings = specs_of(op.attributes[_SHARDING])
                 # A call of the host without results has a sharding all the same.
                 results = program.ops[index].results
                 found.update(zip(results, shardings, strict=False))

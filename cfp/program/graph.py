@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, wraps
 from math import prod
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -120,6 +120,8 @@ class Op:
         uncounted: whether it is a loop whose number of iterations the program does not
             say: its body counts as one iteration.
         manual: of a region that the user sharded by hand what is in it.
+        kind: its name without the dialect.
+        has_regions: true for a loop or a branch; its regions may hold no ops at all.
     """
 
     id: int
@@ -139,22 +141,19 @@ class Op:
     shardings: tuple[Spec, ...] = ()
     uncounted: bool = False
     manual: Manual | None = field(default=None, compare=False, repr=False)
+    kind: str = field(init=False, compare=False, repr=False)
+    has_regions: bool = field(init=False, compare=False, repr=False)
 
-    @property
-    def kind(self) -> str:
-        """The op's name without its dialect."""
-        return self.name.split(".", 1)[-1]
+    def __post_init__(self) -> None:
+        # Both are asked for a million times in a deep program.
+        object.__setattr__(self, "kind", self.name.split(".", 1)[-1])
+        object.__setattr__(self, "has_regions", bool(self.body or self.yields))
 
     @property
     def known_rule(self) -> Rule:
         """The rule of an op that is known to have one."""
         assert self.rule is not None, f"{self.name} has no rule"
         return self.rule
-
-    @property
-    def has_regions(self) -> bool:
-        """True for a loop or a branch; its regions may hold no ops at all."""
-        return bool(self.body or self.yields)
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -382,18 +381,30 @@ def axes_of(spec: PartitionSpec, rank: int) -> Spec:
     )
 
 
+class Searched(Protocol):
+    """A program, or its frame on a mesh, with a cache of what was found in it."""
+
+    @property
+    def looked_for(self) -> dict[tuple[Any, ...], Any]:
+        """Cache of searches, keyed by the searcher and what for."""
+        ...
+
+
+_Searched = TypeVar("_Searched", bound=Searched)
+
+
 def searched_once(
-    find: Callable[Concatenate[Program, _Of], _Found],
-) -> Callable[Concatenate[Program, _Of], _Found]:
+    find: Callable[Concatenate[_Searched, _Of], _Found],
+) -> Callable[Concatenate[_Searched, _Of], _Found]:
     """Has a function search a program once; it may take more, by position."""
 
     @wraps(find)
-    def search(program: Program, *of: _Of.args, **none: _Of.kwargs) -> _Found:
+    def search(searched: _Searched, *of: _Of.args, **none: _Of.kwargs) -> _Found:
         assert not none, "arguments are given by position"
         key = (search, *of)
-        if key not in program.looked_for:
-            program.looked_for[key] = find(program, *of, **none)
-        return program.looked_for[key]
+        if key not in searched.looked_for:
+            searched.looked_for[key] = find(searched, *of, **none)
+        return searched.looked_for[key]
 
     return search
 

@@ -167,33 +167,33 @@ def _last_column(places: ir.Value, tokens: list[int]) -> ir.Value | None:
 
 def _is_number_along(value: ir.Value, dim: int) -> bool:
     """True if a value is the number of its place along one of its dims, from 0."""
-    maker = shardy.owner_of(value)
-    if maker is None:
-        return False
-    operands = list(maker.operands)
-    if maker.name == "stablehlo.iota":
-        is_along = ir.IntegerAttr(maker.attributes["iota_dimension"]).value == dim
-        return is_along and value.type.shape[dim] <= _most_counted(value)
-    if maker.name == "stablehlo.broadcast_in_dim":
-        [taken] = operands
-        dims = [*ir.DenseI64ArrayAttr(maker.attributes["broadcast_dimensions"])]
-        if dim not in dims:
+    while (maker := shardy.owner_of(value)) is not None:
+        if maker.name == "stablehlo.iota":
+            is_along = ir.IntegerAttr(maker.attributes["iota_dimension"]).value == dim
+            return is_along and value.type.shape[dim] <= _most_counted(value)
+        if maker.name == "stablehlo.broadcast_in_dim":
+            [taken] = maker.operands
+            dims = [*ir.DenseI64ArrayAttr(maker.attributes["broadcast_dimensions"])]
+            if dim not in dims:
+                return False
+            place = dims.index(dim)
+            if taken.type.shape[place] != value.type.shape[dim]:
+                return False
+            value, dim = taken, place
+        elif maker.name == "stablehlo.select":
+            # What is below zero counts from the end, and this is not.
+            is_below, _, value = maker.operands
+            compared = shardy.owner_of(is_below)
+            if (
+                compared is None
+                or compared.name != "stablehlo.compare"
+                or "LT" not in str(compared.attributes["comparison_direction"])
+                or compared.operands[0] != value
+                or not _is_zero(compared.operands[1])
+            ):
+                return False
+        else:
             return False
-        place = dims.index(dim)
-        is_whole = taken.type.shape[place] == value.type.shape[dim]
-        return is_whole and _is_number_along(taken, place)
-    if maker.name == "stablehlo.select":
-        # What is below zero counts from the end, and this is not.
-        is_below, _, otherwise = operands
-        compared = shardy.owner_of(is_below)
-        return (
-            compared is not None
-            and compared.name == "stablehlo.compare"
-            and "LT" in str(compared.attributes["comparison_direction"])
-            and compared.operands[0] == otherwise
-            and _is_zero(compared.operands[1])
-            and _is_number_along(otherwise, dim)
-        )
     return False
 
 

@@ -194,11 +194,18 @@ def location_name(location: ir.Location) -> str:
     return getattr(location, "name_str", None) or ""
 
 
+def run_passes(module: ir.Module, pipeline: str) -> None:
+    """Runs a pipeline, without a check of the whole module after each of its passes."""
+    passes = passmanager.PassManager.parse(pipeline)
+    passes.enable_verifier(False)  # It takes most of the time of deep programs.
+    passes.run(module.operation)
+
+
 def without_locations(text: bytes, context: ir.Context) -> ir.Module:
     """A module from its text, but for what says where it comes from."""
     with context, ir.Location.unknown():
         module = ir.Module.parse(text)
-        passmanager.PassManager.parse(_STRIP).run(module.operation)
+        run_passes(module, _STRIP)
     return module
 
 
@@ -244,7 +251,7 @@ def normalise(module: ir.Module) -> int:
         The number of sharding constraints that were removed.
     """
     with module.context, ir.Location.unknown():
-        passmanager.PassManager.parse(_INLINE).run(module.operation)
+        run_passes(module, _INLINE)
         function = main_function(module)
         for op in every_op(module):
             if op.name == "sdy.data_flow_edge":
@@ -409,7 +416,7 @@ def _prefix_scope(op: ir.Operation, scope: str) -> None:
 def add_rules(module: ir.Module) -> None:
     """Writes Shardy's sharding rule on every op that has one."""
     with module.context, ir.Location.unknown():
-        passmanager.PassManager.parse(_RULES).run(module.operation)
+        run_passes(module, _RULES)
 
 
 def missing_pipelines() -> dict[str, str]:

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 import cfp
-from cfp.errors import nearest
 from cfp.view.remarks import remarks
 from cfp.view.text import explain_text
 from cfp_test.cli.cli_runner import run_batch
@@ -112,73 +111,7 @@ def test_the_length_of_a_scan_is_no_batch_that_does_not_divide(tmp_path, preset)
     assert not remark(plan, "does not divide"), plan.uneven
 
 
-# ------------------------------------------------------------------------------- names
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("fsdp", "fully_sharded"),
-        ("FSDP", "fully_sharded"),
-        ("zero3", "fully_sharded"),
-        ("zero-3", "fully_sharded"),
-        ("ddp", "data_parallel"),
-        ("tp", "tensor_parallel"),
-        ("tensor_paralel", "tensor_parallel"),
-    ],
-)
-def test_presets_are_known_by_what_others_call_them(tmp_path, name, meant):
-    with pytest.raises(cfp.CfpError, match=f"did you mean '{meant}'"):
-        planned(tmp_path, preset=name)
-
-
-def test_nothing_is_meant_by_a_name_like_none(tmp_path):
-    assert nearest("qqqq", ["data_parallel"]) == ""
-    assert nearest("ep", ["data_parallel"], {"ep": "expert_parallel"}) == ""
-    with pytest.raises(cfp.CfpError, match=r"program; there are: data_parallel"):
-        planned(tmp_path, preset="qqqq")
-
-
-def test_settings_that_there_are_not_are_refused_with_the_nearest():
-    with pytest.raises(cfp.OptionError, match=r"perkind; did you mean 'per_kind'"):
-        cfp.PlannerSettings(perkind=3)  # pyright: ignore[reportCallIssue]
-
-
-def test_options_that_there_are_not_are_refused_with_the_nearest(tmp_path):
-    """One type of error for all, which is a TypeError, too."""
-    with pytest.raises(cfp.OptionError, match=r"'memory_buget'; did you mean 'memor"):
-        planned(tmp_path, memory_buget="20GiB")
-    plan = planned(tmp_path, preset="zero1")
-    with pytest.raises(cfp.OptionError, match=r"did you mean 'donate_argnums'"):
-        plan.bind(train_step, W, shape(32, 512), donate_argnum=0)
-    with pytest.raises(TypeError, match=r"donate_argnum; did you mean 'donate_argnu"):
-        cfp.parallelize(train_step, donate_argnum=0)
-
-
 # ---------------------------------------------------------------------------- a plan
-
-
-def test_a_plan_that_is_not_there_is_refused_at_once(tmp_path):
-    with pytest.raises(cfp.PlanFileError, match=r"nope\.json"):
-        cfp.parallelize(train_step, plan=tmp_path / "nope.json")
-
-
-def test_a_plan_of_another_model_is_refused_in_a_few_lines(tmp_path):
-    """Arrays of both models come first, then in the order of their arguments."""
-    plan = planned(tmp_path, preset="zero1")
-    deep = {"up": W["up"], "layers": [{"w": shape(512, 512)} for _ in range(300)]}
-
-    def step(w, x):
-        return w, x
-
-    with pytest.raises(cfp.PlanMismatch) as refused:
-        plan.bind(step, deep, shape(64, 512))
-    lines = str(refused.value).splitlines()
-    assert len(lines) < 10 and max(map(len, lines)) < 100
-    assert lines[1] == "  x: planned for float32[32,512], got float32[64,512]"
-    assert lines[2] == "  w/down: planned for float32[2048,512], got nothing"
-    assert "w/layers/0/w" in lines[3] and "w/layers/1/w" in lines[4]
-    assert "of the plan's 3 arrays 2 are passed, and 300 others" in lines[6]
 
 
 def test_a_step_without_a_file_has_no_lines_of_cfp(tmp_path):
@@ -241,57 +174,6 @@ def test_what_a_kernel_that_was_not_allowed_would_bring_is_said(tmp_path):
     narrow = planned(tmp_path, fn=attend, args=args, settings=settings)
     assert remark(narrow, "chosen among sharding alone")
     assert not remark(narrow, "that was asked for") + remark(narrow, "--attention")
-
-
-# ------------------------------------------------------------------- a step's own error
-
-
-def test_static_arguments_are_named_only_where_they_help(tmp_path):
-    def own(w, x):
-        raise ValueError("of my own")
-
-    def branches(w, x):
-        return w["up"] if x.sum() > 0 else w["up"] + 1
-
-    def shapes(w, x):
-        return jnp.zeros(x[0, 0])
-
-    for fn, named in ((own, False), (branches, True), (shapes, True)):
-        with pytest.raises(cfp.StepNotTraceable) as refused:
-            planned(tmp_path, fn=fn)
-        assert ("static_argnums" in str(refused.value)) == named, fn
-
-
-def test_arguments_are_named_by_path(tmp_path):
-    def step(w, x):
-        return w["up"] if w["down"].sum() > 0 else w["up"] + x.sum()
-
-    with pytest.raises(cfp.StepNotTraceable) as refused:
-        planned(tmp_path, fn=step)
-    text = str(refused.value)
-    assert "leaves[" not in text and "w/down" in text
-    assert text.count("ConcretizationTypeError") + text.count("Bool") <= 2
-    assert "test_surprises.py" in text
-
-
-def test_an_error_of_all_variants_is_said_once(tmp_path):
-    def step(w, x):
-        raise ValueError("of my own")
-
-    variants = [
-        cfp.Variant(
-            name=name,
-            fn=step,
-            args=(W, shape(32, 512)),
-            mesh=cfp.described("4xh100"),
-        )
-        for name in ("one", "two", "three")
-    ]
-    with pytest.raises(cfp.StepNotTraceable) as refused:
-        cfp.plan_fastest(variants, cache_dir=tmp_path)
-    text = str(refused.value)
-    assert text.count("ValueError: of my own") == 1
-    assert text.count("test_surprises.py") == 1
 
 
 # ----------------------------------------------------------------------------- options

@@ -15,7 +15,8 @@ def settled(text: str) -> str:
     """A text without what differs between runs: folders, lines of tests, digits."""
     text = text.replace(f"{ROOT}/", "")
     text = re.sub(r"/tmp/\S*/(?=[\w.-]+)", "TMP/", text)
-    return re.sub(r"(test_\w+\.py):\d+", r"\1:#", text)
+    text = re.sub(r"(test_\w+\.py):\d+", r"\1:#", text)
+    return re.sub(r"\b0x[0-9a-f]+", "0x#", text)
 
 
 def written(texts: dict[str, str]) -> str:

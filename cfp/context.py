@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 
 import jax
@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MeshError
 from cfp.planner_settings import DetailedSettings, PlannerSettings
-from cfp.profiling.coordination import coordinated_planning
+from cfp.profiling.coordination import coordination
 from cfp.profiling.key import Parts, environment_parts
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.processes import Agreement
-from cfp.profiling.store import ProfileStore, open_store, store_path
+from cfp.profiling.processes import Agreement, is_shared
+from cfp.profiling.store import ProfileStore, store_path
 from cfp.settings import (
     LIMITED_MEMORY,
     ConstraintLevel,
@@ -77,7 +77,6 @@ class PlanContext:
     settings: DetailedSettings
     rules: PlatformDefaults
     environment: Parts
-    agreement: Agreement
     measure: MeasureOptions
     memory: MemoryBudget | None
     device_bytes: int | None
@@ -93,6 +92,11 @@ class PlanContext:
     def budget_bytes(self) -> int | None:
         """Memory that a plan may use on each device."""
         return self.memory.budget_bytes if self.memory else self.device_bytes
+
+    @property
+    def is_over(self) -> bool:
+        """True if the time for planning is over."""
+        return time.monotonic() > self.end
 
     @property
     def decided_by(self) -> DecidedBy:
@@ -147,63 +151,45 @@ def open_context(
         CfpError: the budget is no more than what the allocator may add.
     """
     settings = settings_or_defaults(settings)
-    agreement = agreement_of(mesh)
-    with coordinated_planning(agreement.alone):
-        if isinstance(mesh, DescribedMesh):
-            environment = tuple(mesh.environment.items())
-        else:
-            devices = [*mesh.devices.flat]
-            environment = environment_parts(devices)
-            agreement.same(
-                {
-                    "mesh": f"{dict(mesh.shape)} of {[d.id for d in devices]}",
-                    "memory budget": str(budget_bytes),
-                    # Process 0 says when time is over, if it ever is.
-                    "time budget": "some" if isfinite(settings.seconds) else "none",
-                    "settings": repr(
-                        replace(settings, progress=None, remote=None, seconds=0.0)
-                    ),
-                }
+    if isinstance(mesh, DescribedMesh):
+        environment = tuple(mesh.environment.items())
+    else:
+        environment = environment_parts([*mesh.devices.flat])
+    defaults = defaults_of(dict(environment)["platform"])
+    device_bytes = device_memory(mesh)
+    memory = None
+    if budget_bytes is not None:
+        if budget_bytes <= defaults.reserve_bytes:
+            raise CfpError(
+                f"A memory budget of {format_bytes(budget_bytes)} leaves nothing "
+                "for a program: the devices' allocator may add "
+                f"{format_bytes(defaults.reserve_bytes)}. Give more than that."
             )
-        defaults = defaults_of(dict(environment)["platform"])
-        device_bytes = device_memory(mesh)
-        memory = None
-        if budget_bytes is not None:
-            if budget_bytes <= defaults.reserve_bytes:
-                raise CfpError(
-                    f"A memory budget of {format_bytes(budget_bytes)} leaves nothing "
-                    "for a program: the devices' allocator may add "
-                    f"{format_bytes(defaults.reserve_bytes)}. Give more than that."
-                )
-            memory = MemoryBudget(
-                budget_bytes=budget_bytes - defaults.reserve_bytes,
-                device_bytes=device_bytes if defaults.limits_memory else None,
-                reserve_bytes=defaults.reserve_bytes,
-            )
-        remote, path = settings.remote, store_path(cache_dir)
-        end = time.monotonic() + settings.seconds
-        with (
-            open_store(path, agreement)
-            if remote is None
-            else ProfileStore(path, copy=remote.keep)
-        ) as store:
-            yield PlanContext(
-                mesh=mesh,
-                store=store,
-                settings=settings,
-                rules=_rules(defaults, settings, mesh),
-                environment=environment,
-                agreement=agreement,
-                measure=MeasureOptions(
-                    retry_failures=settings.retry_failures,
-                    limits=settings.limits,
-                    progress=settings.progress,
-                    remote=remote,
-                ),
-                memory=memory,
-                device_bytes=device_bytes,
-                end=end,
-            )
+        memory = MemoryBudget(
+            budget_bytes=budget_bytes - defaults.reserve_bytes,
+            device_bytes=device_bytes if defaults.limits_memory else None,
+            reserve_bytes=defaults.reserve_bytes,
+        )
+    remote, path = settings.remote, store_path(cache_dir)
+    with (
+        ProfileStore(path) if remote is None else ProfileStore(path, copy=remote.keep)
+    ) as store:
+        yield PlanContext(
+            mesh=mesh,
+            store=store,
+            settings=settings,
+            rules=_rules(defaults, settings, mesh),
+            environment=environment,
+            measure=MeasureOptions(
+                retry_failures=settings.retry_failures,
+                limits=settings.limits,
+                progress=settings.progress,
+                remote=remote,
+            ),
+            memory=memory,
+            device_bytes=device_bytes,
+            end=time.monotonic() + settings.seconds,
+        )
 
 
 def _rules(
@@ -270,6 +256,7 @@ def device_memory(mesh: Mesh | DescribedMesh) -> int | None:
         return mesh.memory_bytes
     if mesh.devices.flat[0].platform == "cpu":
         return None
-    # A process may only ask its own; what follows must be the same in all.
-    stats = mesh.local_devices[0].memory_stats() or {}
-    return Agreement.of(mesh).least(int(stats.get("bytes_limit", 0))) or None
+    own = int((mesh.local_devices[0].memory_stats() or {}).get("bytes_limit", 0))
+    talk = coordination() if is_shared(mesh) else None
+    # A process may only ask its own devices.
+    return min(own, talk.least_bytes) if talk and talk.hosts else own or None

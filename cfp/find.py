@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from cfp.analysis.host_state import enough_state
 from cfp.analysis.layout import lay_out
 from cfp.context import (
     PlanContext,
-    agreement_of,
     device_memory,
     open_context,
 )
@@ -28,7 +27,6 @@ from cfp.passes.profile import estimate, profile
 from cfp.passes.search import preset_solution, search, search_as_compiled
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
-from cfp.profiling.coordination import coordinated_planning
 from cfp.program.callbacks import host_calls
 from cfp.program.meaning import check_settings, unchecked
 from cfp.program.memory import has_host_memory
@@ -76,12 +74,6 @@ class PlanOptions:
     cache_dir: str | Path | None = None
     settings: PlannerSettings = field(default_factory=PlannerSettings)
 
-    @contextmanager
-    def planning(self, mesh: Mesh | DescribedMesh) -> Iterator[None]:
-        """Surroundings of planning: other processes, JAX's checks."""
-        with coordinated_planning(agreement_of(mesh).alone), unchecked():
-            yield
-
     def context(
         self, mesh: Mesh | DescribedMesh
     ) -> AbstractContextManager[PlanContext]:
@@ -102,7 +94,7 @@ def find_plan(
         MemoryBudgetError: nothing fits; see :func:`find_with_state_in_host`.
     """
     check_settings()
-    with options.planning(mesh):
+    with unchecked():
         return _find_plan(
             step, analyzed or analyze_step(step, mesh, options.pins), options
         )
@@ -114,6 +106,7 @@ def find_with_state_in_host(
     end: float,
     analyzed: Analyzed,
     options: PlanOptions,
+    analyze: Callable[[FlatStep], Analyzed],
 ) -> FoundPlan:
     """Plans a step that does not fit with a part of its state in host memory.
 
@@ -124,6 +117,7 @@ def find_with_state_in_host(
     Args:
         shortage: the error of planning it as it is.
         end: when planning is to end, as `time.monotonic` counts.
+        analyze: analyses the step with some of its state there.
 
     Raises:
         MemoryBudgetError: nothing fits then, time is over, or devices cannot use the
@@ -136,10 +130,10 @@ def find_with_state_in_host(
     may_move = Dimension.HOST_MEMORY in settings.dimensions and _uses_host_memory(mesh)
     if most is None or not may_move:
         raise shortage
-    agreement, error = agreement_of(mesh), shortage
-    with options.planning(mesh):
+    error = shortage
+    with unchecked():
         for some in enough_state(frame, shortage.smallest_feasible_bytes - most):
-            if agreement.is_over(end):
+            if time.monotonic() > end:
                 raise error.with_line(
                     "With a longer --time-budget there is time to plan with more state "
                     "in the memory of the host, too."
@@ -152,7 +146,7 @@ def find_with_state_in_host(
             try:
                 found = _find_plan(
                     moved,
-                    analyze_step(moved, mesh, options.pins),
+                    analyze(moved),
                     replace(options, preset=None, settings=rest),
                 )
             except MemoryBudgetError as again:
@@ -194,8 +188,6 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
         )
     analysis = analyzed.analysis
     with options.context(analyzed.mesh) as context:
-        program = analysis.frame.program.fingerprint[:12]
-        context.agreement.same({"program": program, "preset": str(preset)})
         profiles = None
         if preset is not None:
             solution = preset_solution(context, analysis, preset)
@@ -226,7 +218,7 @@ def _may_measure_more(context: PlanContext, profiles: Profiles | None) -> bool:
     """True if presets were left out that may need less memory, and there is time."""
     if profiles is None or profiles.has_all_presets:
         return False
-    return not context.agreement.is_over(context.end)
+    return not context.is_over
 
 
 def complete_plan(
@@ -295,7 +287,7 @@ def _decided(
         last_resort: whether the smallest are compiled where no candidate of both fits.
     """
 
-    may_again = profiles is not None and not context.agreement.is_over(context.end)
+    may_again = profiles is not None and not context.is_over
     try:
         first = (
             *decide(context, analysis, solution, last_resort and not may_again),
@@ -311,7 +303,7 @@ def _decided(
     _, outcome, _ = first
     saw_no_need = profiles is not None and not profiles.memory_bound
     is_short = saw_no_need and outcome.winner.choice.remat
-    if not is_short or context.agreement.is_over(context.end):
+    if not is_short or context.is_over:
         return first
     again = search_as_compiled(context, analysis, solution)
     if again is None:
@@ -332,5 +324,5 @@ def _unasked(context: PlanContext) -> Replacing | None:
 def estimate_plan(analyzed: Analyzed, options: PlanOptions) -> Estimate:
     """Estimates what the best plan for a step on a mesh takes; of it nothing runs."""
     mesh = analyzed.mesh
-    with options.planning(mesh), options.context(mesh) as context:
+    with unchecked(), options.context(mesh) as context:
         return estimate(context, analyzed.analysis)

@@ -11,9 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, isfinite
 from types import MappingProxyType
 from typing import Any
+
+from jax.sharding import Mesh
 
 from cfp.errors import CfpError, MemoryBudgetError, ProcessError, StepNotTraceable
 from cfp.find import (
@@ -27,10 +30,9 @@ from cfp.outcomes import Variant
 from cfp.passes.pipeline import Analyzed, analyze_step
 from cfp.plan.figures import UNPLANNED
 from cfp.planner_settings import PlannerSettings
-from cfp.profiling.coordination import coordinated_planning
-from cfp.profiling.processes import Agreement
+from cfp.profiling.processes import differing, leading
 from cfp.profiling.tasks import Progress
-from cfp.program.meaning import check_settings
+from cfp.program.meaning import check_settings, unchecked
 from cfp.program.step import FlatStep, flatten_step
 from cfp.race.shortage import least_short
 from cfp.settings import (
@@ -49,18 +51,16 @@ class Deadline:
 
     Attributes:
         began, end: of that time, as `time.monotonic` counts.
-        agreement: of the processes that plan; process 0 says how much is left.
     """
 
     began: float
     end: float
-    agreement: Agreement
 
     @classmethod
-    def after(cls, seconds: float, agreement: Agreement) -> Deadline:
+    def after(cls, seconds: float) -> Deadline:
         """The end of a time that begins now."""
         began = now()
-        return cls(began=began, end=began + seconds, agreement=agreement)
+        return cls(began=began, end=began + seconds)
 
     @property
     def spent_seconds(self) -> float:
@@ -68,11 +68,8 @@ class Deadline:
         return now() - self.began
 
     def is_over(self, spared: float = 0.0) -> bool:
-        """True if no more than some seconds are left for process 0."""
-        if not isfinite(self.end):
-            return False
-        with coordinated_planning(self.agreement.alone):
-            return self.agreement.decided("the time", self.end - now() <= spared)
+        """True if no more than some seconds are left."""
+        return self.end - now() <= spared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,13 +193,26 @@ class _Planning:
                     variant.fn, variant.args, variant.kwargs, **self._calls
                 )
                 check_settings()
-                with self._options.planning(variant.mesh):
-                    made = analyze_step(step, variant.mesh, self._options.pins)
+                made = self._analyze(variant, step)
             except StepNotTraceable as error:
                 self._broken[key] = error
                 raise
             self._known[variant.name] = step, made
         return self._known[variant.name]
+
+    def _analyze(self, variant: Variant, step: FlatStep) -> Analyzed:
+        """Analyses a variant's step, in all processes that have devices of its mesh."""
+        mesh = variant.mesh
+        talk = leading(mesh) if isinstance(mesh, Mesh) else None
+        number = talk.say("trace", variant.name, step.in_host) if talk else 0
+        with unchecked():
+            made = analyze_step(step, mesh, self._options.pins)
+        if talk is not None:
+            mine = made.analysis.frame.program.fingerprint
+            facts = [{"program": one[:12]} for one in (mine, *talk.answers(number))]
+            if (difference := differing(facts)) is not None:
+                raise difference
+        return made
 
     def has_plan(self) -> bool:
         """True if any variant has one."""
@@ -316,7 +326,8 @@ class _Planning:
             step, analyzed = self.analyzed(variant)
             options, end = self._options_of(variant.name, seconds), now() + seconds
             error = errors[variant.name]
-            return find_with_state_in_host(step, error, end, analyzed, options)
+            how = partial(self._analyze, variant)
+            return find_with_state_in_host(step, error, end, analyzed, options, how)
 
         for place, one in enumerate(short):
             if place and self._deadline.is_over():

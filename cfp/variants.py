@@ -8,18 +8,21 @@ and neighbours come and go.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from cfp.context import agreement_of, device_memory, settings_or_defaults
 from cfp.errors import CfpError, MemoryBudgetError
 from cfp.find import FoundPlan, PlanOptions
 from cfp.outcomes import Basis, Outcome, Variant, with_variants
-from cfp.passes.pipeline import Pins
+from cfp.passes.pipeline import Pins, analyze_step
 from cfp.plan.figures import (
     GIVEN_SECONDS,
     UNPLANNED,
@@ -27,12 +30,16 @@ from cfp.plan.figures import (
 )
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
-from cfp.profiling.builder import Job
-from cfp.profiling.coordination import coordinated_planning, interrupting_all
-from cfp.profiling.key import environment_parts
+from cfp.profiling.builder import BuildEnvironment, Job
+from cfp.profiling.coordination import END, Coordination, coordinated_planning
+from cfp.profiling.followers import follow
+from cfp.profiling.key import alike_parts, environment_parts
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.processes import Agreement
-from cfp.profiling.store import open_store, store_path
+from cfp.profiling.processes import meet, talk_of_all
+from cfp.profiling.store import ProfileStore, store_path
+from cfp.program.graph import Program
+from cfp.program.meaning import unchecked
+from cfp.program.step import flatten_step
 from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram, RaceResult, Skipped, race_row
 from cfp.race.turns import race_programs
@@ -125,10 +132,10 @@ def plan_fastest(
     variants_text = f"variants of a step: {', '.join(names)}"
     doing = f"planning {variants_text if several else f'how to shard {name!r}'}"
     silence = "quiet=True says nothing"
-    agreement = _agreement(variants)
+    shared = _shared(variants)
     with (
         shown(settings, doing, silence, quiet) as how,
-        interrupting_all(agreement.alone),
+        coordinated_planning(alone=shared is None),
     ):
         settings_or_defaults(how)
         options = PlanOptions(
@@ -138,25 +145,46 @@ def plan_fastest(
             cache_dir=cache_dir,
             settings=how,
         )
-        deadline = Deadline.after(how.seconds, agreement)
-        tried = plan_in_turn(
-            variants, calls, options, deadline, rule_out=rule_out, leaner=leaner
-        )
-        found, estimates = tried.found, tried.estimates
-        notes = {name: one.note for name, one in tried.tries.items()}
-        basis, times = _own_times(found)
-        is_over = deadline.is_over()
-        if basis is Basis.MEASURED and len(times) > 1 and not is_over:
-            entrants = [(name, found[name]) for name in times]
-            results = _race_winners(entrants, options, deadline.end)
-            ran = {n: r for n, r in results.items() if isfinite(r.time_ms)}
-            raced = {name: result.time_ms for name, result in ran.items()}
-            # Without what there was no time for it does not say what is fastest.
-            outcomes = [one.outcome for one in results.values()]
-            is_whole = not any(isinstance(one, Skipped) for one in outcomes)
-            if raced and is_whole:
-                basis, times = Basis.RACED, raced
-                notes |= {name: race_row(r).note for name, r in results.items()}
+        if shared is None:
+            return _fastest(variants, calls, options, rule_out, leaner)
+        talk = talk_of_all()
+        meet(talk, _facts(variants, shared, options), device_memory(shared) or 0)
+        if not talk.leads:
+            return _followed(talk, variants, calls, options, leaner)
+        fastest = _fastest(variants, calls, options, rule_out, leaner)
+        # All compile it alike: the others have it as a file does.
+        plan = replace(fastest.plan, raced=None)
+        talk.say(END, (fastest.name, str(fastest.basis), plan.as_in_file().to_json()))
+        return replace(fastest, plan=plan)
+
+
+def _fastest(
+    variants: Sequence[Variant],
+    calls: Mapping[str, Any],
+    options: PlanOptions,
+    rule_out: bool,
+    leaner: Callable[[], Iterable[Variant]],
+) -> Fastest:
+    """Plans variants in turn, and compares what won."""
+    deadline = Deadline.after(options.settings.seconds)
+    tried = plan_in_turn(
+        variants, calls, options, deadline, rule_out=rule_out, leaner=leaner
+    )
+    found, estimates = tried.found, tried.estimates
+    notes = {name: one.note for name, one in tried.tries.items()}
+    basis, times = _own_times(found)
+    is_over = deadline.is_over()
+    if basis is Basis.MEASURED and len(times) > 1 and not is_over:
+        entrants = [(name, found[name]) for name in times]
+        results = _race_winners(entrants, options, deadline.end)
+        ran = {n: r for n, r in results.items() if isfinite(r.time_ms)}
+        raced = {name: result.time_ms for name, result in ran.items()}
+        # Without what there was no time for it does not say what is fastest.
+        outcomes = [one.outcome for one in results.values()]
+        is_whole = not any(isinstance(one, Skipped) for one in outcomes)
+        if raced and is_whole:
+            basis, times = Basis.RACED, raced
+            notes |= {name: race_row(r).note for name, r in results.items()}
     best = min(times, key=times.__getitem__, default=next(iter(found)))
     outcomes = tuple(
         Outcome(
@@ -170,26 +198,71 @@ def plan_fastest(
         )
         for name, one in tried.tries.items()
     )
-    plan = _with_seconds(found[best].plan, outcomes, how, deadline.spent_seconds)
+    plan = _with_seconds(
+        found[best].plan, outcomes, options.settings, deadline.spent_seconds
+    )
     plan = with_variants(plan, best, tried.variants, outcomes, basis)
     outcomes = tuple(
         replace(one, plan=plan) if one.name == best else one for one in outcomes
     )
-    return Fastest(
-        name=best,
-        plan=plan,
-        outcomes=outcomes,
-        basis=basis,
-    )
+    return Fastest(name=best, plan=plan, outcomes=outcomes, basis=basis)
 
 
-def _agreement(variants: Sequence[Variant]) -> Agreement:
-    """The agreement of the processes that have any variant's devices."""
+def _shared(variants: Sequence[Variant]) -> Mesh | None:
+    """The first mesh of variants that several processes have devices of."""
     meshes = [one.mesh for one in variants if isinstance(one.mesh, Mesh)]
-    if not meshes:
-        return Agreement(alone=True)
-    devices = (device for mesh in meshes for device in mesh.devices.flat)
-    return Agreement.about({device.process_index for device in devices})
+    return next((one for one in meshes if not agreement_of(one).alone), None)
+
+
+def _facts(
+    variants: Sequence[Variant], mesh: Mesh, options: PlanOptions
+) -> dict[str, str]:
+    """Facts of planning that are to be the same in all processes."""
+    settings = settings_or_defaults(options.settings)
+    meshes = [
+        f"{dict(one.mesh.shape)} of {[d.id for d in one.mesh.devices.flat]}"
+        for one in variants
+        if isinstance(one.mesh, Mesh)
+    ]
+    return {
+        "mesh": "; ".join(meshes),
+        **alike_parts([*mesh.devices.flat]),
+        "memory budget": str(parse_bytes(options.memory_budget)),
+        # Process 0 says when time is over, if it ever is.
+        "time budget": "some" if isfinite(settings.seconds) else "none",
+        "preset": str(options.preset),
+        "settings": repr(replace(settings, progress=None, remote=None, seconds=0.0)),
+    }
+
+
+def _followed(
+    talk: Coordination,
+    variants: Sequence[Variant],
+    calls: Mapping[str, Any],
+    options: PlanOptions,
+    leaner: Callable[[], Iterable[Variant]],
+) -> Fastest:
+    """The leader's plan, of whose planning this process does its part."""
+    by_name = {one.name: one for one in variants}
+
+    def trace(name: str, in_host: Sequence[tuple[int, int]]) -> Program:
+        if name not in by_name:
+            by_name.update((one.name, one) for one in leaner())
+        one = by_name[name]
+        step = flatten_step(one.fn, one.args, one.kwargs, **calls)
+        step = step.with_state_in_host(in_host)
+        with unchecked():
+            return analyze_step(step, one.mesh, options.pins).analysis.frame.program
+
+    environment = BuildEnvironment.beside(store_path(options.cache_dir))
+    platform = jax.local_devices()[0].platform
+    name, basis, text = follow(talk, trace, environment, platform)
+    data, one = json.loads(text), by_name[name]
+    assert isinstance(one.mesh, Mesh), "its devices are there"
+    plan = Plan.from_json(data, allowed_options=tuple(data["options"]))
+    plan = plan.bind(one.fn, *one.args, mesh=one.mesh, **calls, **one.kwargs)
+    plan = replace(plan, tuned=environment)
+    return Fastest(name=name, plan=plan, outcomes=(), basis=Basis(basis))
 
 
 def _seconds(found: FoundPlan | None, tried: float) -> float:
@@ -248,11 +321,7 @@ def _race_winners(
     places = zip(programs, found, strict=True)
     meshes = {program.identity: _mesh(one) for program, (_, one) in places}
     mesh = _mesh(found[0][1])
-    agreement = agreement_of(mesh)
-    with (
-        coordinated_planning(agreement.alone),
-        open_store(store_path(options.cache_dir), agreement) as store,
-    ):
+    with ProfileStore(store_path(options.cache_dir)) as store:
         builder = Builder(
             program=found[0][1].analysis.frame.program,
             mesh=mesh,

@@ -365,7 +365,7 @@ def search_stored(
     stored_only = replace(settings, measure=False)
     mesh = session.mesh
     with open_context(mesh, workdir, budget_bytes, stored_only) as context:
-        if not context.agreement.decided("how much is known", len(context.store)):
+        if not len(context.store):
             raise _profile_first(f"{context.store.path} holds no measurements yet.")
         profiles = profile_segments(context, analysis)
         _check_complete(context, profiles)

@@ -23,7 +23,7 @@ from cfp.analysis.analyze import Analysis, analyze, resolve_pins
 from cfp.attention.matching.called import with_token_factors
 from cfp.context import PlanContext
 from cfp.devices.described import DescribedMesh
-from cfp.plan.compose import common_plan, compose_plan
+from cfp.plan.compose import compose_plan
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
 from cfp.program.step import FlatStep
@@ -104,4 +104,4 @@ def decide(
         BuildEnvironment.beside(context.store.build_path),
         solution.rates,
     )
-    return common_plan(context.agreement, plan), outcome
+    return plan, outcome

@@ -101,8 +101,7 @@ def profile_segments(
         all_presets: whether presets are measured, too, that are estimated to be far
             behind and need no less memory than faster ones.
     """
-    settings, alone = context.settings, context.agreement.alone
-    rules = context.rules
+    settings, rules = context.settings, context.rules
     estimates, among = estimate_among(
         analysis, rates, named_choices(analysis.frame), rules.dimensions
     )
@@ -115,12 +114,11 @@ def profile_segments(
         every = able or every
     # Where memory is short, what saves it is worth measuring however long it takes; and
     # so are all where one could not be built or run, or nothing fits once compiled.
-    # That depends on times, too, that several processes may know differently.
     near = leading_presets(analysis, estimates, every, rules.estimate_reach)
     tight = _tight_by_estimate(context, every, estimates, costs)
     with_leaner = partial(_with_leaner, analysis, estimates, costs, every, near)
     short = memory is not None and tight
-    first = every if all_presets or not alone else with_leaner() if short else near
+    first = every if all_presets else with_leaner() if short else near
     replacing = rules.replacing_for_memory if tight else rules.replacing
     measurer = Measurer(
         analysis.frame.program,
@@ -143,9 +141,7 @@ def profile_segments(
         return measure_candidates(
             maker,
             per_kind=settings.per_kind,
-            # What is asked for later depends on times, which processes that remember
-            # different runs know differently: they measure all at once.
-            others=settings.others if alone else settings.per_kind,
+            others=settings.others,
             budget_bytes=context.budget_bytes,
             measurer=measurer,
         )
@@ -235,10 +231,9 @@ def _estimated(
     context.measure.tell("estimating what each strategy takes")
     if isinstance(context.mesh, DescribedMesh):
         rates = context.mesh.rates
-    elif context.agreement.alone and context.rules.estimates:
+    elif context.rules.estimates:
         rates = Rates.of_virtual_devices(context.devices)
     else:
-        # What lies between processes may be anything, and is found out in seconds.
         rates = measured_rates(context)
     rules = context.rules
     estimates, among = estimate_among(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -13,7 +11,6 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import lay_out
 from cfp.analysis.work import model_work
 from cfp.devices.described import DescribedMesh
-from cfp.errors import ProcessError
 from cfp.plan.describe import (
     describe_uncounted,
     plan_rows,
@@ -27,7 +24,6 @@ from cfp.plan.plan import Plan
 from cfp.presets.roles import data_arguments
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.key import configuration
-from cfp.profiling.processes import Agreement
 from cfp.profiling.rates import Rates
 from cfp.program.outline import outline_of
 from cfp.program.signature import aval
@@ -109,46 +105,3 @@ def compose_plan(
         raced=raced,
         tuned=tuned,
     )
-
-
-# What the step is compiled from. All processes have come to the same, or there would
-# be as many programs.
-_DECIDED = (
-    "fingerprint",
-    "mesh_axes",
-    "arg_specs",
-    "output_specs",
-    "constraints",
-    "options",
-    "winner",
-)
-
-
-def common_plan(agreement: Agreement, plan: Plan) -> Plan:
-    """Process 0's plan, with all of its figures, on this process's devices.
-
-    Raises:
-        ProcessError: this process has come to another plan.
-    """
-    if agreement.alone:
-        return plan
-    plain = replace(plan, sites=None, step=None, mesh=None)  # Sites take a lowering.
-    own = plain.to_json()
-    text = agreement.decided("the plan", own)
-    if agreement.decides:
-        return plan
-    theirs, ours = (
-        Plan.from_json(json.loads(one), allowed_options=tuple(plan.options))
-        for one in (text, own)
-    )
-    for name in _DECIDED:
-        # A file says what is replaced, and by what; not with which functions.
-        if getattr(theirs, name) != getattr(ours, name):
-            raise ProcessError(
-                f"The processes have come to different plans: the {name} differ.",
-                expected=f"process 0's plan, {theirs.winner!r}",
-                got=f"{plan.winner!r}",
-                attempt="plan in one process with --for, or load a saved plan in "
-                "all; and please report this",
-            )
-    return replace(theirs.placed_like(plan), constraints=plan.constraints)

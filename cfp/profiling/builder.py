@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -23,6 +24,7 @@ from cfp.profiling.compiled import compile_right
 from cfp.profiling.files import make_private_folder
 from cfp.profiling.hlo import collectives_in
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
+from cfp.profiling.processes import leading
 from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Status
 from cfp.profiling.remote import RefusedElsewhere, RemoteCompiler
 from cfp.profiling.tasks import Task
@@ -150,18 +152,31 @@ class BuildEnvironment:
             make_private_folder(self.autotune_dir)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shared:
+    """The same program in other processes, until nothing here refers to it.
+
+    Attributes:
+      name: of what they have built.
+    """
+
+    name: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built(CompiledBytes):
     """A compiled program and what the compiler says about it.
 
     Attributes:
       compiled: takes and returns flat arrays.
+      shared: the same in other processes that have devices of the mesh.
       collectives: what one run sends.
       build_seconds: tracing, lowering and compiling.
     """
 
     key: ProfileKey
     compiled: jax.stages.Compiled
+    shared: Shared | None = None
     collectives: tuple[Collective, ...] = ()
     build_seconds: float = 0.0
 
@@ -193,7 +208,7 @@ def build(
     job: Job,
     environment: BuildEnvironment = BuildEnvironment(),
 ) -> Built | ProfileRecord:
-    """Lowers and compiles a job.
+    """Lowers and compiles a job, in all processes that have devices of the mesh.
 
     May be called in several threads at once: compiling leaves Python to others.
 
@@ -203,6 +218,43 @@ def build(
     Returns:
       The compiled part, or the record of why there is none.
     """
+    where = program.fingerprint, place_of(mesh), job
+    with_others = share_build(mesh, "build", *where)
+    return with_others(build_here(program, mesh, job, environment))
+
+
+Place = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]
+
+
+def place_of(mesh: Mesh) -> Place:
+    """A mesh as plain data: its axes, and the ids of its devices."""
+    return tuple(mesh.shape.items()), tuple(device.id for device in mesh.devices.flat)
+
+
+def share_build(
+    mesh: Mesh, job: str, *arguments: Any
+) -> Callable[[Built | ProfileRecord], Built | ProfileRecord]:
+    """Has other processes of a mesh build the same; returns what joins outcomes."""
+    if (talk := leading(mesh)) is None:
+        return lambda mine: mine
+    number = talk.say(job, *arguments)
+    shared = Shared(name=talk.name(number))
+    weakref.finalize(shared, talk.drop, shared.name).atexit = False
+
+    def joined(mine: Built | ProfileRecord) -> Built | ProfileRecord:
+        failures = [one for one in talk.answers(number) if one is not None]
+        if failures and isinstance(mine, Built):
+            status, reason = failures[0]
+            return mine.record(status, reason=f"in another process: {reason}")
+        return replace(mine, shared=shared) if isinstance(mine, Built) else mine
+
+    return joined
+
+
+def build_here(
+    program: Program, mesh: Mesh, job: Job, environment: BuildEnvironment
+) -> Built | ProfileRecord:
+    """Does what `build` does, in this process alone."""
     started = time.perf_counter()
     platform = mesh.devices.flat[0].platform
     how: Compile = compile_right

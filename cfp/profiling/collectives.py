@@ -30,12 +30,18 @@ from jax.sharding import Mesh, NamedSharding
 
 from cfp.errors import DeviceError
 from cfp.printable import mesh_text
-from cfp.profiling.builder import Built, build_failure, compile_lowered
+from cfp.profiling.builder import (
+    Built,
+    build_failure,
+    compile_lowered,
+    place_of,
+    share_build,
+)
 from cfp.profiling.compile_pool import default_threads, overlaps
 from cfp.profiling.inputs import InputKind, generator
 from cfp.profiling.key import GPU_PLATFORMS, Parts, ProfileKey, environment_parts
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.processes import Agreement
+from cfp.profiling.processes import is_shared
 from cfp.profiling.rates import KINDS, Rates, axis_groups, rising
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import execute
@@ -263,6 +269,19 @@ _ON_GPUS = {"xla_gpu_enable_triton_gemm": "False"}
 
 
 def build_probe(key: ProfileKey, probe: RateProbe, mesh: Mesh) -> Built | ProfileRecord:
+    """Compiles a probe, in all processes that have devices of the mesh."""
+    with_others = share_build(mesh, "probe", place_of(mesh), probe.label)
+    return with_others(build_probe_here(key, probe, mesh))
+
+
+def probe_of(mesh: Mesh, label: str) -> RateProbe:
+    """The probe with a label."""
+    return next(one for one in probes(mesh, _sizes(mesh)) if one.label == label)
+
+
+def build_probe_here(
+    key: ProfileKey, probe: RateProbe, mesh: Mesh
+) -> Built | ProfileRecord:
     """Compiles a probe: a failure if the compiler made something else of it."""
     started = time.perf_counter()
     sharding = NamedSharding(mesh, partition_spec(probe.kind.spec))
@@ -346,6 +365,7 @@ def measure_rates(
     options = options or MeasureOptions()
     mesh, by_key = _probes_by_key(mesh)
     platform = mesh.devices.flat[0].platform
+    is_gpu = platform in GPU_PLATFORMS
 
     def open_links(task: Task, built: Built) -> None:
         # What fails here fails in its turn, and is recorded there.
@@ -360,10 +380,9 @@ def measure_rates(
         overlap=overlaps(platform),
         retry_failures=options.retry_failures,
         progress=options.tell_of_rates,
-        agreement=Agreement.of(mesh),
         limits=options.limits,
         # Libraries of collectives open links between GPUs for seconds.
-        open_links=open_links if platform in GPU_PLATFORMS else None,
+        open_links=open_links if is_gpu and not is_shared(mesh) else None,
     )
     return _rates(
         mesh, [(probe, summary.records[key.digest]) for key, probe in by_key.items()]
@@ -378,7 +397,7 @@ def rate_keys(mesh: Mesh) -> dict[str, ProfileKey]:
 def known_rates(mesh: Mesh, store: ProfileStore) -> Rates | None:
     """The rates of devices that were timed before; None if not all of it is known."""
     mesh, by_key = _probes_by_key(mesh)
-    found = store.common([key.digest for key in by_key])
+    found = store.get_many([key.digest for key in by_key])
     if any(key.digest not in found for key in by_key):
         return None
     return _rates(mesh, [(probe, found[key.digest]) for key, probe in by_key.items()])
@@ -387,8 +406,6 @@ def known_rates(mesh: Mesh, store: ProfileStore) -> Rates | None:
 def _probes_by_key(mesh: Mesh) -> tuple[Mesh, dict[ProfileKey, RateProbe]]:
     """The probes, and the mesh that they run on."""
     mesh = planning_mesh(mesh)
-    platform = mesh.devices.flat[0].platform
-    sizes = LARGE if platform in (*GPU_PLATFORMS, "tpu") else SMALL
     every = ",".join(name for name, size in mesh.shape.items() if size > 1)
     shape = mesh_text(mesh.shape.items())
     where = (*_processes(mesh), *environment_parts(list(mesh.devices.flat)))
@@ -404,7 +421,13 @@ def _probes_by_key(mesh: Mesh) -> tuple[Mesh, dict[ProfileKey, RateProbe]]:
             parts["mesh"] = shape
         return ProfileKey((*parts.items(), *where))
 
-    return mesh, {key(probe): probe for probe in probes(mesh, sizes)}
+    return mesh, {key(probe): probe for probe in probes(mesh, _sizes(mesh))}
+
+
+def _sizes(mesh: Mesh) -> ProbeSizes:
+    """Sizes of the probes for a mesh's platform."""
+    is_large = mesh.devices.flat[0].platform in (*GPU_PLATFORMS, "tpu")
+    return LARGE if is_large else SMALL
 
 
 def _processes(mesh: Mesh) -> Parts:

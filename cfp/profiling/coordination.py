@@ -1,21 +1,25 @@
-"""Coordination between the processes of a program, by messages in a fixed order.
+"""One process of a program leads; the others carry out its jobs in a loop.
 
-Each message has a number and a name, so that processes at different points of the
-program find out, and each is waited for with a deadline.
+All must run the same programs equally often: a collective waits for every device, and
+for ever if one does not come. So process 0 plans as if it were alone. It says each job
+to the others before it does its own part, and reads their answers after it. Each
+message has a number, and is waited for with a deadline.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
-import json
+import itertools
 import logging
 import os
+import pickle
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -29,9 +33,8 @@ from cfp.program.channel import Channel, open_channel
 TIMEOUT_SECONDS = 2400.0
 # Or once something failed here: it fails there, too, or the other is gone.
 AFTER_A_FAILURE_SECONDS = 15.0
-AFTER_A_RUN = "the outcome of a run"
+END = "the end"
 _LOOK_SECONDS = 1.0
-_LOOKS = 5
 _SAY_SECONDS = 5.0
 # From hearing that another has failed to the end of a process that does not react:
 # its devices wait for the other's, which nothing can interrupt.
@@ -42,17 +45,20 @@ _FAILED = "failed"
 _log = logging.getLogger(__name__)
 
 
+class LeaderFailed(Exception):
+    """A run that failed in the leader, which says so itself."""
+
+
 @dataclass(slots=True)
 class Coordination:
     """The messages of all processes in turn; one for each client of `jax.distributed`.
 
     Attributes:
-        timeout_seconds: seconds to wait for another process.
-        after_failure: the same, once something failed here.
         epoch: how many times planning began.
         number: how many things were said in this epoch.
         depth: how many plans are being made, one within another.
-        interrupted: the epoch in which this process was interrupted last.
+        hosts: names of all processes' hosts, once they have met.
+        least_bytes: the least memory of any process's device; 0 if not known.
     """
 
     channel: Channel
@@ -61,51 +67,133 @@ class Coordination:
     epoch: int = 0
     number: int = 0
     depth: int = 0
-    interrupted: int = 0
+    hosts: tuple[str, ...] = ()
+    least_bytes: int = 0
+    _dropped: list[str] = field(default_factory=list)
+    _lock: Any = field(default_factory=threading.Lock)
 
-    def decided(self, what: str, value: Any) -> Any:
-        """Process 0's value; see `cfp.profiling.processes.Agreement`."""
-        key = self._next()
-        if self.channel.process == 0:
-            self._put(f"{key}/all", what, value)
-            return value
-        return self._wait(key, 0, f"{key}/all", what)
+    @property
+    def leads(self) -> bool:
+        """True if this process decides."""
+        return self.channel.process == 0
 
-    def gathered(self, what: str, value: Any) -> list[Any]:
-        """All processes' values, in order."""
-        key, me = self._next(), self.channel.process
-        if me:
-            self._put(f"{key}/{me}", what, value)
-            return self._wait(key, 0, f"{key}/all", what, answered=True)
-        others = range(1, self.channel.count)
-        values = [
-            value,
-            *(self._wait(key, other, f"{key}/{other}", what) for other in others),
-        ]
-        self._put(f"{key}/all", what, values)
-        return values
-
-    def after_a_run(self, failure: str) -> list[str]:
-        """Exchanges the failure of a run among all processes, which follows soon.
+    def gathered(
+        self, what: str, value: Any, seconds: float | None = None
+    ) -> list[Any]:
+        """All processes' values, in order; each calls it at the same point.
 
         Raises:
-            ProcessError: another is gone, which is why it failed here.
+            ProcessError: another has failed, is gone, or is at another point.
         """
-        timeout_seconds, self.timeout_seconds = self.timeout_seconds, self.after_failure
+        number, me = self._next(), self.channel.process
+        self._put(f"{number}/{me}", (what, value))
+        values = []
+        for other in range(self.channel.count):
+            theirs, found = self._read(f"{number}/{other}", other, what, seconds)
+            if theirs != what:
+                raise ProcessError(
+                    "The processes of this program are not at the same point.",
+                    expected=f"{what}, as process {me} does",
+                    got=f"{theirs} from process {other}",
+                    attempt="the same program in all processes, which calls cfp in the "
+                    "same order; if it is the same, please report this",
+                )
+            values.append(found)
+        return values
+
+    # ------------------------------------------------------------------- the leader
+
+    def say(self, job: str, *arguments: Any) -> int:
+        """Has all followers do a job; returns its number."""
+        with self._lock:
+            number, dropped = self._next(), [*self._dropped]
+            del self._dropped[: len(dropped)]
+            self._put(f"{number}/job", (job, arguments, dropped))
+        return number
+
+    def name(self, number: int) -> str:
+        """The name of what is built for a job."""
+        return f"{self.epoch}.{number}"
+
+    def drop(self, name: str) -> None:
+        """Has followers forget what they built, with the next job."""
+        self._dropped.append(name)
+
+    def answers(self, number: int, seconds: float | None = None) -> list[Any]:
+        """Reads all followers' answers to a job, in order."""
+        others = range(1, self.channel.count)
+        what = "the outcome of a job"
+        found = [self._read(f"{number}/{n}", n, what, seconds) for n in others]
+        self.channel.forget(f"{self._folder}/{number}")
+        return found
+
+    def settle(self, number: int, failure: str) -> None:
+        """Makes sure that a run failed in all processes, or in none.
+
+        Where one fails alone the others wait for its devices, maybe for ever.
+
+        Args:
+            failure: what it failed with here; "" if it did not.
+
+        Raises:
+            ProcessError: it failed in some only, or another process is gone.
+        """
+        self._put(f"{number}/0", failure)
         try:
-            return self.gathered(AFTER_A_RUN, failure)
+            found = self.answers(number, self.after_failure if failure else None)
         except ProcessError as error:
-            first, *_ = str(error).splitlines()
-            raise ProcessError(
-                "A program failed in this process of several, which cannot go on "
-                "without the others.",
-                expected="the same outcome in all processes",
-                got=f"{failure.splitlines()[0]}. {first}",
-                attempt="see what the other processes printed, and whether one of "
-                "them has ended; then start all again: what was measured is kept",
-            ) from error
-        finally:
-            self.timeout_seconds = timeout_seconds
+            raise alone_with(failure, error) if failure else error from error
+        if (difference := unequal([failure, *found])) is not None:
+            raise difference
+
+    # ----------------------------------------------------------------- the followers
+
+    def follow(
+        self, jobs: Mapping[str, Callable[..., None]], forget: Callable[[str], object]
+    ) -> Any:
+        """Does what the leader says until the end, and returns what that has.
+
+        Args:
+            jobs: take a job's number and arguments, and answer it.
+            forget: forgets what was built, by name.
+        """
+        while True:
+            number = self._next()
+            job, arguments, dropped = self._read(f"{number}/job", 0, "the next job")
+            for one in dropped:
+                forget(one)
+            if job == END:
+                return arguments[0]
+            jobs[job](number, *arguments)
+
+    def answer(self, number: int, value: Any) -> None:
+        """Answers a job."""
+        self._put(f"{number}/{self.channel.process}", value)
+
+    def settled(self, number: int, failure: str) -> None:
+        """Answers a run; one that failed here must have ended in the leader, too."""
+        if failure:
+            seconds = self.after_failure
+            try:
+                self._read(f"{number}/0", 0, "the outcome of a run", seconds)
+            except ProcessError as error:
+                raise alone_with(failure, error) from error
+        self.answer(number, failure)
+
+    def pace(self, number: int) -> Callable[[float], float]:
+        """The leader's durations in a run: how often all execute follows from them."""
+        steps = itertools.count()
+
+        def agreed(duration: float) -> float:
+            place = f"{number}/pace/{next(steps)}"
+            if self.leads:
+                self._put(place, duration)
+                return duration
+            return self._read(place, 0, "a duration", unless=f"{number}/0")
+
+        return agreed
+
+    # --------------------------------------------------------------------- messages
 
     def failures(self) -> dict[int, str]:
         """Reads the failures of other processes in this epoch, by number."""
@@ -126,34 +214,48 @@ class Coordination:
     def _folder(self) -> str:
         return f"{_ROOT}/{self.epoch}"
 
-    def _next(self) -> str:
+    def _next(self) -> int:
         self.number += 1
-        return f"{self._folder}/{self.number}"
+        return self.number
 
-    def _put(self, key: str, what: str, value: Any) -> None:
-        self.channel.put(key, json.dumps({"what": what, "value": value}))
+    def _put(self, place: str, value: Any) -> None:
+        text = base64.b64encode(pickle.dumps(value)).decode()
+        self.channel.put(f"{self._folder}/{place}", text)
 
-    def _wait(
-        self, key: str, other: int, place: str, what: str, answered: bool = False
+    def _read(
+        self,
+        place: str,
+        other: int,
+        what: str,
+        seconds: float | None = None,
+        unless: str = "",
     ) -> Any:
-        """Reads another process's message, which is to be of the expected place.
+        """Waits for another process's message.
 
         Args:
-            key: of what is said now.
-            answered: whether this process has said its part.
+            unless: a message that ends the wait.
+
+        Raises:
+            ProcessError: another process has failed, or this one is gone.
+            LeaderFailed: the other message came.
         """
-        began, said = time.monotonic(), False
-        while (text := self.channel.get(place, _LOOK_SECONDS)) is None:
+        began, said = time.monotonic(), not self.leads
+        most = self.timeout_seconds if seconds is None else seconds
+        folder = self._folder
+        while (text := self.channel.get(f"{folder}/{place}", _LOOK_SECONDS)) is None:
             waited = time.monotonic() - began
             if failed := self.failures():
                 raise lost(failed)
-            if not answered:
-                # A process that waits for another thing at this place finds out.
-                self._put(f"{key}/{self.channel.process}", what, None)
-            for which, meant in self.channel.below(key).items():
-                self._compare(which, json.loads(meant)["what"], what)
-            if waited > self.timeout_seconds:
-                raise self._silent(other, what, waited)
+            if unless and self.channel.get(f"{folder}/{unless}", 0.001) is not None:
+                raise LeaderFailed
+            if waited > most:
+                raise ProcessError(
+                    f"Process {other} of {self.channel.count} does not answer.",
+                    expected=f"{what} from it",
+                    got=f"nothing for {waited:.0f} s; it is gone, or hangs",
+                    attempt="see what it printed; then start all processes again: what "
+                    "was measured is kept",
+                )
             if waited > _SAY_SECONDS and not said:
                 said = True
                 _log.warning(
@@ -163,36 +265,39 @@ class Coordination:
                     self.channel.count,
                     what,
                 )
-        found = json.loads(text)
-        self._compare(str(other), found["what"], what)
-        return found["value"]
+        return pickle.loads(base64.b64decode(text))
 
-    def _compare(self, which: str, theirs: str, ours: str) -> None:
-        if theirs == ours:
-            return
-        if theirs == AFTER_A_RUN:
-            # There a program failed, which it is about to say.
-            for _ in range(_LOOKS):
-                if failed := self.failures():
-                    raise lost(failed)
-                time.sleep(_LOOK_SECONDS)
-        other = 0 if which == "all" else int(which)
-        raise ProcessError(
-            "The processes of this program are not at the same point of planning.",
-            expected=f"{ours}, as process {self.channel.process} does",
-            got=f"{theirs} from process {other}",
-            attempt="the same program in all processes, which calls cfp in the "
-            "same order; if it is the same, please report this",
-        )
 
-    def _silent(self, other: int, what: str, waited: float) -> ProcessError:
-        return ProcessError(
-            f"Process {other} of {self.channel.count} does not answer.",
-            expected=f"{what} from it",
-            got=f"nothing for {waited:.0f} s; it is gone, or hangs",
-            attempt="see what it printed; then start all processes again: what "
-            "was measured is kept",
-        )
+def alone_with(failure: str, error: ProcessError) -> ProcessError:
+    """The error of a process in which a run failed, and that hears nothing of it."""
+    first, *_ = str(error).splitlines()
+    return ProcessError(
+        "A program failed in this process of several, which cannot go on without the "
+        "others.",
+        expected="the same outcome in all processes",
+        got=f"{failure.splitlines()[0]}. {first}",
+        attempt="see what the other processes printed, and whether one of "
+        "them has ended; then start all again: what was measured is kept",
+    )
+
+
+def unequal(failures: list[str]) -> ProcessError | None:
+    """The error of a run that failed in some processes only; None if in all, or none.
+
+    Args:
+        failures: of each process, in order; "" where it did not fail.
+    """
+    failed = [number for number, text in enumerate(failures) if text]
+    if len(failed) in (0, len(failures)):
+        return None
+    which = ", ".join(map(str, failed))
+    return ProcessError(
+        f"A program failed in process {which}, and ran in the others.",
+        expected="the same outcome in all processes",
+        got=failures[failed[0]],
+        attempt="free the memory of all devices; then start all processes again: what "
+        "was measured is kept",
+    )
 
 
 def lost(failed: dict[int, str]) -> ProcessError:
@@ -240,44 +345,17 @@ def coordinated_planning(alone: bool) -> Iterator[None]:
         arguments = (talk, done.wait)
         threading.Thread(target=_watch, args=arguments, daemon=True).start()
     try:
-        try:
-            yield
-        except KeyboardInterrupt:
-            talk.interrupted = talk.epoch
-            raise
+        yield
         if talk.depth == 1:
-            _tidy_up(talk)
+            talk.gathered(END, None)
+            if talk.leads:  # All have read what was said in the epoch before.
+                talk.channel.forget(f"{_ROOT}/{talk.epoch - 1}")
     except BaseException as error:
         talk.fail(error)
         raise
     finally:
         done.set()
         talk.depth -= 1
-
-
-@contextlib.contextmanager
-def interrupting_all(alone: bool) -> Iterator[None]:
-    """Has an interrupt between plans end all processes, which wait in the next plan.
-
-    Where it came within a plan all hear of it there: a further epoch would only part
-    those that go on from here. After a plan's end some may be past it.
-    """
-    talk = None if alone else coordination()
-    begun = 0 if talk is None else talk.epoch
-    try:
-        yield
-    except KeyboardInterrupt:
-        if talk is not None and talk.interrupted <= begun:
-            with coordinated_planning(alone):
-                raise
-        raise
-
-
-def _tidy_up(talk: Coordination) -> None:
-    """Removes what was said in the epoch before, which all have read by now."""
-    talk.gathered("the end of planning", None)
-    if talk.channel.process == 0:
-        talk.channel.forget(f"{_ROOT}/{talk.epoch - 1}")
 
 
 def _watch(talk: Coordination, is_done: Callable[[float], bool]) -> None:

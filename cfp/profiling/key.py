@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shlex
-import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,7 +19,8 @@ from typing import Any, Protocol
 import jax
 
 from cfp.errors import DeviceError
-from cfp.profiling.processes import Agreement
+from cfp.profiling.coordination import coordination
+from cfp.profiling.processes import are_several
 from cfp.profiling.topology import gpu_parts
 from cfp.program.meaning import compiler_settings
 
@@ -138,14 +138,11 @@ class Device(Protocol):
 def environment_parts(devices: Sequence[Device]) -> Parts:
     """The parts of a key that say where something was measured.
 
-    Where several processes have the devices, they are process 0's in all.
-
     Args:
       devices: `jax.Device`s: all devices of the mesh, of every process.
 
     Raises:
       DeviceError: if there are none.
-      ProcessError: if processes differ in versions, kinds of devices or flags.
     """
     if not devices:
         raise DeviceError(
@@ -193,22 +190,24 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
     elif platform_name == "cpu":
         # Every CPU's device kind is "cpu".
         parts["processor"] = f"{_processor()}, {os.cpu_count()} cores"
-    agreement = Agreement.about({device.process_index for device in devices})
-    if not agreement.alone:
-        hosts = agreement.gathered("hosts", socket.gethostname())
-        known = list(dict.fromkeys(hosts))
+    talk = coordination()
+    processes = {device.process_index for device in devices}
+    if talk is not None and talk.hosts and are_several(processes):
+        known = list(dict.fromkeys(talk.hosts))
         # What lies between two hosts is slower than what lies inside of one.
         parts["hosts"] = ",".join(
-            str(known.index(hosts[device.process_index])) for device in devices
+            str(known.index(talk.hosts[device.process_index])) for device in devices
         )
-        alike = {
-            name.replace("_", " "): text
-            for name, text in parts.items()
-            if name not in _OF_A_HOST
-        }
-        agreement.same(alike)
-    found = agreement.decided("the environment", list(parts.items()))
-    return tuple((name, text) for name, text in found)
+    return tuple(parts.items())
+
+
+def alike_parts(devices: Sequence[Device]) -> dict[str, str]:
+    """The parts that all processes of a program have in common, in words."""
+    return {
+        name.replace("_", " "): text
+        for name, text in environment_parts(devices)
+        if name not in _OF_A_HOST
+    }
 
 
 # Of an environment: what makes a machine one of another kind.

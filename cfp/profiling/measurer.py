@@ -36,7 +36,7 @@ from cfp.profiling.crashes import record_crashes
 from cfp.profiling.files import make_private_folder
 from cfp.profiling.in_flight import InFlightLog
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.processes import Agreement
+from cfp.profiling.processes import is_shared
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.runner import profile
 from cfp.profiling.store import ProfileStore
@@ -71,7 +71,7 @@ def tune_kernels(
     if not jobs or not environment.options(platform):
         return {}
     record_crashes(store, about={job.key.digest for job in jobs})
-    known = store.common({job.key.digest for job in jobs})
+    known = store.get_many({job.key.digest for job in jobs})
     fatal = {
         k
         for k, record in known.items()
@@ -81,18 +81,16 @@ def tune_kernels(
     make_private_folder(learnt.parent)
     make_private_folder(learnt)
     wanted = {job.key.digest: job for job in jobs}
-    there = [(learnt / key).exists() for key in wanted]
-    there = Agreement.of(mesh).everywhere(there, "whose kernels are tuned")
     todo = [
         job
-        for (key, job), is_done in zip(wanted.items(), there, strict=True)
-        if not is_done and key not in fatal
+        for key, job in wanted.items()
+        if key not in fatal and not (learnt / key).exists()
     ]
     with InFlightLog(store.path, options.limits, program.name) as in_flight:
         orders = SimpleQueue[Mesh]()
         built: dict[str, Built] = {}
         most = min(mesh.devices.size, default_threads(platform))
-        most = in_flight.at_once(wanted, most) if Agreement.of(mesh).alone else 1
+        most = 1 if is_shared(mesh) else in_flight.at_once(wanted, most)
         for count in range(most):
             orders.put(_rolled(mesh, count))
 
@@ -154,11 +152,9 @@ class Measurer:
 
     Args:
         measure: whether devices may be used.
-        end: from this moment on (`time.monotonic`) nothing else is begun. Several
-            processes measure the same, however long it takes.
+        end: from this moment on (`time.monotonic`) nothing else is begun.
 
     Attributes:
-        alone: whether no other process measures the same.
         known: keys of what the store answered; not of failures that are tried again.
     """
 
@@ -176,8 +172,7 @@ class Measurer:
         self._store = store
         self._measure = measure
         self._options = options
-        self.alone = Agreement.of(mesh).alone
-        self._end = end if self.alone else math.inf
+        self._end = end
         self._measured: set[str] = set()
         self._tuned: set[Hashable] = set()
         self.known: set[str] = set()
@@ -194,7 +189,7 @@ class Measurer:
 
     def look_up(self, jobs: Iterable[Job]) -> dict[str, ProfileRecord]:
         """Records of the store, by key, but for failures that are tried again."""
-        known = self._store.common({job.key.digest for job in jobs})
+        known = self._store.get_many({job.key.digest for job in jobs})
         again = self._options.retry_failures if self._measure else False
         found = {d: one for d, one in known.items() if not is_to_retry(one, again)}
         self.known |= found.keys() - self._measured

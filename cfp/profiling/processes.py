@@ -1,15 +1,8 @@
-"""Keeps the processes of one program in step while they plan.
-
-All must run the same programs equally often: a collective waits for every device,
-and for ever if one does not come. So whatever decides what is run next is settled
-between the processes, and never follows from what only one of them knows. Process 0
-decides; where all are asked, it collects the answers. Each waits for the others with a
-deadline, hears of it when one fails, and notices when one is at another point.
-"""
+"""The processes that have a mesh's devices: whether they are started alike."""
 
 from __future__ import annotations
 
-import time
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from cfp.errors import ProcessError
-from cfp.profiling.coordination import AFTER_A_RUN, Coordination, coordination
+from cfp.profiling.coordination import Coordination, alone_with, coordination
 
 # What to do about processes that differ, by what differs.
 _REMEDIES = {
@@ -31,110 +24,102 @@ _REMEDIES = {
 _REMEDY = "start all processes alike: the same program, options and environment"
 
 
+def is_shared(mesh: Mesh) -> bool:
+    """True if other processes of this program have devices of a mesh."""
+    return are_several({device.process_index for device in mesh.devices.flat})
+
+
+def are_several(processes: set[int]) -> bool:
+    """True if some processes, by number, are more than this one."""
+    return jax.process_count() > 1 and processes != {jax.process_index()}
+
+
+def leading(mesh: Mesh) -> Coordination | None:
+    """The messages to the others of a mesh; None where all devices are this process's.
+
+    Raises:
+        ProcessError: nothing is planned by all of them now.
+    """
+    if not is_shared(mesh):
+        return None
+    talk = talk_of_all()
+    if talk.depth == 0 or not talk.leads:
+        raise ProcessError(
+            "The mesh has devices of several processes. Plan for it with cfp.plan, or "
+            "cfp plan, in all of them."
+        )
+    return talk
+
+
+def talk_of_all() -> Coordination:
+    """The messages of all processes.
+
+    Raises:
+        ProcessError: there are none.
+    """
+    found = coordination()
+    if found is None:
+        raise ProcessError(
+            "The mesh has devices of processes that cannot be talked to.",
+            expected="processes that jax.distributed.initialize has brought together",
+            got="a mesh of several processes without its client",
+            attempt="cfp.join() or jax.distributed.initialize() in every process, "
+            "before any other use of JAX",
+        )
+    return found
+
+
+def meet(talk: Coordination, facts: Mapping[str, str], memory_bytes: int) -> None:
+    """Makes sure that facts are the same in all processes, and that hosts are known.
+
+    Args:
+        memory_bytes: of a device; 0 if it does not say.
+
+    Raises:
+        ProcessError: one differs, in all processes.
+    """
+    mine = socket.gethostname(), memory_bytes, dict(facts)
+    hosts, sizes, every = zip(*talk.gathered("what is planned", mine), strict=True)
+    if (difference := differing(every)) is not None:
+        raise difference
+    talk.hosts, talk.least_bytes = hosts, min(sizes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Agreement of the processes of a program on decisions and times.
+    """Agreement of processes that all do the same, and decide nothing.
 
     Attributes:
-      alone: there is one process, which settles everything by itself. Otherwise
-        each call waits until process 0, or all processes, have made it.
+      alone: there is one process.
     """
 
     alone: bool
 
     @classmethod
     def of(cls, mesh: Mesh) -> Agreement:
-        """The agreement of the processes that a mesh's devices belong to.
+        """The agreement of the processes that a mesh's devices belong to."""
+        return cls(alone=not is_shared(mesh))
 
-        A mesh of several processes must be one of all that `jax.distributed` knows.
-        """
-        return cls.about({device.process_index for device in mesh.devices.flat})
-
-    @classmethod
-    def about(cls, processes: set[int]) -> Agreement:
-        """The agreement of some processes, by number."""
-        if jax.process_count() == 1:
-            return cls(alone=True)
-        return cls(alone=processes == {jax.process_index()})
-
-    @property
-    def decides(self) -> bool:
-        """True if this process decides, and keeps the records."""
-        return self.alone or jax.process_index() == 0
-
-    def decided(self, what: str, value: Any) -> Any:
-        """Process 0's value, in all processes.
-
-        Args:
-          what: names the value; the same in all processes.
-          value: what JSON can hold; of other processes than 0 it is not looked at.
-
-        Raises:
-          ProcessError: process 0 has failed, is gone, or is at another point.
-        """
-        return value if self.alone else _talk().decided(what, value)
-
-    def gathered(self, what: str, value: Any) -> list[Any]:
-        """The values of all processes, in their order; see `decided`."""
-        return [value] if self.alone else _talk().gathered(what, value)
-
-    def seconds(self, duration: float) -> float:
-        """Process 0's duration."""
-        return self.decided("a duration", duration)
-
-    def is_over(self, end: float) -> bool:
-        """Returns True if a moment of `time.monotonic` is over for process 0."""
-        over = time.monotonic() > end
-        return over if end == float("inf") else self.decided("the time", over)
-
-    def everywhere(self, flags: Sequence[bool], what: str = "answers") -> list[bool]:
+    def everywhere(self, flags: Sequence[bool], what: str) -> list[bool]:
         """For each flag whether it is true in all processes."""
         if self.alone or not flags:
             return list(flags)
-        rows = self.gathered(what, [bool(flag) for flag in flags])
+        rows: list[Any] = talk_of_all().gathered(what, [bool(flag) for flag in flags])
         return [all(column) for column in zip(*rows, strict=True)]
 
     def end_of_run(self, failure: str) -> None:
-        """Makes sure that something failed in all processes that ran it, or in none.
-
-        Where one fails alone the others wait for its devices, maybe for ever.
-
-        Args:
-          failure: what it failed with here; "" if it did not.
+        """Makes sure that what failed here failed in all processes.
 
         Raises:
           ProcessError: it failed in some only, or another process is gone.
         """
         if self.alone:
             return
-        found = _talk().after_a_run(failure) if failure else None
-        failures = found or self.gathered(AFTER_A_RUN, failure)
-        failed = [text for text in failures if text]
-        if failed and len(failed) < len(failures):
-            which = _numbered([i for i, text in enumerate(failures) if text])
-            raise ProcessError(
-                f"A program failed in {which}, and ran in the others.",
-                expected="the same outcome in all processes",
-                got=failed[0],
-                attempt="free the memory of all devices; then start all processes "
-                "again: what was measured is kept",
-            )
-
-    def least(self, count: int) -> int:
-        """The least count of any process."""
-        return min(self.gathered("a least count", count))
-
-    def same(self, facts: Mapping[str, str]) -> None:
-        """Makes sure that facts are the same in all processes.
-
-        Raises:
-          ProcessError: one differs, in all processes.
-        """
-        if self.alone:
-            return
-        all_facts = self.gathered("what is planned", dict(facts))
-        if (difference := differing(all_facts)) is not None:
-            raise difference
+        talk = talk_of_all()
+        try:
+            talk.gathered("the outcome of a run", failure, talk.after_failure)
+        except ProcessError as error:
+            raise alone_with(failure, error) from error
 
 
 def differing(all_facts: Sequence[Mapping[str, str]]) -> ProcessError | None:
@@ -166,16 +151,3 @@ def differing(all_facts: Sequence[Mapping[str, str]]) -> ProcessError | None:
 def _numbered(processes: Sequence[int]) -> str:
     names = ", ".join(map(str, processes))
     return f"process {names}" if len(processes) == 1 else f"processes {names}"
-
-
-def _talk() -> Coordination:
-    found = coordination()
-    if found is None:
-        raise ProcessError(
-            "The mesh has devices of processes that cannot be talked to.",
-            expected="processes that jax.distributed.initialize has brought together",
-            got="a mesh of several processes without its client",
-            attempt="cfp.join() or jax.distributed.initialize() in every process, "
-            "before any other use of JAX",
-        )
-    return found

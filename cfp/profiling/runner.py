@@ -23,6 +23,7 @@ from cfp.profiling.builder import (
     Job,
     build,
     is_out_of_memory,
+    place_of,
     reason_of,
 )
 from cfp.profiling.compile_pool import default_threads, overlaps
@@ -33,7 +34,7 @@ from cfp.profiling.inputs import (
     make_inputs,
 )
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.processes import Agreement
+from cfp.profiling.processes import leading
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.remote import remote_for
 from cfp.profiling.scheduler import run_tasks
@@ -82,7 +83,6 @@ def profile(
         overlap=bool(there) or overlaps(platform),
         retry_failures=options.retry_failures,
         progress=options.progress,
-        agreement=Agreement.of(mesh),
         limits=options.limits,
         program=program.name,
         is_late=is_late,
@@ -127,18 +127,38 @@ def execute(
         what takes its place.
     """
     timing = timing or timing_on(mesh)
-    started = time.perf_counter()
-    agreement = Agreement.of(mesh)
-    shortage = _shortage(built, mesh)
-    if not all(agreement.everywhere([not shortage])):
-        reason = shortage or "too large for a device of another process"
+    if reason := shortage(built, mesh):
         return built.record("out_of_memory", reason=reason)
+    if (talk := leading(mesh)) is None:
+        return execute_here(built, kinds, mesh, feedback, timing)
+    assert built.shared is not None, "it was built in all processes"
+    what = place_of(mesh), tuple(kinds), tuple(feedback), timing
+    number = talk.say("run", built.shared.name, *what)
+    pace = talk.pace(number)
+    record = execute_here(built, kinds, mesh, feedback, timing, pace)
+    talk.settle(number, "" if record.ok else record.reason)
+    return record
+
+
+def execute_here(
+    built: Built,
+    kinds: Sequence[InputKind],
+    mesh: Mesh,
+    feedback: Sequence[tuple[int, int]],
+    timing: TimingOptions,
+    pace: Callable[[float], float] = float,
+) -> ProfileRecord:
+    """Does what `execute` does, in this process alone.
+
+    Args:
+      pace: the durations that all processes go by.
+    """
+    started = time.perf_counter()
     loop = _Loop(built.compiled, feedback, mesh)
     try:
         loop.inputs = make_inputs(kinds, mesh, [place for place, _ in feedback])
-        found = measure(loop, timing, agree=agreement.seconds)
+        found = measure(loop, timing, agree=pace)
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        agreement.end_of_run(reason_of(error))
         return built.record(
             "out_of_memory" if is_out_of_memory(error) else "crashed",
             reason=reason_of(error),
@@ -146,7 +166,6 @@ def execute(
         )
     finally:
         loop.free()
-    agreement.end_of_run("")
     return built.record(
         "ok",
         samples_ms=found.samples_ms,
@@ -232,7 +251,7 @@ def _check_devices(mesh: Mesh, crash: ProfileRecord) -> None:
         ) from error
 
 
-def _shortage(built: Built, mesh: Mesh) -> str:
+def shortage(built: Built, mesh: Mesh) -> str:
     """Returns the reason why a program cannot fit into memory; "" if it may."""
     # Asking first is quick; running out of memory takes some allocators seconds.
     for device in mesh.local_devices:

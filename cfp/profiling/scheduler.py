@@ -1,8 +1,7 @@
 """Answers from the store what it knows, and builds, runs and keeps the rest.
 
 Building, running and keeping are three things that know nothing of each other. Tasks
-are built in threads, a few ahead, and run one at a time in the order given, so that
-several processes that were given the same tasks run the same one at any time.
+are built in threads, a few ahead, and run one at a time in the order given.
 
 What is about to be built or run is logged beside the store, so that a process that
 dies of it leaves a record (`cfp.profiling.crashes`), and so that two processes with one
@@ -25,7 +24,6 @@ from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import CompilePool, awaited
 from cfp.profiling.crashes import record_crashes
 from cfp.profiling.in_flight import InFlightLog, Limits
-from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import Phase, ProfileSummary, Progress, ProgressCallback, Task
@@ -53,7 +51,6 @@ def run_tasks(
     overlap: bool = True,
     retry_failures: bool | datetime = False,
     progress: ProgressCallback | None = None,
-    agreement: Agreement | None = None,
     limits: Limits | None = None,
     program: str = "",
     is_late: Callable[[], bool] | None = None,
@@ -74,15 +71,11 @@ def run_tasks(
       retry_failures: measure again what failed before, or before a moment: a
         process that was started again keeps to the moment of the first start.
       progress: called with every event, in this thread.
-      agreement: settles what is run, where several processes measure together. Each
-        then needs the same tasks, and a store of its own.
       is_late: whether time is over, so that nothing else is begun: what was not
-        measured by then has no record. Several processes must run the same, and do
-        not ask.
+        measured by then has no record.
       open_links: called with the first task once it is built, in its thread, while
         others are built: the first run on devices may take seconds before it begins.
-        Not where it would disturb what runs, or other processes would have to take
-        part.
+        Not where it would disturb what runs.
     """
     by_key: dict[str, AnyTask] = {}
     for task in tasks:
@@ -98,11 +91,10 @@ def run_tasks(
             in_flight=in_flight,
             retry_failures=retry_failures,
             progress=progress,
-            agreement=agreement or Agreement(alone=True),
             is_late=is_late,
         )
         state.look_up()
-        if open_links is not None and state.agreement.alone and not overlap:
+        if not overlap:
             state.open_links = open_links
         _measure(state, threads, overlap)
         return state.summary()
@@ -182,7 +174,6 @@ class _State:
     in_flight: InFlightLog
     retry_failures: bool | datetime
     progress: ProgressCallback | None
-    agreement: Agreement
     is_late: Callable[[], bool] | None = None
     open_links: Callable[[Any, Built], object] | None = None
     records: dict[str, ProfileRecord] = field(default_factory=dict)
@@ -198,22 +189,20 @@ class _State:
     @property
     def ends(self) -> bool:
         """True if nothing else is to begin."""
-        return self.agreement.alone and self.is_late is not None and self.is_late()
+        return self.is_late is not None and self.is_late()
 
     def has(self, task: Task) -> bool:
         return task.key.digest in self.records
 
     def look_up(self) -> None:
-        known = self.store.common(self.tasks)
+        known = self.store.get_many(self.tasks)
         self.to_retry = {
             digest: record
             for digest, record in known.items()
             if is_to_retry(record, self.retry_failures)
         }
-        answers = [key in known and key not in self.to_retry for key in self.tasks]
-        settled = self.agreement.everywhere(answers)
-        for digest, answered in zip(self.tasks, settled, strict=True):
-            if answered:
+        for digest in self.tasks:
+            if digest in known and digest not in self.to_retry:
                 self._answer(known[digest])
         self.tell("", "look up")
 
@@ -229,14 +218,12 @@ class _State:
         """
         while waiting and room > used:
             keys = [task.key for task in waiting]
-            if self.agreement.alone:
-                keys = self.in_flight.claim(keys, room - used)
             # What was claimed is no other process's, so that this is final.
-            ours = {key.digest for key in keys[: room - used]}
+            ours = {key.digest for key in self.in_flight.claim(keys, room - used)}
             known = {
                 digest: record
                 for digest, record in self.store.get_many(ours).items()
-                if self.agreement.alone and record != self.to_retry.get(digest)
+                if record != self.to_retry.get(digest)
             }
             taken = [task for task in waiting if task.key.digest in ours]
             for task in taken:
@@ -268,17 +255,12 @@ class _State:
         if not built.done():
             self.tell(task.label, "build")
         outcome = self.await_build(task, built, [(task, built)])
-        [ready] = self.agreement.everywhere([isinstance(outcome, Built)])
         if isinstance(outcome, Built):
-            if ready:
-                self.tell(task.label, "run")
-                with self.in_flight.doing(
-                    task.key, task.label, "run", task.expected_ms, then_wait=True
-                ):
-                    outcome = self.run(task, outcome)
-            else:
-                reason = "another process could not build it"
-                outcome = outcome.record("compile_error", reason=reason)
+            self.tell(task.label, "run")
+            with self.in_flight.doing(
+                task.key, task.label, "run", task.expected_ms, then_wait=True
+            ):
+                outcome = self.run(task, outcome)
             self.keep(outcome)
         self.in_flight.release(task.key)
         self.records[task.key.digest] = outcome

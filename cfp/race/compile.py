@@ -21,7 +21,6 @@ from cfp.profiling.compile_pool import (
 from cfp.profiling.crashes import record_crashes
 from cfp.profiling.in_flight import InFlightLog
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.processes import Agreement
 from cfp.profiling.record import CompiledBytes, ProfileRecord, is_to_retry
 from cfp.profiling.remote import RemoteCompiler, remote_for
 from cfp.profiling.store import ProfileStore
@@ -101,13 +100,12 @@ def build_each(
 
     They are built side by side, each once. Where time is over, none is begun after one
     that fits, or after so many as a whole program is worth: one, or several truncated.
-    Several processes, whose clocks differ, look at the time before the first.
     """
     wanted = {one.job.key.digest: one for one in programs}
     if not wanted:
         return {}
     mesh, built, options = builder.mesh, builder.built, builder.options
-    agreement, platform = Agreement.of(mesh), mesh.devices.flat[0].platform
+    platform = mesh.devices.flat[0].platform
     remote, most_bytes = builder.remote, builder.budget_bytes
     environment = replace(
         BuildEnvironment.beside(builder.store.build_path),
@@ -128,17 +126,12 @@ def build_each(
         return most_bytes is None or needed <= most_bytes
 
     done = [digest for digest, one in there.items() if may_race(digest, one)]
-    if not agreement.alone and agreement.is_over(builder.end):
-        new = [digest for digest in wanted if digest not in there]
-        most_new = 0 if done else max(0, worth - len(there))
-        new = agreement.decided("what is built although time is over", new[:most_new])
-        wanted = {d: one for d, one in wanted.items() if d in {*there, *new}}
 
     def may_begin(digest: str) -> bool:
         """True if a program may be built now; others know that it is begun."""
         with lock:
             enough = done or len(there) + len(begun) >= worth
-            if agreement.alone and enough and time.monotonic() > builder.end:
+            if enough and time.monotonic() > builder.end:
                 return False
             begun.append(digest)
         return True
@@ -186,12 +179,7 @@ def build_each(
             say = partial(say_last, one.job.label)
             if (outcome := awaited(builds[digest], say)) is None:
                 continue
-            is_built = [isinstance(outcome, Built)]
-            [ready] = agreement.everywhere(is_built, "whether it is built")
-            if isinstance(outcome, Built) and not ready:
-                reason = "another process could not build it"
-                outcome = outcome.record("compile_error", reason=reason)
-            elif isinstance(outcome, Built) and not fits(outcome, most_bytes):
+            if isinstance(outcome, Built) and not fits(outcome, most_bytes):
                 reason = f"needs {outcome.peak_bytes} bytes of {most_bytes}"
                 outcome = outcome.record("out_of_memory", reason=reason)
             if isinstance(outcome, ProfileRecord):
@@ -246,7 +234,7 @@ def known_records(
     record_crashes(builder.store, about=digests)
     return {
         digest: record
-        for digest, record in builder.store.common(digests).items()
+        for digest, record in builder.store.get_many(digests).items()
         if not is_to_retry(record, builder.options.retry_failures)
         # Something was refused for its size alone, and the budget has grown.
         and not (is_compiled_too_large(record) and fits(record, builder.budget_bytes))

@@ -223,13 +223,13 @@ class Run:
             reach=None if one_is_enough else self.context.rules.reach,
             known=known,
             compiled=self.sizes,
-            at_once=self.builder.at_once if self.context.agreement.alone else 1,
+            at_once=self.builder.at_once,
             is_over=self.is_over,
         )
 
     def is_over(self) -> bool:
         """Returns True if the time for planning is over."""
-        return self.context.agreement.is_over(self.context.end)
+        return self.context.is_over
 
     def smaller(
         self, refused: Sequence[RaceResult], others: Sequence[Candidate] = ()
@@ -275,7 +275,7 @@ class Run:
         What candidates need that were compiled before is noted.
         """
         context, problem = self.context, self.solution.problem
-        if context.memory is None or problem is None or not context.agreement.alone:
+        if context.memory is None or problem is None:
             return [], None
         programs = programs_of(self.analysis, candidates, context.environment)
         asked = question(context, programs)

@@ -149,7 +149,7 @@ def compiled_before(
     context: PlanContext, programs: Sequence[RaceProgram]
 ) -> dict[Any, ProfileRecord]:
     """Returns records of programs that were compiled, by their candidates' keys."""
-    found = context.store.common(one.job.key.digest for one in programs)
+    found = context.store.get_many(one.job.key.digest for one in programs)
     return {
         one.candidate.key: record
         for one in programs
@@ -296,7 +296,7 @@ def of_one_race(
 ) -> dict[str, ProfileRecord]:
     """Returns the records that a race of just these programs made, by digest."""
     keys = _keys_among(jobs, budget_bytes)
-    found = store.common(key.digest for key in keys.values())
+    found = store.get_many(key.digest for key in keys.values())
     return {
         digest: replace(
             found[key.digest],

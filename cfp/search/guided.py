@@ -62,8 +62,7 @@ def measure_candidates(
         DeviceError: no candidate of some segment could be measured.
     """
     first = maker.first(per_kind, others)
-    # Several processes measure all at once: what is needed depends on times.
-    pairs = _written_twice(maker, first) if measurer.alone else []
+    pairs = _written_twice(maker, first)
     waiting = {id(one.written) for one in pairs if not one.is_reference}
     asked = [item for item in first if id(item) not in waiting]
     if measurer.has_end:
@@ -87,8 +86,7 @@ def measure_candidates(
         if best and best.cost_ms <= (1.0 + WORTH_HAVING) * fastest.cost_ms:
             break  # Memory keeps out nothing that is faster.
         asked = _Round(maker, per_kind, wanted, records, problem).ask()
-        # Several processes know different times, and would ask for different things.
-        if not asked or measurer.is_over or not measurer.alone:
+        if not asked or measurer.is_over:
             break
         rounds.append(asked)
         records.update(measurer(_jobs(asked)))

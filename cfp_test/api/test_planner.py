@@ -20,7 +20,6 @@ from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import preset_solution, search
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.builder import build
-from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
@@ -148,11 +147,8 @@ def test_a_process_asks_its_own_devices_for_their_memory(mesh, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 0)
     mine.platform, mine.process_index = "gpu", 0
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(
-        Agreement,
-        "gathered",
-        lambda self, what, value: [value] if self.alone else [value, 79 * gib],
-    )
+    met = SimpleNamespace(hosts=("a", "b"), least_bytes=79 * gib)
+    monkeypatch.setattr("cfp.context.coordination", lambda: met)
     assert device_memory(found) == 79 * gib
     alone: Any = SimpleNamespace(devices=np.array([mine]), local_devices=[mine])
     assert device_memory(alone) == 80 * gib + 1

@@ -22,7 +22,6 @@ from cfp.passes import profile as profiling
 from cfp.plan.figures import GIVEN_SECONDS
 from cfp.planner_settings import DetailedSettings
 from cfp.platform import mesh_shapes
-from cfp.profiling.processes import Agreement
 from cfp.race import turns as racing
 from cfp.solution import Estimate
 from cfp.units import format_bytes
@@ -455,23 +454,6 @@ def test_what_there_was_no_time_to_estimate_is_planned_last(clock, tmp_path):
     assert clock.planned == ["flat", "line", "cube"]
 
 
-@pytest.mark.parametrize("is_over", [False, True])
-def test_the_first_process_says_when_time_is_over(
-    is_over, monkeypatch, clock, tmp_path
-):
-    """Not a process's own clock, by which each would plan other variants."""
-    clock.estimates_take(0.0 if is_over else 1000.0)
-    clock.plans_take(0.0 if is_over else 1000.0)
-
-    def decided(agreement, what, value):
-        return is_over if what == "the time" else value
-
-    monkeypatch.setattr(Agreement, "decided", decided)
-    cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
-    times = 1 if is_over else len(SHAPES)
-    assert (len(clock.estimated), len(clock.planned)) == (times, times)
-
-
 @pytest.mark.parametrize("where", ["estimate_plan", "find_plan"])
 def test_processes_that_differ_plan_no_other_variant(where, monkeypatch, tmp_path):
     asked = []
@@ -604,7 +586,7 @@ def test_state_goes_to_the_host_for_as_many_as_there_is_time_for(
     """The one that lacks least says that there is none."""
     asked = []
 
-    def find(step, shortage, end, analyzed, options):
+    def find(step, shortage, end, analyzed, options, analyze):
         asked.append(BY_AXES[len(analyzed.mesh.axis_names)])
         raise shortage.with_line("With more time there is a plan.")
 

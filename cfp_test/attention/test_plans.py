@@ -3,7 +3,6 @@
 import json
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import jax
@@ -23,7 +22,6 @@ from cfp.checking.verify import verify
 from cfp.context import open_context
 from cfp.errors import PlanMismatch
 from cfp.passes.pipeline import analyze_step
-from cfp.plan.compose import common_plan
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
@@ -124,26 +122,6 @@ def test_it_is_the_same_behind_its_file(planned, mesh, tmp_path):
     assert_same(applied(*arguments()))
     with pytest.raises(PlanMismatch, match="made from the step"):
         loaded.export_python(tmp_path / "sharded.py")
-
-
-def test_several_processes_agree_on_a_plan_with_kernels(planned):
-    """Text that process 0 sends says which functions replace ops, and has none."""
-    plan, _ = planned
-    sent = replace(plan, predicted_ms=123.0)
-
-    def agreement(one):
-        text = replace(one, sites=None, step=None, mesh=None).to_json()
-        return SimpleNamespace(
-            alone=False, decides=False, decided=lambda what, value: text
-        )
-
-    common = common_plan(agreement(sent), plan)
-    assert common.predicted_ms == 123.0
-    assert common.constraints == plan.constraints and common.raced is plan.raced
-    assert_same(common.compile(step, *arguments())(*arguments()))
-    other = replace(plan, constraints=replace(plan.constraints, replaced=()))
-    with pytest.raises(cfp.ProcessError, match="the constraints differ"):
-        common_plan(agreement(other), plan)
 
 
 def test_a_file_is_verified_with_its_kernels(planned, mesh, tmp_path):

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import cfp
-from cfp.profiling import builder, collectives
+from cfp.profiling import collectives, followers
 from cfp.profiling.collectives import ProbeSizes
-from cfp.profiling.processes import Agreement
-from cfp.race import compile as race_compile
+from cfp.profiling.coordination import Coordination
 
 ROWS, WIDTH = 12, 6
 
@@ -46,17 +45,15 @@ def other_step(w: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
 def break_planning(fault: str) -> None:
     """Has something go wrong in the middle of planning."""
     if fault in ("die-planning", "raise-planning"):
-        usual = Agreement.seconds
 
-        def seconds(self: Agreement, duration: float) -> float:
+        def pace(self: Coordination, number: int) -> float:
             if fault == "die-planning":
                 end()
             raise MemoryError("no room left in this process")
-            return usual(self, duration)
 
-        Agreement.seconds = seconds
+        Coordination.pace = pace
     if fault == "die-compiling":
-        race_compile.build = lambda *_: end()
+        followers.build_here = lambda *_: end()
     if fault == "other-jax":
         jax.__version__ = "0.9.9"
 
@@ -111,5 +108,4 @@ def main(folder: Path, fault: str) -> None:
 if __name__ == "__main__":
     words = sys.argv[2:]
     mine = len(words) > 1 and os.environ["CFP_PROCESS_ID"] == words[1]
-    assert builder.build is race_compile.build
     main(Path(sys.argv[1]), words[0] if mine else "")

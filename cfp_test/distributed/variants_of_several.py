@@ -3,7 +3,7 @@
     python -m cfp_test.distributed.variants_of_several FOLDER PLACE
 
 Process 1 is interrupted at that place: ``tracing`` the second variant, before it is
-planned; ``planning`` it; asking for ``the-time`` before it; or in the ``last-race``.
+planned, or ``running`` a program.
 """
 
 import os
@@ -16,20 +16,17 @@ import jax
 import jax.numpy as jnp
 
 import cfp
-from cfp import find as finding
-from cfp import variant_turns as turns
 from cfp import variants as room
+from cfp.profiling import followers
 
 
 def interrupt_at(place: str) -> None:
-    """Has Ctrl-C come before something is done for the second time, or the last."""
+    """Has Ctrl-C come before something is done for the second time."""
     # Of what a shell runs in the background it is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     owner, name, most = {
-        "tracing": (turns, "analyze_step", 2),
-        "planning": (finding, "_find_plan", 2),
-        "the-time": (turns.Agreement, "decided", 2),
-        "last-race": (room, "race_programs", 1),
+        "tracing": (room, "analyze_step", 2),
+        "running": (followers, "execute_here", 2),
     }[place]
     usual: Callable[..., Any] = getattr(owner, name)
     done = []

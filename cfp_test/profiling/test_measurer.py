@@ -16,7 +16,7 @@ def look(case, store, monkeypatch):
 
     def profile(program, mesh, jobs, store, *, options, **_):
         retry_failures = options.retry_failures
-        records = store.common({job.key.digest for job in jobs})
+        records = store.get_many({job.key.digest for job in jobs})
         for job in jobs:
             digest = job.key.digest
             if digest not in records or (retry_failures and not records[digest].ok):

@@ -184,13 +184,13 @@ def test_what_cannot_fit_is_not_tried(built):
 
     peak = built.peak_bytes
     roomy, full = {"bytes_limit": peak}, {"bytes_limit": peak - 1}
-    assert runner._shortage(built, mesh_of(roomy, roomy)) == ""
-    assert "needs" in runner._shortage(built, mesh_of(roomy, full))
-    assert runner._shortage(built, mesh_of(None, {})) == ""
+    assert runner.shortage(built, mesh_of(roomy, roomy)) == ""
+    assert "needs" in runner.shortage(built, mesh_of(roomy, full))
+    assert runner.shortage(built, mesh_of(None, {})) == ""
 
 
 def test_a_shortage_is_a_record(case, built, quick, monkeypatch):
-    monkeypatch.setattr(runner, "_shortage", lambda *_: "needs 2 GiB of 1")
+    monkeypatch.setattr(runner, "shortage", lambda *_: "needs 2 GiB of 1")
     record = run(built, case.job(), case.program, case.mesh, timing=quick)
     assert (record.status, record.reason) == ("out_of_memory", "needs 2 GiB of 1")
 

@@ -15,7 +15,6 @@ from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import default_threads, overlaps
 from cfp.profiling.in_flight import CrashCandidate, InFlightFolder, InFlightLog
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.tasks import Progress, Task
 from cfp.report.progress import progress_text
@@ -325,14 +324,10 @@ def test_links_are_opened_by_the_first_while_others_are_built(shop, store):
     assert len(did) == 1, "what is known opens nothing"
 
 
-@pytest.mark.parametrize("is_alone", [True, False])
-def test_links_are_not_opened_beside_runs_or_without_other_processes(
-    shop, store, is_alone
-):
+def test_links_are_not_opened_beside_runs(shop, store):
     opened = []
-    how = {"overlap": is_alone, "open_links": lambda *_: opened.append(1)}
-    agreement = Agreement(alone=True) if is_alone else Dissent([])
-    run_tasks(shop.tasks("ab"), store, threads=2, agreement=agreement, **how)
+    how = {"overlap": True, "open_links": lambda *_: opened.append(1)}
+    run_tasks(shop.tasks("ab"), store, threads=2, **how)
     assert not opened and shop.ran == ["a", "b"]
 
 
@@ -515,55 +510,6 @@ def test_failures_to_build_are_kept_at_once(shop, store):
     with pytest.raises(KeyboardInterrupt):
         run_tasks(shop.tasks("abc"), store, threads=3, progress=stop)
     assert store.get_many(digests("abc")).keys() == set(digests("bc"))
-
-
-# ---------------------------------------------------------------------------- processes
-
-
-class Dissent(Agreement):
-    """Another process that lacks a record, or cannot build something."""
-
-    def __init__(self, answers: list[list[bool]]):
-        super().__init__(alone=False)
-        object.__setattr__(self, "answers", answers)
-
-    def everywhere(self, flags):
-        answers: list = vars(self)["answers"]
-        theirs = answers.pop(0) if answers else [True] * len(flags)
-        return [a and b for a, b in zip(flags, theirs, strict=True)]
-
-
-def test_what_one_process_lacks_all_measure(shop, store):
-    run_tasks(shop.tasks("abc"), store)
-    shop.ran.clear()
-    agreement = Dissent([[True, False, True]])
-    summary = run_tasks(shop.tasks("abc"), store, agreement=agreement)
-    assert shop.ran == ["b"]
-    assert (summary.measured, summary.cached) == (1, 2)
-
-
-def test_what_one_process_cannot_build_none_runs(shop, store):
-    agreement = Dissent([[True, True], [False], [True]])
-    summary = run_tasks(shop.tasks("ab"), store, agreement=agreement)
-    assert shop.ran == ["b"]
-    [a, b] = summary.records.values()
-    assert (a.status, b.status) == ("compile_error", "ok")
-    assert "another process" in a.reason
-
-
-def test_several_processes_go_on_together_though_it_is_late(compiled, store):
-    """Their clocks differ, and each must run what the others do."""
-    shop = Workshop(compiled)
-    agreement = Dissent([[True, True], [True], [True]])
-    late = {"agreement": agreement, "is_late": lambda: True}
-    assert len(run_tasks(shop.tasks("ab"), store, **late).records) == 2
-
-
-def test_one_process_agrees_with_itself(mesh):
-    agreement = Agreement.of(mesh)
-    assert agreement.alone
-    assert agreement.seconds(1.5) == 1.5
-    assert agreement.everywhere([True, False]) == [True, False]
 
 
 # ------------------------------------------------------------------------------ threads

@@ -17,7 +17,7 @@ from cfp.cost.costs import Costs
 from cfp.passes.search import search
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import PRESETS, PROPAGATED, named_choices
-from cfp.profiling import compile_pool, processes, runner
+from cfp.profiling import compile_pool, runner
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building
@@ -437,7 +437,7 @@ def test_where_nothing_fits_planning_ends_with_its_time(
         return untried[:4] if len(built) < 4 else []  # Each is compiled.
 
     monkeypatch.setattr(story.Run, "smaller", smaller)
-    for room in (building, processes, contexts):
+    for room in (building, contexts):
         monkeypatch.setattr(room, "time", clock)
     with pytest.raises(
         cfp.MemoryBudgetError, match=r"needs .*, .* more than the budget of .*\."

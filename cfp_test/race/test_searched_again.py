@@ -38,8 +38,7 @@ def decided(monkeypatch):
         monkeypatch.setattr(find, "decide", decide)
         monkeypatch.setattr(find, "search_as_compiled", lambda *_: SECOND)
         context: Any = SimpleNamespace(
-            agreement=SimpleNamespace(is_over=lambda end: False),
-            end=0.0,
+            is_over=False,
         )
         analysis: Any = None
         profiles: Any = SimpleNamespace(memory_bound=memory_bound)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -12,7 +13,6 @@ from cfp.profiling import runner
 from cfp.profiling.builder import Built
 from cfp.profiling.in_flight import InFlightFolder
 from cfp.profiling.options import MeasureOptions
-from cfp.profiling.processes import Agreement
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.timing import measure
 from cfp.race import compile as building
@@ -407,17 +407,6 @@ def test_when_time_is_over_nothing_is_begun_beside_what_is_built(begun):
     assert len(begun("cd", budget_bytes=1)) == 1
 
 
-def test_when_time_is_over_for_process_0_all_begin_one_program(begun, monkeypatch):
-    monkeypatch.setattr(Agreement, "of", lambda mesh: Agreement(alone=False))
-    said = {"the time": True}
-    monkeypatch.setattr(Agreement, "decided", lambda _, what, v: said.get(what, v))
-    monkeypatch.setattr(Agreement, "gathered", lambda _, what, value: [value, value])
-    assert begun("abcd") == "a"
-    assert begun("ba") == ""
-    said["the time"] = False
-    assert sorted(begun("abcd")) == ["b", "c", "d"]
-
-
 NEEDS = {"large": 200, "small": 100}
 TOO_LARGE = ("large", False, "out_of_memory")
 
@@ -656,9 +645,11 @@ def test_where_time_is_over_after_a_turn_no_look_wins(case, store, monkeypatch):
 
     monkeypatch.setattr(room, "run", turn)
     monkeypatch.setattr(room, "defaults_of", lambda _: defaults_of("gpu"))
-    monkeypatch.setattr(Agreement, "is_over", lambda *_: len(ran) > 3)
+    clock = SimpleNamespace(monotonic=lambda: float(len(ran)))
+    monkeypatch.setattr(room, "time", clock)
+    monkeypatch.setattr(building, "time", clock)
     programs = [entrant(case, name) for name in "ab"]
-    builder = Builder(program=case.program, mesh=case.mesh, store=store)
+    builder = Builder(program=case.program, mesh=case.mesh, store=store, end=3.5)
     a, b = race_programs(builder, programs, rounds=4)
     assert ran == ["a", "b", "a", "a"]
     assert a.time_ms == pytest.approx(11.0) and b.time_ms == pytest.approx(11.55)

@@ -1,39 +1,19 @@
-"""Plans a whole model, trains it under the plan and under the best presets.
+"""Plans a whole model, and trains it under the plan and under presets.
 
-    python -m cfp_test.bench full_model TARGET [TARGET'S OPTIONS] --json FILE
-        [--mesh x=2] [--steps 20] [--presets 2] [--seconds 300] [--short] [--quick]
-        [--workdir DIR] [--platform cpu]
+    python -m cfp_test.bench full_model MODEL [MODEL'S OPTIONS] --json FILE
+        [--mesh x=2] [--steps 20] [--presets fully_sharded tensor_parallel]
+        [--nominal 989.5] [--workdir FOLDER] [--platform cpu]
 
-Planning is as by default. With ``--short`` fewer strategies are measured, and presets
-race with all values constrained and no other compiler options; with ``--quick``
-segments are measured without a neighbour, too.
-
-Every step gets new random data, and the state that the step before returned; state is
-what the target donates. ``steps`` steps are timed one by one, from the call until all
-is computed, and then as many in a row that nothing waits in between, as training does:
-tokens per second and FLOP utilisation are of the latter. Prints a line for whatever is
-done, then a table, and appends JSON lines, one for planning and one for each training.
-
-Planning and each training are processes of their own, one after the other: a device's
-high-water mark of memory never falls within a process, memory comes back whole, and
-what runs out of it takes nothing along. Such a process costs a start of JAX and a
-trace, and on GPUs no compilation: what is trained is the very program that was raced,
-which JAX's compilation cache in the working folder has. The state is initialised with
-one sharding for all, so that this is compiled once, too, and then moved to where the
-plan wants it.
-
-FLOPs are those of the step's matrix products as it was traced, forward and backward,
-without what a model or a plan rematerializes. They are divided by the bfloat16 matrix
-rate that was measured on these devices before planning, not by a data sheet's.
-
-XLA_PYTHON_CLIENT_MEM_FRACTION is 0.92 unless set: JAX's own 0.75 would leave a quarter
-of the memory unused.
+Planning is as by default. Each training is a process of its own, since a device's
+high-water mark of memory never falls within one. ``--steps`` steps are timed one by
+one, and as many in a row, each from the state that the step before returned, on one
+batch of random tokens. ``--nominal`` is the TFLOP/s of a device by its data sheet, of
+which the share is told that the model's own products reach.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -42,321 +22,147 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import Mesh
 
+import cfp
 from cfp import platform
-from cfp.analysis.layout import program_flops, rematerialized_flops
-from cfp.cli.session import analyse, open_target
-from cfp.context import open_context
-from cfp.passes.pipeline import decide
-from cfp.passes.profile import profile
-from cfp.passes.search import search
-from cfp.plan.compose import compose_plan
-from cfp.plan.plan import Plan
-from cfp.planner_settings import DetailedSettings
-from cfp.profiling.builder import BuildEnvironment, Built, build
-from cfp.profiling.store import store_path
-from cfp.profiling.tasks import Progress
-from cfp.program.trace import planning_mesh, trace
-from cfp.race.programs import RaceOutcome
-from cfp.settings import ConstraintLevel
-from cfp.targets import Target
-from cfp_test.bench.full_figures import (
-    best_presets,
-    figures,
-    loops_counted_once,
-    table,
-)
-from cfp_test.bench.full_training import Training, training_job
+from cfp.targets import Target, resolve
+from cfp_test.bench.rows import commit
 
-_FOLDER = "full_model"
-_PLAN = "plan"
-_PLANNED = "planned.json"
-_TRAINED = "trained.json"
-# Of events that come by the dozen one is shown in so many seconds.
-_QUIET_SECONDS = 2.0
+_PLANNED = "the plan"
 
 
-# ----------------------------------------------------------------------- planning
-
-
-@dataclass(slots=True)
-class Clock:
-    """Says what is done, and how long it has been since everything began."""
-
-    began: float
-    last: float = 0.0
-
-    def tell(self, event: Progress | str) -> None:
-        now = time.time()
-        if isinstance(event, Progress):
-            if now - self.last < _QUIET_SECONDS:
-                return
-            event = f"{event.done} of {event.total}, {event.phase} {event.label}"
-        self.last = now
-        print(f"[{now - self.began:6.1f} s] {event}", flush=True)
-
-
-def plan_model(options: argparse.Namespace, rest: list[str], folder: Path) -> None:
-    """Plans, and writes the plan, those of the best presets, and what is to know."""
-    clock = Clock(options.began)
-    seconds: dict[str, float] = {}
-    begun = time.perf_counter()
-
-    def lap(what: str) -> None:
-        nonlocal begun
-        now = time.perf_counter()
-        seconds[what], begun = now - begun, now
-        clock.tell(f"{what}: {seconds[what]:.1f} s")
-
-    target, mesh = _open(options, rest)
-    lap("devices and target")
-    session = analyse(target, mesh)
-    lap("trace and analysis")
-    frame = session.analysis.frame
-    program = frame.program
-    again = rematerialized_flops(program, frame.blocks)
-    flops = program_flops(program) - again
-    clock.tell(f"{flops / 1e12:.4g} TFLOP a step, {len(program.ops):,} ops")
-    settings = DetailedSettings(seconds=options.seconds, progress=clock.tell)
-    if options.short or options.quick:
-        settings = replace(
-            settings,
-            per_kind=8,
-            in_context=not options.quick,
-            plans=1,
-            reach=1.1,
-            constraint_levels=(ConstraintLevel.EVERYTHING,),
-            compiler_options={},
-        )
-    analysis = session.analysis
-    with open_context(session.mesh, options.workdir, None, settings) as context:
-        profiles = profile(context, analysis)
-        lap("profile")
-        solution = search(context, analysis, profiles)
-        lap("search")
-        with _compilation_cache(options.workdir, mesh):
-            plan, _ = decide(context, analysis, solution)
-        lap("race")
-        presets = {one.name: one for one in solution.candidates if one.is_preset}
-        environment = dict(context.environment)
-    step, out_tree = session.step, session.lowering.out_tree
-    chosen = {plan.winner: plan}
-    for name in best_presets(plan.race, plan.winner, options.presets):
-        taken = RaceOutcome(winner=presets[name], counts=solution.counts)
-        chosen[name] = compose_plan(
-            analysis, session.mesh, environment, taken, solution.problem
-        )
-    raced = {row.name: row for row in plan.race}
-    trainings = []
-    for number, (name, one) in enumerate(chosen.items()):
-        file = f"plan_{number}.json"
-        one.bound_to(step, out_tree).save(folder / file)
-        trainings.append(
-            {
-                "plan": name,
-                "is_the_plan": number == 0,
-                "file": file,
-                "predicted_ms": one.predicted_ms,
-                "raced_ms": raced[name].time_ms if name in raced else None,
-                "raced_peak_bytes": raced[name].peak_bytes if name in raced else None,
-            }
-        )
-    state = [program.args[i] for i, a in enumerate(program.alias) if a is not None]
-    outcome = {
-        "phases_seconds": seconds,
-        "flops": flops,
-        "recomputed_flops": again,
-        "loops_counted_once": loops_counted_once(program),
-        "bfloat16_flops_per_ms": profiles.rates.matmul_flops_per_ms["bfloat16"],
-        "state_bytes": sum(program.values[v].size_bytes for v in state),
-        "devices": mesh.size,
-        "environment": environment,
-        "plan": {
-            "winner": plan.winner,
-            "measured_ms": plan.measured_ms,
-            "predicted_ms": plan.predicted_ms,
-            "peak_bytes": plan.peak_bytes,
-            "plan_seconds": sum(seconds.values()),
-            "race": [asdict(row) for row in plan.race],
-        },
-        "trainings": trainings,
-    }
-    (folder / _PLANNED).write_text(json.dumps(outcome))
-
-
-def _open(options: argparse.Namespace, rest: list[str]) -> tuple[Target, Mesh]:
-    axes = platform.parse_mesh(options.devices, options.mesh)
-    return open_target(options.target, rest, axes=axes, platform_name=options.platform)
-
-
-@contextlib.contextmanager
-def _compilation_cache(workdir: Path, mesh: Mesh) -> Iterator[None]:
-    """Has JAX keep what it compiles for GPUs meanwhile."""
-    setting, before = (
-        "jax_compilation_cache_dir",
-        jax.config.jax_compilation_cache_dir,  # pyright: ignore
+def _plan(
+    given: argparse.Namespace, target: Target, preset: str | None
+) -> dict[str, Any]:
+    """Plans, or takes a preset, and saves it in the working folder."""
+    started = time.perf_counter()
+    plan = cfp.plan(
+        target.step,
+        *target.args,
+        mesh=_mesh(given),
+        donate_argnums=target.donate,
+        preset=preset,
+        cache_dir=given.workdir,
     )
-    is_gpu = mesh.devices.flat[0].platform == "gpu"
-    jax.config.update(setting, str(workdir / "compiled") if is_gpu else before)
-    compilation_cache.reset_cache()  # Or JAX stays with what it began with.
-    try:
-        yield
-    finally:
-        jax.config.update(setting, before)
-        compilation_cache.reset_cache()
-
-
-# ----------------------------------------------------------------------- training
-
-
-def train(options: argparse.Namespace, rest: list[str], folder: Path) -> dict[str, Any]:
-    """Trains a target under a saved plan: what came of it."""
-    clock = Clock(options.began)
-    target, mesh = _open(options, rest)
-    step = target.flatten()
-    mesh = planning_mesh(mesh)
-    program, lowering = trace(step, mesh)
-    plan = Plan.load(folder / options.phase, mesh=mesh)
-    plan = plan.bound_to(step, lowering.out_tree)
-    job = training_job(program, plan, mesh)
-    clock.tell("traced; compiling, or loading what the race compiled")
-    environment = BuildEnvironment.beside(store_path(options.workdir))
-    with _compilation_cache(options.workdir, mesh):
-        built = build(program, mesh, job, environment)
-        if not isinstance(built, Built):
-            return {"note": f"{built.status}: {built.reason}"}
-        clock.tell(f"built in {built.build_seconds:.1f} s; making the first state")
-        training = Training(target, step, program, plan, job, built)
-        begun = time.perf_counter()
-        training.start()
-        data = [training.data_of(number) for number in range(2 * options.steps)]
-    state_seconds = time.perf_counter() - begun
-    before = device_peak(mesh)
-    clock.tell(f"state and data made in {state_seconds:.1f} s; training")
-    samples = []
-    for number in range(options.steps):
-        begun = time.perf_counter()
-        jax.block_until_ready(training.run(data[number]))
-        samples.append((time.perf_counter() - begun) * 1000)
-    clock.tell(f"steps one by one: {statistics.median(samples):.2f} ms")
-    begun = time.perf_counter()
-    for number in range(options.steps, 2 * options.steps):
-        results = training.run(data[number])
-    jax.block_until_ready(results)
-    row_ms = (time.perf_counter() - begun) * 1000 / options.steps
-    clock.tell(f"steps in a row: {row_ms:.2f} ms each")
-    losses = [float(loss) for loss in training.losses]
-    finite = all(map(math.isfinite, losses))
+    seconds = time.perf_counter() - started
+    plan.save(_file(given, preset or _PLANNED))
     return {
-        "samples_ms": samples,
-        "in_a_row_ms": row_ms,
-        "tokens": training.tokens(),
-        "losses": losses,
-        "compiled_bytes": built.peak_bytes,
-        "device_peak_bytes": device_peak(mesh),
-        "device_peak_before_training_bytes": before,
-        "build_seconds": built.build_seconds,
-        "state_seconds": state_seconds,
-        "note": "" if finite else "losses are not finite",
+        "winner": plan.winner,
+        "planned_s": round(seconds, 1),
+        "predicted_ms": plan.predicted_ms,
+        "raced_ms": plan.measured_ms,
+        "planned_bytes": plan.peak_bytes,
+        "model_flops": plan.search.get("model_flops"),
     }
 
 
-def device_peak(mesh: Mesh) -> int | None:
-    """The most memory that any device ever had in use; None if they do not say."""
-    stats = [device.memory_stats() or {} for device in mesh.devices.flat]
-    found = [int(s["peak_bytes_in_use"]) for s in stats if "peak_bytes_in_use" in s]
-    return max(found, default=None)
+def _train(given: argparse.Namespace, target: Target, name: str) -> dict[str, Any]:
+    """Trains under a saved plan; times, memory and losses."""
+    plan = cfp.Plan.load(_file(given, name), mesh=_mesh(given))
+    bound = plan.bind(target.step, *target.args, donate_argnums=target.donate)
+    compiled = bound.compile(target.step, *target.args)
+    state, batch = target.make_args(bound.in_shardings, 0)
+    losses: list[Any] = []
+
+    def run(count: int) -> float:
+        nonlocal state
+        started = time.perf_counter()
+        for _ in range(count):
+            state, metrics = compiled(state, batch)
+            losses.append(metrics["loss"])
+        jax.block_until_ready(state)
+        return (time.perf_counter() - started) * 1e3 / count
+
+    run(1)  # Loads code, and opens communicators.
+    alone_ms = [run(1) for _ in range(given.steps)]
+    in_a_row_ms = run(given.steps)
+    found = [float(loss) for loss in losses]
+    assert all(map(math.isfinite, found)), "losses are not finite"
+    stats = [device.memory_stats() or {} for device in jax.devices()]
+    return {
+        "alone_ms": statistics.median(alone_ms),
+        "in_a_row_ms": in_a_row_ms,
+        "tokens_per_s": batch["tokens"].size / in_a_row_ms * 1e3,
+        "device_bytes": max((s.get("peak_bytes_in_use", 0) for s in stats), default=0),
+        "losses": [found[0], found[-1]],
+    }
 
 
-# ------------------------------------------------------------------------ the whole
+def _mesh(given: argparse.Namespace) -> jax.sharding.Mesh:
+    return platform.make_mesh(platform.parse_mesh(None, given.mesh))
 
 
-def orchestrate(options: argparse.Namespace, rest: list[str], folder: Path) -> int:
-    """Has processes plan and train; the exit code."""
+def _file(given: argparse.Namespace, name: str) -> Path:
+    return given.workdir / f"{name.replace(' ', '_')}.json"
+
+
+def _in_child(given: argparse.Namespace, words: list[str], role: str) -> dict[str, Any]:
+    """Plans or trains in a process of its own; returns its last line."""
+    command = [sys.executable, "-m", "cfp_test.bench.full_model", *words]
+    command += ["--role", role, "--workdir", str(given.workdir)]
+    # JAX's own 0.75 would leave a quarter of the memory unused.
     environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **os.environ}
-    words = [*sys.argv[1:], "--workdir", str(options.workdir)]
-    words += ["--began", str(options.began)]
+    ran = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
+    if ran.returncode:
+        return {"failed": f"its process ended with {ran.returncode}"}
+    return json.loads(ran.stdout.splitlines()[-1])
 
-    def child(*more: str) -> int:
-        return subprocess.run(
-            [sys.executable, "-m", "cfp_test.bench.full_model", *words, *more],
-            env=environment,
-            check=False,
-        ).returncode
 
-    def tell(row: dict[str, Any]) -> None:
-        if options.json:
-            with options.json.open("a") as file:
-                file.write(json.dumps({"target": [options.target, *rest], **row}))
-                file.write("\n")
-
-    if code := child("--phase", _PLAN):
-        return code
-    outcome = json.loads((folder / _PLANNED).read_text())
-    trainings = outcome.pop("trainings")
-    tell({"what": "planned", **outcome, "chosen": [t["plan"] for t in trainings]})
+def run_all(given: argparse.Namespace, rest: list[str], words: list[str]) -> None:
+    """Plans, then trains under the plan and each preset; writes what each came to."""
     rows = []
-    for training in trainings:
-        print(f"--- {training['plan']}", flush=True)
-        (folder / _TRAINED).unlink(missing_ok=True)
-        code = child("--phase", training["file"])
-        if code:
-            row = {**training, "note": f"its process ended with {code}"}
-        else:
-            row = {**training, **json.loads((folder / _TRAINED).read_text())}
-        if "in_a_row_ms" in row:
-            row |= figures(
-                row,
-                outcome["flops"],
-                outcome["bfloat16_flops_per_ms"],
-                outcome["devices"],
-            )
-        keep = ("flops", "bfloat16_flops_per_ms", "devices", "environment")
-        tell({"what": "trained", **row, **{k: outcome[k] for k in keep}})
+    for name in (_PLANNED, *given.presets):
+        row = {"trained under": name, **_in_child(given, words, f"plan {name}")}
+        if "failed" not in row:
+            row |= _in_child(given, words, f"train {name}")
+        if given.nominal and row.get("in_a_row_ms") and row.get("model_flops"):
+            rate = row["model_flops"] / row["in_a_row_ms"] / 1e9
+            axes = platform.parse_mesh(None, given.mesh) or ()
+            row["of_nominal"] = rate / math.prod(dict(axes).values()) / given.nominal
         rows.append(row)
-    print(table(rows), flush=True)
-    return int(any(row["note"] for row in rows))
+        print(row, flush=True)
+        head = {"model": [given.model, *rest], "commit": commit()}
+        head |= {"date": datetime.now(UTC).date().isoformat(), "jax": jax.__version__}
+        given.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n")[0], allow_abbrev=False
     )
-    parser.add_argument("target")
-    parser.add_argument("--mesh")
-    parser.add_argument("--devices", type=int)
+    parser.add_argument("model")
+    parser.add_argument("--mesh", default="x=2")
     parser.add_argument("--platform")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--presets", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=math.inf)
-    parser.add_argument("--short", action="store_true")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--workdir", type=Path)
-    parser.add_argument("--json", type=Path)
-    # What the script calls itself with: the phase is planning, or the plan to train.
     parser.add_argument(
-        "--began", type=float, default=time.time(), help=argparse.SUPPRESS
+        "--presets", nargs="*", default=["fully_sharded", "tensor_parallel"]
     )
-    parser.add_argument("--phase", help=argparse.SUPPRESS)
-    options, rest = parser.parse_known_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        options.workdir = (options.workdir or Path(temporary)).absolute()
-        folder = options.workdir / _FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        if options.phase is None:
-            raise SystemExit(orchestrate(options, rest, folder))
-        if options.phase == _PLAN:
-            plan_model(options, rest, folder)
-        else:
-            (folder / _TRAINED).write_text(json.dumps(train(options, rest, folder)))
+    parser.add_argument("--nominal", type=float, help="TFLOP/s of a device")
+    parser.add_argument("--workdir", type=Path)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--role", help=argparse.SUPPRESS)
+    given, rest = parser.parse_known_args()
+    if given.role is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            given.workdir = (given.workdir or Path(temporary)).absolute()
+            given.workdir.mkdir(parents=True, exist_ok=True)
+            run_all(given, rest, sys.argv[1:])
+        return
+    platform.select(given.platform, platform.parse_mesh(None, given.mesh))
+    what, _, name = given.role.partition(" ")
+    target = resolve(given.model, rest)
+    if what == "train":
+        found = _train(given, target, name)
+    else:
+        found = _plan(given, target, None if name == _PLANNED else name)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ def main() -> None:
     for left, model in zip(range(len(given.models), 0, -1), given.models, strict=True):
         sizes = Piece.of(model).options(tiny=False)
         if given.tiny:
-            sizes = small(model, {"layers": 2}, 2)
+            sizes = small(model, 2, 2)
         until = time.monotonic() + (end - time.monotonic()) / left
         data["models"].append(compare(model, sizes, given, until))
         given.out.write_text(json.dumps(data, indent=1))

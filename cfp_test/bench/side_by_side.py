@@ -2,12 +2,12 @@
 
     python -m cfp_test.bench side_by_side --out FOLDER [--seconds 560] [--pieces ...]
         [--work FOLDER] [--rounds 8] [--tiny]
-    python -m cfp_test.bench side_by_side --out FOLDER --join docs/results/NAME.json
+    python -m cfp_test.bench side_by_side --out FOLDER --rows
 
 A piece is a model of the zoo, four layers at full width: ``gpt`` over NVLink,
 ``gpt:off`` with NCCL_P2P_DISABLE=1, ``gpt:budgets`` and ``gpt:off_budgets`` under
-budgets of 100, 75, 60 and 45 % of what data parallelism needs, ``gpt:sharding`` beside
-a plan that chooses shardings alone. Ways to shard it:
+budgets of 100, 75, 60 and 45 % of what data parallelism needs. ``--rows`` prints the
+rows of a folder's pieces for docs/results/suite_gpux2.json. Ways to shard it:
 
 planned     cfp at its defaults, from an empty store
 preset      the two presets that were fastest in the plan's race, with its kernels
@@ -61,39 +61,31 @@ from cfp.presets.presets import DATA_PARALLEL, presets
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.in_flight import write_whole
 from cfp.profiling.key import environment_parts
-from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import store_path
-from cfp.profiling.tasks import Progress
 from cfp.program.constrain import partition_spec
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import TOO_LARGE, RaceOutcome
 from cfp.race.race import race
 from cfp.report.figures import worth
-from cfp.report.progress import progress_text
 from cfp.search.requests import Profiles
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate, Solution
 from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of
-from cfp_test.bench.configs import SUITES, small
+from cfp_test.bench.configs import LAYERS, small
+from cfp_test.bench.rows import commit
 from cfp_test.support.waiting import end_group
 
 AXES = (("x", 2),)
-# Batches are half of the suite's, which are for four devices.
 MODELS: Mapping[str, tuple[str, Mapping[str, Scalar]]] = {
-    "gpt": ("gpt", {"batch": 12}),
-    "llama": ("llama", {"batch": 20}),
-    "moe": ("moe", {"batch": 32}),
-    "bert": ("bert", {"batch": 24}),
+    **{model: (model, {}) for model in LAYERS},
     "llama4k": ("llama", {"batch": 4, "seq": 4096}),
 }
-PIECES = (
-    *("gpt", "llama", "moe", "gpt:off", "llama:off", "moe:off"),
-    *("bert", "gpt:budgets", "llama:budgets", "moe:budgets"),
-    *("bert:off", "llama4k", "gpt:sharding", "llama:sharding", "moe:sharding"),
-    "bert:budgets",
-    *("gpt:off_budgets", "moe:off_budgets", "llama:off_budgets", "bert:off_budgets"),
+KINDS = ("", "off", "budgets", "off_budgets")
+PIECES = tuple(
+    f"{model}:{kind}".removesuffix(":")
+    for kind in KINDS
+    for model in ("gpt", "llama", "moe", "bert")
 )
-KINDS = ("", "off", "budgets", "off_budgets", "sharding")
 SHARES = (1.0, 0.75, 0.6, 0.45)
 TABLES_OF: Mapping[str, Sequence[str]] = {
     "moe": ("data_parallel", "expert_parallel", "expert_parallel_fsdp"),
@@ -107,8 +99,7 @@ AT_ONCE = 4  # Presets compiled until one of them fits.
 SOLVER_SECONDS = 15.0
 TORCH_SECONDS = 45.0  # Kept for PyTorch at the end of a piece.
 # With less left no such piece begins.
-LEAST_SECONDS = {"sharding": 90.0}
-LEAST_SECONDS |= {"": 120.0, "off": 120.0, "budgets": 60.0, "off_budgets": 60.0}
+LEAST_SECONDS = {"": 120.0, "off": 120.0, "budgets": 60.0, "off_budgets": 60.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +150,9 @@ class Piece:
     def options(self, tiny: bool) -> dict[str, Scalar]:
         """The model's options."""
         zoo, given = MODELS[self.model]
-        sizes = {"dtype": "bfloat16", **SUITES["layers"][zoo], **given}
-        if not tiny:
-            return sizes
-        return {**small(zoo, {"layers": 2}, 2), "learning_rate": 1e-3}
+        if tiny:
+            return {**small(zoo, 2, 2), "learning_rate": 1e-3}
+        return {"dtype": "bfloat16", **LAYERS[zoo], **given}
 
     @property
     def file(self) -> str:
@@ -203,7 +193,7 @@ class Way:
     """One way to shard.
 
     Attributes:
-        group: planned, preset, cost_model, hand or sharding.
+        group: planned, preset, cost_model or hand.
         make: compiles it.
         about: what is known of it before that.
     """
@@ -252,16 +242,6 @@ class Found:
         ]
         return sorted(rest, key=lambda one: one.predicted_ms or float("inf"))
 
-    def measured(self) -> dict[str, ProfileRecord]:
-        """Records of programs of segments, by label."""
-        found = self.profiles
-        jobs = {job.key.digest: job for one in found.requests for job in one.jobs}
-        return {
-            f"{number}: {jobs[digest].label}": record
-            for number, (digest, record) in enumerate(found.records.items())
-            if digest in jobs
-        }
-
     def about(self) -> dict[str, Any]:
         """Returns the part that a record keeps."""
         counts, problem = self.outcome.counts, self.solution.problem
@@ -273,15 +253,6 @@ class Found:
             "predicted_ms": self.outcome.winner.predicted_ms,
             "kernels": sorted({str(k) for _, k in self.outcome.winner.choice.kernels}),
             "counts": {name: float(count) for name, count in counts.items()},
-            "programs": [
-                {
-                    "name": name,
-                    "build_s": record.build_seconds,
-                    "run_s": record.run_seconds,
-                    "samples_ms": list(record.samples_ms),
-                }
-                for name, record in self.measured().items()
-            ],
             "race": [
                 {
                     "name": row.name,
@@ -305,38 +276,15 @@ def say(text: str) -> None:
 
 # ------------------------------------------------------------------------- planning
 
-_EVERY_SECONDS = 2.0
 
-
-class _Lines:
-    """Prints progress; of programs that are measured one line now and then."""
-
-    def __init__(self) -> None:
-        self._phase, self._next = "", 0.0
-
-    def __call__(self, event: Progress | str) -> None:
-        if isinstance(event, str):
-            self._phase = ""
-            say(f"  {event}")
-            return
-        now, phase = time.monotonic(), event.phase.replace("done", "run")
-        if phase != self._phase or now > self._next or event.done == event.total:
-            self._phase, self._next = phase, now + _EVERY_SECONDS
-            say(f"  measuring {progress_text(event, clock=False)}")
-
-
-def planned(
-    session: Session, work: Path, settings: PlannerSettings, budget: int | None = None
-) -> Found:
+def planned(session: Session, work: Path, budget: int | None = None) -> Found:
     """Plans a step, as `cfp.plan` does.
 
     Raises:
         CfpError: there is no plan.
     """
     started = time.perf_counter()
-
-    settings = replace(settings, progress=_Lines())
-    with open_context(session.mesh, work, budget, settings) as context:
+    with open_context(session.mesh, work, budget, PlannerSettings()) as context:
         profiles = profile(context, session.analysis)
         solution = search(context, session.analysis, profiles)
         outcome = race(context, session.analysis, solution)
@@ -433,13 +381,12 @@ class Maker:
         return self._made(made)
 
     def sharded(self, name: str, kernel: bool) -> ShardedStep:
-        """A rule table, or each parameter on its "largest" or "first" dim."""
+        """A rule table, or each parameter on its "largest" dim."""
         attention = attending_by(cudnn_attention) if kernel else nullcontext()
         model, mesh = self._piece.zoo_model, self._session.mesh
         with attention:
-            if name in ("largest", "first"):
-                first = name == "first"
-                return shard_largest(model, self._sizes, mesh, first=first)
+            if name == "largest":
+                return shard_largest(model, self._sizes, mesh)
             [table] = [one for one in TABLES[model] if one.name == name]
             return shard_step(model, self._sizes, table, mesh)
 
@@ -631,6 +578,7 @@ def run_piece(piece: Piece, given: argparse.Namespace) -> None:
         p2p_disabled=os.environ.get("NCCL_P2P_DISABLE", "0") not in ("", "0"),
         environment=dict(environment_parts(list(mesh.devices.flat))),
         date=time.strftime("%Y-%m-%d"),
+        commit=commit(),
         steps_in_a_sample=STEPS,
         trained_from="the model's first state",
     )
@@ -648,17 +596,10 @@ def run_piece(piece: Piece, given: argparse.Namespace) -> None:
         done = _under_budgets(session, work, maker, record, turns, given)
         record.write(done=done)
         return
-    found = planned(session, work, PlannerSettings())
+    found = planned(session, work)
     say(f"{piece.name}: planned in {found.seconds:.1f} s, {found.outcome.winner.name}")
     record.write(planning=found.about())
-    if piece.kind == "sharding":
-        alone = planned(session, work, PlannerSettings(choose=("sharding",)))
-        record.write(planning_sharding=alone.about())
-        other = cfp_way(maker, "sharding", alone.outcome.winner)
-        ways = (*plan_and_presets(found, maker, 0), ("sharding alone", other))
-    else:
-        ways = ways_of(piece, found, maker, record)
-    made = compiled(ways, record)
+    made = compiled(ways_of(piece, found, maker, record), record)
     say(f"{piece.name}: compiled; timing")
     record.write(done=turns(made, end=given.until))
 
@@ -711,7 +652,7 @@ def _under_budgets(
 ) -> bool:
     """The plan and the best preset under each budget; True if all were reached."""
     if "data_parallel_bytes" not in record.data:
-        free = planned(session, work, PlannerSettings())
+        free = planned(session, work)
         whole_bytes = _data_parallel_bytes(free, maker)
         record.write(planning=free.about(), data_parallel_bytes=whole_bytes)
     whole_bytes = record.data["data_parallel_bytes"]
@@ -725,7 +666,7 @@ def _under_budgets(
             return False
         say(f"budget {title}, {budget / 2**30:.2f} GiB")
         try:
-            found = planned(session, work, PlannerSettings(), budget)
+            found = planned(session, work, budget)
         except MemoryBudgetError as error:
             row = {"bytes": budget, "least_bytes": error.smallest_feasible_bytes}
             record.data["budgets"][title] = row
@@ -844,8 +785,8 @@ def _reached(data: Mapping[str, Any]) -> int:
     return len(data["ways"].get("planned", {}).get("samples_ms", ()))
 
 
-def joined(folder: Path) -> dict[str, Any]:
-    """All pieces of a folder as plain data, PyTorch's rows with them."""
+def joined(folder: Path) -> list[dict[str, Any]]:
+    """All pieces of a folder, each with PyTorch's rows."""
     pieces = []
     for name in PIECES:
         piece = Piece.of(name)
@@ -860,7 +801,54 @@ def joined(folder: Path) -> dict[str, Any]:
             lines = torch_file.read_text().splitlines()
             data["pytorch"] = [json.loads(line) for line in lines]
         pieces.append(data)
-    return {"format": 1, "pieces": pieces}
+    return pieces
+
+
+GROUPS = {
+    "planned": "plan",
+    "preset": "best preset",
+    "hand": "by hand",
+    "cost_model": "cost model",
+    "kernels": "cost model, plan's kernels",
+    "pytorch": "PyTorch FSDP2",
+}
+
+
+def rows_of(piece: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """The rows of a piece, as docs/results/suite_gpux2.json has them."""
+    links = "P2P off" if piece["p2p_disabled"] else "NVLink"
+    gpus = piece["environment"]["device_kind"].split()[1:2] or ["CPU"]
+    told = [*gpus, piece["commit"], piece["date"]]
+    torch = {
+        one["name"]: {**one, "group": "pytorch"} for one in piece.get("pytorch", ())
+    }
+    for share in [*piece.get("budgets", ())] or [None]:
+        prefix = f"{share}: " if share else ""
+        about = piece["budgets"][share] if share else piece["planning"]
+        best: dict[str, tuple[float, str, Mapping[str, Any]]] = {}
+        for name, way in {**piece["ways"], **torch}.items():
+            if not name.startswith(prefix) or way["status"] != "ok" or way.get("note"):
+                continue
+            if way["samples_ms"]:
+                modelled = way["group"] == "cost_model" and "kernels" in name
+                group = "kernels" if modelled else way["group"]
+                title = way.get("candidate", name.removeprefix(prefix))
+                one = statistics.median(way["samples_ms"]), title, way
+                best[group] = min(best.get(group, one), one, key=lambda each: each[0])
+        for group, title in GROUPS.items():
+            if group not in best:
+                continue
+            (ms, name, way), is_plan = best[group], group == "planned"
+            low, high = np.percentile(way["samples_ms"], (25, 75))
+            size, seconds = way.get("peak_bytes"), about.get("planning_s")
+            yield [
+                *(piece["model"], links, share, title, name, f"{ms:.2f}"),
+                *(f"{low:.2f} to {high:.2f}", len(way["samples_ms"])),
+                None if is_plan else f"{best['planned'][0] / ms:.3f}",
+                f"{size / 2**30:.1f}" if size else None,
+                f"{seconds:.0f}" if is_plan else None,
+                *told,
+            ]
 
 
 def main() -> None:
@@ -874,14 +862,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=temporary)
     parser.add_argument("--no-torch", dest="torch", action="store_false")
     parser.add_argument("--tiny", action="store_true", help="virtual CPU devices")
-    parser.add_argument("--join", type=Path, help="write all of --out to this file")
+    parser.add_argument("--rows", action="store_true", help="print those of --out")
     parser.add_argument("--role", help=argparse.SUPPRESS)
     # As `time.monotonic` counts, which is the same in all processes of a machine.
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.join:
-        data = {"name": given.join.stem, **joined(given.out)}
-        given.join.write_text(json.dumps(data, indent=1) + "\n")
+    if given.rows:
+        for row in (row for piece in joined(given.out) for row in rows_of(piece)):
+            print(json.dumps(row) + ",")
     elif given.role:
         run_piece(Piece.of(given.role), given)
     else:

@@ -6,7 +6,15 @@ import time
 import pytest
 
 from cfp_test.bench import side_by_side
-from cfp_test.bench.side_by_side import PIECES, Piece, Record, joined, torch_command
+from cfp_test.bench.pages import RESULTS
+from cfp_test.bench.side_by_side import (
+    PIECES,
+    Piece,
+    Record,
+    joined,
+    rows_of,
+    torch_command,
+)
 
 
 def test_pieces_are_read_by_name_and_have_files_of_their_own():
@@ -84,6 +92,31 @@ def test_of_a_piece_that_was_cut_off_the_longer_run_counts(tmp_path):
     write("gpt_before1.json", [1.0, 2.0])
     write("gpt_off.json", [])
     (tmp_path / "torch_gpt.jsonl").write_text('{"name": "PyTorch FSDP2"}\n')
-    gpt, off = joined(tmp_path)["pieces"]
+    gpt, off = joined(tmp_path)
     assert gpt["file"] == "gpt_before1.json" and off["file"] == "gpt_off.json"
     assert gpt["pytorch"] == [{"name": "PyTorch FSDP2"}]
+
+
+def test_rows_are_those_of_the_page():
+    def way(group, *samples, **more):
+        return {"group": group, "status": "ok", "samples_ms": samples, **more}
+
+    piece = {
+        **{"model": "gpt", "p2p_disabled": True, "commit": "abc", "date": "2026-11-29"},
+        "environment": {"device_kind": "NVIDIA H200"},
+        "budgets": {"60%": {"planning_s": 41.6}},
+        "ways": {
+            "60%: planned": way("planned", 9.0, 11.0, candidate="planned 2"),
+            "60%: preset zero1": way("preset", 12.5, candidate="zero1"),
+            "60%: preset other": way("preset", 12.0, note="out after 2 rounds"),
+            "75%: preset other": way("preset", 1.0),
+            "60%: cost model, kernels": way("cost_model", 20.0, peak_bytes=2**30),
+        },
+    }
+    plan, preset, modelled = rows_of(piece)
+    columns = json.loads((RESULTS / "suite_gpux2.json").read_text())
+    assert len(plan) == len(columns["tables"]["steps"]["columns"])
+    assert plan[:6] == ["gpt", "P2P off", "60%", "plan", "planned 2", "10.00"]
+    assert plan[6:] == ["9.50 to 10.50", 2, None, None, "42", "H200", *plan[-2:]]
+    assert preset[3:6] == ["best preset", "zero1", "12.50"] and preset[8] == "0.800"
+    assert modelled[3] == "cost model, plan's kernels" and modelled[9] == "1.0"

@@ -27,10 +27,10 @@ from cfp.race.programs import RaceRow
 from cfp.runtime.execute import CompiledStep
 from cfp.settings import ConstraintLevel
 from cfp.units import format_bytes
-from cfp_test.bench.soak import compare, logged_puts, make_step, stored
 from cfp_test.gpu.equal import compile_choice, subject_of
 from cfp_test.gpu.place import Failed, Place
 from cfp_test.random_steps.check import Subject
+from cfp_test.support.steps import compare, logged_puts, make_step, stored
 
 # A plan is slower than a preset if it is by more than this, and that in so many turns
 # that chance makes it so in fewer than one run of fifty.

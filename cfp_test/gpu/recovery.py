@@ -19,9 +19,9 @@ from cfp.profiling.inputs import InputKind
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.race import turns
-from cfp_test.bench.soak import compare, make_step
 from cfp_test.gpu.place import Failed, Place, tail
 from cfp_test.gpu.plans import STEP, measured_plan
+from cfp_test.support.steps import compare, make_step
 
 PART = "plan with a fault"
 # What a store has of each fault in the end. One death may be anything's: what a process

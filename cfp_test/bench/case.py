@@ -13,9 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.analysis.layout import program_flops
 from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
+from cfp.errors import CompilerError
 from cfp.models.options import Scalar
 from cfp.plan.compose import compose_plan
 from cfp.profiling.builder import Built, compile_lowered
+from cfp.profiling.compiled import miscompile_reason
 from cfp.profiling.inputs import InputKind
 from cfp.profiling.key import ProfileKey
 from cfp.race.programs import RaceOutcome
@@ -68,7 +70,16 @@ def ready(
     """
     key = ProfileKey((("what", "benchmark"), ("name", name)))
     started = time.perf_counter()
-    built = compile_lowered(key, _Late(compiled), options, started=started)  # pyright: ignore[reportArgumentType]
+
+    def how(_: Any, chosen: Mapping[str, Any]) -> tuple[Any, str]:
+        made = compiled(chosen)
+        text = made.as_text() or ""
+        if (reason := miscompile_reason(text)) is not None:
+            raise CompilerError(reason)
+        return made, text
+
+    lowered: Any = None  # Steps of cfp and of JAX are lowered in ways of their own.
+    built = compile_lowered(key, lowered, options, started=started, how=how)
     leaves = jax.tree.leaves_with_path(args)
     kinds = tuple(
         InputKind(
@@ -114,16 +125,6 @@ def make_choice(
     shardings = jax.tree.leaves(bound.in_shardings)
     every = {**options, **plan.options}
     return ready(candidate.name, compiled, (state, batch), shardings, every)
-
-
-@dataclass(frozen=True, slots=True)
-class _Late:
-    """Something to compile, as `jax.stages.Lowered` is."""
-
-    make: Callable[[Mapping[str, str]], Any]
-
-    def compile(self, compiler_options: Mapping[str, str] | None) -> Any:
-        return self.make(compiler_options or {})
 
 
 @dataclass(frozen=True, slots=True)

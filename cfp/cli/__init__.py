@@ -79,8 +79,8 @@ def _doctor(context: typer.Context) -> None:
 
 
 @app.command("operators", context_settings={**PASS_ON, "help_option_names": []})
-@one_message
-def _operators(context: typer.Context) -> None:
+@one_message()
+def _operators(context: typer.Context, _: Any) -> None:
     """Check and time implementations of the operators of models."""
     raise typer.Exit(load("cfp.operators.command").main(context.args))
 

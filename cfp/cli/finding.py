@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from jax.sharding import Mesh
@@ -55,25 +55,6 @@ from cfp.view.text import print_plan
 from cfp.view.words import SAME_MS
 
 _ALL = "all"
-
-MeshShapes = Annotated[
-    list[str] | None,
-    o.of_variants(
-        metavar="AXES",
-        help="A mesh to plan for, such as x=2,y=4. May be given more than once: the "
-        "fastest of the shapes is kept. all: every shape of the devices with up to "
-        "three axes.",
-    ),
-]
-Microbatches = Annotated[
-    str | None,
-    o.of_variants(
-        metavar="N,N",
-        help="Number of parts in which the batch goes through the step, such as 1,2,4: "
-        "the fastest is kept. For models, and functions that take an argument "
-        "microbatches.",
-    ),
-]
 
 
 def variants_of(ctx: typer.Context) -> dict[str, Any]:
@@ -307,58 +288,53 @@ def variants_data(found: Fastest) -> dict[str, Any]:
     }
 
 
-Output = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Save the plan here, as JSON."),
-]
-
-_Ray = Annotated[
-    str | None,
-    o.of_measuring(
-        "--ray",
-        metavar="ADDRESS",
-        help="Plan on a Ray cluster: auto, host:port, or local, which starts one here. "
+@o.command(
+    *("target", "devices", "mesh", "described", "platform", "memory_budget"),
+    *("time_budget", "preset", "choose", "pin", "donate", "output"),
+    *("presets", "mesh_shapes", "microbatches", "static", "attention"),
+    *(
+        "precision",
+        "per_kind",
+        "others",
+        "quick",
+        "measure",
+        "no_race",
+        "whole_race",
+        "ray",
+        "retry_failures",
+    ),
+    *("run_timeout", "build_timeout", "workdir", "as_json", "quiet"),
+    presets=o.Option(
+        bool,
+        "List the presets for the step: data parallel, fully sharded, ...",
+        under="Instead of a new plan",
+    ),
+    mesh_shapes=o.Option(
+        list[str],
+        "A mesh to plan for, such as x=2,y=4. May be given more than once: the "
+        "fastest of the shapes is kept. all: every shape of the devices with up to "
+        "three axes.",
+        under=o.VARIANTS,
+        metavar="AXES",
+    ),
+    microbatches=o.Option(
+        str,
+        "Number of parts in which the batch goes through the step, such as 1,2,4: the "
+        "fastest is kept. For models, and functions that take an argument "
+        "microbatches.",
+        under=o.VARIANTS,
+        metavar="N,N",
+    ),
+    ray=o.Option(
+        str,
+        "Plan on a Ray cluster: auto, host:port, or local, which starts one here. "
         "Programs are compiled on its CPUs where the platform allows, and run on the "
         "node with the devices; measurements come back to --workdir.",
+        under=o.MEASURING,
+        metavar="ADDRESS",
     ),
-]
-
-
-@o.command
-def plan(
-    ctx: typer.Context,
-    target: o.TargetText,
-    devices: o.Devices = None,
-    mesh: o.MeshText = None,
-    described: o.For = None,
-    platform: o.Platform = None,
-    memory_budget: o.Budget = None,
-    time_budget: o.TimeBudget = None,
-    preset: o.Preset = None,
-    choose: o.Choose = None,
-    pin: o.Pins = None,
-    donate: o.Donate = None,
-    output: Output = None,
-    presets: Presets = False,
-    mesh_shapes: MeshShapes = None,
-    microbatches: Microbatches = None,
-    static: o.Static = None,
-    attention: o.Attention = None,
-    precision: o.Precision = None,
-    per_kind: o.PerKind = o.USUAL.per_kind,
-    others: o.Others = o.USUAL.others,
-    quick: o.Quick = False,
-    measure: o.Measure = False,
-    no_race: o.NoRace = False,
-    whole_race: o.WholeRace = False,
-    ray: _Ray = None,
-    retry_failures: o.RetryFailures = False,
-    run_timeout: o.RunTimeout = o.USUAL.limits.run_seconds,
-    build_timeout: o.BuildTimeout = o.USUAL.limits.build_seconds,
-    workdir: o.Workdir = None,
-    as_json: o.Json = False,
-    quiet: o.Quiet = False,
-) -> None:
+)
+def plan(ctx: typer.Context, given: Any) -> None:
     """Plan how to shard a step: analyze, profile, search, race.
 
     Example: cfp plan gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --platform cpu
@@ -368,15 +344,16 @@ def plan(
     if mode_of(ctx, {"presets": _OF_PRESETS}, {}) is not None:
         list_presets(ctx)
         return
-    o.supervise(ctx, workdir)
-    parse_bytes(memory_budget)
-    parse_pins(pin)
-    check_writable(output)
-    with only_json(as_json) as print_json:
-        found = find(ctx) if ray is None else find_on_ray(ctx)
-        several = bool(mesh_shapes or microbatches) or len(found.outcomes) > 1
-        save(found.plan, output, say=not as_json)
-        if as_json:
+    o.supervise(ctx, given.workdir)
+    parse_bytes(given.memory_budget)
+    parse_pins(given.pin)
+    check_writable(given.output)
+    with only_json(given.as_json) as print_json:
+        found = find(ctx) if given.ray is None else find_on_ray(ctx)
+        several = bool(given.mesh_shapes or given.microbatches)
+        several = several or len(found.outcomes) > 1
+        save(found.plan, given.output, say=not given.as_json)
+        if given.as_json:
             more = {"variants": variants_data(found)} if several else {}
             print_json(plan_data(found.plan) | more)
             return
@@ -386,7 +363,7 @@ def plan(
         _, _, count = found.name.partition(", microbatches ")
         if count:
             print(f"Give cfp run --microbatches {count}, too.")
-        suggest(found.plan, output)
+        suggest(found.plan, given.output)
 
 
 def find(given: Any, remote: RemoteCompiler | None = None) -> Fastest:
@@ -445,14 +422,6 @@ def _find_there(
 
 # -------------------------------------------------------------- modes without a search
 
-_instead = o.under("Instead of a new plan")
-Presets = Annotated[
-    bool,
-    _instead(
-        "--presets",
-        help="List the presets for the step: data parallel, fully sharded, ...",
-    ),
-]
 # Options that go with --presets, by parameter.
 _OF_PRESETS = (
     *("target", "platform", "as_json", "donate", "static", "quiet"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -11,7 +10,9 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from inspect import Parameter, Signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -103,89 +104,62 @@ def leave_printing_to_process_0() -> None:
 USUAL = PlannerSettings()  # Where options say nothing.
 
 
-def under(heading: str) -> Callable[..., Any]:
-    """Returns a maker of options that stand under a heading of a command's help."""
-    return functools.partial(typer.Option, rich_help_panel=heading)
+VARIANTS = "Meshes, batches and arguments"
+KERNELS = "Kernels"
+MEASURING = "Measuring and racing"
+OUTPUT = "Output and folders"
 
 
-# Options under no heading are the first.
-of_variants = under("Meshes, batches and arguments")
-of_kernels = under("Kernels")
-of_measuring = under("Measuring and racing")
-of_output = under("Output and folders")
+class Option:
+    """An option of a command.
 
-_TARGET: Any = typer.Argument(
-    metavar="TARGET",
-    help="A model with its options following (gpt --layers 4), file.py:function, "
-    "or package.module:function; a function takes no arguments, but for "
-    "microbatches, and returns (train_step, args).",
-    show_default=False,
-)
-PlanFile = Annotated[
-    Path, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)
-]
-SavedPlan = Annotated[
-    Path | None, typer.Option("--plan", help="A plan saved by cfp plan -o.")
-]
-TargetText = Annotated[str, _TARGET]
-OptionalTarget = Annotated[str | None, _TARGET]
-Devices = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", help="Number of devices: a mesh with one axis, x.", min=1
-    ),
-]
-MeshText = Annotated[
-    str | None, typer.Option("--mesh", metavar="AXES", help="x=4, or x=2,y=2.")
-]
-For = Annotated[
-    str | None,
-    typer.Option(
-        "--for",
-        metavar="CLUSTER",
-        help="Plan for devices that are not here: 4xh200, 2x8xh100 (hosts x devices x "
-        "kind), or a description such as cluster.toml. Choices are by estimates, and "
-        "nothing runs.",
-    ),
-]
-Platform = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="cpu, with as many virtual devices as needed, or cuda; what JAX finds, "
-        "if not given.",
-    ),
-]
-PlansPlatform = Annotated[
-    str | None,
-    typer.Option(
-        "--platform",
-        metavar="NAME",
-        help="cpu, with as many virtual devices as needed, or cuda; the plan's, if not "
-        "given.",
-    ),
-]
-Workdir = Annotated[
-    Path | None,
-    of_output(
-        metavar="DIR",
-        help="Folder for profiles.sqlite and debug folders; the user's cache, and no "
-        "debug folders, if not given.",
-    ),
-]
-Json = Annotated[
-    bool, of_output("--json", help="Print one JSON document, and nothing else.")
-]
-Quiet = Annotated[bool, of_output("--quiet", "-q", help="Show no progress.")]
-Pins = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pin",
-        metavar="PIN",
-        help="Keep a sharding: 'PATTERN=None,x', the pattern a glob over argument "
-        "paths. May be given more than once.",
-    ),
-]
+    Args:
+        kind: its type; a flag is False by default, other options are None.
+        text: help.
+        flags: its names, if not the parameter's own.
+        under: its heading in the help; the first of all by default.
+        how: further arguments of `typer.Option`, or of `typer.Argument`.
+    """
+
+    maker = staticmethod(typer.Option)
+
+    def __init__(
+        self,
+        kind: Any,
+        text: str,
+        *flags: str,
+        default: Any = None,
+        under: str | None = None,
+        **how: Any,
+    ) -> None:
+        default = False if kind is bool else default
+        self.kind = kind if default is not None else kind | None
+        self.flags, self.default = flags, default
+        self.how = {"help": text, "rich_help_panel": under, **how}
+
+    def parameter(self, name: str) -> Parameter:
+        """The parameter of a command's function."""
+        flags = self.flags
+        if self.kind is bool and not flags:  # Without a --no- beside it.
+            flags = (f"--{name.replace('_', '-')}",)
+        return Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=self.default,
+            annotation=Annotated[self.kind, self.maker(*flags, **self.how)],
+        )
+
+
+class Argument(Option):
+    """An argument of a command, which has a place and no name."""
+
+    maker = staticmethod(typer.Argument)
+
+    def __init__(self, kind: Any, metavar: str, text: str, default: Any = ...) -> None:
+        default = Parameter.empty if default is ... else default
+        super().__init__(
+            kind, text, default=default, metavar=metavar, show_default=False
+        )
 
 
 def _positions(text: str) -> tuple[int, ...]:
@@ -202,148 +176,172 @@ def _together(given: Sequence[tuple[int, ...]] | None) -> list[int] | None:
     return [number for numbers in given for number in numbers] if given else None
 
 
-Donate = Annotated[
-    list[int] | None,
-    typer.Option(
-        metavar="N",
-        help="Position of an argument that a function's step may overwrite, or "
-        "several: 0,1, or the option again for each.",
-        parser=_positions,
-        callback=_together,
+TARGET_TEXT = (
+    "A model with its options following (gpt --layers 4), file.py:function, or "
+    "package.module:function; a function takes no arguments, but for microbatches, and "
+    "returns (train_step, args)."
+)
+_POSITIONS = {"metavar": "N", "parser": _positions, "callback": _together}
+_VIRTUAL = "cpu, with as many virtual devices as needed, or cuda; "
+# Options that several commands have; defaults are those of the settings.
+OPTIONS: Mapping[str, Option] = {
+    "path": Argument(Path, "PLAN", "A saved plan."),
+    "target": Argument(str, "TARGET", TARGET_TEXT),
+    "saved": Option(Path, "A plan saved by cfp plan -o.", "--plan"),
+    "devices": Option(
+        int, "Number of devices: a mesh with one axis, x.", metavar="N", min=1
     ),
-]
-Static = Annotated[
-    list[int] | None,
-    of_variants(
-        metavar="N",
-        help="Position of an argument of a function's step that is no array, or "
-        "several: 0,1, or the option again for each.",
-        parser=_positions,
-        callback=_together,
+    "mesh": Option(str, "x=4, or x=2,y=2.", metavar="AXES"),
+    "described": Option(
+        str,
+        "Plan for devices that are not here: 4xh200, 2x8xh100 (hosts x devices x "
+        "kind), or a description such as cluster.toml. Choices are by estimates, and "
+        "nothing runs.",
+        "--for",
+        metavar="CLUSTER",
     ),
-]
-Budget = Annotated[
-    str | None,
-    typer.Option(
+    "platform": Option(str, f"{_VIRTUAL}what JAX finds, if not given.", metavar="NAME"),
+    "memory_budget": Option(
+        str,
+        "Memory of one device that a plan may use, such as 80GiB. On GPUs 128 MiB of "
+        "it are left for the allocator; without a budget nothing is left for it.",
         metavar="SIZE",
-        help="Memory of one device that a plan may use, such as 80GiB. On GPUs 128 MiB "
-        "of it are left for the allocator; without a budget nothing is left for it.",
     ),
-]
-PerKind = Annotated[
-    int,
-    of_measuring(
-        metavar="N",
-        help="Strategies to measure for each kind of segment, at most.",
-        min=1,
+    "time_budget": Option(
+        float,
+        "Stop planning after about this long, race included, also where nothing fits "
+        "in memory yet. After the first round of measuring, Ctrl-C stops it, or the "
+        "race, and returns the best plan so far.",
+        metavar="SECONDS",
+        min=0,
     ),
-]
-Attention = Annotated[
-    str | None,
-    of_kernels(
-        metavar="KERNELS",
-        help="Kernels that may compute the step's attentions, such as cudnn,chunked, "
-        "the preferred first; none keeps them as they are written. By default cuDNN's "
-        "on GPUs, in the attention's own dtype, and chunks where memory decides.",
-        show_default=False,
+    "preset": Option(
+        str,
+        "Take a preset instead of searching; --presets of cfp plan lists them.",
+        metavar="NAME",
     ),
-]
-Precision = Annotated[
-    str | None,
-    of_kernels(
-        "--precision",
-        metavar="PRECISION",
-        help="fp8: compute large 16-bit products of parameters in FP8, which changes "
-        "results. By default products are computed as the step has them.",
-        show_default=False,
-    ),
-]
-Choose = Annotated[
-    str | None,
-    of_measuring(
-        metavar="NAMES",
-        help="Kinds of choices to make, such as sharding,kernels, of: mesh, sharding, "
+    "choose": Option(
+        str,
+        "Kinds of choices to make, such as sharding,kernels, of: mesh, sharding, "
         "storage, remat, kernels, compiler-options, microbatches, host-memory. All, if "
         "not given.",
-        show_default=False,
+        under=MEASURING,
+        metavar="NAMES",
     ),
-]
-Others = Annotated[
-    int,
-    of_measuring(
-        metavar="COUNT",
-        help="Number of strategies of each kind of segment to measure beside those of "
-        "the presets, the best by estimate.",
-        min=0,
+    "pin": Option(
+        list[str],
+        "Keep a sharding: 'PATTERN=None,x', the pattern a glob over argument paths. "
+        "May be given more than once.",
+        metavar="PIN",
     ),
-]
-TimeBudget = Annotated[
-    float | None,
-    typer.Option(
-        metavar="SECONDS",
-        help="Stop planning after about this long, race included, also where nothing "
-        "fits in memory yet. After the first round of measuring, Ctrl-C stops it, or "
-        "the race, and returns the best plan so far.",
-        min=0,
+    "donate": Option(
+        list[int],
+        "Position of an argument that a function's step may overwrite, or several: "
+        "0,1, or the option again for each.",
+        **_POSITIONS,
     ),
-]
-Preset = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Take a preset instead of searching; --presets of cfp plan lists them.",
+    "output": Option(
+        Path, "Save the plan here, as JSON.", "--output", "-o", metavar="FILE"
     ),
-]
-NoRace = Annotated[
-    bool,
-    of_measuring(
-        "--no-race",
-        help="Choose by prediction; do not time whole programs. With --memory-budget "
-        "the plan is compiled, to see whether it fits.",
+    "static": Option(
+        list[int],
+        "Position of an argument of a function's step that is no array, or several: "
+        "0,1, or the option again for each.",
+        under=VARIANTS,
+        **_POSITIONS,
     ),
-]
-
-WholeRace = Annotated[
-    bool,
-    of_measuring(
-        "--whole-race",
-        help="Race whole programs, also of a step that repeats its layers often. By "
-        "default a few of the repeats race, and the winner is timed whole.",
+    "attention": Option(
+        str,
+        "Kernels that may compute the step's attentions, such as cudnn,chunked, the "
+        "preferred first; none keeps them as they are written. By default cuDNN's on "
+        "GPUs, in the attention's own dtype, and chunks where memory decides.",
+        under=KERNELS,
+        metavar="KERNELS",
     ),
-]
-Quick = Annotated[
-    bool,
-    of_measuring(
-        "--quick",
-        help="Measure less: segments alone, and each plan with all values constrained "
-        "only, where by default it also races with arguments alone constrained.",
+    "precision": Option(
+        str,
+        "fp8: compute large 16-bit products of parameters in FP8, which changes "
+        "results. By default products are computed as the step has them.",
+        under=KERNELS,
+        metavar="PRECISION",
     ),
-]
-
-Measure = Annotated[
-    bool,
-    of_measuring(
-        "--measure",
-        help="Measure strategies on virtual CPU devices, too. By default choices are "
-        "made by estimates there, since such times say nothing about GPUs, and the "
-        "plan and two presets race.",
-    ),
-]
-RetryFailures = Annotated[
-    bool, of_measuring("--retry-failures", help="Measure again what failed before.")
-]
-RunTimeout = Annotated[
-    float,
-    of_measuring(
-        metavar="SECONDS",
-        help="Stop a run after SECONDS plus 20 times its expected time.",
+    "per_kind": Option(
+        int,
+        "Strategies to measure for each kind of segment, at most.",
+        default=USUAL.per_kind,
+        under=MEASURING,
+        metavar="N",
         min=1,
     ),
-]
-BuildTimeout = Annotated[
-    float,
-    of_measuring(metavar="SECONDS", help="Stop a compilation after SECONDS.", min=1),
-]
+    "others": Option(
+        int,
+        "Number of strategies of each kind of segment to measure beside those of the "
+        "presets, the best by estimate.",
+        default=USUAL.others,
+        under=MEASURING,
+        metavar="COUNT",
+        min=0,
+    ),
+    "quick": Option(
+        bool,
+        "Measure less: segments alone, and each plan with all values constrained "
+        "only, where by default it also races with arguments alone constrained.",
+        under=MEASURING,
+    ),
+    "measure": Option(
+        bool,
+        "Measure strategies on virtual CPU devices, too. By default choices are made "
+        "by estimates there, since such times say nothing about GPUs, and the plan and "
+        "two presets race.",
+        under=MEASURING,
+    ),
+    "no_race": Option(
+        bool,
+        "Choose by prediction; do not time whole programs. With --memory-budget the "
+        "plan is compiled, to see whether it fits.",
+        under=MEASURING,
+    ),
+    "whole_race": Option(
+        bool,
+        "Race whole programs, also of a step that repeats its layers often. By default "
+        "a few of the repeats race, and the winner is timed whole.",
+        under=MEASURING,
+    ),
+    "retry_failures": Option(
+        bool, "Measure again what failed before.", under=MEASURING
+    ),
+    "run_timeout": Option(
+        float,
+        "Stop a run after SECONDS plus 20 times its expected time.",
+        default=USUAL.limits.run_seconds,
+        under=MEASURING,
+        metavar="SECONDS",
+        min=1,
+    ),
+    "build_timeout": Option(
+        float,
+        "Stop a compilation after SECONDS.",
+        default=USUAL.limits.build_seconds,
+        under=MEASURING,
+        metavar="SECONDS",
+        min=1,
+    ),
+    "workdir": Option(
+        Path,
+        "Folder for profiles.sqlite and debug folders; the user's cache, and no debug "
+        "folders, if not given.",
+        under=OUTPUT,
+        metavar="DIR",
+    ),
+    "as_json": Option(
+        bool,
+        "Print one JSON document, and nothing else.",
+        "--json",
+        under=OUTPUT,
+    ),
+    "quiet": Option(bool, "Show no progress.", "--quiet", "-q", under=OUTPUT),
+}
+PLANS_PLATFORM = Option(str, f"{_VIRTUAL}the plan's, if not given.", metavar="NAME")
 
 # Colours in the help of commands, where there are any.
 MARKUP: Any = "rich" if sys.stdout.isatty() else None
@@ -358,32 +356,55 @@ INTERRUPTED = 130
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a command so that its errors end in one message, and an exit code."""
+def command(
+    *names: str, **own: Option
+) -> Callable[[Callable[[Any, Any], None]], Callable[..., None]]:
+    """Makes a command of a function.
 
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            function(*args, **kwargs)
-        except CfpError as error:
-            is_option = isinstance(error, UnknownOption)
-            print_error(
-                with_nearest_option(error, kwargs["ctx"])
-                if is_option
-                else error.for_commands()
-            )
-            if "static_argnums" in str(error):
-                print("On the command line that is --static N.", file=sys.stderr)
-            if TRACEBACK in os.environ:
-                traceback.print_exception(error)
-            raise typer.Exit(2) from error
-        except KeyboardInterrupt as error:
-            kept = store_path(kwargs.get("workdir"))
-            text = f"Interrupted. What was measured is kept in {kept}; "
-            print_error(wrapped(f"{text}the same command goes on from there."))
-            raise typer.Exit(INTERRUPTED) from error
+    It gets the context, and a namespace with the values of these options. Errors end
+    in one message, and an exit code.
 
-    return run
+    Args:
+        names: options that several commands have.
+        own: options that it alone has, or has otherwise.
+    """
+    options = {name: own.get(name) or OPTIONS[name] for name in names} | own
+    ctx = Parameter("ctx", Parameter.KEYWORD_ONLY, annotation=typer.Context)
+
+    def wrapped_by(function: Callable[[Any, Any], None]) -> Callable[..., None]:
+        def run(ctx: typer.Context, **given: Any) -> None:
+            _with_one_message(function, ctx, given)
+
+        run.__name__, run.__doc__ = function.__name__, function.__doc__
+        parameters = [one.parameter(name) for name, one in options.items()]
+        # Typer reads options of it. Its type has no such attribute.
+        vars(run)["__signature__"] = Signature([ctx, *parameters])
+        run.__annotations__ = {}
+        return run
+
+    return wrapped_by
+
+
+def _with_one_message(
+    function: Callable[[Any, Any], None], ctx: typer.Context, given: dict[str, Any]
+) -> None:
+    try:
+        function(ctx, SimpleNamespace(**given))
+    except CfpError as error:
+        is_option = isinstance(error, UnknownOption)
+        print_error(
+            with_nearest_option(error, ctx) if is_option else error.for_commands()
+        )
+        if "static_argnums" in str(error):
+            print("On the command line that is --static N.", file=sys.stderr)
+        if TRACEBACK in os.environ:
+            traceback.print_exception(error)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as error:
+        kept = store_path(given.get("workdir"))
+        text = f"Interrupted. What was measured is kept in {kept}; "
+        print_error(wrapped(f"{text}the same command goes on from there."))
+        raise typer.Exit(INTERRUPTED) from error
 
 
 def supervise(

@@ -9,14 +9,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import jax
 import typer
 
 from cfp import platform as platforms
 from cfp.cli import options as o
-from cfp.cli.finding import Output
 from cfp.cli.options import (
     mode_of,
     only_json,
@@ -53,54 +52,6 @@ from cfp.units import parse_bytes
 from cfp.view.console import Fitted, print_view, wrapped
 from cfp.view.text import print_plan
 
-_instead = o.under("Instead of a step's measurements")
-_of_curves = o.under("Curves of links")
-Export = Annotated[
-    Path | None,
-    _instead(
-        metavar="FILE",
-        help="Write all stored measurements to a file, to be imported elsewhere.",
-    ),
-]
-Import = Annotated[
-    list[Path] | None,
-    _instead(
-        "--import",
-        metavar="FILE",
-        help="Add measurements that were exported elsewhere to those stored here; may "
-        "be given more than once. Of two measurements of the same thing the one that "
-        "is here stays, unless it is a failure and the other is not. A file with an "
-        "error in it adds nothing. Those of another kind of machine are kept apart: "
-        "no plan here uses them.",
-    ),
-]
-Curves = Annotated[
-    bool,
-    _instead(
-        "--curves",
-        help="Measure the rates of collectives over each axis of a mesh, or look them "
-        "up.",
-    ),
-]
-Plot = Annotated[
-    Path | None,
-    _of_curves(metavar="FILE", help="Draw the curves, as .png, .svg or .pdf."),
-]
-Link = Annotated[
-    float | None,
-    _of_curves(
-        metavar="GB/S",
-        help="Rate of one device's links, to compare with: 450 for an H200.",
-        min=0.001,
-    ),
-]
-Describe = Annotated[
-    Path | None,
-    _of_curves(
-        metavar="FILE",
-        help="Write a description of these devices for cfp plan --for, as .toml.",
-    ),
-]
 # Options that go with each mode, by parameter.
 TAKES = {
     "export": ("workdir",),
@@ -112,9 +63,9 @@ TAKES = {
 }
 
 
-def export_profiles(ctx: typer.Context) -> None:
+def export_profiles(given: Any) -> None:
     """Writes all stored measurements to a file."""
-    path, file = store_path(ctx.params["workdir"]), ctx.params["export"]
+    path, file = store_path(given.workdir), given.export
     if not path.exists():
         raise CfpError(
             f"There are no measurements to export: {path} does not exist. Run "
@@ -125,10 +76,10 @@ def export_profiles(ctx: typer.Context) -> None:
     print(f"{count} measurements written to {file}")
 
 
-def import_profiles(ctx: typer.Context) -> None:
+def import_profiles(given: Any) -> None:
     """Adds measurements of other stores to those stored here."""
-    with ProfileStore(store_path(ctx.params["workdir"])) as store:
-        for file in ctx.params["imported"]:
+    with ProfileStore(store_path(given.workdir)) as store:
+        for file in given.imported:
             print(f"{store.merge(file)} measurements added from {file}")
             for line in _list_foreign(read_export(file)):
                 print(line)
@@ -144,18 +95,17 @@ def _list_foreign(records: Sequence[ProfileRecord]) -> Iterator[str]:
             yield f"  {count} of another kind of machine, kept apart: {how}"
 
 
-def measure_curves(ctx: typer.Context) -> None:
+def measure_curves(given: Any) -> None:
     """Measures the rates of collectives over the axes of a mesh, or looks them up."""
-    given = ctx.params
-    plot, link, describe = given["plot"], given["link"], given["describe"]
+    plot, link, describe = given.plot, given.link, given.describe
     check_drawable(plot)
     check_writable(describe, "--describe")
-    axes = platforms.parse_mesh(given["devices"], given["mesh"])
-    with only_json(given["as_json"]) as print_json:
-        platforms.select(given["platform"], axes)
+    axes = platforms.parse_mesh(given.devices, given.mesh)
+    with only_json(given.as_json) as print_json:
+        platforms.select(given.platform, axes)
         with (
-            ProfileStore(store_path(given["workdir"])) as store,
-            Display(given["quiet"]) as display,
+            ProfileStore(store_path(given.workdir)) as store,
+            Display(given.quiet) as display,
         ):
             devices_mesh = platforms.make_mesh(axes)
             if devices_mesh.size == 1:
@@ -172,7 +122,7 @@ def measure_curves(ctx: typer.Context) -> None:
             describe.write_text(description_of(devices_mesh, rates))
         if plot is not None:
             plot_curves([("", rates)], plot, link)
-        if given["as_json"]:
+        if given.as_json:
             print_json(curves_data(rates, link))
         else:
             print_view(lambda border: Fitted(curves_table(rates, link, border)))
@@ -185,37 +135,19 @@ RUN = {
 }
 
 
-_Why = Annotated[
-    bool,
-    typer.Option(
-        "--why",
-        help="Measure nothing; list the missing measurements, and how the nearest "
-        "stored one differs.",
-    ),
-]
-
-
-@o.command
-def analyze(
-    ctx: typer.Context,
-    target: o.TargetText,
-    devices: o.Devices = None,
-    mesh: o.MeshText = None,
-    platform: o.Platform = None,
-    workdir: o.Workdir = None,
-    as_json: o.Json = False,
-    pin: o.Pins = None,
-    donate: o.Donate = None,
-    static: o.Static = None,
-) -> None:
+@o.command(
+    *("target", "devices", "mesh", "platform", "workdir", "as_json", "pin", "donate"),
+    "static",
+)
+def analyze(ctx: typer.Context, given: Any) -> None:
     """Show a step's blocks, their strategies and its segments. Runs nothing.
 
     Example: cfp analyze moe --layers 4 --platform cpu --workdir debug
     """
-    with only_json(as_json) as print_json:
+    with only_json(given.as_json) as print_json:
         session = open_session(ctx)
-        folder = dump_session(session, workdir)
-        if as_json:
+        folder = dump_session(session, given.workdir)
+        if given.as_json:
             print_json(passes.analysis_data(session.analysis, session.seconds))
             return
         print_view(lambda b: passes.analysis_view(session.analysis, session.seconds, b))
@@ -223,37 +155,64 @@ def analyze(
             print(f"Details: {folder}")
 
 
-@o.command
-def profile(
-    ctx: typer.Context,
-    target: o.OptionalTarget = None,
-    devices: o.Devices = None,
-    mesh: o.MeshText = None,
-    platform: o.Platform = None,
-    memory_budget: o.Budget = None,
-    time_budget: o.TimeBudget = None,
-    pin: o.Pins = None,
-    donate: o.Donate = None,
-    why: _Why = False,
-    export: Export = None,
-    imported: Import = None,
-    curves: Curves = False,
-    plot: Plot = None,
-    link: Link = None,
-    describe: Describe = None,
-    static: o.Static = None,
-    attention: o.Attention = None,
-    precision: o.Precision = None,
-    per_kind: o.PerKind = o.USUAL.per_kind,
-    others: o.Others = o.USUAL.others,
-    quick: o.Quick = False,
-    retry_failures: o.RetryFailures = False,
-    run_timeout: o.RunTimeout = o.USUAL.limits.run_seconds,
-    build_timeout: o.BuildTimeout = o.USUAL.limits.build_seconds,
-    workdir: o.Workdir = None,
-    as_json: o.Json = False,
-    quiet: o.Quiet = False,
-) -> None:
+_INSTEAD = "Instead of a step's measurements"
+_CURVES = "Curves of links"
+
+
+@o.command(
+    *("target", "devices", "mesh", "platform", "memory_budget", "time_budget", "pin"),
+    *("donate", "why", "export", "imported", "curves", "plot", "link", "describe"),
+    *("static", "attention", "precision", "per_kind", "others", "quick"),
+    *("retry_failures", "run_timeout", "build_timeout", "workdir", "as_json", "quiet"),
+    target=o.Argument(str, "TARGET", o.TARGET_TEXT, default=None),
+    why=o.Option(
+        bool,
+        "Measure nothing; list the missing measurements, and how the nearest stored "
+        "one differs.",
+    ),
+    export=o.Option(
+        Path,
+        "Write all stored measurements to a file, to be imported elsewhere.",
+        under=_INSTEAD,
+        metavar="FILE",
+    ),
+    imported=o.Option(
+        list[Path],
+        "Add measurements that were exported elsewhere to those stored here; may be "
+        "given more than once. Of two measurements of the same thing the one that is "
+        "here stays, unless it is a failure and the other is not. A file with an error "
+        "in it adds nothing. Those of another kind of machine are kept apart: no plan "
+        "here uses them.",
+        "--import",
+        under=_INSTEAD,
+        metavar="FILE",
+    ),
+    curves=o.Option(
+        bool,
+        "Measure the rates of collectives over each axis of a mesh, or look them up.",
+        under=_INSTEAD,
+    ),
+    plot=o.Option(
+        Path,
+        "Draw the curves, as .png, .svg or .pdf.",
+        under=_CURVES,
+        metavar="FILE",
+    ),
+    link=o.Option(
+        float,
+        "Rate of one device's links, to compare with: 450 for an H200.",
+        under=_CURVES,
+        metavar="GB/S",
+        min=0.001,
+    ),
+    describe=o.Option(
+        Path,
+        "Write a description of these devices for cfp plan --for, as .toml.",
+        under=_CURVES,
+        metavar="FILE",
+    ),
+)
+def profile(ctx: typer.Context, given: Any) -> None:
     """Measure the strategies of every kind of segment, and store them.
 
     Or, without a TARGET: carry stored measurements between machines (--export,
@@ -265,89 +224,64 @@ def profile(
     """
     of_curves = ("plot", "link", "describe")
     mode = mode_of(ctx, TAKES, {name: "curves" for name in of_curves})
-    if mode is None and target is None:
+    if mode is None and given.target is None:
         raise CfpError(
             "Name a step to profile: cfp profile TARGET; or give --export, --import or "
             "--curves."
         )
     if mode in (None, "curves"):
-        o.supervise(ctx, workdir)
+        o.supervise(ctx, given.workdir)
     if mode is not None:
-        RUN[mode](ctx)
+        RUN[mode](given)
         return
-    budget = parse_bytes(memory_budget)
-    with only_json(as_json) as print_json:
-        with Display(quiet) as display:
+    budget = parse_bytes(given.memory_budget)
+    with only_json(given.as_json) as print_json:
+        with Display(given.quiet) as display:
             session = open_session(ctx)
             settings = o.settings(ctx, progress=display.tell)
-            with open_context(session.mesh, workdir, budget, settings) as context:
-                misses = find_misses(context, session.analysis) if why else None
-                found = (
-                    None
-                    if why
-                    else profile_segments(context, session.analysis, races=False)
-                )
+            with open_context(session.mesh, given.workdir, budget, settings) as context:
                 kept = context.store.path
-        if misses is not None:
-            if as_json:
-                print_json(why_data(misses))
-            else:
-                print("\n".join(map(wrapped, why_lines(misses))))
-            return
-        assert found is not None
-        if as_json:
+                if given.why:
+                    misses = find_misses(context, session.analysis)
+                else:
+                    found = profile_segments(context, session.analysis, races=False)
+        if given.why and given.as_json:
+            print_json(why_data(misses))
+        elif given.why:
+            print("\n".join(map(wrapped, why_lines(misses))))
+        elif given.as_json:
             print_json(passes.profiles_data(session.analysis, found))
-            return
-        print_view(lambda b: passes.profiles_view(session.analysis, found, b))
-        print(f"Kept in {kept}")
+        else:
+            print_view(lambda b: passes.profiles_view(session.analysis, found, b))
+            print(f"Kept in {kept}")
 
 
-@o.command
-def search(
-    ctx: typer.Context,
-    target: o.TargetText,
-    devices: o.Devices = None,
-    mesh: o.MeshText = None,
-    platform: o.Platform = None,
-    memory_budget: o.Budget = None,
-    workdir: o.Workdir = None,
-    output: Output = None,
-    as_json: o.Json = False,
-    pin: o.Pins = None,
-    per_kind: o.PerKind = o.USUAL.per_kind,
-    others: o.Others = o.USUAL.others,
-    attention: o.Attention = None,
-    precision: o.Precision = None,
-    time_budget: o.TimeBudget = None,
-    quick: o.Quick = False,
-    no_race: o.NoRace = False,
-    whole_race: o.WholeRace = False,
-    retry_failures: o.RetryFailures = False,
-    run_timeout: o.RunTimeout = o.USUAL.limits.run_seconds,
-    build_timeout: o.BuildTimeout = o.USUAL.limits.build_seconds,
-    donate: o.Donate = None,
-    static: o.Static = None,
-    quiet: o.Quiet = False,
-) -> None:
+@o.command(
+    *("target", "devices", "mesh", "platform", "memory_budget", "workdir", "output"),
+    *("as_json", "pin", "per_kind", "others", "attention", "precision"),
+    *("time_budget", "quick"),
+    *("no_race", "whole_race", "retry_failures", "run_timeout", "build_timeout"),
+    *("donate", "static", "quiet"),
+)
+def search(ctx: typer.Context, given: Any) -> None:
     """Find the fastest plan from the measurements of cfp profile, then race it.
 
     Example: cfp search gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --workdir work
     """
-    o.supervise(ctx, workdir)
-    budget = parse_bytes(memory_budget)
-    check_writable(output)
-    with only_json(as_json) as print_json:
-        with Display(quiet) as display:
+    o.supervise(ctx, given.workdir)
+    budget = parse_bytes(given.memory_budget)
+    check_writable(given.output)
+    with only_json(given.as_json) as print_json:
+        with Display(given.quiet) as display:
             session = open_session(ctx)
             settings = o.settings(ctx, progress=display.tell)
-            found = search_stored(session, workdir, budget, settings)
-        made = found.plan
-        save(made, output, say=not as_json)
-        if as_json:
+            made = search_stored(session, given.workdir, budget, settings).plan
+        save(made, given.output, say=not given.as_json)
+        if given.as_json:
             print_json(plan_data(made))
             return
         print_plan(made)
-        suggest(made, output)
+        suggest(made, given.output)
 
 
 def search_stored(

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import typer
@@ -38,42 +38,30 @@ _SHOW_TAKES = {
 }
 
 
-@o.command
-def show(
-    ctx: typer.Context,
-    path: o.PlanFile,
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain",
-            help="Explain the choice for each block, and the cost of the runner-up.",
-        ),
-    ] = False,
-    block: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="With --explain: only blocks with this in their names, in upper or "
-            "lower case; * stands for anything.",
-        ),
-    ] = None,
-    diff: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="OTHER",
-            help="List the differences of another plan from this one: times, memory, "
-            "arguments, blocks, collectives.",
-        ),
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write the plan as one page of HTML: no network, no scripts.",
-        ),
-    ] = None,
-    as_json: o.Json = False,
-) -> None:
+@o.command(
+    *("path", "explain", "block", "diff", "html", "as_json"),
+    explain=o.Option(
+        bool, "Explain the choice for each block, and the cost of the runner-up."
+    ),
+    block=o.Option(
+        str,
+        "With --explain: only blocks with this in their names, in upper or lower case; "
+        "* stands for anything.",
+        metavar="NAME",
+    ),
+    diff=o.Option(
+        Path,
+        "List the differences of another plan from this one: times, memory, arguments, "
+        "blocks, collectives.",
+        metavar="OTHER",
+    ),
+    html=o.Option(
+        Path,
+        "Write the plan as one page of HTML: no network, no scripts.",
+        metavar="FILE",
+    ),
+)
+def show(ctx: typer.Context, given: Any) -> None:
     """Show a saved plan: as a table, explained, against another one, or as HTML.
 
     Example: cfp show plan.json --explain --block layer_0
@@ -83,71 +71,59 @@ def show(
     Example: cfp show plan.json --html plan.html
     """
     mode_of(ctx, _SHOW_TAKES, {"block": "explain"})
-    check_writable(html, "--html")
-    plan = Plan.load(path)
-    if html is not None:
-        plan.report(html)
-        print(f"Saved {html}")
-    elif diff is not None:
-        other = Plan.load(diff)
-        if as_json:
+    check_writable(given.html, "--html")
+    plan = Plan.load(given.path)
+    if given.html is not None:
+        plan.report(given.html)
+        print(f"Saved {given.html}")
+    elif given.diff is not None:
+        other = Plan.load(given.diff)
+        if given.as_json:
             print(json.dumps(diff_data(plan, other), indent=1))
         else:
-            print(diff_text(plan, other, (str(path), str(diff))), end="")
-    elif explain:
-        if as_json:
-            print(json.dumps(explain_data(plan, block), indent=1))
+            names = str(given.path), str(given.diff)
+            print(diff_text(plan, other, names), end="")
+    elif given.explain:
+        if given.as_json:
+            print(json.dumps(explain_data(plan, given.block), indent=1))
         else:
-            print(explain_text(plan, block), end="")
-    elif as_json:
+            print(explain_text(plan, given.block), end="")
+    elif given.as_json:
         print(plan.to_json())
     else:
         print_plan(plan)
 
 
-@o.command
-def export(
-    ctx: typer.Context,
-    path: o.PlanFile,
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[TARGET]",
-            help="The planned step and its options. Needed for --flax-logical and "
-            "--maxtext-rules (names of dims), and for plans that replace kernels or "
-            "rematerialize.",
-            show_default=False,
-        ),
-    ] = None,
-    python: Annotated[
-        Path | None,
-        typer.Option(
-            "--python",
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Write a Python module that runs the step with plain JAX.",
-        ),
-    ] = None,
-    flax: Annotated[
-        Path | None,
-        typer.Option(
-            "--flax-logical",
-            metavar="FILE",
-            help="Write rules from logical names to axes, for "
-            "nn.logical_to_mesh_sharding.",
-        ),
-    ] = None,
-    maxtext: Annotated[
-        Path | None,
-        typer.Option(
-            "--maxtext-rules",
-            metavar="FILE",
-            help="Write logical_axis_rules for a configuration of MaxText.",
-        ),
-    ] = None,
-    static: o.Static = None,
-) -> None:
+@o.command(
+    *("path", "target", "python", "flax", "maxtext", "static"),
+    target=o.Argument(
+        str,
+        "[TARGET]",
+        "The planned step and its options. Needed for --flax-logical and "
+        "--maxtext-rules (names of dims), and for plans that replace kernels or "
+        "rematerialize.",
+        default=None,
+    ),
+    python=o.Option(
+        Path,
+        "Write a Python module that runs the step with plain JAX.",
+        *("--python", "--output", "-o"),
+        metavar="FILE",
+    ),
+    flax=o.Option(
+        Path,
+        "Write rules from logical names to axes, for nn.logical_to_mesh_sharding.",
+        "--flax-logical",
+        metavar="FILE",
+    ),
+    maxtext=o.Option(
+        Path,
+        "Write logical_axis_rules for a configuration of MaxText.",
+        "--maxtext-rules",
+        metavar="FILE",
+    ),
+)
+def export(ctx: typer.Context, given: Any) -> None:
     """Write a plan as Python that needs JAX alone, or as rules for logical names.
 
     The module has the shardings of all arguments and results, and the constraints in
@@ -159,20 +135,26 @@ def export(
 
     Example: cfp export plan.json gpt --layers 4 --flax-logical rules.py
     """
+    target, python, flax, maxtext = (
+        given.target,
+        given.python,
+        given.flax,
+        given.maxtext,
+    )
     options = {"--python": python, "--flax-logical": flax, "--maxtext-rules": maxtext}
     wanted = {option: file for option, file in options.items() if file is not None}
     if not wanted:
         raise CfpError(f"Name a file to write, with {', '.join(options)}.")
     for option, file in wanted.items():
         check_writable(file, option)
-    plan = Plan.load(path)
+    plan = Plan.load(given.path)
     found, exported = None, plan
     if target is not None and python is not None and plan.changes_ops:
         attempt = "this command on a machine with the plan's devices"
         found, mesh = target_of(ctx, plan, attempt)
         exported = plan.bind(found.step, *found.args, mesh=mesh)
     elif target is not None:
-        found = planned_target(target, ctx.args, plan, static=static or ())
+        found = planned_target(target, ctx.args, plan, static=given.static or ())
         check_arguments(plan.arg_names, plan.arg_types, found.flatten())
     if python is not None:
         exported.export_python(python)
@@ -199,28 +181,19 @@ def export(
         )
 
 
-@o.command
-def inspect(
-    ctx: typer.Context,
-    target: Annotated[
+@o.command(
+    *("target", "plan", "preset", "devices", "mesh", "platform", "donate", "static"),
+    *("as_json", "quiet"),
+    target=o.Argument(
         str,
-        typer.Argument(
-            metavar="TARGET",
-            help="A step, as for cfp plan, or a file with the text of a compiled "
-            "program, of which the name ends in .txt or .hlo.",
-            show_default=False,
-        ),
-    ],
-    plan: o.SavedPlan = None,
-    preset: o.Preset = None,
-    devices: o.Devices = None,
-    mesh: o.MeshText = None,
-    platform: o.PlansPlatform = None,
-    donate: o.Donate = None,
-    static: o.Static = None,
-    as_json: o.Json = False,
-    quiet: o.Quiet = False,
-) -> None:
+        "TARGET",
+        "A step, as for cfp plan, or a file with the text of a compiled program, of "
+        "which the name ends in .txt or .hlo.",
+    ),
+    plan=o.OPTIONS["saved"],
+    platform=o.PLANS_PLATFORM,
+)
+def inspect(ctx: typer.Context, given: Any) -> None:
     """List a compiled step's collectives with their bytes and source lines.
 
     The step is compiled under a plan, under a preset, or, with neither, as
@@ -228,16 +201,16 @@ def inspect(
 
     Example: cfp inspect gpt --layers 2 --preset zero1 --platform cpu --devices 4
     """
-    if plan is not None and preset is not None:
+    if given.plan is not None and given.preset is not None:
         raise CfpError("Give --plan plan.json or --preset NAME, not both.")
-    with only_json(as_json) as print_json:
-        if Path(target).suffix in (".txt", ".hlo"):
-            text = _read(Path(target))
+    with only_json(given.as_json) as print_json:
+        if Path(given.target).suffix in (".txt", ".hlo"):
+            text = _read(Path(given.target))
         else:
-            with Display(quiet) as display:
-                text = _compiled(ctx, plan, preset, display)
+            with Display(given.quiet) as display:
+                text = _compiled(ctx, given.plan, given.preset, display)
         sites = collective_sites(text)
-        if as_json:
+        if given.as_json:
             print_json([*map(asdict, sites)])
         else:
             print(sites_text(sites), end="")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from math import isfinite
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from jax.sharding import Mesh
@@ -22,7 +22,6 @@ from cfp.checking.verify import (
 )
 from cfp.checking.verify import verify as verify_plan
 from cfp.cli import options as o
-from cfp.cli.finding import Output
 from cfp.cli.options import only_json, save
 from cfp.cli.session import analyse, check_writable, target_of
 from cfp.errors import CfpError
@@ -40,69 +39,49 @@ _DRAWN = (
 )
 
 
-@o.command
-def run(
-    ctx: typer.Context,
-    target: o.TargetText,
-    plan: o.SavedPlan = None,
-    preset: o.Preset = None,
-    choose: o.Choose = None,
-    steps: Annotated[int, typer.Option(help="Number of steps to run.", min=1)] = 10,
-    check: Annotated[
+@o.command(
+    *("target", "plan", "preset", "choose", "steps", "check", "tolerance", "seed"),
+    *("devices", "mesh", "platform", "memory_budget", "workdir", "as_json", "donate"),
+    *("static", "attention", "precision", "per_kind", "quick", "no_race", "measure"),
+    "quiet",
+    plan=o.OPTIONS["saved"],
+    platform=o.PLANS_PLATFORM,
+    steps=o.Option(int, "Number of steps to run.", default=10, min=1),
+    check=o.Option(
         bool,
-        typer.Option(
-            "--check",
-            help="Run the same steps on one device too, or, where it has no room, "
-            "sharded by a preset, or, where the step's code names several devices, as "
-            "written on these, and compare; exit code 1 if they differ.",
-        ),
-    ] = False,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="Relative L2 distance that passes a check: 1e-5 if not given, 1e-12 "
-            "for steps in float64, and 1e-2 with kernels that take less than float32."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of random arguments.")] = 0,
-    devices: o.Devices = None,
-    mesh: o.MeshText = None,
-    platform: o.PlansPlatform = None,
-    memory_budget: o.Budget = None,
-    workdir: o.Workdir = None,
-    as_json: o.Json = False,
-    donate: o.Donate = None,
-    static: o.Static = None,
-    attention: o.Attention = None,
-    precision: o.Precision = None,
-    per_kind: o.PerKind = o.USUAL.per_kind,
-    quick: o.Quick = False,
-    no_race: o.NoRace = False,
-    measure: o.Measure = False,
-    quiet: o.Quiet = False,
-) -> None:
+        "Run the same steps on one device too, or, where it has no room, sharded by a "
+        "preset, or, where the step's code names several devices, as written on these, "
+        "and compare; exit code 1 if they differ.",
+    ),
+    tolerance=o.Option(
+        float,
+        "Relative L2 distance that passes a check: 1e-5 if not given, 1e-12 for steps "
+        "in float64, and 1e-2 with kernels that take less than float32.",
+    ),
+    seed=o.Option(int, "Seed of random arguments.", default=0),
+)
+def run(ctx: typer.Context, given: Any) -> None:
     """Run a step for real: under a plan, a preset, or a new plan.
 
     Without --plan or --preset the step is planned first.
 
     Example: cfp run gpt --layers 2 --hidden 128 --plan plan.json --check
     """
-    if plan is not None and preset is not None:
+    if given.plan is not None and given.preset is not None:
         raise CfpError("Give --plan plan.json or --preset NAME, not both.")
-    if plan is not None and memory_budget is not None:
+    if given.plan is not None and given.memory_budget is not None:
         raise CfpError(
             "--memory-budget is for a new plan, and --plan names a finished one. Leave "
             "out one of them; cfp show plan.json prints a plan's memory."
         )
-    budget = parse_bytes(memory_budget)
-    with only_json(as_json) as print_json:
-        saved = Plan.load(plan) if plan is not None else None
-        with Display(quiet) as display:
+    budget = parse_bytes(given.memory_budget)
+    with only_json(given.as_json) as print_json:
+        saved = Plan.load(given.plan) if given.plan is not None else None
+        with Display(given.quiet) as display:
             found, devices_mesh = target_of(ctx, saved)
             if saved is not None:
                 used = saved.on(devices_mesh)
             else:
-                settings = o.settings(ctx, progress=display.tell)
                 used = api.plan(
                     found.step,
                     *found.args,
@@ -110,21 +89,21 @@ def run(
                     static_argnums=found.static,
                     donate_argnums=found.donate,
                     memory_budget=budget,
-                    preset=preset,
-                    cache_dir=workdir,
-                    settings=settings,
+                    preset=given.preset,
+                    cache_dir=given.workdir,
+                    settings=o.settings(ctx, progress=display.tell),
                 )
             trial = run_trial(
                 used,
                 found,
-                steps=steps,
-                check=check,
-                tolerance=tolerance,
-                seed=seed,
+                steps=given.steps,
+                check=given.check,
+                tolerance=given.tolerance,
+                seed=given.seed,
                 progress=display.tell,
             )
         elsewhere = _elsewhere_text(saved or used, devices_mesh)
-        if as_json:
+        if given.as_json:
             print_json(trial_data(trial, used))
         else:
             _print_trial(trial)
@@ -285,41 +264,27 @@ def _where(trial: Trial) -> str:
     return f"{'under' if trial.preset else 'on'} {reference_text(trial.preset)}"
 
 
-@o.command
-def verify(
-    ctx: typer.Context,
-    path: o.PlanFile,
-    target: o.TargetText,
-    seconds: Annotated[
-        float, typer.Option(help="About how long it may take.", min=1)
-    ] = 60.0,
-    other_devices: Annotated[
-        bool,
-        typer.Option(
-            "--other-devices", help="Time it on devices of another kind all the same."
-        ),
-    ] = False,
-    platform: o.PlansPlatform = None,
-    workdir: o.Workdir = None,
-    output: Output = None,
-    as_json: o.Json = False,
-    donate: o.Donate = None,
-    static: o.Static = None,
-    quiet: o.Quiet = False,
-) -> None:
+@o.command(
+    *("path", "target", "seconds", "other_devices", "platform", "workdir", "output"),
+    *("as_json", "donate", "static", "quiet"),
+    platform=o.PLANS_PLATFORM,
+    seconds=o.Option(float, "About how long it may take.", default=60.0, min=1),
+    other_devices=o.Option(bool, "Time it on devices of another kind all the same."),
+)
+def verify(ctx: typer.Context, given: Any) -> None:
     """Time a plan on its devices, with its predicted runners-up and the presets.
 
     Says how far the prediction was off. The fastest is written with -o, measured.
 
     Example: cfp verify plan.json gpt --layers 4 -o measured.json
     """
-    o.supervise(ctx, workdir)
-    check_writable(output)
-    with only_json(as_json) as print_json:
-        plan = Plan.load(path)
-        with Display(quiet) as display:
+    o.supervise(ctx, given.workdir)
+    check_writable(given.output)
+    with only_json(given.as_json) as print_json:
+        plan = Plan.load(given.path)
+        with Display(given.quiet) as display:
             found, mesh = target_of(ctx, plan, elsewhere(plan))
-            if not other_devices:
+            if not given.other_devices:
                 check_devices(plan, mesh)
             session = analyse(found, mesh, plan=plan)
             verified = verify_plan(
@@ -328,12 +293,12 @@ def verify(
                 session.step,
                 session.lowering.out_tree,
                 mesh=session.mesh,
-                seconds=seconds,
-                cache_dir=workdir,
+                seconds=given.seconds,
+                cache_dir=given.workdir,
                 progress=display.tell,
             )
-        save(verified.best, output, say=not as_json)
-        if as_json:
+        save(verified.best, given.output, say=not given.as_json)
+        if given.as_json:
             print_json(verified_data(verified))
             return
         for line in verified_text(verified):

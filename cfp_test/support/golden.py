@@ -4,6 +4,7 @@ A file has a section for each text. `--update-golden` writes files anew: read th
 """
 
 import re
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -14,7 +15,8 @@ _HEAD = "=== "
 def settled(text: str) -> str:
     """A text without what differs between runs: folders, lines of tests, digits."""
     text = text.replace(f"{ROOT}/", "")
-    text = re.sub(r"/tmp/\S*/(?=[\w.-]+)", "TMP/", text)
+    folder = re.escape(tempfile.gettempdir())
+    text = re.sub(rf"{folder}/\S*/(?=[\w.-]+)", "TMP/", text)
     text = re.sub(r"(test_\w+\.py):\d+", r"\1:#", text)
     return re.sub(r"\b0x[0-9a-f]+", "0x#", text)
 

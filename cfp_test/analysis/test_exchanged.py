@@ -6,8 +6,6 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import AxisChoice, block_strategies, describe
@@ -85,19 +83,3 @@ def test_columns_are_exchanged_and_no_table_is_gathered_or_reduced():
     sent, wrong = ran(case, lookup, (AxisChoice(rows),), Storage.USED)
     assert not wrong
     assert sum(one.bytes for one in sent if one.kind == "all-reduce") >= table_bytes
-
-
-@settings(max_examples=5, deadline=None)
-@given(st.data())
-def test_every_combination_of_axes_computes_what_one_device_does(data):
-    case, lookup = on(*data.draw(st.sampled_from([("x", "y"), ("x", "y", "z")])))
-    ways = block_strategies(case.frame.program, lookup, case.frame.mesh)
-    rule = case.frame.program.ops[lookup.anchor].rule
-    exchanging = [
-        one
-        for one in ways
-        if any(c.exit >= 0 and c.inner not in rule.reduction for c in one)
-    ]
-    strategy = data.draw(st.sampled_from(exchanging))
-    _, wrong = ran(case, lookup, strategy, data.draw(st.sampled_from([*Storage])))
-    assert not wrong

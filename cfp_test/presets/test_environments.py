@@ -2,19 +2,16 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
-import cfp
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.layout import lay_out
-from cfp.planner_settings import PlannerSettings
 from cfp.presets.presets import presets
 from cfp.presets.roles import data_arguments
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.support.checking import difference, make_mesh
+from cfp_test.support.checking import make_mesh
 from cfp_test.support.covering import at_night
 
 MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
@@ -278,35 +275,3 @@ def test_data_parallelism_shards_environments_and_no_parameters(parts):
     assert {"state/env/place", "state/env/speed"} <= sharded
     assert not [n for n in sharded if n.startswith(("state/params", "state/opt"))]
     assert specs["state/env/place"] == (("x",), ())
-
-
-@pytest.mark.parametrize(("parts", "mesh"), [(1, "x4"), *at_night([(3, "x2y2")])])
-def test_it_computes_what_one_device_does(parts, mesh, tmp_path):
-    step, (state,) = make(parts)
-    plan = cfp.plan(
-        step,
-        state,
-        mesh=make_mesh(MESHES[mesh]),
-        preset="data_parallel",
-        cache_dir=tmp_path,
-        settings=PlannerSettings(race=False),
-        quiet=True,
-    )
-    assert plan.winner == "data_parallel"
-    run, alone = plan.compile(step, state), jax.jit(step)
-    found = expected = state
-    for _ in range(2):
-        (found, got), (expected, wanted) = run(found), alone(expected)
-        pairs = zip(
-            jax.tree.leaves((found, got)),
-            jax.tree.leaves((expected, wanted)),
-            strict=True,
-        )
-        assert max(difference(*map(_plain, pair)) for pair in pairs) < 1e-4
-    # In the rollout each device has its own environments.
-    assert f"f32[{ENVS // 4},{HIDDEN}]" in run.as_text()
-
-
-def _plain(leaf):
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)

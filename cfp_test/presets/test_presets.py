@@ -17,8 +17,6 @@ from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.models.tiny import draw_start
-from cfp_test.support.covering import at_night
 
 pytestmark = pytest.mark.usefixtures(
     "compiled_once", "analyzed_once", "compared_on_one"
@@ -272,56 +270,6 @@ def test_megatron_by_pins(mesh, tmp_path):
     assert all(s.is_fully_replicated for s in jax.tree.leaves(plan.in_shardings[1]))
     kinds = {kind for kind, _, _ in collectives(plan, fn, args)}
     assert "all-gather" not in kinds and "all-to-all" not in kinds
-
-
-@pytest.fixture(scope="module")
-def trained():
-    """A model, where it starts, and what one device makes of it in some steps."""
-
-    def train(model):
-        options = {**OPTIONS, "layers": 1}
-        if model == "moe":  # Every other layer is one of experts.
-            options.update(layers=2, experts=4, expert_group_size=64)
-        fn, (start, batch) = draw_start(model, **options)
-        state, reference = start, jax.jit(fn)
-        for _ in range(STEPS):
-            state, metrics = reference(state, batch)
-        return fn, (start, batch), (state, metrics)
-
-    return functools.cache(train)
-
-
-@pytest.mark.parametrize(
-    ("preset", "model"),
-    [
-        *((name, "gpt") for name in ("fully_sharded", "tensor_parallel")),
-        *at_night((name, "gpt") for name in ("data_parallel", "zero1")),
-        *at_night(
-            (name, "moe")
-            for name in ("data_parallel", "tensor_parallel", "fully_sharded", "zero1")
-        ),
-    ],
-)
-def test_presets_compute_what_one_device_computes(
-    trained, model, preset, mesh, tmp_path
-):
-    fn, (start, batch), expected = trained(model)
-    plan = cfp.plan(
-        fn,
-        *(start, batch),
-        mesh=mesh,
-        preset=preset,
-        donate_argnums=(0,),
-        cache_dir=tmp_path,
-        settings=NO_RACE,
-    )
-    # What is donated is gone.
-    state = jax.device_put(jax.tree.map(jnp.copy, start), plan.in_shardings[0])
-    step = plan.apply(fn)
-    for _ in range(STEPS):
-        state, metrics = step(state, batch)
-    differences = cfp.compare((state, metrics), expected)
-    assert differences[0].relative_l2 < 1e-5, differences[:3]
 
 
 def test_an_unknown_preset_lists_the_known(mesh, tmp_path):

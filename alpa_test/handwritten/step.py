@@ -87,9 +87,7 @@ def shard_step(
     )
 
 
-def shard_largest(
-    model: str, options: dict[str, Scalar], mesh: Mesh, *, first: bool = False
-) -> ShardedStep:
+def shard_largest(model: str, options: dict[str, Scalar], mesh: Mesh) -> ShardedStep:
     """Lowers a model's training step with each parameter sharded on its largest dim.
 
     The residual stream is sharded on the batch between layers; what is in between is
@@ -99,7 +97,6 @@ def shard_largest(
       model: name in the zoo.
       options: as for `cfp.models.build`.
       mesh: of one axis.
-      first: whether the first dim that the axis divides takes the largest's place.
     """
     [axis] = mesh.axis_names
     step, args = build(model, **options)
@@ -108,7 +105,7 @@ def shard_largest(
         dims = [d for d, size in enumerate(leaf.shape) if size % mesh.size == 0]
         if leaf.ndim < 2 or not dims:
             return NamedSharding(mesh, PartitionSpec())
-        dim = dims[0] if first else max(dims, key=lambda d: leaf.shape[d])
+        dim = max(dims, key=lambda d: leaf.shape[d])
         return NamedSharding(mesh, PartitionSpec(*[None] * dim, axis))
 
     data = NamedSharding(mesh, PartitionSpec(axis))

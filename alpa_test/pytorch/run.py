@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 alpa_test/pytorch/run.py --model gpt --layers 4
         --batch 24 --dtype bfloat16 --json torch.jsonl
 
-Sizes that are not given are those of `cfp bench --suite layers`. Needs PyTorch, and
-nothing of cfp or JAX.
+Sizes that are not given are those of `cfp_test/bench/configs.py`, for four devices.
+Needs PyTorch, and nothing of cfp or JAX.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ BENCHMARKS: dict[str, tuple[str, tuple[str, ...], str]] = {
     "attention": (
         "cfp_test.bench.attention",
         (),
-        "kernels of attention and steps of rings; one GPU",
+        "kernels of attention; one GPU",
     ),
     "scatters": (
         "cfp_test.bench.scatters",

@@ -1,12 +1,10 @@
-"""Measures attention on one GPU: its kernels, and the steps of rings.
+"""Measures kernels of attention on one GPU.
 
     python -m cfp_test.bench attention OUT.json [--seconds 180]
 
 First the rate of a large matrix product; then each kernel, forward and backward,
-causal, at 1k to 64k tokens, as a share of that rate; then what a rank of a ring or
-zigzag ring of 8 computes in all its steps, communication left out, as a share of the
-time that the same work takes as one attention of that kernel. Of a ring it is the last
-rank, which the others wait for.
+causal, at 1k to 64k tokens, as a share of that rate. Rings and Ulysses on several GPUs
+are benchmarks of the seeds.
 
 OUT.json is written after each row. A run that was stopped goes on where it was; what
 was begun and not finished is a row that says so. Without a GPU `--tiny` tries it on the
@@ -17,7 +15,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,16 +23,10 @@ import jax
 import jax.numpy as jnp
 
 import cfp
-from cfp.attention.kernels import KERNELS
-from cfp.attention.problem import Mask, Scores
-from cfp.attention.ring import Ring, spread_attention
 from cfp.profiling.builder import reason_of
 
-RANKS = 8
 HEADS, HEAD_DIM = 16, 128
 TOKENS = tuple(1024 * 2**i for i in range(7))
-RING_TOKENS = tuple(8192 * 2**i for i in range(4))
-RING_KERNELS = ("cudnn", "chunked")
 # A call is timed so often, after it has run twice; the median counts.
 SAMPLES, WARM_UPS = 7, 2
 # Beyond so many bytes of scores a kernel that keeps them is not tried.
@@ -88,29 +79,14 @@ def _plan(tiny: bool) -> Iterator[tuple[dict[str, Any], Measure]]:
     """All rows, the most wanted first, each with what measures it."""
     yield {"what": "matmul"}, lambda rows: _matmul(256 if tiny else MATMUL_WIDTH)
     tokens = (256, 512) if tiny else TOKENS
-    ring_tokens = (128, 256) if tiny else RING_TOKENS
-    kernels = ("xla", "chunked") if tiny else ("cudnn", "chunked")
-    rings = ("xla",) if tiny else RING_KERNELS
-    yield from _kernels("cudnn" if not tiny else "xla", tokens)
-    yield from _rings(rings[0], ring_tokens)
-    for kernel in (*kernels[1:], "xla"):
-        if not (tiny and kernel == "xla"):
-            yield from _kernels(kernel, tokens)
-    for kernel in rings[1:]:
-        yield from _rings(kernel, ring_tokens)
+    for kernel in ("xla", "chunked") if tiny else ("cudnn", "chunked", "xla"):
+        yield from _kernels(kernel, tokens)
 
 
 def _kernels(kernel: str, tokens: tuple[int, ...]) -> Iterator[Any]:
     for count in tokens:
         row = {"what": "kernel", "kernel": kernel, "tokens": count}
         yield row, lambda rows, count=count: _kernel(kernel, count, rows)
-
-
-def _rings(kernel: str, tokens: tuple[int, ...]) -> Iterator[Any]:
-    for count in tokens:
-        for what in ("zigzag", "ring"):
-            row = {"what": what, "kernel": kernel, "tokens": count}
-            yield row, lambda rows, what=what, count=count: _ring(what, kernel, count)
 
 
 def _outcome(measure: Measure, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -183,69 +159,6 @@ def _kernel(kernel: str, tokens: int, rows: list[dict[str, Any]]) -> dict[str, A
     found = _timed(both, flops, *_arrays(tokens))
     rate = next(row["tflops_per_s"] for row in rows if row["what"] == "matmul")
     return {**found, "percent_of_matmul": 100 * found["tflops_per_s"] / rate}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Played(Ring):
-    """A ring of which one device plays a rank by itself.
-
-    Its blocks stay where they are: results are wrong, but the computation is that
-    rank's.
-    """
-
-    plays: int
-
-    @property
-    def rank(self) -> jax.Array:
-        return jnp.asarray(self.plays, jnp.int32)
-
-    def rotated(self, x: Any, ranks: int) -> Any:
-        return x
-
-
-def _ring(what: str, kernel: str, tokens: int) -> dict[str, Any]:
-    """All steps of the last rank of a ring, forward and backward."""
-    q, k, v, dout = _arrays(tokens)
-    mask = Mask(causal=True, left=None, right=None, keys=None)
-    ring = _Played(
-        axis="played",
-        ranks=RANKS,
-        zigzag=what == "zigzag",
-        gather=False,
-        kernel=KERNELS[kernel],
-        scores=Scores(scale=HEAD_DIM**-0.5),
-        mask=mask,
-        plays=RANKS - 1,
-    )
-
-    def steps(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out, pull = jax.vjp(
-            lambda q, k, v: spread_attention(q, k, v, None, None, ring), q, k, v
-        )
-        return out, pull(dout)
-
-    def alone(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out, pull = jax.vjp(
-            lambda q, k, v: cfp.attention(q, k, v, causal=True, implementation=kernel),
-            q,
-            k,
-            v,
-        )
-        return out, pull(dout)
-
-    # What a rank has of the causal attention of all tokens: RANKS times as many
-    # products as its own tokens' causal attention has.
-    share = RANKS * (1 + BACKWARD_FLOPS) * _forward_flops(tokens, tokens) / 2
-    single = _timed(alone, share / RANKS, q, k, v, dout)
-    found = _timed(steps, share, q, k, v, dout)
-    ideal = RANKS * single["ms"]
-    return {
-        **found,
-        "ranks": RANKS,
-        "single_ms": single["ms"],
-        "ideal_ms": ideal,
-        "percent_of_ideal": 100 * ideal / found["ms"],
-    }
 
 
 def _save(path: Path, rows: list[dict[str, Any]], tiny: bool) -> None:

@@ -31,7 +31,7 @@ import jax
 import cfp
 from cfp import platform
 from cfp.targets import Target, resolve
-from cfp_test.bench.rows import commit
+from cfp_test.bench.commit import commit
 
 _PLANNED = "the plan"
 

@@ -20,8 +20,8 @@ import jax
 
 import cfp
 from cfp import platform
+from cfp_test.bench.commit import commit
 from cfp_test.bench.one_gpu import target_of
-from cfp_test.bench.rows import commit
 from cfp_test.bench.side_by_side import AXES, MODELS, Piece
 
 

@@ -12,6 +12,7 @@ as it is, with gradients of lookups in float32, and with words selected, too
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ from cfp import platform
 from cfp.program import scatters
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import lower_step, planning_mesh
-from cfp_test.bench.rows import Rows
+from cfp_test.bench.commit import commit
 
 AXES = (("x", 1),)
 _WARM_SECONDS, _TURNS = 3.0, 8
@@ -266,20 +267,19 @@ def main(args: Sequence[str] | None = None) -> None:
     given = parser.parse_args(args)
     end = time.monotonic() + given.seconds
     platform.select("cpu" if given.tiny else None, AXES)
-    rows = Rows(given.out, {"tiny": given.tiny})
+    rows: list[dict[str, Any]] = []
+    if given.out.exists():
+        rows = json.loads(given.out.read_text())["rows"]
 
     def add(name: str, find: Callable[[], dict[str, Any]], **about: Any) -> None:
-        if rows.find(name=name) or time.monotonic() > end:
+        known = {row["name"] for row in rows}
+        if name in known or time.monotonic() > end:
             return
-        row = find()
-        rows.add({"name": name, **about, **row})
-        medians = {w: statistics.median(ms) for w, ms in row["samples_ms"].items()}
-        print(
-            name,
-            medians,
-            {k: v for k, v in row.items() if k != "samples_ms"},
-            flush=True,
-        )
+        rows.append({"name": name, **about, **find()})
+        samples = rows[-1]["samples_ms"].items()
+        print(name, {w: statistics.median(ms) for w, ms in samples}, flush=True)
+        head = {"jax": jax.__version__, "commit": commit(), "rows": rows}
+        given.out.write_text(json.dumps(head, indent=1) + "\n")
 
     for one in lookups(given.tiny):
         add(one.name, lambda one=one: time_lookup(one), what="gradient")

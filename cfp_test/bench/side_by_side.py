@@ -71,8 +71,8 @@ from cfp.search.requests import Profiles
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate, Solution
 from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of
+from cfp_test.bench.commit import commit
 from cfp_test.bench.configs import LAYERS, small
-from cfp_test.bench.rows import commit
 from cfp_test.support.waiting import end_group
 
 AXES = (("x", 2),)

@@ -44,7 +44,7 @@ import numpy as np
 import cfp
 from cfp.planner_settings import DetailedSettings
 from cfp.profiling.tasks import Progress
-from cfp_test.bench.rows import commit
+from cfp_test.bench.commit import commit
 from cfp_test.support.steps import (
     STEPS,
     Wrong,

@@ -51,7 +51,7 @@ def break_planning(fault: str) -> None:
                 end()
             raise MemoryError("no room left in this process")
 
-        Coordination.pace = pace
+        Coordination.pace = pace  # pyright: ignore
     if fault == "die-compiling":
         followers.build_here = lambda *_: end()
     if fault == "other-jax":

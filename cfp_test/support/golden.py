@@ -13,12 +13,13 @@ _HEAD = "=== "
 
 
 def settled(text: str) -> str:
-    """A text without what differs between runs: folders, lines of tests, digits."""
+    """A text without what differs between runs: folders, lines of tests, addresses."""
     text = text.replace(f"{ROOT}/", "")
     folder = re.escape(tempfile.gettempdir())
     text = re.sub(rf"{folder}/\S*/(?=[\w.-]+)", "TMP/", text)
     text = re.sub(r"(test_\w+\.py):\d+", r"\1:#", text)
-    return re.sub(r"\b0x[0-9a-f]+", "0x#", text)
+    text = re.sub(r"column \d+ \(char \d+\)", "column # (char #)", text)
+    return re.sub(r"\b0x[0-9a-f]{6,}", "0x#", text)
 
 
 def written(texts: dict[str, str]) -> str:

@@ -118,24 +118,17 @@ def run(
     shapes: Sequence[Shape],
     dtypes: Sequence[str],
     settings: Settings,
-    known: Sequence[Row] = (),
 ) -> Iterator[Row]:
     """Checks and times operators, the first shape of all operators first.
 
-    Args:
-        known: rows of an earlier run; what they measured is not measured again.
-
     Yields:
-        A row for each implementation as soon as it is known; none for known ones.
+        A row for each implementation as soon as it is known.
     """
     end = settings.clock() + settings.seconds
-    done = {row.key for row in known if row.state != NO_TIME}
     for shape, dtype, operator in product(shapes, dtypes, operators):
         case = _Case(operator, shape, dtype, settings)
         for one in operator.implementations:
             row = case.row(one)
-            if row.key in done:
-                continue
             if row.state == NO_TIME and settings.clock() < end:
                 row = case.measured(row, one)
             yield row

@@ -11,7 +11,6 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -230,34 +229,18 @@ def read(file: Path) -> tuple[dict[str, Any], list[Row]]:
         ) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """Medians of one pass, before and now, and the share that the second is longer."""
-
-    name: str
-    before_ms: float
-    now_ms: float
-
-    @property
-    def share(self) -> float:
-        """Slowdown, as a share of the time before."""
-        return self.now_ms / self.before_ms - 1.0
-
-
-def changes(before: Sequence[Row], now: Sequence[Row]) -> list[Change]:
-    """Pairs the rows that both have measured, the most slowed first."""
+def changes(
+    before: Sequence[Row], now: Sequence[Row]
+) -> list[tuple[str, float, float]]:
+    """Medians that both have measured, in ms, by name; the most slowed first."""
     known = {row.key: row.passes for row in before}
     found = [
-        Change(
-            name=" ".join((*row.key, name)),
-            before_ms=known[row.key][name].median_ms,
-            now_ms=one.median_ms,
-        )
+        (" ".join((*row.key, name)), known[row.key][name].median_ms, one.median_ms)
         for row in now
         for name, one in row.passes.items()
         if name in known.get(row.key, {})
     ]
-    return sorted(found, key=lambda change: -change.share)
+    return sorted(found, key=lambda change: change[1] / change[2])
 
 
 # Of a BERT-large or GPT-2 medium, and of a wide model with short and long sequences.
@@ -346,12 +329,13 @@ def _compared(
     slower = False
     found = changes(earlier, rows)
     print(f"compared with before: {len(found)} medians")
-    for change in found:
-        over = allowed is not None and change.share > allowed
+    for name, before_ms, now_ms in found:
+        share = now_ms / before_ms - 1.0
+        over = allowed is not None and share > allowed
         slower |= over
         print(
-            f"{change.name}: {change.before_ms:.3f} -> {change.now_ms:.3f} ms "
-            f"({100 * change.share:+.1f}%){', a regression' if over else ''}"
+            f"{name}: {before_ms:.3f} -> {now_ms:.3f} ms ({100 * share:+.1f}%)"
+            f"{', a regression' if over else ''}"
         )
     return slower
 
@@ -367,45 +351,6 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
-# Options and what `argparse` knows of them.
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "--only-run": {
-        "default": "",
-        "metavar": "A,B",
-        "help": "operators with one of these words in their names",
-    },
-    "--forward-only": {"action": "store_true", "help": "without the backward pass"},
-    "--verbose": {"action": "store_true", "help": "whole messages of what failed"},
-    "--list": {
-        "action": "store_true",
-        "help": "list what there is, and measure nothing",
-    },
-    "--json": {"type": Path, "metavar": "FILE", "help": "write results as they come"},
-    "--compare": {"type": Path, "metavar": "FILE", "help": "an earlier file of --json"},
-    "--fail-if-regression": {
-        "metavar": "SHARE",
-        "help": "with --compare: exit code 1 if a median grows by more, such as 5%%",
-    },
-    "--shapes": {
-        "nargs": "+",
-        "metavar": "B,S,H,N,V",
-        "help": "batch, tokens, hidden, heads, vocabulary; default on GPUs: "
-        + " ".join(SHAPES),
-    },
-    "--dtypes": {
-        "default": "bfloat16",
-        "metavar": "A,B",
-        "help": "float32, bfloat16, float16 (default: %(default)s)",
-    },
-    "--plot": {"type": Path, "metavar": "FILE", "help": "draw times and memory"},
-    "--seconds": {
-        "type": float,
-        "metavar": "S",
-        "help": "begin no implementation after so many seconds",
-    },
-}
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="cfp operators",
@@ -413,6 +358,24 @@ def _parser() -> argparse.ArgumentParser:
         "of against a float32 oracle, outputs and gradients, and times those that are "
         "right. The exit code is 1 if one is wrong.",
     )
-    for name, how in _OPTIONS.items():
-        parser.add_argument(name, **how)
+
+    def add(name: str, text: str, metavar: str = "", **how: Any) -> None:
+        how |= {"metavar": metavar} if metavar else {"action": "store_true"}
+        parser.add_argument(name, help=text, **how)
+
+    words = "operators with one of these words in their names"
+    add("--only-run", words, "A,B", default="")
+    add("--forward-only", "without the backward pass")
+    add("--verbose", "whole messages of what failed")
+    add("--list", "list what there is, and measure nothing")
+    add("--json", "write results here as they come", "FILE", type=Path)
+    add("--compare", "an earlier file of --json", "FILE", type=Path)
+    longer = "with --compare: exit code 1 if a median is longer by more, such as 5%%"
+    add("--fail-if-regression", longer, "SHARE")
+    sizes = "batch, tokens, hidden, heads, vocabulary; default on GPUs: "
+    add("--shapes", sizes + " ".join(SHAPES), "B,S,H,N,V", nargs="+")
+    types = "float32, bfloat16, float16 (default: %(default)s)"
+    add("--dtypes", types, "A,B", default="bfloat16")
+    add("--plot", "draw times and memory as bars", "FILE", type=Path)
+    add("--seconds", "begin no implementation after so many seconds", "S", type=float)
     return parser

@@ -20,7 +20,7 @@ from jax import Array
 
 from cfp.attention.problem import AttentionProblem, Mask, Scores, finite_bias
 from cfp.errors import AttentionError
-from cfp.program.equations import equations
+from cfp.program.jaxprs import equations
 
 FORWARD = "dot_product_attention_fwd_wrapper"
 BACKWARD = "dot_product_attention_bwd_wrapper"

@@ -60,7 +60,6 @@ _COMMANDS = {
     "run": running.run,
     "show": reading.show,
     "verify": running.verify,
-    "inspect": reading.inspect,
     "export": reading.export,
     "analyze": planning.analyze,
     "profile": planning.profile,

@@ -12,6 +12,7 @@ from cfp.analysis.layout import lay_out
 from cfp.analysis.work import model_work
 from cfp.devices.described import DescribedMesh
 from cfp.plan.describe import (
+    constraint_sites,
     describe_uncounted,
     plan_rows,
     plan_segments,
@@ -73,6 +74,7 @@ def compose_plan(
     scattered = [m for row in rows for m in row.moves if m.kind == "reduce-scatter"]
     if scattered and "all-reduce" in sent and "reduce-scatter" not in sent:
         search["unscattered"] = sum(move.count for move in scattered)
+    constraints = constraints_of(analysis, winner.choice, winner.level)
     return Plan(
         fingerprint=program.fingerprint,
         mesh_axes=frame.mesh,
@@ -80,7 +82,8 @@ def compose_plan(
         arg_types=tuple(type_text(aval(program, v)) for v in program.args),
         arg_specs=tuple(layout.arg_spec(i) for i in range(len(program.args))),
         output_specs=layout.output_specs(),
-        constraints=constraints_of(analysis, winner.choice, winner.level),
+        constraints=constraints,
+        sites=constraint_sites(program, constraints),
         donated=tuple(a is not None for a in program.alias),
         winner=winner.name,
         predicted_ms=winner.predicted_ms,

@@ -28,15 +28,19 @@ from cfp.plan.parts import (
     PlanRow,
     PlanSegment,
     Role,
+    Site,
     StoredParameter,
     TensorFigure,
     short_source,
+    type_text,
 )
 from cfp.presets.roles import data_arguments
 from cfp.printable import mesh_text
 from cfp.profiling.rates import Rates
+from cfp.program.constrain import Constraints
 from cfp.program.graph import Op, Program, call_flops, op_flops
 from cfp.program.partitioned import call_of
+from cfp.program.signature import aval
 from cfp.search.problem import Problem
 
 _FUNCTION = re.compile(r"jit\((\w+)\)")
@@ -219,6 +223,29 @@ def undonated_arguments(layout: Layout) -> dict[int, int]:
 def describe_uncounted(program: Program) -> tuple[str, ...]:
     """Lists loops that count as one iteration: ``while at model.py:12``."""
     return tuple(dict.fromkeys(map(_site, uncounted_loops(program))))
+
+
+def constraint_sites(program: Program, constraints: Constraints) -> tuple[Site, ...]:
+    """Counts constrained values by source line, type and sharding."""
+    placed = [
+        (program.values[value].producer, value, spec)
+        for value, spec in constraints.values.items()
+    ]
+    for (op, index), spec in constraints.uses.items():
+        one = program.ops[op]
+        placed.append((op, one.reads[index], spec))
+    found = Counter(
+        (
+            short_source(program.ops[op].source) if op >= 0 else "",
+            type_text(aval(program, value)),
+            spec,
+        )
+        for op, value, spec in sorted(placed)
+    )
+    return tuple(
+        Site(source=source, type=kind, spec=spec, count=count)
+        for (source, kind, spec), count in found.items()
+    )
 
 
 def whole_ops(layout: Layout, rates: Rates | None = None) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ from cfp.plan.figures import Figures
 from cfp.plan.parts import (
     PlanRow,
     PlanSegment,
-    Sites,
+    Site,
     constraints_to_json,
     shape_of,
 )
@@ -209,7 +209,7 @@ class PlanFile(_Part):
         static: static arguments, by position or name.
         figures: numbers that the plan was chosen by.
         outline: the program's operations.
-        sites: places of the constraints in the step, for export.
+        sites: constrained values by source line, for people.
         in_host: arguments and their results that are in the memory of the host between
             steps, by position.
         precision: "fp8" if large products are computed in FP8.
@@ -246,7 +246,7 @@ class PlanFile(_Part):
     static: tuple[StrictInt | StrictStr, ...] | None
     figures: Figures | None
     outline: Annotated[_Outline, _UNPACKED] | None
-    sites: Sites | None
+    sites: tuple[Site, ...]
     in_host: tuple[tuple[Count, Count], ...] = ()
     precision: Annotated[str, matching(r"(fp8(:\d{1,9})?)?", "fp8, or empty")] = ""
     products: dict[Words, Count] = {}
@@ -356,7 +356,6 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         # What was never found out is infinite, and JSON has no word for that.
         "search": {k: v for k, v in plan.search.items() if math.isfinite(v)},
         "outline": plan.outline and outline_to_json(plan.outline),
-        "sites": plan.found_sites,
     }
     fields = PlanFile.model_fields
     return {

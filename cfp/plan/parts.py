@@ -436,48 +436,19 @@ def constraints_to_json(constraints: Constraints) -> list[dict[str, Any]]:
 
 # --------------------------------------------------------------- places of constraints
 
-_VALUE = r"(in|out|entry|yield) \d{1,6}"
-_WHICH = r"\d{1,8}(-\d{1,8})?(,\d{1,8}(-\d{1,8})?)*"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """Equations of one kind at one line whose values are sharded alike.
+    """Values of one type at one line that are sharded alike.
 
     Attributes:
-        primitive: of the equations, such as ``dot_general``.
-        type: of their first results: ``float32[8,16]``.
-        value: which value is meant: ``out 0`` or ``in 1``; or, of a scan's body, what
-            goes in or comes out: ``entry 2``, ``yield 0``.
-        which: numbers among all equations of this primitive and type: ``0-3,8``.
-        spec: for each dim the mesh axes that it is sharded over.
         source: ``file:line``, or "".
+        type: of the values: ``float32[8,16]``.
+        spec: for each dim the mesh axes that it is sharded over.
+        count: how many values these are.
     """
 
-    primitive: Words
-    type: Words
-    value: Annotated[str, matching(_VALUE, "a value such as 'out 0'")]
-    which: Annotated[str, matching(_WHICH, "numbers of equations")]
-    spec: SpecField
     source: Words
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sites:
-    """All of a plan's.
-
-    Attributes:
-        equations: how many equations the step has.
-        inner: how many constraints are on values inside of what one equation is
-            lowered to; these the compiler decides.
-    """
-
-    sites: tuple[Site, ...]
-    equations: Annotated[int, Field(strict=True, ge=0, le=2**24)]
-    digest: Words
-    inner: Count
-
-    def __post_init__(self) -> None:
-        for site in self.sites:
-            if max(map(int, _NUMBER.findall(site.which))) >= self.equations:
-                raise ValueError(f"numbers of {self.equations} equations")
+    type: Annotated[Words, matching(_TYPE, "a type such as f32[8,16]")]
+    spec: SpecField
+    count: Count

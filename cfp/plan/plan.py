@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,13 @@ from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch
-from cfp.export.module import ExportedProgram, python_module, sites_of
-from cfp.export.runtime import program_digest
 from cfp.plan.figures import Figures
 from cfp.plan.file import plan_data, plan_fields, read_json
 from cfp.plan.parts import (
     BINDS,
     PlanRow,
     PlanSegment,
-    Sites,
+    Site,
     check_arguments,
     check_binding,
     check_donated,
@@ -50,9 +48,9 @@ from cfp.runtime.execute import (
     CompiledStep,
     LoweredStep,
     compiling_text,
+    export_planned,
     load_early,
     load_or_lower,
-    lower_planned,
     start_devices,
     told_while,
 )
@@ -102,7 +100,7 @@ class Plan:
         figures: the numbers that it was chosen by, for a report; None if there are
             none.
         outline: the operations of the planned program, to say where another differs.
-        sites: where in the step the constraints stand, of a plan that was loaded.
+        sites: constrained values by source line, for people.
         traced_under: the configuration of JAX in which `bind` traced the step; None of
             a plan that came by its step otherwise.
         raced: the program that won, as the race compiled it; files have none.
@@ -143,7 +141,7 @@ class Plan:
     predicted_bytes: int | None = None
     figures: Figures | None = None
     outline: Outline | None = field(default=None, compare=False, repr=False)
-    sites: Sites | None = field(default=None, compare=False)
+    sites: tuple[Site, ...] = field(default=(), compare=False)
     mesh: Mesh | None = field(default=None, compare=False, repr=False)
     step: FlatStep | None = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)
@@ -270,7 +268,7 @@ class Plan:
 
     def as_in_file(self) -> Plan:
         """The plan as a file would have it: without step, devices and programs."""
-        return replace(self, sites=self.found_sites, **dict.fromkeys(_HERE))
+        return replace(self, **dict.fromkeys(_HERE))
 
     def placed_like(self, other: Plan) -> Plan:
         """The plan with another's step, devices and programs."""
@@ -469,61 +467,28 @@ class Plan:
 
         _write(path, page_html(self))
 
-    def export_python(self, path: str | Path) -> None:
-        """Writes a module that runs the step with plain JAX; see `cfp.export`.
+    def export(self, path: str | Path) -> None:
+        """Writes the step under the plan as `jax.export` serialises it.
 
-        Makes the folder, if it is missing.
+        What `jax.export.deserialize` reads takes and returns the leaves of arguments
+        and results, and needs no cfp: see docs/reading-plans.md. Makes the folder, if
+        it is missing.
 
         Raises:
-            PlanMismatch: the plan rematerializes or replaces parts of the step, and is
-                not bound to it.
+            PlanMismatch: the plan is not bound to a step, or the step calls functions
+                of this process.
         """
-        from cfp.view.words import headline
-
-        title = headline(self)
-        text = python_module(self, self.found_sites, self._exported_program(), title)
-        _write(path, text)
-
-    def _exported_program(self) -> ExportedProgram | None:
-        """The step's program, where constraints are not all that the plan changes."""
-        if self.step is None or not self.changes_ops:
-            return None
-        mesh = self._on_mesh()
-        specs = self.arg_specs, self.output_specs
-        return ExportedProgram(
-            bytecode=lower_planned(
-                self.step,
-                mesh,
-                self.fingerprint,
-                *specs,
-                self._exported_constraints(),
-                (self.outline, self.environment),
-            ),
-            digest=program_digest(self.step.traced.jaxpr),
-            platform=mesh.devices.flat[0].platform,
+        data = export_planned(
+            self._bound(),
+            self._on_mesh(),
+            self.fingerprint,
+            self.arg_specs,
+            self.output_specs,
+            self.constraints,
+            (self.outline, self.environment),
         )
-
-    def _exported_constraints(self) -> Constraints:
-        """The constraints; without shardings on one device, where these do nothing."""
-        if self.mesh_axes:
-            return self.constraints
-        return replace(self.constraints, values={}, uses={})
-
-    @property
-    def changes_ops(self) -> bool:
-        """True if it rematerializes or replaces parts of the step."""
-        return bool(self.constraints.rematerialized or self.constraints.replaced)
-
-    @cached_property
-    def found_sites(self) -> Sites | None:
-        """Places of the constraints in the step; None if unknown.
-
-        A plan that is bound to its step finds out by lowering that once more.
-        """
-        if self.sites is not None or self.step is None or self.mesh is None:
-            return self.sites
-        inside = self._exported_constraints()
-        return sites_of(self.step, self.mesh, self.fingerprint, inside)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(data)
 
     def to_json(self) -> str:
         """The plan as JSON text."""

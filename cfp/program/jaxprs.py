@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,6 +28,14 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
             elif isinstance(one, Jaxpr):
                 found.append(one)
     return found
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """All equations, those inside of others before them; by call, not by jaxpr."""
+    for eqn in jaxpr.eqns:
+        for inner in inner_jaxprs(eqn):
+            yield from equations(inner)
+        yield eqn
 
 
 def with_equations(jaxpr: Jaxpr, change: Callable[[JaxprEqn], JaxprEqn]) -> Jaxpr:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich import box
@@ -18,19 +17,16 @@ from cfp.analysis.dump import (
     segment_records,
     summarize,
 )
-from cfp.analysis.flow import op_path
 from cfp.analysis.layout import Choice, lay_out, program_flops
 from cfp.analysis.segments import Segment
 from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.plan.describe import block_moves, op_text
-from cfp.plan.parts import short_source
-from cfp.printable import counted, merged_alike, printable
-from cfp.profiling.hlo import CollectiveSite
+from cfp.printable import counted
 from cfp.search.requests import Profiles
 from cfp.units import format_bytes, format_flops
-from cfp.view.console import Fitted, new_table, plain_text
-from cfp.view.words import STRATEGIES, few
+from cfp.view.console import Fitted, new_table
+from cfp.view.words import STRATEGIES
 
 _MOST_OPAQUE = 5
 _WORTH_NAMING = 0.001  # of all FLOPs, or of all bytes
@@ -254,100 +250,3 @@ def presets_view(found: list[dict[str, Any]], border: box.Box) -> RenderableType
             ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sent) or "-",
         )
     return Fitted(table)
-
-
-# ------------------------------------------------------ collectives of a compiled step
-
-_MOST_NAMES = 3
-_NAME_WIDTH = 60
-_STEP = re.compile(r"^jit\([^()]*\)/")
-_MERGED = re.compile(r"^((?:[^:]*/)?)\((.*:.*)\)$")
-
-
-def sites_view(sites: Sequence[CollectiveSite], border: box.Box) -> RenderableType:
-    """A table of collectives, most bytes first, and their sum.
-
-    Those of one kind, size and line whose ops differ in numbers alone, as those of
-    layers do, stand in one row.
-    """
-    if not sites:
-        return Text("The program has no collectives.")
-    headings = {
-        "collective": "word",
-        "times": "number",
-        "bytes of one": "number",
-        "devices": "number",
-        "source line": "text",
-        "op": "text",
-    }
-    table = new_table(border, "Collectives", headings)
-    for alike in _alike(sites):
-        first = alike[0]
-        table.add_row(
-            first.kind,
-            str(sum(site.count for site in alike)),
-            format_bytes(first.bytes),
-            str(first.group_size),
-            printable(short_source(first.source)) or "-",
-            printable(_row_text(alike)) or "-",
-        )
-    total = sum(site.bytes * site.count for site in sites)
-    count = sum(site.count for site in sites)
-    line = (
-        f"{counted(count, 'collective', 'collectives')} in one step; "
-        f"{format_bytes(total)} on each device together. Bytes of one: the larger of "
-        "what a device gives and gets. --json lists each op."
-    )
-    return Group(Fitted(table), Text(line))
-
-
-def _row_text(alike: Sequence[CollectiveSite]) -> str:
-    """The ops of a row; how many, where the compiler combined their collectives."""
-    text = ops_text([site.scope for site in alike])
-    count = max(len(_ops(site.scope)) for site in alike)
-    return f"{count} ops combined: {text}" if count > 1 else text
-
-
-def _alike(sites: Sequence[CollectiveSite]) -> list[list[CollectiveSite]]:
-    """Collectives that a table shows in one row; the order stays."""
-    found: dict[tuple, list[CollectiveSite]] = {}
-    for site in sites:
-        ops = ops_text([site.scope])
-        key = (
-            site.kind,
-            site.bytes,
-            site.group_size,
-            site.source,
-            re.sub(r"\d+([-,.]+\d+)*", "#", ops),
-        )
-        found.setdefault(key, []).append(site)
-    rows = [*found.values()]
-    return sorted(rows, key=lambda row: -sum(site.bytes * site.count for site in row))
-
-
-def sites_text(sites: Sequence[CollectiveSite]) -> str:
-    """The table as plain ASCII text, as wide as `columns` says."""
-    return plain_text(sites_view(sites, box.ASCII))
-
-
-def ops_text(scopes: Sequence[str]) -> str:
-    """The ops of some name stacks in short: ``Block_0-11/Dense_0/dot_general``.
-
-    XLA names an op that it merged of several ``jit(step)/(a:b:c)``, and in a loop
-    ``jit(step)/while/body/(a:b:c)``.
-    """
-    ops = [op for scope in scopes for op in _ops(scope)]
-    names = merged_alike([_op_text(op) for op in dict.fromkeys(ops) if op])
-    return few(names, most=_MOST_NAMES, width=_NAME_WIDTH)
-
-
-def _ops(scope: str) -> list[str]:
-    """The ops that a name stack is of: several, if XLA merged them."""
-    inside = _STEP.sub("", scope)
-    merged = _MERGED.match(inside)
-    return [merged[1] + op for op in merged[2].split(":")] if merged else [inside]
-
-
-def _op_text(op: str) -> str:
-    """An op's place in the user's model; what differentiation made of it says so."""
-    return op_path(op) + (" (backward)" if "transpose(" in op else "")

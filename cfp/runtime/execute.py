@@ -33,6 +33,7 @@ from cfp.profiling.key import GPU_PLATFORMS, environment_parts
 from cfp.program.callbacks import Alarm
 from cfp.program.constrain import Constraints, constrain, misfit, uneven
 from cfp.program.dispatch import Dispatch, Look
+from cfp.program.exported import exported
 from cfp.program.fixed import has_fixed, released
 from cfp.program.graph import Program
 from cfp.program.meaning import (
@@ -229,7 +230,7 @@ class CompiledStep:
         return self.compiled.as_text() or ""
 
 
-def lower_planned(
+def export_planned(
     step: FlatStep,
     mesh: Mesh,
     fingerprint: str | None,
@@ -238,7 +239,7 @@ def lower_planned(
     constraints: Constraints,
     planned: tuple[Outline | None, Mapping[str, str]] = (None, {}),
 ) -> bytes:
-    """Writes the program of a step under a plan as bytecode, ready to compile.
+    """Serialises the program of a step under a plan as `jax.export` does.
 
     Args:
         mesh, fingerprint, arg_specs, output_specs, constraints, planned: as of
@@ -246,7 +247,7 @@ def lower_planned(
 
     Raises:
         PlanMismatch: the step's program is not the one that was planned, or it calls
-            functions of this process, which no bytecode has.
+            functions of this process, which no file has.
     """
     ins, outs = _shardings(step, mesh, arg_specs, output_specs)
     lowering, program = _lowered(step, mesh, ins, outs, fingerprint, planned)
@@ -254,11 +255,9 @@ def lower_planned(
     if lowering.calls_host or _BY_CALLBACK in lowering.text:
         raise PlanMismatch(
             "The step calls functions of this process, which a program in a file "
-            "cannot. To export shardings alone, plan with "
-            "PlannerSettings(attention=()) (--attention none) and enough memory to "
-            "rematerialize nothing."
+            "cannot. cfp show plan.json --python prints its shardings."
         )
-    return lowering.bare_text
+    return bytes(exported(step, lowering).serialize())
 
 
 # What JAX partitions by a function in Python.

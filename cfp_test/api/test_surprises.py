@@ -125,12 +125,6 @@ def test_a_step_without_a_file_has_no_lines_of_cfp(tmp_path):
     assert not [row.name for row in plan.rows if any(one in row.name for one in own)]
 
 
-def test_a_plan_for_described_devices_is_exported_on_those(tmp_path):
-    plan = planned(tmp_path, preset="zero1")
-    with pytest.raises(cfp.PlanMismatch, match="made for 4xh100, which is described"):
-        plan.export_python(tmp_path / "sharded.py")
-
-
 def test_storage_is_said_in_english(tmp_path):
     zero1 = planned(tmp_path, preset="zero1")
     assert "parameters as used, update sharded" in str(zero1)
@@ -199,7 +193,7 @@ def other():
 """
 
 
-def test_exported_files_have_names_and_another_step_is_refused(tmp_path):
+def test_an_export_of_another_step_is_refused(tmp_path):
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     cfp.plan(
         train_step,
@@ -211,24 +205,16 @@ def test_exported_files_have_names_and_another_step_is_refused(tmp_path):
         cache_dir=tmp_path,
     ).save(tmp_path / "plan.json")
     (tmp_path / "step.py").write_text(_STEPS)
-    wrong, short, named, other = run_batch(
+    short, other = run_batch(
         [
-            ["export", "plan.json", "--python", "-o", "x.py"],
-            ["export", "plan.json", "-o", "x.py"],
-            ["export", "plan.json", "step.py:same", "-o", "y.py"],
-            ["export", "plan.json", "step.py:other", "-o", "z.py"],
+            ["export", "plan.json", "-o", "x.jax"],
+            ["export", "plan.json", "step.py:other", "-o", "y.jax"],
         ],
         tmp_path,
     )
-    assert wrong.code == 2 and "expects a file, got -o" in wrong.err
-    assert not (tmp_path / "-o").exists()
-    assert short.code == 0, short.err
-    compile((tmp_path / "x.py").read_text(), "x.py", "exec")
-    assert (tmp_path / "y.py").read_text() == (tmp_path / "x.py").read_text()
-    assert short.out == "Saved x.py\n" and named.code == 0
-    assert "step.py:same has the plan's arguments, and was read for noth" in named.out
+    assert short.code == 2 and "TARGET" in short.err
     # What differs, as `cfp run` says it.
-    assert other.code == 2 and not (tmp_path / "z.py").exists()
+    assert other.code == 2 and not (tmp_path / "y.jax").exists()
     assert "  x: planned for float32[32,512], got float32[64,512]\n" in other.err
     assert "  w/bias: planned for nothing, got float32[512]\n" in other.err
     assert "cfp plan TARGET -o FILE" in other.err

@@ -133,11 +133,11 @@ def test_version_and_help(folder):
         assert f"Example: cfp {command}" in text.out
 
 
-def test_there_are_eleven_commands_and_ten_options_come_first(folder):
+def test_there_are_ten_commands_and_ten_options_come_first(folder):
     overview, details = run_batch([["--help"], ["plan", "--help"]], folder)
     commands = overview.out.split("Commands:\n")[1]
     assert re.findall(r"^  ([a-z]+) ", commands, re.M) == [
-        *("plan", "run", "show", "verify", "inspect", "export"),
+        *("plan", "run", "show", "verify", "export"),
         *("analyze", "profile", "search", "doctor", "operators"),
     ]
     first = details.out.split("\nOptions:\n")[1].split("\n\n")[0]

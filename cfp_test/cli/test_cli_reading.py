@@ -14,9 +14,9 @@ from cfp.cli.session import analyse, open_target
 from cfp.errors import CfpError
 from cfp.targets import resolve
 from cfp.view.page import page_html
+from cfp.view.python import python_text
 from cfp.view.text import diff_text, explain_text
 from cfp_test.cli.cli_runner import COLUMNS, run_batch
-from cfp_test.profiling.hlo_of_versions import OLD
 from cfp_test.support.checking import make_mesh
 from cfp_test.view.reported import DEEP, HOSTILE
 
@@ -29,8 +29,6 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plans")
     DEEP.save(folder / "deep.json")
     HOSTILE.save(folder / "hostile.json")
-    (folder / "step.hlo").write_text(OLD)
-    (folder / "notes.txt").write_text("no program")
     lines = {
         "report": "show hostile.json --html report.html",
         "nowhere": "show hostile.json --html no/report.html",
@@ -38,11 +36,8 @@ def done(tmp_path_factory):
         "block": "show deep.json --explain --block layer_95 --json",
         "unknown": "show deep.json --explain --block attention",
         "diff": "show deep.json --diff hostile.json",
-        "inspect": "inspect step.hlo --json -q",
-        "notes": "inspect notes.txt",
-        "export": "export deep.json --python sharded.py",
+        "python": "show deep.json --python",
         "no command": "report deep.json",
-        "twice": "inspect toy.py:toy --plan deep.json --preset zero1",
     }
     found = run_batch([line.split() for line in lines.values()], folder)
     assert [outcome.crash for outcome in found] == [""] * len(lines)
@@ -72,24 +67,7 @@ def test_plans_are_shown(done, monkeypatch):
     assert block["block"] == "Net/layer_95/up"
     assert found["unknown"].code == 2
     assert "No block has 'attention' in its name" in found["unknown"].err
-
-
-def test_compiled_text_is_inspected(done):
-    found, _ = done
-    sites = json.loads(found["inspect"].out)
-    assert [(s["kind"], s["count"], s["bytes"]) for s in sites] == [
-        ("all-reduce", 5, 32),
-        ("all-gather", 1, 128),
-    ]
-    assert found["notes"].code == 2 and "HloModule" in found["notes"].err
-    assert found["twice"].code == 2 and "not both" in found["twice"].err
-
-
-def test_a_plan_without_sites_is_not_exported(done):
-    found, folder = done
-    assert found["export"].code == 2
-    assert "does not say where in the step" in found["export"].err
-    assert not (folder / "sharded.py").exists()
+    assert found["python"].out == python_text(DEEP)
 
 
 def test_a_step_is_donated_and_static_as_its_plan_says(tmp_path):
@@ -127,7 +105,6 @@ class Asked(CfpError):
     [
         "verify deep.json toy.py:toy",
         "run toy.py:toy --plan deep.json",
-        "inspect toy.py:toy --plan deep.json",
     ],
 )
 def test_the_platform_is_the_plans_if_none_is_given(words, tmp_path, monkeypatch):

@@ -140,14 +140,14 @@ args = state, batch
 mesh = jax.make_mesh((4,), ("x",))
 """
 _PLAN = "cfp.plan(step, *args, mesh=mesh, preset='zero1')"
-_EXPORT = f"{_PLAN}.export_python('sharded.py')\n"
+_EXPORT = f"{_PLAN}.export('step.jax')\n"
 _TRAIN = "train(train_step, lambda key: state, [batch] * 2, args)\n"
 # JAX is one process here, and finds no others.
 _ALONE = "cfp.join = lambda: None\n"
 # (page, words of the block) -> what goes before it, and after it.
 AROUND = {
     ("planning-ahead.md", "cfp.described"): (_STEP, ""),
-    ("reading-plans.md", "from sharded"): (_STEP + _EXPORT, ""),
+    ("reading-plans.md", "step.jax"): (_STEP + _EXPORT, ""),
     ("troubleshooting.md", "read_after_overwritten"): (_STEP, ""),
     ("several-hosts.md", "cfp.join()"): (_STEP + _ALONE, _TRAIN),
 }

@@ -35,7 +35,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["plan", "absent.py:step"], "There is no file absent.py"),
     (["plan", "gpt", "--layrs", "2"], "did you mean '--layers'? cfp plan --help"),
     (["plan", TOY, "--deivces", "4"], "toy has no option --deivces"),
-    (["inspect", "--jsno", *ON_CPU], "There is no option --jsno; --help"),
+    (["plan", "--jsno", *ON_CPU], "There is no option --jsno; --help"),
     (["plan", TOY, "--mesh", "x:4"], "The mesh cannot be read"),
     (["plan", TOY, "--mesh", "x=2,y=0"], "The mesh cannot be read"),
     (["plan", TOY, "--mesh", "x=2,x=2"], "each axis once"),
@@ -359,7 +359,6 @@ def test_other_donation_than_the_plans_is_refused(folder):
             [*plan, "-o", "donating.json"],
             ["run", TOY, *given, "0", "--steps", "1"],
             ["run", TOY, *given, "1", "--steps", "1"],
-            ["inspect", TOY, *given, "1", "-q"],
         ],
         folder,
     )

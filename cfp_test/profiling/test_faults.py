@@ -22,7 +22,7 @@ from cfp_test.cli.cli_runner import ROOT, environment
 from cfp_test.support.forking import quick_python
 from cfp_test.support.waiting import end_of, has_taken, running, until
 
-TOY = f"{ROOT / 'cfp_test' / 'toy_targets.py'}:toy"
+TOY = f"{ROOT / 'cfp_test' / 'cli' / 'toy_targets.py'}:toy"
 ON_CPU = ("--platform", "cpu", "--devices", "4", "--quick", "--workdir", ".")
 FEW = ("--per-kind", "6")
 SEED = 1

@@ -260,7 +260,9 @@ def _followed(
     data, one = json.loads(text), by_name[name]
     assert isinstance(one.mesh, Mesh), "its devices are there"
     plan = Plan.from_json(data, allowed_options=tuple(data["options"]))
-    plan = plan.bind(one.fn, *one.args, mesh=one.mesh, **calls, **one.kwargs)
+    # What else decides, such as the precision, is in the plan.
+    bound = {name: how for name, how in calls.items() if "_arg" in name}
+    plan = plan.bind(one.fn, *one.args, mesh=one.mesh, **bound, **one.kwargs)
     plan = replace(plan, tuned=environment)
     return Fastest(name=name, plan=plan, outcomes=(), basis=Basis(basis))
 

@@ -38,11 +38,11 @@ from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.collectives import measure_rates
+from cfp.profiling.exported import read_export
 from cfp.profiling.key import environment_parts, other_kind
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
-from cfp.profiling.store_file import read_export
 from cfp.report import passes
 from cfp.report.misses import find_misses, why_data, why_lines
 from cfp.report.plots import curves_data, curves_table, plot_curves

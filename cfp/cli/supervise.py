@@ -1,9 +1,9 @@
 """Runs a command that measures in a child process, and goes on when that dies.
 
-The child owns the devices, so that there is never a second process on them. It logs
-each build and run (`cfp.profiling.in_flight`), with a deadline. The parent holds no
-device: it ends a child that is past a deadline, records why a child died, and starts
-the next, which finds the records in the store.
+The child owns the devices, so that there is never a second process on them. It notes
+each build and run in the store (`cfp.profiling.in_flight`), with a deadline. The parent
+holds no device: it ends a child that is past a deadline, records why a child died, and
+starts the next, which finds the records in the store.
 
 A child is forked from here, before JAX looks for devices: it need not import anything
 again, and reads nothing of the command line twice.
@@ -23,13 +23,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cfp.devices.joining import is_asked
-from cfp.errors import DeviceError, compose
+from cfp.errors import DeviceError, ProcessError
 from cfp.profiling import in_flight
-from cfp.profiling.crashes import ProcessEnd, record_crashes
-from cfp.profiling.in_flight import InFlightFolder
+from cfp.profiling.in_flight import Cause, forget, is_late, settle
 from cfp.profiling.store import ProfileStore
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
+_SENT_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOOK_SECONDS = 1.0
 _STOPPED_SECONDS = 3.0
 # Strategies do kill processes, but not one after another.
@@ -67,145 +67,130 @@ class Supervision:
         sys.stderr.flush()
         usual = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         in_a_row = done = 0
-        while True:
-            parent = _Parent.fork(store_path)
-            if parent is None:
+        while in_a_row < _MOST_IN_A_ROW:
+            ours, theirs = os.pipe()
+            if not (child := os.fork()):
+                os.close(theirs)
+                arguments = (ours, store_path)
+                threading.Thread(target=_die_with, args=arguments, daemon=True).start()
+                # What is overdue the parent sees, too, and does something about it.
+                logging.getLogger(in_flight.__name__).setLevel(logging.ERROR)
                 signal.pthread_sigmask(signal.SIG_SETMASK, usual)
                 return
-            parent.attend()
-            if is_asked():
-                # A child would find the other processes at another point.
-                raise SystemExit(parent.among_several())
-            if not parent.may_go_on():
-                raise SystemExit(parent.exit_code)
-            now = _count_good(store_path) + more_done()
+            os.close(ours)
+            with ProfileStore(store_path) as store:
+                end = _attend(child, store)
+                os.close(theirs)
+                if not _may_go_on(store, end):
+                    raise SystemExit(end.exit_code)
+                now = sum(one.ok for one in store.records()) + more_done()
             in_a_row = in_a_row + 1 if now == done else 1
             done = now
-            if in_a_row >= _MOST_IN_A_ROW:
-                raise DeviceError(
-                    f"{in_a_row} worker processes crashed in a row.",
-                    expected="devices that run most programs",
-                    got="no program that ran to its end",
-                    attempt="see whether JAX runs anything on them; then go on "
-                    "with --retry-failures",
-                )
+        raise DeviceError(
+            f"{in_a_row} worker processes crashed in a row.",
+            expected="devices that run most programs",
+            got="no program that ran to its end",
+            attempt="see whether JAX runs anything on them; then go on "
+            "with --retry-failures",
+        )
 
 
-class _Parent:
-    """The parent process, with one child."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """The end of a child.
 
-    def __init__(self, child: int, pipe: int, store_path: Path) -> None:
-        self._child = child
-        self._pipe = pipe
-        self._store_path = store_path
-        self._folder = InFlightFolder(store_path)
-        self._status = 0
-        self._overdue = False
-        self._stop: int | None = None
+    Attributes:
+        code: its exit code, or the negative number of the signal that ended it.
+        is_overdue: whether it was ended since something took too long.
+        is_stopped: whether the user asked for it.
+    """
 
-    @classmethod
-    def fork(cls, store_path: Path) -> _Parent | None:
-        """Forks; returns the parent of the child, or None in the child."""
-        ours, theirs = os.pipe()
-        child = os.fork()
-        if child:
-            os.close(ours)
-            return cls(child, theirs, store_path)
-        os.close(theirs)
-        threading.Thread(target=_die_with, args=(ours,), daemon=True).start()
-        # What is overdue the parent sees, too, and does something about it.
-        logging.getLogger(in_flight.__name__).setLevel(logging.ERROR)
-        return None
+    child: int
+    code: int
+    is_overdue: bool
+    is_stopped: bool
 
     @property
     def exit_code(self) -> int:
-        """The child's exit code; 128 and the signal's number if a signal ended it."""
-        code = os.waitstatus_to_exitcode(self._status)
-        return code if code >= 0 else 128 - code
+        """The exit code of the parent, as shells have it."""
+        return self.code if self.code >= 0 else 128 - self.code
 
-    def attend(self) -> None:
-        """Waits for the child's end; kills it if something hangs.
-
-        Raises:
-            KeyboardInterrupt: for the second time, while the child reacts to nothing.
-        """
-        looked = time.monotonic()
-        while True:
-            event = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
-            done, self._status = os.waitpid(self._child, os.WNOHANG)
-            if done:
-                os.close(self._pipe)
-                return
-            if event is not None and event.si_signo != signal.SIGCHLD:
-                self._pass_on(event)
-            now = time.monotonic()
-            # Both were stopped, and the child has not had its time.
-            was_stopped = now - looked > _STOPPED_SECONDS
-            looked = now
-            if not was_stopped and self._folder.is_late(self._child):
-                self._overdue = True
-                os.kill(self._child, signal.SIGKILL)
-
-    def _pass_on(self, event: signal.struct_siginfo) -> None:
-        insists = self._stop == event.si_signo == signal.SIGINT
-        self._stop = event.si_signo
-        if insists:
-            os.kill(self._child, signal.SIGKILL)
-            os.waitpid(self._child, 0)
-            raise KeyboardInterrupt
-        # A terminal has signalled the child already; the kernel's codes are above zero.
-        if event.si_code <= 0:
-            os.kill(self._child, event.si_signo)
-
-    def may_go_on(self) -> bool:
-        """Returns True if the child died of a known cause, and another may start."""
-        if not self._folder.of_process(self._child):
-            return False  # It has tidied up: an end like any other.
-        stopped = self._stop is not None
-        how = ProcessEnd(status=self._status, overdue=self._overdue)
-        _clear_line()
-        with ProfileStore(self._store_path) as store:
-            crashes = record_crashes(store, {} if stopped else {self._child: how})
-        return not stopped and any(
-            one.pid == self._child and one.suspects for one in crashes
-        )
-
-    def among_several(self) -> int:
-        """The exit code of one process of several, and why it died if it did."""
-        if not self._folder.of_process(self._child):
-            return self.exit_code
-        _clear_line()
-        with ProfileStore(self._store_path) as store:
-            # Whether it died of what it ran, or another process did, is not known.
-            record_crashes(store, {})
-        code = os.waitstatus_to_exitcode(self._status)
-        if self._overdue or (code < 0 and self._stop is None):
-            how = "took too long" if self._overdue else signal.Signals(-code).name
-            message = compose(
-                f"This process of several was ended: {how}.",
-                expected="all processes to go on together",
-                got="the end of this one; SIGABRT is how JAX ends a process when "
-                "another one, or the coordinator, is gone",
-                attempt="see what the others printed; then start all processes again: "
-                "what was measured is kept",
-            )
-            print(f"error: {message}", file=sys.stderr)
-        return self.exit_code
+    @property
+    def cause(self) -> Cause | None:
+        """The cause of its death; None if it may have been ended from outside."""
+        if self.is_overdue or -self.code in _SENT_BY_OTHERS:
+            return None
+        if self.code >= 0:
+            return "crashed", f"the process ended with exit code {self.code}"
+        name = signal.Signals(-self.code).name
+        return "crashed", f"the process ended by {name}"
 
 
-def _die_with(pipe: int) -> None:
-    """Waits in the child for the parent's end, which closes the pipe."""
-    os.read(pipe, 1)
-    os.kill(os.getpid(), signal.SIGKILL)
+def _attend(child: int, store: ProfileStore) -> _End:
+    """Waits for a child's end; kills it if something hangs.
+
+    Raises:
+        KeyboardInterrupt: for the second time, while the child reacts to nothing.
+    """
+    looked, is_overdue, stop = time.monotonic(), False, None
+    while True:
+        event = signal.sigtimedwait(_SIGNALS, _LOOK_SECONDS)
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            how = {"is_overdue": is_overdue, "is_stopped": stop is not None}
+            return _End(child=child, code=code, **how)
+        if event is not None and event.si_signo != signal.SIGCHLD:
+            insists = stop == event.si_signo == signal.SIGINT
+            stop = event.si_signo
+            if insists:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                forget(store, child)
+                raise KeyboardInterrupt
+            # A terminal has signalled the child already; the kernel's codes are above
+            # zero.
+            if event.si_code <= 0:
+                os.kill(child, event.si_signo)
+        now = time.monotonic()
+        # Both were stopped, and the child has not had its time.
+        was_stopped = now - looked > _STOPPED_SECONDS
+        looked = now
+        if not was_stopped and is_late(store, child):
+            is_overdue = True
+            os.kill(child, signal.SIGKILL)
 
 
-def _clear_line() -> None:
-    """Removes the live line of a child that died, and shows the cursor again."""
-    if sys.stderr.isatty():
+def _may_go_on(store: ProfileStore, end: _End) -> bool:
+    """True if a child died of something, and another may start."""
+    if end.is_stopped:
+        forget(store, end.child)
+        return False
+    suspects = settle(store, end.child, end.cause)
+    if not suspects:
+        return False  # It has tidied up: an end like any other.
+    if sys.stderr.isatty():  # Its live line is there yet, and no cursor.
         sys.stderr.write("\r\x1b[2K\x1b[?25h")
         sys.stderr.flush()
+    if not is_asked():
+        return True
+    # Of several processes a child would find the others at another point.
+    how = "took too long" if end.is_overdue else f"exit code {end.exit_code}"
+    message = ProcessError(
+        f"This process of several was ended: {how}.",
+        expected="all processes to go on together",
+        got="the end of this one; SIGABRT is how JAX ends a process when "
+        "another one, or the coordinator, is gone",
+        attempt="see what the others printed; then start all processes again: "
+        "what was measured is kept",
+    )
+    print(f"error: {message}", file=sys.stderr)
+    return False
 
 
-def _count_good(store_path: Path) -> int:
+def _die_with(pipe: int, store_path: Path) -> None:
+    """Waits in the child for the parent's end, which closes the pipe."""
+    os.read(pipe, 1)
     with ProfileStore(store_path) as store:
-        return sum(record.ok for record in store.records())
+        forget(store, os.getpid())
+    os.kill(os.getpid(), signal.SIGKILL)

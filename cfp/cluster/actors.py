@@ -5,7 +5,6 @@ Importing this imports Ray.
 
 from __future__ import annotations
 
-import faulthandler
 import hashlib
 import os
 import signal
@@ -23,7 +22,7 @@ from ray.exceptions import RayError, WorkerCrashedError
 from cfp.errors import CfpError
 from cfp.platform import flags_for_devices
 from cfp.profiling.builder import is_out_of_memory
-from cfp.profiling.in_flight import InFlightFolder
+from cfp.profiling.in_flight import is_late
 from cfp.profiling.record import ProfileRecord, Status
 from cfp.profiling.remote import Executable, RefusedElsewhere, compile_parcel
 from cfp.profiling.store import ProfileStore, default_cache_dir, store_path
@@ -167,8 +166,6 @@ class Runner:
     """
 
     def __init__(self, planning: str) -> None:
-        # Ray's has no file that a process that comes after this one could read.
-        faulthandler.disable()
         digest = hashlib.sha256(planning.encode()).hexdigest()[:16]
         self._folder = default_cache_dir() / "ray" / digest
 
@@ -196,7 +193,7 @@ class Runner:
 
 def _end_if_late(path: Path, ends: threading.Event) -> None:
     """Ends this process if something hangs: then it is known what, and what is next."""
-    folder = InFlightFolder(path)
-    while not ends.wait(_LOOK_SECONDS):
-        if folder.is_late(os.getpid()):
-            os.kill(os.getpid(), signal.SIGKILL)
+    with ProfileStore(path) as store:
+        while not ends.wait(_LOOK_SECONDS):
+            if is_late(store, os.getpid()):
+                os.kill(os.getpid(), signal.SIGKILL)

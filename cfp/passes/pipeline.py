@@ -101,7 +101,7 @@ def decide(
         dict(context.environment),
         outcome,
         solution.problem,
-        BuildEnvironment.beside(context.store.build_path),
+        BuildEnvironment.beside(context.store.path),
         solution.rates,
     )
     return plan, outcome

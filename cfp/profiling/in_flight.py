@@ -1,224 +1,42 @@
-"""Write-ahead log of device operations, for crash attribution.
+"""Jobs that processes are at, as rows of the store, for those that come after a death.
 
-A process that dies while it builds or runs something leaves its log behind, from which
-those that come after find out why (`cfp.profiling.crashes`). While it lives, its log
-keeps others from measuring the same.
+A process that dies while it builds or runs something leaves its rows behind. What it
+was running, or else building, is tried again; if a process dies of it for the second
+time, or its parent knows why it died, that is a failure on record, like any other. Of
+several builds it is not known which one a process died of: they are built one at a time
+then. While a process lives, its rows keep others from measuring the same.
+
+A process that holds devices cannot end a run that hangs. It notes that it takes too
+long; where the command line is its parent, that ends it (`cfp.cli.supervise`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import logging
 import os
+import socket
 import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from sqlite3 import Connection
+from typing import Literal
 
-import jax
-from pydantic import TypeAdapter
-
-from cfp.errors import CacheError
-from cfp.profiling.files import lock_file, make_private_folder, open_private
 from cfp.profiling.key import Parts, ProfileKey
-from cfp.profiling.record import utc_now
+from cfp.profiling.record import ProfileRecord, Status, utc_now
+from cfp.profiling.store import ProfileStore
 
 Doing = Literal["build", "wait", "run"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InFlight:
-    """An operation of a process that has not ended.
-
-    Attributes:
-      parts: of the key that its record will have.
-      doing: "build", "run", or "wait": built, and not running yet.
-      since: when this began: ISO 8601, UTC.
-      limit_seconds: how long it may take; None for ever.
-      deadline: when it counts as hung, as of `time.monotonic`, which the processes
-        of a machine share.
-      overdue: that moment has passed.
-      program: whose it is, by the name of the user's function; "" if of none.
-    """
-
-    parts: Parts
-    label: str
-    doing: Doing
-    since: str
-    limit_seconds: float | None
-    deadline: float | None
-    overdue: bool = False
-    program: str = ""
-
-    @property
-    def key(self) -> ProfileKey:
-        return ProfileKey(self.parts)
-
-    @property
-    def words(self) -> str:
-        """The word for it, to users."""
-        return "running" if self.doing == "run" else "compiling"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessInFlight:
-    """The log of one process.
-
-    Attributes:
-      name: of its files, without suffix.
-      witnessed: its crash record would stand in its `.alive` file.
-      oom_kills: how many processes the kernel had ended for want of memory then.
-    """
-
-    name: str
-    pid: int
-    witnessed: bool = False
-    oom_kills: int = 0
-    operations: tuple[InFlight, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CrashCandidate:
-    """Evidence against an operation during which processes died.
-
-    Attributes:
-      since: when the last of them had begun with it: ISO 8601, UTC.
-      what: what it is, and what was done to it, in words.
-    """
-
-    crashes: int
-    since: str
-    what: str = ""
-
-
-_PROCESS = TypeAdapter(ProcessInFlight)
-_SUSPECTS = TypeAdapter(dict[str, CrashCandidate])
-
-
-class InFlightFolder:
-    """The logs of all processes beside a store, for reading them."""
-
-    def __init__(self, store_path: Path):
-        self.path = store_path.with_name(f"{store_path.name}.in_flight")
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lets one process at a time begin, claim or tidy up."""
-        make_private_folder(self.path)
-        with open_private(self.path / "lock", "ab") as file:
-            lock_file(file)
-            yield
-
-    def living(self) -> list[ProcessInFlight]:
-        """Lists processes that live; call it with the lock held."""
-        return [self.read(name) for name in self._names() if self._held(name) is True]
-
-    def dead(self) -> list[ProcessInFlight]:
-        """Lists processes that have died; call it with the lock held.
-
-        Without file locks it is not known which processes are alive.
-        """
-        return [self.read(name) for name in self._names() if self._held(name) is False]
-
-    def read(self, name: str) -> ProcessInFlight:
-        """Reads the log of a process, living or not; empty if that cannot be read."""
-        try:
-            return _PROCESS.validate_json((self.path / f"{name}.json").read_bytes())
-        except (OSError, ValueError):
-            return ProcessInFlight(name=name, pid=0)
-
-    def of_process(self, pid: int) -> list[str]:
-        """Names the logs that a process has not tidied up."""
-        return [path.stem for path in self.path.glob(f"{pid}-*.alive")]
-
-    def is_late(self, pid: int) -> bool:
-        """True if a process does something that is past its deadline.
-
-        It notes that by itself, if it still can, and is given time to.
-        """
-        late = time.monotonic() - _GRACE_SECONDS
-        return any(
-            one.overdue or (one.deadline is not None and one.deadline < late)
-            for name in self.of_process(pid)
-            for one in self.read(name).operations
-        )
-
-    def crash_record(self, name: str) -> str:
-        """Reads Python's line about a fatal signal; "" if there is none."""
-        words = (self.path / f"{name}.alive").read_text(errors="replace").strip()
-        return words.partition("\n")[0]
-
-    def remove(self, name: str) -> None:
-        """Forgets a process; to be called locked, or by itself."""
-        for suffix in ("json", "json.new", "alive"):
-            with contextlib.suppress(FileNotFoundError):
-                (self.path / f"{name}.{suffix}").unlink()
-
-    def suspects(self) -> dict[str, CrashCandidate]:
-        """Lists candidates for crashes without a known cause, by key."""
-        try:
-            return _SUSPECTS.validate_json((self.path / "suspects.json").read_bytes())
-        except (OSError, ValueError):
-            return {}
-
-    def write_suspects(self, suspects: dict[str, CrashCandidate]) -> None:
-        """To be called locked."""
-        path = self.path / "suspects.json"
-        if suspects:
-            write_whole(path, {key: asdict(found) for key, found in suspects.items()})
-        else:
-            path.unlink(missing_ok=True)
-
-    def _held(self, name: str) -> bool | None:
-        """Returns True if a process lives; None if unknown, or if it just left."""
-        path = self.path / f"{name}.alive"
-        try:
-            with open(path, "rb") as file:
-                locked = lock_file(file, wait=False)
-        except FileNotFoundError:
-            return None
-        # A process that ends well removes its files before it lets go of its lock.
-        if locked is None or (locked and not path.exists()):
-            return None
-        return not locked
-
-    def _names(self) -> list[str]:
-        return sorted(path.stem for path in self.path.glob("*.alive"))
-
-
-def write_whole(path: Path, data: Any) -> None:
-    """Writes JSON, whole or not at all.
-
-    Raises:
-      CacheError: if it cannot be written.
-    """
-    unfinished = path.with_name(f"{path.name}.new")
-    try:
-        with open_private(unfinished, "w") as file:
-            file.write(json.dumps(data))
-        unfinished.replace(path)
-    except OSError as error:
-        raise CacheError(
-            "What is being measured cannot be noted.",
-            expected=f"a file that can be written at {path}",
-            got=str(error),
-            attempt="free some room, or set CFP_CACHE_DIR to another directory",
-        ) from error
-
-
-# --------------------------------------------------------- the folder of all processes
-
 _WATCH_SECONDS = 1.0
-# A process notes by itself what is overdue, and is given time to.
-_GRACE_SECONDS = 2.0
 # A process that slept longer than this between two looks was stopped, and all else
 # with it.
 _STOPPED_SECONDS = 3.0
+_MOST_DEATHS = 2
 
 _log = logging.getLogger(__name__)
 
@@ -248,71 +66,242 @@ class Limits:
         return None
 
 
-class InFlightLog:
-    """The log of this process, from `with` to its end.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One thing that a process is at, or that one died of.
+
+    Attributes:
+      parts: of the key that its record will have.
+      program: whose it is, by the name of the user's function; "" if of none.
+      doing: "build", "run", or "wait": built, and not running yet.
+      since: when this began: ISO 8601, UTC.
+      deadline: when it counts as hung, as of `time.monotonic`, which the processes
+        of a machine share; None if never.
+      overdue: that moment has passed.
+      deaths: how many processes have died of it, maybe.
+    """
+
+    parts: Parts
+    label: str = ""
+    program: str = ""
+    doing: Doing = "wait"
+    since: str = ""
+    limit_seconds: float | None = None
+    deadline: float | None = None
+    overdue: bool = False
+    deaths: int = 0
+
+    @property
+    def key(self) -> str:
+        return ProfileKey(self.parts).digest
+
+    @property
+    def words(self) -> str:
+        """The word for it, to users."""
+        return "running" if self.doing == "run" else "compiling"
+
+
+# Nobody: of what a process has died.
+_DEAD = ""
+Cause = tuple[Status, str]  # As of a record: its status, and the reason.
+
+
+def operations(connection: Connection) -> dict[str, list[Operation]]:
+    """All operations of a store, by their process."""
+    found: dict[str, list[Operation]] = {}
+    for owner, text in connection.execute("SELECT owner, json FROM in_flight"):
+        data = json.loads(text)
+        data["parts"] = tuple((name, value) for name, value in data["parts"])
+        found.setdefault(owner, []).append(Operation(**data))
+    return found
+
+
+def owned_by(pid: int) -> str:
+    """The beginning of the owners of a process's operations."""
+    return f"{socket.gethostname()}:{pid}:{_started(pid)}:"
+
+
+def is_alive(owner: str) -> bool:
+    """True if a process lives; another host's does not count."""
+    host, pid, started, _ = owner.rsplit(":", 3)
+    if host != socket.gethostname():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return _started(int(pid)) == started
+
+
+def _started(pid: int) -> str:
+    """The moment a process began, which tells it from others of its number; or ""."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if status[0] == "Z" else status[19]
+
+
+def settle(
+    store: ProfileStore, pid: int | None = None, cause: Cause | None = None
+) -> list[Operation]:
+    """Records what dead processes died of, or notes that it may be that.
+
+    Args:
+      pid: a process that has ended, by its number, if its parent asks.
+      cause: why that one ended, if it was not ended from outside.
+
+    Returns:
+      The operations that it may have died of.
+    """
+    suspects: list[Operation] = []
+    with store.transaction() as connection:
+        every = operations(connection)
+        deaths: dict[str, int] = {}
+        for one in every.get(_DEAD, ()):
+            deaths[one.key] = one.deaths
+            if _is_done(store, one):
+                _write(connection, _DEAD, one.key, None)
+        for owner, mine in every.items():
+            is_asked = pid is not None and owner.rsplit(":", 3)[1:2] == [str(pid)]
+            if owner == _DEAD or (is_alive(owner) and not is_asked):
+                continue
+            connection.execute("DELETE FROM in_flight WHERE owner = ?", (owner,))
+            if is_asked:
+                mine = [replace(one, overdue=_is_overdue(one)) for one in mine]
+            guilty = [one for one in _suspects(mine) if not _is_done(store, one)]
+            suspects += guilty if is_asked else ()
+            why = cause if is_asked else None
+            if why is None and guilty and all(one.overdue for one in guilty):
+                why = "timeout", f"no end after {guilty[0].limit_seconds or 0.0:.0f} s"
+            for one in guilty:
+                count = deaths.get(one.key, 0) + 1
+                if why is None and count >= _MOST_DEATHS and len(guilty) == 1:
+                    why = "crashed", f"the process died {count} times"
+                if why is not None and len(guilty) == 1:
+                    _record(store, one, why)
+                    _write(connection, _DEAD, one.key, None)
+                else:
+                    dead = replace(one, deaths=count, overdue=False)
+                    _write(connection, _DEAD, one.key, dead)
+    return suspects
+
+
+def forget(store: ProfileStore, pid: int) -> None:
+    """Forgets what a process was at, which was ended from outside."""
+    with store.transaction() as connection:
+        like = (f"{owned_by(pid).rsplit(':', 2)[0]}:%",)
+        connection.execute("DELETE FROM in_flight WHERE owner LIKE ?", like)
+
+
+def is_late(store: ProfileStore, pid: int) -> bool:
+    """True if a process is at something for too long."""
+    with store.transaction() as connection:
+        every = operations(connection)
+    mine = [owner for owner in every if owner.startswith(owned_by(pid))]
+    return any(_is_overdue(one) for owner in mine for one in every[owner])
+
+
+def _is_overdue(one: Operation) -> bool:
+    late = time.monotonic()
+    return one.overdue or (one.deadline is not None and one.deadline < late)
+
+
+def _suspects(mine: Sequence[Operation]) -> list[Operation]:
+    """Possible causes of a death: overdue operations, else runs, else builds."""
+    at_work = [one for one in mine if one.doing != "wait"]
+    late = [one for one in at_work if one.overdue]
+    return late or [one for one in at_work if one.doing == "run"] or at_work
+
+
+def _is_done(store: ProfileStore, one: Operation) -> bool:
+    record = store.get(one.key)
+    # Both are of `utc_now`: as text they sort by time.
+    return record is not None and record.created >= one.since
+
+
+def _record(store: ProfileStore, one: Operation, why: Cause) -> None:
+    status, reason = why
+    record = ProfileRecord(
+        key=one.key,
+        parts=one.parts,
+        status=status,
+        reason=f"{reason} while {one.words} it",
+    )
+    store.put(record, replace=True)
+    _log.warning(
+        "%s is left out: %s: %s "
+        "(PlannerSettings(retry_failures=True), --retry-failures: try again)",
+        f"{one.label} of {one.program}" if one.program else one.label,
+        record.status.replace("_", " "),
+        record.reason,
+    )
+
+
+def _write(connection: Connection, owner: str, key: str, one: Operation | None) -> None:
+    if one is None:
+        where = "DELETE FROM in_flight WHERE owner = ? AND key = ?"
+        connection.execute(where, (owner, key))
+    else:
+        row = key, owner, json.dumps(asdict(one))
+        connection.execute("INSERT OR REPLACE INTO in_flight VALUES (?, ?, ?)", row)
+
+
+class InFlight:
+    """The operations of this process, from `with` to its end.
 
     May be used by several threads.
     """
 
     def __init__(
-        self, store_path: Path, limits: Limits | None = None, program: str = ""
+        self, store: ProfileStore, limits: Limits | None = None, program: str = ""
     ):
-        """Makes the folder beside a store."""
+        """Settles what processes died of before."""
+        self._store = store
         self._program = program
-        self.folder = InFlightFolder(store_path)
         self.limits = limits or Limits()
-        self._mine = ProcessInFlight(
-            name=f"{os.getpid()}-{uuid.uuid4().hex[:8]}", pid=os.getpid()
-        )
-        self._operations: dict[str, InFlight] = {}
+        self._owner = f"{owned_by(os.getpid())}{uuid.uuid4().hex[:8]}"
+        self._mine: dict[str, Operation] = {}
         self._lock = threading.RLock()
         self._closed = threading.Event()
-        self._files = contextlib.ExitStack()
 
-    def __enter__(self) -> InFlightLog:
-        with self.folder.locked():
-            file = open_private(self.folder.path / f"{self._mine.name}.alive", "ab")
-            self._files.enter_context(file)
-            lock_file(file)
-        # Another's is left alone: pytest's, or one that the user asked for. Of
-        # several processes one is ended when another dies, whatever it runs.
-        if witnessed := not faulthandler.is_enabled() and jax.process_count() == 1:
-            faulthandler.enable(file, all_threads=False)
-            self._files.callback(faulthandler.disable)
-        self._mine = replace(self._mine, witnessed=witnessed, oom_kills=oom_kills())
+    def __enter__(self) -> InFlight:
+        settle(self._store)
         threading.Thread(target=self._watch, name="cfp-watch", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._closed.set()
-            self.folder.remove(self._mine.name)
-            self._files.close()
+            with self._store.transaction() as connection:
+                where = "DELETE FROM in_flight WHERE owner = ?"
+                connection.execute(where, (self._owner,))
 
     def at_once(self, digests: Iterable[str], most: int) -> int:
-        """Limits the builds at once: to one, where a process may have died of some.
-
-        Of several builds it is not known which one a process died of.
-        """
-        return most if self.folder.suspects().keys().isdisjoint(digests) else 1
+        """Limits the builds at once: to one, where a process may have died of some."""
+        with self._store.transaction() as connection:
+            dead = {one.key for one in operations(connection).get(_DEAD, ())}
+        return most if dead.isdisjoint(digests) else 1
 
     def claim(self, keys: Sequence[ProfileKey], count: int) -> list[ProfileKey]:
         """Takes the first few of some keys that no other living process is at.
 
-        They are logged as waiting. A process that hangs has no claims.
+        A process that hangs has no claims.
         """
-        with self.folder.locked(), self._lock:
+        with self._lock, self._store.transaction() as connection:
             taken = {
-                one.key.digest
-                for other in self.folder.living()
-                if other.name != self._mine.name
-                and not any(one.overdue for one in other.operations)
-                for one in other.operations
+                one.key
+                for owner, theirs in operations(connection).items()
+                if owner not in (_DEAD, self._owner) and is_alive(owner)
+                if not any(other.overdue for other in theirs)
+                for one in theirs
             }
             ours = [key for key in keys if key.digest not in taken][:count]
             for key in ours:
-                self._operations[key.digest] = self._begin(key, "", "wait", 0.0)
-            self._write()
+                self._mine[key.digest] = self._begin(key, "", "wait", 0.0)
+                _write(connection, self._owner, key.digest, self._mine[key.digest])
         return ours
 
     @contextlib.contextmanager
@@ -325,10 +314,10 @@ class InFlightLog:
         *,
         then_wait: bool = False,
     ) -> Iterator[None]:
-        """Logs something for as long as the body takes.
+        """Notes something for as long as the body takes.
 
         Args:
-          then_wait: log it as waiting afterwards.
+          then_wait: note it as waiting afterwards.
         """
         self._set(key, self._begin(key, label, doing, expected_ms))
         try:
@@ -340,33 +329,30 @@ class InFlightLog:
         """Ends the operation with a key."""
         self._set(key, None)
 
-    def _set(self, key: ProfileKey, one: InFlight | None) -> None:
+    def _set(self, key: ProfileKey, one: Operation | None) -> None:
         with self._lock:
             if self._closed.is_set():
                 return  # A build that an interrupt did not wait for.
             if one is None:
-                self._operations.pop(key.digest, None)
+                self._mine.pop(key.digest, None)
             else:
-                self._operations[key.digest] = one
-            self._write()
+                self._mine[key.digest] = one
+            with self._store.transaction() as connection:
+                _write(connection, self._owner, key.digest, one)
 
     def _begin(
         self, key: ProfileKey, label: str, doing: Doing, expected_ms: float
-    ) -> InFlight:
+    ) -> Operation:
         limit = self.limits.seconds(doing, expected_ms)
-        return InFlight(
+        return Operation(
             parts=key.parts,
             label=label,
+            program=self._program,
             doing=doing,
             since=utc_now(),
             limit_seconds=limit,
             deadline=None if limit is None else time.monotonic() + limit,
-            program=self._program,
         )
-
-    def _write(self) -> None:
-        found = replace(self._mine, operations=tuple(self._operations.values()))
-        write_whole(self.folder.path / f"{self._mine.name}.json", asdict(found))
 
     def _watch(self) -> None:
         """Notes what takes too long; nothing in this process can end it."""
@@ -376,43 +362,19 @@ class InFlightLog:
             lost = now - looked if now - looked > _STOPPED_SECONDS else 0.0
             looked = now
             with self._lock:
-                late = self._judge(lost, now)
-            for one in late:
-                _log.warning(
-                    "%s: %s for more than %.0f s; it may hang. If this process is "
-                    "ended now, that is noted, and it is not tried again",
-                    one.label,
-                    one.words,
-                    one.limit_seconds,
-                )
-
-    def _judge(self, lost: float, now: float) -> list[InFlight]:
-        """Notes which operations are overdue, and returns those that were not before.
-
-        Args:
-            lost: seconds that the process was stopped for, which do not count.
-        """
-        before = self._operations
-        judged = {key: _judged(one, lost, now) for key, one in before.items()}
-        if judged != before and not self._closed.is_set():
-            self._operations = judged
-            self._write()
-        every = judged.items()
-        return [one for key, one in every if one.overdue and not before[key].overdue]
-
-
-def _judged(one: InFlight, lost: float, now: float) -> InFlight:
-    if one.deadline is None:
-        return one
-    deadline = one.deadline + lost
-    return replace(one, deadline=deadline, overdue=one.overdue or now > deadline)
-
-
-def oom_kills() -> int:
-    """Reads the number of processes that Linux has ended for want of memory."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
-    return int(counts[0]) if counts else 0
+                for digest, one in [*self._mine.items()]:
+                    if one.deadline is None or one.overdue or self._closed.is_set():
+                        continue
+                    late = now > one.deadline + lost
+                    if late or lost:
+                        moved = replace(one, deadline=one.deadline + lost, overdue=late)
+                        self._set(ProfileKey(one.parts), moved)
+                        assert self._mine[digest] is moved
+                    if late:
+                        _log.warning(
+                            "%s: %s for more than %.0f s; it may hang. If this process "
+                            "is ended now, that is noted, and it is not tried again",
+                            one.label,
+                            one.words,
+                            one.limit_seconds,
+                        )

@@ -32,9 +32,8 @@ from jax.sharding import Mesh
 
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.compile_pool import CompilePool, default_threads
-from cfp.profiling.crashes import record_crashes
 from cfp.profiling.files import make_private_folder
-from cfp.profiling.in_flight import InFlightLog
+from cfp.profiling.in_flight import InFlight, settle
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import is_shared
 from cfp.profiling.record import ProfileRecord, is_to_retry
@@ -66,11 +65,11 @@ def tune_kernels(
       What was built for the mesh itself, by key: it need not be built again.
     """
     options = options or MeasureOptions()
-    environment = BuildEnvironment.beside(store.build_path)
+    environment = BuildEnvironment.beside(store.path)
     platform = mesh.devices.flat[0].platform
     if not jobs or not environment.options(platform):
         return {}
-    record_crashes(store, about={job.key.digest for job in jobs})
+    settle(store)
     known = store.get_many({job.key.digest for job in jobs})
     fatal = {
         k
@@ -86,7 +85,7 @@ def tune_kernels(
         for key, job in wanted.items()
         if key not in fatal and not (learnt / key).exists()
     ]
-    with InFlightLog(store.path, options.limits, program.name) as in_flight:
+    with InFlight(store, options.limits, program.name) as in_flight:
         orders = SimpleQueue[Mesh]()
         built: dict[str, Built] = {}
         most = min(mesh.devices.size, default_threads(platform))

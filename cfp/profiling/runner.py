@@ -71,7 +71,7 @@ def profile(
     options = options or MeasureOptions()
     platform = mesh.devices.flat[0].platform
     there = remote_for(platform, options.remote)
-    environment = replace(BuildEnvironment.beside(store.build_path), remote=there)
+    environment = replace(BuildEnvironment.beside(store.path), remote=there)
     # The scheduler keeps each record before the next run.
     run_next = StopOnDeviceLoss(run)
     return run_tasks(

@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 
 from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import CompilePool, awaited
-from cfp.profiling.crashes import record_crashes
-from cfp.profiling.in_flight import InFlightLog, Limits
+from cfp.profiling.in_flight import InFlight, Limits, settle
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import Phase, ProfileSummary, Progress, ProgressCallback, Task
@@ -81,8 +80,8 @@ def run_tasks(
     for task in tasks:
         by_key.setdefault(task.key.digest, task)
     # By how processes died before, something may be in the store by now.
-    record_crashes(store, about=by_key)
-    with InFlightLog(store.path, limits, program) as in_flight:
+    settle(store)
+    with InFlight(store, limits, program) as in_flight:
         state = _State(
             tasks=by_key,
             build=build,
@@ -171,7 +170,7 @@ class _State:
     build: Callable[[Any], Outcome]
     run: Callable[[Any, Built], ProfileRecord]
     store: ProfileStore
-    in_flight: InFlightLog
+    in_flight: InFlight
     retry_failures: bool | datetime
     progress: ProgressCallback | None
     is_late: Callable[[], bool] | None = None

@@ -1,37 +1,46 @@
 """Profile store: one SQLite file, shared by all processes.
 
-What is read is never trusted blindly. The file is checked when it is opened and
-each row when it is read. A damaged file is set aside and a fresh one begun, a
-damaged row is dropped, both with a message through `logging`: a cache may forget,
-it must not lie, and it must not stop the work.
+A file that is damaged, or of another version, is set aside with a warning, and a fresh
+one is begun: what it held is measured again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
 
 from cfp.errors import CacheError
-from cfp.profiling.files import cache_dir, close_to_others
+from cfp.profiling.exported import read_export
+from cfp.profiling.files import (
+    cache_dir,
+    close_to_others,
+    lock_file,
+    make_private,
+    make_private_folder,
+    open_private,
+)
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.store_file import OpenFile, is_damage, open_sound, read_export
 
 STORE_NAME = "profiles.sqlite"
 
-_COLUMNS = "SELECT rowid, key, json, checksum FROM records"
+SCHEMA_VERSION = 2
+_TABLES = (
+    "CREATE TABLE records (key TEXT PRIMARY KEY NOT NULL, json TEXT NOT NULL)",
+    "CREATE TABLE in_flight (key TEXT NOT NULL, owner TEXT NOT NULL, "
+    "json TEXT NOT NULL, PRIMARY KEY (key, owner))",
+)
+_BUSY_SECONDS = 30.0  # For another process that is writing.
 # SQLite builds differ in how many variables a statement may have; all take these.
 _KEYS_PER_QUERY = 500
 
 _log = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
 
 
 def default_cache_dir() -> Path:
@@ -94,11 +103,11 @@ class ProfileStore:
         self.path = Path(path)
         self._copy = copy
         self._lock = threading.RLock()
-        self._file: OpenFile | None = None
+        self._connection: sqlite3.Connection | None = None
         with self._explained():
             if self.path == _own_store():
                 close_to_others(self.path.parent)
-            self._file = open_sound(self.path)
+            self._connection = _open(self.path)
 
     def __enter__(self) -> ProfileStore:
         return self
@@ -109,16 +118,37 @@ class ProfileStore:
     def close(self) -> None:
         """Ends the use of the file; any later call but this one is an error."""
         with self._lock:
-            if self._file is not None:
-                self._file.connection.close()
-            self._file = None
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """A transaction, or the one that it is in: on an error nothing is written.
+
+        Raises:
+          CacheError: the file cannot be used.
+        """
+        with self._lock, self._explained():
+            if self._connection is None:
+                raise ValueError("the store is closed")
+            if self._connection.in_transaction:
+                yield self._connection
+                return
+            # IMMEDIATE: what is looked up must still hold when it is written.
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                # Some errors have ended the transaction already.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
 
     def __len__(self) -> int:
-        return self._do(
-            lambda connection: connection.execute(
-                "SELECT count(*) FROM records"
-            ).fetchone()[0]
-        )
+        [[count]] = self._rows("SELECT count(*) FROM records")
+        return count
 
     def get(self, key: str) -> ProfileRecord | None:
         """The record of a key (a `ProfileKey.digest`), or None."""
@@ -127,31 +157,18 @@ class ProfileStore:
     def get_many(self, keys: Iterable[str]) -> dict[str, ProfileRecord]:
         """The records of those keys that have one."""
         wanted = list(dict.fromkeys(keys))
-
-        def read(connection: sqlite3.Connection) -> dict[str, ProfileRecord]:
-            found: dict[str, ProfileRecord] = {}
-            for start in range(0, len(wanted), _KEYS_PER_QUERY):
-                some = wanted[start : start + _KEYS_PER_QUERY]
-                marks = ", ".join("?" * len(some))
-                for record in _read(
-                    connection, f"{_COLUMNS} WHERE key IN ({marks})", some
-                ):
-                    found[record.key] = record
-            return found
-
-        found = self._do(read)
+        found: dict[str, ProfileRecord] = {}
+        for start in range(0, len(wanted), _KEYS_PER_QUERY):
+            some = wanted[start : start + _KEYS_PER_QUERY]
+            marks = ", ".join("?" * len(some))
+            query = f"SELECT key, json FROM records WHERE key IN ({marks})"
+            found |= _records(self._rows(query, some))
         return {key: found[key] for key in wanted if key in found}
-
-    @property
-    def build_path(self) -> Path:
-        """Beside which compilers keep what they have learnt."""
-        return self.path
 
     def records(self) -> list[ProfileRecord]:
         """All records, ordered by key."""
-        return self._do(
-            lambda connection: list(_read(connection, f"{_COLUMNS} ORDER BY key"))
-        )
+        rows = self._rows("SELECT key, json FROM records ORDER BY key")
+        return [*_records(rows).values()]
 
     def put(self, record: ProfileRecord, *, replace: bool = False) -> bool:
         """Keeps a record, unless one that is as good is kept already.
@@ -175,32 +192,15 @@ class ProfileStore:
         Returns:
           How many were written.
         """
-
-        def write(connection: sqlite3.Connection) -> int:
-            written = 0
-            # IMMEDIATE: what was looked up must still hold when it is written.
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                for record in records:
-                    query = f"{_COLUMNS} WHERE key = ?"
-                    kept = next(_read(connection, query, [record.key]), None)
-                    if kept and not replace and (kept.ok or not record.ok):
-                        continue
-                    text = record.to_json().encode()
-                    connection.execute(
-                        "INSERT OR REPLACE INTO records VALUES (?, ?, ?)",
-                        (record.key, text, _checksum(record.key, text)),
-                    )
-                    written += 1
-                connection.execute("COMMIT")
-            except BaseException:
-                # Some errors have ended the transaction already.
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
-            return written
-
-        written = self._do(write)
+        written = 0
+        with self.transaction() as connection:
+            for record in records:
+                kept = None if replace else self.get(record.key)
+                if kept and (kept.ok or not record.ok):
+                    continue
+                row = record.key, record.to_json()
+                connection.execute("INSERT OR REPLACE INTO records VALUES (?, ?)", row)
+                written += 1
         if self._copy is not None:
             self._copy(records, replace)
         return written
@@ -248,31 +248,15 @@ class ProfileStore:
 
         Raises:
           CacheError: if a line is not a record, or asks for what no record may; see
-            `cfp.profiling.store_file`.
+            `cfp.profiling.exported`.
         """
         return self.put_all(read_export(path))
 
-    def _do(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+    def _rows(self, query: str, values: Sequence[str] = ()) -> list[tuple]:
         with self._lock, self._explained():
-            if self._file is None:
+            if self._connection is None:
                 raise ValueError("the store is closed")
-            if not self._file.is_current:
-                _log.warning("%s was moved or deleted; opening it again", self.path)
-                self._reopen(self._file, thorough=False)
-            try:
-                return work(self._file.connection)
-            except sqlite3.DatabaseError as error:
-                if not is_damage(error):
-                    raise
-                _log.warning("%s: %s; opening it again", self.path, error)
-            # Opening checks the file, and sets it aside if it is damaged.
-            self._reopen(self._file, thorough=True)
-            return work(self._file.connection)
-
-    def _reopen(self, file: OpenFile, *, thorough: bool) -> None:
-        # In this order, so that a failure leaves the old file to try again from.
-        self._file = open_sound(self.path, thorough=thorough)
-        file.connection.close()
+            return self._connection.execute(query, values).fetchall()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -285,34 +269,95 @@ class ProfileStore:
                 "with room, and a directory too",
                 got=str(error),
                 attempt="set CFP_CACHE_DIR to another directory, or "
-                f"make {self.path.parent} writable and free some room",
+                f"make {self.path.parent} writable and free some room; a damaged file "
+                "is set aside by the next start",
             ) from error
 
 
-def _checksum(key: str, text: bytes) -> bytes:
-    return hashlib.sha256(key.encode() + b"\0" + text).digest()
-
-
-def _read(
-    connection: sqlite3.Connection, query: str, values: Iterable[str] = ()
-) -> Iterator[ProfileRecord]:
-    """Yields the sound records of a query, and drops the other rows."""
-    rows = connection.execute(query, tuple(values)).fetchall()
-    for rowid, key, text, checksum in rows:
+def _records(rows: Iterable[tuple[str, str]]) -> dict[str, ProfileRecord]:
+    """Records of rows, by key, without those that cannot be read."""
+    found: dict[str, ProfileRecord] = {}
+    for key, text in rows:
         try:
-            # Damage may have changed types too.
-            if not (isinstance(key, str) and isinstance(text, bytes)):
-                raise ValueError("wrong types")
-            if _checksum(key, text) != checksum:
-                raise ValueError("wrong checksum")
-            record = ProfileRecord.from_json(text)
-            if record.key != key:
-                raise ValueError("wrong key")
+            found[key] = ProfileRecord.from_json(text)
         except ValueError as error:
-            _log.warning("dropped the damaged profile %s: %s", key, error)
-            connection.execute("DELETE FROM records WHERE rowid = ?", (rowid,))
-            continue
-        yield record
+            _log.warning("the profile %s cannot be read: %s", key, error)
+    return found
 
 
-# --------------------------------------------------------- one store for all processes
+def _open(path: Path) -> sqlite3.Connection:
+    """Opens a file, a fresh one if that which is there is no sound store.
+
+    Raises:
+      OSError, sqlite3.Error: if the file cannot be made, read or written.
+    """
+    make_private_folder(path.parent)
+    # Two that find it damaged would otherwise both set it aside, the second one the
+    # fresh file of the first.
+    with open_private(path.with_name(f"{path.name}.lock"), "ab") as file:
+        lock_file(file)
+        # SQLite gives its logs the mode of the file.
+        make_private(path)
+        how = {"timeout": _BUSY_SECONDS, "isolation_level": None}
+        connection = sqlite3.connect(path, check_same_thread=False, **how)
+        try:
+            damage = _damage(connection)
+        except BaseException:
+            connection.close()
+            raise
+        if damage:
+            # Before closing: to close a file, SQLite writes its log into it.
+            _set_aside(path, damage)
+            connection.close()
+            make_private(path)
+            connection = sqlite3.connect(path, check_same_thread=False, **how)
+            _damage(connection)
+        return connection
+
+
+def _damage(connection: sqlite3.Connection) -> str:
+    """Makes a file ready, and fills it if it is new; says why it is none of these."""
+    try:
+        [[answer]] = connection.execute("PRAGMA quick_check(1)")
+        [[version]] = connection.execute("PRAGMA user_version")
+        [[tables]] = connection.execute("SELECT count(*) FROM sqlite_schema")
+        if answer != "ok":
+            return " ".join(str(answer).split())
+        if version != SCHEMA_VERSION and (version or tables):
+            return f"schema version {version}, not {SCHEMA_VERSION}"
+        # With WAL a killed process loses nothing, a power cut the last records, and
+        # neither damages the file.
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        if not version:
+            for statement in (*_TABLES, f"PRAGMA user_version = {SCHEMA_VERSION}"):
+                connection.execute(statement)
+    except sqlite3.DatabaseError as error:
+        # Our statements are right, so a plain error means what the file says of itself.
+        if _is_damage(error) or error.sqlite_errorcode == sqlite3.SQLITE_ERROR:
+            return str(error)
+        raise
+    return ""
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    # Errors that come from Python's side of sqlite3 have no code. The low byte is the
+    # error, the others say more about it.
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _set_aside(path: Path, why: str) -> None:
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%fZ")
+    aside = path.with_name(f"{path.name}.damaged-{stamp}")
+    # The log first: a fresh database must never meet an old log.
+    for suffix in ("-wal", "-shm", ""):
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(f"{path}{suffix}", f"{aside}{suffix}")
+    _log.warning(
+        "the profile cache %s was damaged and is set aside (%s): it is now %s, and "
+        "what it held will be measured again",
+        path,
+        why,
+        aside.name,
+    )

@@ -18,8 +18,7 @@ from cfp.profiling.compile_pool import (
     awaited,
     default_threads,
 )
-from cfp.profiling.crashes import record_crashes
-from cfp.profiling.in_flight import InFlightLog
+from cfp.profiling.in_flight import InFlight, settle
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import CompiledBytes, ProfileRecord, is_to_retry
 from cfp.profiling.remote import RemoteCompiler, remote_for
@@ -68,9 +67,9 @@ class Builder:
         return default_threads(platform) if remote is None else remote.at_once
 
     @property
-    def in_flight(self) -> InFlightLog:
+    def in_flight(self) -> InFlight:
         """To be entered while something is built or run."""
-        return InFlightLog(self.store.path, self.options.limits, self.program.name)
+        return InFlight(self.store, self.options.limits, self.program.name)
 
 
 def compile_programs(
@@ -94,7 +93,7 @@ def compile_programs(
 
 
 def build_each(
-    builder: Builder, programs: Sequence[RaceProgram], in_flight: InFlightLog
+    builder: Builder, programs: Sequence[RaceProgram], in_flight: InFlight
 ) -> dict[str, Built | ProfileRecord]:
     """Programs that fit, and records of why others do not, by key.
 
@@ -108,7 +107,7 @@ def build_each(
     platform = mesh.devices.flat[0].platform
     remote, most_bytes = builder.remote, builder.budget_bytes
     environment = replace(
-        BuildEnvironment.beside(builder.store.build_path),
+        BuildEnvironment.beside(builder.store.path),
         remote=remote,
     )
     most = builder.at_once
@@ -231,7 +230,7 @@ def known_records(
     builder: Builder, digests: Collection[str]
 ) -> dict[str, ProfileRecord]:
     """Records of programs, by key, that need not be made again."""
-    record_crashes(builder.store, about=digests)
+    settle(builder.store)
     return {
         digest: record
         for digest, record in builder.store.get_many(digests).items()

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import CompilePool, default_threads
-from cfp.profiling.in_flight import InFlightLog
+from cfp.profiling.in_flight import InFlight
 from cfp.profiling.record import ProfileRecord, utc_now
 from cfp.profiling.runner import StopOnDeviceLoss, compile_generators, run
 from cfp.profiling.timing import ON_CPUS, TimingOptions
@@ -137,7 +137,7 @@ def _run_in_turn(
     builder: Builder,
     programs: Sequence[RaceProgram],
     outcomes: Mapping[str, Built | ProfileRecord],
-    in_flight: InFlightLog,
+    in_flight: InFlight,
     rounds: int,
     looks: Mapping[str, ProfileRecord],
 ) -> dict[str, ProfileRecord]:
@@ -200,7 +200,7 @@ class _Turns:
     ready: Mapping[str, Built]
     records: dict[str, ProfileRecord]
     order: list[str]
-    in_flight: InFlightLog
+    in_flight: InFlight
     rounds: int
     in_turns: dict[str, ProfileRecord] = field(default_factory=dict)
     fastest_ms: dict[str, float] = field(default_factory=dict)

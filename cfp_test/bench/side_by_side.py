@@ -59,7 +59,6 @@ from cfp.passes.search import search
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.presets import DATA_PARALLEL, presets
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.in_flight import write_whole
 from cfp.profiling.key import environment_parts
 from cfp.profiling.store import store_path
 from cfp.program.constrain import partition_spec
@@ -172,7 +171,9 @@ class Record:
     def write(self, **more: Any) -> None:
         """Adds to it, and writes it."""
         self.data |= more
-        write_whole(self.path, self.data)
+        unfinished = self.path.with_suffix(".new")
+        unfinished.write_text(json.dumps(self.data))
+        unfinished.replace(self.path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

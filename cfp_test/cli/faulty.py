@@ -22,7 +22,7 @@ import pytest
 from cfp.cli import main
 from cfp.profiling import collectives, runner
 from cfp.profiling.builder import Built, Job
-from cfp.profiling.in_flight import InFlight, InFlightLog
+from cfp.profiling.in_flight import InFlight, Operation
 from cfp.profiling.inputs import InputKind
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
@@ -89,15 +89,15 @@ def install() -> None:
                 log("put", record.key)
         return written
 
-    begin = InFlightLog._begin
+    begin = InFlight._begin
 
-    def faulty_begin(log, key, label, doing, expected_ms) -> InFlight:
+    def faulty_begin(log, key, label, doing, expected_ms) -> Operation:
         made = begin(log, key, label, doing, expected_ms)
         if FAULTS.get(label) == "overdue" and doing == "run":
             made = replace(made, deadline=time.monotonic())
         return made
 
-    InFlightLog._begin = faulty_begin  # pyright: ignore
+    InFlight._begin = faulty_begin  # pyright: ignore
     runner.run = turns.run = faulty_run
     collectives.execute = logged_execute
     ProfileStore.put_all = logged_put_all  # pyright: ignore

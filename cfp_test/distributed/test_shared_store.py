@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cfp.profiling.in_flight import InFlightFolder
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli.cli_runner import environment
+from cfp_test.support.at_work import at_work, of_living
 from cfp_test.support.forking import quick_python
 from cfp_test.support.waiting import end_of, running, until
 
@@ -76,14 +76,8 @@ def finish(process: Process) -> list[list[dict[str, Any]]]:
 
 def is_at(folder: Path, process: Process, doing: str = "", what: str = "") -> bool:
     """Returns True if a process has marked something of this kind as what it is at."""
-    marks = InFlightFolder(folder / "profiles.sqlite")
-    with marks.locked():
-        mine = [
-            m
-            for one in marks.living()
-            if one.pid == process.pid
-            for m in one.operations
-        ]
+    every = of_living(folder).items()
+    mine = [m for o, marks in every if f":{process.pid}:" in o for m in marks]
     return any(
         doing in ("", mark.doing) and (not what or ("what", what) in mark.parts)
         for mark in mine
@@ -128,5 +122,4 @@ def test_plans_made_at_once_are_those_that_the_store_answers_with(tmp_path):
     assert {budget for _, budget in races} == {str(LARGE), str(SMALL)}
     # What ended at one moment is of one race, which ended.
     assert {len(moments) for moments in races.values()} == {1}
-    left = (tmp_path / "profiles.sqlite.in_flight").iterdir()
-    assert [path.name for path in left] == ["lock"]
+    assert at_work(tmp_path) == {}

@@ -14,7 +14,7 @@ import jax
 
 from cfp.profiling import runner
 from cfp.profiling.builder import Built
-from cfp.profiling.in_flight import InFlightFolder, Limits
+from cfp.profiling.in_flight import Limits, operations
 from cfp.profiling.inputs import InputKind
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
@@ -122,13 +122,15 @@ def _meet(fault: str, place: Place) -> None:
 
 def _await_overdue(child: subprocess.Popen[str], place: Place) -> None:
     """Waits until a process has noted that what it is at takes too long."""
-    folder = InFlightFolder(store_path(place.folder / "hang"))
     until = time.monotonic() + _GUARD_SECONDS
     while child.poll() is None and time.monotonic() < until:
         if (place.folder / _HANGS).exists():
-            with folder.locked():
-                marks = [m for marked in folder.living() for m in marked.operations]
-            if any(mark.overdue for mark in marks):
+            with (
+                ProfileStore(store_path(place.folder / "hang")) as store,
+                store.transaction() as connection,
+            ):
+                every = operations(connection).values()
+            if any(one.overdue for mine in every for one in mine):
                 return
         time.sleep(0.1)
 

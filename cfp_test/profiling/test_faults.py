@@ -8,17 +8,16 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from cfp.profiling.in_flight import InFlightFolder, ProcessInFlight
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli.cli_runner import ROOT, environment
+from cfp_test.support.at_work import at_work, of_living
 from cfp_test.support.forking import quick_python
 from cfp_test.support.waiting import end_of, has_taken, running, until
 
@@ -87,11 +86,6 @@ def measured_again(folder: Path) -> list[str]:
     return again
 
 
-def logs_left(folder: Path) -> list[str]:
-    left = (folder / "profiles.sqlite.in_flight").iterdir()
-    return sorted(path.name for path in left if path.name != "lock")
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Path:
     """The folder of a run that nothing happened to."""
@@ -103,7 +97,7 @@ def undisturbed(tmp_path_factory) -> Path:
         "run": len(found),
         "put": len(found),
     }
-    assert logs_left(folder) == []
+    assert at_work(folder) == {}
     return folder
 
 
@@ -114,17 +108,16 @@ def with_rates(undisturbed: Path, folder: Path) -> Path:
     return folder
 
 
-def kill_command(logs: InFlightFolder) -> bool:
+def kill_command(folder: Path) -> bool:
     """Ends the process that attends to the one at work; False if that is at its end.
 
     What begins quickly is not the process that was started.
     """
-    with logs.locked():
-        for working in logs.living():
-            pid, _, _ = working.name.partition("-")  # They may be empty yet.
-            state = Path(f"/proc/{pid}/stat").read_text()
-            os.kill(int(state.rpartition(")")[2].split()[1]), signal.SIGKILL)
-            return True
+    for owner in of_living(folder):
+        pid = owner.rsplit(":", 3)[1]
+        state = Path(f"/proc/{pid}/stat").read_text()
+        os.kill(int(state.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        return True
     return False
 
 
@@ -135,29 +128,23 @@ def kill_at_random_moments(folder: Path, times: int) -> None:
     start-up.
     """
     moments = random.Random(SEED)
-    logs = InFlightFolder(folder / "profiles.sqlite")
-
-    def at_work() -> bool:
-        with logs.locked():
-            return bool(logs.living())
-
     (folder / "log").touch()
     killed = 0
     for _ in range(times):
         last = len(events(folder)) + moments.randint(0, 3)
         with profile(folder) as process:
             ended = partial(process.poll)
-            until(lambda ended=ended: at_work() or ended() is not None)
+            until(lambda ended=ended: of_living(folder) or ended() is not None)
             until(
                 lambda ended=ended, last=last: (
                     len(events(folder)) >= last or ended() is not None
                 )
             )
             # Everything may be measured before the last of twenty.
-            killed += kill_command(logs)
+            killed += kill_command(folder)
             process.wait()
             # What it started ends by itself.
-            until(lambda: not at_work())
+            until(lambda: not of_living(folder))
     # On a busy machine some may have come to their end first.
     assert killed >= 1
     finish(profile(folder))
@@ -166,7 +153,7 @@ def kill_at_random_moments(folder: Path, times: int) -> None:
 def check_like(undisturbed: Path, folder: Path) -> None:
     assert statuses(folder) == statuses(undisturbed)
     assert measured_again(folder) == []
-    assert logs_left(folder) == []
+    assert at_work(folder) == {}
 
 
 def test_killed_and_started_again(undisturbed, tmp_path):
@@ -205,8 +192,8 @@ def test_each_failure_is_recorded_and_the_search_completes(undisturbed, tmp_path
     failed = [r for r in records(folder).values() if not r.ok]
     reasons = sorted((r.status, r.reason) for r in failed)
     assert reasons == [
-        ("crashed", "Fatal Python error: Aborted while running it"),
         ("crashed", "the process died 2 times while running it"),
+        ("crashed", "the process ended by SIGABRT while running it"),
         ("crashed", "the process ended with exit code 3 while running it"),
         ("out_of_memory", reasons[3][1]),
         ("timeout", "no end after 600 s while running it"),
@@ -217,7 +204,7 @@ def test_each_failure_is_recorded_and_the_search_completes(undisturbed, tmp_path
         assert re.search(
             f"{label} of jit_train_step is left out: (crashed|timeout): ", err
         ), err
-    assert logs_left(folder) == []
+    assert at_work(folder) == {}
 
     # Nothing that failed is tried again unless asked; then it is, and mended.
     before = len(events(folder))
@@ -259,34 +246,20 @@ def test_a_truncated_store_is_set_aside(undisturbed, tmp_path):
     assert Counter(statuses(tmp_path).values()) == {"ok": len(statuses(undisturbed))}
 
 
-def test_a_flipped_bit_costs_one_record(undisturbed, tmp_path):
-    path = tmp_path / "profiles.sqlite"
-    found = bytearray((undisturbed / path.name).read_bytes())
-    victim = next(r for r in records(undisturbed).values() if not is_rate(r))
-    place = found.index(victim.to_json().encode()[:200])
-    found[place + 100] ^= 0x10
-    path.write_bytes(found)
-    _, err = finish(profile(tmp_path))
-    assert f"dropped the damaged profile {victim.key}" in err
-    assert [key for event, key in events(tmp_path) if event == "put"] == [victim.key]
-    assert statuses(tmp_path) == statuses(undisturbed)
-
-
 def test_a_child_dies_with_its_parent_and_is_not_blamed(undisturbed, tmp_path):
     faults = {"segment 0: 1": "sleep"}
-    folder = InFlightFolder(with_rates(undisturbed, tmp_path) / "profiles.sqlite")
+    folder = with_rates(undisturbed, tmp_path)
 
-    def marked(processes: Callable[[], list[ProcessInFlight]]) -> bool:
-        with folder.locked():
-            found = [mark for marked in processes() for mark in marked.operations]
-        return [mark.doing for mark in found] == ["run"]
+    def runs() -> bool:
+        every = of_living(folder).values()
+        return [one.doing for mine in every for one in mine] == ["run"]
 
     with begin_quick(tmp_path, "profile", TOY, *ON_CPU, *FEW, faults=faults) as parent:
-        until(lambda: marked(folder.living), parent)
+        until(runs, parent)
         assert kill_command(folder)
         assert parent.wait() == -signal.SIGKILL
-        until(lambda: marked(folder.dead))
-    _, err = finish(profile(tmp_path))
+        until(lambda: not at_work(folder))
+    _, err = finish(profile(folder))
     assert err == ""
     assert set(statuses(tmp_path).values()) == {"ok"}
 
@@ -295,11 +268,10 @@ def test_a_child_dies_with_its_parent_and_is_not_blamed(undisturbed, tmp_path):
 def test_interrupting_the_parent(undisturbed, tmp_path, twice):
     # Nothing in the process that hangs can be interrupted.
     faults = {"segment 0: 3": "hang" if twice else "sleep"}
-    folder = InFlightFolder(with_rates(undisturbed, tmp_path) / "profiles.sqlite")
+    folder = with_rates(undisturbed, tmp_path)
 
     def at_it() -> bool:
-        with folder.locked():
-            found = [one for alive in folder.living() for one in alive.operations]
+        found = [one for mine in of_living(folder).values() for one in mine]
         return any(m.doing == "run" and m.label in faults for m in found)
 
     start = begin if twice else begin_quick

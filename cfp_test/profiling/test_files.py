@@ -8,7 +8,7 @@ import pytest
 
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.files import make_private, open_private
-from cfp.profiling.in_flight import InFlightLog
+from cfp.profiling.in_flight import InFlight
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import STORE_NAME, ProfileStore
@@ -29,7 +29,7 @@ def mode(path):
 def test_folders_and_files_are_the_owners_alone(tmp_path):
     folder = tmp_path / "some" / "cfp"
     key = ProfileKey((("a", "b"),))
-    with ProfileStore(folder / STORE_NAME) as store, InFlightLog(store.path) as marks:
+    with ProfileStore(folder / STORE_NAME) as store, InFlight(store) as marks:
         with marks.doing(key, "it", "build"):
             store.put(
                 ProfileRecord(
@@ -39,7 +39,7 @@ def test_folders_and_files_are_the_owners_alone(tmp_path):
             BuildEnvironment.beside(store.path).prepare("cuda")
             made = [folder, *folder.rglob("*")]
             kinds = {path.suffix for path in made}
-            assert {".sqlite", ".lock", ".json", ".alive", ".in_flight"} <= kinds
+            assert {".sqlite", ".lock", ".sqlite-wal"} <= kinds
             assert "autotune" in {path.name for path in made}
             for path in made:
                 assert mode(path) == (0o700 if path.is_dir() else 0o600), path

@@ -13,11 +13,12 @@ import pytest
 from cfp.profiling import compile_pool, scheduler
 from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import default_threads, overlaps
-from cfp.profiling.in_flight import CrashCandidate, InFlightFolder, InFlightLog
+from cfp.profiling.in_flight import InFlight
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.tasks import Progress, Task
 from cfp.report.progress import progress_text
+from cfp_test.support.at_work import alone, at_work, leave, operation
 from cfp_test.support.waiting import GUARD_SECONDS, until
 
 
@@ -174,20 +175,16 @@ def test_records_come_in_the_order_of_the_tasks(shop, store):
 
 
 def test_suspects_are_built_one_at_a_time(shop, store):
-    folder = InFlightFolder(store.path)
-    suspicion = CrashCandidate(crashes=1, since="2026-01-02T03:04:05+00:00")
-    with folder.locked():
-        folder.write_suspects({key_of("c").digest: suspicion})
+    leave(store, operation(key_of("c"), "c", deaths=1))
     run_tasks(shop.tasks("abcde"), store, threads=4)
     assert shop.most_waiting == 1
-    assert folder.suspects() == {key_of("c").digest: suspicion}
     run_tasks(shop.tasks("c"), store)
-    assert folder.suspects() == {}
+    assert at_work(store) == {}
 
 
 def test_what_another_process_is_at_is_waited_for(shop, store):
     # It has one task, and gives up another.
-    with InFlightLog(store.path) as other:
+    with InFlight(store) as other:
         other.claim([key_of("a"), key_of("b")], 2)
         events = []
 
@@ -310,8 +307,7 @@ def test_links_are_opened_by_the_first_while_others_are_built(shop, store):
 
     def open_links(task, built):
         assert begun.wait(GUARD_SECONDS)
-        [alive] = InFlightFolder(store.path).living()
-        doing = {mark.label: mark.doing for mark in alive.operations}
+        doing = {mark.label: mark.doing for mark in alone(store)}
         did.append((task.label, built.key, doing["task a"], [*shop.ran]))
         opened.set()
 

@@ -9,10 +9,10 @@ import pytest
 
 from cfp.profiling import measurer, runner
 from cfp.profiling.builder import BuildEnvironment, build_failure
-from cfp.profiling.in_flight import CrashCandidate, InFlightFolder
 from cfp.profiling.measurer import Measurer, first_of_kernels, tune_kernels
 from cfp.profiling.options import MeasureOptions
 from cfp.program.signature import cut_part
+from cfp_test.support.at_work import leave, operation
 from cfp_test.support.waiting import GUARD_SECONDS
 
 
@@ -77,10 +77,7 @@ def test_suspects_are_built_one_at_a_time(case, store, tunable, monkeypatch):
 
     monkeypatch.setattr(measurer, "build", build)
     jobs = [case.job(name) for name in "abc"]
-    folder = InFlightFolder(store.path)
-    suspicion = CrashCandidate(crashes=1, since="2026-01-02T03:04:05+00:00")
-    with folder.locked():
-        folder.write_suspects({jobs[2].key.digest: suspicion})
+    leave(store, operation(jobs[2].key, "c", deaths=1))
     tune_kernels(case.program, case.mesh, jobs, store)
     assert seen == [case.mesh.devices.flat[0].id] * 3
 

@@ -11,7 +11,6 @@ from cfp.analysis.layout import Choice
 from cfp.errors import DeviceError
 from cfp.profiling import runner
 from cfp.profiling.builder import Built
-from cfp.profiling.in_flight import InFlightFolder
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.timing import measure
@@ -22,6 +21,7 @@ from cfp.race.programs import RaceProgram, Skipped
 from cfp.race.turns import race_programs
 from cfp.settings import defaults_of
 from cfp.solution import Candidate
+from cfp_test.support.at_work import alone, at_work
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 
@@ -36,9 +36,8 @@ def timed(case, store, monkeypatch):
     turns = []
 
     def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
-        [alive] = InFlightFolder(store.path).living()
-        [mark] = [mark for mark in alive.operations if mark.doing == "run"]
-        assert (mark.key, mark.label) == (job.key, job.label)
+        [mark] = [mark for mark in alone(store) if mark.doing == "run"]
+        assert (mark.key, mark.label) == (job.key.digest, job.label)
         turns.append(job.label)
         return built.record("ok", samples_ms=[1.0], run_seconds=0.1)
 
@@ -334,8 +333,8 @@ def compiled(case, store, monkeypatch):
     built = []
 
     def fake(program, mesh, job, environment) -> Built:
-        [alive] = InFlightFolder(store.path).living()
-        assert [(m.key, m.doing) for m in alive.operations] == [(job.key, "build")]
+        found = [(mark.key, mark.doing) for mark in alone(store)]
+        assert found == [(job.key.digest, "build")]
         built.append(job.label)
         return Built(key=job.key, compiled=None, temp_bytes=NEEDS[job.label])
 
@@ -441,8 +440,7 @@ def test_what_failed_does_not_fit_in_nothing(compiled, case, store):
 
 def test_nothing_is_marked_after_a_race(timed, store):
     timed("ab")
-    left = [path.name for path in InFlightFolder(store.path).path.iterdir()]
-    assert left == ["lock"]
+    assert at_work(store) == {}
 
 
 def test_what_is_compiled_already_is_not_compiled_again(timed, case, monkeypatch):

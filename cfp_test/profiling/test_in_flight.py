@@ -1,0 +1,207 @@
+"""Operations of processes, and findings when one has died."""
+
+import os
+import signal
+import socket
+import subprocess
+from functools import partial
+
+import pytest
+
+from cfp.profiling import in_flight
+from cfp.profiling.in_flight import InFlight, Limits, forget, is_late, settle
+from cfp.profiling.key import ProfileKey
+from cfp.profiling.record import ProfileRecord, utc_now
+from cfp_test.support import at_work as support
+from cfp_test.support.at_work import GONE, SINCE, alone, at_work
+from cfp_test.support.forking import quick_python
+from cfp_test.support.waiting import GUARD_SECONDS, until
+
+OWNER = f"{socket.gethostname()}:{GONE}:1:a"
+leave = partial(support.leave, owner=OWNER)
+ABORTED = "crashed", "the process ended by SIGABRT"
+
+
+def key_of(name):
+    return ProfileKey((("name", name), ("mesh", "x=4")))
+
+
+def mark(name, doing="run", **changes):
+    return support.operation(key_of(name), name, doing, **changes)
+
+
+def failures(store):
+    return [(dict(r.parts)["name"], r.status, r.reason) for r in store.records()]
+
+
+def deaths(store):
+    return {one.label: one.deaths for one in at_work(store).get("", ())}
+
+
+def test_what_its_parent_knows_is_on_record_at_once(store, caplog):
+    leave(store, mark("a", program="train"), mark("b", "wait"))
+    assert [one.label for one in settle(store, GONE, ABORTED)] == ["task a"]
+    reason = "the process ended by SIGABRT while running it"
+    assert failures(store) == [("a", "crashed", reason)]
+    assert at_work(store) == {}
+    assert f"task a of train is left out: crashed: {reason}" in caplog.text
+
+
+def test_the_second_death_is_one_too_many(store):
+    leave(store, mark("a"))
+    assert settle(store) == []
+    assert failures(store) == [] and deaths(store) == {"task a": 1}
+    leave(store, mark("a"))
+    settle(store)
+    reason = "the process died 2 times while running it"
+    assert failures(store) == [("a", "crashed", reason)]
+    assert at_work(store) == {}
+
+
+def test_what_was_overdue_is_on_record(store):
+    leave(store, mark("a"), mark("b", "build", overdue=True))
+    settle(store)
+    assert failures(store) == [("b", "timeout", "no end after 60 s while compiling it")]
+
+
+def test_what_a_parent_ended_since_it_was_late_is_on_record(store):
+    """The process itself may have been unable to note it."""
+    leave(store, mark("a", deadline=0.0))
+    assert settle(store, GONE)
+    assert failures(store) == [("a", "timeout", "no end after 60 s while running it")]
+
+
+def test_of_several_builds_each_may_be_it(store):
+    builds = [mark("a", "build"), mark("b", "build")]
+    leave(store, *builds)
+    assert len(settle(store, GONE, ABORTED)) == 2
+    assert failures(store) == [] and deaths(store) == {"task a": 1, "task b": 1}
+    with InFlight(store) as log:
+        digests = [one.key for one in builds]
+        assert log.at_once(digests, 8) == 1 and log.at_once(["another"], 8) == 8
+    # Built one at a time, it is known.
+    leave(store, builds[1])
+    settle(store)
+    assert [name for name, *_ in failures(store)] == ["b"]
+    assert deaths(store) == {"task a": 1}
+
+
+@pytest.mark.parametrize("created", [SINCE, utc_now()])
+def test_a_record_made_since_tells_that_it_did_not_die_of_it(store, created):
+    key = key_of("a")
+    record = ProfileRecord(
+        key=key.digest,
+        parts=key.parts,
+        status="ok",
+        samples_ms=(1.0,),
+        created=created,
+    )
+    leave(store, mark("a"))
+    support.leave(store, mark("a", deaths=1))
+    store.put(record)
+    assert settle(store, GONE, ABORTED) == []
+    assert store.get(key.digest) == record and at_work(store) == {}
+
+
+def test_what_was_ended_from_outside_is_not_blamed(store):
+    for _ in range(3):
+        leave(store, mark("a"))
+        forget(store, GONE)
+        assert settle(store) == []
+    assert failures(store) == [] and at_work(store) == {}
+
+
+def test_another_hosts_processes_keep_nothing_and_are_blamed_for_nothing(store):
+    support.leave(store, mark("a"), owner=f"elsewhere:{os.getpid()}:1:a")
+    with InFlight(store) as log:
+        assert log.claim([key_of("a")], 1) == [key_of("a")]
+
+
+def test_living_processes_are_left_alone(store):
+    with InFlight(store) as log, log.doing(key_of("a"), "task a", "run", 100.0):
+        assert settle(store) == []
+        [one] = alone(store)
+        assert (one.label, one.doing, one.limit_seconds) == ("task a", "run", 62.0)
+        assert not is_late(store, os.getpid())
+    assert at_work(store) == {} and failures(store) == []
+
+
+def test_two_processes_never_claim_the_same(store):
+    keys = [key_of(name) for name in "abcd"]
+    short = Limits(run_seconds=0.05)
+    with InFlight(store, short) as one, InFlight(store) as other:
+        assert one.claim(keys, 2) == keys[:2]
+        assert other.claim(keys, 3) == keys[2:]
+        one.release(keys[0])
+        assert other.claim(keys[:2], 2) == keys[:1]
+
+
+def test_what_takes_too_long_is_noted(store, caplog, monkeypatch):
+    monkeypatch.setattr(in_flight, "_WATCH_SECONDS", 0.02)
+    with InFlight(store, Limits(run_seconds=0.05)) as log:
+        with log.doing(key_of("a"), "task a", "run"):
+            until(lambda: alone(store)[0].overdue)
+            assert is_late(store, os.getpid())
+            # It has no claims any more.
+            with InFlight(store) as other:
+                assert other.claim([key_of("a")], 1) == [key_of("a")]
+        assert caplog.text.count("task a: running for more than") == 1
+
+
+def test_limits():
+    limits = Limits(run_seconds=3.0, run_expected=10.0, build_seconds=7.0)
+    assert limits.seconds("run", 500.0) == 8.0
+    assert limits.seconds("build", 500.0) == 7.0
+    assert limits.seconds("wait", 500.0) is None
+
+
+PROGRAM = """
+import os
+import sys
+import jax
+from cfp.profiling.builder import Built
+from cfp.profiling.key import ProfileKey
+from cfp.profiling.scheduler import run_tasks
+from cfp.profiling.tasks import Task
+from cfp.profiling.store import ProfileStore
+
+compiled = jax.jit(lambda x: x).lower(1.0).compile()
+
+def task(name):
+    key = ProfileKey((("name", name), ("mesh", "x=4")))
+    return Task(key=key, label=f"task {name}")
+
+def build(task):
+    return Built(key=task.key, compiled=compiled)
+
+def run(task, built):
+    if task.label == f"task {sys.argv[2]}":
+        os.abort()
+    return built.record("ok", samples_ms=[1.0])
+
+with ProfileStore(sys.argv[1]) as store:
+    run_tasks([task(name) for name in "abc"], store, build=build, run=run)
+"""
+
+
+@pytest.mark.explained("A strategy is left out")
+def test_a_library_process_that_crashes_twice_is_found_by_the_next(store):
+    def go(fault: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [quick_python(), "-c", PROGRAM, str(store.path), fault],
+            capture_output=True,
+            text=True,
+            timeout=GUARD_SECONDS,
+        )
+
+    for _ in range(2):
+        assert go("b").returncode == -signal.SIGABRT
+        assert failures(store) == [("a", "ok", "")]
+    again = go("b")
+    assert again.returncode == 0, again.stderr
+    assert "task b is left out: crashed" in again.stderr
+    assert sorted(failures(store)) == [
+        ("a", "ok", ""),
+        ("b", "crashed", "the process died 2 times while running it"),
+        ("c", "ok", ""),
+    ]

@@ -275,45 +275,6 @@ class _Numbering:
                 self.stacked[number] = self.numbers[update.operands[1]]
 
 
-_WIDE_FLOATS = frozenset({"f32", "bf16", "f16"})
-
-
-class StrictNumbering(_Numbering):
-    """Numbers by all that a value depends on: for proofs that two values are equal.
-
-    Slices of a stack are equal at the same index alone; a branch's result equals
-    nothing; casts are views among float32, bfloat16 and float16.
-    """
-
-    def __init__(self, program: Program) -> None:
-        super().__init__(program)
-        self._indices: dict[int, set[int]] = {}
-        for op in program.ops:
-            if op.kind in ("dynamic_slice", "dynamic_update_slice"):
-                first = 1 if op.kind == "dynamic_slice" else 2
-                own = {v for v in op.operands[first:] if not program.is_leaf(v)}
-                self._indices.setdefault(op.parent, set()).update(own)
-
-    def _number(self, op: Op) -> None:
-        program, numbers = self.program, self.numbers
-        dtypes = {program.values[v].dtype for v in (*op.operands, *op.results)}
-        is_cast = op.kind == "reduce_precision" or (
-            op.kind == "convert" and len(dtypes - _WIDE_FLOATS) > 0
-        )
-        at_several = len(self._indices.get(op.parent, ())) > 1
-        if is_cast or (op.kind == "dynamic_slice" and at_several):
-            operands = tuple(numbers[v] for v in op.operands)
-            record = program.values[op.results[0]]
-            key = (op.name, op.attributes, operands, record.shape, record.dtype)
-            numbers[op.results[0]] = self.intern(key)
-        else:
-            super()._number(op)
-
-    def _number_branches(self, op: Op) -> None:
-        for result in op.results:
-            self.numbers[result] = self.fresh()
-
-
 def _is_opaque(op: Op) -> bool:
     """True if an op's effect is unknown."""
     unknown = op.rule is None and op.kind not in _PURE and not op.has_regions

@@ -94,6 +94,7 @@ def attention(
     causal: bool = False,
     window: Window = None,
     segment_ids: Array | tuple[Array, Array] | None = None,
+    key_lengths: Array | None = None,
     bias: Array | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -120,6 +121,8 @@ def attention(
         in which None has no bound, or one number for both.
       segment_ids: [batch, tokens] int32: a query sees keys of its own id only. A pair
         is for queries and for keys.
+      key_lengths: [batch] int32: how many keys each sequence has, one at least; what
+        follows is padding. Not together with segment ids.
       bias: [1 or batch, 1 or heads, queries, keys], added after the soft cap. cuDNN
         takes one in the dtype of q only.
       softcap: scores become softcap * tanh(scores / softcap).
@@ -147,6 +150,7 @@ def attention(
         causal=causal,
         window=window,
         segment_ids=segment_ids,
+        key_lengths=key_lengths,
         bias=bias,
         softcap=softcap,
         scale=scale,
@@ -156,7 +160,12 @@ def attention(
         types = (AxisType.Auto,) * len(mesh.axis_names)
         mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
     choice = _choose(problem, mesh, strategy, implementation, zigzag_tokens)
-    return choice.run(q, k, v, *segments_of(segment_ids), bias)
+    ids = segments_of(segment_ids)
+    if key_lengths is not None and choice.kernel.any_positions:
+        is_key = jnp.arange(k.shape[1]) < key_lengths[:, None]
+        ids = jnp.zeros(q.shape[:2], jnp.int32), is_key.astype(jnp.int32) - 1
+        key_lengths = None
+    return choice.run(q, k, v, *ids, bias, key_lengths)
 
 
 def _choose(
@@ -289,10 +298,11 @@ class _Choice:
         query_ids: Array | None,
         key_ids: Array | None,
         bias: Array | None,
+        key_lengths: Array | None,
     ) -> Array:
         strategy = self.strategy
         if not strategy.roles or self.mesh is None:
-            return self._local(q, k, v, query_ids, key_ids, bias)
+            return self._local(q, k, v, query_ids, key_ids, bias, key_lengths)
         heads = self.problem.heads
         q = self.heads.queries(q)
         k, v = self.heads.keys(k), self.heads.keys(v)
@@ -314,6 +324,8 @@ class _Choice:
         if bias is not None:
             given["bias"] = bias
             specs["bias"] = strategy.bias_spec(bias.shape)
+        if key_lengths is not None:
+            given["key_lengths"], specs["key_lengths"] = key_lengths, ids[1]
         out = jax.shard_map(
             lambda given: self._inside(**given),
             mesh=self.mesh,
@@ -352,8 +364,15 @@ class _Choice:
         q, k, v = (_exchanged(x, axes[0], to_heads=True) for x in (q, k, v))
         return _exchanged(compute(q, k, v, **rest), axes[0], to_heads=False)
 
-    def _local(self, q, k, v, query_ids=None, key_ids=None, bias=None) -> Array:
-        mask = replace(self.mask, query_segments=query_ids, key_segments=key_ids)
+    def _local(
+        self, q, k, v, query_ids=None, key_ids=None, bias=None, key_lengths=None
+    ) -> Array:
+        mask = replace(
+            self.mask,
+            query_segments=query_ids,
+            key_segments=key_ids,
+            key_lengths=key_lengths,
+        )
         return self.kernel.whole(q, k, v, self.problem.scores, mask, bias)
 
     def _spread(self, q, k, v, query_ids=None, key_ids=None) -> Array:

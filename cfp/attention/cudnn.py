@@ -71,7 +71,7 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
         )
     if problem.softcap is not None:
         return "it has no soft cap"
-    if problem.segments:
+    if problem.segments and not problem.hides_keys:
         return "JAX's public function has no packed segments for it"
     if problem.right is not None or (problem.left is not None and not problem.causal):
         return "its window is to the left of a causal mask only"
@@ -85,7 +85,8 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
             f"it makes its output in {problem.dtype}, which would round this one; it "
             f"would with the output cast to {problem.dtype}"
         )
-    if problem.bias and (problem.queries % 2 or problem.keys % 2):
+    is_odd = problem.queries % 2 or problem.keys % 2
+    if is_odd and (problem.bias or problem.hides_keys):
         return f"with a {problem.bias_text} its lengths are even"
     return None
 

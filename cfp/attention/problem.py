@@ -51,6 +51,8 @@ class Mask:
       query_segments: [batch, query] int32, or None: a query sees keys of its own
         segment only.
       key_segments: [batch, key] int32, or None like `query_segments`.
+      key_lengths: [batch] int32: how many keys each sequence has, as cuDNN takes them;
+        others take segments.
     """
 
     causal: bool = _static()
@@ -61,6 +63,7 @@ class Mask:
     key_positions: Array | None = None
     query_segments: Array | None = None
     key_segments: Array | None = None
+    key_lengths: Array | None = None
 
     @property
     def by_position(self) -> bool:
@@ -70,6 +73,8 @@ class Mask:
 
     def lengths(self, batch: int) -> Array | None:
         """[batch] int32: how many keys each sequence has; None without padding."""
+        if self.key_lengths is not None:
+            return self.key_lengths
         return None if self.keys is None else jnp.full(batch, self.keys, jnp.int32)
 
     def without_positions(self) -> Mask:
@@ -158,6 +163,8 @@ class AttentionProblem:
       right: how many positions ahead; None has no bound.
       segments: whether tokens have segment ids.
       same_segments: whether queries and keys have the same ids.
+      hides_keys: whether segments hide keys from all queries, as padding, and do
+        nothing else.
       bias: whether something is added to the scores.
       dense_mask: whether that is a mask of queries by keys, and nothing else.
       rounds_bias: whether the dtype would round it.
@@ -179,6 +186,7 @@ class AttentionProblem:
     right: int | None = None
     segments: bool = False
     same_segments: bool = True
+    hides_keys: bool = False
     bias: bool = False
     dense_mask: bool = False
     rounds_bias: bool = False
@@ -214,6 +222,7 @@ def problem_of(
     scale: float | None,
     window: Window = None,
     segment_ids: Any = None,
+    key_lengths: Any = None,
     bias: Any = None,
     softcap: float | None = None,
 ) -> AttentionProblem:
@@ -271,8 +280,9 @@ def problem_of(
         causal=causal,
         left=left,
         right=right,
-        segments=query_ids is not None,
+        segments=query_ids is not None or key_lengths is not None,
         same_segments=query_ids is key_ids,
+        hides_keys=key_lengths is not None,
         bias=bias is not None,
         rounds_bias=bias is not None and bias.dtype not in (q.dtype, jnp.bool_),
         scale=1 / sqrt(head_dim) if scale is None else float(scale),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from cfp.program import shardy
 from cfp.program.graph import Op, Program, numpy_dtype
 
 _MOST_ELEMENTS = 2**28
+_MOST_KEPT = 2**16
+_NOTHING: Mapping[int, np.ndarray] = MappingProxyType({})
 _SAME_IN_EVERY_DTYPE: Mapping[str, Callable[..., Any]] = {
     "abs": np.abs,
     "add": np.add,
@@ -57,39 +60,41 @@ class Constants:
         self._ops = shardy.program_ops(shardy.main_function(self._module))
         self._known: dict[int, np.ndarray] = {}
 
-    def value(self, v: int, stands: Callable[[int], int] = lambda v: v) -> np.ndarray:
+    def value(
+        self,
+        v: int,
+        stands: Callable[[int], int],
+        given: Mapping[int, np.ndarray] = _NOTHING,
+    ) -> np.ndarray:
         """All of a value, with one entry along dims in which it does not vary.
 
         Args:
             stands: the value that another one is the same as.
+            given: some values, by which others are computed.
 
         Raises:
-            NotConstant: it depends on an argument, or an op is not known.
+            NotConstant: it depends on an argument that is not given, or an op is not
+                known.
         """
-        stack = [stands(v)]
+        known = dict(given) if given else self._known
+        stack = [wanted := stands(v)]
         while stack:
             one = stack[-1]
+            if one in known:
+                stack.pop()
+                continue
             op = self._program.maker(one)
             if op is None or len(op.results) > 1:
                 raise NotConstant("an argument")
             reads = [stands(x) for x in op.operands]
-            missing = [x for x in reads if x not in self._known]
-            if one in self._known or not missing:
-                if one not in self._known:
-                    known = [self._as(x, stands) for x in op.operands]
-                    self._known[one] = self._made(op, known)
-                stack.pop()
-            elif len(stack) > len(self._program.ops):
-                raise NotConstant("a value that is made of itself")
-            else:
-                stack += missing
-        return self._as(v, stands)
-
-    def _as(self, v: int, stands: Callable[[int], int]) -> np.ndarray:
-        """A known value, in the shape and dtype of one that it stands for."""
-        one, value = stands(v), self._program.values[v]
-        found = _reshaped(self._known[one], self._program.shape(one), value.shape)
-        return _converted(found, numpy_dtype(value.dtype))
+            missing = [x for x in reads if x not in known]
+            stack += missing
+            if not missing:
+                known[one] = self._made(op, [known[x] for x in reads])
+        found = known[wanted]
+        for one in [x for x, array in known.items() if array.size > _MOST_KEPT]:
+            del known[one]
+        return found
 
     def _made(self, op: Op, reads: list[np.ndarray]) -> np.ndarray:
         [result] = op.results

@@ -63,7 +63,8 @@ def planned(ranks, kernel, folder, in_attention=TOKENS):
     frame = analysis.frame
     program, tokens = frame.program, LOCAL * ranks
     [match] = attentions(program).found.values()
-    of_attention = {match.found.op, match.found.dots["mix"]}
+    [mix] = {program.values[p.makes["out"].value].producer for p in match.found.forward}
+    of_attention = {match.found.op, mix}
     strategies = []
     for block in frame.blocks:
         rule = program.ops[block.anchor].rule

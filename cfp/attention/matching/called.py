@@ -275,7 +275,6 @@ def found_of(program: Program, one: Called) -> Found:
         op=op.id,
         source=op.source,
         scores=result,
-        argument=result,
         forward=() if call.is_backward else (one_pass,),
         backward=one_pass if call.is_backward else None,
     )

@@ -1,19 +1,16 @@
-"""The functions that take the place of an attention that was found.
-
-The oracle of proofs is attention by the textbook, with dims by their letters.
-"""
+"""The functions that take the place of an attention that is proved."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import reduce
 from math import prod
+from operator import and_, or_
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
@@ -21,18 +18,9 @@ from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 from cfp.attention.call import attention
 from cfp.attention.kernels import KERNELS
 from cfp.attention.matching.found import Letters
-from cfp.attention.problem import (
-    NO_MASK,
-    Mask,
-    bounds,
-    finite_bias,
-    segments_of,
-    visible,
-)
+from cfp.attention.problem import NO_MASK, finite_bias, visible
 from cfp.attention.strategy import ROLES
 from cfp.errors import PlanMismatch
-
-Named = tuple[np.ndarray, list[str]]  # an array, and the letters of its dims
 
 
 def real(letters: Sequence[str]) -> list[str]:
@@ -58,165 +46,63 @@ def placed(x: Any, have: Sequence[str], want: Sequence[str]) -> Any:
     return x.reshape([next(sizes) if a in have else 1 for a in want])
 
 
-ORDER = ("b0", "b1", "b2", "b3", "q0", "q1", "q2", "q3", "k", "d", "e")
-
-
-def index(letter: str) -> int:
-    """The number of a letter, as `numpy.einsum` takes it."""
-    return ORDER.index(letter)
-
-
-PADDING, SEGMENTS, MASK, BIAS = "padding", "segments", "mask", "bias"
+# Sides: a mask of keys, which hides them from all queries; how many keys each sequence
+# has; the state of a mask, for pairs of queries and keys; what is added to scores.
+KEYS, LENGTHS, MASK, BIAS = "keys", "lengths", "mask", "bias"
+# What a query has that sees no key: the mean of all values, or no number.
+MEAN, NAN = "mean", "nan"
 
 
 @dataclass(frozen=True, slots=True)
 class SideMeaning:
-    """The effect of a mask or bias that enters.
+    """A mask or bias that a kernel reads.
 
     Attributes:
-        kind: PADDING hides keys from all queries, SEGMENTS those of other ids than the
-            query's, MASK is for pairs of queries and keys, BIAS is added to the scores.
-        above: whether keys are seen where what is read is above the level, or below.
-        level: between what is read where a key is seen and where it is not.
-        letters: what the dims of what a mask is made of run over: a key is seen if it
-            is along any of the dims that are read besides.
-        same: whether queries and keys have the same ids.
+        letters: what its dims run over; it is the same along all others that are read.
         factor: what a bias is multiplied with.
     """
 
     kind: str
-    above: bool = True
-    level: float = 0.5
     letters: Letters = ()
-    same: bool = False
     factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The attention that was inferred from ops.
+    """The attention that a pass computes.
 
     Attributes:
         tokens: the letter of the queries; the other "q" letters are groups of heads.
-        scale, softcap: as in `cfp.attention`.
-        causal, left, right: the mask by position.
+        scale, causal, left: as in `cfp.attention`.
         sides: what enters besides.
-        fills: whether a query that sees no key has the mean of all values, as where all
-            its scores are made the same large negative number; otherwise it has zeros,
-            where the step may have anything.
+        visible: states of masks with which a key is seen.
+        empty: what a query has that sees no key; "" if there is none.
+        passes_hidden: whether gradients then pass to all scores.
         rounds_bias: whether the dtype of queries would round what is added to scores.
     """
 
     tokens: str
     scale: float
-    softcap: float | None = None
     causal: bool = False
     left: int | None = None
-    right: int | None = None
     sides: tuple[SideMeaning, ...] = ()
-    fills: bool = False
+    visible: tuple[tuple[float, ...], ...] = ()
+    empty: str = ""
+    passes_hidden: bool = False
     rounds_bias: bool = False
 
     @property
-    def by_position(self) -> Mask:
-        """The mask by position."""
-        return replace(NO_MASK, causal=self.causal, left=self.left, right=self.right)
-
-    @property
-    def same_segments(self) -> bool:
-        """Tell whether queries and keys have the same segment ids, and no padding."""
-        return len(self.sides) == 1 and self.sides[0].same
-
-    @property
     def is_dense(self) -> bool:
-        """Tell whether what enters is as large as scores, or as rows of them."""
+        """Tell whether what enters is for pairs of queries and keys."""
         return any(side.kind in (MASK, BIAS) for side in self.sides)
 
-
-class Reference:
-    """An attention that means something, of some arrays."""
-
-    def __init__(
-        self,
-        meaning: Meaning,
-        given: Mapping[str, Named],
-        at: Mapping[str, np.ndarray],
-        biases: Sequence[Named] = (),
-        masks: Sequence[Named] = (),
-        ids: Sequence[tuple[Named, Named]] = (),
-    ) -> None:
-        """Takes what it is computed of.
-
-        Args:
-            given: "q", "k", "v", and "dout" for gradients.
-            at: for each letter the coordinates that there are.
-            masks: true where a key is seen.
-            ids: of queries and of keys, equal where a key is seen.
-        """
-        self.meaning, self.given, self.at = meaning, given, at
-        self.biases, self.masks, self.ids = biases, masks, ids
-        names = {x for _, letters in given.values() for x in letters}
-        self.rows = [x for x in ORDER if x in names and x not in ("k", "d", "e")]
-        self.pairs = [*self.rows, *(["k"] if "k" in names else [])]
-
-    def _sum(self, *terms: Named, out: list[str]) -> np.ndarray:
-        args: list = []
-        for x, letters in terms:
-            args += [x, [*map(index, letters)]]
-        return np.einsum(*args, [*map(index, out)], optimize=True)
-
-    def _placed(self, named: Named) -> np.ndarray:
-        """An array with a dim for each of those of the scores."""
-        return placed(*named, self.pairs)
-
-    def visible(self) -> np.ndarray:
-        """Returns which keys each query sees."""
-        seen, ends = np.ones([1] * len(self.pairs), bool), (self.meaning.tokens, "k")
-        if {*ends} <= {*self.pairs}:
-            q, k = (self._placed((self.at[a], [a])) for a in ends)
-            for allowed in bounds(self.meaning.by_position, q, k):
-                seen = seen & allowed
-        for mask in self.masks:
-            seen = seen & self._placed(mask)
-        for queries, keys in self.ids:
-            seen = seen & (self._placed(queries) == self._placed(keys))
-        return seen
-
-    def results(self) -> dict[str, Named]:
-        """Output and gradients, each with the letters of its dims."""
-        meaning, given = self.meaning, self.given
-        q, k, v = given["q"], given["k"], given["v"]
-        raw = meaning.scale * self._sum(q, k, out=self.pairs)
-        slope = np.full((), meaning.scale)
-        x = raw
-        if meaning.softcap is not None:
-            x = meaning.softcap * np.tanh(raw / meaning.softcap)
-            slope = meaning.scale * (1 - np.tanh(raw / meaning.softcap) ** 2)
-        for bias in self.biases:
-            x = x + self._placed(bias)
-        seen = np.broadcast_to(self.visible(), x.shape)
-        empty = ~seen.any(axis=-1, keepdims=True) & meaning.fills
-        x = np.where(empty, 0.0, np.where(seen, x, -np.inf))
-        weights = np.exp(x - x.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
-        p = (weights, self.pairs)
-        out = [*self.rows, "e"]
-        found = {"out": (self._sum(p, v, out=out), out)}
-        if "dout" not in given:
-            return found
-        dout = given["dout"]
-        dp = self._sum(dout, v, out=self.pairs)
-        dx = weights * (dp - (weights * dp).sum(axis=-1, keepdims=True))
-        ds = (np.where(empty, 0.0, dx * slope), self.pairs)
-        found["dv"] = (self._sum(p, dout, out=v[1]), v[1])
-        found["dq"] = (self._sum(ds, k, out=q[1]), q[1])
-        found["dk"] = (self._sum(ds, q, out=k[1]), k[1])
-        return found
+    def has(self, kind: str) -> bool:
+        """Tell whether a side of a kind enters."""
+        return any(side.kind == kind for side in self.sides)
 
 
 NAME = "attention"
 _MASKED = -1e30
-_NO_SEGMENT = -(2**31)  # The id of keys that are hidden from all queries.
 Shaped = tuple[tuple[int, ...], str, Letters]  # shape, dtype, and letters
 
 
@@ -324,10 +210,10 @@ class AttentionFunctions:
             k4 = _spread(k.astype(dtype), k_letters, self._order(sizes, "k"), sizes)
             order = self._order(sizes, "k", "e")
             v4 = _spread(v.astype(dtype), v_letters, order, sizes)
-            more = self._more(one.sides, rest, sizes)
-            out = _attend(q4, k4, v4, mesh, self.way, self.meaning, more)
-            if self.meaning.fills:
-                out = _filled(out, v4, self.meaning, more)
+            sides = self._sides(one.sides, rest, sizes)
+            out = _attend(q4, k4, v4, mesh, self.way, self.meaning, sides)
+            if self.meaning.empty:
+                out = _filled(out, (q4, k4, v4), self.meaning, sides)
             names = [x for group in self._order(sizes, "q", "e") for x in group]
             out = out.reshape([sizes[name] for name in names])
             return turned(out, tuple(names), out_letters).reshape(out_shape)
@@ -358,87 +244,60 @@ class AttentionFunctions:
         groups = sorted(x for x in sizes if x[0] == "q" and x != tokens)
         return [batch, [tokens], [*heads, *groups], [features]]
 
-    def _more(
-        self, sides: Sequence[Shaped], rest: Sequence[Array], sizes: Mapping[str, int]
-    ) -> dict[str, Any]:
-        """Segment ids or a bias, of the masks and biases that enter."""
-        if not sides:
-            return {}
-        read = zip(rest, [letters for _, _, letters in sides], strict=True)
-        given = [
-            (side, [*islice(read, 2 if side.kind == SEGMENTS else 1)])
-            for side in self.meaning.sides
+    def _sides(
+        self, shapes: Sequence[Shaped], rest: Sequence[Array], sizes: Mapping[str, int]
+    ) -> dict[str, Array]:
+        """Masks and biases, by kind, in the dims that kernels take."""
+        meaning, order = self.meaning, self._order(sizes, "q")
+        batch, [tokens], heads, _ = order
+        read = [
+            (side, _narrowed(x, letters, side.letters))
+            for side, x, (_, _, letters) in zip(
+                meaning.sides, rest, shapes, strict=False
+            )
         ]
-        order = self._order(sizes, "q")
-        if self.meaning.is_dense:
-            return {"bias": _bias(given, order, sizes)}
-        batch, [tokens], *_ = order
-        groups = [batch, [tokens]], [batch, ["k"]]
-        queries, keys = (
-            jnp.zeros([product(sizes, one) for one in own], jnp.int32) for own in groups
-        )
-        for side, parts in given:
-            if side.kind == SEGMENTS:
-                queries, keys = (
-                    _spread(x.astype(jnp.int32), names, own, sizes)
-                    for (x, names), own in zip(parts, groups, strict=True)
-                )
-        if self.meaning.same_segments:
-            return {"segment_ids": queries}
-        for side, parts in given:
-            if side.kind == PADDING:
-                shown = _spread(*_seen(side, *parts[0]), groups[1], sizes)
-                keys = jnp.where(shown, keys, _NO_SEGMENT)
-        return {"segment_ids": (queries, keys)}
+        found: dict[str, Array] = {}
+        by_key = {KEYS: [batch, ["k"]], LENGTHS: [batch]}
+        for side, (x, letters) in read:
+            if side.kind in by_key:
+                found[side.kind] = _spread(x, letters, by_key[side.kind], sizes)
+        if not meaning.is_dense:
+            return found
+        own = {a for side, _ in read for a in side.letters}
+        groups = [
+            [*batch] if own & {*batch} else [],
+            [*heads] if own & {*heads} else [],
+            [tokens],
+            ["k"],
+        ]
+        whole = [(side, _spread(*x, groups, sizes)) for side, x in read]
+        masks = [x for side, x in whole if side.kind == MASK]
+        if masks:
+            found[MASK] = _seen(masks, meaning.visible)
+        biases = [side.factor * x for side, x in whole if side.kind == BIAS]
+        if biases:
+            found[BIAS] = sum(biases[1:], biases[0]).astype(jnp.float32)
+        return found
 
 
-def _seen(side: SideMeaning, x: Array, letters: Letters) -> tuple[Array, Letters]:
-    """A mask that is true where a key is seen, in the dims that it is made of."""
-    if x.dtype == jnp.bool_:
-        x = x if side.above else ~x
-    else:
-        level = jnp.asarray(side.level, x.dtype)
-        x = x > level if side.above else x < level
-    more = tuple(d for d, a in enumerate(letters) if a and a not in side.letters)
-    left = tuple(a for d, a in enumerate(letters) if d not in more)
-    return x.any(axis=more), left
+def _seen(masks: Sequence[Array], visible: Sequence[tuple[float, ...]]) -> Array:
+    """True where a key is seen: where masks have one of some states."""
+
+    def has(x: Array, state: float) -> Array:
+        if x.dtype == jnp.bool_:
+            return x if state else ~x
+        return x == jnp.asarray(state, x.dtype)
+
+    each = [reduce(and_, map(has, masks, states)) for states in visible]
+    return reduce(or_, each)
 
 
-def _bias(
-    given: Sequence[tuple[SideMeaning, Sequence[tuple[Array, Letters]]]],
-    order: Sequence[Sequence[str]],
-    sizes: Mapping[str, int],
-) -> Array:
-    """[1 or batch, 1 or heads, query, key], of all masks and biases that enter."""
-    batch, [tokens], heads, _ = order
-    read = {a for _, parts in given for _, letters in parts for a in letters}
-    groups = [
-        [*batch] if read & {*batch} else [],
-        [*heads] if read & {*heads} else [],
-        [tokens],
-        ["k"],
-    ]
-
-    def whole(x: Array, letters: Letters) -> Array:
-        return _spread(x, letters, groups, sizes)
-
-    total: Any = 0.0
-    dtypes = [parts[0][0].dtype for side, parts in given if side.kind == BIAS]
-    dtype = jnp.result_type(jnp.float32, *dtypes)
-    for side, parts in given:
-        if side.kind == BIAS:
-            x, letters = parts[0]
-            total = total + side.factor * whole(x.astype(dtype), letters)
-    for side, parts in given:
-        if side.kind == SEGMENTS:
-            (queries, q_letters), (keys, k_letters) = parts
-            shown = whole(queries, q_letters) == whole(keys, k_letters)
-        elif side.kind in (MASK, PADDING):
-            shown = whole(*_seen(side, *parts[0]))
-        else:
-            continue
-        total = jnp.where(shown, total, _MASKED)
-    return total
+def _narrowed(x: Array, letters: Letters, kept: Letters) -> tuple[Array, Letters]:
+    """An array without the dims that it is repeated along."""
+    for d, letter in enumerate(letters):
+        if letter and letter not in kept:
+            x = jax.lax.slice_in_dim(x, 0, 1, axis=d)
+    return x, tuple(a if a in kept else "" for a in letters)
 
 
 def _forward(
@@ -472,22 +331,40 @@ def _backward(compute: Any, one: PassShapes, given: Sequence[Array]) -> list[Arr
     ]
 
 
-def _attend(q, k, v, mesh: Mesh, way: Way, meaning: Meaning, more: Mapping) -> Any:
-    window = None
-    if meaning.left is not None or meaning.right is not None:
-        window = (meaning.left, meaning.right)
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    mesh: Mesh,
+    way: Way,
+    meaning: Meaning,
+    sides: Mapping[str, Array],
+) -> Array:
+    window = None if meaning.left is None else (meaning.left, 0)
+    more: dict[str, Any] = {}
+    mask, bias = sides.get(MASK), sides.get(BIAS)
+    if KEYS in sides and way.implementation == "cudnn":
+        shape = (len(q), 1, q.shape[1], k.shape[1])
+        mask = jnp.broadcast_to(sides[KEYS][:, None, None], shape)
+    elif KEYS in sides:
+        ids = jnp.zeros(q.shape[:2], jnp.int32)
+        more["segment_ids"] = ids, sides[KEYS].astype(jnp.int32) - 1
+    if LENGTHS in sides:
+        # One key at least: a sequence without keys is filled by the mean.
+        more["key_lengths"] = jnp.clip(sides[LENGTHS], 1, k.shape[1])
+    if mask is not None:
+        bias = jnp.where(mask, 0.0 if bias is None else bias, _MASKED)
+    if bias is not None:
+        narrow = bias.dtype != q.dtype and not meaning.rounds_bias
+        more["bias"] = finite_bias(bias, q.dtype) if narrow else bias
 
     def compute(q: Array, k: Array, v: Array, **rest: Any) -> Array:
-        bias = rest.get("bias")
-        if bias is not None and bias.dtype != q.dtype and not meaning.rounds_bias:
-            rest["bias"] = finite_bias(bias, q.dtype)
         return attention(
             q,
             k,
             v,
             causal=meaning.causal,
             window=window,
-            softcap=meaning.softcap,
             scale=meaning.scale,
             implementation=way.implementation,
             **rest,
@@ -502,24 +379,51 @@ def _attend(q, k, v, mesh: Mesh, way: Way, meaning: Meaning, more: Mapping) -> A
         in_specs=(whole, whole, whole, whole),
         out_specs=whole,
         check_vma=False,
-    )(q, k, v, dict(more))
+    )(q, k, v, more)
 
 
-def _filled(out: Array, v: Array, meaning: Meaning, more: Mapping[str, Any]) -> Array:
-    """The output, with the mean of all values for queries that see no key."""
-    queries, keys = out.shape[1], v.shape[1]
-    query_ids, key_ids = segments_of(more.get("segment_ids"))
-    mask = meaning.by_position
-    mask = replace(mask, query_segments=query_ids, key_segments=key_ids)
-    allowed = visible(mask, queries, keys)
-    if (bias := more.get("bias")) is not None:
-        shown = bias > _MASKED / 2
-        allowed = shown if allowed is None else shown & allowed
-    assert allowed is not None, "a mask enters"
-    seen = jnp.swapaxes(allowed.any(axis=-1), 1, 2)[..., None]
-    mean = jnp.mean(v, axis=1, keepdims=True, dtype=jnp.float32).astype(out.dtype)
-    mean = jnp.repeat(mean, out.shape[2] // v.shape[2], axis=2)
-    return jnp.where(seen, out, mean)
+def _filled(
+    out: Array,
+    read: tuple[Array, Array, Array],
+    meaning: Meaning,
+    sides: Mapping[str, Array],
+) -> Array:
+    """The output, with what the program has for queries that see no key.
+
+    The mean of all values, or no number if it hides keys by infinity. If numbers are
+    added to scores, the gradient is that of a softmax of equal scores: of the values
+    less their mean, weighed by scores.
+    """
+    q, k, v = read
+    group = q.shape[2] // v.shape[2]
+    seen = _has_keys(q.shape[1], k.shape[1], meaning, sides)
+    wide = v.astype(jnp.float32)
+    fill = jnp.mean(wide, axis=1, keepdims=True)
+    away = jax.lax.stop_gradient(wide - fill)
+    fill = jnp.repeat(fill, group, axis=2)
+    if meaning.passes_hidden:
+        both = jnp.einsum("bkhd,bkhe->bhde", k.astype(jnp.float32), away) / k.shape[1]
+        both = jnp.repeat(both, group, axis=1) * meaning.scale
+        more = jnp.einsum("bqhd,bhde->bqhe", q.astype(jnp.float32), both)
+        fill = fill + more - jax.lax.stop_gradient(more)
+    if meaning.empty == NAN:
+        fill = fill * jnp.where(seen.all(axis=1, keepdims=True), 1.0, jnp.nan)
+    return jnp.where(seen, out, fill.astype(out.dtype))
+
+
+def _has_keys(
+    queries: int, keys: int, meaning: Meaning, sides: Mapping[str, Array]
+) -> Array:
+    """[batch, query, heads, 1], each 1 if all are alike: whether a key is seen."""
+    if LENGTHS in sides:
+        return (sides[LENGTHS] > 0)[:, None, None, None]
+    if MASK in sides:
+        return jnp.swapaxes(sides[MASK].any(axis=-1), 1, 2)[..., None]
+    mask = replace(NO_MASK, causal=meaning.causal, left=meaning.left)
+    by_place = visible(mask, queries, keys)
+    seen = sides[KEYS][:, None, None]
+    seen = seen if by_place is None else seen & by_place
+    return jnp.swapaxes(seen.any(axis=-1), 1, 2)[..., None]
 
 
 def _cast(arrays: Sequence[Array], made: Sequence[Shaped]) -> list[Array]:

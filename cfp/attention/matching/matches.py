@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -17,20 +18,23 @@ from cfp.attention.matching.called import (
     replacement_of,
     way_of_called,
 )
-from cfp.attention.matching.everywhere import check_closed, check_everywhere
-from cfp.attention.matching.find import candidates, dropout
-from cfp.attention.matching.found import Found, View
+from cfp.attention.matching.core import Core
+from cfp.attention.matching.found import Found, Tensor
 from cfp.attention.matching.functions import Meaning, Way
-from cfp.attention.matching.infer import proved
+from cfp.attention.matching.meaning import Proved, proved_pass
+from cfp.attention.matching.proof import prove
+from cfp.attention.matching.region import Region, has_dropout, scores_of
+from cfp.attention.matching.values import Values, values_of
 from cfp.attention.matching.ways import (
     make_replacements,
     out_of_order,
-    problem_of_found,
+    problem_of_passes,
     refusal_of,
     roles_of,
 )
 from cfp.attention.problem import AttentionProblem
-from cfp.program.graph import Program, searched_once
+from cfp.program.constants import NotConstant
+from cfp.program.graph import Op, Program, searched_once
 from cfp.program.replace import Different, LeftAlone, Replacement, Sites
 
 ROUNDS = frozenset({"ring", "zigzag"})  # Keys come in parts.
@@ -43,20 +47,26 @@ class Match:
     """An attention of a program that may be computed by something else.
 
     Attributes:
-        found, meaning, problem: what is computed, and where.
+        found, problem: what is computed, and where.
+        passes: each pass as it is proved; none of a called one.
         called: the kernel of the step's own that computes it, or None: then it is
             written out. Of such a one each pass is a match of its own.
     """
 
     found: Found
-    meaning: Meaning
     problem: AttentionProblem
+    passes: tuple[Proved, ...] = ()
     called: Called | None = None
+
+    @property
+    def meaning(self) -> Meaning:
+        """The attention that its first pass computes."""
+        return self.passes[0].meaning
 
     @property
     def ops(self) -> set[int]:
         """All ops that belong to it."""
-        return {self.found.op, *self.found.inside, *self.found.dots.values()}
+        return {self.found.op, *self.found.ops}
 
 
 def was_searched(program: Program) -> bool:
@@ -73,35 +83,97 @@ def attentions(program: Program) -> Sites[Match]:
             found.append(LeftAlone(op, program.ops[op].source, one.refusal))
             continue
         problem = one.problem
-        meaning = Meaning("q0", problem.scale, causal=problem.causal)
         where = found_of(program, one)
-        found.append(Match(found=where, meaning=meaning, problem=problem, called=one))
+        found.append(Match(found=where, problem=problem, called=one))
     matches = {one.found.op: one for one in found if isinstance(one, Match)}
     return Sites(matches, tuple(one for one in found if isinstance(one, LeftAlone)))
 
 
 def _written_out(program: Program) -> Iterator[Match | LeftAlone]:
-    if not any(op.kind == "exponential" for op in program.ops):
-        return
-    view = View(program)
-    for one in candidates(view):
-        if isinstance(one, LeftAlone):
-            yield one
-            continue
+    """Yields each attention, with the scores that its gradients compute again."""
+    values = values_of(program)
+    dots: dict[int, Op] = {}
+    for op in program.ops:
+        if op.kind == "exponential" and op.rule is not None:
+            dot = scores_of(values, op)
+            if dot is not None:
+                dots.setdefault(dot.id, dot)
+    numbers = {i: values.number((dot.results[0], ())) for i, dot in dots.items()}
+    groups: dict[int, list[Op]] = {}
+    first_of: dict[int, int] = {}
+    for i, dot in sorted(dots.items()):
+        first = first_of.get(numbers[i], i)
+        groups.setdefault(first, []).append(dot)
+        for number in values.equal_elsewhere(dot.results[0]):
+            first_of.setdefault(number, first)
+    for first, own in groups.items():
         try:
-            check_closed(view, one)
-            one, meaning = proved(view, one)
-            check_everywhere(view, one, meaning)
-            if out_of_order(program, one, meaning):
-                raise Different("what it reads is made after what it makes")
-            if one.sizes.get("d", 1) != one.sizes.get("e", 1):
-                raise Different("heads of keys and of values have other sizes")
+            yield _match(program, values, own)
         except Different as error:
-            reason = dropout(view, one.inside) or str(error)
-            yield LeftAlone(one.op, one.source, reason)
-            continue
-        problem = problem_of_found(program, one, meaning)
-        yield Match(found=one, meaning=meaning, problem=problem)
+            yield LeftAlone(first, dots[first].source, str(error))
+        except NotConstant as error:
+            reason = f"a constant of it is not evaluated: {error}"
+            yield LeftAlone(first, dots[first].source, reason)
+
+
+@contextmanager
+def _naming_dropout(region: Region) -> Iterator[None]:
+    try:
+        yield
+    except Different as error:
+        if has_dropout(region):
+            reason = "dropout: random numbers enter its scores or weights"
+            raise Different(reason) from error
+        raise
+
+
+def _match(program: Program, values: Values, dots: Sequence[Op]) -> Match:
+    passes: list[Proved] = []
+    sizes: dict[str, int] = {}
+    between: set[int] = set()
+    ops: set[int] = set()
+    scores: Tensor | None = None
+    for dot in dots:
+        region = Region(values, dot)
+        with _naming_dropout(region):
+            region.grow()
+        if scores is None:
+            scores = Tensor(dot.results[0], None, region.letters(dot.results[0]))
+        with _naming_dropout(region):
+            own = region.passes()
+        for t in (t for one in own for t in (*one.reads.values(), *one.makes.values())):
+            shape = program.shape(t.value)
+            sizes.update((x, n) for x, n in zip(t.letters, shape, strict=True) if x)
+        for one in own:
+            with _naming_dropout(region):
+                core = Core(region, one)
+                table, passes_hidden = prove(core)
+                passes.append(proved_pass(core, table, sizes, passes_hidden))
+        between |= region.members | region.stacks
+        ops |= {dot.id, *region.inside, *region.sinks}
+        if region.weights_gradient is not None:
+            ops.add(region.weights_gradient.id)
+    forward = [one.one for one in passes if not one.one.is_backward]
+    backward = [one.one for one in passes if one.one.is_backward]
+    if not forward or len(backward) > 1:
+        raise Different("its gradients are computed more than once")
+    if sizes.get("d", 1) != sizes.get("e", 1):
+        raise Different("heads of keys and of values have other sizes")
+    assert scores is not None, "there is a contraction"
+    found = Found(
+        op=dots[0].id,
+        source=dots[0].source,
+        scores=scores,
+        sizes=sizes,
+        between=frozenset(between),
+        forward=tuple(forward),
+        backward=backward[0] if backward else None,
+        ops=frozenset(ops),
+    )
+    if out_of_order(program, found, passes):
+        raise Different("what it reads is made after what it makes")
+    problem = problem_of_passes(program, found, passes)
+    return Match(found=found, passes=tuple(passes), problem=problem)
 
 
 def way_of(
@@ -125,7 +197,7 @@ def way_of(
     if match.called is not None:
         how = spread or "all_gather"
         return way_of_called(program, match.called, implementation, own, how)
-    where = (program, match.found, match.meaning, own)
+    where = (program, match.found, match.passes[0], own)
     roles = roles_of(*where, spread or "all_gather")
     if isinstance(roles, str):
         return roles
@@ -164,4 +236,4 @@ def replacements(program: Program, match: Match, way: Way) -> tuple[Replacement,
     """Returns the replacements that compute an attention in a given way."""
     if match.called is not None:
         return (replacement_of(program, match.called, way),)
-    return make_replacements(program, match.found, match.meaning, way)
+    return make_replacements(program, match.found, match.passes, way)

@@ -10,45 +10,38 @@ import jax.numpy as jnp
 
 from cfp.attention.call import refusal
 from cfp.attention.kernels import KERNELS
-from cfp.attention.matching.found import Found, Letters, Pass, aligned
+from cfp.attention.matching.found import Found, Letters, aligned
 from cfp.attention.matching.functions import (
     BIAS,
+    KEYS,
+    LENGTHS,
     NAME,
     AttentionFunctions,
-    Meaning,
     PassShapes,
     Shaped,
     Way,
     product,
 )
+from cfp.attention.matching.meaning import Proved, heads_of
+from cfp.attention.matching.values import FLOATS
 from cfp.attention.problem import AttentionProblem
 from cfp.attention.strategy import AttentionStrategy
 from cfp.errors import AttentionError
-from cfp.program.evaluate import is_float
 from cfp.program.graph import Program, numpy_dtype
 from cfp.program.replace import Replacement, Stage, Use, is_in_order
 
 
-def heads_of(found: Found) -> str:
-    """The letter by which keys have heads; "" if all queries share theirs."""
-    names = [x for x in found.sizes if x[0] == "b"]
-    groups = [x for x in found.sizes if x[0] == "q"]
-    if len(names) < 2 and len(groups) > 1:
-        return ""
-    letters = [x for x in found.forward[0].reads["k"].letters if x in names]
-    return letters[-1] if letters else ""
-
-
-def problem_of_found(
-    program: Program, found: Found, meaning: Meaning
+def problem_of_passes(
+    program: Program, found: Found, passes: Sequence[Proved]
 ) -> AttentionProblem:
     """Returns a found attention as a problem for kernels."""
-    sizes, heads = found.sizes, heads_of(found)
+    sizes, first = found.sizes, passes[0]
+    meaning, heads = first.meaning, heads_of(first.one)
+    every = [one.meaning for one in passes]
     batch = [x for x in sizes if x[0] == "b" and x != heads]
     groups = [x for x in sizes if x[0] == "q" and x != meaning.tokens]
     kv_heads = sizes.get(heads, 1)
-    reads = found.forward[0].reads
-    values = [program.values[reads[name].value] for name in ("q", "k", "v")]
+    values = [program.values[first.one.reads[name].value] for name in ("q", "k", "v")]
     dtype = jnp.result_type(*(numpy_dtype(value.dtype) for value in values))
     outputs = [one.makes["out"].value for one in found.forward]
     return AttentionProblem(
@@ -59,17 +52,16 @@ def problem_of_found(
         kv_heads=kv_heads,
         head_dim=sizes.get("d", 1),
         dtype=str(dtype),
-        causal=meaning.causal,
+        causal=all(one.causal for one in every),
         left=meaning.left,
-        right=meaning.right,
-        segments=bool(meaning.sides) and not meaning.is_dense,
-        same_segments=meaning.same_segments,
-        bias=meaning.is_dense,
-        dense_mask=meaning.is_dense and all(s.kind != BIAS for s in meaning.sides),
-        rounds_bias=meaning.rounds_bias,
+        segments=any(one.has(KEYS) or one.has(LENGTHS) for one in every),
+        hides_keys=any(one.has(KEYS) or one.has(LENGTHS) for one in every),
+        same_segments=False,
+        bias=(is_dense := any(one.is_dense for one in every)),
+        dense_mask=is_dense and not any(one.has(BIAS) for one in every),
+        rounds_bias=any(one.rounds_bias for one in every),
         rounds_output=any(_is_kept_wide(program, v, dtype) for v in outputs),
         scale=meaning.scale,
-        softcap=meaning.softcap,
     )
 
 
@@ -88,7 +80,7 @@ def _is_kept_wide(program: Program, v: int, dtype: Any) -> bool:
 def roles_of(
     program: Program,
     found: Found,
-    meaning: Meaning,
+    first: Proved,
     axes: Sequence[Sequence[str]],
     spread: str,
 ) -> tuple[tuple[str, str], ...] | str:
@@ -106,11 +98,11 @@ def roles_of(
             strict=True,
         )
     )
-    heads, roles = heads_of(found), []
+    heads, roles = heads_of(first.one), []
     for factor, names in enumerate(axes):
         letter = letters.get(factor, "")
         for axis in names:
-            if letter == meaning.tokens:
+            if letter == first.meaning.tokens:
                 roles.append((axis, spread))
             elif letter and letter == heads:
                 roles.append((axis, "heads"))
@@ -135,57 +127,56 @@ def refusal_of(
 
 
 def make_replacements(
-    program: Program, found: Found, meaning: Meaning, way: Way
+    program: Program, found: Found, passes: Sequence[Proved], way: Way
 ) -> tuple[Replacement, ...]:
-    """Returns the replacements for all passes of an attention."""
-    made = []
-    backward = found.backward
-    partner = None
-    if backward is not None:
-        parent = program.ops[_user(backward)].parent
-        near = [p for p in found.forward if program.ops[_user(p)].parent == parent]
-        partner = near[-1] if near else None
-    for one in found.forward:
-        passes = [one, backward] if one is partner and backward is not None else [one]
-        made.append(_replacement(program, found, meaning, way, passes))
-    if backward is not None and partner is None:
-        made.append(_replacement(program, found, meaning, way, [backward]))
-    return tuple(made)
+    """Returns the replacements for all passes of an attention.
+
+    A backward pass goes on from the last forward pass in its body, if both are the
+    same attention of the same operands; otherwise it computes that again.
+    """
+    forward = [one for one in passes if not one.one.is_backward]
+    backward = [one for one in passes if one.one.is_backward]
+    partner = next(
+        (p for p in reversed(forward) if any(_are_one(p, b) for b in backward)), None
+    )
+    groups = [[one, *backward] if one is partner else [one] for one in forward]
+    groups += [backward] if backward and partner is None else []
+    return tuple(_replacement(program, found, way, own) for own in groups)
+
+
+def _are_one(forward: Proved, backward: Proved) -> bool:
+    """True if a backward pass is that of a forward pass in the same body."""
+    cores = forward.core, backward.core
+    plain = [replace(p.meaning, passes_hidden=False) for p in (forward, backward)]
+    sides = [[t.value for t in one.reads] for one in (forward, backward)]
+    numbers = [[cores[0].values.number((v, ())) for v in own] for own in sides]
+    return (
+        cores[0].parent == cores[1].parent
+        and plain[0] == plain[1]
+        and numbers[0] == numbers[1]
+        and all(cores[0].roots[x] == cores[1].roots[x] for x in ("q", "k", "v"))
+    )
 
 
 def _precision(program: Program, found: Found) -> str:
     """The highest precision that the products of an attention are asked for in."""
-    texts = [program.ops[op].attributes for op in (found.op, *found.dots.values())]
+    ops = [program.ops[op] for op in found.ops]
+    texts = [op.attributes for op in ops if op.kind == "dot_general"]
     for name in ("HIGHEST", "HIGH"):
         if any(f"precision {name}>" in text for text in texts):
             return name.lower()
     return "default"
 
 
-def _user(one: Pass) -> int:
-    use = one.reads["v"].use
-    assert use is not None, "a contraction reads it"
-    return use[0]
-
-
 def _replacement(
-    program: Program,
-    found: Found,
-    meaning: Meaning,
-    way: Way,
-    passes: Sequence[Pass],
+    program: Program, found: Found, way: Way, passes: Sequence[Proved]
 ) -> Replacement:
     stages: list[Stage] = []
     passed: list[PassShapes] = []
-    for one in passes:
-        tensors = [one.reads[name] for name in ("q", "k", "v")]
-        number = found.passes.index(one)
-        tensors += [
-            replace(read, use=use)
-            for side in found.sides
-            for read, use in zip(side.reads, side.uses[number], strict=True)
-        ]
-        is_backward = "dout" in one.reads
+    for proved in passes:
+        one = proved.one
+        tensors = [*(one.reads[name] for name in ("q", "k", "v")), *proved.reads]
+        is_backward = one.is_backward
         if is_backward:
             tensors.append(one.reads["dout"])
         first = min(program.values[t.value].producer for t in one.makes.values())
@@ -204,9 +195,9 @@ def _replacement(
             PassShapes(is_backward, reads, makes, passed[0].out if passed else out)
         )
     functions = AttentionFunctions(
-        meaning,
+        passes[-1].meaning,
         way,
-        heads_of(found),
+        heads_of(passes[0].one),
         tuple(passed),
         _precision(program, found),
     )
@@ -221,7 +212,7 @@ def _early(program: Program, use: Use, first: int) -> Use:
         return use
     narrow = program.values[program.ops[value.producer].operands[0]]
     sizes = [numpy_dtype(one.dtype).itemsize for one in (narrow, value)]
-    if not is_float(narrow.dtype) or sizes[0] >= sizes[1]:
+    if narrow.dtype not in FLOATS or sizes[0] >= sizes[1]:
         return use
     return _early(program, (value.producer, 0), first)
 
@@ -231,7 +222,7 @@ def _shaped(program: Program, v: int, letters: Letters) -> Shaped:
     return value.shape, numpy_dtype(value.dtype).name, letters
 
 
-def out_of_order(program: Program, found: Found, meaning: Meaning) -> bool:
+def out_of_order(program: Program, found: Found, passes: Sequence[Proved]) -> bool:
     """True if some pass reads a value that is made too late to replace the pass."""
-    ways = make_replacements(program, found, meaning, Way("xla"))
+    ways = make_replacements(program, found, passes, Way("xla"))
     return not all(is_in_order(program, s) for one in ways for s in one.stages)

@@ -1,0 +1,407 @@
+"""Proves that a pass is an attention, and says of which mask, bias and scale.
+
+What may vary with positions is a side: rule 2. Scores and sides make the softmax's
+argument at each position by itself, so that its values for all states of the masks, as
+a table, are all that it is. Steps do the same at all positions: what they make on a few
+of them, of numbers of all kinds, must be what an attention with this argument makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from cfp.attention.matching.core import (
+    GRADIENT,
+    KEYS,
+    SCORES,
+    Arg,
+    Core,
+    Key,
+    contracted,
+)
+from cfp.attention.matching.found import ORDER
+from cfp.attention.matching.region import ELEMENTWISE, VIEWS
+from cfp.program.constants import NotConstant
+from cfp.program.graph import numpy_dtype
+from cfp.program.replace import Different
+
+MASKED = -9e3  # A score that is at most this is of a key that is hidden.
+_MOST_STATES = 64
+_MOST_SIDES = 3  # Bools that a float is made of.
+_CLOSE = 1e-6
+_ROUNDED = {"f32": 1e-3, "bf16": 0.1, "f16": 0.1}
+# Kinds of scores, and about their size.
+_KINDS = {"usual": 1, "steep": 5, "low": 20, "equal": 1, "huge": 2e3, "rounded": 1}
+_DRAWS = 6  # Masks of each kind of scores.
+_SMALL = {"b": 2, "q": 3, "k": 5, "d": 3, "e": 2}
+_PROBES = (0.0, 1.0, -3.0, 250.0, -250.0)
+
+States = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """The softmax's argument: scale * score + biases, or a number that hides a key.
+
+    Attributes:
+        masks: the sides that hide keys, and the states that each may have.
+        visible, hidden: the states of all masks with which a key is, or is not, seen.
+        biases: the sides that are added, and their factors.
+        fills: the numbers that hidden keys have.
+        adds: whether one of these is added to a score, and does not absorb it.
+    """
+
+    scale: float
+    masks: Mapping[Key, States]
+    visible: tuple[States, ...]
+    hidden: tuple[States, ...]
+    biases: Mapping[Key, float]
+    fills: frozenset[float]
+    adds: bool
+
+    def seen(self, given: Mapping[Any, Any]) -> Any:
+        """True where a key is seen, by the values of masks."""
+        found: Any = np.zeros([1] * len(ORDER), bool) if self.masks else np.True_
+        for states in self.visible if self.masks else ():
+            both: Any = np.True_
+            for key, state in zip(self.masks, states, strict=True):
+                both = both & (given[key] == state)
+            found = found | both
+        return found
+
+
+def prove(core: Core) -> tuple[Table, bool]:
+    """Proves a pass.
+
+    Returns:
+        The argument of its softmax, and whether gradients pass through hidden scores.
+
+    Raises:
+        Different: it computes something else.
+    """
+    _check_operands(core)
+    states = {key: states_of(core, key) for key in core.sides}
+    argument = _argument(core)
+    table = _table(core, argument, states)
+    if not core.one.is_backward:
+        _compare(core, argument, table, states, passes_hidden=False)
+        return table, False
+    try:
+        _compare(core, argument, table, states, passes_hidden=False)
+        return table, False
+    except Different:
+        _compare(core, argument, table, states, passes_hidden=True)
+        return table, True
+
+
+def _check_operands(core: Core) -> None:
+    """Rule 4: what contractions read in one place is what they read in another."""
+    roots, key_side = core.roots, core.region.key_side
+    scores = core.dots[SCORES]
+    same = [
+        (scores[1 - key_side], roots["q"]),
+        (scores[key_side], roots["k"]),
+        *((core.mixes[n][1], roots[r]) for n, r in _MIXED if n in core.mixes),
+    ]
+    if core.one.is_backward:
+        if GRADIENT not in core.dots:
+            raise Different("the gradient of its weights does not enter")
+        if {*core.dots[GRADIENT]} != {roots["dout"], roots["v"]}:
+            raise Different("its gradients are of other values")
+    if any(one != other for one, other in same):
+        raise Different("its gradients are of other queries, keys or values")
+
+
+_MIXED = (("out", "v"), ("dq", "k"), ("dk", "q"), ("dv", "dout"))
+
+
+# ------------------------------------------------------------------ rule 2: sides
+
+
+def states_of(core: Core, key: Key) -> States | None:
+    """The values that a mask may have at a position; None of any float.
+
+    Raises:
+        Different: it is neither a mask nor a bias.
+    """
+    values, v = core.values, core.sides[key].node[0]
+    dtype = core.program.values[v].dtype
+    if dtype == "i1":
+        return (0.0, 1.0)
+    if dtype not in _ROUNDED:
+        raise Different(f"a value in {dtype} enters between its contractions")
+    try:
+        if values.is_leaf(v):
+            found = np.unique(values.dense(v).astype(np.float64))
+            return tuple(found.tolist()) if found.size <= _MOST_SIDES else None
+        return _made_of_bools(core, v)
+    except NotConstant as error:
+        raise Different(f"a mask or bias of it is made by {error}") from error
+
+
+def _made_of_bools(core: Core, v: int) -> States | None:
+    """The values of a float that is made of bools alone, at each position."""
+    values, program = core.values, core.program
+    bools: dict[int, None] = {}
+    stack, seen = [values.same(v)], set[int]()
+    while stack:
+        one = values.same(stack.pop())
+        if one in seen:
+            continue
+        seen.add(one)
+        op = program.maker(one)
+        if program.values[one].dtype == "i1":
+            bools[one] = None
+        elif values.number_of_constant(one) is None:
+            if op is None or op.kind not in ELEMENTWISE | VIEWS:
+                return None
+            stack += op.operands
+    if len(bools) > _MOST_SIDES:
+        return None
+    found: set[float] = set()
+    for combination in product((False, True), repeat=len(bools)):
+        given = {
+            b: np.full([1] * len(program.shape(b)), x)
+            for b, x in zip(bools, combination, strict=True)
+        }
+        made = values.dense(v, given)
+        if made.size != 1:
+            return None
+        found.add(float(made.reshape(-1)[0]))
+    return tuple(sorted(found))
+
+
+# ------------------------------------------------------------- the softmax's argument
+
+
+def _argument(core: Core) -> Arg:
+    """What a softmax is of: an exponential's operand without what is the row's."""
+    found: set[Arg] = set()
+    for step in core.steps.values():
+        if step.op.kind != "exponential":
+            continue
+        [arg] = step.args
+        while isinstance(arg, int):
+            own = core.steps[arg]
+            is_shifted = own.op.kind == "subtract" and _is_row(core, own.args[1])
+            if own.op.kind not in VIEWS and not is_shifted:
+                break
+            arg = own.args[0]
+        found.add(arg)
+    if len(found) != 1:
+        raise Different("it is not one softmax of scores")
+    [arg] = found
+    if arg != SCORES and not (isinstance(arg, int) and core.steps[arg].is_pointwise):
+        raise Different("its scores are combined before the softmax")
+    return arg
+
+
+def _is_row(core: Core, arg: Arg) -> bool:
+    return isinstance(arg, int) and core.steps[arg].is_row
+
+
+def _table(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> Table:
+    """Evaluates the argument for all states of masks, several scores, and biases."""
+    masks = {key: own for key, own in states.items() if own is not None}
+    biases = [key for key, own in states.items() if own is None]
+    combinations = [*product(*masks.values())]
+    if len(combinations) > _MOST_STATES:
+        raise Different("more than six masks enter")
+    probes = [(s, [0.0] * len(biases)) for s in _PROBES]
+    for place in range(len(biases)):
+        probes.append((0.0, [float(i == place) for i in range(len(biases))]))
+    probes.append((2.0, [0.5 - i for i in range(len(biases))]))
+    rows = [(c, s, f) for c in combinations for s, f in probes]
+    given = {SCORES: [s for _, s, _ in rows], GRADIENT: [0.0] * len(rows)}
+    given |= {key: [c[i] for c, _, _ in rows] for i, key in enumerate(masks)}
+    given |= {key: [f[i] for _, _, f in rows] for i, key in enumerate(biases)}
+    made = core.run(
+        {name: _along_keys(x) for name, x in given.items()}, only_pointwise=True
+    )
+    x = np.broadcast_to(made[argument], _along_keys(given[SCORES]).shape)
+    x = x.reshape(len(combinations), len(probes))
+    is_seen = x[:, 0] > MASKED
+    if not is_seen.any():
+        raise Different("no key is seen")
+    first = x[is_seen][0]
+    scale = first[1] - first[0]
+    factors = first[len(_PROBES) : len(_PROBES) + len(biases)] - first[0]
+    want = np.array([scale * s + factors @ np.array(f) for s, f in probes])
+    if scale == 0.0 or not np.isfinite(scale) or not _near(x[is_seen], want):
+        raise Different(
+            "scores go through another function than a constant scale, masks, biases"
+        )
+    hidden = x[~is_seen]
+    adds = ~np.all(hidden == hidden[:, :1], axis=1)
+    if not _near(hidden[adds] - hidden[adds][:, :1], want):
+        raise Different("a hidden score goes through another function")
+    return Table(
+        scale=float(f"{scale:.7g}"),
+        masks=masks,
+        visible=tuple(c for c, seen in zip(combinations, is_seen, strict=True) if seen),
+        hidden=tuple(c for c, s in zip(combinations, is_seen, strict=True) if not s),
+        biases=dict(zip(biases, map(float, factors), strict=True)),
+        fills=frozenset(map(float, hidden[:, 0])),
+        adds=bool(adds.any()),
+    )
+
+
+def _along_keys(x: Any) -> np.ndarray:
+    shape = [1] * len(ORDER)
+    shape[KEYS] = len(x)
+    return np.array(x, np.float64).reshape(shape)
+
+
+def _near(x: Any, y: Any) -> bool:
+    return bool(np.allclose(x, y, rtol=_CLOSE, atol=1e-5))
+
+
+# ------------------------------------------- rule 3: a few positions stand for all
+
+
+def _drawn(
+    core: Core,
+    table: Table,
+    states: Mapping[Key, States | None],
+    hidden: States | None,
+    random: np.random.Generator,
+) -> dict[Key, np.ndarray]:
+    """Random masks and biases; each query sees a key, or the first one none."""
+    found: dict[Key, np.ndarray] = {}
+    for tried in range(200):
+        found = {
+            key: random.normal(size=_shape(key[1]))
+            if own is None
+            else random.choice(np.array(own), size=_shape(key[1]))
+            for key, own in states.items()
+        }
+        if tried == 199:
+            for key, state in zip(table.masks, table.visible[0], strict=True):
+                found[key][:] = state
+        seen = np.broadcast_to(table.seen(found), _shape(_pairs(core)))
+        if hidden or seen.any(axis=KEYS).all():
+            break
+    row = tuple(slice(None) if d == KEYS else 0 for d in range(len(ORDER)))
+    for key, state in zip(table.masks, hidden or (), strict=False):
+        found[key][row] = state
+    return found
+
+
+def _pairs(core: Core) -> tuple[str, ...]:
+    return tuple(x for x in core.region.letters(core.region.scores.results[0]) if x)
+
+
+def _shape(letters: tuple[str, ...]) -> list[int]:
+    return [_SMALL[x[0]] if x in letters else 1 for x in ORDER]
+
+
+def _draws(core: Core, table: Table) -> Iterator[tuple[str, dict[Key, np.ndarray]]]:
+    """Operands that make scores of all kinds, beyond what exponentials hold, too."""
+    random, roots = np.random.default_rng(7), core.roots
+    q, k = roots["q"], roots["k"]
+    for kind, size in _KINDS.items():
+        found = {key: random.normal(size=_shape(key[1])) for key in roots.values()}
+        spread = (size / abs(table.scale)) ** 0.5
+        found[q], found[k] = spread * found[q], spread * found[k]
+        if kind == "low":
+            found[q], found[k] = abs(found[q]), -np.sign(table.scale) * abs(found[k])
+        if kind == "equal":
+            found[k] = found[k].take([0], axis=KEYS).repeat(found[k].shape[KEYS], KEYS)
+        if kind == "steep" and "dout" in roots:
+            found[roots["dout"]] = 1e3 * found[roots["dout"]]
+        yield kind, found
+
+
+def _compare(
+    core: Core,
+    argument: Arg,
+    table: Table,
+    states: Mapping[Key, States | None],
+    passes_hidden: bool,
+) -> None:
+    """Compares outputs with those of an attention with this argument."""
+    random = np.random.default_rng(11)
+    for kind, operands in _draws(core, table):
+        empty = () if kind == "rounded" else table.hidden
+        for hidden in (*[None] * _DRAWS, *empty):
+            known = operands | _drawn(core, table, states, hidden, random)
+            close = _CLOSE
+            if kind == "rounded":
+                known = {key: _cast(core, key, x) for key, x in known.items()}
+                dtypes = {
+                    core.program.values[s.op.results[0]].dtype
+                    for s in core.steps.values()
+                }
+                close = max(_ROUNDED[one] for one in dtypes)
+            with np.errstate(all="ignore"):
+                made = core.run(known)
+                want = _reference(core, made, argument, table, passes_hidden)
+                if kind == "rounded":
+                    made = core.run(known, cast=True)
+                found = core.outputs(made)
+            # An output that is zero, as the gradient of equal scores, has noise.
+            usual = max(float(np.linalg.norm(x[np.isfinite(x)])) for x in want.values())
+            for name, got in found.items():
+                if not _equal(got, want[name], close, 1e-3 * usual):
+                    raise Different(_OTHER[name])
+
+
+def _cast(core: Core, key: Key, x: np.ndarray) -> np.ndarray:
+    """An operand or side in its own dtype; among the values of one number all have."""
+    if key in core.sides:
+        v = core.sides[key].node[0]
+    else:
+        v = next(core.one.reads[n].value for n, k in core.roots.items() if k == key)
+    return x.astype(numpy_dtype(core.program.values[v].dtype)).astype(np.float64)
+
+
+def _equal(got: np.ndarray, want: np.ndarray, close: float, least: float) -> bool:
+    want = np.broadcast_to(want, np.broadcast_shapes(got.shape, want.shape))
+    got = np.broadcast_to(got, want.shape)
+    finite = np.isfinite(want)
+    if not np.array_equal(np.isfinite(got), finite):
+        return False
+    size = np.linalg.norm(want[finite])
+    return bool(np.linalg.norm((got - want)[finite]) <= close * (size + least))
+
+
+def _reference(
+    core: Core,
+    made: Mapping[Arg, Any],
+    argument: Arg,
+    table: Table,
+    passes_hidden: bool,
+) -> dict[str, np.ndarray]:
+    """Output and gradients by the textbook, of the argument that steps make."""
+    roots = {name: made[key] for name, key in core.roots.items()}
+    x = np.broadcast_to(made[argument], _shape(_pairs(core)))
+    weights = np.exp(x - x.max(axis=KEYS, keepdims=True))
+    weights = weights / weights.sum(axis=KEYS, keepdims=True)
+
+    def mixed(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return contracted(x, y, name, np, core.letters(name))
+
+    if not core.one.is_backward:
+        return {"out": mixed("out", weights, roots["v"])}
+    dp = contracted(roots["dout"], roots["v"], GRADIENT, np)
+    dx = weights * (dp - (weights * dp).sum(axis=KEYS, keepdims=True))
+    passed = True if passes_hidden else table.seen(made)
+    ds = np.where(passed, table.scale * dx, 0.0)
+    return {
+        "dq": mixed("dq", ds, roots["k"]),
+        "dk": mixed("dk", ds, roots["q"]),
+        "dv": mixed("dv", weights, roots["dout"]),
+    }
+
+
+_OTHER = {
+    "out": "its output is not that of a softmax of scaled scores",
+    "dq": "the gradient of the queries is another one",
+    "dk": "the gradient of the keys is another one",
+    "dv": "the gradient of the values is another one",
+}

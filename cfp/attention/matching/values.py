@@ -1,0 +1,275 @@
+"""Values of a program by all that they depend on: rule 4 of the proof.
+
+A value is known by its id and by the iteration that it is of: a loop stacks values, and
+another loop's body reads them at an index. Two values are equal if the same ops make
+them of equal values, at the same index; if that cannot be shown they are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from types import MappingProxyType
+
+import numpy as np
+
+from cfp.program.constants import Constants, NotConstant
+from cfp.program.graph import Op, Program, searched_once
+
+At = tuple[tuple[int, int], ...]  # loops, each with the number of an index
+Node = tuple[int, At]  # a value, of that iteration of the loops around it
+FLOATS = frozenset({"f32", "bf16", "f16"})
+_HERE: At = ()
+_NOTHING: Mapping[int, np.ndarray] = MappingProxyType({})
+
+
+class Values:
+    """What each value of a program stands for, and numbers that equal ones share."""
+
+    def __init__(self, program: Program) -> None:
+        """Takes note of loops' counters, and of what loops pass on unchanged."""
+        self.program = program
+        self._constants = Constants(program)
+        self._numbers: dict[Node, int] = {}
+        self._table: dict[tuple, int] = {}
+        self._loop_of: dict[int, int] = {}  # of arguments of loops' bodies
+        self._passed_on: set[int] = set()
+        self._counters: dict[int, frozenset[int]] = {}
+        self._without_units: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._held: dict[int, int] = {}  # indices, and among how many places
+        self.indices: dict[int, dict[int, None]] = {}  # by which stacks are read
+        for op in program.ops:
+            if op.has_regions:
+                self._loop_of.update(dict.fromkeys(op.entries, op.id))
+            if op.kind == "while":
+                entries = op.entries[len(op.operands) :]
+                same = zip(op.entries, entries, op.yields, strict=False)
+                for first, entry, yielded in same:
+                    if entry == yielded:
+                        self._passed_on |= {first, entry}
+                self._counters[op.id] = self._counters_of(op)
+
+    @cached_property
+    def _leaves(self) -> set[int]:
+        found: set[int] = set()
+        for op in self.program.ops:
+            if _is_pure(op) and all(self.same(v) in found for v in op.operands):
+                found.update(op.results)
+        return found
+
+    def is_leaf(self, v: int) -> bool:
+        """True if a value depends on no argument, counter or flag."""
+        return self.same(v) in self._leaves
+
+    def dense(self, v: int, given: Mapping[int, np.ndarray] = _NOTHING) -> np.ndarray:
+        """All of a constant: see `Constants.value`."""
+        return self._constants.value(v, self.same, given)
+
+    def number_of_constant(self, v: int) -> float | None:
+        """The number that a constant is all over, or None."""
+        if not self.is_leaf(v):
+            return None
+        try:
+            found = self.dense(v)
+        except NotConstant:
+            return None
+        return float(found.reshape(-1)[0]) if found.size == 1 else None
+
+    def loop_of(self, v: int) -> int:
+        """The loop or branch that a value is an argument of; -1 of the program's."""
+        return self._loop_of.get(v, -1)
+
+    def same(self, v: int) -> int:
+        """The value that another is, whatever the iteration."""
+        return self.source((v, _HERE))[0]
+
+    def _counters_of(self, loop: Op) -> frozenset[int]:
+        """The body's arguments that count 0, 1, 2... in a loop of known length."""
+        program, count, found = self.program, len(loop.operands), set[int]()
+        tests = [program.ops[i] for i in loop.body if program.ops[i].parent == loop.id]
+        tested = {
+            one.operands[0]
+            for one in tests
+            if one.kind == "compare" and one.direction == "LT"
+        }
+        for place, start in enumerate(loop.operands):
+            entry, step = loop.entries[count + place], program.maker(loop.yields[place])
+            if loop.entries[place] not in tested or loop.uncounted or step is None:
+                continue
+            if step.kind != "add" or step.operands[0] != entry:
+                continue
+            if self._integer(start) == 0 and self._integer(step.operands[1]) == 1:
+                found.add(entry)
+        return frozenset(found)
+
+    def _integer(self, v: int) -> int | None:
+        """The value of an integer constant."""
+        value = self.program.values[v]
+        if value.shape or not value.dtype.startswith(("i", "ui")):
+            return None
+        try:
+            return int(self._constants.value(v, self._before_loops))
+        except NotConstant:
+            return None
+
+    def _before_loops(self, v: int) -> int:
+        """A value that enters loops, which pass it on."""
+        while v in self._passed_on:
+            v = self.program.values[v].origin
+        return v
+
+    def trips(self, loop: Op) -> int:
+        """How often a loop runs each time."""
+        inner = [i for i in loop.body if self.program.ops[i].parent == loop.id]
+        return self.program.ops[inner[0]].repeat // max(1, loop.repeat) if inner else 0
+
+    # -- what a value stands for -------------------------------------------------------
+
+    def source(self, node: Node) -> Node:
+        """The value that barriers, loops and stacks pass on as another one."""
+        program = self.program
+        v, at = node
+        while True:
+            op = program.maker(v)
+            if op is None and v in self._passed_on:
+                v = program.values[v].origin
+            elif op is None:
+                break
+            elif op.kind == "optimization_barrier":
+                v = op.operands[op.results.index(v)]
+            elif op.kind == "while":
+                place = op.results.index(v)
+                if op.entries[len(op.operands) + place] != op.yields[place]:
+                    break
+                v = op.operands[place]
+            elif op.kind == "dynamic_slice":
+                stacked = self._stacked(op, at)
+                if stacked is None:
+                    break
+                v, at = stacked
+            else:
+                break
+        around = set(self._around(v)) if at else set()
+        return v, tuple(pair for pair in at if pair[0] in around)
+
+    def _around(self, v: int) -> Iterator[int]:
+        """The loops and branches that a value is in."""
+        op = self.program.maker(v)
+        parent = op.parent if op is not None else self._loop_of.get(v, -1)
+        while parent >= 0:
+            yield parent
+            parent = self.program.ops[parent].parent
+
+    def _stacked(self, op: Op, at: At) -> Node | None:
+        """The value that a loop stacked where a slice reads it."""
+        base, outer = self.source((op.operands[0], at))
+        loop = self.program.maker(base)
+        if loop is None or loop.kind != "while":
+            return None
+        update = self.update_of(loop, loop.results.index(base))
+        if update is None:
+            return None
+        shape = self.program.shape(update.operands[1])
+        starts = map(self._integer, op.operands[2:])
+        if op.integers("slice_sizes") != shape or any(n != 0 for n in starts):
+            return None
+        index = self._index(self.number((op.operands[1], at)), self.trips(loop))
+        self.indices.setdefault(loop.id, {})[index] = None
+        return update.operands[1], (*outer, (loop.id, index))
+
+    def update_of(self, loop: Op, place: int) -> Op | None:
+        """The op that stacks a value for each iteration of a loop, in their order."""
+        update = self.program.maker(loop.yields[place])
+        entry = loop.entries[len(loop.operands) + place]
+        if update is None or update.kind != "dynamic_update_slice":
+            return None
+        stack, part, index, *rest = update.operands
+        whole, shape = self.program.shape(stack), self.program.shape(part)
+        fits = shape == (1, *whole[1:]) and whole[0] == self.trips(loop)
+        starts = map(self._integer, rest)
+        is_next = index in self._counters[loop.id] and all(n == 0 for n in starts)
+        return update if stack == entry and fits and is_next else None
+
+    def _index(self, number: int, count: int) -> int:
+        """The number of an index that is held among so many places."""
+        key = ("index", number, count)
+        if number in self._held and self._held[number] == count:
+            return number
+        found = self._table.setdefault(key, len(self._table))
+        self._held[found] = count
+        return found
+
+    # -- numbers -----------------------------------------------------------------------
+
+    def number(self, node: Node) -> int:
+        """The number of a value; equal numbers are of equal values."""
+        stack = [self.source(node)]
+        while stack:
+            v, at = one = stack[-1]
+            op = self.program.maker(v)
+            if one in self._numbers:
+                stack.pop()
+                continue
+            key: tuple = ("value", v, at)
+            if op is None and v in self._counters.get(self._loop_of.get(v, -1), ()):
+                numbers = dict(at)
+                if (index := numbers.get(self._loop_of[v])) is not None:
+                    self._numbers[one] = index
+                    continue
+            elif op is not None and _is_pure(op):
+                reads = [self.source((x, at)) for x in op.operands]
+                missing = [x for x in reads if x not in self._numbers]
+                if missing:
+                    stack += missing
+                    continue
+                made = self.program.values[v]
+                inputs = [self._numbers[x] for x in reads]
+                if op.kind == "dynamic_slice":
+                    places = self.program.shape(op.operands[0])
+                    for d, size in enumerate(op.integers("slice_sizes")):
+                        count = places[d] - size + 1
+                        inputs[d + 1] = self._index(inputs[d + 1], count)
+                inputs = tuple(inputs)
+                place = op.results.index(v)
+                key = (op.name, op.attributes, inputs, made.shape, made.dtype, place)
+                before = self.program.shape(op.operands[0]) if op.operands else ()
+                if _adds_units(op, before, made.shape):
+                    whole = inputs[0], before
+                    base = self._without_units.get(inputs[0], whole)
+                    if base[1] == made.shape:
+                        self._numbers[one] = base[0]
+                        continue
+                    key = ("units", base[0], made.shape)
+                    number = self._table.setdefault(key, len(self._table))
+                    self._without_units[number] = base
+            self._numbers[one] = self._table.setdefault(key, len(self._table))
+        return self._numbers[self.source(node)]
+
+    def equal_elsewhere(self, v: int) -> set[int]:
+        """Numbers of a value in its own iteration, and where its stack is read."""
+        found = {self.number((v, _HERE))}
+        for loop in self._around(v):
+            for index in self.indices.get(loop, ()):
+                found.add(self.number((v, ((loop, index),))))
+        return found
+
+
+def _adds_units(op: Op, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """True if an op only adds or takes away dims of size 1."""
+    if op.kind not in ("reshape", "broadcast_in_dim"):
+        return False
+    places = op.integers("broadcast_dimensions")
+    same = [n for n in before if n > 1] == [n for n in after if n > 1]
+    return same and list(places) == sorted(places)
+
+
+def _is_pure(op: Op) -> bool:
+    """True if the result follows from operands and attributes."""
+    is_known = op.rule is not None or op.kind in ("constant", "iota")
+    return is_known and not op.has_regions and op.kind not in ("rng", "custom_call")
+
+
+@searched_once
+def values_of(program: Program) -> Values:
+    """The values of a program."""
+    return Values(program)

@@ -80,6 +80,8 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
             f"it adds a bias in {problem.dtype}, which would round this one; it would "
             f"with the bias cast to {problem.dtype}"
         )
+    if problem.open_bias:
+        return "a bias that the step computes may hide all keys of a query"
     if problem.rounds_output:
         return (
             f"it makes its output in {problem.dtype}, which would round this one; it "

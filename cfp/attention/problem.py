@@ -168,6 +168,7 @@ class AttentionProblem:
       bias: whether something is added to the scores.
       dense_mask: whether that is a mask of queries by keys, and nothing else.
       rounds_bias: whether the dtype would round it.
+      open_bias: whether it may hide all keys of a query.
       rounds_output: whether the step keeps the output in a wider dtype.
       scale: of the products of queries and keys.
       softcap: bound of a score, or None.
@@ -190,6 +191,7 @@ class AttentionProblem:
     bias: bool = False
     dense_mask: bool = False
     rounds_bias: bool = False
+    open_bias: bool = False
     rounds_output: bool = False
     scale: float
     softcap: float | None = None

@@ -79,6 +79,7 @@ class Meaning:
         empty: what a query has that sees no key; "" if there is none.
         passes_hidden: whether gradients then pass to all scores.
         rounds_bias: whether the dtype of queries would round what is added to scores.
+        open_bias: whether that may hide all keys of a query.
     """
 
     tokens: str
@@ -90,6 +91,7 @@ class Meaning:
     empty: str = ""
     passes_hidden: bool = False
     rounds_bias: bool = False
+    open_bias: bool = False
 
     @property
     def is_dense(self) -> bool:
@@ -210,10 +212,13 @@ class AttentionFunctions:
             k4 = _spread(k.astype(dtype), k_letters, self._order(sizes, "k"), sizes)
             order = self._order(sizes, "k", "e")
             v4 = _spread(v.astype(dtype), v_letters, order, sizes)
+            wide = max(q4.shape[-1], v4.shape[-1])  # Zeros add nothing to products.
+            own, (q4, k4, v4) = v4.shape[-1], [_widened(x, wide) for x in (q4, k4, v4)]
             sides = self._sides(one.sides, rest, sizes)
             out = _attend(q4, k4, v4, mesh, self.way, self.meaning, sides)
             if self.meaning.empty:
                 out = _filled(out, (q4, k4, v4), self.meaning, sides)
+            out = out[..., :own]
             names = [x for group in self._order(sizes, "q", "e") for x in group]
             out = out.reshape([sizes[name] for name in names])
             return turned(out, tuple(names), out_letters).reshape(out_shape)
@@ -424,6 +429,12 @@ def _has_keys(
     seen = sides[KEYS][:, None, None]
     seen = seen if by_place is None else seen & by_place
     return jnp.swapaxes(seen.any(axis=-1), 1, 2)[..., None]
+
+
+def _widened(x: Array, features: int) -> Array:
+    """Heads with zeros behind."""
+    more = features - x.shape[-1]
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
 
 
 def _cast(arrays: Sequence[Array], made: Sequence[Shaped]) -> list[Array]:

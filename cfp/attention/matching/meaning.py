@@ -26,7 +26,7 @@ from cfp.attention.matching.functions import (
     Meaning,
     SideMeaning,
 )
-from cfp.attention.matching.proof import Table
+from cfp.attention.matching.proof import MASKED, Table
 from cfp.program.graph import numpy_dtype
 from cfp.program.replace import Different, Use
 
@@ -115,6 +115,7 @@ class _Reader:
                 empty=self._empty() if may_be_empty else "",
                 passes_hidden=passes_hidden and may_be_empty,
                 rounds_bias=self._rounds_bias(),
+                open_bias=self._is_open(),
             ),
             tuple(Tensor(v, use, letters) for v, use, letters in reads),
         )
@@ -304,6 +305,17 @@ class _Reader:
             if not is_exact or np.frexp(abs(factor))[0] != 0.5:
                 return True
         return len(self.table.biases) > 1
+
+    def _is_open(self) -> bool:
+        """True if a bias may be so low for all keys that rounding decides weights."""
+        for key in self.table.biases:
+            v = self.core.sides[key].node[0]
+            if not self.values.is_leaf(v):
+                return True
+            x = self.values.dense(v).astype(np.float64) * self.table.biases[key]
+            if not (np.abs(x) < -MASKED).all():
+                return True
+        return False
 
     # -- rule 5: rows without keys -----------------------------------------------------
 

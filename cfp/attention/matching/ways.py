@@ -50,7 +50,7 @@ def problem_of_passes(
         keys=sizes["k"],
         heads=kv_heads * product(sizes, groups),
         kv_heads=kv_heads,
-        head_dim=sizes.get("d", 1),
+        head_dim=max(sizes.get("d", 1), sizes.get("e", 1)),
         dtype=str(dtype),
         causal=all(one.causal for one in every),
         left=meaning.left,
@@ -60,6 +60,7 @@ def problem_of_passes(
         bias=(is_dense := any(one.is_dense for one in every)),
         dense_mask=is_dense and not any(one.has(BIAS) for one in every),
         rounds_bias=any(one.rounds_bias for one in every),
+        open_bias=any(one.open_bias for one in every),
         rounds_output=any(_is_kept_wide(program, v, dtype) for v in outputs),
         scale=meaning.scale,
     )

@@ -1,4 +1,4 @@
-"""What a pass computes, as steps on arrays whose dims are named.
+"""Steps of a pass, on arrays whose dims are named.
 
 A step does the same at every position, or sums over keys; so arrays have one dim for
 each letter, and transposing, reshaping or repeating them is no step at all. The steps
@@ -173,7 +173,7 @@ class Core:
     def reads_of(
         self, op: Op, index: int, letters: Letters
     ) -> list[tuple[int, Use, Letters]]:
-        """Where the body of the pass has a value, and has it smaller."""
+        """Uses of a value in the body of the pass, and of those that it repeats."""
         found = []
         while True:
             v = op.operands[index]

@@ -38,7 +38,7 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Where an attention is.
+    """The place of an attention in a program.
 
     Attributes:
         op: the contraction that makes the scores.

@@ -320,7 +320,7 @@ class _Reader:
     # -- rule 5: rows without keys -----------------------------------------------------
 
     def _empty(self) -> str:
-        """What a query that sees no key has in the program."""
+        """The output of a query that sees no key."""
         if len(self.table.fills) != 1:
             raise Different(
                 "a query may see no key, and hidden keys have different numbers"

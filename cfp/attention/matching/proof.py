@@ -180,7 +180,7 @@ def _made_of_bools(core: Core, v: int) -> States | None:
 
 
 def _argument(core: Core) -> Arg:
-    """What a softmax is of: an exponential's operand without what is the row's."""
+    """The softmax's argument: an exponential's operand without a row's number."""
     found: set[Arg] = set()
     for step in core.steps.values():
         if step.op.kind != "exponential":

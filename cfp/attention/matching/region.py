@@ -144,7 +144,7 @@ class Region:
                 yield from op.results
 
     def _passed_on(self, loop: Op, index: int) -> Iterator[int]:
-        """What a loop passes on unchanged, in its body and behind it."""
+        """A value that a loop passes on unchanged, in its body and behind it."""
         for v in (*loop.entered(index), loop.results[index]):
             if self.values.same(v) != self.values.same(loop.operands[index]):
                 raise Different("a loop carries its scores or weights")
@@ -293,7 +293,7 @@ class Region:
     # -- letters -----------------------------------------------------------------------
 
     def letters(self, v: int) -> Letters:
-        """What the dims of a member run over."""
+        """Letters of the dims of a member."""
         return tuple(
             self._names.get(self._same.find(self._node(v, d)), "?") if n > 1 else ""
             for d, n in enumerate(self.program.shape(v))

@@ -24,7 +24,7 @@ _NOTHING: Mapping[int, np.ndarray] = MappingProxyType({})
 
 
 class Values:
-    """What each value of a program stands for, and numbers that equal ones share."""
+    """Values of a program: for each the one it stands for, and a number."""
 
     def __init__(self, program: Program) -> None:
         """Takes note of loops' counters, and of what loops pass on unchanged."""
@@ -119,7 +119,7 @@ class Values:
         return v
 
     def trips(self, loop: Op) -> int:
-        """How often a loop runs each time."""
+        """The number of a loop's iterations."""
         inner = [i for i in loop.body if self.program.ops[i].parent == loop.id]
         return self.program.ops[inner[0]].repeat // max(1, loop.repeat) if inner else 0
 

@@ -205,7 +205,8 @@ def make_mesh(
         )
     names = tuple(name for name, _ in axes)
     sizes = tuple(size for _, size in axes)
-    return jax.make_mesh(sizes, names, devices=devices[:wanted])
+    kinds = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.make_mesh(sizes, names, kinds, devices=devices[:wanted])
 
 
 def all_meshes(most_axes: int) -> dict[str, Mesh]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Set
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from math import prod
 
 from cfp.analysis.contractions import UnionFind, is_contraction
@@ -432,26 +433,27 @@ def is_gradient(program: Program, value: int, ends: Set[int] = frozenset()) -> b
 def pair_outputs(flow: Flow) -> tuple[int | None, ...]:
     """For each argument the output that is its new value, or None.
 
-    Equal types with equal paths below the root say so; for arguments and results that
-    have no path below the root, that the one is computed from the other elementwise.
-    Donation speaks for the rest: JAX matches donated arguments with results by type
-    alone, so it comes second.
+    Equal types with equal paths below the root say so. A result may lie deeper, as
+    `checkify` returns state, and an argument may have no path below the root: then the
+    one is computed from the other elementwise, too. Donation speaks for the rest: JAX
+    matches donated arguments with results by type alone, so it comes second.
     """
     program = flow.program
     paired: list[int | None] = [None] * len(program.args)
     taken: set[int] = set()
     by_path: dict[tuple, list[int]] = {}
     for index, name in enumerate(program.output_names):
-        value = program.values[program.outputs[index]]
-        for tail in {name, name.partition("/")[2]}:
-            by_path.setdefault((tail, value.shape, value.dtype), []).append(index)
-    for index, name in enumerate(program.arg_names):
-        value = program.values[program.args[index]]
-        tail = name.partition("/")[2]
-        for candidate in by_path.get((tail, value.shape, value.dtype), ()):
-            bare = not tail and not program.output_names[candidate].partition("/")[2]
-            if candidate not in taken and not (
-                bare and not _renews(flow, program.args[index], candidate)
+        value, parts = program.values[program.outputs[index]], name.split("/")
+        for start in range(len(parts) + 1):
+            key = start > 1, "/".join(parts[start:]), value.shape, value.dtype
+            by_path.setdefault(key, []).append(index)
+    for is_deep, (index, name) in product((False, True), enumerate(program.arg_names)):
+        value, tail = program.values[program.args[index]], name.partition("/")[2]
+        key = is_deep, tail, value.shape, value.dtype
+        for candidate in by_path.get(key, ()) if paired[index] is None else ():
+            is_sure = tail and not is_deep
+            if candidate not in taken and (
+                is_sure or _renews(flow, program.args[index], candidate)
             ):
                 paired[index] = candidate
                 taken.add(candidate)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from cfp.attention.kernels import KERNELS, Kernel
 from cfp.attention.problem import (
@@ -25,6 +25,7 @@ from cfp.attention.problem import (
 from cfp.attention.ring import Ring, from_zigzag, spread_attention, to_zigzag
 from cfp.attention.strategy import HEADS, ROLES, ULYSSES, AttentionStrategy, Given
 from cfp.errors import AttentionError
+from cfp.program.memory import auto_mesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,10 +156,8 @@ def attention(
         softcap=softcap,
         scale=scale,
     )
-    if mesh is not None and AxisType.Explicit in mesh.axis_types:
-        # Within, shardings are the compiler's: what arrives may be sharded anyhow.
-        types = (AxisType.Auto,) * len(mesh.axis_names)
-        mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    # Within, shardings are the compiler's: what arrives may be sharded anyhow.
+    mesh = mesh and auto_mesh(mesh)
     choice = _choose(problem, mesh, strategy, implementation, zigzag_tokens)
     ids = segments_of(segment_ids)
     if key_lengths is not None and choice.kernel.any_positions:

@@ -63,9 +63,8 @@ def analyze_step(
         CfpError: it cannot be traced, or the pins do not fit.
     """
     started = time.perf_counter()
-    if not isinstance(mesh, DescribedMesh):
-        mesh = planning_mesh(mesh)
-    lowered_for = mesh.abstract if isinstance(mesh, DescribedMesh) else mesh
+    is_described = isinstance(mesh, DescribedMesh)
+    lowered_for = mesh.abstract if is_described else planning_mesh(mesh)
     program, lowering = trace(step, lowered_for)
     axes = tuple(mesh.shape.items())
     program = with_token_factors(program)

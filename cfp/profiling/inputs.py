@@ -24,6 +24,7 @@ from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.key import GPU_PLATFORMS
 from cfp.program.constrain import partition_spec
 from cfp.program.graph import Op, Program, Spec, reached
+from cfp.program.memory import auto_mesh
 from cfp.program.signature import Part, aval, is_key, key_name, signature
 
 _EQUAL = "comparison_direction EQ"
@@ -203,7 +204,8 @@ def generator(kind: InputKind, mesh: Mesh) -> jax.stages.Compiled:
     with jax.enable_x64(True):
         made = jax.eval_shape(partial(_made, kind))
         # Inside of a program keys have dims that JAX does not show.
-        sharding = NamedSharding(mesh, partition_spec(kind.spec, len(made.shape)))
+        spec = partition_spec(kind.spec, len(made.shape))
+        sharding = NamedSharding(auto_mesh(mesh), spec)
         if kind.memory:
             sharding = sharding.with_memory_kind(kind.memory)
         lowered = jax.jit(partial(_made, kind), out_shardings=sharding).lower()

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from cfp.program import shardy
 from cfp.program.graph import Op, Program, Spec
+from cfp.program.memory import auto_mesh
 from cfp.program.partitioned import bind
 from cfp.program.rematerialize import Rematerialization, rematerialize, repeatable
 from cfp.program.replace import Replacement, Replacer
@@ -59,6 +60,7 @@ def constrain(
     Then rematerializes and replaces what is to be; what is not read any more stays.
     Returns what stands for values that other functions compute, by id.
     """
+    mesh = auto_mesh(mesh)
     bind(module, mesh)
     with module.context, ir.Location.unknown():
         inserter = Inserter(module, program, mesh)

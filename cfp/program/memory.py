@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.extend.core import Jaxpr
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import tree_flatten, tree_unflatten
 
 from cfp.program.jaxprs import inner_jaxprs
@@ -123,6 +123,20 @@ def explicit_sharding(leaf: Any) -> NamedSharding | None:
 def _is_explicit(sharding: Any) -> TypeGuard[NamedSharding]:
     is_named = isinstance(sharding, NamedSharding)
     return is_named and AxisType.Explicit in sharding.mesh.axis_types
+
+
+def auto_mesh(mesh: Mesh) -> Mesh:
+    """The mesh with axes whose shardings the compiler may choose."""
+    axis_types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
+
+
+def on_auto_mesh(sharding: NamedSharding) -> NamedSharding:
+    """The sharding on such a mesh, or on a mesh without devices as it is."""
+    if not isinstance(sharding.mesh, Mesh):
+        return sharding
+    mesh, kind = auto_mesh(sharding.mesh), sharding.memory_kind
+    return NamedSharding(mesh, sharding.spec, memory_kind=kind)
 
 
 def in_memory(shardings: Sequence[_S], kinds: Sequence[str]) -> tuple[_S, ...]:

@@ -29,7 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 from cfp.program import shardy
 from cfp.program.constrain import partition_spec
 from cfp.program.graph import Program, Spec, numpy_dtype, searched_once
-from cfp.program.memory import in_memory, placed_avals
+from cfp.program.memory import in_memory, on_auto_mesh, placed_avals
 from cfp.program.partitioned import unbound
 
 
@@ -181,6 +181,7 @@ class Signature:
 
         if in_shardings is None or out_shardings is None:
             return jax.jit(placeholder, keep_unused=True).lower(*self.inputs)
+        in_shardings = [*map(on_auto_mesh, in_shardings)]
         jitted = jax.jit(
             placeholder,
             keep_unused=True,

@@ -17,7 +17,6 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.extend.mlir import ir
 from jax.sharding import (
     AbstractMesh,
-    AxisType,
     Mesh,
     NamedSharding,
     PartitionSpec,
@@ -30,7 +29,7 @@ from cfp.program.callbacks import Alarm, guarded
 from cfp.program.fp8 import use_precision
 from cfp.program.graph import Program, Rewritten
 from cfp.program.meaning import check_settings
-from cfp.program.memory import in_memory, placed_avals
+from cfp.program.memory import auto_mesh, in_memory, on_auto_mesh, placed_avals
 from cfp.program.partitioned import deferred, lowering_parameters
 from cfp.program.read import read_program
 from cfp.program.scatters import rewrite_scatters
@@ -40,8 +39,8 @@ from cfp.program.step import FlatStep, given_bytes
 _PLATFORM_OF_DESCRIBED = "cuda"
 
 
-def planning_mesh(mesh: Mesh) -> Mesh:
-    """The mesh with axes whose shardings the compiler may choose.
+def check_mesh(mesh: Mesh) -> None:
+    """Refuses what is no mesh of devices.
 
     Raises:
         MeshError: it is no mesh.
@@ -57,8 +56,16 @@ def planning_mesh(mesh: Mesh) -> Mesh:
             "The mesh has no devices. Make one with jax.make_mesh((4,), ('x',)), or "
             "leave it out: cfp takes all devices then."
         )
-    axis_types = (AxisType.Auto,) * len(mesh.axis_names)
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=axis_types)
+
+
+def planning_mesh(mesh: Mesh) -> Mesh:
+    """The mesh with axes whose shardings the compiler may choose.
+
+    Raises:
+        MeshError: it is no mesh.
+    """
+    check_mesh(mesh)
+    return auto_mesh(mesh)
 
 
 _ORDERED = (
@@ -153,7 +160,8 @@ def lower_step(
     """
     check_settings()
     out_tree = tree_structure(step.traced.out_info)
-    in_shardings = in_memory(in_shardings, step.memory_kinds)
+    # The caller's mesh names the types of axes that results have, and no others.
+    in_shardings = in_memory([*map(on_auto_mesh, in_shardings)], step.memory_kinds)
     if any(kinds := step.result_memory_kinds):
         if isinstance(out_shardings, NamedSharding):
             out_shardings = [out_shardings] * len(kinds)

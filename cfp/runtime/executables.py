@@ -59,6 +59,7 @@ class Executables:
         rest = (
             environment_parts(devices),
             [device.id for device in devices],
+            mesh.axis_types,
             sorted(options.items()),
             [(str(leaf), leaf.weak_type) for leaf in leaves],
             step.donated,

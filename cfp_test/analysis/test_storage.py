@@ -210,6 +210,44 @@ def test_bare_arrays_pair_with_what_renews_them():
     assert storage(hand_on, (w, x))[1] == (1, None)
 
 
+@pytest.mark.parametrize("arguments", ["params, moments", "state", "arrays"])
+@pytest.mark.parametrize("wrap", [lambda flag, out: (flag, out), lambda *x: {"a": [x]}])
+def test_state_that_lies_deeper_in_results_is_state(arguments, wrap):
+    def update(params, moments, x):
+        loss, grads = jax.value_and_grad(lambda p: jnp.sum((x @ p["w"]) ** 2))(params)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, grads)
+        params = jax.tree.map(lambda p, m: p - m, params, moments)
+        return wrap(jnp.isnan(loss), ((params, moments), loss))
+
+    def of_state(state, x):
+        return update(*state, x)
+
+    def of_arrays(w, m, x):
+        return update({"w": w}, {"w": m}, x)
+
+    w, x = normal(0, 16, 16), normal(1, 16, 16)
+    step, args = {
+        "params, moments": (update, ({"w": w}, {"w": w}, x)),
+        "state": (of_state, (({"w": w}, {"w": w}), x)),
+        "arrays": (of_arrays, (w, w, x)),
+    }[arguments]
+    _, paired, groups = storage(step, args)
+    assert paired[2] is None
+    assert paired[1] == paired[0] + 1
+    assert [sorted(group.args) for group in groups] == [[0, 1]]
+
+
+def test_a_result_of_the_same_type_deeper_is_no_new_state():
+    """Data that the step only reads has the path of what it returns."""
+
+    def step(state, batch):
+        out = jnp.tanh(batch["w"]) @ state["w"]
+        return True, ({"w": state["w"] + out}, {"seen": {"w": jnp.sin(out)}})
+
+    w = normal(0, 16, 16)
+    assert storage(step, ({"w": w}, {"w": w}))[1] == (1, None)
+
+
 def test_one_argument_for_one_output():
     def step(a, b):
         return a + (a @ b) * 0.1

@@ -89,3 +89,39 @@ def test_shardings_that_explicit_axes_refuse_are_no_obstacle(tmp_path):
     settings = DetailedSettings(race=False, per_kind=1, in_context=False)
     how = {"mesh": mesh, "cache_dir": tmp_path, "settings": settings, "quiet": True}
     assert cfp.plan(step, weights, x, **how).compile_bound()(weights, x) == 8**3
+
+
+@pytest.mark.parametrize("preset", ["fully_sharded", None])
+def test_results_have_the_axis_types_of_the_callers_mesh(preset, mesh, tmp_path):
+    def step(weights, x):
+        def loss(weights):
+            return jnp.mean((jnp.tanh(x @ weights["up"]) @ weights["down"] - x) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - g, weights, gradients), value
+
+    def init():
+        return {"up": jnp.ones((16, 32)) / 16, "down": jnp.ones((32, 16)) / 32}
+
+    x = np.ones((8, 16), np.float32)
+    with jax.set_mesh(mesh):
+        plan = cfp.plan(
+            step, jax.eval_shape(init), x, mesh=mesh, preset=preset, cache_dir=tmp_path
+        )
+        run = plan.apply(step)
+        weights = plan.init(init)
+        batch = plan.place(x, "x")
+        for _ in range(2):
+            arrays = [*weights.values(), batch]
+            assert {a.sharding.mesh.axis_types for a in arrays} == {mesh.axis_types}
+            weights, loss = run(weights, batch)
+        assert plan.out_shardings[0] == {k: w.sharding for k, w in weights.items()}
+        assert loss + 0.0 >= 0.0
+        assert jnp.linalg.norm(weights["up"]) > 0.0
+        doubled = jax.jit(lambda w: w["up"] * 2)(weights)
+    np.testing.assert_allclose(np.asarray(doubled), 2 * np.asarray(weights["up"]))
+    expected = init()
+    for _ in range(2):
+        expected, _ = jax.jit(step)(expected, x)
+    for name, found in weights.items():
+        np.testing.assert_allclose(found, expected[name], rtol=1e-5)

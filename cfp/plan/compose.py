@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import lay_out
@@ -98,7 +98,7 @@ def compose_plan(
         uncounted=describe_uncounted(program),
         replicated_ops=whole_ops(layout, rates),
         race=tuple(outcome.rows),
-        environment={**configuration(), **environment},
+        environment={**configuration(), **environment, **_explicit_axes(mesh)},
         outline=outline_of(program),
         search=search,
         products=program.rewritten.products,
@@ -108,3 +108,12 @@ def compose_plan(
         raced=raced,
         tuned=tuned,
     )
+
+
+def _explicit_axes(mesh: Mesh | DescribedMesh) -> dict[str, str]:
+    """Axes of the caller's mesh that results of a plan from a file are to have, too."""
+    if isinstance(mesh, DescribedMesh):
+        return {}
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    found = [name for name, kind in pairs if kind is AxisType.Explicit]
+    return {"explicit_axes": ",".join(found)} if found else {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from cfp.analysis.strategies import Spec
@@ -18,7 +18,6 @@ from cfp.plan.parts import path_text, places_like, shape_of, type_text
 from cfp.program.constrain import partition_spec
 from cfp.program.fixed import fixed, released
 from cfp.program.memory import in_memory, put
-from cfp.program.trace import planning_mesh
 from cfp.runtime.execute import told_while
 
 
@@ -80,7 +79,11 @@ def mesh_here(axes: Sequence[tuple[str, int]], environment: Mapping[str, str]) -
         )
     names = tuple(name for name, _ in axes)
     shape = tuple(size for _, size in axes)
-    return planning_mesh(jax.make_mesh(shape, names, devices=devices))
+    explicit = environment.get("explicit_axes", "").split(",")
+    kinds = tuple(
+        AxisType.Explicit if name in explicit else AxisType.Auto for name in names
+    )
+    return jax.make_mesh(shape, names, kinds, devices=devices)
 
 
 def _other_devices(count: int, platform: str) -> str:

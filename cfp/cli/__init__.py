@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from cfp.cli import finding, planning, reading, running
-from cfp.cli.options import INTERRUPTED, MARKUP, PASS_ON, TRACEBACK, Command
+from cfp.cli.options import INTERRUPTED, MARKUP, PASS_ON, TRACEBACK, Command, Option
 from cfp.cli.options import command as one_message
 from cfp.cli.supervise import Supervision
 from cfp.cluster.doctor import main as doctor
@@ -93,57 +93,37 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
-def _common(
-    version: Annotated[
+@one_message(
+    version=Option(bool, "Print the version.", callback=_print_version, is_eager=True),
+    traceback=Option(
         bool,
-        typer.Option(
-            "--version",
-            help="Print the version.",
-            callback=_print_version,
-            is_eager=True,
-        ),
-    ] = False,
-    traceback: Annotated[
+        "Print the whole traceback of an error, too. May be given anywhere in the "
+        "command.",
+    ),
+    coordinator=Option(
+        str,
+        "Run as one of several processes, on all of their devices: address of process "
+        "0. Give the command to every process.",
+        metavar="HOST:PORT",
+    ),
+    processes=Option(int, "Number of processes.", metavar="N"),
+    process_id=Option(int, "The number of this one, from 0 to N - 1.", metavar="I"),
+    join=Option(
         bool,
-        typer.Option(
-            "--traceback",
-            help="Print the whole traceback of an error, too. May be given anywhere in "
-            "the command.",
-        ),
-    ] = False,
-    coordinator: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Run as one of several processes, on all of their devices: address "
-            "of process 0. Give the command to every process.",
-        ),
-    ] = None,
-    processes: Annotated[
-        int | None, typer.Option(metavar="N", help="Number of processes.")
-    ] = None,
-    process_id: Annotated[
-        int | None,
-        typer.Option(metavar="I", help="The number of this one, from 0 to N - 1."),
-    ] = None,
-    join: Annotated[
-        bool,
-        typer.Option(
-            "--join",
-            help="Run as one of several processes that JAX detects: under Slurm, Open "
-            "MPI, Kubernetes.",
-        ),
-    ] = False,
-) -> None:
+        "Run as one of several processes that JAX detects: under Slurm, Open MPI, "
+        "Kubernetes.",
+    ),
+)
+def _common(_: typer.Context, given: Any) -> None:
     # Commands that use devices read them there; so do programs that call cfp.join().
-    given = {
-        COORDINATOR: coordinator,
-        PROCESSES: processes,
-        PROCESS_ID: process_id,
-        JOIN: "1" if join else None,
-        TRACEBACK: "1" if traceback else None,
+    variables = {
+        COORDINATOR: given.coordinator,
+        PROCESSES: given.processes,
+        PROCESS_ID: given.process_id,
+        JOIN: "1" if given.join else None,
+        TRACEBACK: "1" if given.traceback else None,
     }
-    os.environ.update({k: str(v) for k, v in given.items() if v is not None})
+    os.environ.update({k: str(v) for k, v in variables.items() if v is not None})
 
 
 def main() -> None:

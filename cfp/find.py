@@ -133,7 +133,7 @@ def find_with_state_in_host(
     error = shortage
     with unchecked():
         for some in enough_state(frame, shortage.smallest_feasible_bytes - most):
-            if time.monotonic() > end:
+            if time.monotonic() >= end:
                 raise error.with_line(
                     "With a longer --time-budget there is time to plan with more state "
                     "in the memory of the host, too."

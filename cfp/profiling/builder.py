@@ -29,6 +29,7 @@ from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Statu
 from cfp.profiling.remote import RefusedElsewhere, RemoteCompiler
 from cfp.profiling.tasks import Task
 from cfp.program.constrain import Constraints
+from cfp.program.fp8 import options_of
 from cfp.program.graft import lower_part
 from cfp.program.graph import Program, Spec
 from cfp.program.memory import host_kind
@@ -258,7 +259,7 @@ def build_here(
     started = time.perf_counter()
     platform = mesh.devices.flat[0].platform
     how: Compile = compile_right
-    options = dict(job.options)
+    options = {**options_of(program.rewritten), **dict(job.options)}
     if environment.remote is None:  # Directories are of this host.
         environment.prepare(platform)
         options = {**environment.options(platform), **options}

@@ -18,8 +18,6 @@ from cfp.errors import CompilerError
 from cfp.profiling.hlo import called_by
 from cfp.profiling.hlo_text import Module, modules_in
 from cfp.profiling.overwritten import has_rematerialized, read_after_overwritten
-from cfp.program import shardy
-from cfp.program.fp8 import options_of
 
 _OFF = "xla_disable_hlo_passes"
 _PASS = "rematerialization"
@@ -40,8 +38,7 @@ def compile_right(
     Raises:
         CompilerError: it is wrong nevertheless.
     """
-    options = {**options_of(shardy.stablehlo(lowered)), **options}
-    compiled = lowered.compile(compiler_options=options or None)
+    compiled = lowered.compile(compiler_options=dict(options) or None)
     text = compiled.as_text() or ""
     if miscompile_reason(text) is None:
         return compiled, text

@@ -31,7 +31,7 @@ from jax.extend.mlir.dialects import stablehlo
 
 from cfp.errors import OptionError
 from cfp.program import shardy
-from cfp.program.graph import numpy_dtype
+from cfp.program.graph import Rewritten, numpy_dtype
 
 TAKEN = "in FP8"
 _PRODUCT = "stablehlo.dot_general"
@@ -99,16 +99,14 @@ def least_size(precision: str) -> int:
     return int(size) if size else _LEAST_SIZE
 
 
-def options_of(module: ir.Module) -> dict[str, str]:
-    """Compiler options for a module: Triton is left out if there are FP8 products.
+def options_of(rewritten: Rewritten) -> dict[str, str]:
+    """Compiler options for a program: Triton is left out if there are FP8 products.
 
-    Tuning its kernels takes 40 s for eleven FP8 products, and 1 s without, and the
-    library's are faster (``docs/fp8.md``).
+    Tuning its kernels takes 44 s for eleven FP8 products, and 1 s without, and the
+    library's are as fast (``docs/fp8.md``).
     """
-    casts = (op for op in shardy.every_op(module) if op.name == "stablehlo.convert")
-    if any("f8E4M3FN" in str(op.results[0].type) for op in casts):
-        return {"xla_gpu_enable_triton_gemm": "False"}
-    return {}
+    has_products = rewritten.products.get(TAKEN, 0) > 0
+    return {"xla_gpu_enable_triton_gemm": "False"} if has_products else {}
 
 
 def use_precision(module: ir.Module, precision: str) -> dict[str, int]:

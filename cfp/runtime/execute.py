@@ -35,6 +35,7 @@ from cfp.program.constrain import Constraints, constrain, misfit, uneven
 from cfp.program.dispatch import Dispatch, Look
 from cfp.program.exported import exported
 from cfp.program.fixed import has_fixed, released
+from cfp.program.fp8 import options_of
 from cfp.program.graph import Program
 from cfp.program.meaning import (
     check_numbers,
@@ -378,7 +379,8 @@ def load_or_lower(
     platform = mesh.devices.flat[0].platform
     environment = environment or BuildEnvironment()
     environment.prepare(platform)
-    how = {**environment.options(platform), **(options or {})}
+    how = {**environment.options(platform), **options_of(lowering.rewritten)}
+    how |= options or {}
     if wide and platform in GPU_PLATFORMS:
         # A program that checks another runs a few times: decisions.md, "A check runs
         # untuned programs".

@@ -24,7 +24,6 @@ from cfp.checking.reference import both_sides
 from cfp.cost.memory import host_bytes
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
-from cfp.profiling import processes
 from cfp.program.shardy import (
     main_function,
     memory_of_move,
@@ -142,7 +141,7 @@ def test_all_of_it_is_kept_there_where_less_does_not_do(mesh, tmp_path):
 def test_where_time_is_over_it_is_not_planned_again(mesh, tmp_path, monkeypatch):
     now, whole = [0.0], room.find_plan
     own = {"monotonic": lambda: now[0], "perf_counter": time.perf_counter}
-    for module in (room, contexts, processes):
+    for module in (room, contexts):
         monkeypatch.setattr(module, "time", SimpleNamespace(**own))
     monkeypatch.setattr(variant_turns, "now", lambda: now[0])
 

@@ -1,7 +1,6 @@
 """`cfp plan` with several mesh shapes and microbatches, from the outside."""
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,7 @@ from cfp.outcomes import Basis, Outcome
 from cfp.variants import Fastest
 from cfp.view.console import plain_text
 from cfp_test.cli import cli_runner
-from cfp_test.cli.cli_runner import environment, run_batch
-from cfp_test.support.forking import quick_python
-from cfp_test.support.waiting import end_of, running, until
+from cfp_test.cli.cli_runner import run_batch
 
 TOYS = str(Path(__file__).with_name("toy_targets.py"))
 TOY = f"{TOYS}:toy"
@@ -144,37 +141,3 @@ def test_memory_of_devices_that_are_not_here_is_shown_as_estimated(folder):
     lines = shown.out.splitlines()
     taken = next(line for line in lines if line.startswith("|* |"))
     assert "B, estimated" in taken
-
-
-_SLOW = """
-import pathlib, time
-import jax.numpy as jnp
-
-def slow():
-    traced = []
-
-    def step(w, x):
-        traced.append(1)
-        if len(traced) > 1:  # Of the second mesh.
-            pathlib.Path("second").touch()
-            time.sleep(100_000)
-        return jnp.tanh(x @ w) @ w.T
-
-    return step, (jnp.zeros((8, 16)), jnp.zeros((16, 8)))
-"""
-
-
-def test_interrupted_among_variants_it_keeps_and_prints_the_best_so_far(tmp_path):
-    (tmp_path / "mine.py").write_text(_SLOW)
-    line = ["-m", "cfp", "plan", "mine.py:slow", *FEW, *SHAPES, "-o", "plan.json"]
-    command = [quick_python(), *line]
-    with running(command, tmp_path, environment()) as process:
-        until((tmp_path / "second").exists, process)
-        process.send_signal(signal.SIGINT)
-        out, err = end_of(process)
-    assert process.returncode == 130, err
-    assert "best of what was finished by then" in " ".join(err.split())
-    assert "Traceback" not in err
-    assert "interrupted" in out
-    assert "Plan 'data_parallel' for a mesh x=4" in out
-    assert Plan.load(tmp_path / "plan.json").mesh_axes == (("x", 4),)

@@ -35,7 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -96,9 +96,7 @@ MOST_OF_A_KIND = 2
 THREADS = 4
 AT_ONCE = 4  # Presets compiled until one of them fits.
 SOLVER_SECONDS = 15.0
-TORCH_SECONDS = 45.0  # Kept for PyTorch at the end of a piece.
-# With less left no such piece begins.
-LEAST_SECONDS = {"": 120.0, "off": 120.0, "budgets": 60.0, "off_budgets": 60.0}
+LEAST_SECONDS = 30.0  # With less left nothing begins.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -571,6 +569,8 @@ def run_piece(piece: Piece, given: argparse.Namespace) -> None:
     mesh = planning_mesh(platform.make_mesh(AXES))
     sizes = piece.options(given.tiny)
     record = Record(given.out / piece.file)
+    if not piece.under_budgets:  # One that was cut off begins anew.
+        record.data = {"ways": {}, "done": False}
     record.write(
         piece=piece.name,
         model=piece.model,
@@ -701,58 +701,31 @@ def torch_command(piece: Piece, file: Path, rounds: int, tiny: bool) -> list[str
     return words
 
 
-@contextmanager
-def _links(piece: Piece) -> Iterator[dict[str, str]]:
-    """The environment of a piece's processes."""
-    found = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
-    found |= {"OMP_NUM_THREADS": "4", "TORCHINDUCTOR_COMPILE_THREADS": "8"}
-    if piece.slow:
-        found["NCCL_P2P_DISABLE"] = "1"
-    yield found
-
-
 def run_all(given: argparse.Namespace) -> None:
     """Runs what is missing, a piece after the other, until time is over."""
-    given.out.mkdir(parents=True, exist_ok=True)
-    given.work.mkdir(parents=True, exist_ok=True)
+    for folder in (given.out, given.work):
+        folder.mkdir(parents=True, exist_ok=True)
     end = _STARTED + given.seconds
-    if given.torch:
-        # Read from the disk while the first step is traced; a process takes long to.
-        subprocess.Popen([sys.executable, "-c", "import torch._inductor.compile_fx"])
     for piece in map(Piece.of, given.pieces):
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+        if piece.slow:
+            environment["NCCL_P2P_DISABLE"] = "1"
+        words = [sys.executable, "-m", "cfp_test.bench.side_by_side"]
+        words += ["--out", str(given.out), "--work", str(given.work)]
+        words += ["--rounds", str(given.rounds), "--role", piece.name]
+        words += ["--until", f"{end - 8:.1f}", "--shares", *map(str, given.shares)]
+        words += ["--tiny"] if given.tiny else []
         torch_file = given.out / f"torch_{piece.file}l"
-        with_torch = piece.kind in ("", "off")
-        wants_torch = with_torch and given.torch and not torch_file.exists()
-        with _links(piece) as environment:
+        in_torch = torch_command(piece, torch_file, given.rounds, given.tiny)
+        todo = [] if Record(given.out / piece.file).data["done"] else [words]
+        if given.torch and piece.kind in ("", "off") and not torch_file.exists():
+            todo.append(in_torch)
+        for command in todo:
             left = end - time.monotonic()
-            record = Record(given.out / piece.file)
-            if not record.data["done"]:
-                if left < LEAST_SECONDS[piece.kind]:
-                    continue
-                if record.data["ways"] and not piece.under_budgets:
-                    record.path.rename(_before(record.path))
-                reserve = TORCH_SECONDS if wants_torch else 8.0
-                words = [sys.executable, "-m", "cfp_test.bench.side_by_side"]
-                words += ["--out", str(given.out), "--work", str(given.work)]
-                words += ["--rounds", str(given.rounds), "--role", piece.name]
-                words += ["--until", f"{end - reserve:.1f}", "--shares"]
-                words += map(str, given.shares)
-                words += ["--tiny"] if given.tiny else []
-                say(f"=== {piece.name}, for at most {left - reserve:.0f} s")
-                _run(words, environment, left - 4, given.out / f"{piece.file}.log")
-            left = end - time.monotonic()
-            if wants_torch and left > 25:
-                say(f"=== {piece.name}, PyTorch")
-                words = torch_command(piece, torch_file, given.rounds, given.tiny)
-                log = given.out / f"torch_{piece.file}.log"
-                _run(words, environment, left - 4, log)
+            if left > LEAST_SECONDS:
+                say(f"=== {piece.name}, for at most {left:.0f} s")
+                _run(command, environment, left, given.out / f"{piece.file}.log")
     say("over")
-
-
-def _before(path: Path) -> Path:
-    """A name for what an earlier run of a piece came to, which was cut off."""
-    names = (path.with_name(f"{path.stem}_before{n}.json") for n in range(1, 100))
-    return next(one for one in names if not one.exists())
 
 
 def _run(
@@ -771,32 +744,20 @@ def _run(
         ) as process,
     ):
         try:
-            code = process.wait(seconds)
+            say(f"  exit status {process.wait(seconds)}")
         except subprocess.TimeoutExpired:
             say("  cut off, since time is over")
-            return
         finally:
             end_group(process)
-    lines = log.read_text().splitlines()
-    say(f"  exit status {code}: {lines[-1][:400] if lines else ''}")
-
-
-def _reached(data: Mapping[str, Any]) -> int:
-    """The number of samples of the plan in a piece."""
-    return len(data["ways"].get("planned", {}).get("samples_ms", ()))
 
 
 def joined(folder: Path) -> list[dict[str, Any]]:
     """All pieces of a folder, each with PyTorch's rows."""
     pieces = []
-    for name in PIECES:
-        piece = Piece.of(name)
-        stem = Path(piece.file).stem
-        files = [folder / piece.file, *folder.glob(f"{stem}_before*.json")]
-        found = [json.loads(one.read_text()) for one in files if one.exists()]
-        if not found:
+    for piece in map(Piece.of, PIECES):
+        if not (file := folder / piece.file).exists():
             continue
-        data = max(found, key=_reached)
+        data = json.loads(file.read_text())
         torch_file = folder / f"torch_{piece.file}l"
         if torch_file.exists():
             lines = torch_file.read_text().splitlines()

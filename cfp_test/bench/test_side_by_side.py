@@ -83,18 +83,13 @@ def test_nothing_is_timed_when_time_is_over_and_the_piece_is_not_whole(timed):
     assert (whole, order, rows["planned"]["samples_ms"]) == (False, [], [])
 
 
-def test_of_a_piece_that_was_cut_off_the_longer_run_counts(tmp_path):
-    def write(name, samples):
-        ways = {"planned": {"samples_ms": samples}}
-        (tmp_path / name).write_text(json.dumps({"ways": ways, "file": name}))
-
-    write("gpt.json", [1.0])
-    write("gpt_before1.json", [1.0, 2.0])
-    write("gpt_off.json", [])
+def test_pieces_have_the_rows_of_pytorch(tmp_path):
+    for name in ("gpt.json", "gpt_off.json"):
+        (tmp_path / name).write_text(json.dumps({"file": name}))
     (tmp_path / "torch_gpt.jsonl").write_text('{"name": "PyTorch FSDP2"}\n')
     gpt, off = joined(tmp_path)
-    assert gpt["file"] == "gpt_before1.json" and off["file"] == "gpt_off.json"
-    assert gpt["pytorch"] == [{"name": "PyTorch FSDP2"}]
+    assert gpt == {"file": "gpt.json", "pytorch": [{"name": "PyTorch FSDP2"}]}
+    assert off == {"file": "gpt_off.json"}
 
 
 def test_rows_are_those_of_the_page():

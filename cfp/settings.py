@@ -83,7 +83,7 @@ TUNING_AT_ONCE = 2
 REACH_BY_ESTIMATE = 1.4
 # What is slower than this many times the fastest is left out: after the look before the
 # turns, or the first turn where there is no look, and between two races; and after each
-# other turn. decisions.md, "Kernels are measured in place of what they replace".
+# other turn. decisions.md, "Kernels are measured in place of written attention".
 STAY_AFTER_LOOK = 1.04
 STAY_AFTER_TURN = 1.02
 # Programs of a race whose medians differ by no more than this share are a tie, of two
@@ -198,7 +198,7 @@ class PlatformDefaults:
 
 # On 2 H200 predictions were off by 8 % at most, and with arguments alone constrained,
 # for which the same prediction stands, steps were up to 8 % faster (decisions.md,
-# "One rule says what races").
+# "One rule admits candidates to the race").
 # With activations constrained only propagation's own choice is raced, which is one
 # program: on 2 H100 with NCCL_P2P_DISABLE=1 what people shard by hand was predicted at
 # 1.23 times the plan's time, and was faster.

@@ -2,8 +2,8 @@
 
 The presets' parts come first, and the best by estimate: with kernels, where they can
 compute a part of it. As it is written only one strategy of each kind is measured, if
-its kernel is no slower way (docs/decisions.md, "Kernels are measured in place of what
-they replace"). If the fastest choice of these fits in memory, that is all: more rounds
+its kernel is no slower way (docs/decisions.md, "Kernels are measured in place of
+written attention"). If the fastest choice of these fits in memory, that is all: more rounds
 made no plan faster (docs/decisions.md, "Where memory decides, likely strategies are
 measured next"). Where memory keeps it out, rounds follow: what is not measured enters
 the search with its expected cost (:mod:`cfp.search.expected`), and the strategies that

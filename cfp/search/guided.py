@@ -3,12 +3,12 @@
 The presets' parts come first, and the best by estimate: with kernels, where they can
 compute a part of it. As it is written only one strategy of each kind is measured, if
 its kernel is no slower way (docs/decisions.md, "Kernels are measured in place of
-written attention"). If the fastest choice of these fits in memory, that is all: more rounds
-made no plan faster (docs/decisions.md, "Where memory decides, likely strategies are
-measured next"). Where memory keeps it out, rounds follow: what is not measured enters
-the search with its expected cost (:mod:`cfp.search.expected`), and the strategies that
-the search picks are measured. That ends when nothing is expected to make the best plan
-faster by enough, or when enough was measured.
+written attention"). If the fastest choice of these fits in memory, that is all: more
+rounds made no plan faster (docs/decisions.md, "Where memory decides, likely strategies
+are measured next"). Where memory keeps it out, rounds follow: what is not measured
+enters the search with its expected cost (:mod:`cfp.search.expected`), and the
+strategies that the search picks are measured. That ends when nothing is expected to
+make the best plan faster by enough, or when enough was measured.
 
 With a budget of time, the parts of one preset after another are measured, the best by
 estimate first, until time is over. What a plan cannot do without is measured anyway.

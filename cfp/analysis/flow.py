@@ -255,11 +255,6 @@ def scope_path(scope: str) -> str:
     return "/".join(_user_parts(scope)) or _split_scope(scope)[-1]
 
 
-def op_path(scope: str) -> str:
-    """The same with the op: ``jit(f)/jvp(Net)/a/b/dot`` gives ``Net/a/b/dot``."""
-    return "/".join([*_user_parts(scope), _split_scope(scope)[-1]])
-
-
 def _scope_of_user(scope: str) -> str:
     parts = _user_parts(scope)
     return "" if all(map(_EINSUM.fullmatch, parts)) else "/".join(parts)

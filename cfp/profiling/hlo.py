@@ -160,12 +160,6 @@ def shape_bytes(shape: str) -> int:
     return total
 
 
-def dims_of(shape: str) -> list[int]:
-    """The dims of a shape, of a tuple's first part; empty for a scalar."""
-    found = _ARRAY.search(shape)
-    return _sizes(found[2]) if found else []
-
-
 def _sizes(dims: str) -> list[int]:
     return [int(dim.strip(" <=")) for dim in dims.split(",") if dim.strip()]
 

@@ -45,8 +45,6 @@ _SAME = {
     "subtract": (0,),
     "transpose": (0,),
 }
-# Picked among at least, if there are as many: what is added up in one row is slow.
-_LEAST_ROWS = 1024
 
 
 def counts(program: Program, ops: tuple[int, ...]) -> dict[int, int]:

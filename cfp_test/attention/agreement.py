@@ -134,7 +134,7 @@ def compare(
                 error = _error(found, expected)
             else:
                 right = exact(*jax.tree.map(_widened, args))
-                error = _error(found, right, 0.1) - 2 * _error(expected, right, 0.1)
+                error = _error(found, right, 0.3) - 2 * _error(expected, right, 0.3)
                 error = max(0.0, error - NARROW_TOLERANCE)
             off[kernel] = max(off[kernel], error)
     return Outcome(len(sites.found), left, kernels, off)

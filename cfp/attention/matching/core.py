@@ -275,18 +275,20 @@ class Core:
         return frozenset(self.one.makes[name].letters) - {""}
 
 
-def contracted(x: Any, y: Any, name: str, xp: Any, kept: frozenset[str] | None = None):
+def contracted(
+    x: Any, y: Any, name: str, xp: Any, kept: frozenset[str] | None = None
+) -> Any:
     """The sum of products over what a contraction sums."""
-    if kept is None:
-        summed = ("d",) if name == SCORES else ("e",)
-    else:
-        summed = tuple(a for a in ORDER if a not in kept)
-    every = [*range(len(ORDER))]
-    names = [ORDER.index(a) for a in summed]
-    out = [d for d in every if d not in names]
-    wide = [xp.broadcast_to(a, np.broadcast_shapes(x.shape, y.shape)) for a in (x, y)]
-    found = xp.einsum(wide[0], every, wide[1], every, out)
-    return xp.expand_dims(found, tuple(names))
+    summed = {"d" if name == SCORES else "e"} if kept is None else {*ORDER} - kept
+    sizes = np.broadcast_shapes(x.shape, y.shape)
+    out = [d for d, a in enumerate(ORDER) if a not in summed and sizes[d] > 1]
+    terms: list[Any] = []
+    for one in (x, y):
+        dims = [d for d, n in enumerate(one.shape) if n > 1]
+        wide = one.astype(np.promote_types(one.dtype, np.float32))
+        terms += [wide.reshape([one.shape[d] for d in dims]), dims]
+    found = xp.einsum(*terms, out)
+    return found.reshape([n if d in out else 1 for d, n in enumerate(sizes)])
 
 
 _OPS = {

@@ -153,7 +153,7 @@ class _Reader:
     ) -> np.ndarray:
         """The keys that constants with some states show: see `_squeezed`."""
         seen: np.ndarray = np.zeros([1] * len(ORDER), bool)
-        arrays = [_named(self.values.dense(v), letters) for v, letters in reads]
+        arrays = [in_order(self.values.dense(v), letters) for v, letters in reads]
         for states in visible:
             both = np.ones([1] * len(ORDER), bool)
             for array, state in zip(arrays, states, strict=True):
@@ -173,7 +173,7 @@ class _Reader:
             return False
         if op.direction not in _ORDERS or self.sizes.get(self.tokens) != keys:
             return False
-        places = [_named(values.dense(x), letters) for x in op.operands]
+        places = [in_order(values.dense(x), letters) for x in op.operands]
         sizes = [[n for n in x.shape if n > 1] for x in places]
         if sizes != [[keys], [keys]]:
             return False
@@ -269,7 +269,7 @@ class _Reader:
         place, length = (0, 1) if op.direction == "LT" else (1, 0)
         if not self.values.is_leaf(op.operands[place]):
             return None
-        counted = _named(self.values.dense(op.operands[place]), letters)
+        counted = in_order(self.values.dense(op.operands[place]), letters)
         shape = [self.sizes["k"] if x == "k" else 1 for x in ORDER]
         if not np.array_equal(counted, np.arange(self.sizes["k"]).reshape(shape)):
             return None
@@ -335,7 +335,7 @@ class _Reader:
         return MEAN
 
 
-def _named(x: np.ndarray, letters: Letters) -> np.ndarray:
+def in_order(x: np.ndarray, letters: Letters) -> np.ndarray:
     """An array with a dim for each of `ORDER`."""
     names = [a for a in letters if a]
     x = x.reshape([n for n, a in zip(x.shape, letters, strict=True) if a])

@@ -1,21 +1,16 @@
 """Injection after a model was made, and while it is made or called.
 
-Into modules of `flax.linen` operators come through interceptors of their calls. A
-module keeps its parameters: `init` makes those of the original, and a replacement gets
-them mapped when it is called. So checkpoints are the original's.
-
-Of modules of `flax.nnx` parts are taken out, and others put in. A replacement has the
-part's own variables where its policy leaves them as they are, so tied weights stay
-tied; what a policy maps becomes new parameters.
+Operators compute calls of parts; the parts keep their parameters, which a policy maps
+when a part is called. So checkpoints are the original's, and tied weights stay tied.
+Calls of modules of `flax.linen` are intercepted. A part of a module of `flax.nnx` gets
+a class of its own, derived from the part's, whose call is the operators'.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
@@ -25,66 +20,53 @@ from flax import nnx
 from jax import Array
 
 from cfp.operators.inject.policy import (
+    Parameters,
     Policy,
     PolicyError,
     Refused,
-    check_mapping,
     first_match,
     policies_of,
 )
 from cfp.operators.inject.report import Report
 
-Path = tuple[Any, ...]
-Call = Callable[[dict[str, Any], tuple[Any, ...], dict[str, Any]], Any]
 _ARRAYS = (Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
-class Injected(nnx.Module):
-    """An operator in a part's place; its attributes are the parameters.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A part of a model, and the policy that replaces its calls."""
 
-    Args:
-        variables: nested dicts of parameters.
-        call: takes arrays of the parameters, and the arguments of a call.
-    """
+    path: str
+    kind: str
+    policy: Policy
+    report: Report
 
-    def __init__(self, variables: Mapping[str, Any], call: Call):
-        self._call = nnx.static(call)
-        self._names = nnx.static(tuple(variables))
-        for name, value in variables.items():
-            setattr(self, name, _contained(value))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the part is called."""
-        parameters = {name: _arrays(getattr(self, name)) for name in self._names}
-        return self._call(parameters, args, kwargs)
-
-
-def _contained(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return nnx.Dict({name: _contained(one) for name, one in value.items()})
-    return value
-
-
-def _arrays(value: Any) -> Any:
-    if isinstance(value, nnx.Variable):
-        return value[...]
-    return {name: _arrays(one) for name, one in value.items()}
+    def call(
+        self,
+        part: Any,
+        parameters: Callable[[], Parameters],
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Calls the operators, or the original if the policy refuses."""
+        policy = self.policy
+        try:
+            replacement = policy.build(part)
+            adapted = policy.adapt(part, args, kwargs)
+            with jax.named_scope(policy.name):
+                made = replacement(policy.to_injected(parameters()), *adapted)
+        except Refused as error:
+            self.report.add_left(self.path, self.kind, policy, str(error))
+            return original(*args, **kwargs)
+        self.report.add_replaced(self.path, self.kind, policy)
+        return made
 
 
-def _replace(
-    model: nnx.Module, policies: Sequence[Policy], report: Report
-) -> dict[Path, Policy]:
-    """Replaces parts of a model, but not the model itself, in place.
-
-    Returns:
-        The policies of replaced parts, by path.
-    """
-    owners = Counter(id(one) for _, one in _walk(model) if _is_variable(one))
-    replaced: dict[Path, Policy] = {}
-    for path, part in list(_walk(model)):
-        if _is_variable(part) or isinstance(part, nnx.List | nnx.Dict):
-            continue
-        if any(path[: len(done)] == done for done in replaced):
+def _replace(model: nnx.Module, policies: Sequence[Policy], report: Report) -> None:
+    """Replaces calls of parts of a model, but not of the model itself."""
+    for path, part in nnx.iter_modules(model):
+        if part is model or isinstance(part, nnx.List | nnx.Dict):
             continue
         where, kind = "/".join(map(str, path)), type(part).__name__
         policy = first_match(policies, part)
@@ -92,96 +74,30 @@ def _replace(
             report.add_left(where, kind, None, "no policy matches")
             continue
         try:
-            new = _replacement(part, policy, where, owners, report)
+            policy.build(part)
         except Refused as error:
             report.add_left(where, kind, policy, str(error))
             continue
-        parent: Any = model
-        for name in path[:-1]:
-            parent = (
-                parent[name] if isinstance(parent, nnx.List) else vars(parent)[name]
-            )
-        if isinstance(parent, nnx.List):
-            parent[path[-1]] = new
-        else:
-            setattr(parent, path[-1], new)
-        replaced[path] = policy
+        own = _Part(path=where, kind=kind, policy=policy, report=report)
+        # A module takes this for an attribute of its own.
+        object.__setattr__(part, "__class__", _injected(type(part), own))
         report.add_replaced(where, kind, policy)
-    return replaced
 
 
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
+def _injected(kind: type[nnx.Module], own: _Part) -> type[nnx.Module]:
+    """A class like another, whose calls are the operators'."""
 
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def parameters() -> Parameters:
+            return nnx.to_pure_dict(nnx.state(self, nnx.Param))
 
-def _walk(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yields modules and variables below a module, outer ones first, and shared ones
-    each time.
-    """
-    is_list = isinstance(node, nnx.List)
-    for name, value in vars(node).items():
-        if isinstance(value, nnx.Module | nnx.Variable):
-            inner = (*path, int(name) if is_list else name)
-            yield inner, value
-            if not _is_variable(value):
-                yield from _walk(value, inner)
+        def original(*args: Any, **kwargs: Any) -> Any:
+            return kind.__call__(self, *args, **kwargs)
 
+        return own.call(self, parameters, original, args, kwargs)
 
-def _replacement(
-    part: nnx.Module,
-    policy: Policy,
-    where: str,
-    owners: Counter[int],
-    report: Report,
-) -> Injected:
-    """The module that takes a part's place.
-
-    Raises:
-        Refused: by the policy, or as parameters would no longer be shared.
-    """
-    values: dict[str, Any] = {}
-    own: dict[int, nnx.Variable] = {}  # By the array that it holds.
-    for path, variable in _walk(part):
-        if isinstance(variable, nnx.Param):
-            inner = values
-            for name in path[:-1]:
-                inner = inner.setdefault(str(name), {})
-            inner[str(path[-1])] = array = variable[...]
-            own[id(array)] = variable
-    build = policy.build(part)
-    check_mapping(policy, values, where)
-    mapped = policy.to_injected(values)
-    inside = Counter(id(one) for _, one in _walk(part) if _is_variable(one))
-    stays = {id(x) for x in jax.tree.leaves(mapped)}
-    for array, variable in own.items():
-        if array not in stays and owners[id(variable)] > inside[id(variable)]:
-            raise Refused("shares a parameter that its policy would change")
-    kind = type(part).__name__
-    plain = {
-        name: value
-        for name, value in vars(part).items()
-        if not name.startswith("_")
-        and not isinstance(value, nnx.Pytree | nnx.Variable | Array)
-    }
-
-    def call(parameters: dict[str, Any], args: tuple, kwargs: dict) -> Any:
-        try:
-            made = build(
-                parameters, *policy.adapt(SimpleNamespace(**plain), args, kwargs)
-            )
-        except Refused as error:
-            raise PolicyError(
-                f"A {kind} that {policy.name} replaced {error}: the original was "
-                "taken out of this model, so make the call without, or leave the "
-                "policy out of `policies`."
-            ) from error
-        report.add_replaced(where, kind, policy)  # By what was taken.
-        return made
-
-    return Injected(
-        jax.tree.map(lambda x: own[id(x)] if id(x) in own else nnx.Param(x), mapped),
-        call,
-    )
+    body = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind)(kind.__name__, (kind,), body)
 
 
 def _interceptor(policies: Sequence[Policy], report: Report) -> Any:
@@ -201,18 +117,12 @@ def _interceptor(policies: Sequence[Policy], report: Report) -> Any:
         if policy is None:
             report.add_left(path, kind, None, "no policy matches")
             return next_function(*args, **kwargs)
-        try:
-            replacement = policy.build(module)
-            adapted = policy.adapt(module, args, kwargs)
-            parameters = nn.meta.unbox(dict(module.variables.get("params", {})))
-            check_mapping(policy, parameters, path or kind)
-            with jax.named_scope(policy.name):
-                made = replacement(policy.to_injected(parameters), *adapted)
-        except Refused as error:
-            report.add_left(path, kind, policy, str(error))
-            return next_function(*args, **kwargs)
-        report.add_replaced(path, kind, policy)
-        return made
+
+        def parameters() -> Parameters:
+            return nn.meta.unbox(dict(module.variables.get("params", {})))
+
+        own = _Part(path=path, kind=kind, policy=policy, report=report)
+        return own.call(module, parameters, next_function, args, kwargs)
 
     return intercept
 
@@ -263,30 +173,12 @@ class Injection:
 
     Attributes:
         model: of linen, an object with `init` and `apply`; of NNX, the given module.
-        report: what was replaced and what was not. Of linen it is filled when the model
-            is called, or at once where inputs were given.
-        replaced: policies by path, of NNX.
+        report: what was replaced and what was not. It is filled when the model is
+            called; of linen also at once where inputs were given.
     """
 
     model: Any
     report: Report
-    replaced: Mapping[Path, Policy] = field(default_factory=dict)
-
-    def to_injected(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters, as nested dicts, of the injected model from the original's."""
-        return self._mapped(state, (), back=False)
-
-    def to_original(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters of the original from those of the injected model."""
-        return self._mapped(state, (), back=True)
-
-    def _mapped(self, node: Any, path: Path, *, back: bool) -> Any:
-        if not isinstance(node, Mapping):
-            return node
-        if path in self.replaced:
-            policy = self.replaced[path]
-            return (policy.to_original if back else policy.to_injected)(dict(node))
-        return {n: self._mapped(x, (*path, n), back=back) for n, x in node.items()}
 
 
 def inject(
@@ -311,15 +203,15 @@ def inject(
         strict: whether it is an error if nothing is replaced.
 
     Raises:
-        PolicyError: a policy drops a parameter, or nothing was replaced and `strict`.
+        PolicyError: nothing was replaced and `strict`, or this is no such module.
         OperatorError: there is no operator or implementation of a name.
     """
     made = policies_of(policies, implementations, right_padded)
     report = Report(strict=strict)
     if isinstance(model, nnx.Module):
-        replaced = _replace(model, made, report)
+        _replace(model, made, report)
         report.check()
-        return Injection(model=model, report=report, replaced=replaced)
+        return Injection(model=model, report=report)
     if isinstance(model, nn.Module):
         linen = InjectedLinen(model, made, report)
         if inputs:

@@ -224,14 +224,6 @@ class HFBertSelfAttention(_OfHF):
             }
         }
 
-    def to_original(self, parameters: Parameters) -> Parameters:
-        """And a stack three again."""
-        stacked = parameters["qkv"]
-        return {
-            name: {leaf: stacked[leaf][i] for leaf in ("kernel", "bias")}
-            for i, name in enumerate(self._names)
-        }
-
     def build(self, part: Any) -> Replacement:
         """One projection, and attention to what is no padding."""
         heads, dtype = _number_of_heads(part), getattr(part, "dtype", None)

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import jax
 from jax import Array
 
 from cfp.errors import CfpError
@@ -70,11 +69,7 @@ class Policy(ABC):
         """
 
     def to_injected(self, parameters: Parameters) -> Parameters:
-        """The replacement's parameters from the part's; by default the same."""
-        return parameters
-
-    def to_original(self, parameters: Parameters) -> Parameters:
-        """The part's parameters from the replacement's; by default the same."""
+        """The replacement's parameters from the part's, in each call; or the same."""
         return parameters
 
     def adapt(
@@ -149,52 +144,6 @@ def policies_of(
         find(name).implementation(implementation)
     kinds = _registered if given is None else given
     return [kind(implementations, right_padded) for kind in kinds]
-
-
-def check_mapping(policy: Policy, parameters: Parameters, where: str) -> None:
-    """Sees that a policy maps all parameters there and back; computes nothing.
-
-    Args:
-        where: the part's path, for the message.
-
-    Raises:
-        PolicyError: one is dropped, added, or comes back in another shape or type.
-    """
-    before = _described(parameters)
-    try:
-        after = _described(
-            jax.eval_shape(
-                lambda p: policy.to_original(policy.to_injected(p)), parameters
-            )
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise PolicyError(
-            f"{policy.name} cannot map the parameters of {where}.",
-            expected=", ".join(before),
-            got=f"{type(error).__name__}: {error}",
-            attempt="to_injected takes the part's parameters, to_original gives "
-            "them back",
-        ) from error
-    lost = [name for name, text in before.items() if after.get(name) != text]
-    added = [name for name in after if name not in before]
-    if lost or added:
-        change = f"drops {', '.join(lost)}" if lost else f"adds {', '.join(added)}"
-        raise PolicyError(
-            f"{policy.name} {change} of {where}.",
-            expected="to_original(to_injected(p)) has " + ", ".join(before.values()),
-            got=", ".join(after.values()) or "nothing",
-            attempt="map every parameter both ways, so that checkpoints can be loaded",
-        )
-
-
-def _described(parameters: Parameters) -> dict[str, str]:
-    """Names, types and shapes of arrays, by names such as "query/kernel"."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(parameters)
-    named = [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), x)
-        for path, x in leaves
-    ]
-    return {name: f"{name} {x.dtype}{list(x.shape)}" for name, x in named}
 
 
 def first_match(policies: Sequence[Policy], part: Any) -> Policy | None:

@@ -59,10 +59,8 @@ class Report:
 
     def add_left(self, path: str, kind: str, policy: Policy | None, why: str) -> None:
         """Notes a part that was not replaced."""
-        known = self.parts.get(path)
-        if known is None or not known.replaced:
-            name = policy.name if policy else ""
-            self.parts[path] = Part(path=path, kind=kind, policy=name, reason=why)
+        name = policy.name if policy else ""
+        self.parts[path] = Part(path=path, kind=kind, policy=name, reason=why)
 
     @property
     def replaced(self) -> list[Part]:

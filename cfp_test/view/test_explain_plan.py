@@ -1,4 +1,7 @@
-"""Plans in words: why, and in what two of them differ."""
+"""Plans in words: why, and in what two of them differ.
+
+Texts are in `golden/`; `--update-golden` writes them anew.
+"""
 
 import json
 from dataclasses import replace
@@ -18,141 +21,242 @@ from cfp.view.text import diff_data, diff_text, explain_data, explain_text, plan
 from cfp_test.report.plans import RACE, ROWS, layers, make_plan, move, row
 from cfp_test.view.reported import DEEP, HARMFUL, HOSTILE, KIB, MOVES, figured, untimed
 
-
-def test_a_plan_explains_itself():
-    lines = explain_text(DEEP).splitlines()
-    assert lines[4:] == [
-        "Memory: 3.00 MiB as compiled, at most 650.00 KiB on each device.",
-        "Times of collectives: each launched by itself, by rates that were measured on "
-        "these devices; in a",
-        "  segment's time those that are combined may share a launch.",
-        "",
-        "Segments 0-95 (96 alike): parameters sharded; 1.500 ms each, measured",
-        "  Net/layer_0-95/up  at net/layers.py:7",
-        "    sharded: x: rows (dim 0, size 8)",
-        "    tensors: f32[8/x,16] x f32[16,32/y] -> f32[8/x,32/y]",
-        "    collectives: all-gather over x, 3.00 KiB in 2 calls, 0.125 ms; "
-        "all-reduce over x,y, 1.00 KiB,",
-        "      0.250 ms; but in segment 0: none",
-        "  why: the fastest that fits of 4 measured: predicted step 9.500 ms, memory "
-        "600.00 KiB, zero1",
-        "  runner-up: #2: predicted step 10.500 ms (+10.5%), memory 500.00 KiB "
-        "(-16.7%); unlike the choice:",
-        "    block of #2 x: rows (dim 0, size 8)",
-    ]
-    assert "Next: data_parallel or zero1, 12.250 ms, against 10.250 ms." in " ".join(
-        " ".join(lines).split()
-    )
+DATA, OWN, ZERO1, FAILED = RACE
+OVER = replace(DATA, note="over the memory budget")
+TWIN = replace(DATA, samples_ms=OWN.samples_ms, time_ms=OWN.time_ms)
+COLUMNS = replace(ROWS, role=Role.COLUMNS, dim=1)
+SUMMED = replace(ROWS, role=Role.CONTRACTED, dim=-1)
+SCATTERED = replace(ROWS, axis="y", role=Role.CONTRACTED, dim=-1, scattered_dim=1)
 
 
-@pytest.mark.parametrize("place", [0, 48], ids=["first", "middle"])
-def test_collectives_of_a_few_segments_are_in_all_renderings(place):
-    """The figures are those of most, and what others send stands below."""
+def sending_otherwise(place):
+    """A deep plan of which one segment sends other collectives."""
     rows = [replace(one, moves=MOVES) for one in DEEP.rows]
     rows[place] = replace(rows[place], moves=(move("all-to-all", 8),))
-    plan = replace(DEEP, rows=tuple(rows))
-    other = f"ut in segment {place}: all-to-all over x, 8.00 KiB"
-    explained = " ".join(explain_text(plan).split())
-    assert f"1.00 KiB, 0.250 ms; b{other} why:" in explained
-    html, _, _ = page_html(plan).partition('<section id="collectives">')
-    assert f"B{other}." in html and html.count("all-gather") == 1
-    assert f"b{other}" in plan_text(plan, width=200)
+    return replace(DEEP, rows=tuple(rows))
 
 
-def test_a_faster_option_that_does_not_fit_is_no_runner_up_and_one_that_fits_is():
-    wide = figured(["a", "b"], budget_bytes=None)
-    said = " ".join(explain_text(wide).split())
-    assert "it won the race, though another strategy was predicted to be faster" in said
-    assert (
-        "runner-up: fastest: predicted step 9.000 ms (-5.3%), memory 900.00 KiB" in said
+def among(choose, *names, plan=None):
+    """A plan whose first kind of segments has the options that `choose` makes."""
+    plan = plan or figured([*names] or ["a", "b"])
+    kind = plan.figures.kinds[0]
+    kinds = (replace(kind, options=tuple(choose(kind.options))),)
+    return replace(plan, figures=replace(plan.figures, kinds=kinds))
+
+
+def tied(**changes):
+    """A plan whose runner-up has the figures of the choice, but for changes."""
+
+    def two(options):
+        taken, other, *_ = options
+        same = {"step_ms": taken.step_ms, "memory_bytes": taken.memory_bytes}
+        return taken, replace(other, **{**same, **changes})
+
+    return among(two)
+
+
+def predicted(other_ms):
+    rows = [replace(one, samples_ms=(), time_ms=None, note="") for one in (DATA, OWN)]
+    rows = [
+        replace(one, predicted_ms=ms)
+        for one, ms in zip(rows, (other_ms, 10.2), strict=True)
+    ]
+    return replace(make_plan([], rows), measured_ms=None, rung="estimated")
+
+
+def strategy(*blocks, storage=None, kernel="", remat=False) -> StrategyFigures:
+    """A strategy of groups of blocks: their names, and what axes shard there."""
+    return StrategyFigures(
+        blocks=tuple(
+            AlikeBlocks(names=tuple(names.split(", ")), strategy=roles)
+            for names, *roles in blocks
+        ),
+        storage=storage,
+        kernels=SegmentKernels(attention=kernel),
+        rematerialized=remat,
     )
 
 
-def test_a_program_that_was_timed_alone_won_no_race():
-    wide = figured(["a", "b"], budget_bytes=None)
-    data, planned, _, failed = RACE
-    over = replace(data, note="over the memory budget")
-    twin = replace(data, samples_ms=planned.samples_ms, time_ms=planned.time_ms)
-    though = ", though another strategy was predicted to be faster"
-    for race, how in (
-        ([planned], "it is part of the only program that was timed"),
-        ([planned, twin, failed], "it is part of the only program that was timed"),
-        ([planned, over], "it is part of the only program that was timed and fit"),
-        ([failed], "it is part of what was chosen"),
-    ):
-        said = " ".join(explain_text(replace(wide, race=tuple(race))).split())
-        assert how + though in said and "it won the race" not in said
+def chosen_among(*strategies: StrategyFigures) -> Plan:
+    """A plan whose first strategies, the choice and its runner-up, are others."""
+
+    def others(options):
+        first = map(lambda o, s: replace(o, strategy=s), options, strategies)
+        return (*first, *options[len(strategies) :])
+
+    return among(others, plan=DEEP)
 
 
-def test_a_time_of_an_earlier_race_says_so():
-    plan = make_plan([], RACE)
-    again = replace(plan, search={**plan.search, "race_cached": 1.0})
-    assert ", measured;" in plan_text(plan)
-    assert ", measured in an earlier race (2 samples);" in repr(again)
+WHOLE = strategy(("a",))
+TIGHT = figured(["a", "b"], budget_bytes=450 * KIB)
+WIDE = figured(["a", "b"], budget_bytes=None)
+MANY = ", ".join(f"up_{i}/Residual_{i}/Conv_0" for i in range(24))
+FEW = ", ".join(f"down_{i}/Residual_{i}/Conv_0" for i in range(12))
+MANY_RUNNER = strategy((MANY,), (FEW, COLUMNS), storage=Storage.USED)
+MANY_CHOICE = strategy((MANY, ROWS), (FEW, ROWS), storage=None)
+UP = [row(0, 0, "Net/up")]
+
+EXPLAINED = {
+    "a deep plan": DEEP,
+    "the first segment sends otherwise": sending_otherwise(0),
+    "one in the middle sends otherwise": sending_otherwise(48),
+    "a faster option that fits": WIDE,
+    "timed alone": replace(WIDE, race=(OWN,)),
+    "timed with its twin": replace(WIDE, race=(OWN, TWIN, FAILED)),
+    "alone in fitting": replace(WIDE, race=(OWN, OVER)),
+    "not timed": replace(WIDE, race=(FAILED,)),
+    "a tie with the runner-up": tied(),
+    "a slower runner-up": tied(step_ms=9.501),
+    "a smaller runner-up": tied(memory_bytes=500 * KIB),
+    "a choice that alone fits": among(
+        lambda o: (replace(o[0], memory_bytes=400 * KIB), *o[1:]), plan=TIGHT
+    ),
+    "one strategy, measured": among(lambda o: o[:1], plan=TIGHT),
+    "one strategy, estimated": replace(
+        among(lambda o: o[:1], plan=TIGHT), search={"strategies_estimated": 1.0}
+    ),
+    "a faster one that does not fit": make_plan(
+        [], [DATA, OWN, replace(OVER, name="wide", time_ms=5.0)]
+    ),
+    "the only one that fits": make_plan([], [OWN, OVER]),
+    "collectives slower than their segment": replace(
+        DEEP, segments=tuple(replace(one, time_ms=0.25) for one in DEEP.segments)
+    ),
+    "a tie in the race": make_plan([], [replace(DATA, time_ms=10.2), *RACE[1:]]),
+    "timed again": make_plan([], [replace(DATA, time_ms=9.2), *RACE[1:]]),
+    "a tie by prediction": predicted(10.1),
+    "the best by prediction": predicted(10.3),
+    "one program under two names": make_plan(UP, [TWIN, OWN, FAILED]),
+    "one program under two names, and another": make_plan(UP, [TWIN, OWN, *RACE[2:]]),
+    "unlike: blocks and storage": chosen_among(
+        strategy(("a, b", ROWS, SCATTERED), ("c",), storage=Storage.USED),
+        strategy(("a, c",), ("b", ROWS, SCATTERED), storage=Storage.SHARDED),
+    ),
+    "unlike: not rematerialized": chosen_among(
+        replace(WHOLE, rematerialized=True), WHOLE
+    ),
+    "unlike: rematerialized": chosen_among(WHOLE, replace(WHOLE, rematerialized=True)),
+    "unlike: as written": chosen_among(strategy(("a",), kernel="flash"), WHOLE),
+    "unlike: a kernel": chosen_among(WHOLE, strategy(("a",), kernel="flash")),
+    # As heads and their dims, of which there are as many.
+    "unlike: another dim of that size": chosen_among(
+        strategy(("a, b", SUMMED), ("c", replace(SUMMED, factor=9))),
+        strategy(("a, c", replace(SUMMED, factor=9)), ("b", SUMMED)),
+    ),
+    "unlike in nothing": chosen_among(strategy(("a", ROWS)), strategy(("a", ROWS))),
+    "unlike in many blocks": chosen_among(MANY_CHOICE, MANY_RUNNER),
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_tie"),
-    [
-        ({}, True),
-        ({"step_ms": 9.501}, False),
-        ({"memory_bytes": 500 * KIB}, False),
-    ],
+def test_explanations(golden):
+    texts = {name: explain_text(plan) for name, plan in EXPLAINED.items()}
+    golden("explained", texts)
+    for text in texts.values():
+        assert max(map(len, text.splitlines())) <= USUAL_COLUMNS
+
+
+@pytest.mark.parametrize("name", [n for n in EXPLAINED if n.startswith("unlike")])
+def test_explanations_come_back_from_a_file(name):
+    plan = EXPLAINED[name]
+    assert explain_text(Plan.from_json(json.loads(plan.to_json()))) == explain_text(
+        plan
+    )
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_a_page_says_why_as_the_text_does(name):
+    """And of each strategy what it is, and what other segments send."""
+    plan = EXPLAINED[name]
+    said = " ".join(page_html(plan).split())
+    assert view_of(plan).why.removeprefix("Why: ") in said
+    for one in (MANY_RUNNER, MANY_CHOICE) if name == "unlike in many blocks" else ():
+        assert strategy_text(one) in said
+    if name.endswith("sends otherwise"):
+        assert said.count("ut in segment") == 1
+        assert "but in segment" in plan_text(plan, width=200)
+
+
+def resized(batch: int) -> Plan:
+    types = tuple(f"float32[{batch},{8 + i}]" for i in range(6))
+    return replace(
+        DEEP, arg_names=tuple("abcdef"), arg_types=types, arg_specs=((),) * 6
+    )
+
+
+def of_places(whole: set[tuple[int, int]]) -> Plan:
+    places = [(i, j) for i in range(3) for j in range(3)]
+    rows = [
+        row(
+            place,
+            0,
+            f"Net/down_{i}/Conv_{j}",
+            block=place,
+            strategy=() if (i, j) in whole else (ROWS,),
+        )
+        for place, (i, j) in enumerate(places)
+    ]
+    return make_plan(rows, [])
+
+
+OTHER = replace(
+    DEEP,
+    measured_ms=8.5,
+    arg_specs=((("x",), ()),) * 96,
+    rows=tuple(replace(r, strategy=()) for r in DEEP.rows[:-1]) + DEEP.rows[-1:],
+    options={"xla_flag": "true"},
+    environment={"device_kind": "slide rule"},
 )
-def test_a_runner_up_with_the_figures_of_the_choice_is_a_tie(changes, is_tie):
-    plan = figured(["a", "b"])
-    kind = plan.figures.kinds[0]
-    taken, other, *_ = kind.options
-    same = {"step_ms": taken.step_ms, "memory_bytes": taken.memory_bytes}
-    other = replace(other, **{**same, **changes})
-    kinds = (replace(kind, options=(taken, other)),)
-    plan = replace(plan, figures=replace(plan.figures, kinds=kinds))
-    for said in (explain_text(plan), page_html(plan)):
-        said = " ".join(said.split())
-        assert ("of 2 measured, in a tie with the runner-up" in said) == is_tie
+LARGER = replace(
+    DEEP,
+    arg_types=("float32[64,32]", *DEEP.arg_types[1:]),
+    rows=(replace(DEEP.rows[0], strategy=(replace(ROWS, size=32),)), *DEEP.rows[1:]),
+)
+EMPTY = replace(DEEP, environment={**DEEP.environment, "xla_flags": ""})
+FLAGS = replace(DEEP, environment={**DEEP.environment, "xla_flags": "--a"})
+DIFFS = {
+    "itself": (DEEP, DEEP),
+    "another constraint level": (DEEP, replace(DEEP, level=ConstraintLevel.ARGUMENTS)),
+    "all else": (DEEP, OTHER),
+    "fewer layers": (DEEP, figured(["Net/layer_0/up", "Net/layer_1/up"])),
+    "a larger batch": (DEEP, LARGER),
+    "a larger batch of six arguments": (resized(8), resized(16)),
+    "some blocks of three by three": (
+        *(of_places(set()), of_places({(0, 0), (0, 1), (0, 2), (2, 0), (2, 2)})),
+    ),
+    "two rows of three by three": (
+        of_places(set()),
+        of_places({(i, j) for i in (0, 1) for j in range(3)}),
+    ),
+    "no flags": (DEEP, EMPTY),
+    "flags": (EMPTY, FLAGS),
+    "memory by prediction": (
+        DEEP,
+        replace(DEEP, peak_bytes=None, predicted_bytes=2048 * KIB, rung="estimated"),
+    ),
+    "times of collectives in one alone": (DEEP, untimed(DEEP)),
+}
+
+
+def test_differences(golden):
+    golden("differences", {name: diff_text(*pair) for name, pair in DIFFS.items()})
+
+
+def test_differences_as_data_list_all():
+    assert len(diff_data(resized(8), resized(16))["sizes"]) == 6
+    found = diff_data(DEEP, LARGER)
+    assert found["sizes"] == {DEEP.arg_names[0]: (DEEP.arg_types[0], "float32[64,32]")}
+    assert not found["blocks"] and not found["arguments"]
 
 
 def test_one_of_something_is_no_plural():
-    plan = figured(["a"])
-    kind = plan.figures.kinds[0]
-    kinds = (replace(kind, options=kind.options[:1]),)
-    plan = replace(plan, figures=replace(plan.figures, kinds=kinds))
+    plan = among(lambda options: options[:1], "a")
     for search in ({"strategies_estimated": 1.0}, {"strategies_measured": 1.0}):
         html = page_html(replace(plan, search={**search, "search_seconds": 1.0}))
         assert "1 strategies" not in html and html.count("1 strategy") == 3
         assert "<dt>Model</dt>" not in html
 
 
-def test_a_choice_that_alone_fits_is_no_surprise_and_no_fastest():
-    """Others that are faster and too large decide nothing."""
-    tight = figured(["a", "b"], budget_bytes=450 * KIB)
-    kind = tight.figures.kinds[0]
-    taken, *others = kind.options
-    small = replace(taken, memory_bytes=400 * KIB)
-    kinds = (replace(kind, options=(small, *others)),)
-    plan = replace(tight, figures=replace(tight.figures, kinds=kinds))
-    for said in (explain_text(plan), page_html(plan)):
-        assert "the fastest that fits of 4 measured" in " ".join(said.split())
-        assert "it won the race" not in said
-    alone = (replace(kind, options=(taken,)),)
-    plan = replace(tight, figures=replace(tight.figures, kinds=alone))
-    assert "it is the only strategy that was measured" in explain_text(plan)
-    plan = replace(plan, search={"strategies_estimated": 1.0})
-    assert "it is the only strategy that was estimated" in explain_text(plan)
-
-
-def test_programs_that_were_timed_and_do_not_fit_are_not_counted_as_slower():
-    [data, planned, *_] = RACE
-    over = replace(data, name="wide", time_ms=5.0, note="over the memory budget")
-    said = view_of(make_plan([], [data, planned, over]))
-    assert "the fastest of 2 programs that were timed and fit. Next: data" in said.why
-    assert said.chosen.startswith("the fastest of 2 that fit, raced on the whole step;")
-    alone = view_of(make_plan([], [planned, over]))
-    assert alone.why == "Why: no other program was timed and fit."
-    assert alone.chosen == "of those timed on the whole step the only one that fits"
-
-
-@pytest.mark.parametrize("plan", [DEEP, HOSTILE, make_plan(layers([0, 1, 0]), [])])
+@pytest.mark.parametrize("plan", [HOSTILE, make_plan(layers([0, 1, 0]), [])])
 def test_an_explanation_fits_a_terminal(plan):
     text = explain_text(plan)
     assert max(map(len, text.splitlines())) <= USUAL_COLUMNS
@@ -177,263 +281,6 @@ def test_a_block_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(CfpError, match="Net/layer_11/up") as error:
         explain_text(DEEP, "Net/layer_111/up")
     assert "No block has 'Net/layer_111/up' in its name" in str(error.value)
-
-
-def test_a_plan_does_not_differ_from_itself():
-    assert diff_text(DEEP, DEEP) == "first -> second\nThe plans do not differ.\n"
-
-
-def test_another_constraint_level_is_a_difference():
-    assert DEEP.level != ConstraintLevel.ARGUMENTS
-    other = replace(DEEP, level=ConstraintLevel.ARGUMENTS)
-    assert f"constraint level: {DEEP.level} -> arguments" in diff_text(DEEP, other)
-
-
-def test_differences_are_shown_once_for_repeated_layers():
-    other = replace(
-        DEEP,
-        measured_ms=8.5,
-        arg_specs=((("x",), ()),) * 96,
-        rows=tuple(replace(r, strategy=()) for r in DEEP.rows[:-1]) + DEEP.rows[-1:],
-        options={"xla_flag": "true"},
-        environment={"device_kind": "slide rule"},
-    )
-    lines = diff_text(DEEP, other, ("a.json", "b.json")).splitlines()
-    assert lines == [
-        "a.json -> b.json",
-        "",
-        "Figures",
-        "  measured: 10.250 ms -> 8.500 ms",
-        "",
-        "Versions and devices",
-        "  device_kind: abacus -> slide rule",
-        "",
-        "Compiler options",
-        "  xla_flag: - -> true",
-        "",
-        "Arguments, by how each dim is sharded",
-        "  params/Net/layer_0-95/up: None, y -> x, None",
-        "",
-        "Blocks",
-        "  Net/layer_0-94/up: x: rows (dim 0); parameters sharded -> replicated; "
-        "parameters sharded",
-    ]
-
-
-def test_collectives_are_compared_by_bytes_and_time():
-    found = diff_data(DEEP, figured(["Net/layer_0/up", "Net/layer_1/up"]))
-    assert found["collectives"] == {
-        "all-gather over x": ("285.00 KiB, 11.875 ms", "3.00 KiB, 0.125 ms"),
-        "all-reduce over x,y": ("95.00 KiB, 23.750 ms", "1.00 KiB, 0.250 ms"),
-    }
-
-
-def test_another_batch_is_another_size_and_shards_nothing_otherwise():
-    first = DEEP.rows[0]
-    larger = replace(
-        DEEP,
-        arg_types=("float32[64,32]", *DEEP.arg_types[1:]),
-        rows=(
-            replace(first, strategy=(replace(ROWS, size=32),)),
-            *DEEP.rows[1:],
-        ),
-    )
-    found = diff_data(DEEP, larger)
-    assert found["sizes"] == {DEEP.arg_names[0]: (DEEP.arg_types[0], "float32[64,32]")}
-    assert not found["blocks"] and not found["arguments"]
-
-
-def test_what_another_batch_resizes_is_one_line():
-    def of(batch: int):
-        names = tuple("abcdef")
-        types = tuple(f"float32[{batch},{8 + i}]" for i in range(6))
-        return replace(DEEP, arg_names=names, arg_types=types, arg_specs=((),) * 6)
-
-    lines = diff_text(of(8), of(16)).splitlines()
-    title = lines.index("Arguments of other types or sizes")
-    folded = "  dim 0: 8 -> 16: a, b, c, d and 2 more (--json lists all)"
-    assert lines[title + 1 :] == [folded]
-    assert len(diff_data(of(8), of(16))["sizes"]) == 6
-
-
-COLUMNS = replace(ROWS, role=Role.COLUMNS, dim=1)
-SUMMED = replace(ROWS, role=Role.CONTRACTED, dim=-1)
-SCATTERED = replace(ROWS, axis="y", role=Role.CONTRACTED, dim=-1, scattered_dim=1)
-
-
-def strategy(*blocks, storage=None, kernel="", remat=False) -> StrategyFigures:
-    """A strategy of groups of blocks: their names, and what axes shard there."""
-    return StrategyFigures(
-        blocks=tuple(
-            AlikeBlocks(names=tuple(names.split(", ")), strategy=roles)
-            for names, *roles in blocks
-        ),
-        storage=storage,
-        kernels=SegmentKernels(attention=kernel),
-        rematerialized=remat,
-    )
-
-
-def with_strategies(plan: Plan, *strategies: StrategyFigures) -> Plan:
-    """A plan whose first strategies, the choice and its runner-up, are others."""
-    kind = plan.figures.kinds[0]
-    first = map(lambda o, s: replace(o, strategy=s), kind.options, strategies)
-    options = (*first, *kind.options[len(strategies) :])
-    kinds = (replace(kind, options=options),)
-    return replace(plan, figures=replace(plan.figures, kinds=kinds))
-
-
-WHOLE = strategy(("a",))
-
-
-@pytest.mark.parametrize(
-    ("taken", "runner", "unlike"),
-    [
-        (
-            strategy(("a, b", ROWS, SCATTERED), ("c",), storage=Storage.USED),
-            strategy(("a, c",), ("b", ROWS, SCATTERED), storage=Storage.SHARDED),
-            "a replicated; parameters sharded",
-        ),
-        (replace(WHOLE, rematerialized=True), WHOLE, "not rematerialized"),
-        (WHOLE, replace(WHOLE, rematerialized=True), "rematerialized"),
-        (strategy(("a",), kernel="flash"), WHOLE, "computed as it is written"),
-        (WHOLE, strategy(("a",), kernel="flash"), "flash attention"),
-        (
-            # As heads and their dims, of which there are as many.
-            strategy(("a, b", SUMMED), ("c", replace(SUMMED, factor=9))),
-            strategy(("a, c", replace(SUMMED, factor=9)), ("b", SUMMED)),
-            "a x: contracted (size 8), another dim of that size",
-        ),
-        (strategy(("a", ROWS)), strategy(("a", ROWS)), ""),
-    ],
-)
-def test_of_a_runner_up_only_what_differs_is_listed(taken, runner, unlike):
-    plan = with_strategies(DEEP, taken, runner)
-    again = Plan.from_json(json.loads(plan.to_json()))
-    for one in (plan, again):
-        said = " ".join(explain_text(one).split())
-        same = "; the same as the choice"
-        assert said.endswith(f"; unlike the choice: {unlike}" if unlike else same)
-
-
-def test_blocks_that_are_left_out_of_a_text_keep_what_shards_them():
-    """A cut in the middle gave the first blocks what the last are sharded by."""
-    many = ", ".join(f"up_{i}/Residual_{i}/Conv_0" for i in range(24))
-    few = ", ".join(f"down_{i}/Residual_{i}/Conv_0" for i in range(12))
-    runner = strategy((many,), (few, COLUMNS), storage=Storage.USED)
-    before = strategy((many, ROWS), (few, ROWS), storage=None)
-    said = " ".join(explain_text(with_strategies(DEEP, before, runner)).split())
-    shown = [f"{s}_{i}/Residual_{i}/Conv_0" for s in ("up", "down") for i in range(4)]
-    assert said.endswith(
-        f"unlike the choice: {', '.join(shown[:4])} and 20 more replicated; "
-        f"{', '.join(shown[4:])} and 8 more x: columns (dim 1, size {COLUMNS.size}); "
-        "parameters as used"
-    )
-    page = page_html(with_strategies(DEEP, runner, before))
-    for one in (runner, before):
-        assert strategy_text(one) in page
-
-
-def test_ranges_in_differences_are_exact():
-    def of(whole: set[tuple[int, int]]) -> Plan:
-        places = [(i, j) for i in range(3) for j in range(3)]
-        rows = [
-            row(
-                place,
-                0,
-                f"Net/down_{i}/Conv_{j}",
-                block=place,
-                strategy=() if (i, j) in whole else (ROWS,),
-            )
-            for place, (i, j) in enumerate(places)
-        ]
-        return make_plan(rows, [])
-
-    lines = diff_text(of(set()), of({(0, 0), (0, 1), (0, 2), (2, 0), (2, 2)}))
-    assert [line.split(":")[0] for line in lines.splitlines() if "Net/" in line] == [
-        "  Net/down_0/Conv_0-2",
-        "  Net/down_2/Conv_0,2",
-    ]
-    lines = diff_text(of(set()), of({(i, j) for i in (0, 1) for j in range(3)}))
-    assert "  Net/down_0-1/Conv_0-2: x: rows" in lines
-
-
-def test_what_reads_the_same_in_both_plans_is_no_difference():
-    empty = replace(DEEP, environment={**DEEP.environment, "xla_flags": ""})
-    assert diff_text(DEEP, empty).endswith("The plans do not differ.\n")
-    assert not diff_data(empty, DEEP)["environment"]
-    flags = replace(DEEP, environment={**DEEP.environment, "xla_flags": "--a"})
-    assert "  xla_flags: - -> --a\n" in diff_text(empty, flags)
-
-
-def test_memory_that_is_predicted_is_compared_with_its_source():
-    other = replace(DEEP, peak_bytes=None, predicted_bytes=2048 * KIB, rung="estimated")
-    found = diff_data(DEEP, other)["figures"]
-    assert found["memory on each device"] == ("3.00 MiB", "2.00 MiB, estimated")
-
-
-def test_a_segment_faster_than_its_collectives_one_by_one_says_why():
-    segments = tuple(replace(one, time_ms=0.25) for one in DEEP.segments)
-    quick = replace(DEEP, segments=segments)
-    said = " ".join(explain_text(quick).split())
-    assert "0.250 ms each, measured (its collectives one after another 0.375 ms" in said
-    assert "one after another" not in explain_text(DEEP)
-
-
-def test_times_of_collectives_that_only_one_plan_knows_are_no_difference():
-    assert not diff_data(DEEP, untimed(DEEP))["collectives"]
-
-
-def test_the_winner_of_a_tie_is_not_called_the_fastest():
-    [data, planned, *rest] = RACE
-    sooner = replace(data, time_ms=10.2)
-    said = " ".join(explain_text(make_plan([], [sooner, planned, *rest])).split())
-    assert "Why: it is as fast as the fastest of 2 programs that were timed" in said
-    assert "10.200 ms, against 10.250 ms" in said
-
-
-def test_a_time_from_before_the_winner_was_timed_again_is_no_tie():
-    [data, planned, *rest] = RACE
-    before = replace(data, time_ms=9.2)
-    said = " ".join(explain_text(make_plan([], [before, planned, *rest])).split())
-    assert "it is the fastest, timed again, of 2 programs that were timed" in said
-    assert "9.200 ms in earlier turns, against 10.250 ms" in said
-
-
-def test_the_winner_of_a_predicted_tie_is_not_called_the_best():
-    """No whole step was timed."""
-    [data, planned, *_] = [
-        replace(one, samples_ms=(), time_ms=None, note="") for one in RACE
-    ]
-    for other_ms, said in ((10.1, "as good as the best"), (10.3, "the best")):
-        rows = [
-            replace(data, predicted_ms=other_ms),
-            replace(planned, predicted_ms=10.2),
-        ]
-        plan = replace(make_plan([], rows), measured_ms=None, rung="estimated")
-        why = f"it is {said} by prediction; no whole step was timed."
-        assert why in view_of(plan).why
-        place = "as fast as the fastest" if other_ms < 10.2 else "the fastest"
-        page = page_html(plan)
-        assert f"Nothing was run: the plan is {place} by" in page
-
-
-def test_one_program_under_two_names_is_no_runner_up():
-    [data, planned, *rest] = RACE
-    twin = replace(data, samples_ms=planned.samples_ms, time_ms=planned.time_ms)
-    rows = [row(0, 0, "Net/up")]
-    alone = explain_text(make_plan(rows, [twin, planned, RACE[-1]]))
-    assert "no other program was timed; data_parallel gave the same program" in alone
-    assert "Next:" not in alone
-    said = " ".join(explain_text(make_plan(rows, [twin, planned, *rest])).split())
-    assert "fastest of 2 programs that were timed; data_parallel gave the same" in said
-    assert "Next: zero1, 12.250 ms, against 10.250 ms" in said
-    table = plan_text(make_plan(rows, [twin, planned, *rest]), width=160)
-    assert [line for line in table.splitlines() if "10.250 |" in line] == [
-        line
-        for line in table.splitlines()
-        if "the same program as data_parallel" in line
-    ]
 
 
 @pytest.mark.parametrize(

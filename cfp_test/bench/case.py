@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from cfp.analysis.layout import program_flops
 from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
 from cfp.errors import CompilerError
@@ -45,11 +44,6 @@ class Ready:
 def session_of(model: str, options: Mapping[str, Scalar], mesh: Mesh) -> Session:
     """A model's step, analysed on a mesh."""
     return analyse(model_target(model, dict(options)), mesh)
-
-
-def tflop(session: Session) -> float:
-    """TFLOP of one step."""
-    return program_flops(session.analysis.frame.program) / 1e12
 
 
 def ready(

@@ -1,13 +1,7 @@
-"""Times competitors in turn: A B C, B C A, ... all in one process.
-
-A turn makes the inputs, warms up, takes some samples and frees everything, so that only
-one competitor's state is on the devices at any time, and a drift of the clocks meets
-all alike.
-"""
+"""Options of timing, and the trace, of a compiled step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import jax
@@ -33,18 +27,6 @@ def turn_on(mesh: Mesh) -> TimingOptions:
         max_samples=10,
         budget_seconds=2.0,
     )
-
-
-def in_turn(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Yields turns: (turn, name) in order.
-
-    Args:
-      names: in the order of the first round.
-      rounds: how many turns each gets.
-    """
-    for turn in range(rounds):
-        start = turn % max(1, len(names))
-        yield from ((turn, name) for name in (*names[start:], *names[:start]))
 
 
 def traced(one: Ready, mesh: Mesh, steps: int = 5) -> Split | None:

@@ -218,10 +218,6 @@ class Found:
     outcome: RaceOutcome
     seconds: float
 
-    def candidate(self, name: str) -> Candidate:
-        """A candidate of the race, by name."""
-        return next(one for one in self.solution.candidates if one.name == name)
-
     def presets(self, count: int) -> list[tuple[Candidate, float]]:
         """The presets that were fastest, without compiler options."""
         raced = [

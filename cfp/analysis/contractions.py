@@ -291,7 +291,7 @@ def _made_by_contractions(program: Program) -> list[bool]:
 def _factors(rule: Rule, dims: Dims) -> list[int]:
     """The factor of each dim that is larger than 1 and can be sharded at all."""
     majors = (rule.major(dim) for dim in dims)
-    return [f for f in majors if f is not None and f not in rule.fixed]
+    return [f for f in majors if f is not None and f not in rule.closed]
 
 
 def _in_order(found: dict[int, int], mine: list[int], theirs: list[int]) -> list[int]:
@@ -328,7 +328,9 @@ def major_factors(
     found = []
     for dim, factors in enumerate(dims):
         factor = rule.major(factors, before)
-        if factor is None or factor in rule.fixed or not rule.splits(factor, axis_size):
+        if factor is None or factor in rule.closed:
+            continue
+        if not rule.splits(factor, axis_size):
             continue
         found.append((dim, factor))
     return found

@@ -296,9 +296,9 @@ def _parameter(flow: Flow, op: Op, parameters: Set[int]) -> str:
     found = [
         positions[v] for v in (_origin(flow, v) for v in op.operands) if v in positions
     ]
-    known = [i for i in found if i in parameters]
     # In a step that updates nothing weights lie deeper than data, or stand last: x @ w.
-    names = [flow.program.arg_names[i] for i in known or found]
+    known = [i for i in found if i in parameters or not parameters]
+    names = [flow.program.arg_names[i] for i in known]
     return max(reversed(names), key=lambda name: name.count("/"), default="")
 
 

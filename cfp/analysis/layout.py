@@ -255,7 +255,11 @@ class Layout:
         self.axes.update(sharding.group_axes(wide, reads=False))
 
     def read_spec(self, value: int) -> Spec | None:
-        """Returns the spec in which the first reader of a value, in order, reads it."""
+        """Returns the spec in which the first reader of a value, in order, reads it.
+
+        A reader that gathers it counts where there is no other.
+        """
+        gathered = None
         program = self.frame.program
         values, uses = [value], list[tuple[int, int]]()
         while values or uses:
@@ -273,9 +277,10 @@ class Layout:
             laid_out = user in self.axes and user not in self.frame.group_of
             if laid_out or op.shardings:
                 spec = self.use_spec(user, index)
-                if spec is not None:
+                if spec is not None and (any(spec) or not _gathers(op)):
                     return spec
-        return None
+                gathered = gathered or spec
+        return gathered
 
     def _carried(self, canonical: int) -> Spec:
         """The sharding of a loop-carried value: as its first reader inside wants it."""
@@ -366,6 +371,10 @@ class Layout:
                 extra.update(want[len(have) :])
             return wanted if extra and extra <= set(partial) else natural
         return natural
+
+
+def _gathers(op: Op) -> bool:
+    return op.rule is not None and bool(op.rule.gathered)
 
 
 def lay_out(frame: Frame, choice: Choice) -> Layout:

@@ -46,7 +46,7 @@ def axis_choices(rule: Rule, axis_size: int) -> list[AxisChoice]:
     splittable = [
         f
         for f, size in enumerate(rule.sizes)
-        if size > 1 and rule.splits(f, axis_size) and f not in rule.fixed
+        if size > 1 and rule.splits(f, axis_size) and f not in rule.closed
     ]
     majors = set()
     for dims in (*rule.operands, *rule.results):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from math import prod
 
 from cfp.analysis.contractions import is_contraction
@@ -13,6 +13,7 @@ from cfp.program.graph import Op, Program, call_flops, reached
 
 _NARROW = ("bf16", "f16")
 _INTEGERS = ("i8", "i16", "i32", "i64", "ui8", "ui16", "ui32", "ui64")
+_LONG = ("cholesky", "custom_call", "fft", "sort", "triangular_solve")
 # What leaves the rows of a table as they are, or takes some of them.
 _ROWS_PASS = ("broadcast_in_dim", "convert", "dynamic_slice", "reshape", "slice")
 
@@ -48,8 +49,8 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
     if loops := uncounted_loops(program):
         found["uncounted_loops"] = float(len(loops))
     rows = [program.args[p] for p, rank in batch.items() if not rank]
-    shapes = [program.shape(v) for v in rows]
-    if sizes := [shape[0] for shape in shapes if shape]:
+    others = {program.shape(v) for p, v in enumerate(program.args) if p not in batch}
+    if sizes := [_samples(program, v, others) for v in rows if program.shape(v)]:
         samples = max(set(sizes), key=sizes.count)
         found["batch_samples"] = float(samples)
         tables = [v for p, v in enumerate(program.args) if p not in batch]
@@ -59,13 +60,53 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
     return found
 
 
+def _samples(program: Program, v: int, others: Set[tuple[int, ...]]) -> int:
+    """Counts the samples of an argument: rows, or rows of all microbatches.
+
+    A loop takes one microbatch after another, and carries nothing with its rows, as it
+    does from one time step to the next.
+
+    Args:
+        others: shapes of what is no data, such as sums of gradients.
+    """
+    first, *rest = program.shape(v)
+    readers = [*Flow(program).readers(v)]
+    if not rest or not all(
+        op.kind == "dynamic_slice"
+        and op.parent >= 0
+        and program.shape(op.results[0])[0] == 1 < first
+        for op, _ in readers
+    ):
+        return first
+    loops = (program.ops[op.parent] for op, _ in readers)
+    carried = {program.shape(c) for loop in loops for c in loop.results}
+    carried -= {*others, (first, *rest)}
+    carries_rows = any(shape[:1] == (rest[0],) for shape in carried)
+    return rest[0] * (1 if carries_rows else first)
+
+
 def uncounted_loops(program: Program) -> list[Op]:
     """Lists loops with products whose number of iterations the program does not say.
 
     Others, such as those that draw random numbers, take next to no time.
     """
-    heavy = [is_contraction(op) or call_flops(op) > 0 for op in program.ops]
-    return [op for op in program.ops if op.uncounted and any(heavy[i] for i in op.body)]
+    return [op for op in program.ops if op.uncounted and _is_long(program, op)]
+
+
+def long_branches(program: Program) -> list[Op]:
+    """Lists branches with products, or other long work such as a factorization."""
+    return [
+        op for op in program.ops if op.kind in ("case", "if") and _is_long(program, op)
+    ]
+
+
+def _is_long(program: Program, op: Op) -> bool:
+    """True if there is more in an op's regions than elementwise work and sums."""
+    inside = (program.ops[i] for i in op.body)
+    return any(
+        is_contraction(one) or call_flops(one) > 0 or one.kind in _LONG
+        for one in inside
+    )
 
 
 def _looked_up(

@@ -192,10 +192,15 @@ def _blocks(
 
 
 def _inside_ms(terms: Terms, block: BlockTerms) -> float:
-    """Estimates the time of moves between the ops of one block."""
+    """Estimates the time of moves between the ops of one block, and of its data."""
+    stored = {
+        v: (next(filter(any, specs), specs[0]), ())
+        for v, specs in block.reads.items()
+        if v in terms.data
+    }
     return sum(
         terms.move_ms(v, made, block.reads.get(v, ()))
-        for v, made in block.makes.items()
+        for v, made in (stored | dict(block.makes)).items()
     )
 
 

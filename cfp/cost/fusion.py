@@ -167,10 +167,16 @@ def _is_summed(program: Program, v: int) -> bool:
     return any(op.kind == "reduce" for op, _ in uses)
 
 
+# Random bits are made where they are read, by twenty rounds of shifts. An element's
+# shift takes a kernel as long as so many bytes that it reads. Guess.
+SHIFT_BYTES = 0.25
+_SHIFTS = frozenset({"shift_left", "shift_right_logical"})
+
 # Of these a kernel reads as much of an operand as it makes.
 _IN_PART = frozenset({"slice", "dynamic_slice", "gather"})
 
-Reads = dict[int, float]  # Bytes of tensors in memory.
+# Bytes of tensors in memory, and as such of shifts, by numbers below 0.
+Reads = dict[int, float]
 
 
 @searched_once
@@ -204,6 +210,8 @@ def _find_kernels(program: Program) -> Mapping[int, Reads]:
         for w in op.operands:
             for source, size in _read(program, op, w, made_of).items():
                 reads[source] = max(size, reads.get(source, 0.0))
+        if op.kind in _SHIFTS:
+            reads[-1 - op.id] = SHIFT_BYTES * _elements(program, op.results[0])
         is_fused = _sums_nothing(program, op) or (
             op.kind in FUSED
             and not any(
@@ -241,7 +249,7 @@ def _read(
 def _is_shared(program: Program, v: int, reads: Reads) -> bool:
     """Returns True if a value's readers would read more than it, each again."""
     readers = len({user for user, _ in program.users[v]})
-    once = sum(reads.values())
+    once = sum(size for source, size in reads.items() if source >= 0)
     return (readers - 1) * once > (readers + 1) * program.values[v].size_bytes
 
 

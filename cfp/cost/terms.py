@@ -85,6 +85,8 @@ class Terms:
         self._group_ms = cache(self._group_state_ms)
         self._gradient_ms = cache(self._one_gradient_ms)
         self._sizes = dict(frame.mesh)
+        args = enumerate(frame.program.args)
+        self.data = {v for i, v in args if i not in frame.group_of_arg}
         self._op = cache(self._op_terms)
         self._repeats: dict[int, int] = {}
         for op in frame.program.ops:

@@ -16,7 +16,7 @@ from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out, program
 from cfp.analysis.segments import Segment, group_readers
 from cfp.analysis.storage import effective_storage, even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
-from cfp.analysis.work import uncounted_loops
+from cfp.analysis.work import long_branches, uncounted_loops
 from cfp.attention.matching.called import called_attentions, dims_over, exchanges
 from cfp.cost.choice import segment_candidate
 from cfp.cost.terms import transition
@@ -221,8 +221,12 @@ def undonated_arguments(layout: Layout) -> dict[int, int]:
 
 
 def describe_uncounted(program: Program) -> tuple[str, ...]:
-    """Lists loops that count as one iteration: ``while at model.py:12``."""
-    return tuple(dict.fromkeys(map(_site, uncounted_loops(program))))
+    """Lists loops that count as one iteration, and branches: ``case at model.py:12``.
+
+    A step takes one branch, and another time another one.
+    """
+    found = (*uncounted_loops(program), *long_branches(program))
+    return tuple(dict.fromkeys(map(_site, found)))
 
 
 def constraint_sites(program: Program, constraints: Constraints) -> tuple[Site, ...]:
@@ -316,7 +320,8 @@ def _is_whole_op(layout: Layout, op: Op) -> bool:
         return not (passes(op) or op.shardings)
     if op.rule.held and op.rule.is_whole:  # XLA does not partition it.
         return True
-    return call_of(op.attributes) is not None and not any(layout.axes.get(op.id, ()))
+    may_split = op.rule.gathered or call_of(op.attributes) is not None
+    return bool(may_split) and not any(layout.axes.get(op.id, ()))
 
 
 def _why_whole(layout: Layout, op: Op) -> str:

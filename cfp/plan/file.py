@@ -216,7 +216,7 @@ class PlanFile(_Part):
         products: numbers of 16-bit products by outcome, if FP8 was asked for.
         undonated: arguments that are there twice, by position.
         weak: donated arguments that are weakly typed, by position.
-        uncounted: loops of which one iteration is counted.
+        uncounted: loops of which one iteration is counted, and branches.
     """
 
     format: Literal[10]

@@ -86,7 +86,8 @@ class Plan:
         weak: donated argument leaves that are weakly typed; a checkpoint restores them
             as arrays that are not, which are taken as these.
         uncounted: loops that predictions and FLOPs count as one iteration, since the
-            program does not say how many there are.
+            program does not say how many there are; and branches, of which times are
+            those of one.
         replicated_ops: what every device runs in full: loops, and ops without a
             sharding rule.
         host_callbacks_skipped: functions of the host that are not called while it is

@@ -28,10 +28,8 @@ takes down which dims it has sharded so far:
     ``data``, except where weights have a batch factor of their own (one matrix per
     expert), which is then sharded. GShard, arXiv 2006.16668.
 
-A walk depends on the axis's size only through its wishes: at each block a list of
-choices, of which the axis takes the first that its size allows (:class:`Wishes`). So
-a walk is reused for another size if the same choice is the first allowed one of every
-wish; with thousands of devices one walk serves several axes.
+At each block a walk has a list of choices, its wish, of which the axis takes the first
+that its size allows.
 """
 
 from __future__ import annotations
@@ -39,6 +37,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cfp.analysis.contractions import DimClasses, is_contraction
 from cfp.analysis.layout import Frame
@@ -203,47 +202,14 @@ def made_of_parameters(frame: Frame) -> list[bool]:
     return state
 
 
-Wish = tuple[AxisChoice, ...]
-
-
-class Wishes:
-    """Every wish of a walk, and what was chosen of it."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        # Rules are alike in alike layers, and few; to compare them takes long.
-        self._known: dict[tuple[int, Wish], tuple[Rule, Wish, AxisChoice]] = {}
-        self._exceeding: dict[tuple[int, int], tuple[Rule, int, bool]] = {}
-
-    def choose(self, rule: Rule, wish: Sequence[AxisChoice]) -> AxisChoice:
-        """The first choice, best first, that the axis may make; none if it may not."""
-        key = id(rule), tuple(wish)
-        if key not in self._known:
-            self._known[key] = (rule, key[1], _first(rule, key[1], self._size))
-        return self._known[key][2]
-
-    def exceeds(self, rule: Rule, factor: int) -> bool:
-        """True if a factor takes a part of the axis, and a minor one the rest."""
-        key = id(rule), factor
-        if key not in self._exceeding:
-            found = _exceeds(rule, factor, self._size)
-            self._exceeding[key] = (rule, factor, found)
-        return self._exceeding[key][2]
-
-    def allows_same_choices(self, size: int) -> bool:
-        """Returns True if an axis of another size does the same everywhere."""
-        return all(
-            _first(rule, wish, size) == choice
-            for rule, wish, choice in self._known.values()
-        ) and all(
-            _exceeds(rule, factor, size) == found
-            for rule, factor, found in self._exceeding.values()
-        )
-
-
-def _first(rule: Rule, wish: Wish, size: int) -> AxisChoice:
-    allowed = axis_choices(rule, size)
+def _first(rule: Rule, wish: Sequence[AxisChoice], size: int) -> AxisChoice:
+    allowed = _allowed(rule, size)
     return next((choice for choice in wish if choice in allowed), AxisChoice())
+
+
+@lru_cache(maxsize=4096)  # Rules are alike in alike layers.
+def _allowed(rule: Rule, size: int) -> frozenset[AxisChoice]:
+    return frozenset(axis_choices(rule, size))
 
 
 def _exceeds(rule: Rule, factor: int, size: int) -> bool:
@@ -274,12 +240,11 @@ Ranks = Mapping[int, int]
 _NOTHING: Ranks = {}
 
 
+@searched_once
 def axis_walk(
     frame: Frame, role: str, axis_size: int, dim: int = 0
 ) -> Sequence[AxisChoice]:
     """Finds the strategy of an axis of that size in each block under a role.
-
-    It is kept in `frame.looked_for`, for this size and all that come to the same.
 
     Args:
         dim: of the batch's arguments, the one that ``data`` and ``expert`` shard
@@ -289,15 +254,9 @@ def axis_walk(
         raise ValueError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
     if role == "expert" and not _has_experts(frame):
         role = "data"
-    known = frame.looked_for.setdefault((axis_walk, role, dim), [])
-    for wishes, choices in known:
-        if wishes.allows_same_choices(axis_size):
-            return choices
-    wishes = Wishes(axis_size)
+        return axis_walk(frame, role, axis_size, dim)
     weight, computed = made_of_parameters(frame), _computed(frame)
-    choices = _walked(_Common(frame, role, wishes, weight, computed), dim)
-    known.append((wishes, choices))
-    return choices
+    return _walked(_Common(frame, role, axis_size, weight, computed), dim)
 
 
 def _walked(common: _Common, dim: int) -> list[AxisChoice]:
@@ -405,14 +364,14 @@ class _Common:
     """State shared by the walks of one axis in one role.
 
     Attributes:
-        wishes: what it chooses, added to.
+        size: of the axis.
         weight: for each value whether it is made of parameters alone.
         computed: values that blocks' anchors make, and what follows from them.
     """
 
     frame: Frame
     role: str
-    wishes: Wishes
+    size: int
     weight: list[bool]
     computed: set[int]
 
@@ -559,7 +518,7 @@ class _Walk:
                     found |= {f: found.get(f, rank) for f in picked}
         if self.follows_batch:
             return found
-        return {f: rank for f, rank in found.items() if f not in rule.fixed}
+        return {f: rank for f, rank in found.items() if f not in rule.closed}
 
     def _summed(self, op: Op, rule: Rule) -> Ranks:
         """The factors of the batch that a contraction sums over: all sides have it.
@@ -635,7 +594,7 @@ class _Walk:
 
     def _choose(self, op: Op) -> AxisChoice:
         rule = op.known_rule
-        return self.common.wishes.choose(rule, self._wish(op, rule))
+        return _first(rule, self._wish(op, rule), self.common.size)
 
     def _wish(self, op: Op, rule: Rule) -> list[AxisChoice]:
         """Lists the strategies that the role prefers for this block, best first."""
@@ -677,7 +636,7 @@ class _Walk:
             return []
         wishes = [AxisChoice(f) for f in columns]
         major = wishes[0] if len(wishes) > 1 else AxisChoice()
-        if self.common.wishes.choose(rule, wishes) not in (major, AxisChoice()):
+        if _first(rule, wishes, self.common.size) not in (major, AxisChoice()):
             self.by_minor.add(op.id)
         return wishes
 
@@ -692,15 +651,15 @@ class _Walk:
         """
         if any(self.common.weight[v] for v in op.operands) or not is_contraction(op):
             return NONE
-        wishes = self.common.wishes
+        size = self.common.size
         arriving = [self._arriving(op, rule, i) for i in range(len(rule.operands))]
 
         def is_split(factor: int) -> bool:
-            return wishes.choose(rule, [AxisChoice(factor)]) != AxisChoice()
+            return _first(rule, [AxisChoice(factor)], size) != AxisChoice()
 
         for factor in shared_factors(rule):
             if any(factor in ranks for ranks in arriving):
-                if is_split(factor) or wishes.exceeds(rule, factor):
+                if is_split(factor) or _exceeds(rule, factor, size):
                     return factor
         gives_way = [
             bool(ranks and self._makers(value) & self.by_minor)

@@ -171,7 +171,7 @@ def correct_rule(
 
 @lru_cache(maxsize=4096)
 def _unpadded(rule: Rule) -> Rule:
-    return replace(rule, even=frozenset(range(len(rule.sizes))))
+    return replace(rule, even=_factors(rule))
 
 
 def _call_rule(rule: Rule) -> Rule | None:
@@ -198,18 +198,19 @@ def _transform_rule(rule: Rule) -> Rule:
     rule = replace(_unpadded(rule), held=True)
     if _numbers(version("jaxlib")) >= _TRANSFORMS_SHARDED:
         return rule
-    return replace(rule, fixed=frozenset(range(len(rule.sizes))), reduction=frozenset())
+    # Between two transforms all stays whole: elementwise work is less than gathering.
+    return replace(rule, fixed=_factors(rule), reduction=frozenset())
 
 
 def _update_rule(rule: Rule, whole: tuple[int, ...], piece: tuple[int, ...]) -> Rule:
     """An update's rule; one of a single place along a dim keeps that dim whole."""
-    single = {
+    single = frozenset(
         factor
         for dim, size in enumerate(piece)
         if size == 1 < whole[dim]
         for factor in rule.operands[0][dim]
-    }
-    return replace(rule, fixed=rule.fixed | single, held=bool(single))
+    )
+    return rule.whole_along(single) if single else rule
 
 
 def _product_rule(rule: Rule) -> Rule:
@@ -263,9 +264,10 @@ def _scatter_rule(rule: Rule, op: ir.Operation, indices: tuple[int, ...]) -> Rul
         return rule
     written = rule.operands[: len(rule.results)]
     updates = rule.operands[len(rule.results) + 1 :]
-    indexed = {factor for tensor in written for d in dims for factor in tensor[d]}
+    indexed = frozenset(f for tensor in written for d in dims for f in tensor[d])
     whole = {factor for tensor in updates for dim in tensor for factor in dim}
-    return replace(rule, fixed=rule.fixed | (indexed - whole), held=True)
+    # Shardy has the dim that is written in a tensor and in the result, and as fixed.
+    return replace(rule, gathered=indexed - whole).whole_along(indexed - whole)
 
 
 def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
@@ -274,7 +276,8 @@ def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
     Where both operands have one spatial size, as in the gradient of a kernel, the rule
     contracts over it; windows overlap, so that this needs halos. Of a grouped
     convolution's dims of two factors the minor one cannot be sharded in all operands.
-    The batch of the gradient of its kernel is sharded over all axes or none.
+    The batch of the gradient of its kernel is sharded over all axes or none. If groups
+    have several features, XLA gathers it (jaxlib 0.10.2 to 0.12, plain jax.jit, too).
     """
     layouts = _layouts(op)
     unclean: set[int] = set()
@@ -283,15 +286,22 @@ def _convolution_rule(rule: Rule, op: ir.Operation) -> Rule:
         for label, dim in zip(labels, dims, strict=True):
             major = rule.major(dim)
             unclean.update(f for f in dim if label.isdigit() or f != major)
-    grouped = ir.IntegerAttr(op.attributes["batch_group_count"]).value > 1
+    grouped = _count(op, "batch_group_count") > 1
     reduction = rule.reduction - unclean
-    return replace(
+    rule = replace(
         rule,
         fixed=rule.fixed | unclean,
         reduction=reduction,
         over_all=reduction if grouped else rule.over_all,
         held=True,
     )
+    features = ir.ShapedType(op.operands[1].type).shape[layouts[1].index("i")]
+    is_gathered = _count(op, "feature_group_count") > 1 < features
+    return rule.whole_along(_factors(rule)) if is_gathered else rule
+
+
+def _factors(rule: Rule) -> frozenset[int]:
+    return frozenset(range(len(rule.sizes)))
 
 
 def _layouts(op: ir.Operation) -> list[list[str]]:

@@ -238,10 +238,12 @@ def tag_of(op: ir.Operation) -> int | None:
 
 # Fused into what reads them, and cheap to do twice.
 CHEAP = frozenset(
-    "abs add and broadcast_in_dim ceil clamp compare convert cosine divide erf "
-    "exponential exponential_minus_one floor is_finite log log_plus_one logistic "
-    "maximum minimum multiply negate not or power remainder reshape rsqrt select sign "
-    "sine slice sqrt square subtract tanh transpose xor".split()
+    "abs add and atan2 bitcast_convert broadcast_in_dim cbrt ceil clamp compare "
+    "convert cosine divide erf erf_inv exponential exponential_minus_one floor "
+    "is_finite log log_plus_one logistic maximum minimum multiply negate not or popcnt "
+    "power reduce_precision remainder reshape round_nearest_afz round_nearest_even "
+    "rsqrt select shift_left shift_right_arithmetic shift_right_logical sign sine "
+    "slice sqrt square subtract tan tanh transpose xor".split()
 )
 _CHEAP_OR_SUM = CHEAP | {"reduce"}
 # A norm takes some twenty ops.

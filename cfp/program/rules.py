@@ -10,7 +10,7 @@ for example for a matrix product, as::
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from jax.extend.mlir import ir
@@ -35,6 +35,8 @@ class Rule:
             unreduced until a collective completes it.
         fixed: factors along which the op cannot run sharded without halo exchange
             or gathering (Shardy's need_replication and permutation factors).
+        gathered: those of them along which the compiler gathers what comes in, and
+            what is made of the result may be sharded as before.
         even: factors that may only be split into equal pieces, without padding.
         over_all: factors that may only be split over all axes of a mesh together.
         held: whether the compiler, left to choose, may shard the op in a way that it
@@ -46,6 +48,7 @@ class Rule:
     results: tuple[Dims, ...]
     reduction: frozenset[int] = frozenset()
     fixed: frozenset[int] = frozenset()
+    gathered: frozenset[int] = frozenset()
     even: frozenset[int] = frozenset()
     over_all: frozenset[int] = frozenset()
     held: bool = False
@@ -55,6 +58,21 @@ class Rule:
         """True if no dim of the op's tensors may be sharded."""
         factors = range(len(self.sizes))
         return all(f in self.fixed or self.sizes[f] == 1 for f in factors)
+
+    @property
+    def closed(self) -> frozenset[int]:
+        """Factors along which nothing is sharded behind the op as before it."""
+        return self.fixed - self.gathered
+
+    def whole_along(self, factors: frozenset[int]) -> Rule:
+        """The rule of an op that the compiler gathers along some more factors."""
+        return replace(
+            self,
+            fixed=self.fixed | factors,
+            gathered=self.gathered | (factors - self.fixed - self.reduction),
+            reduction=self.reduction - factors,
+            held=True,
+        )
 
     def major(self, dim: tuple[int, ...], before: int = 1) -> int | None:
         """The factor by which a dim may be sharded: its major-most one of size > 1.

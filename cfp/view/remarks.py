@@ -63,10 +63,16 @@ def remarks(plan: Plan) -> Iterator[str]:
             f"below {words.SHORT_STEP_MS:g} ms launches of kernels and collectives, "
             "which estimates mostly leave out, take most of a step: expect more"
         )
-    if plan.uncounted:
+    loops = [text for text in plan.uncounted if text.startswith("while")]
+    if loops:
         yield (
             "counted as one iteration, in predictions too, since the program does not "
-            f"say how many: {few(plan.uncounted)}"
+            f"say how many: {few(loops)}"
+        )
+    if branches := [text for text in plan.uncounted if text not in loops]:
+        yield (
+            "timed with the branch that was taken meanwhile, and predicted with all: "
+            f"a step with another branch may take longer: {few(branches)}"
         )
     if words.known_how(plan) == "estimated" and plan.rung == "measured":
         raced = sum(bool(row.samples_ms) for row in plan.race)

@@ -148,6 +148,15 @@ def test_what_reads_no_parameter_is_named_by_its_line():
     assert name.startswith("test_naming.py:") and name.endswith(" dot_general")
 
 
+def test_no_block_is_named_after_the_batch_beside_parameters():
+    def loss(params, x):
+        alike = jnp.tanh(x[0] @ x[0].T)
+        return jnp.mean((alike @ x[0] @ params["w"]) ** 2)
+
+    names = names_of(sgd(loss), {"w": jnp.ones((16, 16))}, X)
+    assert layers_of(names) == ["w"] and len(names) == 3
+
+
 def test_state_that_is_handed_on_names_no_block():
     def step(hidden, x, params):
         return jnp.tanh(x @ params["in"] + hidden @ params["again"])

@@ -63,7 +63,7 @@ def arguments(tokens):
 def tokens_spread(frame):
     """Parameters fully sharded, and of each sequence the tokens: in scores, queries."""
     [(_, size)] = frame.mesh
-    choices = axis_walk(frame, "data", size, dim=1)
+    choices = axis_walk(frame, "data", size, 1)
     program = frame.program
     queries = {}
     for op, match in attentions(program).found.items():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 from cfp.analysis.contractions import is_contraction
-from cfp.cost.fusion import moved_bytes
+from cfp.cost.fusion import SHIFT_BYTES, moved_bytes
 from cfp.platform import make_mesh
 from cfp.program.graph import Program
 from cfp.program.step import flatten_step
@@ -97,3 +98,43 @@ def test_what_many_read_is_written_once():
     others = sum(moved.get(op.id, 0) for op in program.ops if not is_contraction(op))
     # Each layer reads two and writes one, and its sum reads one; a few are read again.
     assert 3 * count <= others / (4 * size * size) <= 5 * count
+
+
+ELEMENTS = 512 * 1024
+
+
+def _bernoulli(key, y):
+    return jnp.where(jax.random.bernoulli(key, 0.9, y.shape), y / 0.9, 0.0)
+
+
+def _noise(key, y):
+    return y + jax.random.normal(key, y.shape)
+
+
+def _uniform(key, y):
+    return y * jax.random.uniform(key, y.shape, y.dtype)
+
+
+def _stochastic_rounding(key, y):
+    """Adds random bits below those that are kept."""
+    bits = jax.lax.bitcast_convert_type(y, jnp.uint32)
+    low = jax.random.bits(key, y.shape) >> 16
+    return jax.lax.bitcast_convert_type((bits + low) >> 16 << 16, jnp.float32)
+
+
+@pytest.mark.parametrize("use", [_bernoulli, _noise, _uniform, _stochastic_rounding])
+def test_random_numbers_are_made_where_they_are_read(use):
+    """As GPUs have them: for virtual CPU devices JAX writes rounds as a loop."""
+
+    def moved(use):
+        def step(x, w, key):
+            return jnp.tanh(use(jax.random.wrap_key_data(key), x @ w)).sum()
+
+        mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,))
+        shapes = ((512, 256), jnp.float32), ((256, 1024), jnp.float32)
+        args = [jax.ShapeDtypeStruct(*one) for one in (*shapes, ((2,), jnp.uint32))]
+        program, _ = trace(flatten_step(step, args), mesh)
+        return sum(moved_bytes(program).values())
+
+    more = moved(use) - moved(lambda key, y: y)
+    assert 0.0 < more <= 64 * SHIFT_BYTES * ELEMENTS

@@ -218,6 +218,53 @@ def test_a_loop_of_unknown_length_is_said_and_not_counted_as_whole(planned, tmp_
         assert "not say how many: while at test_throughput.py:" in said
 
 
+def test_samples_of_all_microbatches_count(planned):
+    def step(w, x):
+        def add(total, part):
+            return total + jax.grad(lambda w: jnp.sum(jnp.tanh(part @ w) ** 2))(w), None
+
+        return w - jax.lax.scan(add, jnp.zeros_like(w), x)[0]
+
+    found = planned(args=(shape(32, 32), shape(6, 24, 32)), step=step).search
+    assert found["batch_samples"] == 6 * 24
+
+
+def test_samples_of_time_steps_count_once(planned):
+    def step(w, x):
+        def loss(w):
+            def cell(h, part):
+                return jnp.tanh(part @ w + h), None
+
+            return jnp.sum(jax.lax.scan(cell, jnp.zeros(x.shape[1:]), x)[0])
+
+        return w - jax.grad(loss)(w)
+
+    found = planned(args=(shape(32, 32), shape(6, 24, 32)), step=step).search
+    assert found["batch_samples"] == 24
+
+
+def branching(work):
+    def step(w, x, flag):
+        y = jax.lax.cond(flag, work, lambda y: y, jnp.tanh(x @ w))
+        return w - y.sum()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "work",
+    [lambda y: y @ y.T @ y, lambda y: jnp.linalg.qr(y)[0], lambda y: jnp.sort(y)],
+    ids=["product", "factors", "order"],
+)
+def test_a_branch_is_said_to_be_timed_alone(work, planned):
+    args = shape(32, 32), shape(32, 32), shape(dtype=bool)
+    plan = planned(args=args, step=branching(work))
+    [said] = [one for one in remarks(plan) if one.startswith("timed with the branch")]
+    assert "case at test_throughput.py:" in said
+    plan = planned(args=args, step=branching(jnp.sin))
+    assert plan.uncounted == ()
+
+
 def test_other_kinds_have_no_share_and_no_time_no_figures(planned):
     plan = planned()
     unknown = replace(plan, environment={"device_kind": "cpu"})

@@ -20,7 +20,6 @@ from cfp.view.page import (
     ticks,
     timeline,
 )
-from cfp.view.text import plan_text
 from cfp_test.report.plans import RACE, as_data, layers, make_plan, row
 from cfp_test.view.reported import (
     DEEP,
@@ -50,6 +49,7 @@ class Page(HTMLParser):
         self.attributes: list[tuple[str, str]] = []
         self.open: list[str] = []
         self.text = ""
+        self.lines: list[str] = []
         self.cells: list[list[str]] = []
         self.feed(html)
         self.close()
@@ -66,10 +66,15 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag):
         assert self.open and self.open.pop() == tag, f"{tag} is closed out of order"
+        if tag == "tr":
+            self.lines.append(" | ".join(" ".join(c.split()) for c in self.cells[-1]))
 
     def handle_data(self, data):
         if not {"style", "title"} & set(self.open):
             self.text += data
+            words = " ".join(data.split())
+            if words and not {"svg", "td", "th"} & set(self.open):
+                self.lines.append(words)
         if {"td", "th"} & set(self.open):
             self.cells[-1][-1] += data
 
@@ -101,173 +106,9 @@ def test_names_that_mean_harm_are_text():
     assert "49" not in page.text.split("{{ 7 * 7 }}")[1][:4]
 
 
-def test_a_note_of_several_lines_is_one_in_a_page_and_in_a_file(tmp_path):
-    late = replace(RACE[-1], note="ruled out.\n  got: none")
-    plan = replace(make_plan([], []), race=(RACE[0], late))
-    plan.save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
-    assert "ruled out. got: none" in page_html(plan)
-    assert loaded.race[1].note == "ruled out. got: none"
-
-
 def test_text_of_blanks_is_made_one_line_at_once():
     assert one_line(" " * 10**6) == " " * 10**6
     assert one_line("a \n\n  b\x1b") == "a  b\ufffd"
-
-
-def test_repeats_stand_once():
-    html = page_html(DEEP)
-    assert html.count('<details class="segment">') == 1
-    assert "Net/layer_0-95/up" in html and "96 ×" in html
-
-
-def test_numbers_are_those_of_the_plan():
-    page = Page(page_html(DEEP))
-    for one in (candidate.row for candidate in view_of(DEEP).race.candidates):
-        [cells] = [r for r in page.rows(one.name) if len(r) == 6]
-        wanted = [
-            "-" if t is None else f"{t:.3f} ms" for t in (one.predicted_ms, one.time_ms)
-        ]
-        assert cells[1:3] == wanted
-    assert DEEP.figures is not None
-    for found in DEEP.figures.kinds[0].options:
-        [cells] = [r for r in page.rows(found.name) if len(r) == 5]
-        assert cells[1:] == [
-            f"{found.step_ms:.3f} ms",
-            f"{found.memory_bytes / KIB:.2f} KiB",
-            f"{found.segment_ms:.3f} ms",
-            "no" if found.name == "slow & large" else "yes",
-        ]
-    [gather] = [r for r in page.rows("all-gather") if r[2] == str(2 * 95)]
-    assert gather == ["all-gather", "x", "190", "285.00 KiB", "11.875 ms"]
-    assert "profile | 20.0 s" in " | ".join(page.rows("profile")[0])
-    assert "-7.3% of the measured" in " ".join(page.text.split())
-    virtual = {**DEEP.search, "strategies_estimated": 1.0}
-    assert "of the measured" not in page_html(replace(DEEP, search=virtual))
-    verified = replace(DEEP, search={**virtual, "was_described": 1.0})
-    assert "-7.3% of the measured" in page_html(verified)
-
-
-@pytest.mark.parametrize(
-    ("rung", "search", "time", "memory"),
-    [
-        ("measured", {}, "predicted", "predicted"),
-        ("estimated", {}, "estimated", "estimated"),
-    ],
-)
-def test_time_and_memory_have_the_same_sources_in_all_renderings(
-    rung, search, time, memory
-):
-    known = " ".join(Page(page_html(DEEP)).text.split())
-    assert "Memory, each device3.00 MiB of 650.00 KiB" in known
-    plan = replace(DEEP, peak_bytes=None, predicted_bytes=2 * 2**20, rung=rung)
-    plan = replace(plan, measured_ms=None, search=search)
-    text = " ".join(Page(page_html(plan)).text.split())
-    assert f"Step, {time}9.500 ms" in text
-    assert f"Memory, each device2.00 MiB {memory} of 650.00 KiB" in text
-    said = " ".join(repr(plan).split())
-    assert f"9.500 ms {time}; 2.00 MiB on each device, {memory} chosen:" in said
-
-
-def words(plan: Plan) -> str:
-    return " ".join(Page(page_html(plan)).text.split())
-
-
-def test_the_page_says_why_no_strategies_are_known():
-    """And does not say that nothing was measured beside times that were."""
-    timed = replace(DEEP, figures=None, search={})
-    whys = {
-        "the strategy was asked for by name, and none was measured": timed,
-        "it is the fastest that cfp verify timed, which times whole steps alone": (
-            replace(timed, search={"verified": 1.0})
-        ),
-        "the step has no contraction to shard": make_plan([], RACE),
-    }
-    for why, plan in whys.items():
-        said = words(plan)
-        assert f"None: {why}." in said
-        assert ("Why: " + why in said) == bool(plan.rows)
-        assert "No prediction: no strategy was measured." in said
-        assert "othing was measured" not in said
-    assert "No pass was timed." in words(timed)
-    assert DEEP.figures is not None
-    unpicked = replace(DEEP, figures=replace(DEEP.figures, picks=()))
-    assert "Why: it won the race; this strategy was not measured by its" in words(
-        unpicked
-    )
-
-
-def test_rates_have_a_source_where_collectives_have_times():
-    rates = "one after another, by rates"
-    assert f"{rates} that were measured on these devices;" in words(DEEP)
-    plain = words(untimed(DEEP))
-    assert rates not in plain and "all-gather" in plain
-    alone = "Milliseconds are as if each were launched by itself"
-    assert alone in words(DEEP) and alone not in plain
-    described = replace(DEEP, search={**DEEP.search, "was_described": 1.0})
-    assert f"{rates} of described devices;" in words(described)
-    virtual = replace(DEEP, search={"strategies_estimated": 1.0})
-    assert f"{rates} of virtual devices, which say nothing of GPUs;" in words(virtual)
-
-
-def test_the_page_says_of_a_race_what_the_terminal_says():
-    [data, planned, zero1, _] = RACE
-    noisy = replace(data, samples_ms=(11.0, 12.0, 12.5, 13.0, 20.0), time_ms=12.5)
-    variant = replace(zero1, name="data_parallel, flag", time_ms=13.0)
-    unrun = replace(zero1, samples_ms=(), time_ms=None, rung="estimated")
-    race = [noisy, planned, variant, unrun]
-    plan = make_plan([row(0, 0, "Net/up", repeats=7)], race)
-    cached = {**plan.search, "race_cached": 3.0}
-    page = Page(page_html(replace(plan, search=cached)))
-    assert page.rows("plan")[0] == (
-        ["plan", "predicted", "measured", "±", "bars", "memory", "from"]
-    )
-    assert page.rows("data_parallel")[0][2:4] == ["12.500 ms", "0.5 ms"]
-    assert page.rows("planned")[0][2:4] == ["10.250 ms", "-"]
-    assert page.rows("planned")[0][6] == "measured"
-    assert "and 1 slower variant of these" in page.text
-    assert page.rows("race")[0][1] == "7.0 s, from the cache"
-    assert "7 times in one step" in page.text
-    assert page.rows("search")[0][1] == "0.5 s"
-
-
-def test_variants_that_do_not_fit_are_not_called_slower():
-    [data, planned, zero1, _] = RACE
-    large = replace(zero1, name="data_parallel, flag", note="over the memory budget")
-    plan = make_plan([row(0, 0, "Net/up")], [data, planned, large])
-    assert "and 1 variant of these, slower or not run" in plan_text(plan)
-    assert "slower variant" not in Page(page_html(plan)).text
-
-
-def test_a_page_without_candidates_calls_them_no_estimates():
-    for rung in ("measured", "estimated"):
-        plan = replace(DEEP, race=(), measured_ms=None, rung=rung)
-        html = page_html(plan)
-        assert "<h2>Candidates</h2>" in html and '"#race">Candidates</a>' in html
-
-
-def test_a_race_of_truncated_programs_says_so_in_one_line():
-    raced = {"segments_raced": 6.0, "segments": 34.0}
-    page = page_html(replace(DEEP, search={**DEEP.search, **raced}))
-    assert "Timed with 6 of 34 segments" in page and "\ufffd" not in page
-
-
-def test_the_runner_up_and_what_it_would_cost():
-    text = " ".join(Page(page_html(DEEP)).text.split())
-    assert (
-        "Taken: zero1; predicted step 9.500 ms, 600.00 KiB: the fastest that fits of "
-        "4 measured. Runner-up: #2, with which the step would take 10.500 ms in "
-        "500.00 KiB."
-    ) in text
-
-
-def test_a_runner_up_that_was_predicted_to_be_faster_is_explained():
-    text = " ".join(Page(page_html(HOSTILE)).text.split())
-    assert (
-        "Taken: zero1; predicted step 9.500 ms, 600.00 KiB: it won the race, though "
-        "another strategy was predicted to be faster. Runner-up: fastest, with which "
-        "the step would take 9.000 ms in 900.00 KiB."
-    ) in text
 
 
 def test_a_sign_stays_with_the_tensor_behind_it():
@@ -406,11 +247,78 @@ def test_a_budget_is_said_and_drawn():
     assert "far above this picture" not in near
 
 
-def test_the_page_says_at_its_top_why_the_plan_was_chosen():
-    page = Page(page_html(make_plan(layers([0]), RACE)))
-    why = (
-        "Why: it is the fastest of 2 programs that were timed. Next: data_parallel or "
-        "zero1, 12.250 ms, against 10.250 ms."
-    )
-    assert page.text.index(why) < page.text.index("Segments")
-    assert "Plan 'planned' for a mesh x=4" in page.text
+DATA, OWN, ZERO1, FAILED = RACE
+NOISY = replace(DATA, samples_ms=(11.0, 12.0, 12.5, 13.0, 20.0), time_ms=12.5)
+SLOWER = replace(ZERO1, name="data_parallel, flag", time_ms=13.0)
+LATE = replace(FAILED, note="ruled out.\n  got: none")
+UNRUN = replace(ZERO1, samples_ms=(), time_ms=None, rung="estimated")
+UP = [row(0, 0, "Net/up", repeats=7)]
+FOUR = figured([f"Net/layer_{i}/up" for i in range(4)], budget_bytes=650 * KIB)
+
+
+def searched(plan, **counts):
+    return replace(plan, search={**plan.search, **counts})
+
+
+def alone(rung, **changes):
+    """A plan of which no program was timed."""
+    memory = {"peak_bytes": None, "predicted_bytes": 2 * 2**20}
+    return replace(FOUR, **memory, rung=rung, measured_ms=None, search={}, **changes)
+
+
+PAGES = {
+    "four layers": FOUR,
+    "names that mean harm": HOSTILE,
+    "a race": make_plan(UP, [NOISY, OWN, SLOWER, UNRUN]),
+    "a race from the cache": searched(make_plan(layers([0]), RACE), race_cached=3.0),
+    "a variant that does not fit": make_plan(
+        UP, [DATA, OWN, replace(SLOWER, note="over the memory budget")]
+    ),
+    "a note of several lines": make_plan([], [DATA, LATE]),
+    "predicted": alone("measured"),
+    "estimated": alone("estimated"),
+    "no candidates": alone("measured", race=()),
+    "virtual devices": searched(FOUR, strategies_estimated=1.0),
+    "described devices": searched(FOUR, was_described=1.0),
+    "verified on those": searched(FOUR, strategies_estimated=1.0, was_described=1.0),
+    "collectives without times": untimed(FOUR),
+    "by its name": replace(FOUR, figures=None, search={}),
+    "of those that verify timed": replace(FOUR, figures=None, search={"verified": 1.0}),
+    "no contraction": make_plan([], RACE),
+    "a strategy that was not measured": replace(
+        DEEP, figures=replace(FOUR.figures, picks=())
+    ),
+}
+
+
+def test_pages(golden):
+    pages = {name: Page(page_html(plan)) for name, plan in PAGES.items()}
+    first, *_ = (page.lines for page in pages.values())
+    # Of all but the first, what it does not say.
+    own = {k: [x for x in page.lines if x not in first] for k, page in pages.items()}
+    own["four layers"] = first
+    golden("pages", {name: "\n".join(lines) for name, lines in own.items()})
+    assert page_html(DEEP).count('<details class="segment">') == 1
+
+
+def test_numbers_are_those_of_the_plan():
+    page = Page(page_html(DEEP))
+    for one in (candidate.row for candidate in view_of(DEEP).race.candidates):
+        [cells] = [r for r in page.rows(one.name) if len(r) == 6]
+        wanted = [
+            "-" if t is None else f"{t:.3f} ms" for t in (one.predicted_ms, one.time_ms)
+        ]
+        assert cells[1:3] == wanted
+    for found in DEEP.figures.kinds[0].options:
+        [cells] = [r for r in page.rows(found.name) if len(r) == 5]
+        assert cells[1:] == [
+            f"{found.step_ms:.3f} ms",
+            f"{found.memory_bytes / KIB:.2f} KiB",
+            f"{found.segment_ms:.3f} ms",
+            "no" if found.name == "slow & large" else "yes",
+        ]
+
+
+def test_a_note_of_several_lines_is_one_in_a_file(tmp_path):
+    PAGES["a note of several lines"].save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").race[1].note == "ruled out. got: none"

@@ -138,6 +138,48 @@ def test_a_shared_parameter_stays_shared():
     assert "layer_norm by xla" in report.text()
 
 
+class Plain(nnx.Module, pytree=False):
+    """A module that JAX takes for a leaf."""
+
+    def __init__(self):
+        self.config = {"any": [object()]}
+        self.weight = nnx.Param(jnp.ones(4))
+
+    def __call__(self, x):
+        return x * self.weight[...]
+
+
+class PlainNorm(Policy):
+    operators = ("rms_norm",)
+
+    def match(self, part):
+        return isinstance(part, Plain)
+
+    def build(self, part):
+        return lambda p, x: self.call("rms_norm", x, p["weight"])
+
+
+def test_modules_that_are_no_pytrees_and_those_in_loops_are_replaced():
+    x = jnp.arange(8.0).reshape(2, 4)
+    model = nnx.List([Plain()])
+    report = inject(model, policies=[PlainNorm]).report
+    nnx.jit(lambda model, x: model[0](x))(model, x)
+    assert [part.operators for part in report.replaced] == ["rms_norm by xla"]
+
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(key):
+        return nnx.List([nnx.LayerNorm(4, rngs=nnx.Rngs(key))])
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def run(x, layer):
+        return layer[0](x)
+
+    layers = nnx.List([make(jax.random.split(jax.random.key(0), 3))])
+    right = run(x, layers[0])
+    assert len(inject(layers).report.replaced) == 1
+    np.testing.assert_allclose(run(x, layers[0]), right, atol=1e-6)
+
+
 def test_a_call_that_a_policy_refuses_runs_the_original():
     model = models_nnx.Bert(CONFIG, rngs=nnx.Rngs(0))
     right = model(TOKENS, MASK)

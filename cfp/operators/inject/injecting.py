@@ -80,12 +80,13 @@ def _replace(model: nnx.Module, policies: Sequence[Policy], report: Report) -> N
             continue
         own = _Part(path=where, kind=kind, policy=policy, report=report)
         # A module takes this for an attribute of its own.
-        object.__setattr__(part, "__class__", _injected(type(part), own))
+        object.__setattr__(part, "__class__", _injected(part, own))
         report.add_replaced(where, kind, policy)
 
 
-def _injected(kind: type[nnx.Module], own: _Part) -> type[nnx.Module]:
-    """A class like another, whose calls are the operators'."""
+def _injected(part: nnx.Module, own: _Part) -> type[nnx.Module]:
+    """A class like a part's, whose calls are the operators'."""
+    kind = type(part)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         def parameters() -> Parameters:
@@ -97,7 +98,8 @@ def _injected(kind: type[nnx.Module], own: _Part) -> type[nnx.Module]:
         return own.call(self, parameters, original, args, kwargs)
 
     body = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind)(kind.__name__, (kind,), body)
+    is_pytree = not jax.tree_util.all_leaves([part])
+    return type(kind)(kind.__name__, (kind,), body, pytree=is_pytree)
 
 
 def _interceptor(policies: Sequence[Policy], report: Report) -> Any:

@@ -6,6 +6,7 @@ tests.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -91,6 +92,18 @@ def steady_python(folder: Path) -> str:
     )
     path.chmod(0o700)
     return str(path)
+
+
+def refusals(lines: list[list[str]], outcomes: list[Outcome]) -> dict[str, str]:
+    """The messages of commands by what was typed; each ends in one."""
+    texts = {}
+    for line, outcome in zip(lines, outcomes, strict=False):
+        assert (outcome.crash, outcome.code, outcome.out) == ("", 2, ""), line
+        assert "Traceback" not in outcome.err, line
+        # Sizes are those of a compiled program.
+        text = re.sub(r"[\d.]+ ([KM]iB|B)\b( \(\d+%\))?", r"# \1", outcome.err)
+        texts[" ".join(line).replace("\n", " ")] = text
+    return texts
 
 
 def run_one(*words: str, folder: Path, python: str = "", **variables: str) -> Outcome:

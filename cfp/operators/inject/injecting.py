@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import new_class
 from typing import Any
 
 import flax.linen as nn
@@ -99,7 +100,8 @@ def _injected(part: nnx.Module, own: _Part) -> type[nnx.Module]:
 
     body = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
     is_pytree = not jax.tree_util.all_leaves([part])
-    return type(kind)(kind.__name__, (kind,), body, pytree=is_pytree)
+    how = {"pytree": is_pytree}
+    return new_class(kind.__name__, (kind,), how, lambda new: new.update(body))
 
 
 def _interceptor(policies: Sequence[Policy], report: Report) -> Any:

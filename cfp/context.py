@@ -170,10 +170,7 @@ def open_context(
             device_bytes=device_bytes if defaults.limits_memory else None,
             reserve_bytes=defaults.reserve_bytes,
         )
-    remote, path = settings.remote, store_path(cache_dir)
-    with (
-        ProfileStore(path) if remote is None else ProfileStore(path, copy=remote.keep)
-    ) as store:
+    with ProfileStore(store_path(cache_dir)) as store:
         yield PlanContext(
             mesh=mesh,
             store=store,
@@ -184,7 +181,6 @@ def open_context(
                 retry_failures=settings.retry_failures,
                 limits=settings.limits,
                 progress=settings.progress,
-                remote=remote,
             ),
             memory=memory,
             device_bytes=device_bytes,

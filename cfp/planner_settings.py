@@ -11,7 +11,6 @@ from typing import Any
 from cfp.attention.kernels import KERNELS
 from cfp.errors import CfpError, OptionError, what_there_is
 from cfp.profiling.in_flight import Limits
-from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.tasks import Progress
 from cfp.program.fp8 import least_size
 from cfp.settings import ALL_DIMENSIONS, ConstraintLevel, Dimension
@@ -191,14 +190,12 @@ class DetailedSettings(PlannerSettings):
         reach: candidates that are predicted to take this many times as long as the
             fastest that fits are not raced; by default 1.1, 1.25 where activations are
             constrained and 1.2 where only arguments are; 2 on virtual CPU devices.
-        remote: where programs are compiled, and records kept besides, if not only here.
     """
 
     in_context: bool = True
     plans: int | None = None
     constraint_levels: tuple[ConstraintLevel, ...] | None = None
     reach: float | None = None
-    remote: RemoteCompiler | None = None
 
     @classmethod
     def of(cls, settings: PlannerSettings) -> DetailedSettings:

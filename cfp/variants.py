@@ -231,7 +231,7 @@ def _facts(
         # Process 0 says when time is over, if it ever is.
         "time budget": "some" if isfinite(settings.seconds) else "none",
         "preset": str(options.preset),
-        "settings": repr(replace(settings, progress=None, remote=None, seconds=0.0)),
+        "settings": repr(replace(settings, progress=None, seconds=0.0)),
     }
 
 

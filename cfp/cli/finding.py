@@ -42,7 +42,6 @@ from cfp.errors import CfpError, MeshError
 from cfp.planner_settings import dimensions_of
 from cfp.presets.presets import named_choices
 from cfp.printable import mesh_text
-from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.store import store_path
 from cfp.report import passes
 from cfp.report.progress import Display
@@ -328,8 +327,8 @@ def variants_data(found: Fastest) -> dict[str, Any]:
     ray=o.Option(
         str,
         "Plan on a Ray cluster: auto, host:port, or local, which starts one here. "
-        "Programs are compiled on its CPUs where the platform allows, and run on the "
-        "node with the devices; measurements come back to --workdir.",
+        "Programs are compiled and run on the node with the devices; measurements "
+        "come back to --workdir in the end.",
         under=o.MEASURING,
         metavar="ADDRESS",
     ),
@@ -366,12 +365,11 @@ def plan(ctx: typer.Context, given: Any) -> None:
         suggest(found.plan, given.output)
 
 
-def find(given: Any, remote: RemoteCompiler | None = None) -> Fastest:
+def find(given: Any) -> Fastest:
     """Runs all passes on the devices of this process.
 
     Args:
         given: the command's context; of it the params, the args and the obj.
-        remote: another process to compile programs and keep records, if any.
     """
     options = given.params
     with Display(options["quiet"]) as display:
@@ -383,7 +381,7 @@ def find(given: Any, remote: RemoteCompiler | None = None) -> Fastest:
             pins=parse_pins(options["pin"]),
             preset=options["preset"],
             cache_dir=options["workdir"],
-            settings=replace(settings, remote=remote),
+            settings=settings,
         )
 
 
@@ -406,14 +404,13 @@ def _find_there(
     args: list[str],
     obj: Any,
     folder: str,
-    remote: RemoteCompiler,
     workdir: Path,
 ) -> Fastest:
     # Where hosts share a file system, names of files mean the same there.
     if os.path.isdir(folder):
         os.chdir(folder)
     given = SimpleNamespace(params=params | {"workdir": workdir}, args=args, obj=obj)
-    found = find(given, remote)
+    found = find(given)
     outcomes = tuple(
         replace(one, plan=one.plan and one.plan.as_in_file()) for one in found.outcomes
     )

@@ -1,17 +1,20 @@
-"""Planning on a Ray cluster: the driver's side, and the steps that it sends."""
+"""Planning on a Ray cluster: in an actor that has the devices of one node."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import logging
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -19,12 +22,9 @@ from jax.sharding import AbstractMesh, Mesh
 from cfp.errors import CfpError, DeviceError
 from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings, PlannerSettings
-from cfp.profiling.remote import RemoteCompiler
-from cfp.profiling.store import store_path
-
-if TYPE_CHECKING:
-    from cfp.cluster.actors import RayPlace
-
+from cfp.profiling.in_flight import is_late
+from cfp.profiling.record import ProfileRecord
+from cfp.profiling.store import ProfileStore, default_cache_dir, store_path
 
 LOCAL = "local"
 # How often a runner is started again. Each program that ends one is not run again, so
@@ -33,6 +33,10 @@ RUNNER_RESTARTS = 20
 # A node may be about to join.
 _NODE_SECONDS = 60.0
 _LEAST_CPUS = 2
+
+# Variables of these names decide what compilers make, and what programs cost.
+_FORWARDED = ("JAX_", "LIBTPU_", "NCCL_", "XLA_")
+_LOOK_SECONDS = 1.0
 
 _Result = TypeVar("_Result")
 
@@ -75,51 +79,87 @@ class RunnerNeeds:
         return {"CPU": 1.0, **({"GPU": float(self.gpus)} if self.gpus else {})}
 
 
+class Runner:
+    """Has the devices of one mesh, and plans on them.
+
+    If it dies, Ray starts it again, and the planning with it, which finds what was
+    measured in its store.
+
+    Args:
+        planning: what is planned, in a word that no other planning has: the runner's
+            own store, on its host, is named by it.
+    """
+
+    def __init__(self, planning: str) -> None:
+        digest = hashlib.sha256(planning.encode()).hexdigest()[:16]
+        self._folder = default_cache_dir() / "ray" / digest
+
+    def plan(
+        self, work: Callable[[Path], Any], known: Sequence[str]
+    ) -> tuple[Any, str | None, list[str]]:
+        """Does the work.
+
+        Args:
+            known: records of the driver's store, as JSON.
+
+        Returns:
+            What came of it, or what is wrong, and all records of this store.
+        """
+        path, made, problem = store_path(self._folder), None, None
+        with ProfileStore(path) as store:
+            store.put_all(_records(known))
+            ends = threading.Event()
+            arguments = (store, ends)
+            threading.Thread(target=_end_if_late, args=arguments, daemon=True).start()
+            try:
+                made = work(self._folder)
+            except CfpError as error:
+                problem = str(error)
+            ends.set()
+            return made, problem, [record.to_json() for record in store.records()]
+
+
+def _records(lines: Sequence[str]) -> list[ProfileRecord]:
+    return [ProfileRecord.from_json(line) for line in lines]
+
+
+def _end_if_late(store: ProfileStore, ends: threading.Event) -> None:
+    """Ends this process if something hangs: then it is known what, and what is next."""
+    while not ends.wait(_LOOK_SECONDS):
+        if is_late(store, os.getpid()):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def plan_on_ray(
-    work: Callable[[RayPlace, Path], _Result],
+    work: Callable[[Path], _Result],
     *,
     address: str,
     store: Path,
     needs: RunnerNeeds | None = None,
-    planning: str = "",
 ) -> _Result:
     """Has a runner of a Ray cluster do some planning.
 
     Args:
-        work: the planning: called in the runner, with the remote compiler, and the
-            folder of the runner's store. It is sent there as Ray sends functions.
+        work: the planning: called in the runner, with the folder of its store. It is
+            sent there as Ray sends functions.
         address: of the cluster, as `ray.init` has it ("auto", "host:port"), or
             "local", which starts one on this machine.
-        planning: see :class:`cfp.cluster.actors.Runner`; by default the store.
+        store: gets the runner's records in the end.
 
     Raises:
         CfpError: what the planning says, or there is no Ray, no cluster, no such node.
     """
-    with connected(address) as ray:
-        from ray.util.scheduling_strategies import (
-            NodeAffinitySchedulingStrategy,
-            PlacementGroupSchedulingStrategy,
-        )
-
-        from cfp.cluster.actors import Keeper, Runner, forwarded
+    with ProfileStore(store) as kept, connected(address) as ray:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         needs = (needs or RunnerNeeds()).within(ray.nodes())
         here = ray.get_runtime_context().get_node_id()
-        keeper = (
-            ray.remote(Keeper)
-            .options(
-                num_cpus=0,
-                max_restarts=-1,
-                max_task_retries=-1,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
-            )
-            .remote(store.resolve())
-        )
         group = ray.util.placement_group([needs.bundle], strategy="STRICT_PACK")
         ready, _ = ray.wait([group.ready()], timeout=_NODE_SECONDS)
         if not ready:
             ray.util.remove_placement_group(group)
             raise _no_node(needs, ray.nodes())
+        given = {k: v for k, v in os.environ.items() if k.startswith(_FORWARDED)}
         runner = (
             ray.remote(Runner)
             .options(
@@ -129,12 +169,13 @@ def plan_on_ray(
                 # Until the actor is dead for good.
                 max_task_retries=-1,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group),
-                runtime_env={"env_vars": forwarded(os.environ)},
+                runtime_env={"env_vars": given},
             )
-            .remote(planning or f"{here} {store.resolve()}")
+            .remote(f"{here} {store.resolve()}")
         )
+        known = [record.to_json() for record in kept.records()]
         try:
-            found, problem = ray.get(runner.plan.remote(keeper, work))
+            made, problem, lines = ray.get(runner.plan.remote(work, known))
         except ray.exceptions.RayActorError as error:
             raise DeviceError(
                 f"{RUNNER_RESTARTS + 1} runners crashed in a row.",
@@ -145,11 +186,11 @@ def plan_on_ray(
             ) from error
         finally:
             ray.kill(runner)
-            ray.kill(keeper)
             ray.util.remove_placement_group(group)
+        kept.put_all(_records(lines))
     if problem is not None:
         raise CfpError(problem)
-    return found
+    return made
 
 
 @contextlib.contextmanager
@@ -250,7 +291,6 @@ def _plan_there(
     call: Callable[..., Plan],
     axes: tuple[tuple[str, int], ...],
     settings: DetailedSettings,
-    remote: RemoteCompiler,
     folder: Path,
 ) -> Plan:
     names = tuple(name for name, _ in axes)
@@ -268,7 +308,7 @@ def _plan_there(
     made = call(
         mesh=jax.make_mesh(sizes, names, devices=devices[:count]),
         cache_dir=folder,
-        settings=replace(settings, remote=remote),
+        settings=settings,
     )
     return made.as_in_file()
 

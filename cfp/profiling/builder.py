@@ -6,12 +6,10 @@ again.
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,23 +24,16 @@ from cfp.profiling.hlo import collectives_in
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
 from cfp.profiling.processes import leading
 from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Status
-from cfp.profiling.remote import RefusedElsewhere, RemoteCompiler
 from cfp.profiling.tasks import Task
 from cfp.program.constrain import Constraints
 from cfp.program.fp8 import options_of
 from cfp.program.graft import lower_part
 from cfp.program.graph import Program, Spec
 from cfp.program.memory import host_kind
-from cfp.program.signature import Part, Signature, WrongPlace, pack, signature
+from cfp.program.signature import Part
 
 # What a compiler says when a program does not fit can list every buffer.
 _LONGEST_REASON = 2000
-
-_log = logging.getLogger(__name__)
-
-Compile = Callable[
-    [jax.stages.Lowered, Mapping[str, str]], tuple[jax.stages.Compiled, str]
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +100,10 @@ class BuildEnvironment:
       autotune_dir: XLA's per-fusion autotuning results.
       executables_dir: executables of whole steps under plans; see
         `cfp.runtime.executables`.
-      remote: where programs for the platform are compiled, if not here.
     """
 
     autotune_dir: Path | None = None
     executables_dir: Path | None = None
-    remote: RemoteCompiler | None = None
 
     @classmethod
     def beside(cls, store_path: Path) -> BuildEnvironment:
@@ -214,7 +203,7 @@ def build(
     May be called in several threads at once: compiling leaves Python to others.
 
     Args:
-      environment: directories for the compiler, and where that is, if not here.
+      environment: directories for the compiler.
 
     Returns:
       The compiled part, or the record of why there is none.
@@ -258,15 +247,10 @@ def build_here(
     """Does what `build` does, in this process alone."""
     started = time.perf_counter()
     platform = mesh.devices.flat[0].platform
-    how: Compile = compile_right
-    options = {**options_of(program.rewritten), **dict(job.options)}
-    if environment.remote is None:  # Directories are of this host.
-        environment.prepare(platform)
-        options = {**environment.options(platform), **options}
+    environment.prepare(platform)
+    usual = {**environment.options(platform), **options_of(program.rewritten)}
+    options = {**usual, **dict(job.options)}
     try:
-        types = signature(program, job.part)
-        if environment.remote is not None:
-            how = partial(_compile_there, environment.remote, job, types, mesh)
         lowered = lower_part(
             program,
             job.part,
@@ -276,7 +260,7 @@ def build_here(
             job.out_specs,
             job.donated,
         )
-        return compile_lowered(job.key, lowered, options, started=started, how=how)
+        return compile_lowered(job.key, lowered, options, started=started)
     except AssertionError:
         raise  # A bug of ours says nothing about the part.
     except Exception as error:  # The compiler's errors have no type in common.
@@ -290,7 +274,6 @@ def compile_lowered(
     options: Mapping[str, str],
     *,
     started: float,
-    how: Compile = compile_right,
 ) -> Built:
     """Compiles a lowering and reads what the compiler says about it.
 
@@ -300,7 +283,7 @@ def compile_lowered(
     Raises:
       CompilerError: it does not compute what it should.
     """
-    compiled, text = how(lowered, options)
+    compiled, text = compile_right(lowered, options)
     build_seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
     sizes: dict[str, int] = {}
@@ -353,23 +336,6 @@ def _host_bytes(info: Any, sharding: Sharding) -> int:
     return prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
 
 
-def _compile_there(
-    remote: RemoteCompiler,
-    job: Job,
-    types: Signature,
-    mesh: Mesh,
-    lowered: jax.stages.Lowered,
-    options: Mapping[str, str],
-) -> tuple[jax.stages.Compiled, str]:
-    parcel = pack(lowered, types, mesh, job.in_specs, job.out_specs, job.donated)
-    try:
-        made = remote.compile(parcel, options)
-        return made.load(mesh), made.text
-    except WrongPlace as error:
-        _log.warning("%s is compiled here instead: %s", job.label, error)
-        return compile_right(lowered, options)
-
-
 def build_failure(
     key: ProfileKey, error: Exception, *, build_seconds: float
 ) -> ProfileRecord:
@@ -377,16 +343,10 @@ def build_failure(
     return ProfileRecord(
         key=key.digest,
         parts=key.parts,
-        status=_status_of(error),
+        status="out_of_memory" if is_out_of_memory(error) else "compile_error",
         reason=reason_of(error),
         build_seconds=build_seconds,
     )
-
-
-def _status_of(error: Exception) -> Status:
-    if isinstance(error, RefusedElsewhere):
-        return error.status
-    return "out_of_memory" if is_out_of_memory(error) else "compile_error"
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -401,10 +361,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def reason_of(error: Exception) -> str:
     """An error as a record keeps it: its type and the beginning of its message."""
-    kind = type(error).__name__
-    if isinstance(error, RefusedElsewhere):
-        kind = error.kind
-    text = f"{kind}: {error}".strip()
+    text = f"{type(error).__name__}: {error}".strip()
     if len(text) > _LONGEST_REASON:
         text = text[: _LONGEST_REASON - 3] + "..."
     return text

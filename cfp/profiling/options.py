@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from cfp.profiling.in_flight import Limits
-from cfp.profiling.remote import RemoteCompiler
 from cfp.profiling.tasks import Progress
 
 
@@ -20,13 +19,11 @@ class MeasureOptions:
         retry_failures: whether what failed before is tried again, or what failed before
             a moment.
         progress: called with what is being done.
-        remote: where programs are compiled, if not here.
     """
 
     retry_failures: bool | datetime = False
     limits: Limits = field(default_factory=Limits)
     progress: Callable[[Progress | str], None] | None = None
-    remote: RemoteCompiler | None = None
 
     def tell(self, event: Progress | str) -> None:
         """Passes an event on."""

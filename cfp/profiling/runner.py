@@ -36,7 +36,6 @@ from cfp.profiling.inputs import (
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import leading
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.remote import remote_for
 from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import ProfileSummary
@@ -59,7 +58,7 @@ def profile(
 
     Args:
       jobs: what to measure; jobs with equal keys are measured once.
-      options: how to measure; a remote compiler disturbs no run.
+      options: how to measure.
       built: what was built for this mesh before, by key; it is taken out.
 
     Returns:
@@ -70,8 +69,7 @@ def profile(
     """
     options = options or MeasureOptions()
     platform = mesh.devices.flat[0].platform
-    there = remote_for(platform, options.remote)
-    environment = replace(BuildEnvironment.beside(store.path), remote=there)
+    environment = BuildEnvironment.beside(store.path)
     # The scheduler keeps each record before the next run.
     run_next = StopOnDeviceLoss(run)
     return run_tasks(
@@ -79,8 +77,8 @@ def profile(
         store,
         build=lambda job: _build(program, mesh, job, environment, built or {}),
         run=lambda job, built: run_next(built, job, program, mesh, timing=timing),
-        threads=there.at_once if there else default_threads(platform),
-        overlap=bool(there) or overlaps(platform),
+        threads=default_threads(platform),
+        overlap=overlaps(platform),
         retry_failures=options.retry_failures,
         progress=options.progress,
         limits=options.limits,

@@ -11,7 +11,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -85,23 +85,13 @@ class ProfileStore:
     share a file: give each host its own, and `merge` them.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        copy: Callable[[Sequence[ProfileRecord], bool], None] | None = None,
-    ):
+    def __init__(self, path: str | os.PathLike[str]):
         """Opens the file, and makes it and its directory if they are missing.
-
-        Args:
-          copy: called with what was put, and whether it was to replace, once it is
-            in the file.
 
         Raises:
           CacheError: if the directory or the file cannot be made or written.
         """
         self.path = Path(path)
-        self._copy = copy
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         with self._explained():
@@ -201,8 +191,6 @@ class ProfileStore:
                 row = record.key, record.to_json()
                 connection.execute("INSERT OR REPLACE INTO records VALUES (?, ?)", row)
                 written += 1
-        if self._copy is not None:
-            self._copy(records, replace)
         return written
 
     def keys(self) -> list[ProfileKey]:

@@ -374,15 +374,6 @@ def bind(module: ir.Module, mesh: Mesh) -> None:
         _register(bound.encode(), call, mesh)
 
 
-def unbound(module: ir.Module) -> str | None:
-    """A module's call whose callbacks are not in this process, if there is one."""
-    known = jax_partitioning._sharding_callbacks
-    for _, name in _calls_in(module):
-        if name.encode() not in known:
-            return name
-    return None
-
-
 def is_call(op: ir.Operation) -> bool:
     """True if an op calls a custom_partitioning op, which has no effects."""
     if shardy.call_target(op) != TARGET:

@@ -21,7 +21,6 @@ from cfp.profiling.compile_pool import (
 from cfp.profiling.in_flight import InFlight, settle
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import CompiledBytes, ProfileRecord, is_to_retry
-from cfp.profiling.remote import RemoteCompiler, remote_for
 from cfp.profiling.store import ProfileStore
 from cfp.program.graph import Program
 from cfp.race.programs import (
@@ -56,15 +55,9 @@ class Builder:
     built: dict[str, Built] = field(default_factory=dict, repr=False)
 
     @property
-    def remote(self) -> RemoteCompiler | None:
-        """The machine that compiles programs, if not this one."""
-        return remote_for(self.mesh.devices.flat[0].platform, self.options.remote)
-
-    @property
     def at_once(self) -> int:
         """Programs that compile side by side, at most."""
-        platform, remote = self.mesh.devices.flat[0].platform, self.remote
-        return default_threads(platform) if remote is None else remote.at_once
+        return default_threads(self.mesh.devices.flat[0].platform)
 
     @property
     def in_flight(self) -> InFlight:
@@ -105,11 +98,8 @@ def build_each(
         return {}
     mesh, built, options = builder.mesh, builder.built, builder.options
     platform = mesh.devices.flat[0].platform
-    remote, most_bytes = builder.remote, builder.budget_bytes
-    environment = replace(
-        BuildEnvironment.beside(builder.store.path),
-        remote=remote,
-    )
+    most_bytes = builder.budget_bytes
+    environment = BuildEnvironment.beside(builder.store.path)
     most = builder.at_once
     pairs = [(digest, built.get(one.identity)) for digest, one in wanted.items()]
     there = {digest: ready for digest, ready in pairs if ready is not None}

@@ -220,7 +220,7 @@ def test_kernels_are_untuned_until_the_compiler_has_kept_some(tmp_path):
 def test_what_the_compiler_gets(case, tmp_path, monkeypatch, platform):
     passed = []
 
-    def note(key, lowered, options, *, started, how):
+    def note(key, lowered, options, *, started):
         passed.append(dict(options))
         return compile_lowered(key, lowered, {}, started=started)
 

@@ -32,12 +32,14 @@ class Step:
     """An op, by what it reads.
 
     Attributes:
+        sums: whether it is the sum, or the largest, along keys.
         is_row: whether the result is the same for all keys.
         is_pointwise: whether nothing is summed before it.
     """
 
     op: Op
     args: tuple[Arg, ...]
+    sums: bool
     is_row: bool
     is_pointwise: bool
 
@@ -145,7 +147,10 @@ class Core:
         if op.kind == "reduce":
             args = args[:1]
         before = [self.steps[a] for a in args if isinstance(a, int)]
-        is_row = op.kind == "reduce" or all(
+        shape = self.program.shape(op.operands[0])
+        dims = op.integers("dimensions") if op.kind == "reduce" else ()
+        sums = any(shape[d] > 1 for d in dims)
+        is_row = sums or all(
             self.steps[a].is_row
             if isinstance(a, int)
             else "k" not in a[1]
@@ -153,8 +158,8 @@ class Core:
             else isinstance(a, float)
             for a in args
         )
-        is_pointwise = op.kind != "reduce" and all(s.is_pointwise for s in before)
-        return Step(op, args, is_row, is_pointwise)
+        is_pointwise = not sums and all(s.is_pointwise for s in before)
+        return Step(op, args, sums, is_row, is_pointwise)
 
     def _arg(self, op: Op, index: int, node: Node, read: Node) -> Arg:
         if read[0] in self.region.members:
@@ -252,7 +257,7 @@ class Core:
             if only_pointwise and not step.is_pointwise:
                 continue
             reads = [a if isinstance(a, float) else made[a] for a in step.args]
-            found = _applied(step.op, reads, xp)
+            found = _applied(step, reads, xp)
             made[number] = self._rounded(found, step.op.results[0], xp, cast)
         return made
 
@@ -304,8 +309,9 @@ _OPS = {
 }
 
 
-def _applied(op: Op, reads: list[Any], xp: Any) -> Any:
-    if op.kind in VIEWS:
+def _applied(step: Step, reads: list[Any], xp: Any) -> Any:
+    op = step.op
+    if op.kind in VIEWS or (op.kind == "reduce" and not step.sums):
         return reads[0]
     if op.kind == "reduce":
         largest = LARGEST in op.attributes

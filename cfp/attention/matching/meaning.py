@@ -145,8 +145,12 @@ class _Reader:
             own in ({(0.0,)}, {(1.0,)}) and self._is_causal(*reads[0], (1.0,) in own)
         ):
             return (bool(fixed), None), True
-        seen = self._seen(reads, own)
-        return self._window(seen), bool(seen.any(axis=-1).all())
+        form = ("window", tuple(fixed), tuple(sorted(own)))
+        if form not in self.values.known:
+            seen = self._seen(reads, own)
+            found = self._window(seen), bool(seen.any(axis=-1).all())
+            self.values.known[form] = found
+        return self.values.known[form]
 
     def _seen(
         self, reads: Sequence[tuple[int, Letters]], visible: set[tuple[float, ...]]

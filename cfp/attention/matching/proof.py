@@ -89,15 +89,47 @@ def prove(core: Core) -> tuple[Table, bool]:
     states = {key: states_of(core, key) for key in core.sides}
     argument = _argument(core)
     table = _table(core, argument, states)
-    if not core.one.is_backward:
-        _compare(core, argument, table, states, passes_hidden=False)
-        return table, False
+    form = _form(core, argument, states)
+    known = core.values.known
+    if form not in known:
+        known[form] = _passes_hidden(core, argument, table, states)
+    return table, known[form]
+
+
+def _passes_hidden(
+    core: Core, argument: Arg, table: Table, states: Mapping[Key, States | None]
+) -> bool:
+    """Proves a pass; returns whether gradients pass through hidden scores."""
     try:
         _compare(core, argument, table, states, passes_hidden=False)
-        return table, False
+        return False
     except Different:
+        if not core.one.is_backward:
+            raise
         _compare(core, argument, table, states, passes_hidden=True)
-        return table, True
+        return True
+
+
+def _form(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> tuple:
+    """All that a comparison depends on, without the numbers of values."""
+    places: dict[Arg, int] = {}
+
+    def place(arg: Arg) -> Any:
+        if isinstance(arg, tuple):
+            return places.setdefault(arg, len(places)), arg[1], states.get(arg, ())
+        return arg if isinstance(arg, (float, str)) else places[arg]
+
+    program, form = core.program, []
+    for number, step in core.steps.items():
+        dtype = program.values[step.op.results[0]].dtype
+        args = tuple(map(place, step.args))
+        form.append((step.op.kind, step.op.attributes, dtype, step.sums, args))
+        places[number] = len(places)
+    ends = [(n, place(a), place(b)) for n, (a, b) in core.mixes.items()]
+    ends += [(n, *map(place, pair), "") for n, pair in core.dots.items()]
+    ends += [(n, place(key), "") for n, key in core.roots.items()]
+    dtypes = [program.values[t.value].dtype for t in core.one.reads.values()]
+    return (*form, *ends, place(argument), *dtypes, _pairs(core))
 
 
 def _check_operands(core: Core) -> None:
@@ -137,12 +169,22 @@ def states_of(core: Core, key: Key) -> States | None:
     if dtype not in _ROUNDED:
         raise Different(f"a value in {dtype} enters between its contractions")
     try:
-        if values.is_leaf(v):
-            found = np.unique(values.dense(v).astype(np.float64))
-            return tuple(found.tolist()) if found.size <= _MOST_SIDES else None
-        return _made_of_bools(core, v)
+        if not values.is_leaf(v):
+            return _made_of_bools(core, v)
+        if ("states", key) not in values.known:
+            values.known["states", key] = _distinct(values.dense(v))
+        return values.known["states", key]
     except NotConstant as error:
         raise Different(f"a mask or bias of it is made by {error}") from error
+
+
+def _distinct(x: np.ndarray) -> States | None:
+    """The numbers of an array, if they are few."""
+    found, rest = [], x.reshape(-1)
+    while rest.size and len(found) <= _MOST_SIDES:
+        found.append(float(rest[0]))
+        rest = rest[rest != rest[0]]
+    return tuple(sorted(found)) if not rest.size else None
 
 
 def _made_of_bools(core: Core, v: int) -> States | None:

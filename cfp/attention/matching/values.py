@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,7 @@ class Values:
         self._passed_on: set[int] = set()
         self._counters: dict[int, frozenset[int]] = {}
         self._without_units: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self.known: dict[tuple, Any] = {}  # of equal layers: proofs, windows, states
         self._held: dict[int, int] = {}  # indices, and among how many places
         self.indices: dict[int, dict[int, None]] = {}  # by which stacks are read
         for op in program.ops:

@@ -47,10 +47,6 @@ class PlannerSettings:
         race: whether the best plan and the presets are timed on the whole program;
             otherwise the prediction decides; and under a budget the best that fits is
             found by compiling, which runs nothing.
-        repeats: number of repeats of a repeated segment that race (two at least, the
-            first and the last), unless a budget was asked for; times are scaled to the
-            whole program, and only the winner is compiled and timed whole. None races
-            whole programs.
         precision: "fp8" computes large 16-bit products of parameters in FP8, which
             changes results; "" as the step has them. See docs/fp8.md.
         measure: whether strategies are measured; False uses stored measurements only.
@@ -64,7 +60,7 @@ class PlannerSettings:
             which starts one here; see docs/ray.md.
 
     Raises:
-        CfpError: fewer than two repeats, no strategy to measure, no number of seconds,
+        CfpError: no strategy to measure, no number of seconds,
             or a choice among what there is not.
     """
 
@@ -75,7 +71,6 @@ class PlannerSettings:
     attention: tuple[str, ...] | None = None
     choose: tuple[str, ...] | None = None
     race: bool = True
-    repeats: int | None = 4
     precision: str = ""
     measure: bool | None = None
     retry_failures: bool | datetime = False
@@ -96,11 +91,8 @@ class PlannerSettings:
         for name, least, what in (
             ("per_kind", 1, "strategies to measure for each kind of segment"),
             ("others", 0, "strategies to measure beside the presets' parts"),
-            ("repeats", 2, "repeats to race, or None to race whole programs"),
         ):
             value = getattr(self, name)
-            if value is None and name == "repeats":
-                continue
             if not isinstance(value, Integral) or value < least:
                 raise CfpError(
                     f"Expected {least} or more {what}, got {name}={value!r}."

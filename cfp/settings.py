@@ -89,14 +89,8 @@ STAY_AFTER_TURN = 1.02
 # Programs of a race whose medians differ by no more than this share are a tie, of two
 # samples on: decisions.md, "Programs within 1 % are a tie".
 ALIKE = 0.01
-# Of a device's memory: what needs more, predicted or truncated, does not fit.
-# Scaled memory is within 4 %.
-SURELY_TOO_LARGE = 1.1
-# If more of a program than this would stay, it is not truncated. Guess.
-TRUNCATED_AT_MOST = 0.7
-# Winners of truncated programs that are compiled whole, until whole programs race. One
-# of 48 layers is compiled for 50 s: docs/results/planning_parts.md.
-WHOLE_TRIES = 3
+# Candidates that race where no budget was asked for, the best by prediction.
+MOST_RACED = 3
 
 
 class ConstraintLevel(StrEnum):

@@ -41,7 +41,7 @@ settings.load_profile("unhurried")
 # others, too: in CI, other checks run meanwhile.
 _LONGEST = """
     distributed/test_several cluster/test_ray profiling/test_faults api/test_planner
-    race/test_race checks/test_check moe/test_moe_passes analysis/test_truncate
+    race/test_race checks/test_check moe/test_moe_passes
     program/test_partitioned plan/test_keep cli/test_cli api/test_api
     models/test_models attention/test_tools profiling/test_collectives
     presets/test_presets attention/test_replaced analysis/test_blocks

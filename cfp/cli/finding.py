@@ -298,7 +298,6 @@ def variants_data(found: Fastest) -> dict[str, Any]:
         "quick",
         "measure",
         "no_race",
-        "whole_race",
         "ray",
         "retry_failures",
     ),

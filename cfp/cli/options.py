@@ -301,12 +301,6 @@ OPTIONS: Mapping[str, Option] = {
         "plan is compiled, to see whether it fits.",
         under=MEASURING,
     ),
-    "whole_race": Option(
-        bool,
-        "Race whole programs, also of a step that repeats its layers often. By default "
-        "a few of the repeats race, and the winner is timed whole.",
-        under=MEASURING,
-    ),
     "retry_failures": Option(
         bool, "Measure again what failed before.", under=MEASURING
     ),
@@ -449,8 +443,6 @@ def settings(
             run_seconds=given["run_timeout"], build_seconds=given["build_timeout"]
         )
     found = {name: value for name, value in found.items() if value is not None}
-    if given.get("whole_race"):
-        found["repeats"] = None
     if given.get("quick"):
         found |= {"in_context": False, "plans": 1}
         found["constraint_levels"] = (ConstraintLevel.EVERYTHING,)

@@ -260,7 +260,7 @@ def profile(ctx: typer.Context, given: Any) -> None:
     *("target", "devices", "mesh", "platform", "memory_budget", "workdir", "output"),
     *("as_json", "pin", "per_kind", "others", "attention", "precision"),
     *("time_budget", "quick"),
-    *("no_race", "whole_race", "retry_failures", "run_timeout", "build_timeout"),
+    *("no_race", "retry_failures", "run_timeout", "build_timeout"),
     *("donate", "static", "quiet"),
 )
 def search(ctx: typer.Context, given: Any) -> None:

@@ -45,6 +45,7 @@ from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.profiling.record import CompiledBytes
 from cfp.race.candidates import with_options
 from cfp.race.programs import (
+    BEHIND,
     LIMITED_ONCE,
     MANY_REFUSED,
     TOO_FAR,
@@ -56,6 +57,7 @@ from cfp.settings import (
     COMPILED_TO_PREDICTED,
     LIMITED_MEMORY_AT_LEAST,
     LIMITED_TIME,
+    MOST_RACED,
     MOST_REFUSED,
     NO_LATENCY_HIDING,
     ConstraintLevel,
@@ -258,8 +260,17 @@ class _Admission:
             return [w for w in queue if w[0] in found and w not in first]
 
         others = near([ways[0] for ways in queue])
+        if self.memory is None:
+            # At some levels the compiler does better than is predicted.
+            others.sort(key=lambda w: expected_ms(w[0]) / reach[w[0].level])
         others.sort(key=lambda ways: ways[0].key not in however_slow)
-        return [*first, *others][: max(allowed, len(first))]
+        found = [*first, *others][: max(allowed, len(first))]
+        if self.memory is not None:
+            return found
+        # Twins are one program under two names.
+        some = [*fitting, *(ways[0] for ways in found)]
+        few = [*dict.fromkeys(one.key for one in some)][:MOST_RACED]
+        return [ways for ways in found if ways[0].key in few]
 
     def sort_in(self, ways: _Ways, made: Sequence[RaceResult]) -> None:
         """Adds a candidate to what fits, or does not; then to the queue again.
@@ -370,6 +381,7 @@ def compile_until_enough_fit(
         near = rest
     else:
         near = [] if reach is None else within_reach(rest, (), reach, state.fitting)
-    why = TOO_LATE if is_late else MANY_REFUSED
+    few = BEHIND if memory is None else MANY_REFUSED
+    why = TOO_LATE if is_late else few
     state.found.left.extend((one, why if one in near else TOO_FAR) for one in rest)
     return state.found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -90,8 +90,8 @@ def build_each(
 ) -> dict[str, Built | ProfileRecord]:
     """Programs that fit, and records of why others do not, by key.
 
-    They are built side by side, each once. Where time is over, none is begun after one
-    that fits, or after so many as a whole program is worth: one, or several truncated.
+    They are built side by side, each once. Where time is over, one is begun, if none
+    was before.
     """
     wanted = {one.job.key.digest: one for one in programs}
     if not wanted:
@@ -104,23 +104,20 @@ def build_each(
     pairs = [(digest, built.get(one.identity)) for digest, one in wanted.items()]
     there = {digest: ready for digest, ready in pairs if ready is not None}
     is_untuned = environment.is_untuned(platform)
-    worth = worth_one_whole(builder.program, programs)
     begun, lock = list[str](), threading.Lock()
 
     def may_race(digest: str, outcome: Built | ProfileRecord) -> bool:
         """True if it was built, and is small enough."""
         if not isinstance(outcome, Built):
             return False
-        needed = wanted[digest].ratios.memory * outcome.peak_bytes
-        return most_bytes is None or needed <= most_bytes
+        return fits(outcome, most_bytes)
 
     done = [digest for digest, one in there.items() if may_race(digest, one)]
 
     def may_begin(digest: str) -> bool:
         """True if a program may be built now; others know that it is begun."""
         with lock:
-            enough = done or len(there) + len(begun) >= worth
-            if enough and time.monotonic() > builder.end:
+            if (done or there or begun) and time.monotonic() > builder.end:
                 return False
             begun.append(digest)
         return True
@@ -175,16 +172,6 @@ def build_each(
                 outcome = replace(outcome, choice=one.job.choice)
             found[digest] = outcome
     return found
-
-
-def worth_one_whole(program: Program, programs: Iterable[RaceProgram]) -> int:
-    """Returns how many programs take about as long to compile as a whole one.
-
-    Args:
-        programs: of it, or truncated ones.
-    """
-    longest = max((len(one.job.part.ops) for one in programs), default=0)
-    return max(1, round(len(program.ops) / max(1, longest)))
 
 
 def results_of(

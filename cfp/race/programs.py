@@ -15,7 +15,6 @@ from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import STATUSES, CompiledBytes, ProfileRecord
 from cfp.program.graph import Program
-from cfp.race.truncated import WHOLE, Ratios, Truncated
 from cfp.search.jobs import whole_job
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
@@ -27,7 +26,7 @@ TOO_FAR = "predicted too far behind to be raced"
 UNMEASURED = "estimated too far behind to be measured"
 TOO_LARGE = "predicted not to fit in memory"
 SLOWER = "estimated to be slower than the presets that race"
-UNTRIED = "not tried: with other compiler options it does not run whole"
+BEHIND = "predicted behind those that raced"
 MANY_REFUSED = "not compiled, since so many others do not fit"
 OVER_BUDGET = "over the memory budget"
 LIMITED_ONCE = "not compiled: at another constraint level it has the memory limit"
@@ -39,15 +38,13 @@ class RaceProgram:
     """A program that is compiled, and timed if it fits.
 
     Attributes:
-        job: the whole program under its choice, or a truncated one.
+        job: the whole program under its choice.
         stands_on: the program and the mesh, where they are not those of the race.
-        ratios: what it says about the whole program.
     """
 
     candidate: Candidate
     job: Job
     stands_on: tuple[Program, Mesh] | None = None
-    ratios: Ratios = WHOLE
 
     @property
     def name(self) -> str:
@@ -111,8 +108,8 @@ class RaceResult:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory that the whole program needs on each device; 0 if not compiled."""
-        return round(self.program.ratios.memory * self.size.peak_bytes)
+        """Memory that the program needs on each device; 0 if not compiled."""
+        return self.size.peak_bytes
 
     @property
     def record(self) -> ProfileRecord | None:
@@ -162,8 +159,7 @@ class RaceResult:
         """Step times of the whole program."""
         if self.record is None:
             return ()
-        factor = self.program.ratios.time * self.record.drift
-        return tuple(factor * ms for ms in self.record.samples_ms)
+        return tuple(self.record.drift * ms for ms in self.record.samples_ms)
 
 
 def time_ms(result: RaceResult) -> float:
@@ -175,16 +171,13 @@ def programs_of(
     analysis: Analysis,
     candidates: Sequence[Candidate],
     environment: Parts,
-    truncated: Truncated | None = None,
 ) -> list[RaceProgram]:
-    """Candidates as programs: whole, or truncated."""
+    """Candidates as programs."""
 
     def program(one: Candidate) -> RaceProgram:
-        left, ratios = truncated[one.choice] if truncated else (None, WHOLE)
-        job = whole_job(
-            analysis, one.choice, environment, one.name, one.level, one.options, left
-        )
-        return RaceProgram(candidate=one, job=job, ratios=ratios)
+        how = one.name, one.level, one.options
+        job = whole_job(analysis, one.choice, environment, *how)
+        return RaceProgram(candidate=one, job=job)
 
     return [*map(program, candidates)]
 
@@ -198,9 +191,7 @@ class RaceRow:
         predicted_ms: from the profiles.
         samples_ms: measured step times, all of them.
         time_ms: their median, or None where it did not run.
-        peak_bytes: memory that the compiled program needs on each device. Where the
-            program ran without some of its repeats, this and the times are scaled by
-            the prediction to the whole of it.
+        peak_bytes: memory that the compiled program needs on each device.
         note: why it did not run, or "".
         rung: what `predicted_ms` and, where nothing was timed, `peak_bytes` are from,
             as of a plan.

@@ -10,9 +10,6 @@ admission   compiled until enough fit               :mod:`cfp.race.admission`
 turns       timed in turn                           :mod:`cfp.race.turns`
 again       the leader with other compiler options, and what is near
 ties        the simplest of the fastest wins
-
-Deep programs race truncated, and the winner is timed whole
-(:mod:`cfp.race.truncated`).
 """
 
 from __future__ import annotations
@@ -39,10 +36,7 @@ from cfp.race.admission import (
 from cfp.race.candidates import LESS_MEMORY, leanest_of, smaller_than
 from cfp.race.compile import Builder, compile_programs
 from cfp.race.programs import (
-    TOO_FAR,
-    TOO_LARGE,
     TOO_LATE,
-    UNTRIED,
     NoneFits,
     RaceOutcome,
     RaceResult,
@@ -52,7 +46,6 @@ from cfp.race.programs import (
     not_run,
     programs_of,
     race_row,
-    time_ms,
 )
 from cfp.race.remembered import (
     answer_to,
@@ -62,13 +55,9 @@ from cfp.race.remembered import (
     question,
 )
 from cfp.race.shortage import no_winner
-from cfp.race.truncated import WHOLE, Truncated, truncate
 from cfp.race.turns import Ranking, race_programs, second_race
 from cfp.settings import (
     MOST_REFUSED,
-    SURELY_TOO_LARGE,
-    WHOLE_TRIES,
-    ConstraintLevel,
 )
 from cfp.solution import RACE_SECONDS, Candidate, Solution, prediction_of
 
@@ -120,12 +109,11 @@ class Run:
         candidates: Sequence[Candidate],
         rounds: int,
         race: Parts = (),
-        truncated: Truncated | None = None,
         looks: Mapping[str, ProfileRecord] | None = None,
     ) -> list[RaceResult]:
         """Times candidates in turn; see `race_programs`."""
         where = (*self.context.environment, *race)
-        programs = programs_of(self.analysis, candidates, where, truncated)
+        programs = programs_of(self.analysis, candidates, where)
         how = {"looks": looks} if looks else {}
         return self._noted(race_programs(self.builder, programs, rounds, **how))
 
@@ -133,15 +121,13 @@ class Run:
         self.fresh.extend(one.name for one in results if not one.cached)
         return results
 
-    def rank(
-        self, candidates: Sequence[Candidate], truncated: Truncated | None = None
-    ) -> Ranking:
+    def rank(self, candidates: Sequence[Candidate]) -> Ranking:
         """Times candidates, and the leaders again with other compiler options."""
         rules = self.context.rules
         # One turn is enough if leaders run again, or if times say little.
         say_little = rules.estimates
         rounds = 1 if rules.compiler_options or say_little else rules.rounds
-        raced = self.time(candidates, rounds, truncated=truncated)
+        raced = self.time(candidates, rounds)
         first, new = second_race(raced, rules.compiler_options)
         if not new or self.is_over():
             return Ranking((), raced)
@@ -154,7 +140,7 @@ class Run:
             mine = [one for one in raced if one.name in names]
             looks = {one.program.identity: one.record for one in mine if one.record}
         again = [*first, *new]
-        ran = self.time(again, rules.rounds, SECOND, truncated, looks)
+        ran = self.time(again, rules.rounds, SECOND, looks)
         # What was not among the leaders has lost already, at another time.
         others = [one for one in raced if one.name not in names]
         return Ranking(ran, others)
@@ -321,7 +307,7 @@ class Run:
         counts = {**self.solution.counts, **(counts or {})}
         if built is not None:
             counts["compile_seconds"] = built.build_seconds
-        elif won.record is not None and won.program.ratios == WHOLE:
+        elif won.record is not None:
             counts["compile_seconds"] = won.record.build_seconds
         return RaceOutcome(
             winner=won.candidate,
@@ -339,10 +325,6 @@ class Run:
             },
             raced=tuple((one.candidate, one.time_ms) for one in results if one.ran),
         )
-
-
-# A key of its own, so that this race cannot change the leaders of the first.
-_ALONE: Parts = (("race", "the winner of truncated ones"),)
 
 
 def race(
@@ -368,8 +350,7 @@ def race(
     candidates = solution.candidates
     decided_by = context.decided_by
     if decided_by is DecidedBy.RACE:
-        raced = _truncated_race(run, candidates)
-        return raced or _whole_race(run, candidates, last_resort)
+        return _race(run, candidates, last_resort)
     rows: list[RaceRow] = []
     if isinstance(context.mesh, DescribedMesh):
         problem = solution.problem
@@ -391,9 +372,7 @@ def race(
 # ---------------------------------------------------------------------- whole programs
 
 
-def _whole_race(
-    run: Run, candidates: Sequence[Candidate], last_resort: bool
-) -> RaceOutcome:
+def _race(run: Run, candidates: Sequence[Candidate], last_resort: bool) -> RaceOutcome:
     """Whole programs, compiled until enough fit, and timed."""
     run.built.clear()
     known, asked = run.remember(candidates)
@@ -438,89 +417,3 @@ def _first_that_fits(
             return made.fitting[0]
         refused += made.refused
     raise run.nothing_fits(refused)
-
-
-# ------------------------------------------------------------------ truncated programs
-
-
-def _truncated_race(run: Run, candidates: Sequence[Candidate]) -> RaceOutcome | None:
-    """Truncated programs, and after them whole the first that runs of the fastest.
-
-    None under a budget: only whole programs say what they need. Whether one fits into
-    a device is found out where it wins. None, too, where the program cannot be
-    truncated, or none of the fastest runs whole: then whole programs race.
-    """
-    context, problem = run.context, run.solution.problem
-    kept = context.settings.repeats
-    if context.memory is not None or problem is None or kept is None:
-        return None
-    most_bytes = SURELY_TOO_LARGE * (context.device_bytes or float("inf"))
-    needs = {
-        one.key: prediction_of(run.analysis, problem, one.choice).peak_bytes
-        for one in (candidates if context.device_bytes else ())
-    }
-    if None in needs.values():
-        return None
-    large = [one for one in candidates if (needs.get(one.key) or 0) > most_bytes]
-    left = [one for one in candidates if one not in large]
-    near = run.within_reach(left)
-    short = truncate(run.analysis, problem, [one.choice for one in near], kept)
-    if short is None:
-        return None
-    ranking = run.rank(near, short)
-    if ranking.best is None:
-        return None
-    timed = time.perf_counter()
-    ranked = [ranking.best, *sorted(ranking.results, key=time_ms)]
-    won, refused = _first_whole(run, ranked, most_bytes)
-    if won is None:
-        return None
-    rows = [_row(one, refused) for one in ranking.results]
-    far = [one for one in left if one not in near]
-    raced, _ = short[won.candidate.choice]
-    rows += [left_out(one, TOO_FAR) for one in far]
-    rows += [left_out(one, TOO_LARGE) for one in large]
-    counts = {
-        "segments": len(run.analysis.segments),
-        "segments_raced": len(raced.segments),
-        "winner_seconds": time.perf_counter() - timed,
-    }
-    made = run.built.get(won.program.identity)
-    return run.outcome(won, rows, made, counts, results=ranking.results)
-
-
-# What did not run whole, by choice and level: with other options it is as large.
-_Refused = Mapping[tuple[Choice, ConstraintLevel], RaceResult]
-
-
-def _first_whole(
-    run: Run, ranked: Sequence[RaceResult], most_bytes: float
-) -> tuple[RaceResult | None, _Refused]:
-    """The first of those that ran truncated whose whole program fits and runs."""
-    refused: dict[tuple[Choice, ConstraintLevel], RaceResult] = {}
-    tries = 0
-    for short in ranked:
-        one = short.candidate
-        if not short.ran or (one.choice, one.level) in refused:
-            continue
-        if short.peak_bytes > most_bytes:
-            refused[one.choice, one.level] = replace(short, fits=False)
-            continue
-        if tries == WHOLE_TRIES:
-            break
-        tries += 1
-        run.built.clear()
-        [whole] = run.time([one], run.context.rules.rounds, _ALONE)
-        if whole.ran:
-            return whole, refused
-        refused[one.choice, one.level] = whole
-    return None, refused
-
-
-def _row(short: RaceResult, refused: _Refused) -> RaceRow:
-    """Returns a candidate's table row: truncated, unless refused whole."""
-    one = short.candidate
-    whole = refused.get((one.choice, one.level), short)
-    if whole.candidate.key != one.key:
-        return left_out(one, UNTRIED)
-    return replace(race_row(whole), name=one.name)

@@ -24,7 +24,6 @@ from cfp.profiling.record import CompiledBytes
 from cfp.race.candidates import LESS_MEMORY
 from cfp.race.programs import RaceResult
 from cfp.race.remembered import choice_of
-from cfp.race.truncated import WHOLE
 from cfp.search.choices import whole_choice
 from cfp.search.problem import Problem
 from cfp.search.solver import leanest, solve
@@ -102,10 +101,7 @@ def no_winner(
         f"{format_bytes(needed - most, up=True)} more than the budget of "
         f"{format_bytes(most)}."
     )
-    # A truncated program does not say what the whole one's memory is for.
-    use = {}
-    if best.program.ratios == WHOLE:
-        use = {**compiled_use(best.size), RESERVE: reserve_bytes}
+    use = {**compiled_use(best.size), RESERVE: reserve_bytes}
     choice = choice_of(analysis, best.record) if best.record is not None else None
     error = _error(analysis, first, needed, use, choice)
     known = [r.candidate.predicted_ms for r in compiled if r.candidate.predicted_ms]

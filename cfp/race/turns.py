@@ -95,7 +95,6 @@ def race_programs(
         One result for each program, in their order.
     """
     jobs = {one.job.key.digest: one.job for one in programs}
-    ratios = {one.job.key.digest: one.ratios.time for one in programs}
     store, budget_bytes = builder.store, builder.budget_bytes
     says_little = defaults_of(builder.mesh.devices.flat[0].platform).estimates
     known = known_records(builder, jobs)
@@ -109,12 +108,13 @@ def race_programs(
         ran = [record for digest, record in found.items() if digest not in out]
         turns = max((len(record.samples_ms) for record in ran), default=rounds)
         last = [record for record in ran if len(record.samples_ms) == turns]
-        last = [[ratios[one.key] * ms for ms in one.samples_ms] for one in last]
         is_one = len({r.created for r in ran}) <= 1
-        times_ms = [median(one) for one in last]
+        times_ms = [median(one.samples_ms) for one in last]
         near = [ms for ms in times_ms if ms <= STAY_AFTER_LOOK * min(times_ms)]
         is_alone = says_little and len(near) == 1
-        is_told = rounds > 1 and (is_alone or _is_told(last))
+        is_told = rounds > 1 and (
+            is_alone or _is_told([one.samples_ms for one in last])
+        )
         enough = turns >= rounds or is_told
         return len(found) == len(jobs) and is_one and enough
 
@@ -315,11 +315,10 @@ class _Turns:
         self.order = [d for d in self.order if self.records[d].ok]
 
     def _time_ms(self, digest: str) -> float:
-        return self.programs[digest].ratios.time * self.records[digest].time_ms
+        return self.records[digest].time_ms
 
     def _samples_ms(self, digest: str) -> list[float]:
-        ratio = self.programs[digest].ratios.time
-        return [ratio * ms for ms in self.records[digest].samples_ms]
+        return [*self.records[digest].samples_ms]
 
     def _time(self, digest: str, timing: TimingOptions, doing: str) -> ProfileRecord:
         """Times a program, and says so; `doing` names a look or a turn."""

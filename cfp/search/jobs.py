@@ -17,7 +17,6 @@ from cfp.analysis.layout import (
 )
 from cfp.analysis.storage import even_spec
 from cfp.analysis.strategies import Spec
-from cfp.analysis.truncate import TruncatedProgram
 from cfp.attention.matching.called import GRADIENT
 from cfp.attention.matching.functions import NAME as ATTENTION
 from cfp.attention.matching.matches import replacements
@@ -170,37 +169,26 @@ def whole_job(
     label: str,
     level: ConstraintLevel = ConstraintLevel.EVERYTHING,
     options: Mapping[str, str] | None = None,
-    truncated: TruncatedProgram | None = None,
 ) -> Job:
-    """The job that measures a whole program under a choice, with compiler options.
-
-    Args:
-        truncated: what is to stand for the program, and for the choice.
-    """
+    """The job that measures a whole program under a choice, with compiler options."""
     tuned = tuple(sorted((options or {}).items()))
-    what = "truncated program" if truncated else "whole program"
     frame = analysis.frame
     # A choice needs as much in two programs only if both give up the same memory.
     given = repr((frame.program.alias, sorted(frame.pins.items())))
     digest = hashlib.sha256(given.encode()).hexdigest()
     environment = (
         *environment,
-        ("what", f"{what}, raced when warm"),
+        ("what", "whole program, raced when warm"),
         ("arguments", digest),
     )
     if tuned:
         environment = (*environment, ("options", repr([*tuned])))
-    again, kernels, chosen = choice.remat, choice.kernels, ""
-    if truncated:
-        part, left = truncated.part, set(truncated.segments)
-        again = [index for index in again if index in left]
-        kernels = [(index, one) for index, one in kernels if index in left]
-    else:
-        part = whole(frame.program)
-        how = {"level": level, "options": dict(options or {})}
-        chosen = json.dumps({"choice": asdict(choice), **how})
-    layout = lay_out(frame, choice)
-    constrained = _constrain(analysis, layout, part, again, kernels, level)
+    how = {"level": level, "options": dict(options or {})}
+    chosen = json.dumps({"choice": asdict(choice), **how})
+    layout, part = lay_out(frame, choice), whole(frame.program)
+    constrained = _constrain(
+        analysis, layout, part, choice.remat, choice.kernels, level
+    )
     job = _job(layout, part, constrained, environment, label)
     return replace(job, options=tuned, choice=chosen)
 

@@ -125,19 +125,6 @@ class Problem:
         """The indices of the options of a kind that may be picked."""
         return range(len(self.options[kind])) if self.kept is None else self.kept[kind]
 
-    def only(self, places: Sequence[int]) -> Problem:
-        """The problem of some of the segments, in their order."""
-        new = {place: i for i, place in enumerate(places)}
-        return replace(
-            self,
-            kinds=tuple(self.kinds[place] for place in places),
-            far_ms={
-                (new[i], new[j]): matrix
-                for (i, j), matrix in self.far_ms.items()
-                if i in new and j in new
-            },
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:

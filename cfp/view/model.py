@@ -187,7 +187,6 @@ class RaceView:
         shared_note: a note that all have in common, which stands at none of them.
         slower: the number of variants that were slower than another of their
             candidate, in words, or "".
-        scale: the part of the step that was timed, in words, if not all of it.
         is_tie: whether the winner's figure is not the least: the simplest of a tie.
         has_rungs: whether figures of some are not measured.
     """
@@ -197,7 +196,6 @@ class RaceView:
     candidates: tuple[CandidateView, ...]
     shared_note: str
     slower: str
-    scale: str
     is_tie: bool
     has_rungs: bool
 
@@ -471,7 +469,6 @@ def _race(plan: Plan) -> RaceView:
         candidates=tuple(candidates),
         shared_note=shared,
         slower=variants + ", slower or not run" * (not ran_all) if hidden else "",
-        scale=words.scale_text(plan.search, plan.measured_ms),
         is_tie=own is not None and any(ms < own for ms in figures.values() if ms),
         has_rungs=any(row.rung != "measured" for row in plan.race),
     )
@@ -494,7 +491,7 @@ def _without_options(plan: Plan, rival: str) -> str:
 
 def _reasons(plan: Plan, race: RaceView) -> tuple[str, str]:
     """Explains how a plan was chosen: briefly, and in sentences, if it was searched."""
-    search, rung = plan.search, plan.rung
+    rung = plan.rung
     ran = [c for c in race.candidates if c.row.time_ms is not None and not c.row.note]
     own = next((one for one in ran if one.won), None)
     twins = " and ".join(own.others) if own else ""
@@ -511,16 +508,11 @@ def _reasons(plan: Plan, race: RaceView) -> tuple[str, str]:
             # In earlier turns, at other clocks, in which the winner was faster still.
             place, then = "the fastest, timed again,", " in earlier turns"
         against = f", against {own.row.time_ms:.3f} ms" if own else ""
-        what, there = "the whole step", ""
-        if "segments_raced" in search:
-            # The plan's own time is of another run, that of the whole step.
-            what = f"{search['segments_raced']:.0f} of its segments"
-            there = f"{against} there" if own else ""
         names = " or ".join([name, *others[0].others])
         plain = _without_options(plan, name)
         return (
-            f"{place} of {len(ran)}{' that fit,' * some_over} raced on {what}{same}; "
-            f"next, {name}: {time_ms:.3f} ms{then}{there}{plain}",
+            f"{place} of {len(ran)}{' that fit,' * some_over} raced on the whole step"
+            f"{same}; next, {name}: {time_ms:.3f} ms{then}{plain}",
             f"Why: it is {place} of {len(ran)} programs that were timed{and_fit}"
             f"{also}. Next: {names}, {time_ms:.3f} ms{then}{against}{plain}.",
         )

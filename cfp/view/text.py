@@ -142,8 +142,7 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
     race = view.race
     if race.candidates:
         parts.append(_race_table(race, border))
-        lines = [race.scale, f"Each: {race.shared_note}" if race.shared_note else ""]
-        lines.append(race.slower)
+        lines = [f"Each: {race.shared_note}" * bool(race.shared_note), race.slower]
         parts += [*(Text(line) for line in lines if line), Text()]
     lines = [str(words.throughput(plan) or ""), words.summary_line(plan), *view.notes]
     return Group(*parts, *(Text(line) for line in lines if line))

@@ -181,9 +181,7 @@ def measured_figure(plan: Plan) -> tuple[str, str] | None:
     form = (".3g" if own_ms < 999.5 else ".0f") if rough else ".3f"
     if not where:
         return f"{own_ms:{form}} ms", "measured"
-    # The plan's own time is of other samples where only a part of the step raced.
-    rows = plan.race if "segments_raced" not in plan.search else ()
-    count = sum(len(row.samples_ms) for row in rows if row.name == plan.winner)
+    count = sum(len(row.samples_ms) for row in plan.race if row.name == plan.winner)
     samples = f" ({counted(count, 'sample', 'samples')})" if count else ""
     return f"{own_ms:{form}} ms", f"measured in {where}{samples}"
 
@@ -254,18 +252,6 @@ def unscattered_text(plan: Plan) -> str:
     return (
         "reduce-scatters: the compiled program has all-reduces in their place, of "
         "which each device keeps its part"
-    )
-
-
-def scale_text(search: Mapping[str, float], measured_ms: float | None) -> str:
-    """Describes the part of the step that was timed, if not all of it."""
-    if "segments_raced" not in search:
-        return ""
-    raced, total = search["segments_raced"], search["segments"]
-    whole = "-" if measured_ms is None else f"{measured_ms:.1f} ms"
-    return (
-        f"Timed with {raced:.0f} of {total:.0f} segments (the winner), since others "
-        f"repeat these, and scaled to all. The winner, timed whole: {whole}."
     )
 
 

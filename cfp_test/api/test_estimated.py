@@ -64,7 +64,7 @@ def test_only_whole_programs_run(planned):
     plan, records = planned
     what = {dict(record.parts)["what"] for record in records}
     assert all("program, raced" in one for one in what)
-    # Twins are one program under two names; what won truncated then runs whole.
+    # Twins are one program under two names; a race has a record, too.
     assert 2 <= len(records) <= 4
     raced = [row for row in plan.race if row.time_ms is not None]
     assert plan.winner in {row.name for row in raced}

@@ -445,7 +445,7 @@ def test_what_is_compiled_for_a_loaded_plan_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("CFP_CACHE_DIR", str(tmp_path / "first"))
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     args = jnp.ones((8, 4)), jnp.ones((4,))
-    settings = cfp.PlannerSettings(repeats=None)
+    settings = cfp.PlannerSettings()
     plan = cfp.plan(step_fn, *args, mesh=mesh, settings=settings, quiet=True)
     assert plan.search["compile_seconds"] > 0
     known = replace(plan, search={**plan.search, "compile_seconds": 41.0})

@@ -149,14 +149,14 @@ def batches_of(candidates, reach=REACH, most=99):
 
 
 def test_first_the_plan_is_compiled_then_the_best_preset_then_by_prediction():
-    """There may be time for two of them."""
+    """Three race; there may be time for two of them."""
     times = {"planned": 10.0, "second": 10.3, "planned 2": 10.1, "best": 10.2}
     order = ["planned", "best", "planned 2", "second"]
     candidates = [candidate(name, ms) for name, ms in times.items()]
     candidates = [
         replace(one, is_preset=one.name in ("second", "best")) for one in candidates
     ]
-    assert batches_of(candidates) == ([order], set())
+    assert batches_of(candidates)[0] == [order[:3]]
 
 
 def test_what_is_too_large_by_prediction_gets_the_memory_limit_at_once():

@@ -1,4 +1,4 @@
-"""Races of deep programs: truncated ones run, and the winner whole."""
+"""Races of deep programs: the best three by prediction run whole."""
 
 import re
 import threading
@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -25,17 +24,11 @@ from cfp.race import race as steps
 from cfp.race import race as story
 from cfp.race.admission import limit_options
 from cfp.race.candidates import with_options
-from cfp.race.programs import TOO_LARGE, UNMEASURED
-from cfp.race.race import Run
-from cfp.race.truncated import truncate
+from cfp.race.programs import BEHIND, TOO_LARGE, UNMEASURED
 from cfp.race.turns import second_race
-from cfp.settings import (
-    TUNING_AT_ONCE,
-    defaults_of,
-)
+from cfp.settings import MOST_RACED, TUNING_AT_ONCE, defaults_of
 from cfp.solution import Candidate, Prediction
-from cfp.view.text import plan_text
-from cfp_test.race.deep import LAYERS, arguments, step
+from cfp_test.race.deep import arguments, step
 from cfp_test.race.results import result_of
 from cfp_test.support.covering import at_night
 from cfp_test.support.waiting import GUARD_SECONDS
@@ -74,9 +67,8 @@ def plan(mesh, folder):
 
 def slowed(result, factor):
     """A result that took so many times as long."""
-    program = result.program
-    ratios = replace(program.ratios, time=factor * program.ratios.time)
-    return replace(result, program=replace(program, ratios=ratios))
+    samples_ms = tuple(factor * ms for ms in result.record.samples_ms)
+    return replace(result, outcome=replace(result.record, samples_ms=samples_ms))
 
 
 def patient(monkeypatch, **changes):
@@ -98,95 +90,39 @@ def raced(monkeypatch):
     return counts
 
 
-def test_a_deep_program_is_raced_truncated_and_the_winner_whole(plan, raced):
-    made = plan(compiler_options={"plain": {"xla_backend_optimization_level": "0"}})
-    *short, whole = raced
-    assert len(short) > 3
-    assert max(short) < 0.6 * whole
-    assert made.search["segments_raced"] < made.search["segments"]
-    timed = [row for row in made.race if row.time_ms is not None]
-    assert len(timed) == len({row.name for row in timed}) > 3
-    assert made.measured_ms is not None and made.peak_bytes
-    text = plan_text(made)
-    count = made.search["segments_raced"]
-    assert f"Timed with {count:.0f} of {made.search['segments']:.0f} segments" in text
+def test_the_best_three_race_and_the_leader_with_other_options(plan, raced):
+    options = {"plain": {"xla_backend_optimization_level": "0"}}
+    made = plan(compiler_options=options)
+    assert len(set(raced)) == 1 and len(raced) == MOST_RACED + 1
+    timed = [row.name for row in made.race if row.time_ms is not None]
+    assert sum(name.endswith(", plain") for name in timed) == 1
+    assert {*timed} & {*PRESETS}
+    behind = [row for row in made.race if row.note == BEHIND]
+    assert behind and all(row.time_ms is None for row in behind)
     expected, found = jax.jit(step)(*arguments()), made.apply(step)(*arguments())
     for have, want in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-5)
     raced.clear()
-    again = plan(compiler_options={"plain": {"xla_backend_optimization_level": "0"}})
+    again = plan(compiler_options=options)
     assert raced == [] and again.search["race_cached"] == 1.0
     assert (again.winner, again.measured_ms) == (made.winner, made.measured_ms)
 
 
-@pytest.fixture
-def change_ratios(monkeypatch):
-    """Puts something else in the place of what truncated programs say."""
+def test_of_those_that_fail_the_next_take_the_places(plan, monkeypatch, tmp_path):
+    build, failed = building.build, []
 
-    def make(change):
-        def changed(*asked):
-            found = truncate(*asked)
-            return found and {
-                choice: (program, change(choice, ratios))
-                for choice, (program, ratios) in found.items()
-            }
+    def failing(program, mesh, job, environment):
+        if len(failed) < 2:
+            failed.append(job.label)
+            job = replace(job, options=(("xla_no_such_option", "1"),))
+        return build(program, mesh, job, environment)
 
-        monkeypatch.setattr(story, "truncate", changed)
-
-    return make
-
-
-def test_what_was_measured_is_scaled_to_the_whole_program(plan, change_ratios):
-    made = plan()
-    found = []
-
-    def tripled(choice, ratios):
-        found.append(ratios)
-        return replace(ratios, time=3 * ratios.time)
-
-    change_ratios(tripled)
-    again = plan()
-    assert again.search["race_cached"] == 1.0
-    for row, other in zip(made.race, again.race, strict=True):
-        if row.time_ms is not None:
-            assert other.time_ms == pytest.approx(3 * row.time_ms)
-    assert again.measured_ms == made.measured_ms
-    # Half of the layers, which take most of a step, were left out.
-    assert all(1 < one.time < LAYERS for one in found)
-    assert all(1.2 < one.memory < LAYERS / 4 for one in found)
-
-
-@pytest.mark.parametrize("asked", [{"repeats": None}, {"memory_budget": 2**30}])
-def test_whole_programs_race_if_asked_or_under_a_budget(plan, raced, asked):
-    made = plan(**asked)
-    assert len(set(raced)) <= 1
-    assert "segments_raced" not in made.search
-    assert "Timed with" not in plan_text(made)
-
-
-def test_memory_of_arguments_that_were_left_out_is_named_too(mesh, tmp_path):
-    """Weights are arguments like any other if nothing is trained."""
-
-    def serve(params, x):
-        for layer in params["layers"]:
-            x = x + jnp.tanh(x @ layer["up"]) @ layer["down"]
-        return x @ params["head"]
-
-    (params, _), x = arguments()
-    settings = DetailedSettings(
-        per_kind=1,
-        in_context=False,
-        measure=True,
-        compiler_options={},
-        reach=float("inf"),
-    )
-    how = {"mesh": mesh, "cache_dir": tmp_path, "settings": settings}
-    made = cfp.plan(serve, params, x, **how)
-    assert "segments_raced" in made.search
-    # Whoever wins by time: this one's memory is compared.
-    [row] = [row for row in made.race if row.name == "data_parallel"]
-    whole = cfp.plan(serve, params, x, preset="data_parallel", **how)
-    assert row.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.1)
+    monkeypatch.setattr(building, "build", failing)
+    made = plan(cache_dir=tmp_path)
+    refused = [row for row in made.race if "xla_no_such_option" in row.note]
+    assert len(failed) == 2 and len(refused) >= 2
+    timed = {row.samples_ms for row in made.race if row.time_ms is not None}
+    assert len(timed) == MOST_RACED
 
 
 @pytest.mark.parametrize("best_ms", [10.3, *at_night([20.0])])
@@ -201,9 +137,8 @@ def test_the_best_preset_runs_beside_the_leader(plan, monkeypatch, tmp_path, bes
             known = {f.job.key.digest for f in programs if f.name in PRESETS}
             every = dict.fromkeys(f.job.key.digest for f in programs)
             order = sorted(every, key=lambda digest: digest in known)
-            assert len(order) > 3 and not known & {*order[:2]}
-            ms = dict(zip(order, (10.0, 10.1, 10.2, *range(21, 99)), strict=False))
-            ms[next(digest for digest in order[3:] if digest in known)] = best_ms
+            assert len(order) == MOST_RACED and {*order[2:]} == known
+            ms = dict(zip(order, (10.0, 10.1, best_ms), strict=True))
             factors = [ms[r.record.key] / r.time_ms for r in results]
             results = [slowed(r, f) for r, f in zip(results, factors, strict=True)]
         stages.append((programs, results))
@@ -296,88 +231,6 @@ def test_what_is_estimated_far_behind_is_named(plan, monkeypatch, tmp_path):
     assert made.search["strategies_failed"] == 1
 
 
-@pytest.mark.parametrize("repeats", [-1, 0, 1])
-def test_what_is_left_out_stands_between_two_repeats(repeats):
-    with pytest.raises(cfp.CfpError, match=f"got repeats={repeats}"):
-        cfp.PlannerSettings(measure=True, repeats=repeats)
-
-
-@pytest.fixture
-def whole_fails(monkeypatch):
-    """Returns programs that won truncated, so many that cannot be built whole."""
-    build = building.build
-    failed, most, gone = [], [], set()
-
-    def failing(program, mesh, job, environment):
-        alone = ("race", "the winner of truncated ones") in job.key.parts
-        parts = dict(job.key.parts)
-        one = parts["ops"], parts["shardings"]
-        if alone and len(failed) < most[0]:
-            failed.append(job.key.digest)
-            gone.add(one)
-        if one in gone and (alone or most[0] == 1):
-            job = replace(job, options=(("xla_no_such_option", "1"),))
-        return build(program, mesh, job, environment)
-
-    def fail(count):
-        most[:] = [count]
-        monkeypatch.setattr(building, "build", failing)
-        return failed
-
-    return fail
-
-
-@pytest.mark.parametrize("is_late", [True, *at_night([False])])
-def test_what_does_not_run_whole_gives_way_to_the_next(
-    is_late, plan, whole_fails, monkeypatch, tmp_path
-):
-    """Though time is over by then: another whole program follows in any case."""
-    failed = whole_fails(1)
-    monkeypatch.setattr(Run, "is_over", lambda _: is_late and bool(failed))
-    made = plan(per_kind=2, cache_dir=tmp_path)
-    assert len(failed) == 1
-    assert "segments_raced" in made.search
-    refused = [row for row in made.race if "xla_no_such_option" in row.note]
-    assert refused and all(row.time_ms is None for row in refused)
-    assert made.winner not in [row.name for row in refused]
-    assert made.measured_ms is not None
-    timed = [row for row in made.race if row.time_ms is not None]
-    assert min(timed, key=lambda row: row.time_ms).name == made.winner
-    again = plan(per_kind=2, cache_dir=tmp_path)
-    assert again.search["race_cached"] == 1.0
-    assert (again.winner, again.race) == (made.winner, made.race)
-
-
-def test_whole_programs_race_if_none_of_the_winners_runs_whole(
-    plan, whole_fails, tmp_path
-):
-    failed = whole_fails(99)
-    made = plan(per_kind=2, cache_dir=tmp_path)
-    assert len(failed) == len(set(failed)) > 1
-    assert "segments_raced" not in made.search
-    assert made.measured_ms is not None
-
-
-def test_memory_decides_what_races_among_truncated_programs(plan, monkeypatch):
-    """A candidate that surely does not fit is out; one that may fit races."""
-    needs = {}
-
-    def predicted(analysis, problem, choice):
-        need = needs.setdefault(choice, 10 * (len(needs) + 1))
-        return Prediction(1.0, need and CompiledBytes(temp_bytes=need))
-
-    monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**40)
-    monkeypatch.setattr(story, "prediction_of", predicted)
-    assert "segments_raced" in plan().search
-    for need, refused in ((10 * 2**40, 1), (2**40, 0)):
-        needs[list(needs)[-1]] = need
-        made = plan()
-        assert "segments_raced" in made.search
-        assert [row.note for row in made.race].count(TOO_LARGE) == refused
-    needs[list(needs)[-1]] = None
-    assert "segments_raced" not in plan().search
-
-
 def test_the_first_programs_are_compiled_one_by_one_where_nothing_is_tuned(
     plan, monkeypatch, tmp_path
 ):
@@ -399,7 +252,7 @@ def test_the_first_programs_are_compiled_one_by_one_where_nothing_is_tuned(
     monkeypatch.setattr(building, "default_threads", lambda platform: 4)
     monkeypatch.setattr(BuildEnvironment, "is_untuned", lambda *_: True)
     plan(cache_dir=tmp_path)
-    assert len(begun) > 3
+    assert len(begun) == MOST_RACED
     assert [len(jobs) for jobs in begun[:2]] == [1, 1]
     assert max(map(len, begun)) <= TUNING_AT_ONCE
     assert begun[0][0] is not begun[1][0]

@@ -266,7 +266,6 @@ def test_some_segments_keep_what_passes_between_them():
         far_ms={(0, 3): [[5.0]], (0, 2): [[7.0]]},
     )
     assert problem.cost_ms((0, 0, 0, 0)) == 6 + 12
-    assert problem.only([0, 1, 3]).cost_ms((0, 0, 0)) == 4 + 5
 
 
 def test_a_compiler_reshards_a_value_once_for_all_layers_that_read_it_alike():

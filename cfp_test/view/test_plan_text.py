@@ -123,9 +123,6 @@ SHORT = {
     "segments named below params": named("params/blocks/{}/mlp/up"),
     "segments named by numbers": named("blocks/{}/up"),
     "segments named by layers": named("params/layer_{}/up"),
-    "truncated race": searched(
-        make_plan(layers([0, 0, 0, 0]), RACE), segments=6.0, segments_raced=4.0
-    ),
     "options of the winner alone": raced(
         QUICK, OWN, DATA, winner=QUICK.name, options={"large": "1"}
     ),

@@ -192,6 +192,9 @@ class _Planning:
                 step = flatten_step(
                     variant.fn, variant.args, variant.kwargs, **self._calls
                 )
+                # Of several meshes the step is the same, and traced once.
+                before = (one for one, _ in self._known.values() if one == step)
+                step = next(before, step)
                 check_settings()
                 made = self._analyze(variant, step)
             except StepNotTraceable as error:

@@ -495,6 +495,19 @@ def test_what_was_estimated_of_a_variant_is_not_estimated_again(monkeypatch, tmp
     assert search["planning_seconds"] > search["estimate_seconds"] > 0.0
 
 
+def test_one_step_is_traced_once_for_all_meshes(tmp_path):
+    calls = []
+
+    def step(w, x):
+        calls.append(1)
+        return w - (jnp.tanh(x @ w) ** 2).sum()
+
+    variants = [replace(one, fn=step) for one in SHAPES]
+    assert [one.mesh for one in variants[1:]] != [one.mesh for one in variants[:-1]]
+    cfp.plan_fastest(variants, rule_out=True, **small(tmp_path))
+    assert len(calls) == 1
+
+
 def test_a_step_that_cannot_be_traced_is_tried_and_told_once(tmp_path):
     calls = []
 

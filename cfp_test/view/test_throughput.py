@@ -289,31 +289,6 @@ def test_float32_is_told_as_what_its_rate_is_of(planned):
     assert found.rate_dtypes == "bfloat16" and found.rate_share
 
 
-def test_launches_are_named_where_a_described_step_is_short(planned):
-    short = planned()
-    long = replace(short, predicted_ms=5.0)
-    measured = replace(short, measured_ms=0.5, rung="measured")
-    told = ["expect more" in " ".join(remarks(one)) for one in (short, long, measured)]
-    assert short.predicted_ms < 1 and told == [True, False, False]
-
-
-def test_a_share_that_is_all_but_nothing_is_no_zero(planned):
-    found = replace(throughput(planned()), rate_share=2e-4)
-    assert "(under 0.1% of its rate" in str(found)
-
-
-def test_they_stand_in_text_table_page_and_file(planned, tmp_path):
-    plan = planned()
-    line = str(throughput(plan))
-    assert "FLOP/s on each of the devices, which all compute the same (" in line
-    assert "tokens/s" in line
-    flat = " ".join(short_text(plan).split())
-    assert line in flat and line in " ".join(plan_text(plan).split())
-    assert line in page_html(plan)
-    plan.save(tmp_path / "plan.json")
-    assert throughput(cfp.Plan.load(tmp_path / "plan.json")) == throughput(plan)
-
-
 def test_plan_and_run_print_them(tmp_path):
     target = ["gpt", "--layers", "1", "--hidden", "16", "--heads", "2", "--seq", "8"]
     target += ["--vocab", "32", "--batch", "8", "--platform", "cpu", "--devices", "4"]
@@ -331,14 +306,22 @@ def test_plan_and_run_print_them(tmp_path):
     assert found["throughput"]["step_ms"] == found["median_ms"]
 
 
-# ------------------------------------------------------------------- nothing was run
-
-
-def test_a_page_of_estimates_has_no_race(planned):
-    html = page_html(planned())
-    assert "<h2>Estimates</h2>" in html and "(the plan)" in html
+def test_rates_stand_in_texts_and_pages(planned, golden, tmp_path):
+    plan = replace(planned(), predicted_ms=0.5)
+    plans = {
+        "0.5 ms, described": plan,
+        "5 ms, described": replace(plan, predicted_ms=5.0),
+        "0.5 ms, measured": replace(plan, measured_ms=0.5, rung="measured"),
+    }
+    texts = {"a small share": str(replace(throughput(plan), rate_share=2e-4))}
+    for name, one in plans.items():
+        told = [line for line in remarks(one) if "launches" in line]
+        texts[name] = "\n".join([str(throughput(one)), *told])
+        for text in (short_text(one), plan_text(one), page_html(one)):
+            assert str(throughput(one)) in " ".join(text.split())
+    golden("throughput", texts)
+    html = page_html(plan)
     for words in ("Race", "(won)", ">measured<", "virtual devices", "Step, measured"):
         assert words not in html, words
-    assert "of NVIDIA H100 80GB HBM3, as 4xh100 is described" in html
-    assert html.count("nothing was compiled or run") == 0, "said once, above the table"
-    assert html.count("Nothing was run") == 1
+    plan.save(tmp_path / "plan.json")
+    assert throughput(cfp.Plan.load(tmp_path / "plan.json")) == throughput(plan)

@@ -152,7 +152,7 @@ def _parameters(block: ir.Block) -> dict[ir.Value, int]:
     """
     *_, last = block.operations
     returned = {tuple(one.type.shape) for one in last.operation.operands}
-    every = {value: number for number, value in enumerate(block.arguments)}
+    every: dict[ir.Value, int] = {v: i for i, v in enumerate(block.arguments)}
     shaped = {value for value in every if tuple(value.type.shape) in returned}
     return {v: n for v, n in every.items() if v in shaped and v.type.shape} or every
 
@@ -201,19 +201,17 @@ def _classified(op: ir.Operation, numbers: Mapping[ir.Value, int]) -> _Product:
     roots = [_parameter(one, numbers) for one in op.operands]
     gradients = [_is_cotangent(one) for one in op.operands]
     weight = next((i for i in (1, 0) if roots[i] is not None), -1)
-    parameter = -1 if weight < 0 else roots[weight]
+    parameter = next((root for root in roots[1::-1] if root is not None), -1)
     gradient = gradients.index(True) if gradients.count(True) == 1 else -1
     return _Product(op, parameter, weight, gradient)
 
 
 def _parameter(value: ir.Value, numbers: Mapping[ir.Value, int]) -> int | None:
     """The argument whose numbers, or some of them, a value has; None if none."""
-    while True:
-        if value in numbers:
-            return numbers[value]
-        value = _source(value, _PASSES)
-        if value is None:
-            return None
+    found: ir.Value | None = value
+    while found is not None and found not in numbers:
+        found = _source(found, _PASSES)
+    return None if found is None else numbers[found]
 
 
 def _source(value: ir.Value, passing: tuple[str, ...]) -> ir.Value | None:
@@ -230,15 +228,16 @@ def _source(value: ir.Value, passing: tuple[str, ...]) -> ir.Value | None:
         return loop.operands[place]
     op = value.owner.operation
     if op.name == "stablehlo.optimization_barrier":
-        return op.operands[list(op.results).index(value)]
+        return op.operands[list[ir.Value](op.results).index(value)]
     if op.name == "stablehlo.while":
         # A loop that writes a slice in each iteration stacks what it writes.
         body = op.regions[1].blocks[0]
         *_, last = body.operations
-        place = list(op.results).index(value)
+        place = list[ir.Value](op.results).index(value)
         written = shardy.owner_of(last.operation.operands[place])
-        is_stack = written is not None and written.name == _WRITE
-        is_stack = is_stack and written.operands[0] == body.arguments[place]
+        if written is None or written.name != _WRITE:
+            return None
+        is_stack = written.operands[0] == body.arguments[place]
         return written.operands[1] if is_stack else None
     return op.operands[0] if op.name in passing else None
 
@@ -255,20 +254,21 @@ def _is_backward(op: ir.Operation) -> bool:
 
 def _is_cotangent(value: ir.Value) -> bool:
     """True if an op of the backward pass makes a value."""
-    while value is not None:
-        if isinstance(value.owner, ir.Block):
-            argument = ir.BlockArgument(value)
+    found: ir.Value | None = value
+    while found is not None:
+        if isinstance(found.owner, ir.Block):
+            argument = ir.BlockArgument(found)
             if argument.owner.owner.name == "stablehlo.while":
                 *_, last = argument.owner.operations
                 carried = last.operation.operands[argument.arg_number]
-                if carried != value:
+                if carried != found:
                     maker = shardy.owner_of(carried)
                     return maker is not None and _is_backward(maker)
         else:
-            op = value.owner.operation
+            op = found.owner.operation
             if op.name not in (*_PASSES, "stablehlo.optimization_barrier"):
                 return _is_backward(op)
-        value = _source(value, _PASSES)
+        found = _source(found, _PASSES)
     return False
 
 

@@ -390,16 +390,13 @@ class Searched(Protocol):
         ...
 
 
-_Searched = TypeVar("_Searched", bound=Searched)
-
-
 def searched_once(
-    find: Callable[Concatenate[_Searched, _Of], _Found],
-) -> Callable[Concatenate[_Searched, _Of], _Found]:
+    find: Callable[Concatenate[Any, _Of], _Found],
+) -> Callable[Concatenate[Any, _Of], _Found]:
     """Has a function search a program once; it may take more, by position."""
 
     @wraps(find)
-    def search(searched: _Searched, *of: _Of.args, **none: _Of.kwargs) -> _Found:
+    def search(searched: Searched, *of: _Of.args, **none: _Of.kwargs) -> _Found:
         assert not none, "arguments are given by position"
         key = (search, *of)
         if key not in searched.looked_for:

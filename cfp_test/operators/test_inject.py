@@ -1,6 +1,7 @@
 """GPT-2 and BERT with operators put in: the same outputs and gradients."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +130,7 @@ def test_a_model_of_nnx_is_injected_while_it_is_made():
 
 
 def test_a_shared_parameter_stays_shared():
-    model = models_nnx.Bert(CONFIG, rngs=nnx.Rngs(0))
+    model: Any = models_nnx.Bert(CONFIG, rngs=nnx.Rngs(0))
     model.tied = model.layers[0].attention.query.kernel
     report = inject(model).report
     assert model.tied is model.layers[0].attention.query.kernel

@@ -362,46 +362,6 @@ def sharded_kernels(layout: Layout) -> tuple[str, ...]:
     )
 
 
-def communicating_loops(layout: Layout, rates: Rates | None) -> tuple[str, ...]:
-    """Lists loops of no block in which a layout has collectives, with their costs.
-
-    Such as those of a kernel that is interpreted, of which XLA sees each op. What is
-    communicated in other loops stands in the blocks' rows.
-    """
-    frame, program = layout.frame, layout.frame.program
-    heavy = {member.op for block in frame.blocks for member in block.members}
-    outermost = [
-        op
-        for op in program.ops
-        if op.kind == "while"
-        and program.is_top_level(op.id)
-        and op.id not in program.opened
-        and not heavy.intersection(op.body)
-    ]
-    found = []
-    for loop in outermost:
-        moved = Counter()
-        lost_ms = 0.0
-        for op in (program.ops[i] for i in (*loop.body, loop.id)):
-            own = [] if op is loop else [*_op_moves(layout, op, set())]
-            own += _written_moves(layout, op)
-            inside = [(op.repeat, move) for move in own]
-            turns = max((program.ops[i].repeat for i in op.body), default=1)
-            inside += [(turns, move) for move in _carried_moves(layout, op)]
-            for times, (kind, axes, size) in inside:
-                moved[kind, times] += 1
-                if rates is not None:
-                    lost_ms += times * rates.collective_ms(kind, axes, size)
-        if moved:
-            parts = [
-                f"{count} {kind}{'s' * (count > 1)} in each of {times} iterations"
-                for (kind, times), count in moved.most_common()
-            ]
-            cost = f", {lost_ms:.3g} ms by estimate" if lost_ms else ""
-            found.append((lost_ms, f"{_site(loop)}: {', '.join(parts)}{cost}"))
-    return tuple(text for _, text in sorted(found, key=lambda pair: -pair[0]))
-
-
 def _lost_ms(layout: Layout, op: Op, inside: Sequence[Op], rates: Rates) -> float:
     """Estimates the time that an op costs since every device runs it in full.
 
@@ -602,32 +562,6 @@ def _op_moves(layout: Layout, op: Op, done: set[tuple]) -> Iterator[_Move]:
         ):
             for kind, axes, size in transition(*move, frame.mesh):
                 yield kind, tuple(axes), int(size)
-
-
-def _written_moves(layout: Layout, op: Op) -> Iterator[_Move]:
-    """The collectives of an update of several places along a sharded dim.
-
-    XLA gathers that dim for it, and takes each device's part of what comes out.
-    """
-    if op.kind != "dynamic_update_slice" or op.id not in layout.axes:
-        return
-    values = layout.frame.program.values
-    whole, piece = (values[v].shape for v in op.operands[:2])
-    have = layout.natural_spec(op, 0) or ()
-    want = tuple(
-        names if size == part else ()
-        for names, size, part in zip(have, whole, piece, strict=True)
-    )
-    if have != want:
-        yield from _moves(layout.frame, op.results[0], have, (), want)
-
-
-def _carried_moves(layout: Layout, op: Op) -> Iterator[_Move]:
-    """The collectives of what a loop carries from one turn to the next."""
-    for index, v in enumerate(op.yields if op.kind == "while" else ()):
-        want, have = layout.use_spec(op.id, len(op.operands) + index), layout.spec(v)
-        if want is not None and have is not None and want != have:
-            yield from _moves(layout.frame, v, have, (), want)
 
 
 def _group_block(frame: Frame, group: int, default: int) -> int:

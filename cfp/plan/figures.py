@@ -154,7 +154,6 @@ class Figures:
         left: attentions that are as they are written, and kernels that cannot compute
             attentions, of those that were preferred to what does.
         kernels: kernels of the step that are sharded, with the axes that shard them.
-        loops: loops without rows in which something is communicated, and what.
         variants: meshes and microbatches that the plan was chosen among.
         variants_raced: whether their best plans ran against each other.
         worth: what each kind of choice is worth.
@@ -168,7 +167,6 @@ class Figures:
     budget_bytes: Count | None = None
     left: tuple[LeftFigures, ...] = ()
     kernels: tuple[Words, ...] = ()
-    loops: tuple[Words, ...] = ()
     variants: tuple[VariantFigures, ...] = ()
     variants_raced: Flag = False
     worth: tuple[WorthFigures, ...] = ()

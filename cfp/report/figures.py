@@ -21,7 +21,7 @@ from cfp.attention.matching.matches import (
 from cfp.attention.matching.ways import refusal_of
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.costs import Costs
-from cfp.plan.describe import axis_roles, communicating_loops, sharded_kernels
+from cfp.plan.describe import axis_roles, sharded_kernels
 from cfp.plan.figures import (
     AlikeBlocks,
     Figures,
@@ -68,7 +68,6 @@ def with_figures(
     chosen = tuple(str(one) for one in Dimension if one in dimensions)
     found = Figures(
         kernels=sharded_kernels(layout),
-        loops=communicating_loops(layout, rates),
         chosen=chosen,
     )
     if problem is not None:

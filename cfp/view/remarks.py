@@ -123,9 +123,6 @@ def remarks(plan: Plan) -> Iterator[str]:
         )
     if figures and figures.kernels:
         yield f"kernels that are sharded: {few(figures.kernels)}"
-    if figures and figures.loops:
-        loops = few(figures.loops, "; ")
-        yield f"communicated in loops that compute no products: {loops}"
     if plan.host_callbacks_skipped:
         yield f"not called while it was measured: {few(plan.host_callbacks_skipped)}"
     yield from _replaced_remarks(plan)

@@ -298,7 +298,7 @@ def _nearest(sought: str, names: Sequence[str]) -> list[str]:
 def _kernel_lines(plan: Plan) -> Iterator[str]:
     """The attentions that no kernel computes, the kernels that cannot, and others.
 
-    Others are the step's own kernels that are sharded, and loops that communicate.
+    Others are the step's own kernels that are sharded.
     """
     figures = plan.figures
     if figures is None:
@@ -310,8 +310,6 @@ def _kernel_lines(plan: Plan) -> Iterator[str]:
         yield f"Attention {how}{where}: {times}{one.reason}."
     for text in figures.kernels:
         yield f"Kernel that is sharded: {text}."
-    for text in figures.loops:
-        yield f"Communicated in a loop that computes no products: {text}."
 
 
 def _segment_lines(segment: SegmentView, wanted: set[int], how: str) -> Iterator[str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, wraps
 from math import prod
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -381,22 +381,17 @@ def axes_of(spec: PartitionSpec, rank: int) -> Spec:
     )
 
 
-class Searched(Protocol):
-    """A program, or its frame on a mesh, with a cache of what was found in it."""
-
-    @property
-    def looked_for(self) -> dict[tuple[Any, ...], Any]:
-        """Cache of searches, keyed by the searcher and what for."""
-        ...
+# A program, or its frame on a mesh: what has a `looked_for`.
+_Searched = TypeVar("_Searched", bound=Any)
 
 
 def searched_once(
-    find: Callable[Concatenate[Any, _Of], _Found],
-) -> Callable[Concatenate[Any, _Of], _Found]:
+    find: Callable[Concatenate[_Searched, _Of], _Found],
+) -> Callable[Concatenate[_Searched, _Of], _Found]:
     """Has a function search a program once; it may take more, by position."""
 
     @wraps(find)
-    def search(searched: Searched, *of: _Of.args, **none: _Of.kwargs) -> _Found:
+    def search(searched: _Searched, *of: _Of.args, **none: _Of.kwargs) -> _Found:
         assert not none, "arguments are given by position"
         key = (search, *of)
         if key not in searched.looked_for:

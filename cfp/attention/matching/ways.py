@@ -68,14 +68,15 @@ def problem_of_passes(
 
 def _is_kept_wide(program: Program, v: int, dtype: Any) -> bool:
     """True if a value, or what views of it become, is used in a wider dtype."""
-    if numpy_dtype(program.values[v].dtype).itemsize <= dtype.itemsize:
-        return False
-    if v in program.outputs:
-        return True
-    users = [program.ops[op] for op, _ in program.users[v]]
-    if any(op.kind not in ("convert", "transpose", "reshape") for op in users):
-        return True
-    return any(_is_kept_wide(program, w, dtype) for op in users for w in op.results)
+    views = ("convert", "transpose", "reshape")
+
+    def is_wide(v: int) -> bool:
+        return numpy_dtype(program.values[v].dtype).itemsize > dtype.itemsize
+
+    made = program.made_of([v], lambda op: op.kind in views and is_wide(op.results[0]))
+    users = (program.ops[op] for w in made for op, _ in program.users[w])
+    is_used = any(op.kind not in views for op in users)
+    return is_wide(v) and (is_used or not made.isdisjoint(program.outputs))
 
 
 def roles_of(

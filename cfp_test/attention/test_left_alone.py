@@ -229,3 +229,28 @@ def test_a_stack_is_sliced_at_two_indices(make, trains):
     step = Step(train if trains else make, (q, k, v, ids), MESH)
     if step.attentions.found:
         assert_equal(step)
+
+
+# Only the softmax's argument, or what hides keys, is another one.
+ARGUMENTS = {
+    "infinite beyond 88": lambda s: jnp.log(jnp.exp(s)),
+    "a number before the sum": lambda s: (s + 1e9) - 1e9,
+    "as many heads as keys": lambda s: hidden(
+        s, np.arange(TOKENS)[:, None, None] >= np.arange(TOKENS)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_is_linear_or_the_attention_is_left(name):
+    def infer(q, k, v):
+        weights = softmax(ARGUMENTS[name](jnp.einsum("bqhd,bkhd->bhqk", q, k)))
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    shape = BATCH, TOKENS, TOKENS, HEAD_DIM
+    step = Step(infer, tuple(normal(seed, *shape) for seed in range(3)), MESH)
+    if "heads" in name:
+        assert step.attentions.found
+        assert_equal(step)
+    else:
+        assert not step.attentions.found

@@ -182,9 +182,11 @@ class _Reader:
         if sizes != [[keys], [keys]]:
             return False
         key_first = places[0].shape[_KEYS] == keys
-        query, key_places = (x.reshape(-1) for x in places[:: -1 if key_first else 1])
-        if key_first == (places[1].shape[_KEYS] == keys):
+        query, key_places = places[::-1] if key_first else places
+        is_by_query = query.shape[ORDER.index(self.tokens)] == keys
+        if not is_by_query or key_places.shape[_KEYS] != keys:
             return False
+        query, key_places = query.reshape(-1), key_places.reshape(-1)
         if not (key_places[1:] >= key_places[:-1]).all():
             return False
         compare = _ORDERS[op.direction]

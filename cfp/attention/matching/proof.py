@@ -39,7 +39,7 @@ _ROUNDED = {"f32": 1e-3, "bf16": 0.1, "f16": 0.1}
 _KINDS = {"usual": 1, "steep": 5, "low": 20, "equal": 1, "huge": 2e3, "rounded": 1}
 _DRAWS = 6  # Masks of each kind of scores.
 _SMALL = {"b": 2, "q": 3, "k": 5, "d": 3, "e": 2}
-_PROBES = (0.0, 1.0, -3.0, 250.0, -250.0)
+_PROBES = (0.0, 1.0, -3.0, 250.0, -250.0, 1e5, -1e5)
 
 States = tuple[float, ...]
 

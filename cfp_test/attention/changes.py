@@ -5,6 +5,7 @@ Shapes use: batch, heads, queries, keys.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -86,6 +87,11 @@ def _more(g: Any) -> Any:
     return g * 1.1
 
 
+def _matrix(number: int, size: int) -> np.ndarray:
+    random = np.random.default_rng(number).normal(size=(size, size))
+    return (np.eye(size) + 0.2 * random).astype(np.float32)
+
+
 OF_SCORES: dict[str, Change] = {
     "scores to e4m3": lambda x, _: _through(E4M3)(x),
     "scores to e5m2, straight": _straight(_through(E5M2)),
@@ -109,6 +115,10 @@ OF_SCORES: dict[str, Change] = {
     "scores' gradient stopped": lambda x, _: lax.stop_gradient(x),
     "scores leak": lambda x, _: jnp.maximum(x, 0.2 * x),
     "scores cubed": lambda x, _: x * x * x * 0.1,
+    "scores mixed over heads": lambda x, n: jnp.einsum(
+        "bnqk,nm->bmqk", x, _matrix(n, x.shape[1])
+    ),
+    "scores mixed over queries": lambda x, n: _matrix(n, x.shape[2]) @ x,
     "scores turned": lambda x, _: jnp.roll(x, 1, -1),
     "scores reversed": lambda x, _: x[..., ::-1],
     "scores sorted": lambda x, _: jnp.sort(x, -1),
@@ -134,6 +144,10 @@ OF_WEIGHTS: dict[str, Change] = {
     "weights' gradient stopped": lambda x, _: lax.stop_gradient(x),
     "weights' gradient half": lambda x, _: 0.5 * x + 0.5 * lax.stop_gradient(x),
     "weights' gradient scaled": lambda x, _: _backward(x, _more),
+    "weights mixed over heads": lambda x, n: jnp.einsum(
+        "bnqk,nm->bmqk", x, _matrix(n, x.shape[1])
+    ),
+    "weights mixed over keys": lambda x, n: x @ _matrix(n, x.shape[3]),
     "weights turned": lambda x, _: jnp.roll(x, 1, -2),
 }
 
@@ -145,6 +159,56 @@ def _bounded(s: Any) -> Any:
 def _with_sum(s: Any, change: Callable[[Any], Any]) -> Any:
     e = exponentials(s)
     return e / change(e.sum(-1, keepdims=True))
+
+
+def mutated(s: Any, number: int) -> Any:
+    """A softmax of which each step may be another one of the same ops."""
+    r = random.Random(number)
+
+    def one_of(usual: Callable[[], Any], *others: Callable[[], Any]) -> Any:
+        return r.choice(others)() if r.random() < 0.3 else usual()
+
+    axis = one_of(lambda: -1, lambda: -2, lambda: 1)
+    largest = one_of(
+        lambda: lax.stop_gradient(s.max(-1, keepdims=True)),
+        lambda: s.max(-1, keepdims=True),
+        lambda: s.max(axis, keepdims=True),
+        lambda: s.mean(-1, keepdims=True),
+        lambda: lax.stop_gradient(s.max()),
+        lambda: 0.5 * s.max(-1, keepdims=True),
+    )
+    e = one_of(
+        lambda: jnp.exp(s - largest),
+        lambda: jnp.exp(s) / jnp.exp(largest),
+        lambda: jnp.exp((s - largest) * 0.5),
+        lambda: jnp.exp(s - largest) + 0.01,
+        lambda: jnp.exp(s - largest) * s,
+        lambda: jnp.exp(s - largest) * jnp.exp(largest - s),
+    )
+    total = one_of(
+        lambda: e.sum(-1, keepdims=True),
+        lambda: e.sum(axis, keepdims=True),
+        lambda: jnp.exp(s - largest).sum(-1, keepdims=True),
+        lambda: e.sum(-1, keepdims=True) + e.max(-1, keepdims=True),
+        lambda: (e * e).sum(-1, keepdims=True),
+        lambda: e.sum(-1, keepdims=True) + 1e-2,
+    )
+    weights = one_of(
+        lambda: e / total,
+        lambda: e * (1.0 / total),
+        lambda: e / total * (total / (total + 0.0)),
+        lambda: jnp.where(s > largest - 9.0, e / total, 0.0),
+        lambda: jnp.where(e > 0, e / total, 0.0),
+        lambda: e / total - lax.stop_gradient(e / total) + e / (2 * total),
+    )
+    return one_of(
+        lambda: weights,
+        lambda: weights * 1.0 + 0.0 * total,
+        lambda: weights + 0.1 * (weights - weights.mean(-1, keepdims=True)),
+        lambda: weights + 0.0 * s,
+        lambda: jnp.maximum(weights, 0.0),
+        lambda: weights / weights.sum(-1, keepdims=True),
+    )
 
 
 OF_SOFTMAX: dict[str, Callable[[Any], Any]] = {

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -37,6 +38,7 @@ from cfp_test.attention.changes import (
     OF_WEIGHTS,
     WEIGH,
     exponentials,
+    mutated,
 )
 from cfp_test.attention.entering import (
     ARGUMENTS,
@@ -54,10 +56,15 @@ from cfp_test.support.quick_flags import QUICK_FLAGS
 LEAST = float(jnp.finfo(jnp.float32).min)
 LAYERS = 3
 HOWS = ("where", "where", "and", "and", "or", "hidden", "added", "times", "product")
-NUMBERS = (-1e9, -1e9, -1e9, LEAST, -1e4, -50.0, -np.inf)
+SMALLER = (-1e4, -1e3, -200.0, -50.0, -np.inf)
 SCALES = ("scores", "queries", "keys", "quotient", "after the bias", "no", "power")
-LAYOUTS = ("bqnd", "bnqd", "merged", "qbnd")
-LOOPS = ("unrolled", "scan", "scan again", "slices", "slices again", "twice")
+LAYOUTS = ("bqnd", "bnqd", "qbnd", "keys first", "merged", "five dims")
+ROUNDED = ("scores bfloat16", "scores float16", "weights bfloat16", "weights float16")
+GROUPS = ("repeat", "tile", "reshape", "reshape, tiled")
+LOOPS = (
+    *("unrolled", "twice", "carried", "branches", "branches again"),
+    *("scan", "scan again", "scan with a policy", "slices", "slices again"),
+)
 SAME = ("k v", "q k", "q k v")
 FROZEN = ("q", "k", "v", "q k", "k v")
 
@@ -105,9 +112,11 @@ class Program:
     keys: int = 32
     heads: int = 2
     kv_heads: int = 2
+    group: str = "repeat"
     head_dim: int = 8
     value_dim: int = 8
     dtype: str = "float32"
+    rounded: str = ""
     layout: str = "bqnd"
     scaled: str = "scores"
     weigh: str = "softmax"
@@ -129,7 +138,7 @@ class Program:
     @property
     def stacked(self) -> int:
         """The number of layers' arguments; 0 for one that is not stacked."""
-        return 0 if self.loop in ("", "twice") else LAYERS + self.is_sliced
+        return 0 if self.loop in ("", "twice", "carried") else LAYERS + self.is_sliced
 
 
 # -------------------------------------------------------------------------- the program
@@ -206,18 +215,23 @@ OTHERS = (
     *("masks or none", "weights returned", "scores returned", "largest returned"),
     *("queries added again", "values of a key zero"),
 )
+MUTATED = "mutated"
 CHANGES = (*OF_SCORES, *OF_WEIGHTS, *OF_SOFTMAX, *ENTERING, *AFTER, *OTHERS)
 
 
 def attend(s: Scope, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """The output [batch, queries, heads, value_dim], and what else is returned."""
     p, first = s.sizes, q
-    if p.kv_heads != p.heads:
-        k, v = (jnp.repeat(x, p.heads // p.kv_heads, axis=2) for x in (k, v))
+    shared = p.heads // p.kv_heads
+    if shared > 1 and p.group == "repeat":
+        k, v = (jnp.repeat(x, shared, axis=2) for x in (k, v))
+    elif shared > 1 and p.group == "tile":
+        k, v = (jnp.tile(x, (1, 1, shared, 1)) for x in (k, v))
     rate = {"no": 1.0, "power": 0.25}.get(p.scaled, p.head_dim**-0.5)
     q = q * jnp.asarray(rate, q.dtype) if p.scaled == "queries" else q
     k = k * jnp.asarray(rate, k.dtype) if p.scaled == "keys" else k
-    scores = _product(p.layout, q, k).astype(jnp.float32)
+    layout = p.group if k.shape[2] != q.shape[2] else p.layout
+    scores = _product(layout, q, k).astype(jnp.float32)
     if p.scaled == "quotient":
         scores = scores / np.float32(p.head_dim**0.5)
     elif p.scaled in ("scores", "power"):
@@ -235,20 +249,29 @@ def attend(s: Scope, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         scores = lax.cond(_flag(s), lambda: masked, lambda: free)
     if p.changed == "values of a key zero":
         v = v.at[:, p.number % p.keys].set(0)
+    scores = _rounded(scores, p.rounded, "scores")
     weights = OF_SOFTMAX.get(p.changed, WEIGH[p.weigh])(scores)
+    weights = mutated(scores, p.number) if p.changed == MUTATED else weights
+    weights = _rounded(weights, p.rounded, "weights")
     weights = OF_WEIGHTS.get(p.changed, lambda x, _: x)(weights, p.number)
     weights = AFTER.get(p.changed, lambda _, x: x)(s, weights)
     if p.weigh == "late" and not p.changed:
         weights = exponentials(scores)
         total = weights.sum(-1).swapaxes(1, 2)[..., None]
-        out = (_mixed(p.layout, weights, v.astype(jnp.float32)) / total).astype(v.dtype)
+        out = (_mixed(layout, weights, v.astype(jnp.float32)) / total).astype(v.dtype)
     else:
-        out = _mixed(p.layout, weights.astype(v.dtype), v)
+        out = _mixed(layout, weights.astype(v.dtype), v)
     if p.changed == "queries added again":
         out = out + first.sum(-1, keepdims=True)
     more = {"weights returned": weights, "scores returned": scores}
     more["largest returned"] = scores.max(-1)
     return out, more.get(p.changed)
+
+
+def _rounded(x: Any, rounded: str, what: str) -> Any:
+    """Numbers by way of 16 bits, if these are what is rounded."""
+    dtype = rounded.removeprefix(what).strip()
+    return x.astype(dtype).astype(x.dtype) if rounded.startswith(what) else x
 
 
 def _merged(x: Any) -> Any:
@@ -265,6 +288,16 @@ def _product(layout: str, q: Any, k: Any) -> Any:
     if layout == "merged":
         shape = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
         return (_merged(q) @ _merged(k).swapaxes(1, 2)).reshape(shape)
+    if layout == "keys first":
+        return jnp.einsum("bknd,bqnd->bnkq", k, q).swapaxes(2, 3)
+    if layout == "five dims":
+        return jnp.einsum("wbqnd,wbknd->wbnqk", q[None], k[None])[0]
+    if layout.startswith("reshape"):
+        of = ("hg", "gh")["tiled" in layout]
+        shape = (k.shape[2], -1) if of == "hg" else (-1, k.shape[2])
+        q = q.reshape(*q.shape[:2], *shape, q.shape[3])
+        scores = jnp.einsum(f"bq{of}d,bkhd->b{of}qk", q, k)
+        return scores.reshape(q.shape[0], -1, *scores.shape[3:])
     return jnp.einsum("bqnd,bknd->bnqk", q, k)
 
 
@@ -276,6 +309,16 @@ def _mixed(layout: str, weights: Any, v: Any) -> Any:
     if layout == "merged":
         out = weights.reshape(-1, *weights.shape[2:]) @ _merged(v)
         return out.reshape(*weights.shape[:3], -1).swapaxes(1, 2)
+    if layout == "keys first":
+        return jnp.einsum("bnkq,bknd->bqnd", weights.swapaxes(2, 3), v)
+    if layout == "five dims":
+        return jnp.einsum("wbnqk,wbknd->wbqnd", weights[None], v[None])[0]
+    if layout.startswith("reshape"):
+        of = ("hg", "gh")["tiled" in layout]
+        shape = (v.shape[2], -1) if of == "hg" else (-1, v.shape[2])
+        weights = weights.reshape(weights.shape[0], *shape, *weights.shape[2:])
+        out = jnp.einsum(f"b{of}qk,bkhd->bq{of}d", weights, v)
+        return out.reshape(*out.shape[:2], -1, out.shape[4])
     return jnp.einsum("bnqk,bknd->bqnd", weights, v)
 
 
@@ -295,7 +338,26 @@ def _held(p: Program, made: dict[str, Any]) -> list[Any]:
     return [lax.stop_gradient(made[n]) if n in p.frozen else made[n] for n in "qkv"]
 
 
+def _moved(x: Any) -> Any:
+    """What an argument is in the next turn of a loop that carries it."""
+    return jnp.roll(x, 1, -1) if x.ndim else ~x if x.dtype == bool else x + 1
+
+
 def _forward(p: Program, learnt: Any, given: Any) -> Any:
+    if p.loop == "carried":
+        made = [learnt[name] for name in "qkv"]
+
+        def turn(carry: Any, _: Any) -> Any:
+            q, given = carry
+            values = {**learnt, **given}
+            out, _ = attend(Scope(p, given=(values, values)), q, *made[1:])
+            return (
+                0.5 * q + out.mean(-1, keepdims=True),
+                jax.tree.map(_moved, given),
+            ), out
+
+        outs = lax.scan(turn, (made[0], given), None, length=LAYERS)[1]
+        return outs.sum(0), None
     if not p.stacked:
         values = {**learnt, **given}
         out, more = attend(Scope(p, given=(values, values)), *_held(p, learnt))
@@ -317,14 +379,25 @@ def _forward(p: Program, learnt: Any, given: Any) -> Any:
     def scanned(x: Any, now: Any) -> Any:
         return run(x, now, now), None
 
+    def branched(x: Any, now: Any) -> Any:
+        return lax.cond(now["flag"], lambda: run(x, now, now), lambda: 0.5 * x), None
+
     def sliced(x: Any, i: Any) -> Any:
         return run(x, at(i), at(i - 1)), None
 
     if p.loop == "unrolled":
         return run(run(x, at(0), at(0)), at(1), at(1)), None
-    wrap = jax.checkpoint if p.loop.endswith("again") else lambda f: f
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    wrap: Callable[[Any], Any] = lambda f: f  # noqa: E731
+    if p.loop.endswith("again"):
+        wrap = jax.checkpoint
+    elif p.loop.endswith("policy"):
+        wrap = partial(jax.checkpoint, policy=policy)
     if p.is_sliced:
         return lax.scan(wrap(sliced), x, jnp.arange(1, LAYERS + 1))[0], None
+    if p.loop.startswith("branches"):
+        stacks["flag"] = jnp.arange(LAYERS) % 2 == 0
+        return lax.scan(wrap(branched), x, stacks)[0], None
     return lax.scan(wrap(scanned), x, stacks)[0], None
 
 
@@ -389,7 +462,7 @@ def draw(number: int) -> Program:
         return Term(
             kind=kind(),
             how=r.choice(HOWS),
-            number=r.choice(NUMBERS),
+            number=r.choice(SMALLER) if often(0.15) else r.choice([-1e9, LEAST]),
             choice=r.choice(CHOICES) if often(0.25) else "",
             other=kind(),
             before=before(),
@@ -400,18 +473,20 @@ def draw(number: int) -> Program:
         return Bias(
             kind=r.choice([*BIASES]),
             choice=r.choice([*CHOICES, "factor"]) if often(0.25) else "",
-            learnt=often(0.3),
+            learnt=often(0.15),
             before=before(),
         )
 
-    changed = r.choice(CHANGES) if often(0.4) else ""
+    changed = r.choice(CHANGES) if often(0.35) else MUTATED if often(0.15) else ""
     loop = r.choice(LOOPS) if often(0.4) and not changed.endswith("returned") else ""
     heads, tokens = r.choice([1, 2, 4]), r.choice([16, 24, 32, 48])
     dim, batch = r.choice([4, 8]), r.choice([1, 2, 3])
     if often(0.05):  # Sizes tell dims apart; here they do not.
         heads = tokens = dim = batch = 8
     same = r.choice(SAME) if often(0.08) and not loop else ""
-    kv_heads = r.choice([1, heads]) if often(0.3) and "q" not in same else heads
+    kv_heads = heads
+    if often(0.4) and "q" not in same:
+        kv_heads = r.choice([n for n in (1, 2, 4, 8) if heads % n == 0])
     is_cross = often(0.15) and "q" not in same
     return Program(
         number=number,
@@ -422,17 +497,19 @@ def draw(number: int) -> Program:
         kv_heads=kv_heads,
         head_dim=dim,
         value_dim=r.choice([4, 8]) if often(0.1) and not same else dim,
-        dtype=r.choice(["bfloat16", "float16"]) if often(0.12) else "float32",
-        layout=r.choice(LAYOUTS),
+        group=r.choice(GROUPS),
+        dtype=r.choice(["bfloat16", "float16"]) if often(0.25) else "float32",
+        rounded=r.choice(ROUNDED) if often(0.06) else "",
+        layout=r.choice(LAYOUTS) if often(0.4) else r.choice(LAYOUTS[:2]),
         scaled=r.choice(SCALES),
-        weigh=r.choice([*WEIGH]) if often(0.5) else "softmax",
-        cap=3.0 if often(0.15) else 0.0,
+        weigh=r.choice([*WEIGH]) if often(0.3) else "softmax",
+        cap=3.0 if often(0.08) else 0.0,
         masks=tuple(term() for _ in range(r.choice([0, 1, 1, 1, 2, 2, 3]))),
         biases=tuple(bias() for _ in range(r.choice([0, 0, 0, 1, 1, 2]))),
-        biases_last=often(0.2),
+        biases_last=often(0.1),
         loop=loop,
         same=same,
-        frozen=r.choice(FROZEN) if often(0.08) else "",
+        frozen=r.choice(FROZEN) if often(0.05) else "",
         trains=not often(0.15),
         changed=changed,
         devices=2 if batch == 2 and often(0.2) else 1,
@@ -461,8 +538,9 @@ class Result:
 def check(program: Program) -> Result:
     """Compares a program with what each kernel makes of it."""
     exact = None
-    if program.dtype != "float32":
-        exact = jax.jit(step_of(dataclasses.replace(program, dtype="float32")))
+    if program.dtype != "float32" or program.rounded:
+        wide = dataclasses.replace(program, dtype="float32", rounded="")
+        exact = jax.jit(step_of(wide))
     try:
         sets = [inputs_of(program, seed) for seed in range(2)]
         mesh = make_mesh((("x", program.devices),))

@@ -1006,3 +1006,137 @@ ALL = {
     "empty rows": EMPTY_ROWS,
     "exceptions": EXCEPTIONS,
 }
+
+
+# ----------------------------------------------------------------- other gradients
+
+
+def microbatches(q, k, v):
+    """Sums over halves of the batch, in a loop."""
+
+    def one(total, part):
+        return total + masked(*part, CAUSAL), None
+
+    parts = tuple(x.reshape(2, 1, *x.shape[1:]) for x in (q, k, v))
+    return lax.scan(one, jnp.zeros_like(q[:1]), parts)[0]
+
+
+def of_each(q, k, v):
+    """One sequence at a time, by vmap."""
+    one = lambda q, k, v: masked(q[None], k[None], v[None], CAUSAL)[0]  # noqa: E731
+    return jax.vmap(one)(q, k, v)
+
+
+def penalized(q, k, v):
+    """An output with the gradient of another loss in it."""
+    slope = jax.grad(lambda q: jnp.square(masked(q, k, v, CAUSAL)).sum())(q)
+    return masked(q, k, v, CAUSAL) + 0.1 * slope
+
+
+def moved(q, k, v):
+    """An output and its derivative in a direction."""
+    attend = lambda q: masked(q, k, v, CAUSAL)  # noqa: E731
+    out, change = jax.jvp(attend, (q,), (jnp.cos(q),))
+    return out + change
+
+
+@jax.custom_vjp
+def own_gradient(q, k, v):
+    return masked(q, k, v, CAUSAL)
+
+
+def _own_backward(kept, g):
+    _, pull = jax.vjp(lambda *x: masked(*x, CAUSAL), *kept)
+    dq, dk, dv = pull(g)
+    return dq * 2.0, dk, jnp.clip(dv, -0.5, 0.5)
+
+
+own_gradient.defvjp(lambda *x: (masked(*x, CAUSAL), x), _own_backward)
+
+
+def shared_keys(q, k, v):
+    """Two attentions with the same keys and values, and other masks."""
+    return masked(q, k, v, CAUSAL) + masked(q * 0.5, k, v, LOCAL)
+
+
+def shared_scores(q, k, v):
+    """Two mixes by the weights of one softmax."""
+    w = softmax(jnp.where(CAUSAL, scores_of(q, k), HIDDEN))
+    return mix(w, v) + mix(w, jnp.sin(v))
+
+
+def twice_mixed(q, k, v):
+    w = softmax(jnp.where(CAUSAL, scores_of(q, k), HIDDEN))
+    return mix(w, mix(w, v))
+
+
+def of_both_directions(q, k, v):
+    """Weights over keys, and over queries, of the same scores."""
+    s = scores_of(q, k)
+    return mix(softmax(s), v) + mix(softmax(s.swapaxes(2, 3)), v)
+
+
+def frozen(*names):
+    def attend(q, k, v):
+        held = zip("qkv", (q, k, v), strict=True)
+        return masked(
+            *(lax.stop_gradient(x) if n in names else x for n, x in held), CAUSAL
+        )
+
+    return attend
+
+
+SQUARE = dict(batch=8, tokens=8, heads=8)  # As many as dims of a head.
+EIGHTS = np.arange(8) % 3 > 0
+GRADIENTS = {
+    "microbatches": Kind(microbatches),
+    "of each sequence": Kind(of_each),
+    "a gradient in the output": Kind(penalized),
+    "a derivative in the output": Kind(moved),
+    "its own gradient": Kind(own_gradient),
+    "shared keys": Kind(shared_keys),
+    "weights of two mixes": Kind(shared_scores),
+    "mixed twice": Kind(twice_mixed),
+    "both directions": Kind(of_both_directions),
+    "frozen queries": Kind(frozen("q")),
+    "frozen keys": Kind(frozen("k")),
+    "frozen queries and keys": Kind(frozen("q", "k")),
+    "frozen values": Kind(frozen("v")),
+    "one array": Kind(lambda q, k, v: masked(q, q, q, CAUSAL)),
+    "keys that are values": Kind(lambda q, k, v: masked(q, k, k, CAUSAL)),
+    "transposed sizes": Kind(
+        lambda q, k, v: masked(q, k, v, causal_of(8).T | EIGHTS[:, None, None]),
+        **SQUARE,
+    ),
+    "a flag of heads, as many as sequences": Kind(
+        lambda q, k, v, f: masked(q, k, v, causal_of(8) | f[:, None, None]),
+        ((EIGHTS,),),
+        **SQUARE,
+    ),
+    "a flag of sequences, as many as heads": Kind(
+        lambda q, k, v, f: masked(q, k, v, causal_of(8) | f[:, None, None, None]),
+        ((EIGHTS,),),
+        **SQUARE,
+    ),
+    "queries and keys turned": Kind(
+        lambda q, k, v: masked(
+            q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2), causal_of(8)
+        ),
+        **SQUARE,
+    ),
+    "heads and dims turned": Kind(
+        lambda q, k, v: masked(q.swapaxes(2, 3), k.swapaxes(2, 3), v, causal_of(8)),
+        **SQUARE,
+    ),
+    "heads of another order": Kind(lambda q, k, v: masked(q[:, :, ::-1], k, v, CAUSAL)),
+    "keys of another order": Kind(
+        lambda q, k, v: masked(q, k[:, ::-1], v[:, ::-1], CAUSAL)
+    ),
+    "keys of another order than values": Kind(
+        lambda q, k, v: masked(q, k[:, ::-1], v, CAUSAL)
+    ),
+    "keys of the next sequence": Kind(
+        lambda q, k, v: masked(q, jnp.roll(k, 1, 0), v, CAUSAL)
+    ),
+}
+ALL["gradients"] = GRADIENTS

@@ -7,6 +7,8 @@ equal, or leave it::
 
     python -m cfp_test.attention.generate --count 2000 --seed 0 --jobs 2
 
+With ``--planted`` one rule of the proof is off: some programs must be wrong then.
+
 Shapes use: batch, queries, keys, heads, head_dim; layers where there is a loop.
 """
 
@@ -21,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -50,6 +53,7 @@ from cfp_test.attention.entering import (
     Scope,
     chosen,
 )
+from cfp_test.attention.planted import FAULTS
 from cfp_test.support.checking import make_mesh
 from cfp_test.support.quick_flags import QUICK_FLAGS
 
@@ -604,10 +608,11 @@ def text_of(program: Program) -> str:
     return text(program, Program())
 
 
-def check_some(numbers: Sequence[int]) -> list[Result]:
-    """Checks programs one after another."""
+def check_some(numbers: Sequence[int], planted: str = "") -> list[Result]:
+    """Checks programs one after another, with a fault in the proof."""
     jax.clear_caches()
-    return [check(draw(number)) for number in numbers]
+    with FAULTS[planted]() if planted else nullcontext():
+        return [check(draw(number)) for number in numbers]
 
 
 def report(results: Sequence[Result], seconds: float) -> str:
@@ -635,6 +640,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--minimal", type=int, default=20, help="wrong ones made small")
+    parser.add_argument("--planted", default="", choices=["", *FAULTS], help="a fault")
     options = parser.parse_args(arguments)
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = f"{QUICK_FLAGS} --xla_force_host_platform_device_count=2"
@@ -643,13 +649,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: list[Result] = []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         parts = [numbers[i : i + 25] for i in range(0, len(numbers), 25)]
-        for some in pool.map(check_some, parts):
+        for some in pool.map(partial(check_some, planted=options.planted), parts):
             results += some
             for one in some:
                 if one.wrong:
                     print(f"wrong: {text_of(one.program)}: {one.wrong}", flush=True)
         wrong = [one for one in results if one.wrong]
-        for one in pool.map(minimal, wrong[: options.minimal]):
+        small = [] if options.planted else wrong[: options.minimal]
+        for one in pool.map(minimal, small):
             print(f"minimal: {text_of(one.program)}: {one.wrong}", flush=True)
     print(report(results, time.monotonic() - start))
     return int(bool(wrong))

@@ -1,0 +1,74 @@
+"""Faults in the proof of attentions, which tests and random programs must catch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from cfp.attention.matching import meaning, proof, region, values
+
+Planted = Callable[[], AbstractContextManager[Any]]
+
+
+def _any_float() -> AbstractContextManager[Any]:
+    """Takes converts to FP8 for converts that round little."""
+    narrow = {"f8E4M3FN", "f8E5M2"}
+    return patch.object(region, "FLOATS", region.FLOATS | narrow)
+
+
+def _sampled() -> AbstractContextManager[Any]:
+    """Reads a mask at one of eight positions."""
+    whole = meaning._Reader._window
+
+    def window(self: Any, seen: np.ndarray) -> Any:
+        if seen.ndim != 2 or seen.shape[0] != seen.shape[1]:
+            return whole(self, seen)
+        some = np.ix_(*[np.arange(0, len(seen), 8)] * 2)
+        is_causal = np.array_equal(seen[some], np.tri(len(seen), dtype=bool)[some])
+        return (True, None) if is_causal else whole(self, seen)
+
+    return patch.object(meaning._Reader, "_window", window)
+
+
+def _one_index() -> AbstractContextManager[Any]:
+    """Takes a slice for any other one of the same stack."""
+
+    def index(self: Any, number: int, count: int) -> int:
+        return self._table.setdefault(("index", count), len(self._table))
+
+    return patch.object(values.Values, "_index", index)
+
+
+def _rows_without_keys() -> AbstractContextManager[Any]:
+    """Takes it that each query sees a key."""
+    return patch.object(meaning._Reader, "_empty", lambda self: "")
+
+
+def _not_compared() -> AbstractContextManager[Any]:
+    """Compares no outputs."""
+    return patch.object(proof, "_compare", lambda *args, **more: None)
+
+
+def _any_function() -> AbstractContextManager[Any]:
+    """Takes any function of scores and masks for a scale."""
+    return patch.object(proof, "_near", lambda x, y: True)
+
+
+def _any_operands() -> AbstractContextManager[Any]:
+    """Takes it that gradients are of the same queries, keys and values."""
+    return patch.object(proof, "_check_operands", lambda core: None)
+
+
+FAULTS: dict[str, Planted] = {
+    "any float": _any_float,
+    "sampled positions": _sampled,
+    "one index": _one_index,
+    "rows without keys": _rows_without_keys,
+    "not compared": _not_compared,
+    "any function": _any_function,
+    "any operands": _any_operands,
+}

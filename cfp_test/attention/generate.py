@@ -133,7 +133,6 @@ class Program:
     frozen: str = ""
     trains: bool = True
     changed: str = ""
-    devices: int = 1
 
     @property
     def is_sliced(self) -> bool:
@@ -516,7 +515,6 @@ def draw(number: int) -> Program:
         frozen=r.choice(FROZEN) if often(0.05) else "",
         trains=not often(0.15),
         changed=changed,
-        devices=2 if batch == 2 and often(0.2) else 1,
     )
 
 
@@ -547,7 +545,7 @@ def check(program: Program) -> Result:
         exact = jax.jit(step_of(wide))
     try:
         sets = [inputs_of(program, seed) for seed in range(2)]
-        mesh = make_mesh((("x", program.devices),))
+        mesh = make_mesh((("x", 1),))
         found = compare(step_of(program), *sets, mesh=mesh, exact=exact)
     except Exception as error:
         return Result(program, wrong=f"{type(error).__name__}: {error}"[:300])

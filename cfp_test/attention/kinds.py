@@ -1044,25 +1044,6 @@ def _own_backward(kept, g):
 own_gradient.defvjp(lambda *x: (masked(*x, CAUSAL), x), _own_backward)
 
 
-def stacked_bools(q, k, v, numbers):
-    """A bias of bools that a loop stacks, of two turns."""
-    stack = lax.scan(lambda c, x: (c, x > 0), 0, numbers)[1]
-    now, before = (lax.dynamic_slice_in_dim(stack, i, 1) for i in (2, 1))
-    bias = jnp.where(now, 2.0, 0.0) - jnp.where(before, 2.0, 0.0)
-    return mix(softmax(jnp.where(CAUSAL, scores_of(q, k) + bias[:, None], HIDDEN)), v)
-
-
-def product_with_bias(q, k, v, bias):
-    """Scores and a bias, and a product that is zero at some of their values."""
-    s = scores_of(q, k)
-    return mix(softmax(s + bias + 0.2 * s * bias * (s - 1)), v)
-
-
-def inferred(attend):
-    """The same without a gradient that tells anything."""
-    return lambda *args: lax.stop_gradient(attend(*args))
-
-
 def shared_keys(q, k, v):
     """Two attentions with the same keys and values, and other masks."""
     return masked(q, k, v, CAUSAL) + masked(q * 0.5, k, v, LOCAL)
@@ -1098,12 +1079,6 @@ def frozen(*names):
 SQUARE = dict(batch=8, tokens=8, heads=8)  # As many as dims of a head.
 EIGHTS = np.arange(8) % 3 > 0
 GRADIENTS = {
-    "stacked bools": Kind(stacked_bools, ((BIASES[:, 0],),)),
-    "stacked bools, inferred": Kind(inferred(stacked_bools), ((BIASES[:, 0],),)),
-    "a product with a bias": Kind(product_with_bias, ((ONE_BIAS,),)),
-    "a product with a bias, inferred": Kind(
-        inferred(product_with_bias), ((ONE_BIAS,),)
-    ),
     "microbatches": Kind(microbatches),
     "of each sequence": Kind(of_each),
     "a gradient in the output": Kind(penalized),

@@ -58,11 +58,6 @@ def _any_function() -> AbstractContextManager[Any]:
     return patch.object(proof, "_near", lambda x, y: True)
 
 
-def _any_operands() -> AbstractContextManager[Any]:
-    """Takes it that gradients are of the same queries, keys and values."""
-    return patch.object(proof, "_check_operands", lambda core: None)
-
-
 FAULTS: dict[str, Planted] = {
     "any float": _any_float,
     "sampled positions": _sampled,
@@ -70,5 +65,4 @@ FAULTS: dict[str, Planted] = {
     "rows without keys": _rows_without_keys,
     "not compared": _not_compared,
     "any function": _any_function,
-    "any operands": _any_operands,
 }

@@ -101,7 +101,7 @@ def _widened(x: Any) -> Any:
 def _as_cudnn(
     q: Array, k: Array, v: Array, scores: Scores, mask: Mask, bias: Array | None
 ) -> Array:
-    """What cuDNN computes: a mask is a finite bias, and lengths hide keys at the end.
+    """Computes as cuDNN does: a mask is a finite bias, and lengths hide the last keys.
 
     A query that sees no key by its position or by lengths has zeros.
     """

@@ -342,7 +342,7 @@ def _held(p: Program, made: dict[str, Any]) -> list[Any]:
 
 
 def _moved(x: Any) -> Any:
-    """What an argument is in the next turn of a loop that carries it."""
+    """An argument in the next turn of a loop that carries it."""
     return jnp.roll(x, 1, -1) if x.ndim else ~x if x.dtype == bool else x + 1
 
 

@@ -94,24 +94,15 @@ def close_to_others(path: Path) -> None:
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
-def lock_file(file: IO[bytes], *, wait: bool = True) -> bool | None:
+def lock_file(file: IO[bytes]) -> None:
     """Locks an open file for its opener alone, until it is closed.
 
-    Args:
-      wait: for whoever holds it now.
-
-    Returns:
-      Whether it is locked now; None where there are no file locks (Windows, some
-      network file systems).
+    Where there are no file locks (Windows, some network file systems) it does nothing.
     """
     if fcntl is None:
-        return None
+        return
     try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
-        return None
-    return True

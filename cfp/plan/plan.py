@@ -271,10 +271,6 @@ class Plan:
         """The plan as a file would have it: without step, devices and programs."""
         return replace(self, **dict.fromkeys(_HERE))
 
-    def placed_like(self, other: Plan) -> Plan:
-        """The plan with another's step, devices and programs."""
-        return replace(self, **{name: getattr(other, name) for name in _HERE})
-
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
         """The plan with the step that it was made for.
 

@@ -15,8 +15,9 @@ from cfp.cli.session import Session, analyse
 from cfp.errors import CompilerError
 from cfp.models.options import Scalar
 from cfp.plan.compose import compose_plan
-from cfp.profiling.builder import Built, compile_lowered
+from cfp.profiling.builder import Built
 from cfp.profiling.compiled import miscompile_reason
+from cfp.profiling.hlo import collectives_in
 from cfp.profiling.inputs import InputKind
 from cfp.profiling.key import ProfileKey
 from cfp.race.programs import RaceOutcome
@@ -64,16 +65,26 @@ def ready(
     """
     key = ProfileKey((("what", "benchmark"), ("name", name)))
     started = time.perf_counter()
-
-    def how(_: Any, chosen: Mapping[str, Any]) -> tuple[Any, str]:
-        made = compiled(chosen)
-        text = made.as_text() or ""
-        if (reason := miscompile_reason(text)) is not None:
-            raise CompilerError(reason)
-        return made, text
-
-    lowered: Any = None  # Steps of cfp and of JAX are lowered in ways of their own.
-    built = compile_lowered(key, lowered, options, started=started, how=how)
+    made = compiled(options)
+    text = made.as_text() or ""
+    if (reason := miscompile_reason(text)) is not None:
+        raise CompilerError(reason)
+    sizes: dict[str, int] = {}
+    if (memory := made.memory_analysis()) is not None:
+        sizes = {
+            "argument_bytes": memory.argument_size_in_bytes,
+            "output_bytes": memory.output_size_in_bytes,
+            "alias_bytes": memory.alias_size_in_bytes,
+            "temp_bytes": memory.temp_size_in_bytes,
+            "code_bytes": memory.generated_code_size_in_bytes,
+        }
+    built = Built(
+        key=key,
+        compiled=made,
+        collectives=collectives_in(text),
+        build_seconds=time.perf_counter() - started,
+        **sizes,
+    )
     leaves = jax.tree.leaves_with_path(args)
     kinds = tuple(
         InputKind(

@@ -160,13 +160,13 @@ def lower_step(
     """
     check_settings()
     out_tree = tree_structure(step.traced.out_info)
-    # The caller's mesh names the types of axes that results have, and no others.
-    in_shardings = in_memory([*map(on_auto_mesh, in_shardings)], step.memory_kinds)
+    in_shardings = in_memory(in_shardings, step.memory_kinds)
     if any(kinds := step.result_memory_kinds):
         if isinstance(out_shardings, NamedSharding):
             out_shardings = [out_shardings] * len(kinds)
         out_shardings = [*in_memory(out_shardings, kinds)]
-    avals = placed_avals(step.avals, in_shardings)
+    # The caller's mesh gives results their types of axes, and none inside the step.
+    avals = placed_avals(step.avals, [*map(on_auto_mesh, in_shardings)])
     alarm = Alarm()
     mesh = in_shardings[0].mesh if in_shardings else None
     of_no_devices = isinstance(mesh, AbstractMesh)

@@ -86,7 +86,7 @@ def test_of_several_builds_each_may_be_it(store):
     assert deaths(store) == {"task a": 1}
 
 
-@pytest.mark.parametrize("created", [SINCE, utc_now()])
+@pytest.mark.parametrize("created", [SINCE, utc_now()], ids=["since", "now"])
 def test_a_record_made_since_tells_that_it_did_not_die_of_it(store, created):
     key = key_of("a")
     record = ProfileRecord(

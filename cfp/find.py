@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.host_state import enough_state
 from cfp.analysis.layout import lay_out
+from cfp.checking.sites import check_sites
 from cfp.context import (
     PlanContext,
     device_memory,
@@ -209,9 +210,37 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
             solution = search(context, analysis, profiles)
             solution = solution.after_race(seconds_before)
             found = complete_plan(*parts, solution, profiles)
+        found = _with_checked_sites(context, step, analyzed, options, found)
     seconds = analyzed.seconds + time.perf_counter() - started
     figures = {**found.plan.search, "planning_seconds": seconds}
     return replace(found, plan=replace(found.plan, search=figures))
+
+
+def _with_checked_sites(
+    context: PlanContext,
+    step: FlatStep,
+    analyzed: Analyzed,
+    options: PlanOptions,
+    found: FoundPlan,
+) -> FoundPlan:
+    """Compares replaced parts with the step; plans again without kernels that differ.
+
+    Nothing runs for described devices; the devices of several processes are not used.
+    """
+    plan, mesh = found.plan, context.mesh
+    is_here = isinstance(mesh, Mesh) and len(mesh.local_devices) == mesh.size
+    if not plan.constraints.replaced or not is_here:
+        return found
+    checks = check_sites(context, analyzed.analysis.frame.program, plan.constraints)
+    wrong = {one.kernel for one in checks if one.is_wrong}
+    if wrong:
+        every = context.rules.replacing.attention
+        kernels = tuple(name for name in every if name not in wrong)
+        settings = replace(options.settings, attention=kernels)
+        found = _find_plan(step, analyzed, replace(options, settings=settings))
+    notes = tuple(str(one) for one in checks if one.is_wrong or one.reason)
+    notes = tuple(dict.fromkeys((*notes, *found.plan.site_checks)))
+    return replace(found, plan=replace(found.plan, site_checks=notes))
 
 
 def _may_measure_more(context: PlanContext, profiles: Profiles | None) -> bool:

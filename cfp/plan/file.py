@@ -216,6 +216,7 @@ class PlanFile(_Part):
         products: numbers of 16-bit products by outcome, if FP8 was asked for.
         undonated: arguments that are there twice, by position.
         weak: donated arguments that are weakly typed, by position.
+        site_checks: replaced parts that were refused, or not compared with the step.
         uncounted: loops of which one iteration is counted, and branches.
     """
 
@@ -253,6 +254,7 @@ class PlanFile(_Part):
     undonated: tuple[Count, ...] = ()
     weak: tuple[Count, ...] = ()
     uncounted: tuple[Words, ...] = ()
+    site_checks: tuple[Words, ...] = ()
 
     @field_validator("mesh_axes")
     @classmethod

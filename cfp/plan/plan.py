@@ -85,6 +85,7 @@ class Plan:
         undonated: argument leaves that are there twice, since they are not donated.
         weak: donated argument leaves that are weakly typed; a checkpoint restores them
             as arrays that are not, which are taken as these.
+        site_checks: replaced parts that were refused, or not compared with the step.
         uncounted: loops that predictions and FLOPs count as one iteration, since the
             program does not say how many there are; and branches, of which times are
             those of one.
@@ -128,6 +129,7 @@ class Plan:
     undonated: tuple[int, ...] = ()
     weak: tuple[int, ...] = ()
     uncounted: tuple[str, ...] = ()
+    site_checks: tuple[str, ...] = ()
     replicated_ops: tuple[str, ...] = ()
     host_callbacks_skipped: tuple[str, ...] = ()
     race: tuple[RaceRow, ...] = ()

@@ -1,0 +1,142 @@
+"""The ops that a replacement takes the place of, as a program of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.extend.mlir import ir
+from jax.sharding import Mesh
+
+from cfp.program import shardy
+from cfp.program.constrain import values_by_id
+from cfp.program.graph import Program, numpy_dtype
+from cfp.program.replace import Replacement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The ops between the values that a replacement reads and those that it makes.
+
+    Attributes:
+        inputs: values that are given: the reads, but for those that follow from others.
+        foreign: inputs that are no reads, such as residuals that another loop keeps.
+        derived: the reads that follow from the inputs.
+        makes: values that the replacement makes.
+    """
+
+    program: Program
+    replacement: Replacement
+    inputs: tuple[int, ...]
+    foreign: tuple[int, ...]
+    derived: tuple[int, ...]
+    makes: tuple[int, ...]
+
+    def aval(self, value: int) -> jax.ShapeDtypeStruct:
+        """The type of a value."""
+        found = self.program.values[value]
+        return jax.ShapeDtypeStruct(found.shape, numpy_dtype(found.dtype))
+
+    @property
+    def text(self) -> str:
+        """The function of `lower` as StableHLO text, without locations."""
+        return str(shardy.stablehlo(self.lower()).operation.get_asm())
+
+    def lower(self, *shardings: jax.sharding.Sharding) -> jax.stages.Lowered:
+        """Lowers the ops as a function of the inputs that makes ``derived + makes``.
+
+        Args:
+            shardings: one for each input, if not all on one device.
+        """
+        outputs = self.derived + self.makes
+        made = [*map(self.aval, outputs)]
+
+        def stand_in(*_: jax.Array) -> list[jax.Array]:
+            return [jnp.zeros(one.shape, one.dtype) for one in made]
+
+        jitted = jax.jit(
+            stand_in, keep_unused=True, in_shardings=shardings if shardings else None
+        )
+        lowered = jitted.lower(*map(self.aval, self.inputs))
+        module = shardy.stablehlo(lowered)
+        block = shardy.main_block(module)
+        with module.context, ir.Location.unknown():
+            source = ir.Module.parse(self.program.text)
+            ops = shardy.program_ops(shardy.main_function(source))
+            arguments = shardy.main_block(source).arguments
+            pairs = zip(ops, self.program.ops, strict=True)
+            by_id = values_by_id(self.program, arguments, pairs)
+            given = (by_id[v] for v in self.inputs)
+            mapping = dict(zip(given, block.arguments, strict=True))
+            shardy.copy_symbols(module, source)
+            *stale, last = [one.operation for one in block.operations]
+            with ir.InsertionPoint(last):
+                for op in sorted(_between(self.program, self.inputs, outputs)[0]):
+                    shardy.clone_with(ops[op], mapping)
+            for place, v in enumerate(outputs):
+                last.operands[place] = mapping[by_id[v]]
+            for op in reversed(stale):
+                op.erase()
+        return lowered
+
+    def replaced(self, mesh: Mesh, *reads: jax.Array) -> list[jax.Array]:
+        """Computes ``makes`` by the replacement's functions.
+
+        Args:
+            reads: the values of ``inputs + derived``.
+        """
+        known = dict(zip(self.inputs + self.derived, reads, strict=True))
+        made: list[jax.Array] = []
+        kept: Sequence[jax.Array] = ()
+        functions = self.replacement.functions.stages(mesh)
+        for stage, function in zip(self.replacement.stages, functions, strict=True):
+            own = [known[self.program.ops[op].operands[i]] for op, i in stage.reads]
+            results = function(*own, *kept)
+            made += results[: len(stage.makes)]
+            kept = results[len(stage.makes) :]
+        return made
+
+
+def written(program: Program, replacement: Replacement) -> Written:
+    """Finds the ops that a replacement takes the place of."""
+    stages = replacement.stages
+    uses = {program.ops[op].operands[i] for one in stages for op, i in one.reads}
+    makes = tuple(v for one in stages for v in one.makes)
+    inputs: list[int] = []
+    derived: list[int] = []
+    for v in sorted(uses, key=lambda v: program.values[v].producer):
+        free = _between(program, inputs, [v])[1]
+        (inputs if free else derived).append(v)
+    foreign = sorted(_between(program, inputs, [*derived, *makes])[1])
+    return Written(
+        program=program,
+        replacement=replacement,
+        inputs=(*inputs, *foreign),
+        foreign=tuple(foreign),
+        derived=tuple(derived),
+        makes=makes,
+    )
+
+
+def _between(
+    program: Program, inputs: Collection[int], outputs: Collection[int]
+) -> tuple[set[int], set[int]]:
+    """The ops that make values of others, and the values that no such op makes.
+
+    What a loop or a branch returns, its arguments, and the program's are such values.
+    """
+    ops: set[int] = set()
+    free: set[int] = set()
+    known = set(inputs)
+    stack = [v for v in outputs if v not in known]
+    while stack:
+        v = stack.pop()
+        op = program.maker(v)
+        if op is None or op.has_regions:
+            free.add(v)
+        elif op.id not in ops:
+            ops.add(op.id)
+            stack += [w for w in op.operands if w not in known]
+    return ops, free

@@ -1,0 +1,112 @@
+"""Replaced parts beside the parts as written: right ones pass, planted faults do not."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cfp.analysis.layout import constraints, lay_out
+from cfp.attention.matching.matches import replacements, way_of
+from cfp.checking.sites import check_sites
+from cfp.context import open_context
+from cfp.presets.presets import plainest, presets
+from cfp_test.attention.replaced import Step
+from cfp_test.support.named_kernels import kernels_named
+
+BATCH, TOKENS, HEADS, DIM = 4, 32, 2, 8
+POSITIONS = np.arange(TOKENS)
+CAUSAL = POSITIONS[:, None] >= POSITIONS
+LOCAL = CAUSAL & (POSITIONS[:, None] - POSITIONS < 8)
+
+
+def attention(q, k, v, mask):
+    scores = jnp.einsum("bqnd,bknd->bnqk", q, k) / DIM**0.5
+    weights = jax.nn.softmax(jnp.where(mask, scores, -1e9), -1)
+    return jnp.einsum("bnqk,bknd->bqnd", weights, v)
+
+
+def layer(x, w, mask):
+    q, k, v = jnp.split((x @ w).reshape(BATCH, TOKENS, 3 * HEADS, DIM), 3, 2)
+    return x + attention(q, k, v, mask).reshape(x.shape)
+
+
+def unrolled(w, x, valid, mask):
+    for i in range(2):
+        x = layer(x, w[i], mask)
+    return x
+
+
+def scanned(w, x, valid, mask):
+    return jax.lax.scan(lambda x, w: (layer(x, w, mask), None), x, w)[0]
+
+
+def padded(w, x, valid, mask):
+    return unrolled(w, x, valid, mask & valid[:, None, None, :])
+
+
+def step_of(model, mask):
+    def step(w, x, valid):
+        return jax.grad(lambda w: jnp.square(model(w, x, valid, mask)).mean())(w)
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    w = jax.random.normal(keys[0], (2, HEADS * DIM, 3 * HEADS * DIM)) / 4
+    x = jax.random.normal(keys[1], (BATCH, TOKENS, HEADS * DIM))
+    valid = jnp.ones((BATCH, TOKENS), bool).at[1, 20:].set(False)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    return Step(step, (w, x, valid), mesh)
+
+
+def checked(step, folder, change=lambda meaning: meaning):
+    """Compares all parts of a step, their kernels' meaning changed."""
+    frame = step.frame
+    layout = lay_out(frame, plainest(presets(frame)))
+    found = []
+    for match in step.attentions.found.values():
+        way = way_of(frame.program, match, kernels_named("xla"), layout.axes)
+        found += replacements(frame.program, match, way)
+    changed = []
+    for one in found:
+        meaning = change(one.functions.meaning)
+        functions = dataclasses.replace(one.functions, meaning=meaning)
+        changed.append(dataclasses.replace(one, functions=functions))
+    how = dataclasses.replace(constraints(layout), replaced=tuple(changed))
+    with open_context(step.mesh, folder) as context:
+        return check_sites(context, frame.program, how), len(found)
+
+
+MODELS = {
+    "unrolled": step_of(unrolled, CAUSAL),
+    "scanned": step_of(scanned, CAUSAL),
+    "window": step_of(unrolled, LOCAL),
+    "padded": step_of(padded, CAUSAL),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_right_parts_pass_and_are_compared_once(name, tmp_path):
+    checks, parts = checked(MODELS[name], tmp_path)
+    assert parts and len(checks) == (2 if name == "scanned" else 1)
+    assert not any(one.is_wrong for one in checks)
+    # The backward loop of a scan reads the softmax's weights, which kernels do not.
+    assert [bool(one.reason) for one in checks].count(True) == (name == "scanned")
+    again, _ = checked(MODELS[name], tmp_path)
+    assert [one.off for one in again] == [0.0] * len(checks)
+
+
+FAULTS = {
+    "scale": ("unrolled", lambda m: dataclasses.replace(m, scale=1.2 * m.scale)),
+    "causal": ("unrolled", lambda m: dataclasses.replace(m, causal=False)),
+    "causal in a scan": ("scanned", lambda m: dataclasses.replace(m, causal=False)),
+    "window": ("window", lambda m: dataclasses.replace(m, left=m.left + 1)),
+    "padding": ("padded", lambda m: dataclasses.replace(m, sides=(), empty="")),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault, tmp_path):
+    name, change = FAULTS[fault]
+    checks, _ = checked(MODELS[name], tmp_path, change)
+    assert any(one.is_wrong for one in checks)
+    assert "was refused" in str(next(one for one in checks if one.is_wrong))

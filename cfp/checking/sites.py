@@ -8,8 +8,8 @@ layers is checked once, and a part that the store knows is not checked again.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -77,20 +77,17 @@ def check_sites(
         key = ProfileKey(parts)
         if key.digest in known:
             continue
-        site = {
-            "name": one.name,
-            "source": program.ops[one.op].source,
-            "kernel": one.functions.how[0],
-        }
+        source, kernel = program.ops[one.op].source, one.functions.how[0]
+        site = SiteCheck(name=one.name, source=source, kernel=kernel)
         if any(part.aval(v).size > 1 for v in part.foreign):
             reason = "it needs what another loop keeps"
-            known[key.digest] = SiteCheck(**site, reason=reason)
+            known[key.digest] = replace(site, reason=reason)
             continue
         kept = context.store.get(key.digest)
         if kept is not None and kept.ok:
-            known[key.digest] = SiteCheck(**site)
+            known[key.digest] = site
             continue
-        context.measure.tell(f"comparing a replaced part: {one.name}, {site['source']}")
+        context.measure.tell(f"comparing a replaced part: {one.name}, {source}")
         started = time.perf_counter()
         found = _compare(context, part, constraints, site)
         known[key.digest] = found
@@ -107,7 +104,7 @@ def _compare(
     context: PlanContext,
     part: Written,
     constraints: Constraints,
-    site: Mapping[str, str],
+    site: SiteCheck,
 ) -> SiteCheck:
     mesh = planning_mesh(context.devices)
     specs = {
@@ -138,8 +135,8 @@ def _compare(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         reason = "there is not enough memory for the part as written"
-        return SiteCheck(**site, reason=reason)
-    return SiteCheck(**site, off=worst)
+        return replace(site, reason=reason)
+    return replace(site, off=worst)
 
 
 def _drawn(part: Written, key: jax.Array, scale: jax.Array) -> Iterator[jax.Array]:

@@ -69,11 +69,15 @@ class Written:
             pairs = zip(ops, self.program.ops, strict=True)
             by_id = values_by_id(self.program, arguments, pairs)
             given = (by_id[v] for v in self.inputs)
-            mapping = dict(zip(given, block.arguments, strict=True))
+            mapping: dict[ir.Value, ir.Value] = dict(
+                zip(given, block.arguments, strict=True)
+            )
             shardy.copy_symbols(module, source)
             *stale, last = [one.operation for one in block.operations]
             with ir.InsertionPoint(last):
                 for op in sorted(_between(self.program, self.inputs, outputs)[0]):
+                    for v in self.program.ops[op].operands:
+                        mapping[by_id[v]] = mapping[by_id[_entering(self.program, v)]]
                     shardy.clone_with(ops[op], mapping)
             for place, v in enumerate(outputs):
                 last.operands[place] = mapping[by_id[v]]
@@ -125,14 +129,17 @@ def _between(
 ) -> tuple[set[int], set[int]]:
     """The ops that make values of others, and the values that no such op makes.
 
-    What a loop or a branch returns, its arguments, and the program's are such values.
+    What a loop or a branch returns is such a value, what a loop changes, and an
+    argument of the program.
     """
     ops: set[int] = set()
     free: set[int] = set()
     known = set(inputs)
     stack = [v for v in outputs if v not in known]
     while stack:
-        v = stack.pop()
+        v = _entering(program, stack.pop())
+        if v in known:
+            continue
         op = program.maker(v)
         if op is None or op.has_regions:
             free.add(v)
@@ -140,3 +147,14 @@ def _between(
             ops.add(op.id)
             stack += [w for w in op.operands if w not in known]
     return ops, free
+
+
+def _entering(program: Program, value: int) -> int:
+    """The value that enters loops as an argument that they do not change."""
+    while (origin := program.values[value].origin) >= 0:
+        loop = next(op for op in program.ops if value in op.entries)
+        place = loop.entries.index(value) % len(loop.operands)
+        if loop.kind != "while" or loop.yields[place] not in loop.entered(place):
+            return value
+        value = origin
+    return value

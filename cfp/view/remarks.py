@@ -63,6 +63,7 @@ def remarks(plan: Plan) -> Iterator[str]:
             f"below {words.SHORT_STEP_MS:g} ms launches of kernels and collectives, "
             "which estimates mostly leave out, take most of a step: expect more"
         )
+    yield from plan.site_checks
     loops = [text for text in plan.uncounted if text.startswith("while")]
     if loops:
         yield (

@@ -1,4 +1,4 @@
-"""Replaced parts beside the parts as written: right ones pass, planted faults do not."""
+"""Replaced parts beside the parts as written: right ones pass, planted faults fail."""
 
 import dataclasses
 

@@ -1066,6 +1066,32 @@ def of_both_directions(q, k, v):
     return mix(softmax(s), v) + mix(softmax(s.swapaxes(2, 3)), v)
 
 
+def stacked_bools(q, k, v, numbers):
+    """A bias of bools that a loop stacks, of two turns."""
+    stack = lax.scan(lambda c, x: (c, x > 0), 0, numbers)[1]
+    now, before = (lax.dynamic_slice_in_dim(stack, i, 1) for i in (2, 1))
+    bias = jnp.where(now, 2.0, 0.0) - jnp.where(before, 2.0, 0.0)
+    return mix(softmax(jnp.where(CAUSAL, scores_of(q, k) + bias[:, None], HIDDEN)), v)
+
+
+def product_with_bias(q, k, v, bias):
+    """Scores and a bias, and a product that is zero at some of their values."""
+    s = scores_of(q, k)
+    return mix(softmax(s + bias + 0.2 * s * bias * (s - 1)), v)
+
+
+def turned_bools(q, k, v, mask):
+    """A bias of bools, and of the same ones with queries and keys exchanged."""
+    bias = jnp.where(mask, 2.0, 0.0)
+    bias = bias - bias.swapaxes(-1, -2)
+    return mix(softmax(jnp.where(CAUSAL, scores_of(q, k) + bias, HIDDEN)), v)
+
+
+def inferred(attend):
+    """The same without a gradient that tells anything."""
+    return lambda *args: lax.stop_gradient(attend(*args))
+
+
 def frozen(*names):
     def attend(q, k, v):
         held = zip("qkv", (q, k, v), strict=True)
@@ -1088,6 +1114,14 @@ GRADIENTS = {
     "weights of two mixes": Kind(shared_scores),
     "mixed twice": Kind(twice_mixed),
     "both directions": Kind(of_both_directions),
+    "stacked bools": Kind(stacked_bools, ((BIASES[:, 0],),)),
+    "stacked bools, inferred": Kind(inferred(stacked_bools), ((BIASES[:, 0],),)),
+    "a product with a bias": Kind(product_with_bias, ((ONE_BIAS,),)),
+    "a product with a bias, inferred": Kind(
+        inferred(product_with_bias), ((ONE_BIAS,),)
+    ),
+    "turned bools": Kind(turned_bools, ((BIASES[0, 0] > 0,),)),
+    "turned bools, inferred": Kind(inferred(turned_bools), ((BIASES[0, 0] > 0,),)),
     "frozen queries": Kind(frozen("q")),
     "frozen keys": Kind(frozen("k")),
     "frozen queries and keys": Kind(frozen("q", "k")),

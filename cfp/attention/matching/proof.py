@@ -26,6 +26,7 @@ from cfp.attention.matching.core import (
 )
 from cfp.attention.matching.found import ORDER
 from cfp.attention.matching.region import ELEMENTWISE, VIEWS
+from cfp.attention.matching.values import Node
 from cfp.program.constants import NotConstant
 from cfp.program.graph import numpy_dtype
 from cfp.program.replace import Different
@@ -39,7 +40,8 @@ _ROUNDED = {"f32": 1e-3, "bf16": 0.1, "f16": 0.1}
 _KINDS = {"usual": 1, "steep": 5, "low": 20, "equal": 1, "huge": 2e3, "rounded": 1}
 _DRAWS = 6  # Masks of each kind of scores.
 _SMALL = {"b": 2, "q": 3, "k": 5, "d": 3, "e": 2}
-_PROBES = (0.0, 1.0, -3.0, 250.0, -250.0, 1e5, -1e5)
+_PROBES = (0.0, 1.0, -1e5)
+_LINEAR = VIEWS | {"add", "maximum", "negate", "reduce", "select", "subtract"}
 
 States = tuple[float, ...]
 
@@ -170,7 +172,7 @@ def states_of(core: Core, key: Key) -> States | None:
         raise Different(f"a value in {dtype} enters between its contractions")
     try:
         if not values.is_leaf(v):
-            return _made_of_bools(core, v)
+            return _made_of_bools(core, key)
         if ("states", key) not in values.known:
             values.known["states", key] = _distinct(values.dense(v))
         return values.known["states", key]
@@ -187,23 +189,32 @@ def _distinct(x: np.ndarray) -> States | None:
     return tuple(sorted(found)) if not rest.size else None
 
 
-def _made_of_bools(core: Core, v: int) -> States | None:
-    """The values of a float that is made of bools alone, at each position."""
+def _made_of_bools(core: Core, key: Key) -> States | None:
+    """The values of a float that is made of bools alone, at each position.
+
+    A bool of two iterations, or that is turned in two ways, may differ from itself.
+    """
     values, program = core.values, core.program
-    bools: dict[int, None] = {}
-    stack, seen = [values.same(v)], set[int]()
+    stack: list[tuple[Node, tuple]] = [(values.source(core.sides[key].node), ())]
+    seen: dict[int, tuple[Node, tuple]] = {}
     while stack:
-        one = values.same(stack.pop())
-        if one in seen:
+        (v, at), turns = one = stack.pop()
+        is_bool, op = program.values[v].dtype == "i1", program.maker(v)
+        if seen.get(v) == one:
             continue
-        seen.add(one)
-        op = program.maker(one)
-        if program.values[one].dtype == "i1":
-            bools[one] = None
-        elif values.number_of_constant(one) is None:
-            if op is None or op.kind not in ELEMENTWISE | VIEWS:
-                return None
-            stack += op.operands
+        if not is_bool and values.number_of_constant(v) is not None:
+            continue
+        if v in seen:
+            return None
+        seen[v] = one
+        if is_bool:
+            continue
+        if op is None or op.kind not in ELEMENTWISE | VIEWS:
+            return None
+        if op.kind in VIEWS - {"convert"}:
+            turns = (*turns, (op.kind, op.attributes, program.shape(v)))
+        stack += [(values.source((x, at)), turns) for x in op.operands]
+    bools = [v for v in seen if program.values[v].dtype == "i1"]
     if len(bools) > _MOST_SIDES:
         return None
     found: set[float] = set()
@@ -212,7 +223,7 @@ def _made_of_bools(core: Core, v: int) -> States | None:
             b: np.full([1] * len(program.shape(b)), x)
             for b, x in zip(bools, combination, strict=True)
         }
-        made = values.dense(v, given)
+        made = values.dense(core.sides[key].node[0], given)
         if made.size != 1:
             return None
         found.add(float(made.reshape(-1)[0]))
@@ -244,12 +255,30 @@ def _argument(core: Core) -> Arg:
     return arg
 
 
+def _degree(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> int:
+    """The degree in scores and biases together; at least 2 of what is not linear."""
+    found: dict[Arg, int] = {SCORES: 1}
+    found |= {key: int(own is None) for key, own in states.items()}
+    for number, step in core.steps.items():
+        own = [0 if isinstance(a, float) else found.get(a, 2) for a in step.args]
+        if step.op.kind == "multiply":
+            found[number] = sum(own)
+        elif step.op.kind == "divide":
+            found[number] = own[0] + 2 * own[1]
+        else:
+            found[number] = (1 if step.op.kind in _LINEAR else 2) * max(own)
+    return found[argument]
+
+
 def _is_row(core: Core, arg: Arg) -> bool:
     return isinstance(arg, int) and core.steps[arg].is_row
 
 
 def _table(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> Table:
     """Evaluates the argument for all states of masks, several scores, and biases."""
+    another = "scores go through another function than a constant scale, masks, biases"
+    if _degree(core, argument, states) > 1:
+        raise Different(another)
     masks = {key: own for key, own in states.items() if own is not None}
     biases = [key for key, own in states.items() if own is None]
     combinations = [*product(*masks.values())]
@@ -258,7 +287,6 @@ def _table(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> Ta
     probes = [(s, [0.0] * len(biases)) for s in _PROBES]
     for place in range(len(biases)):
         probes.append((0.0, [float(i == place) for i in range(len(biases))]))
-    probes.append((2.0, [0.5 - i for i in range(len(biases))]))
     rows = [(c, s, f) for c in combinations for s, f in probes]
     given = {SCORES: [s for _, s, _ in rows], GRADIENT: [0.0] * len(rows)}
     given |= {key: [c[i] for c, _, _ in rows] for i, key in enumerate(masks)}
@@ -276,9 +304,7 @@ def _table(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> Ta
     factors = first[len(_PROBES) : len(_PROBES) + len(biases)] - first[0]
     want = np.array([scale * s + factors @ np.array(f) for s, f in probes])
     if scale == 0.0 or not np.isfinite(scale) or not _near(x[is_seen], want):
-        raise Different(
-            "scores go through another function than a constant scale, masks, biases"
-        )
+        raise Different(another)
     hidden = x[~is_seen]
     adds = ~np.all(hidden == hidden[:, :1], axis=1)
     if not _near(hidden[adds] - hidden[adds][:, :1], want):

@@ -11,8 +11,10 @@ same copy, and the copy is what stays alive between them.
 
 Statement that holds for each rewritten product ``C = A B``: the result is the product
 of ``q(A)`` and ``q(B)``, with ``|q(a) - a| <= u |a| + e max|A|``; ``u`` is 2**-4 and
-``e`` 2**-17 for e4m3, 2**-3 and 2**-31 for e5m2. Finite rows and columns stay finite;
-a row or column with a NaN or an infinity makes no finite number, as before.
+``e`` 2**-17 for e4m3, 2**-3 and 2**-31 for e5m2. A scale is no smaller than the normal
+numbers of its dtype, so that ``e max|A|`` may be 2**-24 in float16. Rows and columns
+stay finite if ``q`` of their numbers is below the largest of the dtype; one with a NaN
+or an infinity makes no finite number, as before.
 """
 
 from __future__ import annotations
@@ -52,7 +54,6 @@ _MULTIPLE = 16
 # The exponent that the largest magnitude gets: below 448 of e4m3, 57344 of e5m2.
 _EXPONENT = {"float8_e4m3fn": 7, "float8_e5m2": 14}
 _FORWARD, _GRADIENT = "float8_e4m3fn", "float8_e5m2"
-_LEAST_MAGNITUDE = 1e-30
 _EXPONENT_BITS = 0x7F800000
 
 
@@ -221,11 +222,8 @@ def _source(value: ir.Value, passing: tuple[str, ...]) -> ir.Value | None:
         loop = argument.owner.owner
         if loop.name != "stablehlo.while":
             return None
-        *_, last = argument.owner.operations
-        place = argument.arg_number
-        if last.operation.operands[place] != value:  # It changes as the loop runs.
-            return None
-        return loop.operands[place]
+        changes = _carried(argument) is not None
+        return None if changes else loop.operands[argument.arg_number]
     op = value.owner.operation
     if op.name == "stablehlo.optimization_barrier":
         return op.operands[list[ir.Value](op.results).index(value)]
@@ -240,6 +238,14 @@ def _source(value: ir.Value, passing: tuple[str, ...]) -> ir.Value | None:
         is_stack = written.operands[0] == body.arguments[place]
         return written.operands[1] if is_stack else None
     return op.operands[0] if op.name in passing else None
+
+
+def _carried(argument: ir.BlockArgument) -> ir.Value | None:
+    """The value that the next iteration of a loop gets; None if it gets the same."""
+    body = argument.owner.owner.regions[1].blocks[0]
+    *_, last = body.operations
+    carried = last.operation.operands[argument.arg_number]
+    return None if carried == body.arguments[argument.arg_number] else carried
 
 
 def _scope(op: ir.Operation) -> str:
@@ -259,9 +265,8 @@ def _is_cotangent(value: ir.Value) -> bool:
         if isinstance(found.owner, ir.Block):
             argument = ir.BlockArgument(found)
             if argument.owner.owner.name == "stablehlo.while":
-                *_, last = argument.owner.operations
-                carried = last.operation.operands[argument.arg_number]
-                if carried != found:
+                carried = _carried(argument)
+                if carried is not None:
                     maker = shardy.owner_of(carried)
                     return maker is not None and _is_backward(maker)
         else:
@@ -283,7 +288,8 @@ def _sizes(op: ir.Operation) -> tuple[int, int, int]:
     left, right = (one.type.shape for one in op.operands)
     summed = prod(left[i] for i in dims.lhs_contracting_dimensions)
     batch = prod(left[i] for i in dims.lhs_batching_dimensions)
-    return prod(left) // summed // batch, prod(right) // summed // batch, summed
+    shared = max(summed * batch, 1)  # A product of empty arrays has no numbers.
+    return prod(left) // shared, prod(right) // shared, summed
 
 
 def _rewrite(
@@ -366,16 +372,17 @@ def quantize(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
         kind: ``float8_e4m3fn`` or ``float8_e5m2``.
 
     Returns:
-        The rounded ``x / scale``, and the scale: a power of two in float32, finite
-        whatever the numbers are.
+        The rounded ``x / scale``, and the scale: a power of two in float32 that the
+        dtype of ``x`` has too, whatever the numbers are.
     """
     magnitudes = lax.abs(x)
     zeros = lax.full_like(magnitudes, 0)
     finite = lax.select(lax.is_finite(x), magnitudes, zeros)
     largest = lax.reduce_max(finite, tuple(range(x.ndim))).astype(jnp.float32)
-    bits = lax.bitcast_convert_type(lax.max(largest, _LEAST_MAGNITUDE), jnp.int32)
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
     power = lax.bitcast_convert_type(bits & _EXPONENT_BITS, jnp.float32)
-    scale = power * 2.0 ** -_EXPONENT[kind]
+    least = float(jnp.finfo(x.dtype).smallest_normal)
+    scale = lax.max(power * 2.0 ** -_EXPONENT[kind], least)
     inverse = lax.broadcast(1 / scale, x.shape)
     return (x.astype(jnp.float32) * inverse).astype(kind), scale
 

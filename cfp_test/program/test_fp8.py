@@ -86,13 +86,14 @@ def lowered(step, args, precision="fp8:16"):
 
 
 # Of each layer two products of the forward pass, and of each two gradients; the first
-# layer's input has none. What is rematerialized is computed once more.
+# layer's input has none. What is rematerialized is computed once more; of a custom
+# gradient that computes its layer again, only the first product is needed.
 PROGRAMS = {
     "unrolled": (layer, unrolled, None, 6 * LAYERS - 1),
     "scanned": (layer, scanned, None, 6),
     "rematerialized": (jax.checkpoint(layer), unrolled, None, 7 * LAYERS - 1),
     "rematerialized in a scan": (jax.checkpoint(layer), scanned, None, 7),
-    "custom gradient": (own_layer, unrolled, None, 7 * LAYERS),
+    "custom gradient": (own_layer, unrolled, None, 6 * LAYERS - 1),
     "experts": (experts, unrolled, 4, 6 * LAYERS - 1),
 }
 
@@ -165,14 +166,51 @@ def test_no_new_nans(kind, dtype):
         assert not (np.isfinite(b) & ~np.isfinite(a)).any()
 
 
-@pytest.mark.parametrize("scale", [1e-8, 2.0**12])
-def test_small_gradients_and_scaled_losses(scale):
-    step = partial(train, layer, unrolled, scale=scale)
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (jnp.bfloat16, 1e-8),
+        (jnp.bfloat16, 2.0**12),
+        (jnp.float16, 2.0**-6),  # Smaller scales would be zeros.
+        (jnp.float16, 2.0**8),
+    ],
+)
+def test_small_gradients_and_scaled_losses(dtype, scale):
+    step = partial(train, layer, unrolled, dtype=dtype, scale=scale)
     args = arguments()
     start = jax.tree.leaves(args[0])
     (got, _), (want, _) = lowered(step, args)[1](*args), jax.jit(step)(*args)
     for a, b, c in zip(*map(jax.tree.leaves, (got, want)), start, strict=True):
         assert np.linalg.norm(a - b) <= 0.15 * np.linalg.norm(b - c)
+
+
+@pytest.mark.parametrize("shape", [(0, WIDTH), (TOKENS, 0)])
+def test_products_of_empty_arrays_stay(shape):
+    def step(w, x):
+        return jax.grad(lambda w: (x @ w).sum())(w)
+
+    args = jnp.ones((shape[1], WIDTH), jnp.bfloat16), jnp.ones(shape, jnp.bfloat16)
+    lowering, run = lowered(step, args)
+    assert TAKEN not in lowering.rewritten.products
+    assert (run(*args) == 0).all()
+
+
+def test_a_loop_condition_reads_a_parameter():
+    def step(w, head, x):
+        def goes_on(state):
+            return jnp.max(state[1] @ state[2]) > 1
+
+        halved = jax.lax.while_loop(
+            goes_on, lambda s: (s[0] + 1, s[1] / 2, s[2]), (0, x, w)
+        )
+        return w, halved[0], halved[1] @ head
+
+    args = (jnp.eye(WIDTH, dtype=jnp.bfloat16),) * 2
+    args = *args, jnp.full((TOKENS, WIDTH), 8, jnp.bfloat16)
+    lowering, run = lowered(step, args)
+    assert lowering.rewritten.products[TAKEN] == 1
+    _, count, out = run(*args)
+    assert count == 3 and (out == 1).all()
 
 
 @pytest.mark.parametrize("transposed", [False, True])

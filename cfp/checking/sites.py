@@ -24,9 +24,10 @@ from cfp.program.graph import Program
 from cfp.program.trace import planning_mesh
 from cfp.program.written import Written, written
 
-# Rounding moves a row of results by less than this share of its length and the usual.
-_WITHIN = {2: 0.25, 4: 1e-2, 8: 1e-6}
-_SCALES = (1.0, 0.01, 4.0)  # Of the numbers that are drawn.
+# Rounding moves a row of results by less than the first share of its length and the
+# usual one, and all results by less than the second share; by bytes of a number.
+_WITHIN = {2: (0.5, 0.05), 4: (1e-2, 1e-3), 8: (1e-6, 1e-7)}
+_SCALES = (1.0, 0.01, 2.0)  # Of the numbers that are drawn.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class SiteCheck:
 
     Attributes:
         source: the line that the part is from.
-        off: the largest error of a row, as a share of what rounding may explain.
+        off: the largest error, as a share of what rounding may explain.
         reason: why the part was not compared; "" if it was.
     """
 
@@ -156,13 +157,14 @@ def _drawn(part: Written, key: jax.Array, scale: jax.Array) -> Iterator[jax.Arra
 
 
 def _worst(want: list[jax.Array], got: list[jax.Array]) -> jax.Array:
-    """The largest error of a row of results, as a share of what rounding explains."""
+    """The largest error, of a row or of all, as a share of what rounding explains."""
     found = [jnp.zeros(())]
     for a, b in zip(want, got, strict=True):
-        within = _WITHIN[a.dtype.itemsize]
+        of_row, of_all = _WITHIN[a.dtype.itemsize]
         a, b = (x.astype(jnp.float32).reshape(-1, x.shape[-1]) for x in (a, b))
         length = jnp.linalg.norm(a, axis=-1)
         usual = jnp.sqrt(jnp.mean(length**2))
         error = jnp.linalg.norm(a - b, axis=-1) / (length + usual + 1e-30)
-        found.append(jnp.max(jnp.where(error <= 4, error, jnp.inf)) / within)
+        found.append(jnp.max(jnp.where(error <= 4, error, jnp.inf)) / of_row)
+        found.append(jnp.linalg.norm(a - b) / (jnp.linalg.norm(a) + 1e-30) / of_all)
     return jnp.max(jnp.stack(found))

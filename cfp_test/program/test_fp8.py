@@ -117,6 +117,38 @@ def test_takes_products_of_parameters_and_their_gradients(name):
         assert np.linalg.norm(a - b) <= 0.15 * np.linalg.norm(b - c)
 
 
+def tied(x, w):
+    up = w["up"].astype(x.dtype)
+    return x + jnp.tanh(x @ up) @ up.T
+
+
+def branching(x, w):
+    return jax.lax.cond(x[0, 0] > 0, layer, lambda x, w: -tied(x, w), x, w)
+
+
+def manual(x, w):
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    whole = jax.sharding.PartitionSpec()
+    return jax.shard_map(layer, mesh=mesh, in_specs=whole, out_specs=whole)(x, w)
+
+
+MORE = {f.__name__: (f, unrolled, None, 0) for f in (tied, branching, manual)}
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, *MORE])
+def test_without_rounding_nothing_changes(name, monkeypatch):
+    f, over, count, _ = (PROGRAMS | MORE)[name]
+    for kind in ("_FORWARD", "_GRADIENT"):
+        monkeypatch.setattr(f"cfp.program.fp8.{kind}", "bfloat16")
+    monkeypatch.setattr("cfp.program.fp8._EXPONENT", {"bfloat16": 7})
+    step, args = partial(train, f, over), arguments(count)
+    lowering, run = lowered(step, args)
+    assert lowering.rewritten.products[TAKEN] >= 6
+    (got, _), (want, _) = run(*args), jax.jit(step)(*args)
+    for a, b, c in zip(*map(jax.tree.leaves, (got, want, args[0])), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b - c)
+
+
 def quantized(x, kind):
     number, scale = jax.jit(quantize, static_argnums=1)(x, kind)
     assert np.isfinite(scale) and scale > 0

@@ -211,19 +211,18 @@ def _parameter(value: ir.Value, numbers: Mapping[ir.Value, int]) -> int | None:
     """The argument whose numbers, or some of them, a value has; None if none."""
     found: ir.Value | None = value
     while found is not None and found not in numbers:
-        found = _source(found, _PASSES)
+        found = _source(found)
     return None if found is None else numbers[found]
 
 
-def _source(value: ir.Value, passing: tuple[str, ...]) -> ir.Value | None:
+def _source(value: ir.Value) -> ir.Value | None:
     """The value one op earlier, through ops that pass numbers on and into loops."""
     if isinstance(value.owner, ir.Block):
         argument = ir.BlockArgument(value)
         loop = argument.owner.owner
-        if loop.name != "stablehlo.while":
+        if loop.name != "stablehlo.while" or _carried(argument) is not None:
             return None
-        changes = _carried(argument) is not None
-        return None if changes else loop.operands[argument.arg_number]
+        return loop.operands[argument.arg_number]
     op = value.owner.operation
     if op.name == "stablehlo.optimization_barrier":
         return op.operands[list[ir.Value](op.results).index(value)]
@@ -237,7 +236,7 @@ def _source(value: ir.Value, passing: tuple[str, ...]) -> ir.Value | None:
             return None
         is_stack = written.operands[0] == body.arguments[place]
         return written.operands[1] if is_stack else None
-    return op.operands[0] if op.name in passing else None
+    return op.operands[0] if op.name in _PASSES else None
 
 
 def _carried(argument: ir.BlockArgument) -> ir.Value | None:
@@ -260,21 +259,15 @@ def _is_backward(op: ir.Operation) -> bool:
 
 def _is_cotangent(value: ir.Value) -> bool:
     """True if an op of the backward pass makes a value."""
-    found: ir.Value | None = value
-    while found is not None:
-        if isinstance(found.owner, ir.Block):
-            argument = ir.BlockArgument(found)
-            if argument.owner.owner.name == "stablehlo.while":
-                carried = _carried(argument)
-                if carried is not None:
-                    maker = shardy.owner_of(carried)
-                    return maker is not None and _is_backward(maker)
-        else:
-            op = found.owner.operation
-            if op.name not in (*_PASSES, "stablehlo.optimization_barrier"):
-                return _is_backward(op)
-        found = _source(found, _PASSES)
-    return False
+    while (source := _source(value)) is not None:
+        value = source
+    if isinstance(value.owner, ir.Block):
+        argument = ir.BlockArgument(value)
+        is_of_loop = argument.owner.owner.name == "stablehlo.while"
+        if is_of_loop and (carried := _carried(argument)) is not None:
+            value = carried
+    maker = shardy.owner_of(value)
+    return maker is not None and _is_backward(maker)
 
 
 def _dims(value: ir.Value) -> tuple[int, ...]:
@@ -381,8 +374,8 @@ def quantize(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     largest = lax.reduce_max(finite, tuple(range(x.ndim))).astype(jnp.float32)
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     power = lax.bitcast_convert_type(bits & _EXPONENT_BITS, jnp.float32)
-    least = float(jnp.finfo(x.dtype).smallest_normal)
-    scale = lax.max(power * 2.0 ** -_EXPONENT[kind], least)
+    least = jnp.finfo(x.dtype).smallest_normal
+    scale = jnp.maximum(power * 2.0 ** -_EXPONENT[kind], float(least))
     inverse = lax.broadcast(1 / scale, x.shape)
     return (x.astype(jnp.float32) * inverse).astype(kind), scale
 

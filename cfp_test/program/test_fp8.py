@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import cfp
 from cfp.errors import OptionError
 from cfp.plan.plan import Plan
-from cfp.program.fp8 import TAKEN, quantize
+from cfp.program.fp8 import TAKEN, _lowered, quantize
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step
 
@@ -147,6 +147,13 @@ def test_without_rounding_nothing_changes(name, monkeypatch):
     (got, _), (want, _) = run(*args), jax.jit(step)(*args)
     for a, b, c in zip(*map(jax.tree.leaves, (got, want, args[0])), strict=True):
         assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b - c)
+
+
+def test_numbers_of_64_bits_may_be_on():
+    _lowered.cache_clear()
+    with jax.enable_x64(True):
+        lowering, _ = lowered(partial(train, layer, scanned), arguments())
+    assert lowering.rewritten.products[TAKEN] == 6
 
 
 def quantized(x, kind):

@@ -33,10 +33,10 @@ from cfp.profiling.store import store_path
 from cfp.program.calling import check_keywords
 from cfp.program.meaning import trace_context_key
 from cfp.program.step import FlatStep, flatten_step
-from cfp.report.progress import shown
 from cfp.runtime.execute import CompiledStep
 from cfp.settings import Dimension
 from cfp.variants import Variant, plan_fastest
+from cfp.view.progress import shown
 
 
 def plan(

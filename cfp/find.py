@@ -33,7 +33,6 @@ from cfp.program.meaning import check_settings, unchecked
 from cfp.program.memory import has_host_memory
 from cfp.program.step import FlatStep
 from cfp.race.programs import NoneFits, RaceOutcome, kernels_not_timed
-from cfp.report.figures import with_figures
 from cfp.search.problem import Problem
 from cfp.search.requests import UNMEASURED_STRATEGIES, Profiles
 from cfp.settings import (
@@ -44,6 +43,7 @@ from cfp.settings import (
 )
 from cfp.solution import Candidate, Estimate, Solution
 from cfp.units import format_bytes, parse_bytes
+from cfp.view.evidence import with_figures
 from cfp.view.words import RESERVE_BYTES
 
 

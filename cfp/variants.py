@@ -43,11 +43,11 @@ from cfp.program.step import flatten_step
 from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram, RaceResult, Skipped, race_row
 from cfp.race.turns import race_programs
-from cfp.report.progress import shown
 from cfp.search.jobs import whole_job
 from cfp.solution import Estimate
 from cfp.units import parse_bytes
 from cfp.variant_turns import Deadline, plan_in_turn
+from cfp.view.progress import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,13 +43,13 @@ from cfp.planner_settings import dimensions_of
 from cfp.presets.presets import named_choices
 from cfp.printable import mesh_text
 from cfp.profiling.store import store_path
-from cfp.report import passes
-from cfp.report.progress import Display
 from cfp.settings import Dimension
 from cfp.targets import MICROBATCHES, Target, resolve
 from cfp.units import format_bytes, parse_bytes
 from cfp.variants import Basis, Fastest, Outcome, Variant, plan_fastest
+from cfp.view import passes
 from cfp.view.console import Fitted, new_table, print_view
+from cfp.view.progress import Display
 from cfp.view.text import print_plan
 from cfp.view.words import SAME_MS
 

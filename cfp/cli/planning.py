@@ -43,13 +43,12 @@ from cfp.profiling.key import environment_parts, other_kind
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
-from cfp.report import passes
-from cfp.report.misses import find_misses, why_data, why_lines
-from cfp.report.plots import curves_data, curves_table, plot_curves
-from cfp.report.progress import Display
 from cfp.search.requests import Profiles
 from cfp.units import parse_bytes
-from cfp.view.console import Fitted, print_view, wrapped
+from cfp.view import passes
+from cfp.view.console import Fitted, print_view
+from cfp.view.plots import curves_data, curves_table, plot_curves
+from cfp.view.progress import Display
 from cfp.view.text import print_plan
 
 # Options that go with each mode, by parameter.
@@ -161,15 +160,10 @@ _CURVES = "Curves of links"
 
 @o.command(
     *("target", "devices", "mesh", "platform", "memory_budget", "time_budget", "pin"),
-    *("donate", "why", "export", "imported", "curves", "plot", "link", "describe"),
+    *("donate", "export", "imported", "curves", "plot", "link", "describe"),
     *("static", "attention", "precision", "per_kind", "others", "quick"),
     *("retry_failures", "run_timeout", "build_timeout", "workdir", "as_json", "quiet"),
     target=o.Argument(str, "TARGET", o.TARGET_TEXT, default=None),
-    why=o.Option(
-        bool,
-        "Measure nothing; list the missing measurements, and how the nearest stored "
-        "one differs.",
-    ),
     export=o.Option(
         Path,
         "Write all stored measurements to a file, to be imported elsewhere.",
@@ -241,15 +235,8 @@ def profile(ctx: typer.Context, given: Any) -> None:
             settings = o.settings(ctx, progress=display.tell)
             with open_context(session.mesh, given.workdir, budget, settings) as context:
                 kept = context.store.path
-                if given.why:
-                    misses = find_misses(context, session.analysis)
-                else:
-                    found = profile_segments(context, session.analysis, races=False)
-        if given.why and given.as_json:
-            print_json(why_data(misses))
-        elif given.why:
-            print("\n".join(map(wrapped, why_lines(misses))))
-        elif given.as_json:
+                found = profile_segments(context, session.analysis, races=False)
+        if given.as_json:
             print_json(passes.profiles_data(session.analysis, found))
         else:
             print_view(lambda b: passes.profiles_view(session.analysis, found, b))

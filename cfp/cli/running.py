@@ -26,9 +26,9 @@ from cfp.cli.options import only_json, save
 from cfp.cli.session import analyse, check_writable, target_of
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
-from cfp.report.progress import Display
 from cfp.units import parse_bytes
 from cfp.view.console import Fitted, new_table, print_view, wrapped
+from cfp.view.progress import Display
 from cfp.view.text import print_plan
 from cfp.view.words import few, throughput
 

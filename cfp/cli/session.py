@@ -20,8 +20,8 @@ from cfp.passes.pipeline import Analyzed, Pins, analyze_step
 from cfp.plan.parts import check_arguments, check_donated
 from cfp.plan.plan import Plan
 from cfp.program.step import FlatStep, typed_as_returned
-from cfp.report.plots import check_can_draw
 from cfp.targets import Target, resolve
+from cfp.view.plots import check_can_draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,8 @@ from cfp.operators.cases import Shape, check_dtype
 from cfp.operators.operator import Operator, OperatorError
 from cfp.operators.probe import environment
 from cfp.printable import columns
-from cfp.report.plots import check_can_draw, figure
 from cfp.view.console import Fitted, literal_console, new_table
+from cfp.view.plots import check_can_draw, figure
 
 _PASSES = {"forward": "forward", "both": "forward and backward"}
 

@@ -389,11 +389,6 @@ def measure_rates(
     )
 
 
-def rate_keys(mesh: Mesh) -> dict[str, ProfileKey]:
-    """Returns the keys of the records of `measure_rates`, by label. Runs nothing."""
-    return {probe.label: key for key, probe in _probes_by_key(mesh)[1].items()}
-
-
 def known_rates(mesh: Mesh, store: ProfileStore) -> Rates | None:
     """The rates of devices that were timed before; None if not all of it is known."""
     mesh, by_key = _probes_by_key(mesh)

@@ -26,8 +26,8 @@ from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.report.figures import with_figures
 from cfp.settings import Replacing
+from cfp.view.evidence import with_figures
 from cfp.view.text import explain_data, explain_text, plan_text
 from cfp_test.programs.common import normal
 

@@ -65,10 +65,10 @@ from cfp.program.constrain import partition_spec
 from cfp.program.trace import planning_mesh
 from cfp.race.programs import TOO_LARGE, RaceOutcome
 from cfp.race.race import race
-from cfp.report.figures import worth
 from cfp.search.requests import Profiles
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate, Solution
+from cfp.view.evidence import worth
 from cfp_test.bench.case import Flat, Ready, make_choice, ready, session_of
 from cfp_test.bench.commit import commit
 from cfp_test.bench.configs import LAYERS, small

@@ -274,35 +274,21 @@ def test_what_cannot_be_drawn_is_said_before_anything_is_measured(command, undra
     assert not (folder / "never").exists()
 
 
-def test_measurements_travel_and_misses_are_explained(planned, folder):
-    wanted = ["profile", TOY, *ON_CPU, "--per-kind", "2", "--quick", "--why"]
-    pins = ["--pin", "weights/up=None,x"]
-    ours, theirs = ["--workdir", "work"], ["--workdir", "elsewhere"]
-    lines = [
-        [*wanted, *pins, *ours],
-        [*wanted, *ours, "--json"],
-        [*wanted, *pins, *theirs],
-        ["profile", "--export", "records.jsonl", *ours],
-        ["profile", *(2 * ["--import", "records.jsonl"]), *theirs],
-        [*wanted, *pins, *theirs],
-        [*wanted, *pins, "--mesh", "x=2,y=2", *theirs],
-    ]
-    known, other, before, out, into, after, mesh = run_batch(lines, folder)
-    assert ", 0 not." in known.out
-    # Other shardings are all that is new without the pin.
-    found = json.loads(other.out)
-    assert found["rates_known"] is True
-    assert found["misses"]
-    assert {tuple(miss["differing"]) for miss in found["misses"]} == {("shardings",)}
-    assert all(label["label"].startswith("segment") for label in found["misses"])
-    assert before.out.startswith("0 answered by the store")
-    assert "nothing has been measured yet" in before.out
-    assert "devices' rates, which are not known yet" in before.out
+def test_measurements_travel(planned, folder):
+    theirs = ["--workdir", "elsewhere"]
+    out, into = run_batch(
+        [
+            ["profile", "--export", "records.jsonl", "--workdir", "work"],
+            ["profile", *(2 * ["--import", "records.jsonl"]), *theirs],
+        ],
+        folder,
+    )
+    wanted = ["search", TOY, *ON_CPU, "--pin", "weights/up=None,x", *FEW[2:], *theirs]
+    found = run_one(*wanted, "--no-race", folder=folder)
     count = int(out.out.split()[0])
     assert count == len((folder / "records.jsonl").read_text().splitlines()) > 10
     assert f"{count} measurements added from records.jsonl\n0 measure" in into.out
-    assert after.out == known.out
-    assert "mesh: was 'x=4', is 'x=2,y=2'" in mesh.out
+    assert found.code == 0, found.err
 
 
 def test_run_checks_a_plan_and_a_preset(planned, folder):

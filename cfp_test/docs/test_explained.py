@@ -18,7 +18,7 @@ from cfp.errors import DeviceError
 from cfp.platform import make_mesh
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.report.plans import make_plan
+from cfp_test.view.plans import make_plan
 
 TESTS = Path(__file__).parents[1]
 PAGE = TESTS.parent / "docs" / "troubleshooting.md"

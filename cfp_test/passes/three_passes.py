@@ -34,11 +34,11 @@ from cfp.models import find
 from cfp.passes.profile import profile
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.store import store_path
-from cfp.report.passes import search_space, strategy_numbers
-from cfp.report.progress import Display
 from cfp.search.requests import MeasurementRequest
 from cfp.targets import model_target
 from cfp.units import parse_bytes
+from cfp.view.passes import search_space, strategy_numbers
+from cfp.view.progress import Display
 from cfp.view.text import plan_text
 
 GIB = 2**30

@@ -17,7 +17,7 @@ from cfp.profiling.in_flight import InFlight
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.tasks import Progress, Task
-from cfp.report.progress import progress_text
+from cfp.view.progress import progress_text
 from cfp_test.support.at_work import alone, at_work, leave, operation
 from cfp_test.support.waiting import GUARD_SECONDS, until
 

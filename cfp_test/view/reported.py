@@ -13,7 +13,7 @@ from cfp.plan.figures import (
 from cfp.plan.parts import TensorFigure
 from cfp.plan.plan import Plan
 from cfp.printable import printable
-from cfp_test.report.plans import RACE, ROWS, make_plan, move, row
+from cfp_test.view.plans import RACE, ROWS, make_plan, move, row
 
 KIB = 2**10
 HARMFUL = (

@@ -18,7 +18,7 @@ from cfp.settings import ConstraintLevel
 from cfp.view.model import strategy_text, view_of
 from cfp.view.page import page_html
 from cfp.view.text import diff_data, diff_text, explain_data, explain_text, plan_text
-from cfp_test.report.plans import RACE, ROWS, layers, make_plan, move, row
+from cfp_test.view.plans import RACE, ROWS, layers, make_plan, move, row
 from cfp_test.view.reported import DEEP, HARMFUL, HOSTILE, KIB, MOVES, figured, untimed
 
 DATA, OWN, ZERO1, FAILED = RACE

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from cfp.printable import columns
 from cfp.profiling.rates import Rates
-from cfp.report.plots import curve_points, curves_table
 from cfp.view.console import Fitted, broken
+from cfp.view.plots import curve_points, curves_table
 from cfp.view.text import diff_text, explain_text, plan_text, short_text
-from cfp_test.report.plans import RACE, layers, make_plan
+from cfp_test.view.plans import RACE, layers, make_plan
 from cfp_test.view.reported import DEEP, HOSTILE
 
 WIDTHS = (60, 80, 100, 160)

@@ -14,7 +14,7 @@ from cfp.view.page import (
     small_html,
     timeline,
 )
-from cfp_test.report.plans import RACE, as_data, layers, make_plan, row
+from cfp_test.view.plans import RACE, as_data, layers, make_plan, row
 from cfp_test.view.reported import (
     DEEP,
     HARMFUL,

@@ -36,8 +36,8 @@ from cfp.view.page import page_html
 from cfp.view.remarks import remarks, unplanned_text
 from cfp.view.text import explain_text, plan_text
 from cfp.view.words import VERIFIED, summary_line
-from cfp_test.report.plans import RACE, Block, axis_role, layers, make_plan, row
 from cfp_test.support.checking import make_mesh
+from cfp_test.view.plans import RACE, Block, axis_role, layers, make_plan, row
 
 DATA, OWN, ZERO1, FULL = RACE
 PLAIN = make_plan([], RACE)

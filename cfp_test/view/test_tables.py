@@ -11,7 +11,7 @@ from cfp.race.programs import RaceRow
 from cfp.view.model import view_of
 from cfp.view.page import page_html
 from cfp.view.text import explain_text, plan_text, print_plan
-from cfp_test.report.plans import (
+from cfp_test.view.plans import (
     RACE,
     axis_role,
     layers,

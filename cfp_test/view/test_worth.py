@@ -15,10 +15,10 @@ from cfp.passes.search import search
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
-from cfp.report.figures import worth
 from cfp.settings import Dimension
 from cfp.solution import Candidate
 from cfp.variants import Variant, plan_fastest
+from cfp.view.evidence import worth
 from cfp_test.models.tiny import TINY
 
 SETTINGS = PlannerSettings(per_kind=2, attention=("chunked",))

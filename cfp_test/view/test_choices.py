@@ -14,8 +14,8 @@ from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp.report.figures import _Trials, option_names, strategy_figures
 from cfp.search.problem import Option, Problem
+from cfp.view.evidence import _Trials, option_names, strategy_figures
 from cfp.view.model import strategy_text
 from cfp_test.support.checking import make_mesh
 

@@ -1,1 +1,0 @@
-"""Tables, texts and pictures of plans."""

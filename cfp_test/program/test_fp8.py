@@ -15,9 +15,10 @@ from cfp.plan.plan import Plan
 from cfp.program.fp8 import TAKEN, _lowered, quantize
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step
+from cfp_test.program import fp8_oracle
+from cfp_test.program.fp8_oracle import ROUNDING
 
 WIDTH, TOKENS, LAYERS = 32, 64, 3
-ROUNDING = {"float8_e4m3fn": (2.0**-4, 2.0**-17), "float8_e5m2": (2.0**-3, 2.0**-31)}
 
 
 def layer(x, w):
@@ -221,6 +222,17 @@ def test_small_gradients_and_scaled_losses(dtype, scale):
     (got, _), (want, _) = lowered(step, args)[1](*args), jax.jit(step)(*args)
     for a, b, c in zip(*map(jax.tree.leaves, (got, want)), start, strict=True):
         assert np.linalg.norm(a - b) <= 0.15 * np.linalg.norm(b - c)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "f16"])
+def test_products_of_adversarial_numbers_are_within_their_bound(dtype):
+    sizes = (TOKENS, WIDTH, 48)
+    plain = fp8_oracle.arguments("as drawn", dtype, sizes)
+    lowering, run = lowered(fp8_oracle.step, plain)
+    assert lowering.rewritten.products == {TAKEN: 3, "last layer": 2}
+    for case in fp8_oracle.CASES:
+        for one in fp8_oracle.checked(run, fp8_oracle.arguments(case, dtype, sizes)):
+            assert one.wrong == 0 and one.share <= 1, case
 
 
 @pytest.mark.parametrize("shape", [(0, WIDTH), (TOKENS, 0)])

@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import pytest
 import cfp
 from cfp.analysis.layout import Storage
 from cfp.context import open_context
-from cfp.errors import CfpError, OptionError
+from cfp.errors import CfpError
 from cfp.models import build
 from cfp.passes.pipeline import analyze_step
 from cfp.passes.profile import profile
@@ -177,11 +176,3 @@ def test_a_step_that_data_parallelism_cannot_shard_is_planned(choose, tmp_path):
     how = {} if choose is None else {"choose": choose}
     plan = cfp.plan(step, weights, mesh=mesh, cache_dir=tmp_path, quiet=True, **how)
     np.testing.assert_allclose(plan.apply(step)(weights), step(weights), rtol=1e-5)
-
-
-def test_an_option_of_the_command_line_names_its_setting():
-    make: Any = cfp.PlannerSettings
-    with pytest.raises(OptionError) as error:
-        make(time_budget=60)
-    said = "PlannerSettings has no time_budget; did you mean 'seconds'? There are: "
-    assert str(error.value).startswith(said)

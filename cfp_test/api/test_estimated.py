@@ -26,8 +26,6 @@ from cfp.search.problem import Assignment
 from cfp.search.solver import solve
 from cfp.settings import Replacing
 from cfp.view.remarks import remarks
-from cfp.view.text import plan_text
-from cfp.view.words import summary_line
 from cfp_test.program.stacks import stack_step
 from cfp_test.support.checking import make_mesh
 
@@ -69,14 +67,6 @@ def test_only_whole_programs_run(planned):
     raced = [row for row in plan.race if row.time_ms is not None]
     assert plan.winner in {row.name for row in raced}
     assert plan.measured_ms == min(row.time_ms for row in raced)
-
-
-def test_a_plan_says_that_its_predictions_are_estimates(planned):
-    plan, _ = planned
-    assert "predictions are estimates" in repr(plan)
-    assert "Predictions are estimates" in plan_text(plan)
-    assert "strategies_measured" not in plan.search
-    assert "estimate" in summary_line(plan) and "measured" not in summary_line(plan)
 
 
 def test_the_best_of_all_options_is_found(parts):
@@ -141,19 +131,6 @@ def test_where_memory_decides_segments_may_be_rematerialized(parts):
             assert option.time_ms > plain.time_ms
             assert option.residual_bytes <= plain.residual_bytes
     assert len(analysis.representatives) == len(small.estimated)
-
-
-def test_a_budget_holds_for_a_plan_by_estimates(tmp_path, planned):
-    free, _ = planned
-    budget = round(0.8 * free.peak_bytes)
-    plan = cfp.plan(
-        STEP,
-        *ARGS,
-        mesh=make_mesh(SIZES),
-        memory_budget=budget,
-        cache_dir=tmp_path,
-    )
-    assert plan.peak_bytes <= budget
 
 
 @pytest.fixture

@@ -125,24 +125,3 @@ def test_what_cannot_be_lowered_for_gpus_that_are_not_here_blames_no_jit(how):
         with pytest.raises(cfp.StepNotTraceable, match=match) as caught:
             cfp.plan(fn, jnp.ones(8), **there)
         assert "Plain jax.jit" not in str(caught.value)
-
-
-@pytest.mark.explained("Leave out ordered=True")
-@pytest.mark.parametrize("is_here", [True, False])
-@pytest.mark.parametrize(
-    "ordered",
-    [
-        lambda v: jax.debug.print("{}", v, ordered=True),
-        lambda v: jax.debug.callback(checked, v, ordered=True),
-        lambda v: io_callback(checked, SCALAR, v, ordered=True),
-    ],
-)
-def test_ordered_effects_are_refused_in_words(ordered, is_here, how):
-    mesh = how["mesh"] if is_here else cfp.described("4xh100", x=4)
-
-    def step(x):
-        ordered(x.sum())
-        return x * 2
-
-    with pytest.raises(cfp.StepNotTraceable, match="Leave out ordered=True"):
-        cfp.plan(step, jnp.ones(8), **how | {"mesh": mesh})

@@ -1,9 +1,6 @@
 """State in the memory of the host: where nothing else fits, and only there."""
 
 import json
-import time
-from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +10,6 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import cfp
-from cfp import context as contexts
-from cfp import find as room
-from cfp import variant_turns
 from cfp.analysis.analyze import analyze
 from cfp.analysis.host_state import enough_state, movable_state
 from cfp.analysis.layout import lay_out
@@ -136,25 +130,6 @@ def test_what_fits_otherwise_is_on_the_devices(mesh, tmp_path):
 def test_all_of_it_is_kept_there_where_less_does_not_do(mesh, tmp_path):
     with pytest.raises(cfp.MemoryBudgetError, match="state in the memory of the host"):
         planned(mesh, tmp_path, MIB)
-
-
-def test_where_time_is_over_it_is_not_planned_again(mesh, tmp_path, monkeypatch):
-    now, whole = [0.0], room.find_plan
-    own = {"monotonic": lambda: now[0], "perf_counter": time.perf_counter}
-    for module in (room, contexts):
-        monkeypatch.setattr(module, "time", SimpleNamespace(**own))
-    monkeypatch.setattr(variant_turns, "now", lambda: now[0])
-
-    def find(*how):
-        now[0] += 61.0
-        return whole(*how)
-
-    monkeypatch.setattr(variant_turns, "find_plan", find)
-    with pytest.raises(cfp.MemoryBudgetError) as error:
-        planned(mesh, tmp_path, 5 * MIB, settings=replace(SETTINGS, seconds=60.0))
-    assert "With a longer --time-budget" in str(error.value)
-    settings = replace(SETTINGS, seconds=120.0)
-    assert planned(mesh, tmp_path, 5 * MIB, settings=settings).in_host
 
 
 def test_a_preset_is_what_its_name_says(mesh, tmp_path):

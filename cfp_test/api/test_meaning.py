@@ -53,20 +53,6 @@ def test_precision_of_matrix_products(how):
     assert run.plan is plan
 
 
-def test_promotion_of_types(how):
-    def mixed(x, y):
-        return x + y
-
-    run = cfp.parallelize(mixed, **how)
-    args = jnp.ones(8), jnp.ones(8, jnp.int32)
-    run(*args)
-    with (
-        jax.numpy_dtype_promotion("strict"),
-        pytest.raises(cfp.StepNotTraceable, match="strict"),
-    ):
-        run(*args)
-
-
 @pytest.mark.explained("The program is another one inside of jax.enable_x64(True)")
 def test_a_plan_is_not_applied_to_another_program(how):
     planned = cfp.plan(step, X, **how).apply(step)

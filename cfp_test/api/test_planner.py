@@ -1,9 +1,6 @@
 """Candidates that race beside plain plans: rematerialization, compiler options."""
 
-import re
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,28 +9,21 @@ import pytest
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
-from cfp.context import device_memory, open_context
-from cfp.cost.costs import Costs
+from cfp.context import open_context
 from cfp.errors import CfpError
 from cfp.passes.pipeline import decide
-from cfp.passes.profile import profile as profile_segments
-from cfp.passes.search import preset_solution, search
+from cfp.passes.search import preset_solution
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.builder import build
-from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
-from cfp.race import race as race_module
 from cfp.race.admission import exempt_from_reach, within_reach
-from cfp.race.programs import TOO_LARGE, TOO_LATE
-from cfp.race.race import Run
-from cfp.race.shortage import no_winner
-from cfp.settings import LIMITED_MEMORY, ConstraintLevel, defaults_of
+from cfp.race.programs import TOO_LATE
+from cfp.settings import ConstraintLevel, defaults_of
 from cfp.solution import Candidate
 from cfp.view.remarks import remarks
 from cfp_test.program.stacks import stack_step
-from cfp_test.race.results import result_of
 from cfp_test.support.covering import at_night
 from cfp_test.support.injected import inject_times
 
@@ -125,35 +115,6 @@ def test_options_that_the_compiler_refuses_are_rows_with_a_reason(plan):
     assert not made.winner.endswith(", wrong")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"per_kind": 0}, "got per_kind=0"),
-        ({"others": -1}, "got others=-1"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(wrong, message):
-    with pytest.raises(cfp.CfpError, match=message):
-        DetailedSettings(**wrong)
-
-
-def test_a_process_asks_its_own_devices_for_their_memory(mesh, monkeypatch):
-    """The others would not answer. All processes then go by the least of them."""
-    gib = 2**30
-    mine = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 80 * gib + 1})
-    far = SimpleNamespace(platform="gpu", process_index=1)
-    found: Any = SimpleNamespace(devices=np.array([far, mine]), local_devices=[mine])
-    monkeypatch.setattr(jax, "process_index", lambda: 0)
-    mine.platform, mine.process_index = "gpu", 0
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    met = SimpleNamespace(hosts=("a", "b"), least_bytes=79 * gib)
-    monkeypatch.setattr("cfp.context.coordination", lambda: met)
-    assert device_memory(found) == 79 * gib
-    alone: Any = SimpleNamespace(devices=np.array([mine]), local_devices=[mine])
-    assert device_memory(alone) == 80 * gib + 1
-    assert device_memory(mesh) is None, "virtual devices do not say"
-
-
 def platform(monkeypatch, **changes):
     """Other defaults than those of virtual devices."""
     changed = replace(defaults_of("cpu"), **changes)
@@ -171,19 +132,6 @@ def test_a_budget_that_the_allocator_may_take_is_refused_at_once(
         open_context(mesh, tmp_path, 2**20),
     ):
         pass
-
-
-@pytest.mark.parametrize("limits", [True, False])
-def test_memory_is_hoped_for_only_where_the_compiler_takes_a_limit(
-    mesh, tmp_path, monkeypatch, limits
-):
-    platform(monkeypatch, limits_memory=limits)
-    monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 2**16)
-    with open_context(mesh, tmp_path) as context:
-        share = LIMITED_MEMORY if limits else 1.0
-        assert context.usual_temp_share == share
-        unlimited = replace(context, device_bytes=None)
-        assert unlimited.usual_temp_share == 1.0
 
 
 @pytest.fixture
@@ -222,41 +170,6 @@ def test_the_budget_is_passed_to_the_compiler(plan, lean_compiler, tmp_path, mes
     assert plan(known, **quick).search["race_cached"] == 1.0
     # Without a race, too.
     assert plan(little, race=False, **quick).peak_bytes < least
-
-
-@pytest.mark.parametrize("fails", [True, *at_night([False])])
-def test_what_was_out_of_reach_races_where_what_was_hoped_for_fails(
-    mesh, tmp_path, monkeypatch, fails
-):
-    """A rival that is far faster by prediction leaves out what is far behind it."""
-    found = planning_mesh(mesh)
-    program, _ = trace(flatten_step(STEP, ARGS, {}), found)
-    analysis = analyze(program, tuple(found.shape.items()))
-    settings = DetailedSettings(
-        measure=True, per_kind=3, in_context=False, compiler_options={}
-    )
-    options = {"xla_no_such_option": "1"} if fails else {}
-    turns = []
-
-    def timed(built, job, program, mesh, *, timing):
-        turns.append(job.label)
-        return built.record("ok", samples_ms=[1.0], run_seconds=0.1)
-
-    monkeypatch.setattr("cfp.race.turns.run", timed)
-    with open_context(found, tmp_path, 2**30, settings) as context:
-        solution = search(context, analysis, profile_segments(context, analysis))
-        best = solution.candidates[0]
-        hoped = Candidate("hoped", best.choice, predicted_ms=1e-6, options=options)
-        solution = replace(solution, candidates=[*solution.candidates, hoped])
-        made, _ = decide(context, analysis, solution)
-        assert turns and made.search["race_cached"] == 0.0
-        turns.clear()
-        again, _ = decide(context, analysis, solution)
-    assert not turns and again.search["race_cached"] == 1.0
-    assert again.race == made.race
-    ran = {name for name, row in rows(made).items() if row.time_ms is not None}
-    assert "hoped" in rows(made)
-    assert (len(ran & {*PRESETS}) > 1) == fails
 
 
 def test_the_budget_that_an_error_names_does(plan, lean_compiler, tmp_path):
@@ -316,32 +229,6 @@ def test_without_a_race_the_compiler_says_what_fits(plan, tmp_path, monkeypatch)
     assert times == sorted(times)
 
 
-def test_what_an_error_names_as_the_smallest_budget_does(plan):
-    """For the race and for the compiler alone: both go by what was compiled."""
-    with pytest.raises(cfp.MemoryBudgetError, match="compiled") as caught:
-        plan(1000)
-    least = caught.value.smallest_feasible_bytes
-    assert plan(least).peak_bytes <= least
-    assert plan(least, race=False).peak_bytes <= least
-    with pytest.raises(cfp.MemoryBudgetError) as caught:
-        plan(1000, race=False)
-    assert caught.value.smallest_feasible_bytes <= least
-
-
-def test_where_predictions_are_too_high_the_leanest_may_still_fit(plan, monkeypatch):
-    """By prediction nothing fits: the leanest is raced, with the presets."""
-    free = plan()
-    monkeypatch.setattr("cfp.passes.search.best_solutions", lambda problem, count: [])
-    made = plan(2 * free.peak_bytes)
-    assert {"planned", *PRESETS} >= {re.split(", | before ", made.winner)[0]}
-    assert rows(made)["planned"].time_ms is not None
-    check_step(made)
-    with pytest.raises(cfp.MemoryBudgetError, match="by prediction"):
-        # Nothing is compiled, so that nothing is known better.
-        monkeypatch.setattr("cfp.context.device_memory", lambda mesh: 1000)
-        plan(race=False)
-
-
 def test_where_nothing_is_compiled_nothing_is_hoped_of_the_compiler(plan, monkeypatch):
     def planned(device_bytes):
         monkeypatch.setattr("cfp.context.device_memory", lambda mesh: device_bytes)
@@ -354,18 +241,6 @@ def test_where_nothing_is_compiled_nothing_is_hoped_of_the_compiler(plan, monkey
     with pytest.raises(cfp.MemoryBudgetError, match="by prediction"):
         planned(least - 1)
     assert planned(least).winner == "planned"
-
-
-def test_an_interrupt_of_a_race_ends_planning(plan, monkeypatch, tmp_path):
-    def interrupted(*_, **how):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(race_module, "race_programs", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            plan(cache_dir=tmp_path)
-    again = plan(cache_dir=tmp_path)
-    assert again.search["strategies_measured"] == 0
 
 
 @pytest.mark.parametrize(("share", "more"), [(4.0, False), (1.0, True)])
@@ -402,14 +277,6 @@ def test_where_compiled_programs_need_more_other_presets_are_measured_after_all(
     made = plan("1MiB", cache_dir=tmp_path)
     assert 0 < made.peak_bytes <= 2**20
     check_step(made)
-
-
-def test_time_that_is_over_ends_the_measuring(plan, monkeypatch):
-    """Nothing is measured where profiles hold what a plan cannot do without."""
-    plan(race=False)
-    monkeypatch.setattr("cfp.search.guided.WORTH_HAVING", -1.0)
-    made = plan(per_kind=12, seconds=0.0, race=False)
-    assert made.search["strategies_measured"] == 0
 
 
 def test_time_ends_the_first_measurements_too(plan, mesh, tmp_path):
@@ -506,60 +373,6 @@ def test_an_absurd_budget_compiles_only_the_leanest(plan, tmp_path, options):
     assert plan(least, cache_dir=tmp_path).peak_bytes <= least
 
 
-def test_the_winner_is_a_leader(plan, monkeypatch):
-    """A candidate that lost to the leaders has not won because these are slower now."""
-    time, called = Run.time, []
-
-    def slower(run, candidates, *how, **more):
-        field = time(run, candidates, *how, **more)
-        called.append([one.name for one in candidates])
-        if len(called) == 2:
-            return [
-                replace(r, outcome=replace(r.record, samples_ms=(1e6,))) for r in field
-            ]
-        return field
-
-    monkeypatch.setattr(Run, "time", slower)
-    made = plan(compiler_options={"plain": {"xla_backend_optimization_level": "0"}})
-    first, second = called
-    assert set(first) - set(second)
-    assert made.winner in second
-
-
-@pytest.mark.parametrize(
-    ("peaks", "error", "smallest"),
-    [
-        ((0, 30, 20), cfp.MemoryBudgetError, 20),  # One could not be compiled.
-        ((0, 5, 20), cfp.DeviceError, None),  # One fits, and did not run.
-        ((0, 0), cfp.DeviceError, None),
-    ],
-)
-def test_what_an_error_says_where_nothing_wins(mesh, peaks, error, smallest):
-    program, _ = trace(flatten_step(STEP, ARGS, {}), planning_mesh(mesh))
-    analysis = analyze(program, (("x", 4),))
-    results = [
-        result_of(
-            Candidate(f"plan {number}", Choice((), ())),
-            ProfileRecord(
-                key=str(number),
-                parts=(),
-                status="crashed",
-                reason="why",
-                temp_bytes=peak,
-            ),
-            fits=peak <= 10,
-        )
-        for number, peak in enumerate(peaks)
-    ]
-    found = no_winner(analysis, results, 10, reserve_bytes=3)
-    assert isinstance(found, error)
-    if smallest is not None:
-        assert isinstance(found, cfp.MemoryBudgetError)
-        assert found.smallest_feasible_bytes == smallest + 3
-        assert "the budget of 13 B" in str(found)
-        assert "Of 2 compiled plans" in str(found)
-
-
 def predicted_presets(plan):
     found = {name: row for name, row in rows(plan).items() if name in PRESETS}
     return {name: row for name, row in found.items() if row.predicted_ms is not None}
@@ -573,27 +386,3 @@ def test_what_is_out_of_reach_stands_in_the_table(plan):
     for name, row in known.items():
         assert (row.time_ms is not None) == (name in raced)
         assert ("far behind" in row.note) == (name not in raced)
-
-
-def test_what_is_out_of_reach_is_raced_where_nothing_else_fits(plan, monkeypatch):
-    free = plan(2**40, reach=float("inf"))
-    known = sorted(predicted_presets(free).values(), key=lambda row: row.peak_bytes)
-    small, large = known[0], known[-1]
-    assert 0 < small.peak_bytes < large.peak_bytes
-
-    def split(*how):
-        solution = search(*how)
-        every = {one.name: one for one in solution.candidates}
-        fast = replace(every[large.name], predicted_ms=1e-6)
-        return replace(solution, candidates=[fast, every[small.name]])
-
-    monkeypatch.setattr("cfp.find.search", split)
-    monkeypatch.setattr("cfp.race.race.known_to_fit", lambda *_: [])
-    monkeypatch.setattr(Costs, "least_peak_bytes", lambda costs, choice: 0)
-    made = plan(small.peak_bytes)
-    # The leanest races then, too, and may be as fast.
-    assert made.winner in (small.name, "leanest")
-    assert rows(made)[small.name].time_ms is not None
-    # Or it was not even compiled, where that was predicted.
-    assert rows(made)[large.name].note in ("over the memory budget", TOO_LARGE)
-    assert made.peak_bytes <= small.peak_bytes

@@ -18,7 +18,6 @@ from cfp.errors import DeviceError, MemoryBudgetError, PlanMismatch
 from cfp.planner_settings import DetailedSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.programs import TOO_LATE, Skipped
 from cfp.race.turns import race_programs
 from cfp.settings import ConstraintLevel
 from cfp.view.page import page_html
@@ -76,13 +75,6 @@ def test_it_is_saved_and_applied_on_devices_later(ahead, folder, mesh):
     got, found = loaded.apply(step)(params, x)
     assert float(found) == pytest.approx(float(value), rel=1e-4)
     np.testing.assert_allclose(got["up"], expected["up"], rtol=1e-4, atol=1e-7)
-
-
-def test_a_file_with_another_rung_is_damaged(ahead, folder):
-    data = json.loads(ahead.to_json())
-    assert cfp.Plan.from_json(data).rung == "estimated"
-    with pytest.raises(cfp.PlanFileError, match="rung"):
-        cfp.Plan.from_json({**data, "rung": "guessed"})
 
 
 def test_without_devices_it_cannot_run(ahead):
@@ -144,28 +136,6 @@ def test_a_prediction_is_compared_with_times_of_devices_that_it_is_of(
     assert "of the measured" in page_html(found.best)
 
 
-def test_a_prediction_by_estimates_is_called_one_though_its_plan_raced(verified):
-    raced = replace(verified[0].plan, rung="measured", search={})
-    found = replace(verified[0], plan=raced)
-    estimated = replace(raced, search={"strategies_estimated": 9.0})
-    by = {
-        "by measured segments": found,
-        "by estimates": replace(found, plan=estimated),
-    }
-    for words, one in by.items():
-        assert words in "\n".join(verified_text(one))
-
-
-def test_what_a_race_is_said_to_have_measured(verified):
-    """Nothing is said of a race if nothing raced."""
-    raced = replace(verified[0].best, search={"strategies_estimated": 9.0})
-    assert "the timed race the plan" in plan_text(raced, width=200)
-    alone = replace(raced, race=raced.race[:1])
-    assert "only the plan's own step was timed" in plan_text(alone, width=200)
-    never = plan_text(replace(raced, race=(), measured_ms=None), width=200)
-    assert "nothing was timed" in never and "only the" not in never
-
-
 @pytest.mark.parametrize("own_is_best", [True, False])
 def test_predictions_for_described_devices_stay_so_when_it_is_verified(
     verified, ahead, mesh, folder, monkeypatch, own_is_best
@@ -212,20 +182,6 @@ def test_a_plan_does_not_race_itself_under_another_name(verified, mesh, folder, 
     names = sorted(row.name for row in found.rows)
     assert "mine" in names and "zero1" not in names and "fully_sharded" in names
     assert len({*names}) == len(names)
-
-
-def test_only_what_ran_counts_as_timed(verified):
-    """Programs that were not compiled in time were not timed either."""
-    ran = [row for row in verified[0].rows if row.ran]
-    own = next(row for row in ran if row.name == verified[0].plan.winner)
-    late = [replace(row, outcome=Skipped(TOO_LATE)) for row in ran if row is not own]
-    alone = replace(verified[0], best=verified[0].plan, rows=(own, *late))
-    assert verified_text(alone)[-1].startswith("Nothing else ran,")
-    [other, *_] = (row for row in ran if row is not own)
-    two = replace(alone, rows=(own, other, *late[1:]))
-    assert verified_text(two)[-1] == "The other one that ran is slower, or as fast."
-    three = replace(alone, rows=(own, other, other))
-    assert verified_text(three)[-1].startswith("Each of the 2 others that ran is slow")
 
 
 def test_what_had_no_time_says_that_verifying_had_none(verified, mesh, tmp_path):

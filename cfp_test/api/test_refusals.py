@@ -182,6 +182,7 @@ def test_steps_that_do_not_fit_a_plan_are_refused(run, plan, tmp_path, golden):
     golden("other_steps", messages(OTHER_STEPS, run, plan, tmp_path))
 
 
+@pytest.mark.explained("Leave out ordered=True")
 def test_mistakes_are_refused_with_advice(run, plan, tmp_path, golden):
     golden("refusals", messages(CASES, run, plan, tmp_path))
 

@@ -15,10 +15,8 @@ from cfp.errors import (
     CfpError,
     MemoryBudgetError,
     PinError,
-    ProcessError,
     StepNotTraceable,
 )
-from cfp.passes import profile as profiling
 from cfp.plan.figures import GIVEN_SECONDS
 from cfp.planner_settings import DetailedSettings
 from cfp.platform import mesh_shapes
@@ -163,16 +161,6 @@ def times_of(fastest):
 
 def notes(fastest):
     return {outcome.name: outcome.note for outcome in fastest.outcomes}
-
-
-def interrupting(*beginning):
-    """Settings under which Ctrl-C comes with an event that begins so."""
-
-    def progress(event):
-        if str(event).startswith(beginning):
-            raise KeyboardInterrupt
-
-    return cfp.PlannerSettings(progress=progress)
 
 
 # ----------------------------------------------------------------------- what wins
@@ -366,43 +354,6 @@ def test_when_time_is_over_no_other_is_begun(clock, tmp_path):
     assert len(left) == 2
 
 
-def test_of_nine_variants_the_most_promising_are_planned_in_the_time_there_is(
-    monkeypatch, clock, tmp_path
-):
-    """They are named, so that with time enough all are planned, in their order."""
-    promise = {f"{shape.name} {n}": 9.0 - n for shape in SHAPES for n in range(3)}
-    nine = [
-        replace(shape, name=f"{shape.name} {n}") for n in range(3) for shape in SHAPES
-    ]
-
-    def promised(analyzed):
-        [name] = [n for n, made in known.items() if made is analyzed]
-        return promise[name] + 0.1 * [s.name for s in SHAPES].index(name.split()[0])
-
-    known, read = {}, turns._Planning.analyzed
-
-    def analyzed(steps, variant):
-        step, made = read(steps, variant)
-        known[variant.name] = made
-        return step, made
-
-    monkeypatch.setattr(turns._Planning, "analyzed", analyzed)
-    clock.estimates_take(0.0, promised)
-    clock.plans_take(20.0)
-    said, how = told(small(tmp_path, seconds=60.0))
-    found = cfp.plan_fastest(nine, **how)
-    planned = [name for name, note in notes(found).items() if not note]
-    assert {*planned} == {f"{shape.name} 2" for shape in SHAPES}
-    assert clock.given == [6.0, 40 / 9, 2.5]
-    assert found.name in planned
-    left = {name: note for name, note in notes(found).items() if note}
-    assert len(left) == 6
-    assert left["line 0"] == "not planned: time was over; estimated at 9.000 ms"
-    names = [shape.name for shape in SHAPES]
-    assert any(line.startswith(f"{names[0]} 2 (1 of 9): ") for line in said)
-    assert any(line.startswith(f"{names[2]} 2 (3 of 9): ") for line in said)
-
-
 def test_no_estimate_is_begun_after_its_time(clock, tmp_path):
     """Variants without one come last, and without time are not planned."""
     clock.estimates_take(40.0)
@@ -434,17 +385,6 @@ def test_estimates_have_a_third_of_the_time_and_each_mesh_has_one_first(
     assert found.plan.search[GIVEN_SECONDS] == 96.0
 
 
-def test_a_plan_of_one_variant_keeps_the_time_that_it_was_given(tmp_path):
-    [line] = SHAPES[:1]
-    settings = cfp.PlannerSettings(seconds=1e5, race=False)
-    how = {**PRESET, "cache_dir": tmp_path, "settings": settings}
-    plans = (
-        cfp.plan(line.fn, *line.args, mesh=line.mesh, **how),
-        cfp.plan_fastest([line], **how).plan,
-    )
-    assert [plan.search[GIVEN_SECONDS] for plan in plans] == [1e5, 1e5]
-
-
 def test_what_there_was_no_time_to_estimate_is_planned_last(clock, tmp_path):
     """Whatever is known of the others."""
     times = {1: 5.0, 2: 4.0}  # By the mesh's axes: line, flat.
@@ -452,47 +392,6 @@ def test_what_there_was_no_time_to_estimate_is_planned_last(clock, tmp_path):
     clock.plans_take(0.0)
     cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=180.0))
     assert clock.planned == ["flat", "line", "cube"]
-
-
-@pytest.mark.parametrize("where", ["estimate_plan", "find_plan"])
-def test_processes_that_differ_plan_no_other_variant(where, monkeypatch, tmp_path):
-    asked = []
-
-    def differ(*_):
-        asked.append(where)
-        raise ProcessError("The processes of this program differ.")
-
-    monkeypatch.setattr(turns, where, differ)
-    with pytest.raises(ProcessError, match="differ"):
-        cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=60.0))
-    assert len(asked) == 1
-
-
-def test_tracing_counts_as_time_of_a_variant(monkeypatch, clock, tmp_path):
-    read = turns._Planning.analyzed
-
-    def analyzed(steps, variant):
-        clock.now += 10.0
-        return read(steps, variant)
-
-    monkeypatch.setattr(turns._Planning, "analyzed", analyzed)
-    clock.plans_take(0.0)
-    cfp.plan_fastest(SHAPES[:1], **small(tmp_path, seconds=60.0))
-    assert clock.given == [50.0]
-
-
-def test_what_was_estimated_of_a_variant_is_not_estimated_again(monkeypatch, tmp_path):
-    made, whole = [], profiling._estimated
-
-    def estimated(context, analysis, *more):
-        made.append(BY_AXES[len(context.mesh.axis_names)])
-        return whole(context, analysis, *more)
-
-    monkeypatch.setattr(profiling, "_estimated", estimated)
-    found = cfp.plan_fastest(SHAPES, rule_out=True, **small(tmp_path))
-    assert made == ["line", "flat", "cube"]
-    search = found.plan.search
-    assert search["planning_seconds"] > search["estimate_seconds"] > 0.0
 
 
 def test_one_step_is_traced_once_for_all_meshes(tmp_path):
@@ -590,26 +489,6 @@ def test_the_error_names_what_needs_least_of_all_that_was_tried(tmp_path):
     assert second.endswith(" or more, by prediction.")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "tried"), [(119.0, ["flat"]), (999.0, ["flat", "cube", "line"])]
-)
-def test_state_goes_to_the_host_for_as_many_as_there_is_time_for(
-    seconds, tried, clock, monkeypatch, tmp_path
-):
-    """The one that lacks least says that there is none."""
-    asked = []
-
-    def find(step, shortage, end, analyzed, options, analyze):
-        asked.append(BY_AXES[len(analyzed.mesh.axis_names)])
-        raise shortage.with_line("With more time there is a plan.")
-
-    monkeypatch.setattr(turns, "find_with_state_in_host", find)
-    clock.plans_take(40.0, needing={"line": 9, "flat": 7, "cube": 8})
-    with pytest.raises(MemoryBudgetError, match="With more time"):
-        cfp.plan_fastest(SHAPES, **small(tmp_path, seconds=seconds))
-    assert asked == tried
-
-
 def test_without_a_mesh_all_devices_are_planned_for(monkeypatch, tmp_path):
     estimating(monkeypatch, {"line": (2.0, True), "flat": (1.0, True)}, True)
     how = small(tmp_path)
@@ -635,24 +514,6 @@ def test_parallelize_needs_no_mesh(monkeypatch, tmp_path):
 
 
 # ------------------------------------------------------------------------ what is out
-
-
-def test_what_does_not_fit_says_why(tmp_path):
-    whole, parts = variant("whole"), variant("parts", parts=8)
-    both = cfp.plan_fastest([whole, parts], **PRESET, cache_dir=tmp_path)
-    peaks = {o.name: o.plan.peak_bytes for o in both.outcomes if o.plan}
-    assert peaks["parts"] < peaks["whole"]
-    budget = {"memory_budget": peaks["parts"], "cache_dir": tmp_path}
-    found = cfp.plan_fastest([whole, parts], **PRESET, **budget)
-    assert found.name == "parts"
-    assert found.plan.peak_bytes == peaks["parts"]
-    first, second = found.outcomes
-    assert (first.plan, first.step_ms, second.note) == (None, None, "")
-    assert "Raise the budget" in first.note
-    # Alone its error is what it would be without variants.
-    with pytest.raises(MemoryBudgetError) as caught:
-        cfp.plan_fastest([whole], **PRESET, **budget)
-    assert caught.value.smallest_feasible_bytes == peaks["whole"]
 
 
 def test_what_crashes_in_the_last_race_is_out(timed, tmp_path, monkeypatch):
@@ -692,23 +553,6 @@ def test_a_last_race_that_time_is_too_short_for_decides_nothing(
     assert times_of(found) == own
 
 
-def test_the_last_race_compiles_nothing_that_races_of_variants_compiled(
-    timed, monkeypatch, tmp_path
-):
-    own = {"line": 3.0, "flat": 1.0, "cube": 2.0}
-    ran, race = timed(own, own), room._race_winners
-
-    def race_only(*how):
-        with monkeypatch.context() as patched:
-            patched.setattr("cfp.race.compile.build", None)
-            return race(*how)
-
-    monkeypatch.setattr(room, "_race_winners", race_only)
-    found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
-    assert {f"{name}: data_parallel" for name in own} <= {*ran}
-    assert (found.name, found.basis) == ("flat", cfp.Basis.RACED)
-
-
 def test_the_last_race_runs_what_is_for_other_devices_on_those(tmp_path):
     """The second one's own race is answered by the first one's."""
     both = [variant("one", (2,)), variant("two", (2,))]
@@ -731,40 +575,10 @@ def test_where_all_fail_each_says_why(tmp_path):
     ]
 
 
-def test_planning_variants_says_what_takes_the_time(altered, tmp_path, capsys):
-    altered(lambda found, number: found, preset="data_parallel")
-    settings = cfp.PlannerSettings(race=False)
-    how = {"cache_dir": tmp_path, "settings": settings}
-    cfp.plan_fastest(SHAPES[:2], **how)
-    first, *_ = capsys.readouterr().err.splitlines()
-    assert first == (
-        "cfp: planning variants of a step: line, flat. quiet=True says nothing"
-    )
-    cfp.plan_fastest(SHAPES[:2], **how, quiet=True)
-    assert capsys.readouterr().err == ""
-
-
-def test_settings_of_another_type_are_one_message(tmp_path):
-    with pytest.raises(CfpError, match=r"settings is a dict. Pass cfp.PlannerSettings"):
-        cfp.plan_fastest([SHAPES[0]], cache_dir=tmp_path, settings={"race": True})
-
-
 def test_variants_need_names_of_their_own(tmp_path):
     for wrong in ([], [SHAPES[0], SHAPES[0]]):
         with pytest.raises(CfpError, match="a name each"):
             cfp.plan_fastest(wrong, cache_dir=tmp_path)
-
-
-# ----------------------------------------------------------------------- interrupts
-
-
-@pytest.mark.parametrize("place", ["line (1 of ", "cube (3 of ", "timing line: "])
-def test_an_interrupt_ends_planning(place, tmp_path):
-    settings = interrupting(place)
-    with pytest.raises(KeyboardInterrupt):
-        cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path, settings=settings)
-    found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
-    assert found.name in BY_AXES.values()
 
 
 # ---------------------------------------------------------------------------- shapes

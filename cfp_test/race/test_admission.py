@@ -124,41 +124,6 @@ def test_the_best_preset_is_compiled_however_slow():
     }
 
 
-def batches_of(candidates, reach=REACH, most=99):
-    """Names of programs in the order of compiles, side by side in one list."""
-    asked = []
-
-    def compile_all(some) -> Any:
-        asked.append([one.name for one in some])
-        return [
-            SimpleNamespace(
-                candidate=one, peak_bytes=1, size=split(2), fits=True, may_race=True
-            )
-            for one in some
-        ]
-
-    found = compile_until_enough_fit(
-        candidates,
-        compile_all,
-        memory=None,
-        size_of=lambda one: None,
-        reach=reach,
-        is_over=lambda: len(asked) >= most,
-    )
-    return asked, bases(left(found, TOO_LATE))
-
-
-def test_first_the_plan_is_compiled_then_the_best_preset_then_by_prediction():
-    """Three race; there may be time for two of them."""
-    times = {"planned": 10.0, "second": 10.3, "planned 2": 10.1, "best": 10.2}
-    order = ["planned", "best", "planned 2", "second"]
-    candidates = [candidate(name, ms) for name, ms in times.items()]
-    candidates = [
-        replace(one, is_preset=one.name in ("second", "best")) for one in candidates
-    ]
-    assert batches_of(candidates)[0] == [order[:3]]
-
-
 def test_what_is_too_large_by_prediction_gets_the_memory_limit_at_once():
     sizes = {"planned": 90, "large": 122}
     found, asked = admit(sizes, {"planned": 10.0, "large": 8.0})
@@ -269,16 +234,6 @@ def test_the_plan_is_compiled_however_many_faster_ones_do_not_fit(reach):
     assert fitting(found) == {"planned"} and len(asked) <= MOST_REFUSED + 1
     # They are faster by prediction, and were not tried.
     assert reach is None or bases(left(found, MANY_REFUSED)) < faster.keys()
-
-
-def test_all_that_is_known_to_fit_is_tried():
-    sizes = {"planned": 120, **{f"p{n}": 120 for n in range(2 * MOST_REFUSED)}}
-    sizes |= {"known": 90, "known too": 80}
-    times = {name: 10.0 + 0.01 * place for place, name in enumerate(sizes)}
-    known = {candidate(name, times[name]).key for name in ("known", "known too")}
-    predicted = dict.fromkeys(sizes, 90)
-    found, _ = admit(sizes, times, predicted=predicted, limits=False, known=known)
-    assert fitting(found) == {"known", "known too"}
 
 
 def test_where_the_best_preset_does_not_fit_no_slower_one_is_compiled():
@@ -397,20 +352,6 @@ def test_what_fails_is_refused_and_the_next_has_its_turn(name):
     assert bases(made.candidate for made in found.refused) == {name}
     expected = {"planned", "next"} if name == "first" else {"first", "next"}
     assert fitting(found) <= expected and fitting(found)
-
-
-def test_what_is_known_not_to_fit_leaves_room_for_others():
-    """It is as many as are compiled in vain, where nobody knows their sizes."""
-    names = ["planned", *(f"p{n}" for n in range(1, MOST_REFUSED))]
-    sizes = {**dict.fromkeys(names, 122), "new": 90}
-    times = {name: 10.0 + 0.01 * place for place, name in enumerate(sizes)}
-    how = {"predicted": dict.fromkeys(sizes, 80), "presets": False}
-    found, _ = admit(sizes, times, **how)
-    assert fitting(found) == set() and len(left(found, MANY_REFUSED)) == len(sizes)
-    compiled = {candidate(name, 0.0).key: split(122) for name in names}
-    found, _ = admit(sizes, times, compiled=compiled, **how)
-    # What did not fit does with the memory limit.
-    assert fitting(found) == {*sizes}
 
 
 @settings(deadline=None)

@@ -8,14 +8,9 @@ import numpy as np
 import pytest
 
 import cfp
-from cfp.find import PlanOptions, find_plan
 from cfp.planner_settings import DetailedSettings
 from cfp.profiling.compiled import compile_right
 from cfp.program.constrain import Constraints
-from cfp.program.step import flatten_step
-from cfp_test.programs.planned import RACED
-from cfp_test.programs.registry import PROGRAMS, programs_on
-from cfp_test.support.checking import make_mesh
 from cfp_test.support.covering import at_night
 
 ROWS, WIDTH = 8, 16
@@ -193,23 +188,6 @@ def test_what_raced_has_the_types_of_the_step(
     shardings = jax.tree.map(lambda leaf: leaf.sharding, found)
     assert shardings == plan.out_shardings
     assert not compiled_again
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", programs_on((("x", 4),)))
-def test_of_programs_only_those_that_call_the_host_are_compiled_again(
-    name, tmp_path, compiled_again
-):
-    """Calls of the host are left out of races."""
-    fn, args, *rest = PROGRAMS[name]()
-    options = dict(rest[0]) if rest else {}
-    options.pop("tolerance", None)
-    step = flatten_step(fn, args, options.pop("kwargs", {}), **options)
-    mesh = make_mesh((("x", 4),))
-    how = PlanOptions(cache_dir=tmp_path, settings=RACED)
-    run = find_plan(step, mesh, how).plan.compile_bound()
-    calls_host = "callback" in name
-    assert (run.raced, len(compiled_again)) == (not calls_host, calls_host)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,12 @@ from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.programs import RaceRow, kernels_not_timed, left_out, race_row
+from cfp.race.programs import RaceRow, kernels_not_timed, left_out
 from cfp.race.remembered import remembered
 from cfp.search.jobs import whole_job
 from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate
 from cfp_test.program.stacks import stack_step
-from cfp_test.race.results import result_of
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
 
@@ -192,23 +191,6 @@ def test_more_memory_is_no_worse(mesh, tmp_path):
     assert small.peak_bytes in peaks
     # Without a race it is found, too.
     assert plan(least, race=False).peak_bytes <= least
-
-
-def test_a_row_names_no_earlier_budget():
-    """A record says what it was refused for, which may not be this budget."""
-    record = ProfileRecord(
-        key="one",
-        parts=(),
-        status="out_of_memory",
-        reason="needs 9 bytes of 5",
-        temp_bytes=9,
-    )
-    refused = result_of(Candidate("plan", Choice((), ())), record, fits=False)
-    row = race_row(refused)
-    assert (row.note, row.peak_bytes) == ("over the memory budget", 9)
-    ran_out = replace(record, run_seconds=1.0)
-    remark = race_row(replace(refused, outcome=ran_out)).note
-    assert remark == "out_of_memory: needs 9 bytes of 5"
 
 
 def test_what_is_too_large_did_not_fail():

@@ -12,17 +12,15 @@ from cfp.analysis.analyze import Analysis, analyze
 from cfp.analysis.layout import Choice, Storage
 from cfp.cost.memory import can_rematerialize
 from cfp.presets.presets import preset
-from cfp.profiling.record import CompiledBytes, ProfileRecord
+from cfp.profiling.record import ProfileRecord
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race import shortage as room
-from cfp.race.candidates import LESS_MEMORY
 from cfp.race.compile import fits
 from cfp.race.programs import RaceResult
 from cfp.race.shortage import RESERVE, RESULTS, largest_text, no_winner
 from cfp.search.jobs import whole_job
 from cfp.settings import defaults_of
-from cfp.solution import Candidate, Prediction
+from cfp.solution import Candidate
 from cfp.units import format_bytes
 from cfp_test.program.stacks import stack_step
 from cfp_test.race.results import result_of
@@ -129,39 +127,6 @@ def test_the_message_says_what_is_rematerialized_already(analysis):
         return text.partition("up to ")[2].partition(" are")[0]
 
     assert kept(none) and kept(some) and kept(none) != kept(some)
-
-
-def test_the_message_compares_what_was_compiled_with_what_was_predicted(
-    analysis, monkeypatch
-):
-    plain = preset(analysis.frame, ("data",), Storage.USED)
-    again = replace(plain, remat=(0,))
-    predicted = {plain: 8 * MIB, again: 6 * MIB}
-    monkeypatch.setattr(
-        room,
-        "prediction_of",
-        lambda _, problem, choice: Prediction(
-            1.0, CompiledBytes(temp_bytes=predicted[choice])
-        ),
-    )
-    names = {"zero1": plain, LESS_MEMORY: again}
-    sizes = {"zero1": 10 * MIB, LESS_MEMORY: 11 * MIB}
-    compiled = [
-        result_of(
-            Candidate(name, choice),
-            result(analysis, choice, temp_bytes=sizes[name]).record,
-            fits=False,
-        )
-        for name, choice in names.items()
-    ]
-    said = str(no_winner(analysis, compiled, 9 * MIB)).splitlines()
-    assert said[0].startswith("Of 2 compiled plans the smallest, zero1, needs 10.00")
-    assert said[-1] == (
-        "  Compiled: 'zero1' 10.00 MiB (8.00 MiB predicted), 'planned, less memory' "
-        "11.00 MiB (6.00 MiB predicted). 'planned, less memory' is of a search with "
-        "memory larger than predicted by as much as the others' was. With segments "
-        "rematerialized: 'planned, less memory'."
-    )
 
 
 def test_what_failed_otherwise_is_not_taken_for_too_large(analysis):

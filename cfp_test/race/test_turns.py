@@ -17,7 +17,7 @@ from cfp.profiling.timing import measure
 from cfp.race import compile as building
 from cfp.race import turns as room
 from cfp.race.compile import Builder, compile_programs
-from cfp.race.programs import RaceProgram, Skipped
+from cfp.race.programs import RaceProgram
 from cfp.race.turns import race_programs
 from cfp.settings import defaults_of
 from cfp.solution import Candidate
@@ -188,31 +188,6 @@ def test_an_answer_that_was_imported_in_parts_is_none(dated, case, store, tmp_pa
     assert dated("abc") == ("abc", {"a": 2, "b": 2, "c": 2})
 
 
-def test_a_larger_budget_is_a_new_chance(timed):
-    turns, found = timed("a", budget_bytes=10)
-    assert turns == []
-    assert found["a"].status == "out_of_memory"
-    needed = found["a"].peak_bytes
-    assert timed("a", budget_bytes=needed - 1)[0] == []
-    turns, found = timed("a", budget_bytes=needed)
-    assert turns == ["a"]
-    assert found["a"].ok
-
-
-def test_what_is_known_to_be_too_large_is_not_compiled_again(timed, monkeypatch):
-    _, before = timed("a")
-    compiled = []
-
-    def note(program, mesh, job, environment):
-        compiled.append(job.label)
-        return build(program, mesh, job, environment)
-
-    build = building.build
-    monkeypatch.setattr(building, "build", note)
-    timed("ab", budget_bytes=before["a"].peak_bytes - 1)
-    assert compiled == ["b"]
-
-
 def test_a_budget_leaves_good_records_alone(timed, case, store):
     _, before = timed("a")
     needed = before["a"].peak_bytes
@@ -231,94 +206,63 @@ def test_what_ran_out_of_memory_is_not_tried_again(timed, case, store):
     assert timed("a") == ([], {"a": ran_out})
 
 
+@pytest.fixture
+def raced(case, store, monkeypatch):
+    """Races programs whose turns take what a test says, and names their turns."""
+
+    def go(names, rounds, time_ms, programs=None, looks=None, **how):
+        def turn(built, job, program, mesh, *, timing) -> ProfileRecord:
+            go.turns.append(job.label)
+            found = time_ms(job.label)
+            if isinstance(found, str):
+                return built.record(found, reason="boom")
+            return built.record("ok", samples_ms=[found], run_seconds=0.1)
+
+        monkeypatch.setattr(room, "run", turn)
+        programs = programs or [entrant(case, name) for name in names]
+        where = {"program": case.program, "mesh": case.mesh, "store": store}
+        more = {} if looks is None else {"looks": looks}
+        return race_programs(Builder(**where, **how), programs, rounds=rounds, **more)
+
+    go.turns = []
+    return go
+
+
 @pytest.mark.parametrize("slowed", [1.0, 1.3, 4.0])
-def test_nothing_wins_by_having_been_left_out(case, store, monkeypatch, slowed):
+def test_nothing_wins_by_having_been_left_out(raced, slowed):
     """The devices become slower while one, which is behind, is left out."""
-    turns = []
+    alone_ms = {"a": 10.0, "b": 10.1, "c": 12.0}
 
-    def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
-        slow = slowed if len(turns) >= 3 else 1.0
-        turns.append(job.label)
-        alone_ms = {"a": 10.0, "b": 10.1, "c": 12.0}[job.label]
-        return built.record("ok", samples_ms=[slow * alone_ms], run_seconds=0.1)
+    def time_ms(name):
+        return alone_ms[name] * (slowed if len(raced.turns) > 3 else 1.0)
 
-    monkeypatch.setattr(room, "run", turn)
-    programs = [entrant(case, name) for name in "abc"]
-    builder = Builder(program=case.program, mesh=case.mesh, store=store)
-    a, b, c = race_programs(builder, programs, rounds=3)
-    assert turns == ["a", "b", "c", "b", "a", "a", "b"]
+    a, b, c = raced("abc", 3, time_ms)
+    assert raced.turns == ["a", "b", "c", "b", "a", "a", "b"]
     assert a.time_ms == pytest.approx(10.0 * slowed)
     assert b.time_ms == pytest.approx(10.1 * slowed)
     # As far behind as it was in its turn, whose sample is kept as it was taken.
     assert c.time_ms == pytest.approx(12.0 * slowed)
     assert c.record.samples_ms == (12.0,)
     assert c.record.drift == pytest.approx(slowed)
-    again = race_programs(builder, programs, rounds=3)
+    again = raced("abc", 3, time_ms)
     assert [one.time_ms for one in again] == [a.time_ms, b.time_ms, c.time_ms]
 
 
-@pytest.fixture
-def three(case, store, monkeypatch):
-    """Races three programs, of which the last is far behind, and tells their turns."""
-    turns = []
-
-    def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
-        turns.append(job.label)
-        samples_ms = [{"a": 10.0, "b": 10.1, "c": 12.0}[job.label]]
-        return built.record("ok", samples_ms=samples_ms, run_seconds=0.1)
-
-    monkeypatch.setattr(room, "run", turn)
-    programs = [entrant(case, name) for name in "abc"]
-    builder = Builder(program=case.program, mesh=case.mesh, store=store)
-
-    def go(rounds: int) -> list[str]:
-        turns.clear()
-        race_programs(builder, programs, rounds=rounds)
-        return list(turns)
-
-    return go
+def test_a_program_that_fails_runs_once(raced):
+    times = {"a": 10.0, "b": "out_of_memory"}
+    raced("ab", 3, times.get)
+    assert raced.turns == ["a", "b"]
+    raced("b", 3, times.get, options=MeasureOptions(retry_failures=True))
+    assert raced.turns == ["a", "b", "b"]
 
 
-def test_what_is_far_behind_is_left_out_of_turns(three):
-    assert three(3) == ["a", "b", "c", "b", "a", "a", "b"]
-
-
-def test_events_say_how_many_programs_have_a_turn(three, monkeypatch):
-    told = []
-    monkeypatch.setattr(MeasureOptions, "tell", lambda _, event: told.append(event))
-    three(1)
-    turns = [one.partition(", about ")[0] for one in told if one.startswith("timing ")]
-    assert turns == [
-        f"timing {name}, {place} of 3, turn 1 of 1"
-        for place, name in enumerate("abc", start=1)
-    ]
-
-
-def test_a_program_that_fails_runs_once(case, store, monkeypatch):
-    turns = []
-
-    def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
-        turns.append(job.label)
-        if job.label == "b":
-            return built.record("out_of_memory", reason="boom")
-        return built.record("ok", samples_ms=[10.0] * 2, run_seconds=0.1)
-
-    monkeypatch.setattr(room, "run", turn)
-    where = {"program": case.program, "mesh": case.mesh, "store": store}
-    both = [entrant(case, name) for name in "ab"]
-    race_programs(Builder(**where), both, rounds=3)
-    assert turns == ["a", "b"]
-    turns.clear()
-    alone = [RaceProgram(candidate=both[1].candidate, job=case.job("b"))]
-    retried = MeasureOptions(retry_failures=True)
-    race_programs(Builder(**where, options=retried), alone, rounds=3)
-    assert turns == ["b"]
-
-
-def test_a_short_race_is_no_answer_to_a_longer_one(three):
+def test_a_short_race_is_no_answer_to_a_longer_one(raced):
     """As where nothing follows the first turn any more, since time is over."""
+    times = {"a": 10.0, "b": 10.1, "c": 12.0}
     for rounds, count in ((1, 3), (1, 0), (3, 7), (3, 0), (1, 0)):
-        assert len(three(rounds)) == count
+        raced.turns.clear()
+        raced("abc", rounds, times.get)
+        assert len(raced.turns) == count
 
 
 # ---------------------------------------------------------------- without a race
@@ -364,46 +308,6 @@ def compiled(case, store, monkeypatch):
         return list(built), [(r.name, r.fits, r.record.status) for r in refused], peak
 
     return go
-
-
-@pytest.fixture
-def begun(case, store, monkeypatch):
-    """Compiles programs by name where time is over; names what is begun."""
-    labels, build, built = [], building.build, {}
-    monkeypatch.setattr(building, "default_threads", lambda platform: 4)
-
-    def watched(program, mesh, job, environment):
-        labels.append(job.label)
-        return build(program, mesh, job, environment)
-
-    monkeypatch.setattr(building, "build", watched)
-
-    def go(names: str, **how) -> str:
-        labels.clear()
-        where = {"program": case.program, "mesh": case.mesh, "store": store}
-        builder = Builder(**where, built=built, end=0.0, **how)
-        programs = [entrant(case, name) for name in names]
-        results = compile_programs(builder, programs)
-        assert [one.name for one in results] == [*names]
-        skipped = [one for one in results if isinstance(one.outcome, Skipped)]
-        assert len(skipped) + len(labels) + len({*names} & known) == len(names)
-        known.update(labels)
-        return "".join(labels)
-
-    known = set()
-    return go
-
-
-def test_when_time_is_over_one_program_is_begun_on_all_threads(begun):
-    assert len(begun("abcd")) == 1
-
-
-def test_when_time_is_over_nothing_is_begun_beside_what_is_built(begun):
-    [first] = begun("ab")
-    others = [name for name in "abcd" if name != first]
-    assert begun(first) == begun("".join([*others, first])) == ""
-    # What is built is too large for another budget: then one more is begun, alone.
-    assert len(begun("cd", budget_bytes=1)) == 1
 
 
 NEEDS = {"large": 200, "small": 100}
@@ -458,20 +362,6 @@ def test_what_is_compiled_already_is_not_compiled_again(timed, case, monkeypatch
     assert found["a"].key == case.job("a").key.digest
 
 
-def test_threads_see_the_64_bit_setting_of_the_caller(timed, monkeypatch):
-    seen, build = [], building.build
-
-    def noted(*job):
-        seen.append(bool(jax.config.jax_enable_x64))  # pyright: ignore
-        return build(*job)
-
-    monkeypatch.setattr(building, "build", noted)
-    timed("a")
-    with jax.enable_x64(True):
-        timed("bc")
-    assert seen == [False, True, True]
-
-
 @pytest.mark.parametrize("step_ms", [122.5, 125.0, 145.0, 150.0])
 def test_on_gpus_every_program_executes_as_often_in_a_turn(step_ms):
     """Clocks drop as devices work: what ran longer before its sample looks slower."""
@@ -493,46 +383,24 @@ def test_on_gpus_every_program_executes_as_often_in_a_turn(step_ms):
     assert executions(room._timing("gpu", 600.0)) == [1, 1, 1]
 
 
-def test_what_makes_inputs_is_compiled_before_anything_is_timed(
-    case, store, monkeypatch
-):
-    told = []
-
-    def ran(built, job, *_, timing):
-        told.append(f"ran {job.label}")
-        return built.record("ok", samples_ms=(1.0,))
-
-    def made(program, mesh, job):
-        told.append(f"made {job.label}")
-
-    monkeypatch.setattr(room, "run", ran)
-    monkeypatch.setattr(room, "compile_generators", made)
-    builder = Builder(program=case.program, mesh=case.mesh, store=store)
-    race_programs(builder, [entrant(case, name) for name in "ab"], rounds=1)
-    assert sorted(told[:2]) == ["made a", "made b"]
-    assert sorted(told[2:]) == ["ran a", "ran b"]
-
-
-def test_lost_devices_end_a_race(case, store, monkeypatch):
+def test_lost_devices_end_a_race(raced, case, store, monkeypatch):
     """A crashed program is known; of the others nothing was said."""
-    ran = []
-
-    def crash(built, job, *_, timing):
-        ran.append(job.label)
-        return built.record("crashed", reason="INTERNAL: illegal address")
 
     def gone(*_):
         raise jax.errors.JaxRuntimeError("INTERNAL: the context is gone")
 
-    monkeypatch.setattr(room, "run", crash)
     monkeypatch.setattr(runner, "make_inputs", gone)
-    programs = [entrant(case, name) for name in "abc"]
-    builder = Builder(program=case.program, mesh=case.mesh, store=store)
-    with pytest.raises(DeviceError, match="illegal address"):
-        race_programs(builder, programs, rounds=1)
-    assert ran == ["a"]
+    with pytest.raises(DeviceError, match="boom"):
+        raced("abc", 1, lambda _: "crashed")
+    assert raced.turns == ["a"]
     kept = [(record.key, record.status) for record in store.records()]
     assert kept == [(case.job("a").key.digest, "crashed")]
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """Races as on GPUs."""
+    monkeypatch.setattr(room, "defaults_of", lambda _: defaults_of("gpu"))
 
 
 @pytest.mark.parametrize(
@@ -563,44 +431,26 @@ def test_lost_devices_end_a_race(case, store, monkeypatch):
         ({"a": [10.5], "b": [10.0], "c": [10.6]}, "a" + "abc" + "bb"),
     ],
 )
-def test_a_race_on_gpus_ends_when_it_has_told(case, store, monkeypatch, times, turns):
+def test_a_race_on_gpus_ends_when_it_has_told(raced, on_gpus, times, turns):
     """The same race has its answer then, though it ended before its last turn."""
-    ran = []
+    counts = Counter()
 
-    def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
-        if not ran:
-            assert timing.warmup_seconds == 3.0
-        mine = times[job.label]
-        sample_ms = mine[ran.count(job.label) % len(mine)]
-        ran.append(job.label)
-        return built.record("ok", samples_ms=[sample_ms], run_seconds=0.1)
+    def time_ms(name):
+        counts[name] += 1
+        return times[name][(counts[name] - 1) % len(times[name])]
 
-    monkeypatch.setattr(room, "run", turn)
-    monkeypatch.setattr(room, "defaults_of", lambda _: defaults_of("gpu"))
-    programs = [entrant(case, name) for name in "abc"]
-    builder = Builder(program=case.program, mesh=case.mesh, store=store)
-    results = race_programs(builder, programs, rounds=4)
-    assert len(ran) == len(turns)
-    assert Counter(ran) == Counter(turns)
+    results = raced("abc", 4, time_ms)
+    assert Counter(raced.turns) == Counter(turns)
     for one in results:  # The look is none of the samples, if there were turns.
         looks = 1 + (one.name == "a")
         assert len(one.samples_ms) == max(1, turns.count(one.name) - looks)
-    again = race_programs(builder, programs, rounds=4)
-    assert len(ran) == len(turns)
+    again = raced("abc", 4, time_ms)
+    assert len(raced.turns) == len(turns)
     assert [one.record for one in again] == [one.record for one in results]
 
 
-def test_what_had_a_look_just_now_needs_none(case, store, monkeypatch):
+def test_what_had_a_look_just_now_needs_none(raced, on_gpus, case, store):
     """A look is kept under the key of this race where nothing follows it."""
-    ran = []
-
-    def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
-        ran.append(job.label)
-        sample_ms = {"a": 10.0, "b": 10.8, "c": 10.1}[job.label]
-        return built.record("ok", samples_ms=[sample_ms], run_seconds=0.1)
-
-    monkeypatch.setattr(room, "run", turn)
-    monkeypatch.setattr(room, "defaults_of", lambda _: defaults_of("gpu"))
     a, b, c = (entrant(case, name) for name in "abc")
     looks = {
         one.identity: ProfileRecord(
@@ -608,46 +458,31 @@ def test_what_had_a_look_just_now_needs_none(case, store, monkeypatch):
         )
         for one, sample_ms in ((a, 10.0), (b, 10.8))
     }
-    builder = Builder(program=case.program, mesh=case.mesh, store=store)
-    results = race_programs(builder, [a, b, c], rounds=4, looks=looks)
-    assert ran == ["a", "c", "a", "c", "c", "a"], "the first warms up the devices"
+    times = {"a": 10.0, "b": 10.8, "c": 10.1}
+    results = raced("", 4, times.get, programs=[a, b, c], looks=looks)
+    assert raced.turns == ["a", "c", "a", "c", "c", "a"], "the first warms devices up"
     assert [one.samples_ms for one in results] == [(10.0,) * 2, (10.8,), (10.1,) * 2]
     assert store.get(b.job.key.digest) == results[1].record
 
 
-def test_a_program_that_races_alone_on_cpus_has_one_turn(case, store, monkeypatch):
-    ran = []
-
-    def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
-        ran.append(job.label)
-        sample_ms = {"a": 10.0, "b": 20.0}[job.label]
-        return built.record("ok", samples_ms=[sample_ms] * 3, run_seconds=0.1)
-
-    monkeypatch.setattr(room, "run", turn)
-    builder = Builder(program=case.program, mesh=case.mesh, store=store)
-    race_programs(builder, [entrant(case, "a")], rounds=3)
-    assert ran == ["a"]
-    race_programs(builder, [entrant(case, name) for name in "ab"], rounds=3)
-    assert ran == ["a", "a", "b", "a"], "b is far behind, and a is alone"
+def test_a_program_that_races_alone_on_cpus_has_one_turn(raced):
+    times = {"a": 10.0, "b": 20.0}
+    raced("a", 3, times.get)
+    assert raced.turns == ["a"]
+    raced("ab", 3, times.get)
+    assert raced.turns == ["a", "a", "b", "a"], "b is far behind, and a is alone"
 
 
-def test_where_time_is_over_after_a_turn_no_look_wins(case, store, monkeypatch):
+def test_where_time_is_over_after_a_turn_no_look_wins(raced, on_gpus, monkeypatch):
     """The devices are slower in turns; what was left out before has a look alone."""
-    ran = []
 
-    def turn(built: Built, job, program, mesh, *, timing) -> ProfileRecord:
-        ran.append(job.label)
-        slow = 1.1 if len(ran) > 3 else 1.0  # Warm, and two looks.
-        sample_ms = slow * {"a": 10.0, "b": 10.5}[job.label]
-        return built.record("ok", samples_ms=[sample_ms], run_seconds=0.1)
+    def time_ms(name):
+        slow = 1.1 if len(raced.turns) > 3 else 1.0  # Warm, and two looks.
+        return slow * {"a": 10.0, "b": 10.5}[name]
 
-    monkeypatch.setattr(room, "run", turn)
-    monkeypatch.setattr(room, "defaults_of", lambda _: defaults_of("gpu"))
-    clock = SimpleNamespace(monotonic=lambda: float(len(ran)))
+    clock = SimpleNamespace(monotonic=lambda: float(len(raced.turns)))
     monkeypatch.setattr(room, "time", clock)
     monkeypatch.setattr(building, "time", clock)
-    programs = [entrant(case, name) for name in "ab"]
-    builder = Builder(program=case.program, mesh=case.mesh, store=store, end=3.5)
-    a, b = race_programs(builder, programs, rounds=4)
-    assert ran == ["a", "b", "a", "a"]
+    a, b = raced("ab", 4, time_ms, end=3.5)
+    assert raced.turns == ["a", "b", "a", "a"]
     assert a.time_ms == pytest.approx(11.0) and b.time_ms == pytest.approx(11.55)

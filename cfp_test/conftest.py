@@ -101,15 +101,6 @@ def steady_times():
 
 
 @pytest.fixture(scope="module")
-def small_heap():
-    """Collections of garbage go over what a module's tests made, and nothing older."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(scope="module")
 def compiled_once():
     """Has XLA compile each program once in a module, whichever test asks for it.
 

@@ -132,15 +132,6 @@ def test_what_the_compiler_refuses_is_a_record(case):
     assert record.build_seconds > 0
 
 
-def test_our_own_bugs_are_no_records(case, monkeypatch):
-    def broken(*_):
-        raise AssertionError("the module does not have the program's ops")
-
-    monkeypatch.setattr(builder, "lower_part", broken)
-    with pytest.raises(AssertionError):
-        build(case.program, case.mesh, case.job())
-
-
 def test_parts_are_built_in_threads(case):
     outcomes = {}
 
@@ -170,16 +161,6 @@ def test_too_little_memory_is_distinguished_from_other_errors():
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(error("INVALID_ARGUMENT: No such compile option"))
     assert not is_out_of_memory(ValueError("RESOURCE_EXHAUSTED"))
-
-
-def test_running_out_of_memory_while_building_is_a_record(case, monkeypatch):
-    def full(*_, **__):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: autotuning")
-
-    monkeypatch.setattr(builder, "compile_lowered", full)
-    record = build(case.program, case.mesh, case.job())
-    assert isinstance(record, ProfileRecord)
-    assert record.status == "out_of_memory"
 
 
 def test_reasons_are_cut():

@@ -9,12 +9,11 @@ from jax.sharding import AxisType
 from cfp.errors import DeviceError
 from cfp.profiling import collectives
 from cfp.profiling.builder import Built
-from cfp.profiling.collectives import ProbeSizes, build_probe, measure_rates, probes
+from cfp.profiling.collectives import ProbeSizes, build_probe, measure_rates
 from cfp.profiling.inputs import make_inputs
 from cfp.profiling.options import MeasureOptions
 from cfp.profiling.rates import KINDS, Rates
 from cfp.profiling.store import ProfileStore
-from cfp_test.support.covering import at_night
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -85,17 +84,6 @@ def test_the_programs_do_what_their_names_say(measured):
         # An all-to-all's pieces, otherwise the whole tensor of a group.
         share = ways if found.kind == "all-to-all" else 1
         assert found.bytes == size_of(parts) // share
-
-
-@pytest.mark.parametrize("longest", [16, *at_night([2, 64])])
-def test_chains_of_any_length_stay_whole(square, longest):
-    sizes = dataclasses.replace(SIZES, chain_bytes=1 << 30, longest_chain=longest)
-    mesh, by_key = collectives._probes_by_key(square)
-    for probe in probes(mesh, dataclasses.replace(sizes, collective_bytes=(1 << 10,))):
-        if dict(probe.parts)["what"] == "collective":
-            built = build_probe(next(iter(by_key)), probe, mesh)
-            assert isinstance(built, Built), built.reason
-            assert [c.count for c in built.collectives] == [longest]
 
 
 def test_every_link_of_a_chain_needs_the_one_before(square):
@@ -181,19 +169,6 @@ def test_the_second_time_nothing_runs(measured, square):
     again = []
     assert measure_rates(square, store, MeasureOptions(progress=again.append)) == rates
     assert [event.cached for event in again] == [28]
-
-
-def test_keys_say_what_and_where(measured):
-    _, _, store = measured
-    every = [one.parts for one in store.records()]
-    assert {parts[0][0] for parts in every} == {"what"}
-    assert all(
-        {"platform", "device_kind", "jaxlib_version"} <= {*dict(p)} for p in every
-    )
-    wanted = {("what", "collective"), ("kind", "all-gather"), ("axes", "y")}
-    wanted |= {("mesh", "x=2,y=4")}
-    found = [dict(parts) for parts in every if wanted <= {*parts}]
-    assert {parts["bytes"] for parts in found} == {"1024", "8192"}
 
 
 def test_axes_of_other_meshes_are_measured_anew(store):

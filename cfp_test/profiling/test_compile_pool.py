@@ -92,13 +92,6 @@ def test_threads_have_the_settings_of_what_made_the_pool():
         assert pool.start("one", settings).result() == (True, False)
 
 
-@pytest.mark.parametrize(("gigabytes", "expected"), [(1, 1), (9, 4), (900, 12)])
-def test_memory_of_the_host_bounds_the_threads(monkeypatch, gigabytes, expected):
-    monkeypatch.setattr(compile_pool, "_cores", lambda: 32)
-    monkeypatch.setattr(compile_pool, "_host_bytes", lambda: gigabytes * 2**30)
-    assert default_threads("gpu") == expected
-
-
 def test_the_memory_of_a_container_bounds_that_of_its_host(monkeypatch, tmp_path):
     host = compile_pool._host_bytes()
     limits = tmp_path / "v2", tmp_path / "v1", tmp_path / "none"

@@ -162,12 +162,6 @@ def test_killed_and_started_again(undisturbed, tmp_path):
 
 
 @pytest.mark.nightly
-def test_killed_twenty_times(undisturbed, tmp_path):
-    kill_at_random_moments(with_rates(undisturbed, tmp_path), times=20)
-    check_like(undisturbed, tmp_path)
-
-
-@pytest.mark.nightly
 def test_killed_twenty_times_from_an_empty_store(undisturbed, tmp_path):
     kill_at_random_moments(tmp_path, times=20)
     rates = {k for k, r in records(undisturbed).items() if is_rate(r)}

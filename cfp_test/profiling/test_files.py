@@ -1,13 +1,10 @@
 """No other user of the machine reads the cache, or writes to it."""
 
-import gc
 import os
-import sys
 
 import pytest
 
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.files import make_private, open_private
 from cfp.profiling.in_flight import InFlight
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
@@ -58,43 +55,3 @@ def test_what_an_earlier_version_made_is_closed(tmp_path, monkeypatch):
     other.mkdir(mode=0o755)
     ProfileStore(other / STORE_NAME).close()
     assert (mode(other), mode(other / STORE_NAME)) == (0o755, 0o600)
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's /proc")
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("make", [lambda p: open_private(p, "w").close(), make_private])
-@pytest.mark.usefixtures("small_heap")
-def test_an_interrupt_at_any_moment_leaves_no_file_open(tmp_path, make):
-    def interrupt_at(number):
-        left = number
-
-        def trace(frame, event, argument):
-            nonlocal left
-            if not frame.f_code.co_filename.endswith("/files.py"):
-                return None
-            frame.f_trace_opcodes = True
-            left -= event in ("opcode", "return")
-            if left == 0:
-                raise KeyboardInterrupt
-            return trace
-
-        sys.settrace(trace)
-        try:
-            make(tmp_path / str(number))
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(None)
-        return False
-
-    def opened():
-        links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
-        files = [os.readlink(link) for link in links if os.path.lexists(link)]
-        return [file for file in files if file.startswith(str(tmp_path))]
-
-    number = 1
-    while interrupt_at(number):
-        gc.collect()
-        assert opened() == [], number
-        number += 1
-    assert number > 5

@@ -1,4 +1,3 @@
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import pytest
 
 from cfp.profiling import compile_pool, scheduler
 from cfp.profiling.builder import Built
-from cfp.profiling.compile_pool import default_threads, overlaps
+from cfp.profiling.compile_pool import overlaps
 from cfp.profiling.in_flight import InFlight
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
@@ -203,28 +202,11 @@ def test_what_another_process_is_at_is_waited_for(shop, store):
     assert events.count(("wait", "task a")) == 1
 
 
-def test_no_tasks(shop, store):
-    events = []
-    summary = run_tasks([], store, progress=events.append)
-    assert summary.records == {}
-    assert [event.phase for event in events] == ["look up"]
-
-
 def test_equal_tasks_are_measured_once(shop, store):
     summary = run_tasks(shop.tasks("abaab"), store)
     assert list(summary.records) == digests("ab")
     assert sorted(shop.built) == ["a", "b"]
     assert summary.measured == 2
-
-
-def test_the_store_answers_first(shop, store):
-    first = run_tasks(shop.tasks("ab"), store)
-    again = run_tasks(shop.tasks("abc"), store)
-    assert (again.measured, again.cached, again.failed) == (1, 2, 0)
-    assert shop.ran == ["a", "b", "c"]
-    for digest, record in first.records.items():
-        assert again.records[digest] == record
-    assert (again.build_seconds, again.run_seconds) == (0.25, 2.0)
 
 
 def test_failures_are_answered_too(shop, store):
@@ -416,16 +398,6 @@ def test_progress_adds_up(shop, store, overlap):
     assert finished == [f"task {name}" for name in "bcdef"]
 
 
-def test_there_is_no_best_before_the_first_good_record(shop, store):
-    shop.unbuildable = {"a"}
-    events = []
-    run_tasks(shop.tasks("ab"), store, progress=events.append)
-    assert [event.best_ms for event in events if event.done < 2] == [math.inf] * (
-        len(events) - 1
-    )
-    assert events[-1].best_ms == 1.0
-
-
 # --------------------------------------------------------------------------- interrupts
 
 
@@ -452,41 +424,6 @@ def test_an_interrupt_keeps_what_was_measured(shop, store, phase, overlap):
     assert shop.ran == list("abcdef")[len(measured) :]
 
 
-def test_an_interrupt_starts_no_further_builds(shop, store):
-    over = threading.Event()
-    shop.on_build["b"] = lambda: until(over.is_set)
-
-    def stop(event):
-        if event.phase == "run":
-            until(lambda: shop.building > 0)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_tasks(shop.tasks("abcdefgh"), store, progress=stop)
-    over.set()
-    shop.ends()
-    # One was built, and one was being built.
-    assert shop.built == ["a", "b"]
-
-
-def test_an_interrupt_starts_no_builds_that_wait_for_others(shop, store):
-    over = threading.Event()
-    shop.on_build["a"] = lambda: until(over.is_set)
-
-    def stop(event):
-        if event.phase == "build":
-            until(lambda: shop.building > 0)
-            raise KeyboardInterrupt
-
-    first, second = shop.tasks("ab")
-    waiting = replace(second, after=frozenset({first.key.digest}))
-    with pytest.raises(KeyboardInterrupt):
-        run_tasks([first, waiting], store, threads=2, overlap=False, progress=stop)
-    over.set()
-    shop.ends()
-    assert shop.built == ["a"]
-
-
 def test_a_bug_passes_through_and_the_rest_is_kept(shop, store):
     shop.raising = {"c": AssertionError("a bug")}
     with pytest.raises(AssertionError, match="a bug"):
@@ -509,43 +446,6 @@ def test_failures_to_build_are_kept_at_once(shop, store):
 
 
 # ------------------------------------------------------------------------------ threads
-
-
-def test_threads_see_the_64_bit_setting_of_the_caller(shop, store):
-    seen = []
-
-    def build():
-        seen.append(bool(jax.config.jax_enable_x64))  # pyright: ignore
-        return Built(key=key_of("a"), compiled=shop.compiled)
-
-    task = Work(
-        key=key_of("a"),
-        label="a",
-        build=build,
-        run=lambda built: built.record("crashed", reason="x"),
-    )
-    run_tasks([task], store)
-    with jax.enable_x64(True):
-        run_tasks([task], store, retry_failures=True)
-    assert seen == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("platform", "cores", "threads"),
-    [
-        ("cpu", 2, 1),
-        ("cpu", 4, 1),
-        ("cpu", 16, 4),
-        ("gpu", 4, 1),
-        ("gpu", 2, 1),
-        ("gpu", 32, 12),
-        ("gpu", 224, 24),
-    ],
-)
-def test_default_threads(monkeypatch, platform, cores, threads):
-    monkeypatch.setattr(compile_pool, "_cores", lambda: cores)
-    monkeypatch.setattr(compile_pool, "_host_bytes", lambda: 2**40)
-    assert default_threads(platform) == threads
 
 
 def test_only_what_leaves_devices_in_peace_overlaps():

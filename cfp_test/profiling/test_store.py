@@ -1,9 +1,5 @@
 import dataclasses
 import json
-import logging
-import multiprocessing
-import os
-import signal
 import sqlite3
 import threading
 from pathlib import Path
@@ -14,7 +10,6 @@ from cfp.errors import CacheError
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import Collective, ProfileRecord, Status
 from cfp.profiling.store import ProfileStore, default_cache_dir
-from cfp_test.support.waiting import GUARD_SECONDS
 
 
 def make(name: str, *, value: float = 1.0, status: Status = "ok") -> ProfileRecord:
@@ -176,51 +171,6 @@ def test_a_closed_store_is_of_no_use(path):
 # Several at once
 
 
-def write_some(path: str, names: list[str], start) -> None:
-    with ProfileStore(path) as store:
-        start.wait(GUARD_SECONDS)
-        for name in names:
-            store.put(make(name))
-
-
-def test_two_processes_write_at_once(path):
-    context = multiprocessing.get_context("spawn")
-    start = context.Barrier(2)
-    shared = [f"shared {index}" for index in range(20)]
-    names = [
-        [f"{process} {index}" for index in range(180)] + shared for process in range(2)
-    ]
-    processes = [
-        context.Process(target=write_some, args=(str(path), some, start))
-        for some in names
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(GUARD_SECONDS)
-        assert process.exitcode == 0
-    with ProfileStore(path) as store:
-        assert len(store) == 380
-        keys = [make(name).key for some in names for name in some]
-        assert len(store.get_many(keys)) == 380
-    assert set_aside(path) == []
-
-
-def test_threads_share_a_store(path):
-    def write(thread: int) -> None:
-        for index in range(50):
-            store.put(make(f"{thread} {index}"))
-            assert store.get(make(f"{thread} {index}").key)
-
-    with ProfileStore(path) as store:
-        threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(store) == 200
-
-
 def test_stores_that_find_damage_at_once_set_one_file_aside(path):
     fill(path)
     path.write_bytes(b"no database" * 1000)
@@ -244,40 +194,6 @@ def test_stores_that_find_damage_at_once_set_one_file_aside(path):
     assert [len(store) for store in stores] == [6] * 6
     for store in stores:
         store.close()
-
-
-def write_for_ever(path: str, pipe) -> None:
-    with ProfileStore(path) as store:
-        for index in range(10**9):
-            store.put(make(str(index)))
-            pipe.send_bytes(str(index).encode())
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs POSIX signals")
-def test_a_killed_writer_loses_nothing_that_it_had_put(path, caplog):
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=write_for_ever, args=(str(path), sender))
-    process.start()
-    sender.close()
-    assert process.pid is not None
-    for _ in range(100):
-        assert receiver.poll(GUARD_SECONDS)
-        last = int(receiver.recv_bytes())
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(GUARD_SECONDS)
-    assert process.exitcode == -signal.SIGKILL
-    try:
-        while True:
-            last = int(receiver.recv_bytes())
-    except EOFError:
-        receiver.close()
-    with caplog.at_level(logging.WARNING), ProfileStore(path) as store:
-        keys = [make(str(index)).key for index in range(last + 1)]
-        assert len(store.get_many(keys)) == last + 1
-        assert store.put(make("after"))
-    assert set_aside(path) == []
-    assert caplog.records == []
 
 
 # Damage

@@ -9,7 +9,6 @@ from cfp.profiling import topology
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.topology import (
     UNKNOWN,
-    ask_driver,
     bus_of,
     gpu_parts,
     numbers_of,
@@ -83,15 +82,6 @@ def test_power_and_driver():
 def test_devices_that_are_counted_anew(visible, links, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpu_parts([0, 1])["links"] == links
-
-
-def test_without_a_driver_nothing_is_known(monkeypatch):
-    monkeypatch.setattr(topology, "ask_driver", ask_driver)
-    monkeypatch.setenv("PATH", "/nowhere")
-    ask_driver.cache_clear()
-    found = gpu_parts([0, 1])
-    ask_driver.cache_clear()
-    assert found == {"links": UNKNOWN, "power_limit": UNKNOWN, "driver": UNKNOWN}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from cfp.profiling import measurer, runner
+from cfp.profiling import measurer
 from cfp.profiling.builder import BuildEnvironment, build_failure
 from cfp.profiling.measurer import Measurer, first_of_kernels, tune_kernels
 from cfp.profiling.options import MeasureOptions
@@ -82,16 +82,6 @@ def test_suspects_are_built_one_at_a_time(case, store, tunable, monkeypatch):
     assert seen == [case.mesh.devices.flat[0].id] * 3
 
 
-def test_what_goes_wrong_in_a_thread_is_raised(case, store, tunable, monkeypatch):
-    def build(*_):
-        raise AssertionError("a bug")
-
-    monkeypatch.setattr(measurer, "build", build)
-    jobs = [case.job(str(number)) for number in range(9)]
-    with pytest.raises(AssertionError, match="a bug"):
-        tune_kernels(case.program, case.mesh, jobs, store)
-
-
 def test_equal_jobs_are_built_once(case, store, tunable):
     jobs = [case.job("a"), case.job("b"), case.job("a")]
     tune_kernels(case.program, case.mesh, jobs, store)
@@ -115,41 +105,6 @@ def test_what_a_process_died_of_is_left_out(case, store, tunable):
         case.program, case.mesh, jobs, store, MeasureOptions(retry_failures=True)
     )
     assert tunable == ["b", "a"]
-
-
-def test_what_was_tuned_for_the_mesh_itself_is_not_built_again(
-    case, store, monkeypatch
-):
-    """A program that was built for another device order is another one."""
-    monkeypatch.setattr(
-        BuildEnvironment,
-        "options",
-        lambda self, platform: {"xla_llvm_disable_expensive_passes": "False"},
-    )
-    seen = {}
-    together = threading.Barrier(2)
-
-    def tuned(program, mesh, job, environment):
-        together.wait(timeout=GUARD_SECONDS)
-        seen[job.label] = mesh == case.mesh
-        return build_whole(program, mesh, job)
-
-    built = []
-
-    def counted(program, mesh, job, environment):
-        built.append(job.label)
-        return build_whole(program, mesh, job)
-
-    build_whole = measurer.build
-    monkeypatch.setattr(measurer, "build", tuned)
-    monkeypatch.setattr(measurer, "default_threads", lambda platform: 2)
-    monkeypatch.setattr(runner, "build", counted)
-    jobs = [case.job(name, kernels=name) for name in ("a", "b")]
-    look = Measurer(case.program, case.mesh, store, True, MeasureOptions())
-    records = look(jobs)
-    assert sorted(seen.values()) == [False, True]
-    assert built == [label for label, is_mine in seen.items() if not is_mine]
-    assert [records[job.key.digest].ok for job in jobs] == [True, True]
 
 
 def test_the_first_of_those_that_share_kernels_is_tuned_for_each_round(

@@ -1,7 +1,6 @@
 """Decoding with a cache of keys and values: sharded by rows, and by heads."""
 
 import re
-from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -94,15 +93,6 @@ def test_a_loop_is_planned_as_by_hand(tmp_path):
     assert "parameters as used" in str(plan)
 
 
-def test_zero1_of_what_updates_nothing_is_data_parallel(tmp_path):
-    generate, args, options = donating()
-    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
-    plan = cfp.plan(
-        generate, *args, mesh=mesh, cache_dir=tmp_path, preset="zero1", **options
-    )
-    assert str(plan).startswith("Plan 'data_parallel'")
-
-
 @cover_values(name=["decoding", "batched_decoding"], mesh=MESHES)
 def test_heads_are_sharded_and_right(name, mesh):
     case = prepare(name, PROGRAMS[name], MESHES[mesh])
@@ -142,24 +132,3 @@ def test_a_budget_that_sharded_heads_fit_is_kept(tmp_path):
         donate_argnums=1,
     )
     assert plan.predicted_bytes <= 600e6
-
-
-def test_worlds_that_a_policy_acts_in_stay_where_they_are():
-    """State that a loop steps forward is not taken for what an update changes."""
-    case = prepare("rollout", PROGRAMS["rollout"], MESHES["x4"])
-    choice = presets(case.frame)["data_parallel"]
-    [worlds] = [
-        i
-        for i, v in enumerate(case.frame.program.args)
-        if case.frame.program.shape(v) == (64, 8)
-    ]
-    assert lay_out(case.frame, choice).arg_spec(worlds) == (("x",), ())
-    run = compile_choice(case, choice)
-    gathers = re.findall(
-        r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", run.compiled.as_text()
-    )
-    # Rows of all times are joined once, after the loop; in it a device has its own
-    # worlds, but where JAX picks a logit for each row.
-    sizes = [prod(map(int, shape.split(","))) for shape in gathers]
-    assert sum(sizes) <= 5 * 64 * (8 + 1 + 1 + 1) + 64 * 4
-    assert differences(case, run()) == {}

@@ -1,5 +1,8 @@
 """Batches that are state: environments that a policy acts in, beside its parameters."""
 
+import re
+from math import prod
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,162 +14,38 @@ from cfp.presets.presets import presets
 from cfp.presets.roles import data_arguments
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
-from cfp_test.support.checking import make_mesh
-from cfp_test.support.covering import at_night
+from cfp_test.programs.registry import PROGRAMS
+from cfp_test.support.checking import compile_choice, differences, make_mesh, prepare
 
-MESHES = {"x4": (("x", 4),), "x2y2": (("x", 2), ("y", 2))}
-ENVS, TURNS, PLACES, ACTIONS, HIDDEN, STORED = 64, 6, 6, 4, 32, 96
+MESH = (("x", 4),)
+ENVS, STORED = 64, 96
 TX = optax.adam(1e-2)
 
 
-def policy(p, seen):
-    h = jnp.tanh(jnp.tanh(seen @ p["in"] + p["bias"]) @ p["mid"])
-    return h @ p["actor"], (h @ p["critic"])[..., 0]
+def frame_of(step, args):
+    program, _ = trace(flatten_step(step, args), make_mesh(MESH))
+    return build_frame(program, MESH)
 
 
-def observe(env, mean):
-    return jnp.concatenate([env["place"], env["speed"]], -1) - mean
-
-
-def act(env, action, key):
-    """Moves one environment."""
-    push = jnp.zeros(PLACES).at[action].set(1.0)
-    speed = 0.9 * env["speed"] + push + 0.1 * jax.random.normal(key, push.shape)
-    place = env["place"] + 0.1 * speed
-    is_over = jnp.abs(place).max() > 1.0
-    env = {"place": place, "speed": speed, "age": env["age"] + 1}
-    env = jax.tree.map(lambda v: jnp.where(is_over, jnp.zeros_like(v), v), env)
-    return env, -jnp.square(place).sum(), is_over
-
-
-def rollout(state, key):
-    """Each environment's turns, one after another."""
-
-    def turn(env, key):
-        seen = observe(env, state["mean"])
-        logits, value = policy(state["params"], seen)
-        one, other = jax.random.split(key)
-        action = jax.random.categorical(one, logits)
-        own = jnp.take_along_axis(jax.nn.log_softmax(logits), action[:, None], 1)[:, 0]
-        env, reward, is_over = jax.vmap(act)(env, action, jax.random.split(other, ENVS))
-        return env, (seen, action, own, value, reward, is_over)
-
-    return jax.lax.scan(turn, state["env"], jax.random.split(key, TURNS))
-
-
-def advantages(last, values, rewards, is_over):
-    def back(carry, turn):
-        advantage, after = carry
-        value, reward, is_over = turn
-        goes_on = 1.0 - is_over
-        error = reward + 0.99 * after * goes_on - value
-        advantage = error + 0.95 * 0.99 * goes_on * advantage
-        return (advantage, value), advantage
-
-    start = (jnp.zeros_like(last), last)
-    return jax.lax.scan(back, start, (values, rewards, is_over), reverse=True)[1]
-
-
-def loss(p, batch):
-    seen, action, before, advantage, wanted = batch
-    logits, value = policy(p, seen)
-    own = jnp.take_along_axis(jax.nn.log_softmax(logits), action[..., None], -1)[..., 0]
-    ratio = jnp.exp(own - before)
-    clipped = jnp.clip(ratio, 0.8, 1.2)
-    gain = jnp.minimum(ratio * advantage, clipped * advantage).mean()
-    return jnp.square(value - wanted).mean() - gain
-
-
-def update(state, batch, key, parts):
-    """One step of the optimizer; or several, each on a part of what was shuffled."""
-
-    def one(carry, batch):
-        params, opt = carry
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, opt = TX.update(grads, opt)
-        return (optax.apply_updates(params, updates), opt), value
-
-    start = state["params"], state["opt"]
-    if parts == 1:
-        return one(start, batch)
-    order = jax.random.permutation(key, TURNS * ENVS)
-    flat = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:])[order], batch)
-    cut = jax.tree.map(lambda v: v.reshape(parts, -1, *v.shape[1:]), flat)
-    return jax.lax.scan(one, start, cut)
-
-
-def make(parts=1, apart=False):
-    """A step of PPO whose only argument is its state; or several are.
-
-    There is other state without gradients: means of what is seen, slow copies of the
-    parameters, and a store of what was seen that is read at random.
-    """
-
-    def train_step(state):
-        key, one, other, third = jax.random.split(state["key"], 4)
-        env, (seen, action, own, value, reward, is_over) = rollout(state, one)
-        last = policy(state["slow"], observe(env, state["mean"]))[1]
-        advantage = advantages(last, value, reward, is_over)
-        batch = seen, action, own, advantage, advantage + value
-        (params, opt), value = update(state, batch, other, parts)
-        again = state["store"][jax.random.randint(third, (ENVS,), 0, STORED)]
-        odd = jnp.square(policy(state["params"], again)[1]).mean()
-        return {
-            "params": params,
-            "opt": opt,
-            "env": env,
-            "mean": 0.9 * state["mean"] + 0.1 * seen.mean((0, 1)),
-            "slow": jax.tree.map(
-                lambda a, b: 0.9 * a + 0.1 * b, state["slow"], state["params"]
-            ),
-            "store": jnp.concatenate([seen[-1], state["store"]])[:STORED],
-            "key": key,
-        }, (value, odd)
-
-    def with_several(params, opt, env, rest):
-        state, values = train_step({"params": params, "opt": opt, "env": env, **rest})
-        params, opt, env = (state.pop(name) for name in ("params", "opt", "env"))
-        return (params, opt, env, state), values
-
-    sizes = {
-        "in": (2 * PLACES, HIDDEN),
-        "bias": (HIDDEN,),
-        "mid": (HIDDEN, HIDDEN),
-        "actor": (HIDDEN, ACTIONS),
-        "critic": (HIDDEN, 1),
-    }
-    keys = jax.random.split(jax.random.key(0), len(sizes))
-    params = {
-        name: 0.2 * jax.random.normal(key, size)
-        for key, (name, size) in zip(keys, sizes.items(), strict=True)
-    }
-    rows = {"place": jnp.zeros((ENVS, PLACES)), "speed": jnp.ones((ENVS, PLACES))}
-    rest = {
-        "mean": jnp.zeros(2 * PLACES),
-        "slow": jax.tree.map(jnp.copy, params),
-        "store": jnp.ones((STORED, 2 * PLACES)),
-        "key": jax.random.key(1),
-    }
-    env = {**rows, "age": jnp.zeros(ENVS, jnp.int32)}
-    if apart:
-        return with_several, (params, TX.init(params), env, rest)
-    state = {"params": params, "opt": TX.init(params), "env": env, **rest}
-    return train_step, (state,)
-
-
-def frame_of(step, args, mesh=MESHES["x4"]):
-    program, _ = trace(flatten_step(step, args), make_mesh(mesh))
-    return build_frame(program, mesh)
-
-
-@pytest.mark.parametrize(
-    ("apart", "parts"), [(True, 1), (False, 3), *at_night([(True, 3), (False, 1)])]
-)
-def test_environments_are_the_batch(parts, apart):
-    frame = frame_of(*make(parts, apart))
-    names = {frame.program.arg_names[p] for p in data_arguments(frame)}
-    inner = {"place", "speed", "age"}
-    assert names == {f"env/{n}" if apart else f"state/env/{n}" for n in inner}
+def test_worlds_that_a_policy_acts_in_are_the_batch_and_stay_where_they_are():
+    """State that a loop steps forward is not taken for what an update changes."""
+    case = prepare("rollout", PROGRAMS["rollout"], MESH)
+    frame = case.frame
+    names = frame.program.arg_names
+    assert {names[p] for p in data_arguments(frame)} == {"worlds"}
+    choice = presets(frame)["data_parallel"]
+    layout = lay_out(frame, choice)
+    sharded = {names[i]: layout.arg_spec(i) for i in range(len(names))}
+    assert {n: s for n, s in sharded.items() if any(s)} == {"worlds": (("x",), ())}
+    run = compile_choice(case, choice)
+    gathers = re.findall(
+        r"= \w+\[([\d,]*)\]\S* all-gather(?:-start)?\(", run.compiled.as_text()
+    )
+    # Rows of all times are joined once, after the loop; in it a device has its own
+    # worlds, but where JAX picks a logit for each row.
+    sizes = [prod(map(int, shape.split(","))) for shape in gathers]
+    assert sum(sizes) <= 5 * 64 * (8 + 1 + 1 + 1) + 64 * 4
+    assert differences(case, run()) == {}
 
 
 def test_what_is_trained_without_rows_has_no_batch():
@@ -261,17 +140,3 @@ def test_tables_that_a_step_hands_back_are_no_batch():
     tables = {"cosines": jnp.ones((32, 8)), "frozen": jnp.ones((8, 6))}
     state = {"params": HEAD, "opt": TX.init(HEAD), "key": jax.random.key(0)}
     assert batch_of(step, {**state, **tables}) == set()
-
-
-@pytest.mark.parametrize("parts", [1, 3])
-def test_data_parallelism_shards_environments_and_no_parameters(parts):
-    frame = frame_of(*make(parts))
-    choice = presets(frame)["data_parallel"]
-    assert all(one.inner >= 0 for strategy in choice.blocks for one in strategy)
-    layout = lay_out(frame, choice)
-    names = frame.program.arg_names
-    specs = {name: layout.arg_spec(i) for i, name in enumerate(names)}
-    sharded = {name for name, spec in specs.items() if any(spec)}
-    assert {"state/env/place", "state/env/speed"} <= sharded
-    assert not [n for n in sharded if n.startswith(("state/params", "state/opt"))]
-    assert specs["state/env/place"] == (("x",), ())

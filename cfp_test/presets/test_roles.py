@@ -1,11 +1,9 @@
 """The dim that data parallelism shards in each contraction: the batch."""
 
-import re
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import cfp
@@ -76,34 +74,6 @@ ROWS = ["SR = SR x RR", "SR = SR x RR"]
 )
 def test_rows_of_every_part_of_a_batch(take, shape):
     assert sharded((in_parts(take), (WEIGHTS, normal(2, *shape)))) == ROWS
-
-
-def test_parts_of_a_batch_run_on_all_devices(tmp_path):
-    def train_step(p, x):
-        def add(total, x):
-            grads = jax.grad(lambda p: squares(net(p, x)))(p)
-            return jax.tree.map(jnp.add, total, grads), None
-
-        total = jax.tree.map(jnp.zeros_like, p)
-        total, _ = jax.lax.scan(add, total, x.reshape(4, 8, 16))
-        return jax.tree.map(lambda p, g: p - 0.1 * g, p, total)
-
-    args = WEIGHTS, normal(2, 32, 16)
-    plan = cfp.plan(
-        train_step,
-        *args,
-        mesh=make_mesh(SIZES),
-        preset="data_parallel",
-        cache_dir=tmp_path,
-        settings=PlannerSettings(race=False),
-    )
-    planned = plan.compile(train_step, *args)
-    # Two of the eight rows of a part on each device, forward and back.
-    dots = re.findall(r"(f32\[[\d,]+\])\S* dot\(", planned.as_text())
-    assert "f32[2,32]" in dots
-    assert "f32[8,32]" not in dots
-    differences = cfp.compare(planned(*args), jax.jit(train_step)(*args))
-    assert max(d.relative_l2 for d in differences) < 1e-5
 
 
 def test_a_loop_over_rows_beside_the_net():
@@ -183,22 +153,6 @@ def test_what_is_combined_with_a_batch_is_one():
     assert sorted(sharded(step)) == sorted([*ROWS, wide, wide, wide, scores])
 
 
-def test_a_batch_joins_what_a_loop_over_layers_reads():
-    layers = {"w": normal(0, 3, 16, 16), "shift": normal(1, 3, 32, 16)}
-
-    def loss(p, batch):
-        time = jax.random.uniform(batch["key"], (8, 16)) @ p["time"]
-
-        def layer(x, w):
-            return jnp.tanh(x @ w["w"] + (time @ w["shift"])[:, None]), None
-
-        return squares(jax.lax.scan(layer, batch["x"], p["layers"])[0])
-
-    batch = {"x": normal(2, 8, 4, 16), "key": jax.random.key(0)}
-    step = training(loss, {"time": normal(3, 16, 32), "layers": layers}, batch)
-    assert sorted(sharded(step)) == sorted([*ROWS, "SRR = SRR x RR"])
-
-
 def test_rows_that_a_step_draws_are_a_batch():
     """Points of a domain; a generator's noise beside data that it does not meet."""
 
@@ -216,31 +170,6 @@ def test_rows_that_a_step_draws_are_a_batch():
     batch = {"x": normal(3, 8, 16), "key": jax.random.key(0)}
     step = training(judged, {**WEIGHTS, "c": normal(4, 16, 16)}, batch)
     assert sharded(step) == [*ROWS, "SR = SR x RR"]
-
-
-def test_derivatives_along_drawn_rows():
-    """Samples of an energy: its gradient by them begins with a constant."""
-
-    def loss(p, batch):
-        drawn = jax.random.normal(batch["key"], (8, 16))
-        moved = drawn - jax.grad(lambda x: net(p, x).sum())(drawn)
-        return squares(net(p, batch["x"])) - squares(net(p, moved))
-
-    batch = {"x": normal(2, 8, 16), "key": jax.random.key(0)}
-    found = sharded(training(loss, WEIGHTS, batch))
-    assert {*found} == {"SR = SR x RR", "RR = SR x SR"}
-
-
-def test_rows_that_are_drawn_beside_a_batch_come_second():
-    """Negatives of a contrastive loss, which stand first in the scores."""
-
-    def loss(p, batch):
-        others = p["embed"][jax.random.randint(batch["key"], (32,), 0, 64)]
-        return squares(others @ net(p, batch["x"]).T)
-
-    batch = {"x": normal(2, 8, 16), "key": jax.random.key(0)}
-    step = training(loss, {**WEIGHTS, "embed": normal(3, 64, 16)}, batch)
-    assert sharded(step) == [*ROWS, "RS = RR x RS"]
 
 
 def test_rows_that_are_drawn_from_a_buffer():
@@ -324,16 +253,6 @@ def test_data_that_are_handed_back_are_a_batch():
     assert sharded((train_step, args))[:2] == ROWS
 
 
-def test_data_alone_that_are_handed_back_are_a_batch():
-    def train_step(p, x):
-        new = jax.tree.map(
-            lambda p, g: p - 0.1 * g, p, jax.grad(lambda p: squares(net(p, x)))(p)
-        )
-        return new, x
-
-    assert sharded((train_step, (WEIGHTS, normal(2, 8, 16))))[:2] == ROWS
-
-
 def test_predictions_beside_what_they_are_of():
     """An evaluation: nothing is state, and its data are a result."""
 
@@ -370,37 +289,6 @@ def test_rows_that_a_net_adds_to_are_a_batch():
         return x + net(p, x)
 
     assert sharded((serve, (WEIGHTS, normal(2, 8, 16)))) == ROWS
-
-
-def test_sums_over_the_batch_are_shared():
-    """Covariances of activations, and per-example gradients that are clipped."""
-
-    def train_step(state, x):
-        p, covariance = state
-        hidden = jnp.tanh(x @ p["a"])
-
-        def clipped(row):
-            grad = jax.grad(lambda p: squares(net(p, row)))(p)
-            norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grad.values()))
-            return jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), grad)
-
-        grads = jax.tree.map(lambda g: g.mean(0), jax.vmap(clipped)(x))
-        p = jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
-        return p, 0.9 * covariance + hidden.T @ hidden
-
-    mesh = make_mesh(SIZES)
-    args = (WEIGHTS, jnp.eye(32)), normal(2, 8, 16)
-    how = {"mesh": mesh, "preset": "data_parallel"}
-    plan = cfp.plan(train_step, *args, **how, settings=PlannerSettings(race=False))
-    planned = plan.compile(train_step, *args)
-    kinds = {found.kind for found in collectives_in(planned.as_text())}
-    assert kinds == {"all-reduce"}
-    for got, want in zip(
-        jax.tree.leaves(planned(*args)),
-        jax.tree.leaves(jax.jit(train_step)(*args)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 # What is computed once, for all rows of a batch: embeddings of positions.
@@ -540,25 +428,3 @@ def test_a_weight_with_a_scale_of_its_own_is_a_weight():
     params = {**WEIGHTS, "scale": jnp.float32(0.5)}
     found = sharded(training(scaled, params, normal(2, 32, 16)), "tensor")
     assert found[:2] == plain[:2] == ["RS = RR x RS", "RR = RS x SR"]
-
-
-def test_weights_that_a_loop_hands_to_a_loop_are_split():
-    """Layers in a scan, in a scan over parts of the batch."""
-
-    def train_step(p, x):
-        def layer(x, w):
-            return x + jnp.tanh(x @ w["a"]) @ w["b"], None
-
-        def loss(p, part):
-            return squares(jax.lax.scan(layer, part, p)[0])
-
-        def add(total, part):
-            return jax.tree.map(jnp.add, total, jax.grad(loss)(p, part)), None
-
-        zeros = jax.tree.map(jnp.zeros_like, p)
-        total, _ = jax.lax.scan(add, zeros, x.reshape(4, -1, 16))
-        return jax.tree.map(lambda p, g: p - 0.1 * g, p, total)
-
-    stacks = {"a": normal(0, 3, 16, 32), "b": normal(1, 3, 32, 16)}
-    step = train_step, (stacks, normal(2, 32, 16))
-    assert sharded(step, "tensor") == ["RS = RR x RS", "RR = RS x SR"]

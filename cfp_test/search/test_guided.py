@@ -22,7 +22,7 @@ from cfp.search.choices import (
     ranked_candidates,
 )
 from cfp.search.expected import build_problem
-from cfp.search.guided import _by_preset, _Round, _written_twice, measure_candidates
+from cfp.search.guided import _by_preset, measure_candidates
 from cfp.search.problem import Option
 from cfp.search.requests import (
     RequestBuilder,
@@ -324,23 +324,6 @@ def test_the_same_records_ask_for_the_same_things(model, little):
     assert len(set(first)) == len(first)
 
 
-def test_what_is_not_known_ends_the_search(model, little):
-    analysis, estimates = model
-    whole = Devices(analysis, estimates, noise=1.0).measure_candidates(little)
-    assert len(whole.rounds) > 1
-    devices = Devices(analysis, estimates, noise=1.0)
-    known = {w.jobs[0].key.digest for w in whole.rounds[0]}
-
-    def stored_only(jobs):
-        found = Devices.look(devices, jobs)
-        return {key: found[key] for key in found.keys() & known}
-
-    devices.look = stored_only
-    found = devices.measure_candidates(little)
-    assert len(found.rounds) == 2
-    assert found.records.keys() == known
-
-
 def test_what_fails_is_not_asked_for_again(model):
     analysis, estimates = model
     devices = Devices(
@@ -452,14 +435,6 @@ def test_with_little_time_the_best_presets_are_measured_first(model):
         assert [*map(len, found.rounds)] == [len(endless.requests)]
 
 
-def test_with_time_for_all_it_is_measured_preset_by_preset(model):
-    analysis, estimates = model
-    endless = Devices(analysis, estimates, in_context=True).measure_candidates()
-    devices = Timed(analysis, estimates, in_context=True, end=10_000)
-    found = devices.measure_candidates()
-    assert found.records.keys() == endless.records.keys() and not found.unmeasured
-
-
 def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model):
     """A choice takes too much memory without, by itself or together with another."""
     analysis, estimates = model
@@ -499,33 +474,6 @@ def test_where_nothing_can_fit_the_leanest_is_computed_again(model):
     again = [w for w in found.requests if w.candidate.remat]
     assert {w.kind for w in again} == set(range(len(devices.estimates)))
     assert len(found.requests) == len(found.rounds[0]) + len(again), "nothing else is"
-
-
-def test_what_has_a_kernel_is_rematerialized_however_many_strategies_there_are(model):
-    """It takes no other strategy's place, and the same without that was asked for."""
-    analysis, estimates = model
-    devices = Devices(analysis, estimates)
-    maker = replace(devices.maker, replacing=Replacing(attention=("chunked",)))
-    wanted = maker.first(100, 1)
-    records = devices.look([job for item in wanted for job in item.jobs])
-    options = measured_options(maker.costs, wanted, records)
-    problem = build_problem(maker.costs, options, None)
-    by_kernel = [item for item in wanted if item.candidate.kernels]
-    able = [i for i in by_kernel if maker.costs.can_rematerialize(i.kind)]
-    assert able
-    for item in able:
-        asked = [i.candidate for i in wanted if i.kind == item.kind]
-        count = sum(not one.kernels for one in asked)
-        again = replace(item.candidate, remat=True)
-        full = _Round(maker, count, wanted, records, problem)
-        assert full._may_add(item.kind, again)
-        assert not full._may_add(item.kind, item.candidate)
-        unasked = _Round(maker, count - 1, [], records, problem)
-        assert unasked._may_add(item.kind, again)
-        rest = [i for i in wanted if i is not item]
-        assert not _Round(maker, count, rest, records, problem)._may_add(
-            item.kind, again
-        )
 
 
 class WithKernels(Devices):
@@ -580,37 +528,6 @@ def test_where_kernels_are_slower_all_is_measured_as_it_is_written(model):
     assert written == replaced and len(found.rounds) == 1
 
 
-def test_a_reference_that_failed_says_nothing_of_kernels(model):
-    maker = WithKernels(*model, 0.1).maker
-    pairs = _written_twice(maker, maker.first(100, 3))
-    [reference] = [one.written.candidate for one in pairs if one.is_reference]
-
-    def is_broken(candidate):
-        return candidate.as_written == reference
-
-    devices = WithKernels(*model, 0.1, broken=is_broken)
-    found = devices.measure_candidates(others=3)
-    replaced, written = devices.asked(found)
-    assert written == replaced and len(written) > 3
-
-
-def test_without_a_kernels_pair_it_is_compared_alone(model):
-    """Alone is not compared with the sum of alone and the pair."""
-
-    class Apart(WithKernels):
-        def _record(self, job):
-            record, mine = super()._record(job), self.maker.measures[job.key.digest]
-            if len(mine) == 2 and mine[0][1].kernels:
-                return replace(record, status="crashed", samples_ms=())
-            return record
-
-    for gain_ms, is_slower in ((0.1, False), (-1.0, True)):
-        devices = Apart(*model, gain_ms, in_context=True)
-        found = devices.measure_candidates(others=3)
-        replaced, written = devices.asked(found)
-        assert len(replaced) > 3 and (written == replaced) == is_slower
-
-
 def test_what_runs_with_no_kernel_is_measured_as_it_is_written(model):
     def is_broken(candidate):
         return bool(candidate.kernels) and candidate.storage is Storage.SHARDED
@@ -623,25 +540,3 @@ def test_what_runs_with_no_kernel_is_measured_as_it_is_written(model):
     # Nothing is taken for measured of which nothing is known.
     known = [{o.candidate for o in options} for options in devices.options(found)]
     assert all(candidate in known[kind] for kind, candidate in replaced)
-
-
-def test_what_takes_little_of_a_step_is_measured_alone(model, monkeypatch):
-    analysis, estimates = model
-    maker = Devices(analysis, estimates).maker
-    maker = replace(maker, in_context=True)
-    counts = [
-        sum(segment.kind == kind for segment in analysis.segments)
-        for kind in range(len(estimates))
-    ]
-    best_ms = [ranked_candidates(e, 1) for e in estimates]
-    total_ms = [
-        count * min(c.estimate_ms for c in ranked)
-        for count, ranked in zip(counts, best_ms, strict=True)
-    ]
-    for most in (0.0, min(total_ms) / sum(total_ms) * 1.01, 1.0):
-        monkeypatch.setattr("cfp.search.requests.SMALL_SHARE", most)
-        first = replace(maker).first(100, 1)
-        small = {w.kind for w in first if w.neighbour is None}
-        expected = {k for k, ms in enumerate(total_ms) if ms < most * sum(total_ms)}
-        assert small == expected
-        assert {w.kind for w in first} == {*range(len(estimates))}

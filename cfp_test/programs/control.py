@@ -26,23 +26,6 @@ def cond_step():
     return training(loss, params, {"x": normal(2, 16, 16), "flag": jnp.int32(2)})
 
 
-def cond_with_contractions_step():
-    """Each branch has weights of its own."""
-    params = {"a": normal(0, 16, 32), "b": normal(1, 16, 32), "c": normal(2, 32, 16)}
-
-    def loss(p, batch):
-        x = jax.lax.cond(
-            batch["flag"],
-            lambda p, x: jnp.tanh(x @ p["a"]),
-            lambda p, x: jnp.sin(x) @ p["b"],
-            p,
-            batch["x"],
-        )
-        return squares(x @ p["c"])
-
-    return training(loss, params, {"x": normal(3, 16, 16), "flag": jnp.bool_(True)})
-
-
 def empty_branches_step():
     """Branches and a loop that pass on what they are given, and compute nothing."""
 
@@ -81,79 +64,6 @@ def while_step():
         return w + 0.1 * (x.T @ y), gap, count
 
     return train_step, (normal(0, 16, 16, scale=0.1), normal(1, 8, 16))
-
-
-def fori_step():
-    """Power iteration, then a step along the top direction."""
-
-    def train_step(w, v):
-        def body(i, v):
-            u = w.T @ (w @ v)
-            return u / jnp.linalg.norm(u) * (1 + 0.01 * i)
-
-        v = jax.lax.fori_loop(0, 5, body, v)
-        return w - 0.1 * jnp.outer(w @ v, v), v
-
-    return train_step, (normal(0, 16, 8), normal(1, 8))
-
-
-def custom_vjp_step():
-    @jax.custom_vjp
-    def project(w, x):
-        return jnp.tanh(x @ w)
-
-    def forward(w, x):
-        y = project(w, x)
-        return y, (w, x, y)
-
-    def backward(saved, dy):
-        w, x, y = saved
-        dz = jnp.clip(dy * (1 - y * y), -1, 1)
-        return x.T @ dz, dz @ w.T
-
-    project.defvjp(forward, backward)
-
-    def loss(p, x):
-        return squares(project(p["b"], project(p["a"], x)))
-
-    params = {"a": normal(0, 16, 32), "b": normal(1, 32, 16)}
-    return training(loss, params, normal(2, 16, 16))
-
-
-def custom_jvp_step():
-    @jax.custom_jvp
-    def soft(x):
-        return jnp.log1p(jnp.exp(x))
-
-    @soft.defjvp
-    def _soft_jvp(primals, tangents):
-        (x,), (dx,) = primals, tangents
-        return soft(x), jax.nn.sigmoid(x) * dx
-
-    def loss(p, x):
-        return squares(soft(soft(x @ p["a"]) @ p["b"]))
-
-    params = {"a": normal(0, 16, 32), "b": normal(1, 32, 16)}
-    return training(loss, params, normal(2, 16, 16))
-
-
-def nested_jit_step():
-    """Functions that are called twice, vmapped, and named by jit."""
-
-    @jax.jit
-    def dense(w, x):
-        return jnp.tanh(w @ x)
-
-    @jax.jit
-    def block(p, x):
-        return dense(p["b"], dense(p["a"], x))
-
-    def loss(p, x):
-        x = jax.vmap(block, in_axes=(None, 0))(p, x)
-        return squares(jax.vmap(functools.partial(block, p))(x))
-
-    params = {"a": normal(0, 32, 16), "b": normal(1, 16, 32)}
-    return training(loss, params, normal(2, 8, 16))
 
 
 def ensemble_step():

@@ -113,16 +113,6 @@ def tied_head_step():
     return training(loss, params, {"tokens": tokens, "labels": labels})
 
 
-def one_hot_embedding_step():
-    params = {"embed": normal(0, 32, 16), "head": normal(1, 16, 32)}
-
-    def loss(p, tokens):
-        x = jax.nn.one_hot(tokens, 32) @ p["embed"]
-        return cross_entropy(x @ p["head"], tokens)
-
-    return training(loss, params, integers(2, 32, 8, 4))
-
-
 def encoder_decoder_step():
     params = {
         "encoder": layer_params(0),

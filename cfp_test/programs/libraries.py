@@ -123,16 +123,6 @@ def _perceptron(optimizer):
     return training(loss, params, normal(2, 8, 16), optimizer)
 
 
-def adafactor_step():
-    """Second moments kept as row and column means, which are smaller arrays."""
-    return _perceptron(optax.adafactor(1e-2, min_dim_size_to_factor=8))
-
-
-def lion_step():
-    # Its sign makes a leap of a rounding error, so gradients are kept away from zero.
-    return _perceptron(optax.chain(optax.add_decayed_weights(0.1), optax.lion(1e-2)))
-
-
 def momentum_step():
     """Momentum, global-norm clipping, weight decay and a schedule."""
     return _perceptron(

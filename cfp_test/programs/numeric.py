@@ -132,31 +132,3 @@ def jacobian_step():
         )
 
     return train_step, (normal(0, 8, 8), normal(1, 8))
-
-
-def mixed_reductions_step():
-    """Reductions of several operands, variances, norms and comparisons."""
-    params = {"w": normal(0, 16, 16)}
-
-    def loss(p, x):
-        y = x @ p["w"]
-        z = (y - y.mean(0)) / (y.std(0) + 0.1)
-        any_large = jnp.any(jnp.abs(z) > 1, axis=1, keepdims=True)
-        z = jnp.where(any_large, z, 0.5 * z)
-        high, low = y.max(axis=0), y.min(axis=1)
-        return squares(z) + squares(high) + squares(low) + jax.nn.logsumexp(y)
-
-    return training(loss, params, normal(1, 8, 16))
-
-
-def einsum_step():
-    """Contractions with several batch, free and contracted factors, and none."""
-    params = {"core": normal(0, 4, 4, 4, 4), "v": normal(1, 4, 4)}
-
-    def loss(p, x):
-        y = jnp.einsum("nij,ijkl->nkl", x, p["core"])
-        z = jnp.einsum("nkl,nkm,lm->nk", y, x, p["v"])
-        outer = jnp.einsum("nk,nl->nkl", z, z)
-        return squares(outer) + squares(jnp.tensordot(y, y, axes=3))
-
-    return training(loss, params, normal(2, 8, 4, 4))

@@ -16,7 +16,6 @@ from cfp_test.programs import (
     recipes,
     routing,
     stacked,
-    uneven,
 )
 
 MODULES: tuple[ModuleType, ...] = (
@@ -25,7 +24,6 @@ MODULES: tuple[ModuleType, ...] = (
     interface,
     kernels,
     stacked,
-    uneven,
     control,
     convolution,
     routing,

@@ -123,30 +123,6 @@ def segments_step():
     return training(with_unique_rows, params, batch)
 
 
-def indexing_step():
-    """Slices with steps, dynamic slices, rolls, flips, pads, and negative indices."""
-    params = {"w": normal(0, 16, 16), "table": normal(1, 32, 16)}
-
-    def loss(p, batch):
-        y = batch["x"] @ p["w"]
-        i = batch["i"]
-        parts = [
-            y[::2, 1:-1],
-            jnp.roll(y, 3, axis=0),
-            y[:, ::-1],
-            jnp.pad(y, ((1, 2), (0, 4)), constant_values=1.0),
-            jax.lax.dynamic_slice(y, (i, i), (2, 8)),
-            y.at[i].set(0.5)[-3:],
-            p["table"][batch["rows"]],
-            jax.lax.dynamic_index_in_dim(p["table"], i, keepdims=False),
-            jnp.tile(y, (2, 1)),
-        ]
-        return sum(squares(part, 0.1) for part in parts)
-
-    batch = {"x": normal(2, 8, 16), "i": jnp.int32(2), "rows": integers(3, 32, 4, 2)}
-    return training(loss, params, batch)
-
-
 def outside_step():
     """Slices and updates that begin outside: the nearest place counts."""
 

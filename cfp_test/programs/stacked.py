@@ -63,20 +63,6 @@ def scan_remat_policy_step():
     return _transformer(lambda body: jax.checkpoint(body, policy=policy))
 
 
-def unrolled_remat_step():
-    """Two policies, without a loop."""
-    params = [layer_params(0), layer_params(10)]
-    save_dots = jax.checkpoint_policies.dots_saveable
-
-    def loss(p, batch):
-        x = jax.checkpoint(layer)(p[0], batch["x"])
-        x = jax.checkpoint(layer, policy=save_dots)(p[1], x)
-        return squares(x, batch["y"])
-
-    batch = {"x": normal(30, 8, 4, 16), "y": normal(31, 8, 4, 16)}
-    return training(loss, params, batch)
-
-
 class _Layer(nn.Module):
     @nn.compact
     def __call__(self, x, _):
@@ -109,21 +95,6 @@ def module_scan_step():
         return cross_entropy(net.apply(p, tokens), tokens)
 
     return training(loss, params, tokens)
-
-
-def rnn_step():
-    """A plain recurrent net; the weights do not change over time."""
-    params = {"x": normal(0, 8, 16), "h": normal(1, 16, 16), "y": normal(2, 16, 8)}
-
-    def loss(p, batch):
-        def body(h, x):
-            h = jnp.tanh(x @ p["x"] + h @ p["h"])
-            return h, h @ p["y"]
-
-        h = jnp.zeros((batch["x"].shape[1], 16))
-        return squares(jax.lax.scan(body, h, batch["x"])[1], batch["y"])
-
-    return training(loss, params, {"x": normal(3, 5, 8, 8), "y": normal(4, 5, 8, 8)})
 
 
 class _Lstm(nn.Module):
@@ -188,35 +159,3 @@ def multi_steps_step():
 
     tx = optax.MultiSteps(optax.adam(1e-2, eps=1e-2), every_k_schedule=2)
     return training(loss, params, normal(2, 8, 16), tx)
-
-
-def nested_scan_step():
-    """A recurrent net of several layers: a loop over time in a loop over layers."""
-    params = {"x": normal(0, 2, 16, 16), "h": normal(1, 2, 16, 16)}
-
-    def loss(p, x):
-        def layer(x, w):
-            def step(h, x):
-                h = jnp.tanh(x @ w["x"] + h @ w["h"])
-                return h, h
-
-            return jax.lax.scan(step, jnp.zeros(x.shape[1:]), x)[1], None
-
-        return squares(jax.lax.scan(layer, x, p)[0])
-
-    return training(loss, params, normal(2, 5, 8, 16))
-
-
-def reverse_scan_step():
-    """A loop that runs backwards, stacks outputs and is unrolled by two."""
-    params = {"w": normal(0, 16, 16)}
-
-    def loss(p, x):
-        def body(h, x):
-            h = jnp.tanh(h @ p["w"] + x)
-            return h, h * x
-
-        _, y = jax.lax.scan(body, jnp.zeros((8, 16)), x, reverse=True, unroll=2)
-        return squares(y)
-
-    return training(loss, params, normal(1, 6, 8, 16))

@@ -5,10 +5,9 @@ What a cell computes is compared with a float32 oracle that has all scores in me
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -36,7 +35,6 @@ HEADS: Mapping[str, tuple[int, int]] = {
     "MHA uneven": (6, 6),
     "GQA uneven": (9, 3),
 }
-MASKS = ("causal", "full", "window", "packed")
 STRATEGIES: Mapping[str, Mapping[str, str]] = {
     "batch": {"x": "batch"},
     "heads": {"x": "heads"},
@@ -74,33 +72,6 @@ class Cell:
             return {"x": self.devices}
         # Of two axes, the ring has the more.
         return {"x": -(-self.devices // 4) * 2, "y": min(2, self.devices // 2)}
-
-
-def cells() -> Iterator[Cell]:
-    """The whole matrix: strategies, masks, heads, dtypes and devices; then on 4 devices
-    a length that does not divide, chunks, and heads that do not divide."""
-    rows = list(product(STRATEGIES, (2, 4, 8), MASKS, ALLOWED))
-    for strategy, devices, mask, dtype in rows:
-        for heads in ("MHA", "GQA", "MQA"):
-            yield _cell(strategy, devices, mask, heads, dtype)
-    for strategy, mask, dtype in product(STRATEGIES, MASKS, ALLOWED):
-        yield _cell(strategy, 4, mask, "GQA", dtype, tokens=ODD_TOKENS)
-        yield _cell(strategy, 4, mask, "GQA", dtype, implementation="chunked")
-        for heads in ("MHA uneven", "GQA uneven"):
-            yield _cell(strategy, 4, mask, heads, dtype)
-
-
-def _cell(
-    strategy: str, devices: int, mask: str, heads: str, dtype: str, **more: Any
-) -> Cell:
-    return Cell(
-        strategy=strategy,
-        devices=devices,
-        mask=mask,
-        heads=heads,
-        dtype=dtype,
-        **more,
-    )
 
 
 def arguments_of(mask: str, tokens: int, batch: int = BATCH) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import cfp
 from cfp.attention import call, chunked, cudnn, plain
 from cfp.attention.call import fit_heads
 from cfp.attention.chunked import merge, nothing_yet
-from cfp.attention.kernels import KERNELS
 from cfp.attention.problem import (
     NO_MASK,
     Mask,
@@ -22,7 +21,6 @@ from cfp.attention.problem import (
     visible,
 )
 from cfp.attention.ring import from_zigzag, local_positions, to_zigzag, zigzag_order
-from cfp.cluster.doctor import CHECKS
 from cfp_test.attention.matrix import inputs, mesh_of, packed
 from cfp_test.support.covering import at_night
 
@@ -367,21 +365,6 @@ def test_axes_of_a_mesh_may_be_explicit():
 
 
 # ----------------------------------------------------------------------------- records
-
-
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda one: one.name)
-def test_a_kernel_is_a_record_and_a_module(kernel):
-    assert KERNELS[kernel.name] is kernel
-    assert callable(kernel.whole) and callable(kernel.refusal)
-    assert callable(kernel.attend) and callable(kernel.gradients)
-    assert 0 < kernel.matmul_share < 1
-    # What may fail to load, the doctor tries.
-    assert (kernel.name in [one.name for one in CHECKS]) == bool(kernel.remedy)
-
-
-def test_the_last_kernel_that_is_preferred_refuses_nothing():
-    *_, last = call.preferred("gpu")
-    assert KERNELS[last].module == "cfp.attention.plain"
 
 
 def test_records_of_kernels_do_not_load_jax():

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from unittest.mock import patch
 
 import jax
@@ -337,25 +336,6 @@ def test_products_keep_the_precision_that_was_asked_for(mesh, precision):
         )
 
 
-def test_a_kernel_that_does_not_load_is_a_failed_candidate(mesh, tmp_path):
-    def refuse(*args, **kwargs):
-        raise RuntimeError("cuDNN is not detected.")
-
-    with patch.object(chunked, "attend", refuse):
-        plan = cfp.plan(
-            half,  # What was lowered for others is remembered.
-            *arguments(),
-            mesh=mesh,
-            cache_dir=tmp_path,
-            settings=DetailedSettings(
-                attention=("chunked",), measure=True, race=False, **SETTINGS
-            ),
-        )
-    assert not plan.constraints.replaced
-    why = "chunked failed: compile_error: RuntimeError: cuDNN is not detected."
-    assert f"Attention as written: {why}" in plan_text(plan, width=200)
-
-
 def ahead(folder, *kernels):
     """A plan for described GPUs, where cuDNN computes but what it cannot."""
     settings = cfp.PlannerSettings(attention=kernels)
@@ -382,18 +362,6 @@ def test_kernels_that_cannot_are_told_with_the_reason(tmp_path):
     # What was preferred, and computes it, says nothing of the others.
     others = ahead(tmp_path, "chunked", "cudnn").figures.left
     assert not any(one.kernel for one in others)
-
-
-def test_attentions_that_no_kernel_can_compute_are_told(tmp_path):
-    plan = ahead(tmp_path, "cudnn")
-    assert not plan.constraints.replaced
-    [left] = [one for one in plan.figures.left if not one.kernel]
-    assert left.reason == "no kernel that may be used can compute it"
-    text = plan_text(plan, width=200)
-    assert "Attention not by cudnn: it computes in float16" in text
-    assert "Attention as written" not in text
-    alone = replace(plan, figures=replace(plan.figures, left=(left,)))
-    assert f"Attention as written: {left.reason}" in plan_text(alone, width=200)
 
 
 @pytest.mark.explained("Attention as written")

@@ -4,11 +4,8 @@ import json
 import struct
 import subprocess
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 
 from cfp.models.llama import init_params
 from cfp_test.cli.cli_runner import ROOT, environment
@@ -17,8 +14,6 @@ from cfp_test.ring.__main__ import parse
 from cfp_test.support.forking import quick_python
 from cfp_test.support.waiting import GUARD_SECONDS
 from cfp_test.ulysses import check_qkv
-from cfp_test.ulysses.__main__ import parse as read_ulysses
-from cfp_test.ulysses.run import TOKENS, Training, attend_in_mode
 
 FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
@@ -79,33 +74,6 @@ def test_what_an_exchange_changed_is_found(ran):
     assert check_qkv.changed_by_exchange(arrays) == ["layer_0.k.before"]
 
 
-def test_op_by_op_a_second_exchange_compiles_nothing():
-    """Each call would otherwise be compiled again, which takes seconds a step."""
-    words = "8 eager --platform cpu --layers 1 --implementation chunked"
-    options = read_ulysses(words.split())
-    options.seq, options.mode = 8, "eager"
-    training = Training.of(options)
-    compiled = []
-
-    def listen(event: str, duration: float, **more: object) -> None:
-        if "backend_compile" in event:
-            compiled.append(event)
-
-    shape = (2, 8, 4, 8)
-    q = jax.device_put(jnp.ones(shape), NamedSharding(training.mesh, TOKENS))
-
-    def attend(q):
-        return attend_in_mode(options, training.mesh, 0, q, q, q)[0].sum()
-
-    jax.grad(attend)(q)
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        jax.grad(attend)(q)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert compiled == []
-
-
 @pytest.mark.nightly
 def test_all_ways_of_ulysses_agree(ran):
     folder, _ = ran
@@ -136,22 +104,6 @@ def test_attention_of_a_layer_alone_in_a_ring(tmp_path):
     assert [row["method"] for row in rows] == ["flash", "zigzag", "ulysses"]
     assert [row["devices"] for row in rows] == [1, 2, 2]
     assert all(row["relative_l2"] < 1e-5 and row["alone"] for row in rows)
-
-
-def test_what_is_out_of_memory_is_tried_at_fewer_tokens(monkeypatch):
-    tried = []
-
-    def measure(options, method, seq):
-        tried.append((method, seq))
-        if method == "xla" and seq > 8:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return {}, np.ones(2)
-
-    monkeypatch.setattr(lengths, "_measured", measure)
-    words = ["benchmark", "--lengths", "16,8,32", "--methods", "xla,flash"]
-    rows = [*lengths.rows(parse(words))]
-    assert ("xla", 8) in tried and ("xla", 32) not in tried
-    assert [row["status"] for row in rows].count("measured") == 4
 
 
 def test_crossovers_name_the_first_length():

@@ -1,9 +1,6 @@
 """The checks of `make test-gpu` on virtual devices: each fails of what it is for."""
 
-import signal
-import subprocess
 import sys
-import time
 from dataclasses import dataclass, replace
 
 import jax
@@ -83,42 +80,6 @@ def test_what_is_timed_runs_after_all_else_and_alone():
     found = [one.name for one in suite.run_all(names, run, names)]
     timed = [name for name in names if CHECKS[name].timed]
     assert {*found} == {*names} and found[-len(timed) :] == timed == ran[-len(timed) :]
-
-
-def test_all_that_runs_is_ended_where_one_is_interrupted(tmp_path):
-    waits = Scripted(tmp_path, code="import time; time.sleep(100_000)")
-
-    def run(name):
-        if CHECKS[name].timed:
-            while not suite._running:
-                time.sleep(0.01)
-            raise KeyboardInterrupt
-        return run_check(name, waits, 2, 1200.0)
-
-    names = ["attention kernels", BEST_PRESET]
-    with pytest.MonkeyPatch.context() as patch:
-        # The timed one does not wait for the other here.
-        patch.setattr(suite, "as_completed", lambda futures: ())
-        with pytest.raises(KeyboardInterrupt):
-            list(suite.run_all(names, run, names))
-    assert not suite._running
-
-
-def test_a_check_that_runs_alone_is_ended_where_it_is_interrupted(
-    tmp_path, monkeypatch
-):
-    started = []
-
-    class Interrupted(subprocess.Popen):
-        def communicate(self, *_, **__):
-            started.append(self)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(suite.subprocess, "Popen", Interrupted)
-    waits = Scripted(tmp_path, code="import time; time.sleep(100_000)")
-    with pytest.raises(KeyboardInterrupt):
-        run_check(BEST_PRESET, waits, 2, 1200.0)
-    assert started[0].returncode == -signal.SIGKILL
 
 
 def test_a_check_for_which_no_time_is_left_has_failed(tmp_path):

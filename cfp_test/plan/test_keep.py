@@ -13,11 +13,7 @@ import pytest
 
 import cfp
 from cfp.plan.parts import _may_be_renamed
-from cfp.program.meaning import trace_context_key
 from cfp.runtime.execute import (
-    load_early,
-    load_or_lower,
-    start_devices,
     told_while,
 )
 from cfp_test.cli.cli_runner import ROOT, environment
@@ -161,46 +157,6 @@ def test_a_damaged_executable_is_compiled_again(folder, first):
     for path in (folder / "cache" / "executables").iterdir():
         path.write_bytes(path.read_bytes()[:100])
     assert run(STEP + PARALLELIZED, folder).split()[:2] == first[:2]
-
-
-def test_keys_of_a_kind_that_no_other_process_finds(tmp_path):
-    """Their executables cannot be written down; the step runs all the same."""
-
-    def seed(number):
-        return jnp.stack([number.astype(jnp.uint32)] * 2)
-
-    def split(key, shape):
-        return jnp.broadcast_to(key, (*shape, 2))
-
-    def bits(key, width, shape):
-        return jnp.broadcast_to(key[0], shape).astype(f"uint{width}")
-
-    def fold_in(key, data):
-        return key + data.astype(jnp.uint32)
-
-    kind = jax.extend.random.define_prng_impl(
-        key_shape=(2,),
-        seed=seed,
-        split=split,
-        random_bits=bits,
-        fold_in=fold_in,
-        name="local",
-        tag="local",
-    )
-
-    def forward(w, x, key):
-        return x @ w, jax.random.split(key)[0]
-
-    step = cfp.parallelize(
-        forward,
-        mesh=jax.make_mesh((4,), ("x",)),
-        preset="data_parallel",
-        cache_dir=tmp_path,
-        quiet=True,
-    )
-    product, key = step(jnp.eye(8), jnp.ones((8, 8)), jax.random.key(3, impl=kind))
-    np.testing.assert_array_equal(product, jnp.ones((8, 8)))
-    assert key.dtype == jax.random.key(3, impl=kind).dtype
 
 
 @pytest.mark.usefixtures("first")
@@ -362,25 +318,6 @@ def test_a_call_with_other_arguments_is_refused_as_before(loaded):
     np.testing.assert_array_equal(made, state + x.sum() * 2)
 
 
-def test_what_is_loaded_early_outlives_a_call_that_was_refused(loaded, monkeypatch):
-    plan, (state, x) = loaded
-    loads = []
-
-    def load(*args, **kwargs):
-        loads.append(None)
-        return load_or_lower(*args, **kwargs)
-
-    monkeypatch.setattr("cfp.plan.plan.load_or_lower", load)
-    apply = plan.bind(step_fn, state, x).apply(step_fn)
-    with pytest.raises(cfp.OptionError, match="Neither the step nor"):
-        apply(jnp.array(state), x=x, y=x)
-    with pytest.raises(cfp.PlanMismatch):
-        apply(jnp.ones((4, 8)), x)
-    made, _ = apply(jnp.array(state), x)
-    np.testing.assert_array_equal(made, state + x.sum() * 2)
-    assert len(loads) == 1
-
-
 def test_what_goes_wrong_in_a_thread_is_raised_by_the_call(loaded):
     plan, (state, x) = loaded
 
@@ -391,48 +328,6 @@ def test_what_goes_wrong_in_a_thread_is_raised_by_the_call(loaded):
     for _ in range(2):
         with pytest.raises(cfp.PlanMismatch):
             apply(jnp.array(state), x)
-
-
-def test_what_is_kept_is_loaded_before_the_call(loaded, tmp_path, monkeypatch):
-    monkeypatch.setenv("CFP_CACHE_DIR", str(tmp_path))
-    plan, (state, x) = loaded
-    plan.apply(step_fn)(jnp.array(state), x)  # Compiles, and keeps that.
-    futures = []
-
-    def load(lower, key):
-        futures.append(load_early(lower, key))
-        return futures[-1]
-
-    monkeypatch.setattr("cfp.plan.plan.load_early", load)
-    apply = plan.bind(step_fn, state, x).apply(step_fn)
-    (future,) = futures
-    compiled = future.result(GUARD_SECONDS).compiled
-    assert compiled is not None
-    made, _ = apply(jnp.array(state), x)
-    np.testing.assert_array_equal(made, state + x.sum() * 2)
-    with jax.default_matmul_precision("highest"):
-        inside = load(lambda: 1, trace_context_key())
-    assert inside.result(GUARD_SECONDS) is None
-    assert load(lambda: 1, trace_context_key()).result(GUARD_SECONDS) == 1
-
-
-def test_all_devices_of_a_mesh_are_started_at_once():
-    devices = jax.devices()[:4]
-    started = [one.result(GUARD_SECONDS) for one in start_devices(devices)]
-    assert [one.device for one in started] == devices
-
-
-def test_devices_start_while_a_plan_is_bound(loaded, monkeypatch):
-    plan, args = loaded
-    asked = []
-    monkeypatch.setattr("cfp.plan.plan.start_devices", asked.append)
-    plan.bind(step_fn, *args)
-    elsewhere = replace(plan, environment={"platform": "cuda"})
-    elsewhere.bind(step_fn, *args)
-    assert asked == [jax.devices()[:4], []]
-    with pytest.raises(cfp.PlanMismatch):
-        plan.bind(step_fn, args[0], args[0])
-    assert len(asked) == 2  # For arguments that do not fit none takes its memory.
 
 
 def test_a_plan_decides_alone(loaded):

@@ -1,7 +1,8 @@
 """The command ``cfp doctor``: a table of checks, in the order in which they run.
 
-It needs nothing but Python's own library. A check is a function of the machine that
-returns its finding, or raises `Failure` or `Absent`.
+It needs nothing but Python's own library. A check is a function of the machine, and of
+what its probe found if it has one, that returns its finding, or raises `Failure` or
+`Absent`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import platform
 import re
 import shutil
@@ -22,36 +22,15 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from cfp.attention.kernels import KERNELS
-from cfp.cluster.machine import (
-    Failure,
-    Machine,
-    Number,
-    allows,
-    probe,
-    same_release,
-    tool,
-)
-from cfp.errors import CfpError, nearest
+from cfp.cluster.machine import Failure, Machine, allows, probe, tool
 
-# A sentence, and measurements by name, with units in the names.
-Finding = tuple[str, Mapping[str, Number]]
-
-SUPPORTED_PYTHON = ((3, 11), (3, 14))  # From the first on, before the second.
-# Architectures that jaxlib has wheels for, on Linux.
-WITH_WHEELS = ("x86_64", "aarch64")
-GPU_PLUGIN = r"jax-(cuda1[23]|rocm\w*)-(plugin|pjrt)"
 # The oldest drivers that CUDA's libraries of each major version load with (NVIDIA's
 # "CUDA Compatibility", minor version compatibility).
-OLDEST_DRIVER = {"cuda12": 525, "cuda13": 580}
-NO_GPU = "no NVIDIA GPU: neither nvidia-smi nor /proc/driver/nvidia is there"
-_ENOUGH_BYTES = 512 << 20  # Compiled programs take most of the cache.
-# Programs of the doctor are small: they need not take a device for themselves.
-_SMALL = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-_CPU_DEVICES = "--xla_force_host_platform_device_count"
-_GRAFT_ERROR = 2e-2  # Devices multiply matrices in TF32.
+OLDEST_DRIVER = {"jax-cuda12-plugin": 525, "jax-cuda13-plugin": 580}
+_SUM_ERROR = 1e-5  # Relative.
 _ATTENTION_ERROR = 5e-3  # Relative L2 distance in bfloat16, as of the tests.
 _LEAST_SHARE = 0.3  # A ring that works reaches more of NVLink's rate.
 
@@ -60,179 +39,69 @@ class Absent(Exception):
     """There is nothing to check."""
 
 
-# ------------------------------------------------------------------- what is installed
-
-
-def python(machine: Machine) -> Finding:
-    """The interpreter is one that cfp and jaxlib's wheels are for."""
-    kind = f"Python {'.'.join(map(str, machine.version))}, {platform.machine()}"
-    lowest, above = SUPPORTED_PYTHON
-    if not lowest <= machine.version[:2] < above:
-        raise Failure(f"{kind}; cfp runs on 3.11, 3.12 and 3.13")
-    if sys.maxsize < 2**32:
-        raise Failure(f"{kind}, with 32 bits", "install a Python with 64 bits")
-    if platform.machine() not in WITH_WHEELS:
-        kind += "; jaxlib has no wheel for it (docs/install/ppc64le.md)"
-    return kind, {}
-
-
-def packages(machine: Machine) -> Finding:
-    """The packages that cfp needs are installed, in versions that it works with."""
-    wanted = {n: r for n, r in machine.requirements().items() if n != "jax"}
-    if not wanted:
-        raise Failure("cfp's own metadata are missing, so is the list of its packages")
-    missing = [r for name, r in wanted.items() if machine.installed(name) is None]
-    if missing:
-        raise Failure(f"missing: {', '.join(missing)}")
-    found = {
-        requirement: machine.installed(n) or "" for n, requirement in wanted.items()
-    }
-    wrong = [f"{v} ({r} is needed)" for r, v in found.items() if not allows(r, v)]
+def packages(machine: Machine) -> str:
+    """cfp's packages, jaxlib and plugins are there, in versions that fit."""
+    found, lines = machine.installed(), [*machine.requirements().values()]
+    ours = [name for name in found if re.match(r"jax(lib|-.*-(plugin|pjrt))?$", name)]
+    for name in ours:
+        for line in found[name].requires or ():
+            # An extra of JAX tells which plugin belongs to it, if there is one.
+            needed, _, marker = line.partition(";")
+            plugin = re.match(r"jax-\w+-plugin", needed)
+            if not marker or (plugin and plugin[0] in found):
+                lines.append(needed)
+    wrong = []
+    for line in lines:
+        name = re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", line)[0]).lower()
+        if name not in found:
+            wrong.append(f"{line} is missing")
+        elif re.search("[<>=]", line) and not allows(line, found[name].version):
+            wrong.append(f"{name} is {found[name].version}, not {line}")
     if wrong:
-        raise Failure(f"of a wrong version: {', '.join(wrong)}")
-    return f"all {len(wanted)} are there", {}
+        raise Failure(", ".join(dict.fromkeys(wrong)))
+    return ", ".join(f"{name} {found[name].version}" for name in sorted(ours))
 
 
-def jaxlib(machine: Machine) -> Finding:
-    """jaxlib is the one that belongs to JAX."""
-    ours, theirs = machine.installed("jaxlib"), machine.installed("jax")
-    if ours is None:
-        raise Failure("jaxlib is not installed for this Python", _install_jax(machine))
-    if theirs is not None and not same_release(ours, theirs):
-        raise Failure(
-            f"jaxlib {ours} beside JAX {theirs}", f"pip install jaxlib=={theirs}"
-        )
-    return f"jaxlib {ours}", {}
-
-
-def jax(machine: Machine) -> Finding:
-    """JAX is there, of a version that cfp works with, and can be imported."""
-    version = machine.installed("jax")
-    if version is None:
-        raise Failure("JAX is not installed for this Python", _install_jax(machine))
-    wanted = machine.requirements().get("jax", "jax")
-    if not allows(wanted, version):
-        raise Failure(f"JAX {version}; cfp works with {wanted}", _install_jax(machine))
-    try:
-        data = probe(machine, "imports")
-    except Failure as failure:
-        reason = f"JAX {version} cannot be imported: {failure.reason}"
-        raise Failure(reason) from failure
-    return f"JAX {data['version']} from {data['file']}", {}
-
-
-def _install_jax(machine: Machine) -> str:
-    requirement = machine.requirements().get("jax", "jax")
-    return f"{machine.python} -m pip install '{requirement}'"
-
-
-def plugin(machine: Machine) -> Finding:
-    """The plugin for GPUs is there if there are any, and belongs to jaxlib."""
-    found, lib = machine.names_like(GPU_PLUGIN), machine.installed("jaxlib")
-    if lib is not None:
-        foreign = [name for name, v in found.items() if not same_release(v, lib)]
-        if foreign:
-            listed = ", ".join(f"{name} {found[name]}" for name in foreign)
-            raise Failure(
-                f"{listed} beside jaxlib {lib}: JAX leaves out plugins of another "
-                "version",
-                "pip install " + " ".join(f"{name}=={lib}" for name in foreign),
-            )
-    kinds = sorted({name.rpartition("-")[0] for name in found})
-    both = [f"{kind}-{part}" for kind in kinds for part in ("plugin", "pjrt")]
-    lacking = [name for name in both if name not in found]
-    if lacking:
-        raise Failure(
-            f"{', '.join(found)} without {', '.join(lacking)}: they work together only",
-            "pip install " + " ".join(f"{n}=={lib}" if lib else n for n in lacking),
-        )
-    if len(kinds) > 1:
-        raise Failure(f"plugins of several kinds: {', '.join(kinds)}")
-    if not found and machine.shows_nvidia:
-        raise Failure(
-            "there is an NVIDIA driver, and no CUDA plugin for JAX",
-            f"pip install 'jax[cuda13]{'==' + lib if lib else ''}' (cuda12 for drivers "
-            "older than 580)",
-        )
-    if not found:
-        raise Absent("no GPU, so none is needed")
-    return ", ".join(f"{n} {v}" for n, v in found.items()), {}
-
-
-def cache(machine: Machine) -> Finding:
-    """The cache directory can be made and written, and has space."""
+def folders(machine: Machine) -> str:
+    """The folders for the cache and for temporary files are writable, with space."""
     if machine.cache is None:
-        raise Failure(
-            "no place for the cache: neither CFP_CACHE_DIR, XDG_CACHE_HOME nor a home "
-            "directory"
-        )
-    return _with_space(machine, machine.cache)
+        raise Failure("neither CFP_CACHE_DIR, XDG_CACHE_HOME nor a home directory")
+    found = []
+    for folder in (machine.cache, Path(tempfile.gettempdir())):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(b"x" * 4096)
+        free, needed = shutil.disk_usage(folder).free, machine.enough_bytes
+        found.append(f"{folder}, {free >> 30} GiB free")
+        if free < needed:
+            raise Failure(f"{folder}: {free >> 20} MiB free of {needed >> 20} MiB")
+    return "; ".join(found)
 
 
-def scratch(machine: Machine) -> Finding:
-    """There is a directory for temporary files, with space."""
-    folder = machine.environ.get("TMPDIR") or tempfile.gettempdir()
-    return _with_space(machine, Path(folder))
-
-
-def _with_space(machine: Machine, folder: Path) -> Finding:
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        file.write(b"x" * 4096)
-        file.flush()
-        os.fsync(file.fileno())
-    free = machine.free_bytes(folder)
-    if free < _ENOUGH_BYTES:
-        raise Failure(
-            f"{folder} has {free >> 20} MiB left; cfp needs {_ENOUGH_BYTES >> 20}",
-            free_bytes=free,
-        )
-    return f"{folder}, {free / 2**30:.0f} GiB free", {"free_bytes": free}
-
-
-# --------------------------------------------------------------------- NVIDIA's driver
-
-
-def _gpus(machine: Machine, *fields: str) -> list[dict[str, str]]:
-    """Fields of all GPUs (``nvidia-smi --help-query-gpu`` lists them)."""
-    what = f"--query-gpu={','.join(fields)}"
+def _gpus(machine: Machine) -> list[list[str]]:
+    """Name, driver's version and compute capability of each GPU."""
+    what = "--query-gpu=name,driver_version,compute_cap"
     text = tool(machine, "nvidia-smi", what, "--format=csv,noheader,nounits")
-    rows = [*filter(None, csv.reader(text.splitlines(), skipinitialspace=True))]
-    if odd := [row for row in rows if len(row) != len(fields)]:
-        raise Failure(f"nvidia-smi said {', '.join(odd[0])}")
-    return [dict(zip(fields, row, strict=True)) for row in rows]
+    return [*filter(None, csv.reader(text.splitlines(), skipinitialspace=True))]
 
 
-def driver(machine: Machine) -> Finding:
-    """The driver answers, and is new enough for the plugin's CUDA."""
+def driver(machine: Machine) -> str:
+    """The driver answers, is new enough for the plugin, and names the GPUs' links."""
     if not machine.shows_nvidia:
-        raise Absent(NO_GPU)
-    rows = _gpus(machine, "name", "driver_version", "compute_cap")
+        raise Absent("no NVIDIA GPU: no nvidia-smi, and no /proc/driver/nvidia")
+    rows = _gpus(machine)
     if not rows:
         raise Failure("nvidia-smi lists no GPU")
-    version, capability = rows[0]["driver_version"], rows[0]["compute_cap"]
-    for name in machine.names_like(GPU_PLUGIN):
-        oldest = OLDEST_DRIVER.get(name.split("-")[1], 0)
-        if int(version.split(".")[0]) < oldest:
-            raise Failure(
-                f"driver {version} is older than {oldest}, which {name} needs"
-            )
-    kinds = ", ".join(sorted({row["name"] for row in rows}))
-    text = f"driver {version}; {len(rows)} × {kinds}, compute capability {capability}"
-    return text, {"gpus": len(rows)}
-
-
-def links(machine: Machine) -> Finding:
-    """The driver names the links between the GPUs, and NVLink's rate."""
-    if len(_gpus(machine, "index")) < 2:
-        raise Absent("one GPU: no links")
-    ways = link_kinds(tool(machine, "nvidia-smi", "topo", "-m"))
-    if not ways:
-        raise Failure("nvidia-smi topo -m names no links")
-    speed = _nvlink_gb_per_s(machine)
-    listed = ", ".join(f"{kind} ({count} pairs)" for kind, count in ways.items())
-    fast = f"; NVLink {speed:.0f} GB/s each way of a GPU" if speed else ""
-    return listed + fast, {"nvlink_gb_per_s": speed}
+    name, version, capability = rows[0]
+    for plugin, oldest in OLDEST_DRIVER.items():
+        if plugin in machine.installed() and int(version.split(".")[0]) < oldest:
+            raise Failure(f"driver {version} is older than {oldest}; {plugin} needs it")
+    text = f"driver {version}; {len(rows)} × {name}, compute capability {capability}"
+    if len(rows) > 1:
+        ways = link_kinds(tool(machine, "nvidia-smi", "topo", "-m"))
+        listed = (f"{kind} ({count} pairs)" for kind, count in ways.items())
+        text += f"; links {', '.join(listed)}"
+    return text
 
 
 def link_kinds(matrix: str) -> dict[str, int]:
@@ -245,104 +114,59 @@ def link_kinds(matrix: str) -> dict[str, int]:
     return dict(sorted(Counter(cells).items()))
 
 
-def _nvlink_gb_per_s(machine: Machine) -> float:
-    """Sums the rates of the first GPU's NVLinks, in each direction; 0 without any."""
-    status = tool(machine, "nvidia-smi", "nvlink", "-s", "-i", "0")
-    return sum(map(float, re.findall(r"([\d.]+)\s*GB/s", status)))
+def jax(machine: Machine, data: Mapping[str, Any]) -> str:
+    """JAX can be imported, and has Shardy's passes."""
+    if missing := data["missing"]:
+        raise Failure(f"jaxlib lacks pipelines that cfp needs: {', '.join(missing)}")
+    text = f"JAX {data['version']} from {data['file']}"
+    if data["faults"]:
+        text += f"; cfp works around {data['faults']} faults of XLA's partitioner: "
+        text += "docs/results/rules.md lists them"
+    return text
 
 
-# -------------------------------------------------------------- programs on the devices
-
-
-def devices(machine: Machine) -> Finding:
+def devices(machine: Machine, data: Mapping[str, Any]) -> str:
     """JAX uses the devices that the driver shows."""
-    data = probe(machine, "devices")
     text = f"{data['count']} × {data['kind']} ({data['platform']})"
-    shown = len(_gpus(machine, "index")) if machine.shows_nvidia else 0
+    shown = len(_gpus(machine)) if machine.shows_nvidia else 0
     if shown > (data["count"] if data["platform"] in ("gpu", "cuda") else 0):
+        names = ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS")
+        given = [f"; {n}={machine.environ[n]}" for n in names if n in machine.environ]
         reason = f"JAX uses {text}; the driver shows {shown} GPUs"
-        visible = machine.environ.get("CUDA_VISIBLE_DEVICES")
-        platforms = machine.environ.get("JAX_PLATFORMS", "")
-        if visible is not None:
-            reason += f", and CUDA_VISIBLE_DEVICES={visible!r} hides some"
-        elif platforms and not re.search("cuda|gpu", platforms):
-            reason += f", and JAX_PLATFORMS={platforms} leaves them out"
-        raise Failure(reason, count=data["count"])
-    return text, {"count": data["count"], "platform": data["platform"]}
+        raise Failure(reason + "".join(given))
+    return text
 
 
-def all_reduce(machine: Machine) -> Finding:
-    """An all-reduce is right; on GPUs, as fast as the links let it be."""
-    variables, flags = dict(_SMALL), machine.environ.get("XLA_FLAGS", "")
-    if _CPU_DEVICES not in flags:
-        # Devices to sum over where there are only CPUs.
-        variables["XLA_FLAGS"] = f"{flags} {_CPU_DEVICES}=4".strip()
-    data = probe(machine, "allreduce", **variables)
-    count, time_ms = data["devices"], data["median_ms"]
-    if not data["right"]:
-        raise Failure(f"{count} devices: the sum is wrong")
-    if not machine.shows_nvidia:
-        return f"{count} virtual devices: the sum is right", {}
-    if count < 2:
-        return "starts, on 1 device; no link is used", {}
+def graft(machine: Machine, data: Mapping[str, Any]) -> str:
+    """A program that cfp makes compiles, and sums over devices right and fast."""
+    count = data["devices"]
+    text = f"{count} devices: an all-reduce of {data['bytes'] >> 20} MiB"
+    if not data["error"] <= _SUM_ERROR:  # Also if it is no number.
+        raise Failure(f"{text} is off by {data['error']:.1e}")
+    if not machine.shows_nvidia or count < 2:
+        return f"{text} is right"
     # In a ring each device sends this much.
-    rate = 2 * (count - 1) / count * data["bytes"] / time_ms / 1e6
-    link = _nvlink_gb_per_s(machine)
-    numbers = {"time_ms": time_ms, "gb_per_s": rate, "link_gb_per_s": link}
-    text = f"{count} devices, {data['bytes'] >> 20} MiB: {time_ms:.2f} ms, "
-    text += f"{rate:.0f} GB/s"
+    rate = 2 * (count - 1) / count * data["bytes"] / data["time_ms"] / 1e6
+    status = tool(machine, "nvidia-smi", "nvlink", "-s", "-i", "0")
+    link = sum(map(float, re.findall(r"([\d.]+)\s*GB/s", status)))
+    text += f" takes {data['time_ms']:.2f} ms, {rate:.0f} GB/s"
     if link:
-        text += f", {rate / link:.0%} of the NVLink's {link:.0f}"
+        text += f", {rate / link:.0%} of the NVLinks' {link:.0f} in each direction"
     if machine.environ.get("NCCL_P2P_DISABLE") == "1":
-        text += " with NCCL_P2P_DISABLE=1"
-    elif rate < _LEAST_SHARE * link:
-        raise Failure(text, **numbers)
-    return text, numbers
+        return f"{text} with NCCL_P2P_DISABLE=1"
+    if rate < _LEAST_SHARE * link:
+        raise Failure(text)
+    return text
 
 
-def shardy(machine: Machine) -> Finding:
-    """jaxlib has Shardy's passes; faults of XLA that cfp works around are named."""
-    data = probe(machine, "shardy", JAX_PLATFORMS="cpu")
-    if data["missing"]:
-        raise Failure(
-            f"jaxlib lacks {len(data['missing'])} of the {data['needed']} pipelines "
-            f"that cfp needs: {data['reasons'][0]}"
-        )
-    if data["rules"] == 0:
-        raise Failure("Shardy's passes write no sharding rules")
-    text = f"all {data['needed']} pipelines are there and write rules"
-    if faults := len(data["faults"]):
-        text += (
-            f"; cfp works around {faults} faults of XLA's partitioner: "
-            "docs/results/rules.md lists them"
-        )
-    return text, {"faults": faults}
-
-
-def graft(machine: Machine) -> Finding:
-    """A part of a program becomes a program, compiles, runs, and is right."""
-    data = probe(machine, "graft", **_SMALL)
-    off = data["difference"]
-    if off > _GRAFT_ERROR:
-        raise Failure(f"the result is off by {off:.1e}", difference=off)
-    text = f"compiled in {data['compile_s']:.1f} s, runs on {data['devices']} devices"
-    return f"{text}, off by {off:.0e}", data
-
-
-def attention_kernel(machine: Machine, name: str) -> Finding:
+def attention_kernel(machine: Machine, data: Mapping[str, Any]) -> str:
     """A kernel of attention, forward and backward, agrees with float32."""
-    if not machine.shows_nvidia:
-        raise Absent(NO_GPU)
-    data = probe(machine, "kernel", name, **_SMALL)
-    if "refusal" in data:
-        raise Failure(data["refusal"])
+    if not data:
+        raise Absent("no GPU")
     text = ", ".join(f"{what} {value:.1e}" for what, value in data.items())
     if not max(data.values()) <= _ATTENTION_ERROR:  # Also if it is no number.
-        raise Failure(f"differs from float32: {text}", **data)
-    return f"forward and backward; relative {text}", data
-
-
-# --------------------------------------------------------------------------- the table
+        raise Failure(f"differs from float32: {text}")
+    return f"forward and backward; relative {text}"
 
 
 class Status(StrEnum):
@@ -353,69 +177,40 @@ class Status(StrEnum):
     ABSENT = "ABSENT"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Result:
-    """One row of the table.
-
-    Attributes:
-        name: of the check.
-        status: PASS; FAIL, with a remedy; or ABSENT, where there is nothing to check.
-        reason: the finding, in one sentence.
-        remedy: a command or a hint; empty unless something is to be done.
-        numbers: measurements by name, with units in the names.
-    """
+    """One row of the table; the remedy is empty unless something is to be done."""
 
     name: str
     status: Status
     reason: str
     remedy: str = ""
-    numbers: Mapping[str, Number] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check, what mends its faults, and its dependencies.
-
-    Attributes:
-        remedy: of faults that bring none themselves.
-        needs: checks that must have passed; where one failed or was absent, this one is
-            absent, so that one fault is one FAIL.
-    """
+    """A check, and what mends its faults; true if a probe of its name comes first."""
 
     name: str
-    run: Callable[[Machine], Finding]
+    run: Callable[..., str]
     remedy: str
-    needs: tuple[str, ...] = ()
-
-    @property
-    def summary(self) -> str:
-        """The first line of the check's docstring."""
-        run = self.run.func if isinstance(self.run, partial) else self.run
-        return (run.__doc__ or "").splitlines()[0]
+    is_probed: bool = False
 
 
 CHECKS = (
-    Check("python", python, "make an environment with one: python3.12 -m venv"),
     Check(
         "packages",
         packages,
         "pip install -e . in the clone, or pip install cfp, from a wheelhouse with "
-        "--no-index --find-links WHEELHOUSE",
-    ),
-    Check("jaxlib", jaxlib, "install jax and jaxlib of one version"),
-    Check(
-        "jax",
-        jax,
-        "pip install --force-reinstall --no-deps jax and jaxlib of one version. "
-        "SIGILL: the processor lacks instructions of the wheel, build it from source "
-        "(docs/install/from-source.md). No answer: install on a local disk",
-        ("jaxlib",),
+        "--no-index --find-links WHEELHOUSE. jaxlib without a wheel is built from "
+        "source (docs/install/from-source.md)",
     ),
     Check(
-        "plugin",
-        plugin,
-        "uninstall all but the one that the driver is for "
-        "(pip uninstall NAME-plugin NAME-pjrt)",
+        "folders",
+        folders,
+        "make space there (the cache may be deleted), or set CFP_CACHE_DIR and TMPDIR "
+        "to directories that can be written, on a local disk",
     ),
     Check(
         "driver",
@@ -426,145 +221,84 @@ CHECKS = (
         "one that is too old: update it, or install 'jax[cuda12]' for 525 and newer",
     ),
     Check(
-        "links",
-        links,
-        "see what nvidia-smi topo -m says; update the driver",
-        ("driver",),
+        "jax",
+        jax,
+        "pip install --force-reinstall --no-deps jax and jaxlib of one version. "
+        "SIGILL: the processor lacks instructions of the wheel, build it from source "
+        "(docs/install/from-source.md). No answer: install on a local disk",
+        is_probed=True,
     ),
-    Check(
-        "cache",
-        cache,
-        "make space there (its contents may be deleted), or set CFP_CACHE_DIR to a "
-        "directory that can be written, on a local disk",
-    ),
-    Check("scratch", scratch, "export TMPDIR, a directory with a few GiB of space"),
     Check(
         "devices",
         devices,
-        "unset CUDA_VISIBLE_DEVICES and JAX_PLATFORMS, or name all devices there; end "
+        "pip install 'jax[cuda13]' (cuda12 for drivers older than 580); unset "
+        "CUDA_VISIBLE_DEVICES and JAX_PLATFORMS, or name all devices there; end "
         "other programs that hold the devices; look for Xid in dmesg. "
         'JAX_PLATFORMS=cuda python -c "import jax; jax.devices()" says why the plugin '
         "does not start",
-        ("jax",),
-    ),
-    Check(
-        "all-reduce",
-        all_reduce,
-        "NCCL_DEBUG=INFO says which way it takes, and where it waits; "
-        "NCCL_P2P_DISABLE=1 tells whether it is a link (in a virtual machine, access "
-        "control (ACS) stops them). Unset other NCCL_* variables; see "
-        "docs/install/limits.md",
-        ("devices",),
-    ),
-    Check(
-        "shardy",
-        shardy,
-        "pip install jax, of a version that cfp works with, with its own jaxlib",
-        ("jax",),
+        is_probed=True,
     ),
     Check(
         "graft",
         graft,
-        "install jax and jaxlib of one version again. SIGKILL: compiling needs 3 GiB "
-        "or more (docs/install/limits.md). No answer: try --timeout 600. Wrong result: "
-        "try JAX_PLATFORMS=cpu, and see ECC errors (nvidia-smi -q -d ECC)",
-        ("devices", "shardy"),
+        "NCCL_DEBUG=INFO says which way it takes, and where it waits; "
+        "NCCL_P2P_DISABLE=1 tells whether it is a link (in a virtual machine, access "
+        "control (ACS) stops them). SIGKILL: compiling needs 3 GiB or more. No answer: "
+        "try --timeout 600. Wrong result: try JAX_PLATFORMS=cpu, and see ECC errors "
+        "(nvidia-smi -q -d ECC); see docs/install/limits.md",
+        is_probed=True,
     ),
     *(
-        Check(
-            kernel.name,
-            partial(attention_kernel, name=kernel.name),
-            kernel.remedy,
-            ("devices", "driver"),
-        )
+        Check(kernel.name, attention_kernel, kernel.remedy, is_probed=True)
         for kernel in KERNELS.values()
         if kernel.remedy
     ),
 )
 
 
-def with_needs(names: Collection[str]) -> list[Check]:
-    """Selects the checks of these names, and those that they need, in order."""
-    wanted = set(names)
-    for check in reversed(CHECKS):
-        if check.name in wanted:
-            wanted.update(check.needs)
-    return [check for check in CHECKS if check.name in wanted]
+def examine(machine: Machine, only: Collection[str] = ()) -> Iterator[Result]:
+    """Runs checks one after another, and yields their results.
 
-
-def examine(machine: Machine, checks: Sequence[Check] = CHECKS) -> Iterator[Result]:
-    """Runs checks one after another, and yields their results."""
-    found: dict[str, Result] = {}
+    Args:
+        only: names of checks; all of them if it is empty.
+    """
+    checks = [check for check in CHECKS if not only or check.name in only]
+    names = [check.name for check in checks if check.is_probed]
+    found, trouble, failed = None, "", ""
     for check in checks:
-        found[check.name] = _outcome(check, machine, found)
-        yield found[check.name]
-
-
-def _outcome(check: Check, machine: Machine, found: Mapping[str, Result]) -> Result:
-    result = partial(Result, name=check.name)
-    for need in filter(None, map(found.get, check.needs)):
-        if need.status is not Status.PASS:
-            reason = need.reason
-            if need.status is Status.FAIL:
-                reason = f"not tried, as {need.name} failed"
-            return result(status=Status.ABSENT, reason=reason)
-    failed = partial(result, status=Status.FAIL)
-    try:
-        reason, numbers = check.run(machine)
-    except Absent as error:
-        return result(status=Status.ABSENT, reason=str(error))
-    except Failure as error:
-        remedy = error.remedy or check.remedy
-        return failed(reason=error.reason, remedy=remedy, numbers=error.numbers)
-    except OSError as error:
-        reason = f"{error.filename} cannot be written: {error.strerror}"
-        return failed(reason=reason, remedy=check.remedy)
-    except Exception as error:
-        # A machine can be broken in ways that no check looks for. That is a result,
-        # and the other checks go on.
-        return failed(
-            reason=f"the check itself broke: {type(error).__name__}: {error}",
-            remedy="please report it, with what cfp doctor --json prints",
-        )
-    return result(status=Status.PASS, reason=reason, numbers=numbers)
-
-
-# ------------------------------------------------------------------------- the command
-
-INTERRUPTED = 130
-LEAST_WIDTH, _WIDEST = 60, 120
-_INDENT = " " * 21  # Of the check's name, and of its status.
+        data: Mapping[str, Any] = {}
+        status, reason, remedy = Status.PASS, "", ""
+        try:
+            if not check.is_probed:
+                reason = check.run(machine)
+            elif failed:
+                raise Absent(f"not tried, as {failed} failed")
+            else:
+                if found is None:
+                    found, trouble = probe(machine, names)
+                data = found.get(check.name, {"trouble": trouble})
+                if "trouble" in data:
+                    raise Failure(data["trouble"])
+                reason = check.run(machine, data)
+        except Absent as error:
+            status, reason = Status.ABSENT, str(error)
+        except Exception as error:
+            # A machine can be broken in ways that no check looks for. That is a result,
+            # and the other checks go on.
+            kind = "" if isinstance(error, Failure) else f"{type(error).__name__}: "
+            status, reason, remedy = Status.FAIL, f"{kind}{error}", check.remedy
+            failed = check.name if check.is_probed else failed
+        yield Result(check.name, status, reason, remedy, data)
 
 
 def row(result: Result, width: int) -> str:
     """Formats one result, with the reason and the remedy beside it."""
-    room = max(width, LEAST_WIDTH) - len(_INDENT)
     # A path or a command stays in one piece.
-    wrap = {"width": room, "break_long_words": False, "break_on_hyphens": False}
-    lines = textwrap.wrap(result.reason, **wrap)
+    fill = partial(textwrap.wrap, width=max(width, 60) - 19, break_long_words=False)
+    lines = fill(result.reason, break_on_hyphens=False)
     if result.remedy:
-        lines += textwrap.wrap(f"-> {result.remedy}", subsequent_indent="   ", **wrap)
-    return f"{result.name:<14}{result.status.value:<7}" + f"\n{_INDENT}".join(lines)
-
-
-def summary(results: Sequence[Result]) -> str:
-    """Counts results by status, and names the failures."""
-    counts = Counter(result.status for result in results)
-    text = ", ".join(f"{counts[status]} {status.value}" for status in Status)
-    failures = [r.name for r in results if r.status is Status.FAIL]
-    return f"{text}: {', '.join(failures)}" if failures else text
-
-
-def document(machine: Machine, results: Sequence[Result]) -> dict[str, Any]:
-    """Makes a JSON document of all results."""
-    return {
-        "host": platform.node(),
-        "system": platform.platform(),
-        "architecture": platform.machine(),
-        "python": ".".join(map(str, machine.version)),
-        "ok": all(r.status is not Status.FAIL for r in results),
-        "checks": [asdict(r) for r in results],
-    }
+        lines += fill(f"-> {result.remedy}", break_on_hyphens=False)
+    return f"{result.name:<12}{result.status:<7}" + ("\n" + " " * 19).join(lines)
 
 
 def main(words: Sequence[str]) -> int:
@@ -574,75 +308,51 @@ def main(words: Sequence[str]) -> int:
         words: the command's own words, without ``cfp doctor``.
 
     Returns:
-        0 if no check failed, 1 if one did; 2 for words that are not understood.
+        0 if no check failed, 1 if one did.
     """
     options = _parser().parse_args(words)
     if options.list:
         for check in CHECKS:
-            print(f"{check.name:<16}{check.summary}")
+            print(f"{check.name:<12}{(check.run.__doc__ or '').splitlines()[0]}")
         return 0
     machine = Machine.here(cache=options.cache, timeout_s=options.timeout)
-    checks = with_needs(options.only) if options.only else CHECKS
-    width = min(shutil.get_terminal_size().columns, _WIDEST)
-    results = []
+    results: list[Result] = []
     try:
-        for result in examine(machine, checks):
+        for result in examine(machine, options.only or ()):
             results.append(result)
             if not options.json:
+                width = min(shutil.get_terminal_size().columns, 120)
                 print(row(result, width), flush=True)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
-        return INTERRUPTED
+        return 130
+    counts = Counter(result.status for result in results)
     if options.json:
-        print(json.dumps(document(machine, results), indent=2))
+        document = {
+            "host": platform.node(),
+            "system": platform.platform(),
+            "architecture": platform.machine(),
+            "python": platform.python_version(),
+            "ok": not counts[Status.FAIL],
+            "checks": [asdict(result) for result in results],
+        }
+        print(json.dumps(document, indent=2))
     else:
-        print(f"\n{summary(results)}")
-    return int(any(result.status is Status.FAIL for result in results))
-
-
-class _Parser(argparse.ArgumentParser):
-    """Errors of use are as those of the other commands."""
-
-    def error(self, message: str) -> NoReturn:
-        """Says what is wrong and what to try, without a page of usage."""
-        attempt = "cfp doctor --help lists the options, cfp doctor --list the checks"
-        if option := re.search(r"arguments: (-\S+)", message):
-            known = re.findall(r"--\w+", self.format_usage())
-            attempt = nearest(option[1], known) + attempt
-        elif choice := re.search("invalid choice: '(.*?)'", message):
-            attempt = nearest(choice[1], [one.name for one in CHECKS]) + attempt
-        error = CfpError(f"{message[0].upper()}{message[1:]}.", attempt=attempt)
-        self.exit(2, f"error: {error}\n")
+        print("\n" + ", ".join(f"{counts[status]} {status}" for status in Status))
+    return int(counts[Status.FAIL] > 0)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="cfp doctor",
-        description="Checks this machine for planning, with a remedy for each failure. "
-        "Works where JAX is missing or broken. The exit code is 0 if nothing failed, "
-        "else 1.",
-    )
+    about = """Checks this machine for planning, with a remedy for each failure. Works
+        where JAX is missing or broken. The exit code is 0 if nothing failed, else 1."""
+    parser = argparse.ArgumentParser(prog="cfp doctor", description=about)
     add = parser.add_argument
+    names = [check.name for check in CHECKS]
     add("--json", action="store_true", help="print one JSON document")
-    add(
-        "--only",
-        action="append",
-        choices=[check.name for check in CHECKS],
-        metavar="NAME",
-        help="this check and those that it needs; may be given several times",
-    )
+    only = "this check; may be given several times"
+    add("--only", action="append", choices=names, metavar="NAME", help=only)
     add("--list", action="store_true", help="list the checks")
-    add(
-        "--cache",
-        type=Path,
-        metavar="DIR",
-        help="examine this cache directory in place of the one that cfp would use",
-    )
-    add(
-        "--timeout",
-        type=float,
-        default=120,
-        metavar="S",
-        help="time limit of one check, in seconds (default: %(default)g)",
-    )
+    add("--cache", type=Path, metavar="DIR", help="examine this cache, not cfp's own")
+    limit = "time limit of all that runs on devices, in seconds (default: %(default)g)"
+    add("--timeout", type=float, default=300, metavar="S", help=limit)
     return parser

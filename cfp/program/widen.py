@@ -136,7 +136,11 @@ def _wide_step(step: FlatStep) -> FlatStep:
 
 
 def widen(
-    module: ir.Module, *, precise: bool = True, perturbed: bool = False
+    module: ir.Module,
+    *,
+    precise: bool = True,
+    perturbed: bool = False,
+    only_data: bool = False,
 ) -> tuple[str, ...]:
     """Has a normalised module compute in float32 what it computes in less, in place.
 
@@ -145,6 +149,7 @@ def widen(
         perturbed: whether what kernels from elsewhere read and return in less is moved
             by half of its last bit, up or down by what the bits below it or that bit
             are: somewhat more than it was rounded by.
+        only_data: whether what follows from constants and integers keeps its types.
 
     Returns:
         What keeps its types, and rounds to less: kernels from elsewhere, and what reads
@@ -153,7 +158,12 @@ def widen(
     with module.context, ir.Location.unknown():
         functions = _called(module)
         ops = [op for function in functions for op in shardy.walk(function)]
-        fixed = {op: [v.type for v in op.operands] for op in ops if _is_fixed(op)}
+        kept = _of_integers(module) if only_data else ()
+        fixed = {
+            op: [v.type for v in op.operands]
+            for op in ops
+            if op in kept or _is_fixed(op)
+        }
         for function in functions:
             for argument in function.regions[0].blocks[0].arguments:
                 argument.set_type(_wide(argument.type))
@@ -178,6 +188,22 @@ def widen(
             if not _is_exact(op) or any(map(_is_narrow, reads))
         )
         return tuple(sorted({*map(_name, rounds)}))
+
+
+def _of_integers(module: ir.Module) -> set[ir.Operation]:
+    """The main function's ops that follow from constants and integers alone."""
+    block = shardy.main_block(module)
+    known: set[ir.Value] = {
+        a
+        for a in block.arguments
+        if isinstance(ir.RankedTensorType(a.type).element_type, ir.IntegerType)
+    }
+    found: set[ir.Operation] = set()
+    for op in (one.operation for one in block.operations):
+        if not len(op.regions) and known.issuperset(op.operands):
+            known.update(op.results)
+            found.add(op)
+    return found
 
 
 def _called(module: ir.Module) -> list[ir.Operation]:

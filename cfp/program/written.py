@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from cfp.program import shardy
 from cfp.program.constrain import values_by_id
 from cfp.program.graph import Program, numpy_dtype
 from cfp.program.replace import Replacement
+from cfp.program.widen import wide_dtype, widen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,37 @@ class Written:
         """The function of `lower` as StableHLO text, without locations."""
         return str(shardy.stablehlo(self.lower()).operation.get_asm())
 
+    def widened(self, *shardings: jax.sharding.Sharding) -> jax.stages.Lowered:
+        """`lower` with float32 in place of 16-bit floats, of inputs and results too.
+
+        Masks and positions are as the step makes them. What kernels from elsewhere
+        read and return keeps its type.
+        """
+        module = shardy.stablehlo(self.lower(*shardings))
+        widen(module, only_data=True)
+        lowered = self._stand_in(shardings, wide_dtype)
+        outer = shardy.stablehlo(lowered)
+        with outer.context, ir.Location.unknown():
+            body = ir.Module.parse(shardy.bytecode(module.operation))
+            shardy.replace_body(outer, body)
+        return lowered
+
+    def _stand_in(
+        self, shardings: Sequence[jax.sharding.Sharding], dtype: Callable[[Any], Any]
+    ) -> jax.stages.Lowered:
+        """A lowered function of the inputs that makes zeros."""
+        given, made = (
+            [jax.ShapeDtypeStruct(x.shape, dtype(x.dtype)) for x in map(self.aval, vs)]
+            for vs in (self.inputs, self.derived + self.makes)
+        )
+
+        def zeros(*_: jax.Array) -> list[jax.Array]:
+            return [jnp.zeros(one.shape, one.dtype) for one in made]
+
+        return jax.jit(
+            zeros, keep_unused=True, in_shardings=tuple(shardings) or None
+        ).lower(*given)
+
     def lower(self, *shardings: jax.sharding.Sharding) -> jax.stages.Lowered:
         """Lowers the ops as a function of the inputs that makes ``derived + makes``.
 
@@ -51,15 +84,7 @@ class Written:
             shardings: one for each input, if not all on one device.
         """
         outputs = self.derived + self.makes
-        made = [*map(self.aval, outputs)]
-
-        def stand_in(*_: jax.Array) -> list[jax.Array]:
-            return [jnp.zeros(one.shape, one.dtype) for one in made]
-
-        jitted = jax.jit(
-            stand_in, keep_unused=True, in_shardings=shardings if shardings else None
-        )
-        lowered = jitted.lower(*map(self.aval, self.inputs))
+        lowered = self._stand_in(shardings, jnp.dtype)
         module = shardy.stablehlo(lowered)
         block = shardy.main_block(module)
         with module.context, ir.Location.unknown():

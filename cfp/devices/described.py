@@ -3,57 +3,72 @@
 A cluster is some hosts of equally many devices of one kind. Devices of a host talk over
 its links, hosts over the network. A mesh goes over all devices in order, host by host,
 so its last axes stay within a host for as long as they fit into one.
+
+A slice of TPUs is a grid of devices with links between neighbours. JAX lays the axes of
+a mesh along its dims; a mesh whose axes do not lie so is refused.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from math import prod
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from cfp.devices.device_kind import (
-    DeviceKind,
-    Number,
-    kind,
-    kind_from,
-    kinds,
-    read,
-)
+from cfp.devices.device_kind import DeviceKind, kind, kinds, read
 from cfp.errors import MeshError, TargetError
-from cfp.profiling.rates import Curve, Rates, axis_groups, sent_share
+from cfp.profiling.rates import KINDS, Curve, Rates, axis_groups, sent_share
 from cfp.settings import defaults_of
 
 Axes = tuple[tuple[str, int], ...]
 
 # What JAX takes of a GPU's memory by default.
 _TAKEN_SHARE = 0.75
-# One message over a network of InfiniBand or RoCE, where a description says nothing:
-# about what network adapters are sold with.
-_NETWORK_LATENCY_US = Number(value=5.0)
 _SHORT = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)")
+_SLICE = re.compile(r"([A-Za-z][\w-]*):(\d+(?:x\d+)*)")
+# Of a curve whose time is a latency and so much for each byte.
+_SIZES = (1 << 10, 1 << 20, 1 << 30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Some hosts of equally many devices."""
+    """Some hosts of equally many devices, or a slice of TPUs.
+
+    Attributes:
+        torus: the dims of a slice; none of other clusters.
+    """
 
     text: str
     kind: DeviceKind
     hosts: int
     per_host: int
+    torus: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:
         """All devices."""
         return self.hosts * self.per_host
+
+    @property
+    def rings(self) -> tuple[bool, ...]:
+        """For each dim of a slice, whether its ends are linked."""
+        closed = tuple(size % self.kind.torus_ring == 0 for size in self.torus)
+        # A slice of cubes closes where it is made of whole ones.
+        return closed if len(closed) < 3 else (all(closed),) * len(closed)
+
+    def places(self, axes: Axes) -> np.ndarray | None:
+        """Coordinates in a slice as JAX lays a mesh; None if a dim would be split."""
+        return _places(self.kind.device_kind, self.torus, tuple(s for _, s in axes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,27 +91,32 @@ class DescribedMesh:
     def abstract(self) -> AbstractMesh:
         """For JAX to lower programs for."""
         names, sizes = zip(*self.axes, strict=True)
-        return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+        platform = {"gpu": "cuda"}.get(self.cluster.kind.platform, "tpu")
+        device = AbstractDevice(self.cluster.kind.device_kind, None, platform)
+        types = (AxisType.Auto,) * len(names)
+        return AbstractMesh(sizes, names, axis_types=types, abstract_device=device)
 
     @property
     def memory_bytes(self) -> int:
         """Memory of a device that programs may use."""
-        whole = self.cluster.kind.numbers["memory_gib"].value * 2**30
-        return int(_TAKEN_SHARE * whole)
+        share = 1.0 if self.cluster.torus else _TAKEN_SHARE
+        return int(share * self.cluster.kind.memory_gib.value * 2**30)
 
     @property
     def crossing(self) -> tuple[str, ...]:
-        """Axes along which devices of different hosts stand."""
+        """Axes along which devices of different hosts stand, of slices none."""
         return tuple(n for n, s in self.axes if s > 1 and self._within((n,)) < s)
 
     @property
     def environment(self) -> dict[str, str]:
         """The environment on which plans and estimates depend, as of real devices."""
+        torus = self.cluster.torus
         return {
             "described": self.cluster.text,
-            "platform": "gpu",
+            "platform": self.cluster.kind.platform,
             "device_kind": self.cluster.kind.device_kind,
             "devices": str(self.cluster.count),
+            **({"slice": "x".join(map(str, torus))} if torus else {}),
             "hosts": str(self.cluster.hosts),
             "crosses_hosts": ",".join(self.crossing),
             "jax_version": jax.__version__,
@@ -107,18 +127,18 @@ class DescribedMesh:
     def rates(self) -> Rates:
         """The rates of compute, memory and collectives, by the description."""
         known = self.cluster.kind
-        curves = {
-            (what, group): self._curve(what, group)
-            for what in known.link_times[1]
-            for group in axis_groups(self.axes)
-        }
-        defaults = defaults_of(self.environment["platform"])
+        curve = self._torus_curve if self.cluster.torus else self._curve
+        defaults = defaults_of(known.platform)
         return Rates(
             mesh=self.axes,
-            curves=curves,
+            curves={
+                (what, group): curve(what, group)
+                for what in KINDS
+                for group in axis_groups(self.axes)
+            },
             matmul_flops_per_ms={
-                dtype: known.expected(f"{dtype}_tflop_per_s") * 1e9
-                for dtype in ("float32", "bfloat16")
+                "float32": known.expected("float32_tflop_per_s") * 1e9,
+                "bfloat16": known.expected("bfloat16_tflop_per_s") * 1e9,
             },
             memory_bytes_per_ms=known.expected("memory_gb_per_s") * 1e6,
             combined_bytes=defaults.combined_bytes,
@@ -127,45 +147,67 @@ class DescribedMesh:
 
     def _within(self, group: Iterable[str]) -> int:
         """Counts the devices of a group in one host, at most."""
-        strides, step = {}, 1
-        for name, size in reversed(self.axes):
-            strides[name] = step
-            step *= size
-        places = [0]
-        for name in group:
-            sizes = range(self.shape[name])
-            places = [p + i * strides[name] for p in places for i in sizes]
-        hosts = [place // self.cluster.per_host for place in places]
-        return max(hosts.count(host) for host in set(hosts))
+        places = np.arange(self.cluster.count).reshape([s for _, s in self.axes])
+        hosts = places[self._group(group)].ravel() // self.cluster.per_host
+        return int(np.bincount(hosts).max())
 
     def _curve(self, what: str, group: tuple[str, ...]) -> Curve:
         """The curve of one kind of collective over some axes."""
-        ways, times = self.cluster.kind.link_times
-        known = times[what]
+        known = self.cluster.kind
+        ways, times = known.link_times
+        points = times[what]
         size = prod(self.shape[name] for name in group)
         near = self._within(group)
         more = sent_share(what, size) / sent_share(what, ways)
-        floor = known[0][1]
-        inside = [(b, floor + (ms - floor) * more) for b, ms in known]
+        floor = points[0][1]
+        inside = [(b, floor + (ms - floor) * more) for b, ms in points]
         if near == size:
             return tuple(inside)
         far = size // near
         # Each device of a host has an adapter. In a ring all of a host's are used for
         # what passes from host to host; of an all-to-all each sends its own part.
-        numbers = self.cluster.kind.numbers
-        adapter = numbers["network_gb_per_s"].value * 1e6
-        link = numbers.get("link_gb_per_s")
-        if numbers["network_gb_per_s"].basis == "specified" and link is not None:
-            adapter *= _reached(what, known, ways, link.value * 1e6)
-        latency = numbers.get("network_latency_us", _NETWORK_LATENCY_US).value / 1e3
+        network, link = known.network_gb_per_s, known.link_gb_per_s
+        assert network is not None, "mesh_of has seen it"
+        adapter = network.value * 1e6
+        if network.basis == "specified" and link is not None:
+            adapter *= _reached(what, points, ways, link.value * 1e6)
         if what == "all-to-all":
             share = (size - near) / size / size / adapter
         else:
             share = sent_share(what, size) / (near * adapter)
         steps = (far - 1) * (2 if what == "all-reduce" else 1)
-        return tuple(
-            (b, max(ms, floor + b * share) + steps * latency) for b, ms in inside
-        )
+        waits = steps * known.network_latency_us.value / 1e3
+        return tuple((b, max(ms, floor + b * share) + waits) for b, ms in inside)
+
+    def _torus_curve(self, what: str, group: tuple[str, ...]) -> Curve:
+        """The same on a torus, all of whose links are used, in both directions.
+
+        Along a ring a device has two links that lead on, at the end of a line one. What
+        all devices exchange meets where the slice is cut in halves.
+        """
+        cluster, link = self.cluster, self.cluster.kind.link_gb_per_s
+        places = cluster.places(self.axes)
+        assert places is not None and link is not None, "mesh_of and read have seen it"
+        box = np.ptp(places[self._group(group)].reshape(-1, 3), axis=0) + 1
+        size = prod(self.shape[name] for name in group)
+        dims = [d for d in range(len(cluster.torus)) if box[d] > 1]
+        links = {
+            d: 2 if cluster.rings[d] and box[d] == cluster.torus[d] else 1 for d in dims
+        }
+        # Devices with others in between share their links with these.
+        bytes_per_ms = size / prod(box) * link.value * 1e6
+        if what == "all-to-all":
+            share = max(box[d] / links[d] for d in dims) / size / 4 / bytes_per_ms
+        else:
+            share = sent_share(what, size) / sum(links.values()) / bytes_per_ms
+        hops = sum((box[d] - 1) / links[d] for d in dims)
+        hops *= 2 if what == "all-reduce" else 1
+        floor = hops * cluster.kind.link_latency_us.value / 1e3
+        return tuple((b, float(floor + b * share)) for b in _SIZES)
+
+    def _group(self, names: Iterable[str]) -> tuple[slice | int, ...]:
+        """Indices of the first group of devices along some axes."""
+        return tuple(slice(None) if n in names else 0 for n, _ in self.axes)
 
 
 def _reached(what: str, known: Curve, ways: int, link_bytes_per_ms: float) -> float:
@@ -175,14 +217,32 @@ def _reached(what: str, known: Curve, ways: int, link_bytes_per_ms: float) -> fl
     return min(1.0, sent / link_bytes_per_ms)
 
 
+@cache
+def _places(
+    device_kind: str, torus: tuple[int, ...], sizes: tuple[int, ...]
+) -> np.ndarray | None:
+    chip = {"platform": "tpu", "device_kind": device_kind, "core_on_chip": 0}
+    places = np.ndindex(*reversed(torus))
+    chips = [
+        SimpleNamespace(**chip, id=i, process_index=0, coords=(*place[::-1], 0)[:3])
+        for i, place in enumerate(places)
+    ]
+    try:
+        laid = mesh_utils.create_device_mesh(sizes, chips)
+    except NotImplementedError:
+        return None
+    return np.array([one.coords for one in laid.flat]).reshape(*laid.shape, 3)
+
+
 def described(text: str, **axes: int) -> DescribedMesh:
     """A mesh of a cluster that is described, for :func:`cfp.plan`.
 
     Args:
-        text: ``4xh200``, ``2x8xh100`` (hosts, devices of each, kind), or a file:
-            ``cluster.toml``.
+        text: ``4xh200``, ``2x8xh100`` (hosts, devices of each, kind), ``v5e:4x4`` (a
+            slice of TPUs), or a file: ``cluster.toml``.
         axes: sizes of the mesh's axes, such as ``x=2, y=8``; by default one axis of the
-            devices of a host, and before it one of the hosts if there are several.
+            devices of a host or slice, and before it one of the hosts if there are
+            several.
 
     Raises:
         TargetError: the description is no cluster, or lacks what is needed.
@@ -195,79 +255,100 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
     """A mesh of a cluster's devices.
 
     Raises:
-        MeshError: the axes are not the cluster's devices.
+        MeshError: the axes are not the cluster's devices, or do not lie along a slice.
         TargetError: several hosts, and nothing is known of the network between them.
     """
     if axes is None:
         sizes = [size for size in (cluster.hosts, cluster.per_host) if size > 1] or [1]
         axes = tuple(zip("xy", sizes, strict=False))
-    count = prod(size for _, size in axes)
+    count, text = prod(size for _, size in axes), cluster.text
+    given = " x ".join(f"{name}={size}" for name, size in axes) or "one device"
     if count != cluster.count or any(size < 1 for _, size in axes):
         raise MeshError(
-            "The mesh is not of the cluster's devices.",
-            expected=f"a mesh of all devices of {cluster.text}, {cluster.count}"
-            f" (hosts = {cluster.hosts}, devices_per_host = {cluster.per_host})",
-            got=" x ".join(f"{name}={size}" for name, size in axes) or "one device",
-            attempt=f"one axis of all devices, x={cluster.count} (--mesh "
-            f"x={cluster.count})",
+            f"{given} is not a mesh of all devices of {text}, {cluster.count} (hosts = "
+            f"{cluster.hosts}, devices_per_host = {cluster.per_host}). One axis of "
+            f"them is x={cluster.count} (--mesh x={cluster.count})."
         )
-    kind_name = cluster.kind.name
-    if cluster.hosts > 1 and "network_gb_per_s" not in cluster.kind.numbers:
+    found = DescribedMesh(cluster=cluster, axes=axes)
+    if not lies_along(cluster, axes):
+        raise MeshError(
+            f"The mesh {given} does not lie along the slice {text}: each axis takes "
+            f"one or several of its dims whole. x={cluster.count} does."
+        )
+    if cluster.hosts > 1 and cluster.kind.network_gb_per_s is None:
         raise TargetError(
-            f"Nothing is known of a network between hosts of {kind_name}.",
-            expected="network_gb_per_s, what one device sends to another host",
-            got=f"{cluster.hosts} hosts, and no such number",
-            attempt=f'a file: kind = "{kind_name}", hosts = '
-            f"{cluster.hosts}, devices_per_host = {cluster.per_host}, "
-            "network_gb_per_s = 25",
+            f"Nothing is known of a network between hosts of {cluster.kind.name}. Give "
+            f'a file: kind = "{cluster.kind.name}", hosts = {cluster.hosts}, '
+            f"devices_per_host = {cluster.per_host}, network_gb_per_s = 25 (what one "
+            "device sends to another host)."
         )
-    return DescribedMesh(cluster=cluster, axes=axes)
+    return found
+
+
+def lies_along(cluster: Cluster, axes: Axes) -> bool:
+    """Returns True if a mesh's axes lie along a slice; so do all of other clusters."""
+    return not cluster.torus or cluster.places(axes) is not None
 
 
 def cluster_of(text: str) -> Cluster:
     """Reads a description.
 
     Raises:
-        TargetError: it is none.
+        TargetError: it is none, or of more devices than a host holds.
     """
     if text.endswith(".toml"):
-        return _from_file(Path(text))
-    match = _SHORT.fullmatch(text.strip())
-    if match is None:
-        raise TargetError(
-            "The description of a cluster cannot be read.",
-            expected="4xh200, 2x8xh100 (hosts x devices of each x kind), or the "
-            "name of a .toml file; kinds are " + ", ".join(kinds()),
-            got=repr(text),
-            attempt='cfp.described("4xh200") (--for 4xh200)',
+        path = Path(text)
+        try:
+            found = read(tomllib.loads(path.read_text()), path.stem, text)
+        except (OSError, ValueError) as error:
+            raise TargetError(
+                f"The description {path} cannot be read: {type(error).__name__}: "
+                f"{error}. docs/planning-ahead.md has one."
+            ) from error
+        return _cluster(path.name, found, found.hosts, found.devices_per_host)
+    if match := _SLICE.fullmatch(text.strip()):
+        torus = tuple(map(int, match[2].split("x")))
+        found = kind(match[1])
+        if len(torus) != found.torus_dims or 0 in torus:
+            raise TargetError(_no_slice(found, text))
+        return Cluster(
+            text=text, kind=found, hosts=1, per_host=prod(torus), torus=torus
         )
-    counts = {"hosts": int(match[1] or 1), "devices_per_host": int(match[2])}
-    return _cluster({**counts, "kind": match[3]}, text, text)
-
-
-def _from_file(path: Path) -> Cluster:
-    try:
-        data: dict[str, Any] = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    match = _SHORT.fullmatch(text.strip())
+    if match is None or "0" in (match[1], match[2]):
         raise TargetError(
-            f"The description {path} cannot be read.",
-            expected="a file in TOML",
-            got=f"{type(error).__name__}: {error}",
-            attempt="see docs/planning-ahead.md for one",
-        ) from error
-    return _cluster(data, path.name, str(path))
+            f"The description {text!r} cannot be read. Expected 4xh200, 2x8xh100 "
+            "(hosts x devices of each x kind), v5e:4x4 (a slice), or a .toml file; "
+            f"kinds are {', '.join(kinds())}."
+        )
+    hosts, per_host, found = int(match[1] or 1), int(match[2]), kind(match[3])
+    if found.torus_dims:
+        raise TargetError(_no_slice(found, text))
+    if per_host > (most := found.devices_per_host):
+        count = hosts * per_host
+        hosts = next(n for n in range(-(-count // most), count + 1) if count % n == 0)
+        raise TargetError(
+            f"A host holds {most} {found.name}, and {text} asks for {per_host} in one. "
+            f"Give {hosts}x{count // hosts}x{match[3]} (--for "
+            f"{hosts}x{count // hosts}x{match[3]}), hosts with a network between "
+            "them; a file describes larger hosts, with devices_per_host."
+        )
+    return _cluster(text, found, hosts, per_host)
 
 
-def _cluster(data: Mapping[str, Any], text: str, where: str) -> Cluster:
-    given = read(data, where)
-    if given.kind is None:
-        found = kind_from(given, Path(text).stem, where)
-    else:
-        found, own = kind(given.kind), given.numbers
-        # The file's own numbers win, also over measured ones of the kind.
-        kept = {k: n for k, n in found.measured.items() if k not in own}
-        found = replace(found, numbers={**found.numbers, **own}, measured=kept)
-        if given.curves or "link_gb_per_s" in own:
-            found = replace(found, curves=given.curves)
-    per_host = given.devices_per_host or found.devices_per_host
-    return Cluster(text=text, kind=found, hosts=given.hosts, per_host=per_host)
+def _cluster(
+    text: str, found: DeviceKind, hosts: int, per_host: int, torus: Sequence[int] = ()
+) -> Cluster:
+    return Cluster(
+        text=text, kind=found, hosts=hosts, per_host=per_host, torus=tuple(torus)
+    )
+
+
+def _no_slice(found: DeviceKind, text: str) -> str:
+    if not found.torus_dims:
+        return f"{text!r} is a slice, and {found.name} is no TPU. Give 8x{found.name}."
+    slices = "4x4" if found.torus_dims == 2 else "2x2x4"
+    return (
+        f"{text!r} is no slice of {found.name}, which has {found.torus_dims} dims. "
+        f"Give {found.name}:{slices}, for instance."
+    )

@@ -1,8 +1,9 @@
 """Kinds of devices and clusters, as data files describe them, and the files' schema.
 
-Every number has its source. What a file specifies is a peak. Of that programs reach a
-share, which is known where a file has measured numbers, too; for the other kinds the
-shares of the measured one are expected.
+Every number has its source. What a file specifies is a peak. Of that GPUs reach a
+share, which is known where a file has measured numbers, too; for the other kinds of GPU
+the shares of the measured one are expected. Of TPUs nothing was measured: their
+published rates are taken as they are.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import cache
@@ -29,10 +29,10 @@ from pydantic import (
 from cfp.errors import MeshError, TargetError, nearest
 from cfp.profiling.rates import KINDS, Curve, Rates, rising
 
-Basis = Literal["measured", "specified"]
 Count = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
 Positive = Annotated[float, Field(strict=True, gt=0)]
 Points = Annotated[list[tuple[Positive, Positive]], Field(min_length=2)]
+RateName = Literal["bfloat16_tflop_per_s", "float32_tflop_per_s", "memory_gb_per_s"]
 
 
 class _Table(BaseModel):
@@ -53,7 +53,7 @@ class Number(_Table):
     """
 
     value: Annotated[float, Field(strict=True, gt=0, lt=1e7)]
-    basis: Basis = "specified"
+    basis: Literal["measured", "specified"] = "specified"
     source: str = ""
 
     @model_validator(mode="before")
@@ -70,7 +70,7 @@ class Curves(_Table):
     """
 
     devices: Count = 2
-    basis: Basis = "specified"
+    basis: Literal["measured", "specified"] = "specified"
     source: str = ""
     all_reduce: Points = Field(alias="all-reduce")
     all_gather: Points = Field(alias="all-gather")
@@ -80,194 +80,64 @@ class Curves(_Table):
     @property
     def times(self) -> Mapping[str, Curve]:
         """Curves by kind of collective, as `cfp.profiling.rates` names them."""
-        values = self.model_dump(by_alias=True).items()
-        return {
-            name: rising((int(size), ms) for size, ms in value)
-            for name, value in values
-            if isinstance(value, list)
-        }
+        values = self.model_dump(by_alias=True)
+        return {k: rising((int(size), ms) for size, ms in values[k]) for k in KINDS}
 
 
-class _Measured(_Table):
-    bfloat16_tflop_per_s: Number | None = None
-    float32_tflop_per_s: Number | None = None
-    memory_gb_per_s: Number | None = None
-
-
-class _Numbers(_Measured):
-    memory_gib: Number | None = None
-    link_gb_per_s: Number | None = None
-    network_gb_per_s: Number | None = None
-    network_latency_us: Number | None = None
-
-
-class Description(_Numbers):
-    """A file that describes a kind of device, or a cluster.
+class DeviceKind(_Table):
+    """A kind of device, or a cluster of some.
 
     Attributes:
-        kind: the shipped kind to start from.
-        devices_per_host: number of devices of each host.
-        rates: measured ones, in the table ``measured``.
-    """
-
-    kind: str | None = None
-    hosts: Count = 1
-    devices_per_host: Count | None = None
-    device_kind: str | None = None
-    aliases: list[str] = []
-    rates: _Measured = Field(_Measured(), alias="measured")
-    curves: Curves | None = None
-
-    @property
-    def numbers(self) -> dict[str, Number]:
-        """The numbers that are given, by name."""
-        return _given(self, _Numbers)
-
-    @property
-    def measured(self) -> dict[str, Number]:
-        """The measured rates that are given, by name."""
-        return _given(self.rates, _Measured)
-
-
-def _given(table: _Measured, kind: type[_Measured]) -> dict[str, Number]:
-    found = {name: getattr(table, name) for name in kind.model_fields}
-    return {name: number for name, number in found.items() if number is not None}
-
-
-# Without curves, a kind of device needs these; with them, no rate of links.
-REQUIRED = (
-    "memory_gib",
-    "bfloat16_tflop_per_s",
-    "float32_tflop_per_s",
-    "memory_gb_per_s",
-    "link_gb_per_s",
-)
-
-
-def read(data: Mapping[str, Any], where: str) -> Description:
-    """Checks a parsed description.
-
-    Raises:
-        TargetError: a name is unknown, or a value is not allowed.
-    """
-    try:
-        return Description.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        path = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            fields = Description.model_fields.items()
-            known = sorted(field.alias or name for name, field in fields)
-            near = get_close_matches(str(first["loc"][0]), known, 1, 0.0)
-            raise TargetError(
-                f"{where} has an unknown name.",
-                expected=f"some of {', '.join(known)}",
-                got=path,
-                attempt=f"{near[0]} in place of {path}",
-            ) from error
-        raise TargetError(
-            f"{where} has an impossible value.",
-            expected=f"{path}: {first['msg']}",
-            got=f"{path} = {first['input']!r}"[:200],
-            attempt="a value such as link_gb_per_s = { value = 450, basis = "
-            '"specified", source = "datasheet" } or hosts = 2; see '
-            "docs/planning-ahead.md",
-        ) from error
-
-
-def description_of(mesh: Mesh, rates: Rates) -> str:
-    """A description of a host's devices, in TOML, for `cfp.devices.described`.
-
-    Args:
-        mesh: the devices, of one host, on one axis.
-
-    Raises:
-        MeshError: the mesh has several axes.
-    """
-    sizes = [(name, size) for name, size in mesh.shape.items() if size > 1]
-    if len(sizes) != 1:
-        raise MeshError(
-            "Curves of one axis describe the links of a host.",
-            expected="a mesh with one axis, of the devices of one host",
-            got=" x ".join(f"{n}={s}" for n, s in mesh.shape.items()),
-            attempt=f"--mesh x={mesh.size} --describe FILE",
-        )
-    [(axis, count)] = sizes
-    device = mesh.local_devices[0]
-    source = (
-        f"measured on {count} of {device.device_kind}, {datetime.now(UTC):%Y-%m-%d}"
-    )
-
-    def number(value: float) -> str:
-        return f'{{ value = {value:.6g}, basis = "measured", source = "{source}" }}'
-
-    lines = [
-        f'device_kind = "{device.device_kind}"',
-        "aliases = []",
-        f"devices_per_host = {count}",
-        "",
-        f"memory_gib = {number(_memory_bytes(mesh) / 2**30)}",
-        *(
-            f"{dtype}_tflop_per_s = {number(rate / 1e9)}"
-            for dtype, rate in rates.matmul_flops_per_ms.items()
-        ),
-        f"memory_gb_per_s = {number(rates.memory_bytes_per_ms / 1e6)}",
-        "",
-        "# [bytes of the whole tensor of a group, ms]",
-        "[curves]",
-        f"devices = {count}",
-        'basis = "measured"',
-        f'source = "{source}"',
-    ]
-    for kind in KINDS:
-        lines.append(f"{kind} = [")
-        points = rates.curves[kind, (axis,)]
-        lines += [f"    [{size}, {ms:.6g}]," for size, ms in points]
-        lines.append("]")
-    return "\n".join(lines) + "\n"
-
-
-def _memory_bytes(mesh: Mesh) -> float:
-    """All memory of a device; of virtual ones a part of the host's."""
-    stats = mesh.local_devices[0].memory_stats() or {}
-    if "bytes_limit" in stats:
-        fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
-        return stats["bytes_limit"] / fraction
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size
-
-
-# The kind whose measurements say what share of a specification programs reach.
-_MEASURED_KIND = "h200"
-_FOLDER = resources.files("cfp.devices").joinpath("kinds")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceKind:
-    """A kind of device.
-
-    Attributes:
-        name: as in ``4xh200``.
-        devices_per_host: how many stand in a host, usually.
-        numbers: what is specified, by name.
-        measured: of those, what was measured.
+        hosts, devices_per_host: of a cluster; of a kind what a host holds at most.
+        measured: rates that were measured, of those that are specified.
+        link_gb_per_s: of TPUs what one link sends one way; each dim of a slice has two.
+        link_latency_us: of TPUs the time from a device to its neighbour.
+        torus_dims: of TPUs the dims of a slice; 0 of devices that have no torus.
+        torus_ring: a slice's dim of a multiple of this closes to a ring.
     """
 
     name: str
-    device_kind: str
-    devices_per_host: int
-    numbers: Mapping[str, Number]
-    measured: Mapping[str, Number]
-    curves: Curves | None
+    device_kind: str = ""
+    aliases: tuple[str, ...] = ()
+    hosts: Count = 1
+    devices_per_host: Count = 8
+    memory_gib: Number
+    bfloat16_tflop_per_s: Number
+    float32_tflop_per_s: Number
+    memory_gb_per_s: Number
+    link_gb_per_s: Number | None = None
+    link_latency_us: Number = Number(value=1.0)
+    network_gb_per_s: Number | None = None
+    # One message over a network of InfiniBand or RoCE, where a description says
+    # nothing: about what network adapters are sold with.
+    network_latency_us: Number = Number(value=5.0)
+    torus_dims: int = 0
+    torus_ring: int = 1
+    measured: dict[str, Number] = {}
+    curves: Curves | None = None
+
+    @model_validator(mode="after")
+    def _has_links(self) -> DeviceKind:
+        if self.curves is None and self.link_gb_per_s is None:
+            raise ValueError("a device needs link_gb_per_s, or curves")
+        return self
+
+    @property
+    def platform(self) -> str:
+        """The platform by JAX's name."""
+        return "tpu" if self.torus_dims else "gpu"
+
+    def specified(self, name: str) -> float:
+        """A rate as its file specifies it."""
+        return getattr(self, name).value
 
     def expected(self, name: str) -> float:
         """A rate that programs reach: measured, or a share of what is specified."""
-        if name in self.measured:
-            return self.measured[name].value
-        own = self.numbers[name]
-        if own.basis == "measured":
+        own: Number = self.measured.get(name) or getattr(self, name)
+        if own.basis == "measured" or self.torus_dims:
             return own.value
         known = kind(_MEASURED_KIND)
-        return own.value * known.measured[name].value / known.numbers[name].value
+        return own.value * known.measured[name].value / known.specified(name)
 
     @property
     def link_times(self) -> tuple[int, Mapping[str, Curve]]:
@@ -278,9 +148,8 @@ class DeviceKind:
         if self.curves is not None:
             return self.curves.devices, self.curves.times
         known = kind(_MEASURED_KIND)
-        assert known.curves is not None, "its file has curves"
-        link = "link_gb_per_s"
-        slower = known.numbers[link].value / self.numbers[link].value
+        assert known.curves and known.link_gb_per_s and self.link_gb_per_s
+        slower = known.link_gb_per_s.value / self.link_gb_per_s.value
         times = {
             what: tuple(
                 (size, curve[0][1] + (ms - curve[0][1]) * slower) for size, ms in curve
@@ -288,6 +157,56 @@ class DeviceKind:
             for what, curve in known.curves.times.items()
         }
         return known.curves.devices, times
+
+
+# The kind whose measurements say what share of a specification GPUs reach.
+_MEASURED_KIND = "h200"
+_FOLDER = resources.files("cfp.devices").joinpath("kinds")
+
+
+def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
+    """Reads a parsed description, which may start from a shipped kind.
+
+    Its own numbers win, also over measured ones of that kind.
+
+    Raises:
+        TargetError: a name is unknown, or a value is missing or not allowed.
+    """
+    data = dict(data)
+    if isinstance(start := data.pop("kind", None), str):
+        name, base = _shipped(start)
+        base["measured"] = {
+            k: number for k, number in base.get("measured", {}).items() if k not in data
+        }
+        if "link_gb_per_s" in data:
+            base.pop("curves", None)
+        data = base | data
+    try:
+        return DeviceKind.model_validate({"name": name, "device_kind": name, **data})
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(map(str, first["loc"]))
+        text = f"{where}: {path} = {first['input']!r}"[:200] + f": {first['msg']}."
+        if first["type"] == "missing":
+            text = f'{where} does not say all of a device: {path} is missing. kind = "'
+            text += f'{_MEASURED_KIND}" starts from a shipped kind.'
+        elif first["type"] == "extra_forbidden":
+            [near] = get_close_matches(path, DeviceKind.model_fields, 1, 0.0)
+            text = f"{where} has the unknown name {path}; did you mean {near}?"
+        raise TargetError(f"{text} See docs/planning-ahead.md.") from error
+
+
+def _shipped(name: str) -> tuple[str, dict[str, Any]]:
+    """The file's name of a shipped kind, and what is in it."""
+    known = kinds()
+    if name.lower() not in known:
+        raise TargetError(
+            f"There is no kind of device {name!r}; {nearest(name, known)}there are "
+            f"{', '.join(known)}. A file describes another: --for cluster.toml, "
+            'cfp.described("cluster.toml"), see docs/planning-ahead.md.'
+        )
+    file = known[name.lower()]
+    return file, tomllib.loads(_FOLDER.joinpath(f"{file}.toml").read_text())
 
 
 @cache
@@ -309,19 +228,7 @@ def kind(name: str) -> DeviceKind:
     Raises:
         TargetError: there is none of that name.
     """
-    known = kinds()
-    if name.lower() not in known:
-        raise TargetError(
-            "There is no such kind of device.",
-            expected=f"one of {', '.join(known)}",
-            got=repr(name),
-            attempt=f"{nearest(name, known)}a file describes another kind: "
-            'cfp.described("cluster.toml") (--for cluster.toml); see '
-            "docs/planning-ahead.md",
-        )
-    file = known[name.lower()]
-    text = _FOLDER.joinpath(f"{file}.toml").read_text()
-    return kind_from(read(tomllib.loads(text), f"{file}.toml"), file, f"{file}.toml")
+    return read({"kind": name}, name, name)
 
 
 @cache
@@ -334,32 +241,56 @@ def kind_of(device_kind: str) -> DeviceKind | None:
 def memory_of(device_kind: str) -> int | None:
     """Memory of a device, by JAX's name of its kind; None if that is not shipped."""
     known = kind_of(device_kind)
-    return known and int(known.numbers["memory_gib"].value * 2**30)
+    return known and int(known.memory_gib.value * 2**30)
 
 
-def kind_from(given: Description, name: str, where: str) -> DeviceKind:
-    """Makes a kind of device of its description.
+def description_of(mesh: Mesh, rates: Rates) -> str:
+    """A description of a host's devices, in TOML, for `cfp.devices.described`.
+
+    Args:
+        mesh: the devices, of one host, on one axis.
 
     Raises:
-        TargetError: numbers are missing.
+        MeshError: the mesh has several axes.
     """
-    numbers = given.numbers
-    needed = [key for key in REQUIRED if key != "link_gb_per_s" or not given.curves]
-    missing = [key for key in needed if key not in numbers]
-    if missing:
-        raise TargetError(
-            f"{where} does not say all of a device.",
-            expected=f"numbers for {', '.join(needed)}",
-            got=f"none for {', '.join(missing)}",
-            attempt=f'{missing[0]} = {{ value = 1.0, basis = "specified", '
-            'source = "the vendor\'s datasheet" }, or kind = "h200" to start from '
-            "a shipped kind",
+    sizes = {name: size for name, size in mesh.shape.items() if size > 1}
+    if len(sizes) != 1:
+        raise MeshError(
+            "A host is described by curves of one axis, and the mesh is "
+            f"{dict(mesh.shape)}. Give --mesh x={mesh.size} --describe FILE."
         )
-    return DeviceKind(
-        name=name,
-        device_kind=given.device_kind or name,
-        devices_per_host=given.devices_per_host or 8,
-        numbers=numbers,
-        measured=given.measured,
-        curves=given.curves,
+    [(axis, count)] = sizes.items()
+    device = mesh.local_devices[0]
+    source = (
+        f"measured on {count} of {device.device_kind}, {datetime.now(UTC):%Y-%m-%d}"
     )
+    numbers = {
+        "memory_gib": _memory_bytes(mesh) / 2**30,
+        **{f"{t}_tflop_per_s": r / 1e9 for t, r in rates.matmul_flops_per_ms.items()},
+        "memory_gb_per_s": rates.memory_bytes_per_ms / 1e6,
+    }
+    origin = 'basis = "measured"', f'source = "{source}"'
+    measured = ", ".join(origin)
+    lines = [
+        f'device_kind = "{device.device_kind}"',
+        f"devices_per_host = {count}",
+        *(f"{k} = {{ value = {v:.6g}, {measured} }}" for k, v in numbers.items()),
+        "",
+        "# [bytes of the whole tensor of a group, ms]",
+        "[curves]",
+        f"devices = {count}",
+        *origin,
+    ]
+    for what in KINDS:
+        points = (f"[{size}, {ms:.6g}]" for size, ms in rates.curves[what, (axis,)])
+        lines.append(f"{what} = [{', '.join(points)}]")
+    return "\n".join(lines) + "\n"
+
+
+def _memory_bytes(mesh: Mesh) -> float:
+    """All memory of a device; of virtual ones a part of the host's."""
+    stats = mesh.local_devices[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", 0.75))
+        return stats["bytes_limit"] / fraction
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / mesh.size

@@ -68,16 +68,13 @@ class Membership:
         host, colon, port = (where or "").rpartition(":")
         complete = bool(host and colon and port.isdecimal()) and int(port) < 2**16
         if not complete or count is None or mine is None or not 0 <= mine < count:
+            given = {"coordinator": where, "processes": count, "process id": mine}
+            said = (f"{n} {'missing' if v is None else v}" for n, v in given.items())
             raise ProcessError(
-                "It is not known which process of the program this is.",
-                expected="a coordinator HOST:PORT, a number of processes N, and "
-                "the number of this one, from 0 to N - 1",
-                got=f"coordinator {where or 'missing'}, processes "
-                f"{'missing' if count is None else count}, process id "
-                f"{'missing' if mine is None else mine}",
-                attempt="--coordinator host0:1234 --processes 2 --process-id 0 on "
-                "the first and --process-id 1 on the second; or the variables "
-                f"{COORDINATOR}, {PROCESSES} and {PROCESS_ID}",
+                f"It is not known which process of the program this is: "
+                f"{', '.join(said)}. Give --coordinator host0:1234 --processes 2 "
+                "--process-id 0 on the first and --process-id 1 on the second; or the "
+                f"variables {COORDINATOR}, {PROCESSES} and {PROCESS_ID}."
             )
         assert where is not None
         return cls(coordinator=where, processes=count, process_id=mine)
@@ -146,10 +143,8 @@ def _look(member: Membership, end: float, join_seconds: int) -> None:
                 return
         except OSError as error:
             raise ProcessError(
-                f"Process 0 cannot open port {port}, where the others look for it.",
-                expected="a port that is free",
-                got=str(error),
-                attempt="another port, the same in all processes",
+                f"Process 0 cannot open port {port}, where the others look for it: "
+                f"{error}. Give another port, the same in all processes."
             ) from error
     reason = ""
     while time.monotonic() < end:
@@ -160,12 +155,9 @@ def _look(member: Membership, end: float, join_seconds: int) -> None:
             reason = str(error)
         time.sleep(_LOOK_SECONDS)
     raise ProcessError(
-        f"There is no coordinator at {member.coordinator}.",
-        expected=f"process 0 of {member.processes}, listening there within "
-        f"{join_seconds} s",
-        got=reason,
-        attempt="start process 0, too; give the address that this host reaches it "
-        "by; see that no firewall keeps the port shut",
+        f"There is no coordinator at {member.coordinator} within {join_seconds} s: "
+        f"{reason}. Start process 0 of {member.processes}, too; give the address that "
+        "this host reaches it by; see that no firewall keeps the port shut."
     )
 
 
@@ -191,20 +183,18 @@ def _in_time(
         assert member is not None or not failures
         of = f"{member.processes} processes" if member else "processes"
         raise ProcessError(
-            f"Not all {of} of this program have come together.",
-            expected=f"all of them within {join_seconds} s",
-            got=f"only some at {member.coordinator if member else 'the address'}",
-            attempt="start all processes at about the same time, each with a "
-            "number of its own; see what the missing ones printed",
+            f"Not all {of} of this program have come together within {join_seconds} s "
+            f"at {member.coordinator if member else 'the address'}. Start all at about "
+            "the same time, each with a number of its own; see what the missing ones "
+            "printed."
         )
     if failures:
+        reason = (str(failures[0]).strip().splitlines() or [repr(failures[0])])[0]
         raise ProcessError(
-            "The processes cannot be brought together.",
-            expected="jax.distributed.initialize to work",
-            got=(str(failures[0]).strip().splitlines() or [repr(failures[0])])[0],
-            attempt=f"cfp.join(coordinator, processes, process_id), or the "
-            f"variables {COORDINATOR}, {PROCESSES} and {PROCESS_ID}; outside of "
-            "Slurm and the like JAX cannot find the others by itself",
+            f"The processes cannot be brought together: {reason}. Give "
+            "cfp.join(coordinator, processes, process_id), or the variables "
+            f"{COORDINATOR}, {PROCESSES} and {PROCESS_ID}; outside of Slurm and the "
+            "like JAX cannot find the others by itself."
         ) from failures[0]
 
 

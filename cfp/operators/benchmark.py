@@ -304,8 +304,8 @@ def bound_ms(
     flops = operator.flops(shape.dims) * (3 if backward else 1)
     moved = least_bytes(operator, args, backward=backward)
     wide = "float32" if dtype == "float32" else "bfloat16"
-    flops_per_ms = device.numbers[f"{wide}_tflop_per_s"].value * 1e9
-    bytes_per_ms = device.numbers["memory_gb_per_s"].value * 1e6
+    flops_per_ms = device.specified(f"{wide}_tflop_per_s") * 1e9
+    bytes_per_ms = device.specified("memory_gb_per_s") * 1e6
     return max(flops / flops_per_ms, moved / bytes_per_ms)
 
 

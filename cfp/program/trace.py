@@ -35,9 +35,6 @@ from cfp.program.read import read_program
 from cfp.program.scatters import rewrite_scatters
 from cfp.program.step import FlatStep, given_bytes
 
-# What programs for devices that are not there are lowered for.
-_PLATFORM_OF_DESCRIBED = "cuda"
-
 
 def check_mesh(mesh: Mesh) -> None:
     """Refuses what is no mesh of devices.
@@ -170,6 +167,8 @@ def lower_step(
     alarm = Alarm()
     mesh = in_shardings[0].mesh if in_shardings else None
     of_no_devices = isinstance(mesh, AbstractMesh)
+    device = getattr(mesh, "abstract_device", None)
+    platform = device.platform if device is not None else "cuda"
     closed = guarded(jaxpr or step.traced.jaxpr, alarm)
     run = jaxpr_as_fun(deferred(closed) if of_no_devices else closed)
 
@@ -189,7 +188,7 @@ def lower_step(
     try:
         with _ragged_products_expanded():
             lowered = jitted.trace(*avals).lower(
-                lowering_platforms=(_PLATFORM_OF_DESCRIBED,) if of_no_devices else None,
+                lowering_platforms=(platform,) if of_no_devices else None,
                 _private_parameters=lowering_parameters(mesh),
             )
     except Exception as error:

@@ -505,7 +505,7 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
     is_known = "float32" not in used or _is_tf32(plan.environment)
     if kind is not None and is_known and not loops:
         share = rate * sum(
-            part / kind.numbers[f"{dtype}_tflop_per_s"].value
+            part / kind.specified(f"{dtype}_tflop_per_s")
             for dtype, part in used.items()
         )
     return Throughput(

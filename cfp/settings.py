@@ -89,8 +89,10 @@ STAY_AFTER_TURN = 1.02
 # Programs of a race whose medians differ by no more than this share are a tie, of two
 # samples on: decisions.md, "Programs within 1 % are a tie".
 ALIKE = 0.01
-# Candidates that race where no budget was asked for, the best by prediction.
-MOST_RACED = 3
+# Choices that race where no budget was asked for, the best by prediction, each at all
+# of its constraint levels; and choices that race with other compiler options.
+# decisions.md, "Leaders race with three sets of compiler options".
+MOST_RACED = 4
 
 
 class ConstraintLevel(StrEnum):
@@ -167,7 +169,7 @@ class PlatformDefaults:
         combined_bytes: up to so many bytes the compiler makes one collective of several
             that do not depend on each other.
         launch_ms: the least time of a kernel, however little it computes.
-        compiler_options: what the leader is raced with, too, by name.
+        compiler_options: what the leaders are raced with, too, by name.
         replacing: kernels that may compute attentions.
         replacing_for_memory: the same where memory decides.
         dimensions: what is chosen among; of all else the plan has what is usual.

@@ -267,10 +267,9 @@ class _Admission:
         found = [*first, *others][: max(allowed, len(first))]
         if self.memory is not None:
             return found
-        # Twins are one program under two names.
         some = [*fitting, *(ways[0] for ways in found)]
-        few = [*dict.fromkeys(one.key for one in some)][:MOST_RACED]
-        return [ways for ways in found if ways[0].key in few]
+        few = [*dict.fromkeys(one.choice for one in some)][:MOST_RACED]
+        return [ways for ways in found if ways[0].choice in few]
 
     def sort_in(self, ways: _Ways, made: Sequence[RaceResult]) -> None:
         """Adds a candidate to what fits, or does not; then to the queue again.

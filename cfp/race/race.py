@@ -8,7 +8,7 @@ candidates  named, at constraint levels             :mod:`cfp.race.candidates`
 remembered  compiled before and known to fit        :mod:`cfp.race.remembered`
 admission   compiled until enough fit               :mod:`cfp.race.admission`
 turns       timed in turn                           :mod:`cfp.race.turns`
-again       the leader with other compiler options, and what is near
+again       the leaders with other compiler options
 ties        the simplest of the fastest wins
 """
 

@@ -10,6 +10,7 @@ from functools import partial
 from statistics import median
 from types import MappingProxyType
 
+from cfp.analysis.layout import Choice
 from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.in_flight import InFlight
@@ -29,6 +30,7 @@ from cfp.race.programs import RaceProgram, RaceResult, time_ms
 from cfp.race.remembered import keep_race, of_one_race
 from cfp.settings import (
     ALIKE,
+    MOST_RACED,
     STAY_AFTER_LOOK,
     STAY_AFTER_TURN,
     ConstraintLevel,
@@ -368,23 +370,25 @@ def second_race(
         raced: the first race.
 
     Returns:
-        Those, and variants of the leader with options; nothing if there are none.
+        Those, and variants with options of each choice among the leader and its near
+        ties; nothing if there are no variants.
     """
     ran = sorted((one for one in raced if one.ran), key=time_ms)
-    if not ran:
-        return [], []
-    leader = ran[0].candidate
+    near = [one for one in ran if one.time_ms <= STAY_AFTER_LOOK * ran[0].time_ms]
+    leaders = dict[Choice, Candidate]()
+    for one in near:
+        leaders.setdefault(one.candidate.choice, one.candidate)
     # What is remembered may be a variant of something.
     keys = {one.candidate.key for one in raced}
     names = {one.name for one in raced}
     new = [
         one
+        for leader in [*leaders.values()][:MOST_RACED]
         for one in with_options(leader, options)
         if one.key not in keys and one.name not in names
     ]
     if not new:
         return [], []
-    near = [one for one in ran if one.time_ms <= STAY_AFTER_LOOK * ran[0].time_ms]
     best = [one for one in ran if one.candidate.is_preset][:1]
     return [*{one.name: one.candidate for one in (*near, *best)}.values()], new
 

@@ -122,7 +122,7 @@ def timed(entry, ms=9.0):
     return result_of(entry, record)
 
 
-def test_the_leader_alone_races_with_other_options():
+def test_leaders_race_with_other_options():
     options = defaults_of("gpu").compiler_options
 
     def races_again(**times_ms):
@@ -138,8 +138,7 @@ def test_the_leader_alone_races_with_other_options():
 
     near = {"tensor_parallel": 9.3, "data_parallel": 9.2, "zero1": 9.5}
     first, varied = races_again(planned=9.0, **near)
-    assert varied == {"planned"}
-    assert {*first} == {"planned", "data_parallel", "tensor_parallel"}
+    assert varied == {*first} == {"planned", "data_parallel", "tensor_parallel"}
     first, varied = races_again(planned=9.0, zero1=9.5)
     # The best preset is timed again, to be compared with.
     assert varied == {"planned"} and first == ["planned", "zero1"]

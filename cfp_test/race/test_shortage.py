@@ -105,7 +105,7 @@ def result(analysis: Analysis, choice: Choice, **use: int) -> RaceResult:
 
 
 def test_messages_of_made_up_sizes(analysis, golden):
-    """What is rematerialized, what failed otherwise, and what a record lacks."""
+    """They name rematerialized segments, other failures, and what a record has."""
     frame = analysis.frame
     able = tuple(s.index for s in analysis.segments if can_rematerialize(frame, s))
     assert len(able) > 1

@@ -1,9 +1,7 @@
-"""The flax layers that models share, and how a stack of layers is run.
+"""The layers that models share: functions of nested dicts of float32 parameters.
 
-Every layer takes one array and returns one, so that `flax.linen.remat` and
-`flax.linen.scan` can wrap it. Parameters are float32; `dtype` is what is computed in.
-
-Shapes use: batch, seq, hidden, heads, head_dim, ffn, vocab.
+`dtype` is what is computed in. Shapes use: batch, seq, hidden, heads, head_dim, ffn,
+vocab.
 
 For what shards a model by hand, every dim of a parameter has a logical name, and so
 has every dim of the activations that a person would care to shard. Rules map names to
@@ -16,30 +14,22 @@ axes of a mesh, as in MaxText:
                  act_group, act_experts, act_expert_groups, act_capacity
 
 The residual stream's sequence has a name of its own, so that it can be sharded where
-the one inside attention and MLPs is not (Megatron's sequence parallelism).
-
-Parameters of flax models carry their names by `flax.linen.with_logical_partitioning`,
-and activations go through `constrain`. Without rules both are without effect; what
-rules leave in a program, cfp's planner takes out.
+the one inside attention and MLPs is not (Megatron's sequence parallelism). Activations
+go through `constrain`, which without rules is without effect; what rules leave in a
+program, cfp's planner takes out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-
-from cfp.models.options import TransformerConfig
-from cfp.models.train import Batch, Network
 
 Axes = str | tuple[str, ...] | None
 Rules = Mapping[str, Axes]  # What is not in it stays whole.
@@ -47,24 +37,32 @@ Rules = Mapping[str, Axes]  # What is not in it stays whole.
 TOKENS = ("act_batch", "act_seq")
 RESIDUAL = ("act_batch", "act_residual_seq", "act_embed")
 HEADS = ("act_batch", "act_seq", "act_heads", "act_head_dim")
+# Of keys and values: there may be fewer heads of them than devices.
+KV_HEADS = ("act_batch", "act_seq", "act_kv_heads", "act_head_dim")
 INNER = ("act_batch", "act_seq", "act_mlp")
 LOGITS = ("act_batch", "act_seq", "act_vocab")
 
 
-@dataclass(frozen=True, slots=True)
-class _Active:
-    mesh: Mesh
-    rules: Rules
-    only: tuple[tuple[str, ...], ...]
+# From query, key and value, [batch, seq, heads, head_dim] each, and whether the
+# attention is causal, to what is attended to, as the query.
+AttentionKernel = Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array]
 
-
-_active: ContextVar[_Active | None] = ContextVar("logical_rules", default=None)
+_rules: ContextVar[tuple[Mesh, Rules, Any] | None] = ContextVar("rules", default=None)
+_kernel: ContextVar[AttentionKernel | None] = ContextVar("kernel", default=None)
 
 
 @contextlib.contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 def sharded_by(
     mesh: Mesh, rules: Rules, only: tuple[tuple[str, ...], ...] = ()
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Has all models that are traced meanwhile constrain their activations.
 
     Args:
@@ -72,24 +70,25 @@ def sharded_by(
       rules: from names to axes of the mesh.
       only: the activations to constrain, by the names of their dims; all if empty.
     """
-    token = _active.set(_Active(mesh, rules, only))
-    try:
-        yield
-    finally:
-        _active.reset(token)
+    return _set(_rules, (mesh, rules, only))
+
+
+def attending_by(kernel: AttentionKernel) -> contextlib.AbstractContextManager[None]:
+    """Has all models that are traced meanwhile call a kernel for their attention.
+
+    Args:
+      kernel: scales by the root of head_dim; keys may have fewer heads than queries.
+    """
+    return _set(_kernel, kernel)
 
 
 def constrain(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
-    """An activation, sharded as the active rules say, if there are any.
-
-    As `flax.linen.with_logical_constraint`, which needs a mesh set for the whole
-    process, under which flax's own layers then constrain their parameters, too.
-    """
-    active = _active.get()
-    if active is None or (active.only and names not in active.only):
+    """An activation, sharded as the active rules say, if there are any."""
+    mesh, rules, only = _rules.get() or (None, {}, ())
+    if mesh is None or (only and names not in only):
         return x
-    spec = mesh_spec(PartitionSpec(*names), active.rules)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(active.mesh, spec))
+    spec = mesh_spec(PartitionSpec(*names), rules)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def mesh_spec(names: PartitionSpec, rules: Rules) -> PartitionSpec:
@@ -108,264 +107,148 @@ def mesh_spec(names: PartitionSpec, rules: Rules) -> PartitionSpec:
     return PartitionSpec(*found)
 
 
-KERNEL_INIT = nn.initializers.normal(stddev=0.02)
-ZEROS_INIT = nn.initializers.zeros
+Params = Any
+NORM_EPSILON = 1e-6
 
 
-def named(init: Any, names: tuple[str, ...]) -> Any:
-    """A parameter's initialiser with the logical names of its dims."""
-    return nn.with_logical_partitioning(init, names)
+def inside(
+    name: str, layer: Callable[..., Any], params: Params, *args: Any, **options: Any
+) -> Any:
+    """Calls a layer with its parameters, in a scope of its name."""
+    with jax.named_scope(name):
+        return layer(params[name], *args, **options)
 
 
-def dense(
-    features: int, names: tuple[str, str], dtype: DTypeLike, **options: Any
-) -> nn.Dense:
-    """A dense layer whose kernel has dims of these names."""
-    return nn.Dense(
-        features,
-        dtype=dtype,
-        kernel_init=named(KERNEL_INIT, names),
-        bias_init=named(ZEROS_INIT, names[1:]),
-        **options,
-    )
-
-
-def layer_norm(dtype: DTypeLike, name: str) -> nn.LayerNorm:
-    """Layer normalisation over the residual stream's width."""
-    return nn.LayerNorm(
-        dtype=dtype,
-        scale_init=named(nn.initializers.ones, ("norm",)),
-        bias_init=named(ZEROS_INIT, ("norm",)),
-        name=name,
-    )
-
-
-# From query, key and value, [batch, seq, heads, head_dim] each, and whether the
-# attention is causal, to what is attended to, as the query.
-AttentionKernel = Callable[[jax.Array, jax.Array, jax.Array, bool], jax.Array]
-
-_kernel: ContextVar[AttentionKernel | None] = ContextVar("kernel", default=None)
-
-
-def attention_kernel() -> AttentionKernel | None:
-    """Returns what computes attention; None if it is written out."""
-    return _kernel.get()
-
-
-@contextlib.contextmanager
-def attending_by(kernel: AttentionKernel) -> Iterator[None]:
-    """Has all models that are traced meanwhile call a kernel for their attention.
+def linear(params: Params, x: jax.Array, dtype: DTypeLike, axes: int = 1) -> jax.Array:
+    """Multiplies the last axes of an array by a kernel, and adds its bias.
 
     Args:
-      kernel: scales by the root of head_dim; keys may have fewer heads than queries.
+      params: a kernel, or a dict of it and perhaps a bias.
     """
-    token = _kernel.set(kernel)
-    try:
-        yield
-    finally:
-        _kernel.reset(token)
+    if not isinstance(params, Mapping):
+        params = {"kernel": params}
+    y = jnp.tensordot(x.astype(dtype), params["kernel"].astype(dtype), axes=axes)
+    if "bias" not in params:
+        return y
+    bias = params["bias"].astype(dtype)
+    return y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
-class Embedding(nn.Module):
-    """Token embedding plus a learned embedding of the position."""
-
-    vocab: int
-    seq: int
-    hidden: int
-    dtype: DTypeLike
-
-    def setup(self) -> None:
-        table_init = named(KERNEL_INIT, ("vocab", "embed"))
-        self.token = nn.Embed(self.vocab, self.hidden, embedding_init=table_init)
-        position_init = named(KERNEL_INIT, ("position", "embed"))
-        self.position = self.param("position", position_init, (self.seq, self.hidden))
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """[batch, seq] int32 -> [batch, seq, hidden]."""
-        # Rows are looked up in float32 and cast after, so that the gradients of a
-        # token that occurs often are also added up in float32.
-        x = self.token(tokens) + self.position[: tokens.shape[1]]
-        return constrain(x.astype(self.dtype), RESIDUAL)
-
-    def attend(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, hidden] -> [batch, seq, vocab], with the token table."""
-        return constrain(x @ self.token.embedding.astype(self.dtype).T, LOGITS)
+def layer_norm(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Layer normalisation over the last dim, in float32."""
+    wide = x.astype(jnp.float32)
+    square = jnp.square(wide)
+    mean, mean_square = wide.mean(-1), square.mean(-1)
+    variance = jnp.maximum(0.0, mean_square - jnp.square(mean))
+    mean, variance = mean[..., None], variance[..., None]
+    y, rates = x - mean, jax.lax.rsqrt(variance + NORM_EPSILON)
+    row = (1,) * (x.ndim - 1) + (-1,)
+    y = y * (rates * params["scale"].reshape(row)) + params["bias"].reshape(row)
+    return y.astype(dtype)
 
 
-class Attention(nn.Module):
-    """Self-attention.
+def embed(params: Params, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Embeddings of tokens and positions, [batch, seq] -> [batch, seq, hidden]."""
+    # Rows are looked up in float32 and cast after, so that the gradients of a token
+    # that occurs often are also added up in float32.
+    x = inside("token", look_up, params, tokens) + params["position"][: tokens.shape[1]]
+    return constrain(x.astype(dtype), RESIDUAL)
+
+
+def look_up(params: Params, rows: jax.Array) -> jax.Array:
+    """Rows of a table."""
+    return jnp.take(params["embedding"], rows, axis=0)
+
+
+def unembed(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Logits by the table of tokens, [batch, seq, hidden] -> [batch, seq, vocab]."""
+    return constrain(x @ params["token"]["embedding"].astype(dtype).T, LOGITS)
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    causal: bool = True,
+    grouped: bool = False,
+) -> jax.Array:
+    """Attention of [batch, seq, heads, head_dim], written out or by a kernel.
+
+    Args:
+      causal: a token sees itself and those before it; otherwise it sees all.
+      grouped: keys and values may have fewer heads, each for heads / kv_heads query
+        heads in a row.
+    """
+    if kernel := _kernel.get():
+        return kernel(query, key, value, causal)
+    (batch, seq, _, head_dim), shape = query.shape, query.shape
+    group = "g" if grouped else ""
+    with jax.named_scope("scores"):
+        query = query * head_dim**-0.5
+        if grouped:
+            query = query.reshape(batch, seq, key.shape[2], -1, head_dim)
+        scores = jnp.einsum(f"bqh{group}d,bkhd->bh{group}qk", query, key)
+    scores = scores.astype(jnp.float32)
+    if causal:
+        past = jnp.tril(jnp.ones((seq, seq), dtype=bool))
+        scores = jnp.where(past, scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    with jax.named_scope("mix"):
+        mixed = jnp.einsum(f"bh{group}qk,bkhd->bqh{group}d", weights, value)
+    return mixed.reshape(shape)
+
+
+def attention(
+    params: Params,
+    x: jax.Array,
+    dtype: DTypeLike,
+    *,
+    causal: bool = True,
+    kv_names: tuple[str, ...] = HEADS,
+    turn: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> jax.Array:
+    """Self-attention, [batch, seq, hidden] -> [batch, seq, hidden].
 
     Query, key and value have kernels of their own, [hidden, heads, head_dim], so that
     heads are a dim of the program from the first to the last op.
 
-    Attributes:
-      causal: a token sees itself and those before it; otherwise it sees all.
-    """
-
-    heads: int
-    dtype: DTypeLike
-    causal: bool = True
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, hidden] -> [batch, seq, hidden]."""
-        seq, hidden = x.shape[1:]
-        head_dim = hidden // self.heads
-        project = functools.partial(
-            nn.DenseGeneral,
-            features=(self.heads, head_dim),
-            dtype=self.dtype,
-            kernel_init=named(KERNEL_INIT, ("embed", "heads", "head_dim")),
-            bias_init=named(ZEROS_INIT, ("heads", "head_dim")),
-        )
-        query = constrain(project(name="query")(x), HEADS)
-        # A bias of the keys shifts all scores of a query alike, which softmax takes
-        # away: its gradient is rounding noise, which Adam would blow up.
-        key = constrain(project(name="key", use_bias=False)(x), HEADS)
-        value = constrain(project(name="value")(x), HEADS)
-
-        if kernel := attention_kernel():
-            mixed = kernel(query, key, value, self.causal)
-        else:
-            with jax.named_scope("scores"):
-                scores = jnp.einsum("bqhd,bkhd->bhqk", query * head_dim**-0.5, key)
-            scores = scores.astype(jnp.float32)
-            if self.causal:
-                past = jnp.tril(jnp.ones((seq, seq), dtype=bool))
-                scores = jnp.where(past, scores, -jnp.inf)
-            weights = jax.nn.softmax(scores, axis=-1).astype(self.dtype)
-            with jax.named_scope("mix"):
-                mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
-
-        return nn.DenseGeneral(
-            hidden,
-            axis=(-2, -1),
-            dtype=self.dtype,
-            kernel_init=named(KERNEL_INIT, ("heads", "head_dim", "embed")),
-            bias_init=named(ZEROS_INIT, ("embed",)),
-            name="out",
-        )(constrain(mixed, HEADS))
-
-
-class MLP(nn.Module):
-    """Two dense layers with a GELU between."""
-
-    ffn: int
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., hidden] -> [..., hidden]."""
-        up = dense(self.ffn, ("embed", "mlp"), self.dtype, name="up")
-        down = dense(x.shape[-1], ("mlp", "embed"), self.dtype, name="down")
-        return down(constrain(nn.gelu(up(x)), INNER))
-
-
-class DecoderLayer(nn.Module):
-    """A pre-LN decoder layer: attention, then the given feed-forward module.
-
-    Attributes:
-      feed_forward: makes the second half's module; it names it too.
-    """
-
-    heads: int
-    feed_forward: Callable[[], nn.Module]
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, hidden] -> [batch, seq, hidden]."""
-        norm = functools.partial(layer_norm, self.dtype)
-        attention = Attention(self.heads, self.dtype, name="attention")
-        x = constrain(x + attention(norm(name="attention_norm")(x)), RESIDUAL)
-        feed_forward = self.feed_forward()
-        y = feed_forward(norm(name="feed_forward_norm")(x))
-        return constrain(x + y, RESIDUAL)
-
-
-def remat_layer(layer: type[nn.Module], *, remat: bool, scan: bool) -> type[nn.Module]:
-    """The class of a layer, rematerialised if `remat` says so."""
-    if not remat:
-        return layer
-    # A loop's backward pass is another loop: the compiler cannot find that what is
-    # computed there was computed before. Elsewhere a barrier has to keep it from that.
-    return nn.remat(layer, prevent_cse=not scan)
-
-
-def scan_layers(layer: type[nn.Module], length: int) -> type[nn.Module]:
-    """The class of a loop over layers, their variables stacked on dim 0.
-
     Args:
-      layer: maps an array to one like it.
-
-    Returns:
-      A class with the attributes of `layer`; it maps (array, None) to (array, None).
+      kv_names: of the dims of keys and values; KV_HEADS if they may have fewer heads.
+      turn: what is done to queries and keys.
     """
 
-    # A subclass: a function around a layer would show in the names of all scopes.
-    class Loop(layer):
-        def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return super().__call__(x), None
+    def project(name: str, names: tuple[str, ...]) -> jax.Array:
+        return constrain(inside(name, linear, params, x, dtype), names)
 
-    return nn.scan(
-        Loop,
-        variable_axes={"params": 0, "losses": 0},
-        split_rngs={"params": True},
-        length=length,
-        metadata_params={nn.PARTITION_NAME: "layers"},
+    query, key, value = (
+        project(name, names)
+        for name, names in (("query", HEADS), ("key", kv_names), ("value", kv_names))
     )
+    grouped = kv_names == KV_HEADS
+    mixed = attend(turn(query), turn(key), value, causal=causal, grouped=grouped)
+    return inside("out", linear, params, constrain(mixed, HEADS), dtype, 2)
 
 
-def run_layers(
-    config: TransformerConfig,
-    layer: type[nn.Module],
-    attributes: tuple[Any, ...],
-    x: jax.Array,
-) -> jax.Array:
-    """Runs as many layers as a configuration says, in a loop if it says so.
-
-    Args:
-      layer: the class of all, which maps an array to one like it.
-      attributes: of each layer.
-    """
-    kind = remat_layer(layer, remat=config.remat, scan=config.scan)
-    if config.scan:
-        return scan_layers(kind, config.layers)(*attributes, name="layers")(x, None)[0]
-    for i in range(config.layers):
-        x = kind(*attributes, name=f"layer_{i}")(x)
-    return x
+def mlp(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Two linear layers with a GELU between, [..., hidden] -> [..., hidden]."""
+    h = constrain(jax.nn.gelu(inside("up", linear, params, x, dtype)), INNER)
+    return inside("down", linear, params, h, dtype)
 
 
-def flax_network(
-    module: nn.Module,
-    random_batch: Callable[[jax.Array, int], Batch],
-    inputs: Sequence[str] = ("tokens",),
-) -> Network:
-    """Wraps a module that gives logits.
-
-    Its penalty is all that it sows into the collection "losses", such as the balancing
-    losses of expert layers.
-
-    Args:
-      module: takes the batch's entries named by `inputs`, in that order.
-      inputs: keys of a batch.
-    """
-
-    def boxed(key: jax.Array, batch: Batch) -> Any:
-        return module.init(key, *(batch[name] for name in inputs))["params"]
-
-    def init(key: jax.Array, batch: Batch) -> Any:
-        return nn.meta.unbox(boxed(key, batch))
-
-    def names(batch: Batch) -> Any:
-        shapes = jax.eval_shape(boxed, jax.random.key(0), batch)
-        return nn.get_partition_spec(shapes)
-
-    def apply(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        args = (batch[name] for name in inputs)
-        logits, sown = module.apply({"params": params}, *args, mutable=["losses"])
-        # Layers in a loop sow one array with an entry for each.
-        penalties = (jnp.sum(leaf) for leaf in jax.tree.leaves(sown))
-        return logits, sum(penalties, start=jnp.float32(0.0))
-
-    return Network(init=init, apply=apply, random_batch=random_batch, param_names=names)
+# The names of the dims of these layers' parameters.
+NORM = {"scale": "norm", "bias": "norm"}
+EMBEDDING = {"token": {"embedding": "vocab embed"}, "position": "position embed"}
+_PROJECTION = {"kernel": "embed heads head_dim", "bias": "heads head_dim"}
+ATTENTION = {
+    "query": _PROJECTION,
+    # A bias of the keys shifts all scores of a query alike, which softmax takes away:
+    # its gradient is rounding noise, which Adam would blow up.
+    "key": {"kernel": "embed heads head_dim"},
+    "value": _PROJECTION,
+    "out": {"kernel": "heads head_dim embed", "bias": "embed"},
+}
+MLP = {
+    "up": {"kernel": "embed mlp", "bias": "mlp"},
+    "down": {"kernel": "mlp embed", "bias": "embed"},
+}

@@ -8,33 +8,17 @@ Shapes use: groups (of tokens), group (tokens in one), experts, capacity (tokens
 one expert takes from one group), hidden, ffn.
 """
 
-import dataclasses
-import functools
-from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
-from cfp.models.layers import (
-    KERNEL_INIT,
-    LOGITS,
-    MLP,
-    ZEROS_INIT,
-    DecoderLayer,
-    Embedding,
-    constrain,
-    dense,
-    flax_network,
-    layer_norm,
-    named,
-    remat_layer,
-    scan_layers,
-)
-from cfp.models.options import SCAN_DOC, TransformerConfig, dtype_option, option
-from cfp.models.train import Network, random_text
+from cfp.models.layers import MLP, Params, constrain, inside, linear
+from cfp.models.network import Network
+from cfp.models.options import Config
+from cfp.models.train import Batch
+from cfp.models.transformers import ENDS, LAYER, Out, decode, decoder_layer, dense_layer
 
 BALANCE_WEIGHT = 0.01
 
@@ -44,38 +28,6 @@ _GROUPS = ("act_groups", "act_group", "act_embed")
 _LEAVING = (None, "act_groups", "act_capacity", "act_embed")
 _SEATED = ("act_experts", "act_expert_groups", "act_capacity", "act_embed")
 _INNER = ("act_experts", "act_expert_groups", "act_capacity", "act_mlp")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MoEConfig(TransformerConfig):
-    """The shape of a mixture of experts."""
-
-    vocab: int = option(32000, "tokens in the vocabulary")
-    hidden: int = option(1280, "width of the residual stream")
-    layers: int = option(4, "decoder layers; those of odd index have experts")
-    heads: int = option(4, "attention heads; they divide hidden")
-    ffn: int | None = option(
-        None, "width inside the MLP and each expert; 4 * hidden if not given"
-    )
-    experts: int = option(32, "experts in an expert layer, two or more")
-    expert_group_size: int = option(
-        2048, "tokens that are routed together; it divides batch * seq"
-    )
-    dtype: str = dtype_option("parameters and gates")
-    scan: bool = option(False, f"{SCAN_DOC}; two layers a round")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.experts < 2:
-            raise ValueError(
-                f"experts must be at least 2, as each token goes to two, got "
-                f"{self.experts}"
-            )
-        if self.scan and self.layers % 2:
-            raise ValueError(
-                f"layers must be even with scan, which runs a dense and an expert "
-                f"layer in each round, got {self.layers}"
-            )
 
 
 class Routing(NamedTuple):
@@ -113,7 +65,7 @@ def route_top2(gates: jax.Array, capacity: int) -> Routing:
     second = jax.nn.one_hot(jnp.argmax(others, axis=-1), experts, dtype=jnp.int32)
 
     # one_hot gives zeros for an index out of range: for -1, and for a full expert.
-    seat = functools.partial(jax.nn.one_hot, num_classes=capacity, dtype=gates.dtype)
+    seat = partial(jax.nn.one_hot, num_classes=capacity, dtype=gates.dtype)
     first_index = jnp.cumsum(first, axis=1) - 1
     second_index = jnp.cumsum(second, axis=1) - 1 + first.sum(axis=1, keepdims=True)
     first_seat = seat(jnp.where(first == 1, first_index, -1))
@@ -132,121 +84,76 @@ def route_top2(gates: jax.Array, capacity: int) -> Routing:
     )
 
 
-class ExpertDense(nn.Module):
-    """A dense layer per expert, in one contraction batched over the experts.
+def expert_linear(params: Params, x: jax.Array, dtype: str) -> jax.Array:
+    """A linear layer per expert, in one contraction batched over the experts.
 
-    Attributes:
-      names: of the last two dims of the kernel.
+    Args:
+      x: [experts, groups, capacity, in], to [..., features].
     """
-
-    features: int
-    names: tuple[str, str]
-    dtype: DTypeLike
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[experts, groups, capacity, in] -> [experts, groups, capacity, features]."""
-        experts, size = x.shape[0], x.shape[-1]
-        kernel_init = named(KERNEL_INIT, ("experts", *self.names))
-        bias_init = named(ZEROS_INIT, ("experts", self.names[1]))
-        kernel = self.param("kernel", kernel_init, (experts, size, self.features))
-        bias = self.param("bias", bias_init, (experts, self.features))
-        y = jnp.einsum("egci,eio->egco", x, kernel.astype(self.dtype))
-        return y + bias.astype(self.dtype)[:, None, None, :]
+    y = jnp.einsum("egci,eio->egco", x, params["kernel"].astype(dtype))
+    return y + params["bias"].astype(dtype)[:, None, None, :]
 
 
-class ExpertLayer(nn.Module):
-    """A routed MLP. Sows its weighted balancing loss into the collection "losses"."""
+def expert_layer(params: Params, x: jax.Array, config: Config) -> Out:
+    """A routed MLP, [batch, seq, hidden] -> the same, and a penalty for uneven load."""
+    group, dtype = config.expert_group_size, config.dtype
+    tokens = constrain(x.reshape(-1, group, x.shape[-1]), _GROUPS)
+    gates = jax.nn.softmax(inside("gate", linear, params, tokens, "float32"), axis=-1)
+    routing = route_top2(gates, expert_capacity(group, config.experts))
 
-    experts: int
-    group: int
-    ffn: int
-    dtype: DTypeLike
+    with jax.named_scope("dispatch"):
+        seated = jnp.einsum("gsec,gsh->egch", routing.dispatch.astype(dtype), tokens)
+    seated = constrain(constrain(seated, _LEAVING), _SEATED)
+    h = jax.nn.gelu(inside("expert_up", expert_linear, params, seated, dtype))
+    y = inside("expert_down", expert_linear, params, constrain(h, _INNER), dtype)
+    y = constrain(constrain(y, _SEATED), _LEAVING)
+    with jax.named_scope("combine"):
+        y = jnp.einsum("gsec,egch->gsh", routing.combine.astype(dtype), y)
+    y = constrain(y, _GROUPS).reshape(x.shape)
+    return y, BALANCE_WEIGHT * routing.balance
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, hidden] -> [batch, seq, hidden]."""
-        batch, seq, hidden = x.shape
-        if batch * seq % self.group:
-            raise ValueError(
-                f"batch * seq must be divisible by expert_group_size, got batch={batch}"
-                f", seq={seq} and expert_group_size={self.group}"
-            )
-        tokens = constrain(x.reshape(-1, self.group, hidden), _GROUPS)
 
-        # Its experts have a name of their own: a gate is too small to be sharded.
-        names = ("embed", "gate_experts")
-        gate = dense(self.experts, names, jnp.float32, use_bias=False, name="gate")
-        routing = route_top2(
-            jax.nn.softmax(gate(tokens), axis=-1),
-            expert_capacity(self.group, self.experts),
+@jax.named_scope("MoE")
+def _moe(config: Config, params: Params, batch: Batch) -> Out:
+    def routed(params: Params, x: jax.Array) -> Out:
+        return inside("moe", expert_layer, params, x, config)
+
+    expert = partial(decoder_layer, dtype=config.dtype, feed_forward=routed)
+    layers = {"dense": dense_layer(config), "expert": expert}
+    return decode(config, params, batch, layers)
+
+
+def _refusal(config: Config) -> str:
+    c, batch = config, config.batch // config.microbatches
+    if c.experts < 2:
+        return f"experts must be at least 2, as each token goes to two, got {c.experts}"
+    if c.scan and c.layers % 2:
+        return (
+            "layers must be even with scan, which runs a dense and an expert layer in "
+            f"each round, got {c.layers}"
         )
-        self.sow("losses", "balance", BALANCE_WEIGHT * routing.balance)
-
-        with jax.named_scope("dispatch"):
-            seated = jnp.einsum(
-                "gsec,gsh->egch", routing.dispatch.astype(self.dtype), tokens
-            )
-        expert = functools.partial(ExpertDense, dtype=self.dtype)
-        up = expert(self.ffn, ("embed", "mlp"), name="expert_up")
-        down = expert(hidden, ("mlp", "embed"), name="expert_down")
-        seated = constrain(constrain(seated, _LEAVING), _SEATED)
-        h = constrain(nn.gelu(up(seated)), _INNER)
-        y = constrain(constrain(down(h), _SEATED), _LEAVING)
-        with jax.named_scope("combine"):
-            y = jnp.einsum("gsec,egch->gsh", routing.combine.astype(self.dtype), y)
-        return constrain(y, _GROUPS).reshape(batch, seq, hidden)
-
-
-class DecoderPair(nn.Module):
-    """A dense decoder layer and an expert one: a round of the loop over layers.
-
-    Attributes:
-      dense: makes the first, given its name.
-      expert: makes the second, given its name.
-    """
-
-    dense: Callable[..., nn.Module]
-    expert: Callable[..., nn.Module]
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, hidden] -> [batch, seq, hidden]."""
-        return self.expert(name="expert")(self.dense(name="dense")(x))
-
-
-class MoE(nn.Module):
-    """Maps tokens to the logits of the token that follows each."""
-
-    config: MoEConfig
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """[batch, seq] int32 -> [batch, seq, vocab]."""
-        c = self.config
-        ffn = c.ffn or 4 * c.hidden
-        mlp = functools.partial(MLP, ffn, c.dtype, name="mlp")
-        moe = functools.partial(
-            ExpertLayer, c.experts, c.expert_group_size, ffn, c.dtype, name="moe"
+    if batch * c.seq % c.expert_group_size:
+        return (
+            f"batch * seq must be divisible by expert_group_size, got batch={batch}"
+            f", seq={c.seq} and expert_group_size={c.expert_group_size}"
         )
-        layer = remat_layer(DecoderLayer, remat=c.remat, scan=c.scan)
-        dense_layer = functools.partial(layer, c.heads, mlp, c.dtype)
-        expert_layer = functools.partial(layer, c.heads, moe, c.dtype)
-
-        x = Embedding(c.vocab, c.seq, c.hidden, c.dtype, name="embedding")(tokens)
-        if c.scan:
-            loop = scan_layers(DecoderPair, c.layers // 2)
-            x, _ = loop(dense_layer, expert_layer, name="pairs")(x, None)
-        else:
-            for i in range(c.layers):
-                x = (expert_layer if i % 2 else dense_layer)(name=f"layer_{i}")(x)
-        x = layer_norm(c.dtype, name="final_norm")(x)
-        head = dense(c.vocab, ("embed", "vocab"), c.dtype, use_bias=False, name="head")
-        return constrain(head(x), LOGITS)
+    return ""
 
 
-def moe(config: MoEConfig) -> Network:
-    """A mixture of experts that learns to foretell the next token."""
-    return flax_network(
-        MoE(config), lambda key, n: random_text(key, n, config.seq, config.vocab)
-    )
+MOE = Network(
+    ends=ENDS,
+    layers={
+        "dense": {**LAYER, "mlp": MLP},
+        "expert": {
+            **LAYER,
+            "moe": {
+                # Its experts have a name of their own: it is too small to be sharded.
+                "gate": {"kernel": "embed gate_experts"},
+                "expert_up": {"kernel": "experts embed mlp", "bias": "experts mlp"},
+                "expert_down": {"kernel": "experts mlp embed", "bias": "experts embed"},
+            },
+        },
+    },
+    apply=_moe,
+    refusal=_refusal,
+)

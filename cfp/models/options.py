@@ -1,18 +1,10 @@
-"""Option records: how a model's configuration is shown to a person.
-
-A configuration is a frozen dataclass whose fields are declared with `option`. The
-same declaration gives the default, the sentence of help, and the checks, so that
-the command line and the Python call cannot drift apart.
-"""
+"""The options of models: declared once, for Python, the command line, and checks."""
 
 import dataclasses
-import types
 import typing
 from typing import Any
 
 Scalar = int | float | str | bool | None
-
-SCAN_DOC = "run the layers in a loop, their parameters stacked on dim 0"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,89 +29,91 @@ class ModelOption:
         """The option as written on a command line: `--expert-group-size`."""
         return "--" + self.name.replace("_", "-")
 
+    def check(self, value: Any) -> None:
+        """Checks a value.
 
-def option(default: Scalar, doc: str, *, choices: tuple[str, ...] = ()) -> Any:
-    """Declares a dataclass field that is also a `ModelOption`."""
+        Raises:
+          ValueError: it has the wrong type, is a number that is not positive, or is not
+            among the choices. An int will do for a float.
+        """
+        if self.default is None and value is None:
+            return
+        wanted = (int, float) if self.type is float else (self.type,)
+        # A bool is an int, but not meant as a number.
+        if not isinstance(value, wanted) or (
+            isinstance(value, bool) > (bool in wanted)
+        ):
+            raise ValueError(
+                f"{self.name} must be of type {self.type.__name__}, got {value!r}"
+            )
+        if self.choices and value not in self.choices:
+            raise ValueError(
+                f"{self.name} must be one of {', '.join(self.choices)}, got {value!r}"
+            )
+        if self.type in (int, float) and not value > 0:
+            raise ValueError(f"{self.name} must be positive, got {value!r}")
+
+
+def _option(default: Scalar, doc: str, *choices: str) -> Any:
     metadata = {"default": default, "doc": doc, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def dtype_option(float32: str = "parameters") -> Any:
-    """Declares the type that a model computes in, beside what stays in float32."""
-    doc = f"what is computed in; {float32} are float32"
-    return option("bfloat16", doc, choices=("float32", "bfloat16"))
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """The shape of a model and its training, for all models.
+
+    The fields before `tied` and from `batch` on are those of every model. The defaults
+    are GPT's; `cfp.models.registry` has those of the others.
+    """
+
+    vocab: int = _option(51200, "tokens in the vocabulary")
+    seq: int = _option(1024, "tokens in a sequence")
+    hidden: int = _option(1024, "width of the residual stream")
+    layers: int = _option(4, "layers; in a mixture, those of odd index have experts")
+    heads: int = _option(16, "attention heads; they divide hidden")
+    ffn: int | None = _option(
+        None, "width inside the MLP and each expert; 4 * hidden, or LLaMA's, by default"
+    )
+    dtype: str = _option("bfloat16", "what is computed in", "float32", "bfloat16")
+    scan: bool = _option(False, "run the layers in a loop, with stacked parameters")
+    remat: bool = _option(False, "rematerialize each layer in the backward pass")
+
+    tied: bool = _option(False, "use the token embedding as the head's kernel")
+    experts: int = _option(32, "experts in an expert layer, two or more")
+    expert_group_size: int = _option(2048, "tokens routed together; divide batch * seq")
+    kv_heads: int | None = _option(None, "heads of keys and values; they divide heads")
+
+    batch: int = _option(16, "sequences in a batch")
+    microbatches: int = _option(1, "parts of a batch, one after another; divide batch")
+    learning_rate: float = _option(3e-4, "AdamW's learning rate")
+
+    def __post_init__(self) -> None:
+        for option in options_of():
+            option.check(getattr(self, option.name))
+        divided = {"hidden": "heads", "heads": "kv_heads", "batch": "microbatches"}
+        for whole, part in divided.items():
+            size, parts = getattr(self, whole), getattr(self, part)
+            if parts and size % parts:
+                raise ValueError(
+                    f"{whole} must be divisible by {part}, got {whole}={size} and "
+                    f"{part}={parts}"
+                )
+
+    @property
+    def head_dim(self) -> int:
+        """The width of a head."""
+        return self.hidden // self.heads
 
 
-def options_of(config: type) -> tuple[ModelOption, ...]:
-    """Lists the options that a configuration dataclass declares, in order."""
-    hints = typing.get_type_hints(config)
+def options_of() -> tuple[ModelOption, ...]:
+    """Lists the options of all models, in order."""
+    hints = typing.get_type_hints(Config)
     return tuple(
         ModelOption(
             name=field.name,
-            type=_without_none(hints[field.name]),
+            type=(typing.get_args(hints[field.name]) or (hints[field.name],))[0],
             **field.metadata,
         )
-        for field in dataclasses.fields(config)
+        for field in dataclasses.fields(Config)
     )
-
-
-def check_options(config: Any) -> None:
-    """Checks the fields of a configuration one by one.
-
-    Raises:
-      ValueError: a value has the wrong type, is a number that is not positive, or is
-        not among the choices.
-    """
-    for known in options_of(type(config)):
-        value = getattr(config, known.name)
-        if known.default is None and value is None:
-            continue
-        if not _fits(value, known.type):
-            raise ValueError(
-                f"{known.name} must be of type {known.type.__name__}, got {value!r}"
-            )
-        if known.choices and value not in known.choices:
-            raise ValueError(
-                f"{known.name} must be one of {', '.join(known.choices)}, got {value!r}"
-            )
-        if known.type in (int, float) and not value > 0:
-            raise ValueError(f"{known.name} must be positive, got {value!r}")
-
-
-def _fits(value: Any, wanted: type) -> bool:
-    """Returns True if a value has the right type; an int will do for a float."""
-    if isinstance(value, bool):  # A subclass of int, but not meant as a number.
-        return wanted is bool
-    return isinstance(value, (int, float) if wanted is float else wanted)
-
-
-def _without_none(hint: Any) -> type:
-    """`int | None` -> `int`."""
-    if isinstance(hint, types.UnionType):
-        (hint,) = (part for part in hint.__args__ if part is not types.NoneType)
-    return hint
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
-    """The shape of a transformer. `ffn` is 4 * hidden unless given."""
-
-    vocab: int = option(51200, "tokens in the vocabulary")
-    seq: int = option(1024, "tokens in a sequence")
-    hidden: int = option(1024, "width of the residual stream")
-    layers: int = option(4, "decoder layers")
-    heads: int = option(16, "attention heads; they divide hidden")
-    ffn: int | None = option(None, "width inside the MLP; 4 * hidden if not given")
-    dtype: str = dtype_option()
-    scan: bool = option(False, SCAN_DOC)
-    remat: bool = option(
-        False, "rematerialize each layer in the backward pass, and keep only its input"
-    )
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if self.hidden % self.heads:
-            raise ValueError(
-                f"hidden must be divisible by heads, got hidden={self.hidden} and "
-                f"heads={self.heads}"
-            )

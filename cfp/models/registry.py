@@ -1,4 +1,4 @@
-"""Models by name: what they are called, their options, and their train steps.
+"""Models by name: their options, and their train steps.
 
 `build` gives a step and abstract arguments, which is all that planning needs;
 `initialise` gives what it takes to run that step for real:
@@ -11,6 +11,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,24 +19,18 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from cfp.models.bert import BERTConfig, bert
-from cfp.models.gpt import GPTConfig, gpt
 from cfp.models.layers import TOKENS
-from cfp.models.llama import LlamaConfig, llama
-from cfp.models.moe import MoEConfig, moe
-from cfp.models.options import ModelOption, Scalar, options_of
-from cfp.models.train import (
-    Batch,
-    Network,
-    TrainConfig,
-    TrainState,
-    TrainStep,
-    init_state,
-    make_train_step,
-)
+from cfp.models.moe import MOE
+from cfp.models.network import Network
+from cfp.models.options import Config, ModelOption, Scalar, options_of
+from cfp.models.train import Batch, TrainState, TrainStep, make_train_step
+from cfp.models.transformers import BERT, GPT, LLAMA
 
 InitFn = Callable[[jax.Array], TrainState]
 BatchFn = Callable[[jax.Array], Batch]
+
+# Options that not every model has.
+_OWN = ("tied", "experts", "expert_group_size", "kv_heads")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,26 +38,65 @@ class Model:
     """A model that can be built by name.
 
     Attributes:
-      config: the frozen dataclass of its options.
-      network: makes the network from such a configuration.
+      own: names of the options that not every model has.
+      defaults: those that differ from `Config`'s.
     """
 
     doc: str
-    config: type
-    network: Callable[[Any], Network]
+    network: Network
+    own: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def options(self) -> tuple[ModelOption, ...]:
         """All options, the model's own and those of training."""
-        return options_of(self.config) + options_of(TrainConfig)
+        return tuple(
+            dataclasses.replace(
+                option, default=self.defaults.get(option.name, option.default)
+            )
+            for option in options_of()
+            if option.name in self.own or option.name not in _OWN
+        )
+
+    def config(self, **options: Scalar) -> Config:
+        """The configuration with these options.
+
+        Raises:
+          ValueError: an option is unknown, or the options do not fit together.
+        """
+        known = [option.name for option in self.options]
+        for option in options:
+            if option not in known:
+                raise ValueError(
+                    f"{self.doc} has no option {option!r}; known options: "
+                    f"{', '.join(known)}"
+                )
+        config = Config(**{**self.defaults, **options})
+        if refusal := self.network.refusal(config):
+            raise ValueError(refusal)
+        return config
 
 
 MODELS: Mapping[str, Model] = MappingProxyType(
     {
-        "gpt": Model(doc="a GPT decoder", config=GPTConfig, network=gpt),
-        "moe": Model(doc="a GShard mixture of experts", config=MoEConfig, network=moe),
-        "bert": Model(doc="a BERT encoder", config=BERTConfig, network=bert),
-        "llama": Model(doc="a LLaMA 2 decoder", config=LlamaConfig, network=llama),
+        "gpt": Model(doc="a GPT decoder", network=GPT, own=("tied",)),
+        "moe": Model(
+            doc="a GShard mixture of experts",
+            network=MOE,
+            own=("experts", "expert_group_size"),
+            defaults={"vocab": 32000, "hidden": 1280, "heads": 4},
+        ),
+        "bert": Model(
+            doc="a BERT encoder",  # By default, BERT-large.
+            network=BERT,
+            defaults={"vocab": 30522, "seq": 512, "layers": 24},
+        ),
+        "llama": Model(
+            doc="a LLaMA 2 decoder",  # By default, of 7 billion parameters.
+            network=LLAMA,
+            own=("kv_heads",),
+            defaults={"vocab": 32000, "hidden": 4096, "layers": 32, "heads": 32},
+        ),
     }
 )
 
@@ -90,10 +124,11 @@ def build(name: str, **options: Scalar) -> tuple[TrainStep, tuple[TrainState, Ba
     Raises:
       ValueError: the name or an option is unknown, or the options do not fit together.
     """
-    recipe = _Recipe.of(name, options)
-    train = recipe.train
-    train_step = make_train_step(recipe.network, train.optimizer(), train.microbatches)
-    return train_step, recipe.abstract_args()
+    model = find(name)
+    config, optimizer = _settled(model, options)
+    apply = partial(model.network.apply, config)
+    step = make_train_step(apply, optimizer, config.microbatches)
+    return step, _abstract(*initialise(name, **options))
 
 
 def initialise(name: str, **options: Scalar) -> tuple[InitFn, BatchFn]:
@@ -105,9 +140,17 @@ def initialise(name: str, **options: Scalar) -> tuple[InitFn, BatchFn]:
       `(init_fn, make_batch)`. Each takes a `jax.random.key` and is jitted; to have the
       result sharded, wrap it: `jax.jit(init_fn, out_shardings=...)`.
     """
-    recipe = _Recipe.of(name, options)
-    recipe.abstract_args()  # Raises here, not at the first call, if options misfit.
-    return jax.jit(recipe.init), jax.jit(recipe.batch)
+    network = find(name).network
+    c, optimizer = _settled(find(name), options)
+
+    def init_fn(key: jax.Array) -> TrainState:
+        params = network.init(c, key)
+        return TrainState(params, optimizer.init(params))
+
+    def make_batch(key: jax.Array) -> Batch:
+        return network.random_batch(key, c.batch, c.seq, c.vocab)
+
+    return jax.jit(init_fn), jax.jit(make_batch)
 
 
 def logical_names(name: str, **options: Scalar) -> tuple[TrainState, Batch]:
@@ -120,57 +163,30 @@ def logical_names(name: str, **options: Scalar) -> tuple[TrainState, Batch]:
       (`cfp.models.layers`) in place of each array. The optimizer's moments have the
       names of their parameters.
     """
-    recipe = _Recipe.of(name, options)
-    state, batch = recipe.abstract_args()
-    params = recipe.network.param_names(batch)
+    model = find(name)
+    config, optimizer = _settled(model, options)
+    state, batch = _abstract(*initialise(name, **options))
     moments = optax.tree.map_params(
-        recipe.train.optimizer(),
+        optimizer,
         lambda _, names: names,
         state.opt_state,
-        params,
+        params := model.network.param_names(config),
         transform_non_params=lambda _: PartitionSpec(),
     )
     tokens = {key: PartitionSpec(*TOKENS[: leaf.ndim]) for key, leaf in batch.items()}
     return TrainState(params, moments), tokens
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Recipe:
-    """A model with its options settled."""
+def _settled(
+    model: Model, options: Mapping[str, Scalar]
+) -> tuple[Config, optax.GradientTransformation]:
+    config = model.config(**options)
+    return config, optax.adamw(config.learning_rate)
 
-    train: TrainConfig
-    network: Network
 
-    @classmethod
-    def of(cls, name: str, options: Mapping[str, Scalar]) -> "_Recipe":
-        model = find(name)
-        known = [option.name for option in model.options]
-        for option in options:
-            if option not in known:
-                raise ValueError(
-                    f"model {name!r} has no option {option!r}; known options: "
-                    f"{', '.join(known)}"
-                )
-        for_train = {option.name for option in options_of(TrainConfig)}
-        train = {k: v for k, v in options.items() if k in for_train}
-        shape = {k: v for k, v in options.items() if k not in for_train}
-        return cls(
-            train=TrainConfig(**train),  # pyright: ignore[reportArgumentType]
-            network=model.network(model.config(**shape)),
-        )
+def _abstract(init_fn: InitFn, make_batch: BatchFn) -> tuple[TrainState, Batch]:
+    def args() -> tuple[TrainState, Batch]:
+        key = jax.random.key(0)
+        return init_fn(key), make_batch(key)
 
-    def init(self, key: jax.Array) -> TrainState:
-        train = self.train
-        # Of the size that runs at once, which a model may refuse.
-        batch = self.network.random_batch(key, train.batch // train.microbatches)
-        return init_state(self.network, train.optimizer(), key, batch)
-
-    def batch(self, key: jax.Array) -> Batch:
-        return self.network.random_batch(key, self.train.batch)
-
-    def abstract_args(self) -> tuple[TrainState, Batch]:
-        def args() -> tuple[TrainState, Batch]:
-            key = jax.random.key(0)
-            return self.init(key), self.batch(key)
-
-        return jax.eval_shape(args)
+    return jax.eval_shape(args)

@@ -4,15 +4,12 @@ The step is a plain function, `(state, batch) -> (state, metrics)`. It is not ji
 and donates nothing: that is for the caller.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-
-from cfp.models.options import check_options, option
 
 Batch = dict[str, Any]
 Metrics = dict[str, Any]
@@ -28,45 +25,9 @@ class TrainState(NamedTuple):
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """A model with its options settled: what training needs to know of it.
-
-    Attributes:
-      init: (key, batch) -> parameters, float32; of the batch, only shapes matter.
-      apply: (parameters, batch) -> logits [batch, seq, vocab], and a penalty [] that
-        the loss adds to their cross-entropy.
-      random_batch: (key, sequences) -> a batch of that many.
-      param_names: abstract batch -> the logical names of the parameters' dims, a
-        PartitionSpec for each; see `cfp.models.layers`.
-    """
-
-    init: Callable[[jax.Array, Batch], Any]
-    apply: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
-    random_batch: Callable[[jax.Array, int], Batch]
-    param_names: Callable[[Batch], Any]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """The parts of a training step that depend on the model."""
-
-    batch: int = option(16, "sequences in a batch")
-    microbatches: int = option(
-        1, "parts of a batch that run one after another; they divide batch"
-    )
-    learning_rate: float = option(3e-4, "AdamW's learning rate")
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if self.batch % self.microbatches:
-            raise ValueError(
-                f"batch must be divisible by microbatches, got batch={self.batch} and "
-                f"microbatches={self.microbatches}"
-            )
-
-    def optimizer(self) -> optax.GradientTransformation:
-        return optax.adamw(self.learning_rate)
+# From parameters and a batch to logits [batch, seq, vocab], and a penalty [] that the
+# loss adds to their cross-entropy.
+Apply = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
 
 
 def cross_entropy(
@@ -93,9 +54,9 @@ def cross_entropy(
 
 
 def make_train_step(
-    network: Network, optimizer: optax.GradientTransformation, microbatches: int = 1
+    apply: Apply, optimizer: optax.GradientTransformation, microbatches: int = 1
 ) -> TrainStep:
-    """Makes the step that trains `network` with `optimizer`.
+    """Makes the step that trains a network with an optimizer.
 
     The loss is the cross-entropy, over the positions of the batch's "mask" if it has
     one, plus the network's penalty.
@@ -110,7 +71,7 @@ def make_train_step(
         params: Any, batch: Batch, share: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the addends of a part of the batch to loss and entropy."""
-        logits, penalty = network.apply(params, batch)
+        logits, penalty = apply(params, batch)
         entropy = cross_entropy(logits, batch["labels"], batch.get("mask"))
         if share is None:
             return entropy + penalty, entropy
@@ -150,17 +111,6 @@ def _split(batch: Batch, parts: int) -> tuple[Batch, jax.Array]:
         return split, jnp.full(parts, 1 / parts)
     counts = split["mask"].sum(axis=(1, 2))
     return split, counts / jnp.maximum(counts.sum(), 1.0)
-
-
-def init_state(
-    network: Network,
-    optimizer: optax.GradientTransformation,
-    key: jax.Array,
-    batch: Batch,
-) -> TrainState:
-    """The state before the first step. Of `batch`, only shapes and dtypes matter."""
-    params = network.init(key, batch)
-    return TrainState(params, optimizer.init(params))
 
 
 def random_text(key: jax.Array, batch: int, seq: int, vocab: int) -> Batch:

@@ -11,20 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cfp.models.llama import (
-    ROTARY_BASE,
-    LlamaConfig,
-    init_params,
-    mlp,
-    rms_norm,
-)
+from cfp.models.options import Config
 from cfp.models.train import cross_entropy
+from cfp.models.transformers import LLAMA, ROTARY_BASE, rms_norm, swiglu
 
 # (layer, q, k, v) -> output, and what else there is to be seen of it, by name.
 Attend = Callable[..., tuple[jax.Array, Mapping[str, jax.Array]]]
 Seen = dict[str, jax.Array]
 
-__all__ = ["LlamaConfig", "apply", "init_params", "loss", "plain_attend", "taps"]
+init_params = LLAMA.init
 
 
 def plain_attend(attend: Callable[..., jax.Array]) -> Attend:
@@ -43,7 +38,7 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def taps(config: LlamaConfig, batch: int) -> Seen:
+def taps(config: Config, batch: int) -> Seen:
     """Zeros to be added to q, k, v of each layer: so their gradients are found."""
     kv_heads = config.kv_heads or config.heads
     return {
@@ -56,7 +51,7 @@ def taps(config: LlamaConfig, batch: int) -> Seen:
 
 
 def apply(
-    config: LlamaConfig,
+    config: Config,
     params: Any,
     tokens: jax.Array,
     attend: Attend,
@@ -70,7 +65,7 @@ def apply(
     seen: Seen = {}
     for i in range(config.layers):
         layer = params[f"layer_{i}"]
-        h = rms_norm(layer["attention_norm"], x)
+        h = rms_norm(layer["attention_norm"], x, config.dtype)
         q, k, v = (
             jnp.tensordot(h, layer["attention"][name].astype(config.dtype), axes=1)
             for name in ("query", "key", "value")
@@ -85,14 +80,14 @@ def apply(
         seen |= {f"layer_{i}.{name}": value for name, value in more.items()}
         out = layer["attention"]["out"].astype(config.dtype)
         x = x + jnp.tensordot(mixed, out, axes=2)
-        h = rms_norm(layer["mlp_norm"], x)
-        x = x + mlp(layer["mlp"], h, config.dtype)
-    x = rms_norm(params["final_norm"], x)
+        h = rms_norm(layer["mlp_norm"], x, config.dtype)
+        x = x + swiglu(layer["mlp"], h, config.dtype)
+    x = rms_norm(params["final_norm"], x, config.dtype)
     return x @ params["head"].astype(config.dtype), seen
 
 
 def loss(
-    config: LlamaConfig,
+    config: Config,
     params: Any,
     batch: Mapping[str, jax.Array],
     attend: Attend,

@@ -7,7 +7,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from cfp.models.llama import init_params
+from cfp_test.attention.decoder import init_params
 from cfp_test.cli.cli_runner import ROOT, environment
 from cfp_test.ring import checkpoint, lengths
 from cfp_test.ring.__main__ import parse

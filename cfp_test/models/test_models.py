@@ -14,10 +14,10 @@ from cfp.models.train import cross_entropy
 from cfp_test.models.tiny import (
     GPT_TINY,
     TINY,
+    apply_of,
     built,
     count,
     make_batch,
-    network_of,
     start,
     traced,
     train,
@@ -138,7 +138,7 @@ def test_compute_dtype_leaves_state_in_float32(name, dtype):
     floats = [x for x in jax.tree.leaves(state) if x.dtype != jnp.int32]
     assert {leaf.dtype for leaf in floats} == {jnp.dtype("float32")}
 
-    apply = network_of(name, dtype=dtype).apply
+    apply = apply_of(name, dtype=dtype)
     logits, penalty = jax.eval_shape(apply, state.params, batch)
     assert (logits.dtype, penalty.dtype) == (jnp.dtype(dtype), jnp.float32)
 

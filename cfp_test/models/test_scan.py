@@ -11,18 +11,16 @@ from cfp.models import MODELS, build, initialise
 from cfp.models.train import cross_entropy
 from cfp_test.models.tiny import (
     TINY,
+    apply_of,
     built,
     count,
     network,
-    network_of,
     quick_jit,
     scanned,
-    start,
 )
 from cfp_test.support.covering import at_night
 
-# GPT's layers are the mixture's. Both at once: in flax, where layers also add to the
-# loss, and in plain JAX; what differs there is in these.
+# GPT's layers are the mixture's; the mixture's also add to the loss.
 VARIANTS = [
     *(("moe", "scan remat"), ("llama", "scan remat")),
     *at_night(
@@ -34,9 +32,9 @@ VARIANTS = [
 ]
 
 
-def loss_of(net):
+def loss_of(apply):
     def loss(params, batch):
-        logits, penalty = net.apply(params, batch)
+        logits, penalty = apply(params, batch)
         return cross_entropy(logits, batch["labels"], batch.get("mask")) + penalty
 
     return loss
@@ -45,8 +43,8 @@ def loss_of(net):
 @functools.cache
 def plain(name):
     """Parameters of the plain model, a batch, the loss and its gradients."""
-    net, params, batch = network(name)
-    loss, grads = quick_jit(jax.value_and_grad(loss_of(net)))(params, batch)
+    apply, params, batch = network(name)
+    loss, grads = quick_jit(jax.value_and_grad(loss_of(apply)))(params, batch)
     return params, batch, loss, grads
 
 
@@ -55,8 +53,8 @@ def test_loss_and_gradients_are_those_of_plain_layers(name, variant):
     params, batch, loss, grads = plain(name)
     if "scan" in variant:
         params, grads = scanned(name, params), scanned(name, grads)
-    net = network_of(name, **dict.fromkeys(variant.split(), True))
-    found, found_grads = quick_jit(jax.value_and_grad(loss_of(net)))(params, batch)
+    apply = apply_of(name, **dict.fromkeys(variant.split(), True))
+    found, found_grads = quick_jit(jax.value_and_grad(loss_of(apply)))(params, batch)
     assert float(found) == pytest.approx(float(loss), rel=1e-5)
     assert jax.tree.structure(found_grads) == jax.tree.structure(grads)
     for (path, one), other in zip(
@@ -86,14 +84,6 @@ def test_layers_of_a_loop_begin_differently():
         assert jnp.abs(kernel[0] - kernel[1]).max() > 0
 
 
-def test_llama_begins_alike_with_and_without_a_loop():
-    init_fn, _ = initialise("llama", **TINY["llama"], scan=True)
-    params = quick_jit(init_fn)(jax.random.key(0)).params
-    expected = scanned("llama", start("llama").params)
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
-
-
-# One of flax, and one of plain JAX.
 @pytest.mark.parametrize("name", ["gpt", "llama", *at_night(["moe", "bert"])])
 def test_program_of_a_loop_does_not_grow_with_depth(name):
     contractions = []
@@ -115,10 +105,10 @@ def test_program_of_a_loop_does_not_grow_with_depth(name):
 def test_remat_keeps_less_for_the_backward_pass(name, scan):
     kept = []
     for remat in (False, True):
-        net = network_of(name, scan=scan, remat=remat)
+        loss = loss_of(apply_of(name, scan=scan, remat=remat))
         _, (state, batch) = build(name, scan=scan, remat=remat, **TINY[name])
         residuals = jax.eval_shape(
-            lambda p, b, net=net: jax.vjp(lambda p: loss_of(net)(p, b), p)[1],
+            lambda p, b, loss=loss: jax.vjp(lambda p: loss(p, b), p)[1],
             state.params,
             batch,
         )

@@ -1,6 +1,5 @@
 """Every model at a size that a test can train, and what tests ask of them."""
 
-import dataclasses
 import functools
 import math
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from cfp.models import build, find, initialise
-from cfp.models.train import TrainConfig, TrainState
+from cfp.models.train import TrainState
 
 GPT_TINY = {
     "layers": 2,
@@ -44,13 +43,11 @@ def mlp_params(hidden, ffn):
     return 2 * hidden * ffn + ffn + hidden
 
 
-def network_of(name, **options):
-    """A tiny network, with these options changed."""
+def apply_of(name, **options):
+    """A tiny model's function of parameters and a batch, with these options changed."""
     model = find(name)
-    training = [field.name for field in dataclasses.fields(TrainConfig)]
-    given = {**TINY[name], **options}
-    shape = {k: v for k, v in given.items() if k not in training}
-    return model.network(model.config(**shape))
+    config = model.config(**{**TINY[name], **options})
+    return functools.partial(model.network.apply, config)
 
 
 @functools.cache
@@ -69,20 +66,20 @@ def traced(name, dtype):
 @functools.cache
 def make_batch(name):
     """A tiny model's batch."""
-    return network_of(name).random_batch(jax.random.key(1), TINY[name]["batch"])
+    return initialise(name, **TINY[name])[1](jax.random.key(1))
 
 
-def network(name):
-    """A tiny network, parameters that are all random, and a batch.
+def network(name, **options):
+    """A tiny model's function, parameters that are all random, and a batch.
 
     The parameters come from NumPy: to compile a model's own takes seconds.
     """
     rng = np.random.default_rng(0)
-    _, (state, _) = built(name, "float32")
+    _, (state, _) = build(name, **{**TINY[name], **options})
     params = jax.tree.map(
         lambda p: rng.normal(scale=0.3, size=p.shape).astype(np.float32), state.params
     )
-    return network_of(name), params, make_batch(name)
+    return apply_of(name, **options), params, make_batch(name)
 
 
 @functools.cache

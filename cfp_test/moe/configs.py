@@ -15,7 +15,7 @@ class MoEModelConfig(NamedTuple):
     expert_group_size: int
 
     def options(self) -> dict[str, int]:
-        """The same as keywords of `MoEConfig`, and of `registry.build`."""
+        """The same as keywords of `cfp.models.build`."""
         return {
             "seq": self.seq_len,
             "hidden": self.hidden_size,

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from cfp.models.llama import LlamaConfig
+from cfp.models.options import Config
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -42,7 +42,7 @@ def tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
             yield name, part.view(dtype).reshape(one["shape"])
 
 
-def load(folder: Path, config: LlamaConfig) -> dict[str, Any]:
+def load(folder: Path, config: Config) -> dict[str, Any]:
     """The tree of parameters of a model, in float32.
 
     Raises:

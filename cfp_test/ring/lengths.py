@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 import cfp
 from cfp.attention.ring import zigzag_order
-from cfp.models.llama import LLAMA_7B, LlamaConfig, init_params
+from cfp.models import find
+from cfp.models.options import Config
 from cfp.models.train import random_text
 from cfp.profiling.builder import is_out_of_memory, reason_of
 from cfp_test.attention import decoder
@@ -36,6 +37,8 @@ TINY: Mapping[str, int] = {
     "kv_heads": 2,
     "ffn": 64,
 }
+# LLaMA-2-7B, beside the zoo's defaults.
+LLAMA_7B: Mapping[str, int] = {"layers": 32, "kv_heads": 32, "ffn": 11008}
 # A method's strategy of attention on the axes "r" and "u".
 STRATEGIES: Mapping[str, Mapping[str, str]] = {
     "xla": {},
@@ -53,11 +56,11 @@ ULYSSES_OF_BOTH = 2
 _IN_A_ROW = 10
 
 
-def config_of(options: argparse.Namespace, seq: int) -> LlamaConfig:
+def config_of(options: argparse.Namespace, seq: int) -> Config:
     shape = dict(LLAMA_7B if options.model == "7b" else TINY)
     if options.layers:
         shape["layers"] = options.layers
-    return LlamaConfig(**shape, seq=seq, dtype=options.dtype)  # pyright: ignore
+    return find("llama").config(**shape, seq=seq, dtype=options.dtype)
 
 
 def mesh_of(options: argparse.Namespace, method: str) -> Mesh:
@@ -72,7 +75,7 @@ def mesh_of(options: argparse.Namespace, method: str) -> Mesh:
     return Mesh(np.array(devices).reshape(sizes), ("r", "u"))
 
 
-def params_of(options: argparse.Namespace, config: LlamaConfig, mesh: Mesh) -> Any:
+def params_of(options: argparse.Namespace, config: Config, mesh: Mesh) -> Any:
     """Parameters, on each device of a mesh."""
     everywhere = NamedSharding(mesh, P())
     # Without gradients nothing needs them in float32, which each call would convert.
@@ -85,7 +88,7 @@ def params_of(options: argparse.Namespace, config: LlamaConfig, mesh: Mesh) -> A
         loaded = checkpoint.load(options.checkpoint, config)
         return jax.device_put(convert(loaded), everywhere)
     init = jax.jit(
-        lambda key: convert(init_params(config, key)), out_shardings=everywhere
+        lambda key: convert(decoder.init_params(config, key)), out_shardings=everywhere
     )
     return init(jax.random.key(0))
 

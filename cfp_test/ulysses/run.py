@@ -21,10 +21,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import cfp
+from cfp.models import find
+from cfp.models.options import Config
 from cfp.models.train import random_text
 from cfp.profiling.builder import reason_of
 from cfp.profiling.hlo import collectives_in
-from cfp_test.attention.decoder import LlamaConfig, init_params, loss, taps
+from cfp_test.attention.decoder import init_params, loss, taps
 from cfp_test.ulysses.__main__ import LEARNING_RATE, row_of
 
 TOKENS = P("dp", "sp")  # Of [batch, tokens, ...]: as they are outside of attention.
@@ -38,12 +40,12 @@ class Training:
     """A decoder's training step in one of the ways, before anything is compiled."""
 
     options: argparse.Namespace
-    config: LlamaConfig
+    config: Config
     mesh: Mesh
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Training:
-        config = LlamaConfig(
+        config = find("llama").config(
             vocab=options.vocab,
             seq=options.seq,
             hidden=options.hidden,

@@ -1,0 +1,274 @@
+"""GPT, BERT and LLaMA 2.
+
+- GPT: pre-LN decoder layers (Radford et al., 2019).
+- BERT: post-LN encoder layers that fill in masked tokens (Devlin et al., 2019; of its
+  two tasks, masked language modelling). The last token stands for [MASK].
+- LLaMA 2: rotary positions, grouped-query attention, gated MLPs (Touvron et al., 2023).
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from cfp.models.layers import (
+    ATTENTION,
+    EMBEDDING,
+    INNER,
+    KV_HEADS,
+    LOGITS,
+    MLP,
+    NORM,
+    RESIDUAL,
+    Params,
+    attention,
+    constrain,
+    embed,
+    inside,
+    layer_norm,
+    linear,
+    look_up,
+    mlp,
+    unembed,
+)
+from cfp.models.network import Layer, Network, run_layers
+from cfp.models.options import Config
+from cfp.models.train import Batch
+
+Out = tuple[jax.Array, jax.Array]  # Logits and a penalty.
+
+# ------------------------------------------------------------------------------- GPT
+
+LAYER = {"attention_norm": NORM, "attention": ATTENTION, "feed_forward_norm": NORM}
+HEAD = {"kernel": "embed vocab"}
+ENDS = {"embedding": EMBEDDING, "final_norm": NORM, "head": HEAD}
+
+
+def decoder_layer(
+    params: Params,
+    x: jax.Array,
+    *,
+    dtype: str,
+    feed_forward: Layer,
+    attend: Callable[..., jax.Array] = attention,
+    norm: Callable[..., jax.Array] = layer_norm,
+    second: str = "feed_forward_norm",
+) -> tuple[jax.Array, jax.Array | None]:
+    """A pre-norm decoder layer: attention, then a feed-forward layer."""
+    h = inside("attention_norm", norm, params, x, dtype)
+    x = constrain(x + inside("attention", attend, params, h, dtype), RESIDUAL)
+    y, penalty = feed_forward(params, inside(second, norm, params, x, dtype))
+    return constrain(x + y, RESIDUAL), penalty
+
+
+def decode(
+    config: Config,
+    params: Params,
+    batch: Batch,
+    layers: Mapping[str, Layer],
+    *,
+    embed: Callable[..., jax.Array] = embed,
+    norm: Callable[..., jax.Array] = layer_norm,
+) -> Out:
+    """Logits of the tokens that follow, and the layers' penalties."""
+    dtype = config.dtype
+    x = inside("embedding", embed, params, batch["tokens"], dtype)
+    x, penalty = run_layers(config, params, x, layers)
+    x = inside("final_norm", norm, params, x, dtype)
+    if config.tied:
+        return inside("embedding", unembed, params, x, dtype), penalty
+    return constrain(inside("head", linear, params, x, dtype), LOGITS), penalty
+
+
+def dense_layer(config: Config) -> Layer:
+    """A decoder layer with an MLP."""
+
+    def feed_forward(params: Params, x: jax.Array) -> tuple[jax.Array, None]:
+        return inside("mlp", mlp, params, x, config.dtype), None
+
+    return partial(decoder_layer, dtype=config.dtype, feed_forward=feed_forward)
+
+
+@jax.named_scope("GPT")
+def _gpt(config: Config, params: Params, batch: Batch) -> Out:
+    return decode(config, params, batch, {"layer": dense_layer(config)})
+
+
+GPT = Network(ends=ENDS, layers={"layer": {**LAYER, "mlp": MLP}}, apply=_gpt)
+
+
+# ------------------------------------------------------------------------------ BERT
+
+MASKED_SHARE = 0.15
+
+
+def encoder_layer(
+    params: Params, x: jax.Array, *, dtype: str
+) -> tuple[jax.Array, None]:
+    """A post-LN encoder layer: each half is added to its input, then normalised."""
+    y = inside("attention", attention, params, x, dtype, causal=False)
+    x = constrain(x + y, RESIDUAL)
+    x = inside("attention_norm", layer_norm, params, x, dtype)
+    x = constrain(x + inside("mlp", mlp, params, x, dtype), RESIDUAL)
+    return inside("mlp_norm", layer_norm, params, x, dtype), None
+
+
+@jax.named_scope("BERT")
+def _bert(config: Config, params: Params, batch: Batch) -> Out:
+    """Logits of what stood in the tokens' places."""
+    dtype = config.dtype
+    x = inside("embedding", embed, params, batch["tokens"], dtype)
+    x = x + inside("type_embedding", look_up, params, batch["types"]).astype(dtype)
+    x = inside("embedding_norm", layer_norm, params, x, dtype)
+    layer = partial(encoder_layer, dtype=dtype)
+    x, penalty = run_layers(config, params, x, {"layer": layer})
+
+    x = jax.nn.gelu(inside("head_dense", linear, params, x, dtype))
+    x = inside("head_norm", layer_norm, params, constrain(x, RESIDUAL), dtype)
+    logits = inside("embedding", unembed, params, x, dtype)
+    return constrain(logits + params["head_bias"].astype(dtype), LOGITS), penalty
+
+
+def random_cloze(key: jax.Array, batch: int, seq: int, vocab: int) -> Batch:
+    """Random text with gaps.
+
+    Returns:
+      All of them [batch, seq]:
+        labels: int32, the text.
+        mask: float32, 1 where the text is hidden, 0 elsewhere.
+        tokens: int32, the text with [MASK] where it is hidden.
+        types: int32, 0 in the first half, 1 in the second.
+    """
+    text_key, mask_key = jax.random.split(key)
+    mask_token = vocab - 1
+    text = jax.random.randint(text_key, (batch, seq), 0, mask_token, dtype=jnp.int32)
+    hidden = jax.random.bernoulli(mask_key, MASKED_SHARE, (batch, seq))
+    halves = jnp.arange(seq, dtype=jnp.int32) * 2 // seq
+    return {
+        "labels": text,
+        "mask": hidden.astype(jnp.float32),
+        "tokens": jnp.where(hidden, mask_token, text),
+        "types": jnp.broadcast_to(halves, (batch, seq)),
+    }
+
+
+BERT = Network(
+    ends={
+        "embedding": EMBEDDING,
+        "type_embedding": {"embedding": "type embed"},
+        "embedding_norm": NORM,
+        # A square kernel: only one of its dims can have the name.
+        "head_dense": {"kernel": "embed head_embed", "bias": "head_embed"},
+        "head_norm": NORM,
+        "head_bias": "vocab",
+    },
+    layers={
+        "layer": {"attention": ATTENTION, "attention_norm": NORM}
+        | {"mlp": MLP, "mlp_norm": NORM}
+    },
+    apply=_bert,
+    random_batch=random_cloze,
+    refusal=lambda c: (
+        f"vocab must be at least 2, as the last token stands for [MASK], got {c.vocab}"
+        if c.vocab < 2
+        else ""
+    ),
+)
+
+
+# ----------------------------------------------------------------------------- LLaMA
+
+RMS_EPSILON = 1e-5
+ROTARY_BASE = 10000.0
+FFN_MULTIPLE = 256
+
+
+def gated_ffn(config: Config) -> int:
+    """With three kernels instead of two, about as many parameters as 4 * hidden."""
+    default = -(-8 * config.hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+    return config.ffn or default
+
+
+def rms_norm(scale: jax.Array, x: jax.Array, dtype: str) -> jax.Array:
+    """[hidden], [..., hidden] -> [..., hidden], normalised in float32."""
+    y = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
+    return (scale * y * jax.lax.rsqrt(mean_square + RMS_EPSILON)).astype(dtype)
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Turns each pair of numbers by an angle in proportion to its position.
+
+    A number of the first half of head_dim is paired with its like in the second half.
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+
+    Args:
+      x: [batch, seq, heads, head_dim].
+    """
+    seq, half = x.shape[1], x.shape[-1] // 2
+    rates = ROTARY_BASE ** -(jnp.arange(half, dtype=jnp.float32) / half)
+    angles = jnp.arange(seq, dtype=jnp.float32)[:, None, None] * rates
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def swiglu(params: Params, x: jax.Array, dtype: str) -> jax.Array:
+    """A gated MLP, [..., hidden] -> [..., hidden].
+
+    Shazeer, "GLU Variants Improve Transformer", 2020.
+    """
+    gate = inside("gate", linear, params, x, dtype)
+    up = inside("up", linear, params, x, dtype)
+    h = constrain(jax.nn.silu(gate) * up, INNER)
+    return inside("down", linear, params, h, dtype)
+
+
+def _embed_rows(table: jax.Array, tokens: jax.Array, dtype: str) -> jax.Array:
+    # Rows are cast after the lookup: a token's gradients add up in float32.
+    return constrain(jnp.asarray(table)[tokens].astype(dtype), RESIDUAL)
+
+
+@jax.named_scope("Llama")
+def _llama(config: Config, params: Params, batch: Batch) -> Out:
+    def feed_forward(params: Params, x: jax.Array) -> tuple[jax.Array, None]:
+        return inside("mlp", swiglu, params, x, config.dtype), None
+
+    layer = partial(
+        decoder_layer,
+        dtype=config.dtype,
+        feed_forward=feed_forward,
+        attend=partial(attention, kv_names=KV_HEADS, turn=rotate),
+        norm=rms_norm,
+        second="mlp_norm",
+    )
+    layers = {"layer": layer}
+    return decode(config, params, batch, layers, embed=_embed_rows, norm=rms_norm)
+
+
+LLAMA = Network(
+    ends={"embedding": "vocab embed", "final_norm": "norm", "head": "embed vocab"},
+    layers={
+        "layer": {
+            "attention_norm": "norm",
+            "attention": {
+                "query": "embed heads head_dim",
+                "key": "embed kv_heads head_dim",
+                "value": "embed kv_heads head_dim",
+                "out": "heads head_dim embed",
+            },
+            "mlp_norm": "norm",
+            "mlp": {"gate": "embed mlp", "up": "embed mlp", "down": "mlp embed"},
+        }
+    },
+    apply=_llama,
+    ffn=gated_ffn,
+    refusal=lambda c: (
+        "hidden / heads must be even, as rotary embedding turns pairs, got "
+        f"hidden={c.hidden} and heads={c.heads}"
+        if c.head_dim % 2
+        else ""
+    ),
+)

@@ -133,9 +133,9 @@ def test_rematerialized_contractions_join_their_block(name):
 
 # Each takes half a second and more, and others have its ops.
 LARGE = (
-    "diffusion haiku_stack nnx_stack lstm nnx truncated_time policy partitioned_kernel "
+    "diffusion haiku_stack nnx_stack lstm nnx truncated_time partitioned_kernel "
     "conditioned_layers u_net linear_recurrence vmapped_experts keys cholesky linalg "
-    "graph_net int8 resnet equinox scan_remat_policy cross_stack"
+    "graph_net int8 equinox scan_remat_policy cross_stack"
 ).split()
 
 
@@ -161,7 +161,7 @@ def test_every_op_has_one_place(name):
 
 TRAINED = (
     "mlp tied_head transformer encoder_decoder grouped_query scan_mlp lstm ensemble "
-    "linear_recurrence conv_net resnet nnx equinox haiku scan_remat_policy"
+    "linear_recurrence conv_net nnx equinox haiku scan_remat_policy"
 ).split()
 
 

@@ -103,22 +103,6 @@ def test_what_a_step_rematerializes_of_its_experts_is_counted_alike():
     assert rematerialized_flops(program, frame.blocks) == 3 * once
 
 
-def test_a_batch_of_ragged_products_has_the_flops_of_all():
-    def product(x, w, sizes):
-        return jax.vmap(lax.ragged_dot)(x, w, sizes)
-
-    args = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in (
-            ((3, 64, 32), jnp.float32),
-            ((3, 4, 32, 16), jnp.float32),
-            ((3, 4), jnp.int32),
-        )
-    ]
-    program, _ = trace(flatten_step(product, args), CUDA)
-    assert program_flops(program) == 3 * 2 * 64 * 32 * 16
-
-
 def test_products_of_what_is_masked_otherwise_count_in_full():
     """As a window of attention: no copies for groups, or no bounds of these."""
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import cfp
 from cfp.analysis.layout import constraints, lay_out
 from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import attentions, replacements, way_of
@@ -14,6 +15,7 @@ from cfp.program.constrain import constrain
 from cfp.program.replace import erase_unread
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, planning_mesh, trace
+from cfp_test.attention.replaced import Step
 from cfp_test.programs import attentive
 from cfp_test.programs.common import normal
 from cfp_test.programs.registry import PROGRAMS
@@ -206,3 +208,28 @@ def test_what_is_random_elsewhere_is_no_dropout_of_weights():
         gradients(lambda s: jax.nn.softmax(s) * CAUSAL), q, q, q
     ).left_alone
     assert "dropout" not in left.reason
+
+
+# Only the softmax's argument, or what hides keys, is another one.
+ARGUMENTS = {
+    "infinite beyond 88": lambda s: jnp.log(jnp.exp(s)),
+    "a number before the sum": lambda s: (s + 1e9) - 1e9,
+    "as many heads as keys": lambda s: jnp.where(
+        jnp.arange(16)[:, None, None] >= jnp.arange(16), s, -1e9
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_is_linear_or_the_attention_is_left(name):
+    def infer(q, k, v):
+        scores = ARGUMENTS[name](jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+    args = [normal(seed, 4, 16, 16, 4) for seed in range(3)]
+    step = Step(infer, args, planning_mesh(jax.make_mesh((4,), ("x",))))
+    assert bool(step.attentions.found) == ("heads" in name)
+    if step.attentions.found:
+        planned, _ = step.with_kernel("xla")
+        [difference] = cfp.compare(planned(*args), infer(*args))
+        assert difference.relative_l2 < 1e-5

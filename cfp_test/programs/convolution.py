@@ -50,34 +50,6 @@ def conv_net_step():
     return _with_batch_stats(_ConvNet(), normal(1, 8, 8, 8, 4), integers(2, 8, 8))
 
 
-class _Residual(nn.Module):
-    features: int
-    stride: int = 1
-
-    @nn.compact
-    def __call__(self, x):
-        y = nn.Conv(self.features, (3, 3), strides=self.stride, use_bias=False)(x)
-        y = nn.relu(nn.BatchNorm(use_running_average=False)(y))
-        y = nn.Conv(self.features, (3, 3), use_bias=False)(y)
-        y = nn.BatchNorm(use_running_average=False)(y)
-        if x.shape != y.shape:
-            x = nn.Conv(self.features, (1, 1), strides=self.stride)(x)
-        return nn.relu(x + y)
-
-
-class _ResNet(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.max_pool(nn.Conv(8, (3, 3))(x), (2, 2), strides=(2, 2))
-        x = _Residual(8)(x)
-        x = _Residual(16, stride=2)(x)
-        return nn.Dense(8)(x.mean((1, 2)))
-
-
-def resnet_step():
-    return _with_batch_stats(_ResNet(), normal(1, 8, 8, 8, 4), integers(2, 8, 8))
-
-
 class _UNet(nn.Module):
     @nn.compact
     def __call__(self, x, time):

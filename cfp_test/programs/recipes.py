@@ -59,66 +59,6 @@ def skipped_update_step():
     return train_step, (state, batch), {"donate_argnums": 0}
 
 
-def policy_step():
-    """Advantages backwards over time, then epochs of shuffled minibatches."""
-    time, actors = 8, 8
-    params = {
-        "body": normal(0, 16, 32),
-        "policy": normal(1, 32, 4),
-        "value": normal(2, 32, 1),
-    }
-    tx = adam()
-
-    def values(p, x):
-        return (jnp.tanh(x @ p["body"]) @ p["value"])[..., 0]
-
-    def loss(p, part):
-        logits = jax.nn.log_softmax(jnp.tanh(part["x"] @ p["body"]) @ p["policy"])
-        taken = jnp.take_along_axis(logits, part["action"][:, None], 1)[:, 0]
-        ratio = jnp.exp(taken - part["before"])
-        clipped = jnp.clip(ratio, 0.8, 1.2)
-        gain = jnp.minimum(ratio * part["advantage"], clipped * part["advantage"])
-        return squares(values(p, part["x"]), part["return"]) - gain.mean()
-
-    def train_step(state, seen, key):
-        value = values(state[0], seen["x"])
-
-        def backwards(following, now):
-            reward, value = now
-            gap = reward + 0.9 * following[1] - value
-            return (gap + 0.8 * following[0], value), gap + 0.8 * following[0]
-
-        start = jnp.zeros(actors), value[-1]
-        _, advantage = jax.lax.scan(
-            backwards, start, (seen["reward"], value), reverse=True
-        )
-        data = {"advantage": advantage, "return": advantage + value}
-        data |= {name: seen[name] for name in ("x", "action", "before")}
-        data = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), data)
-
-        def update(state, part):
-            grads = jax.grad(loss)(state[0], part)
-            updates, opt = tx.update(grads, state[1])
-            return (optax.apply_updates(state[0], updates), opt), None
-
-        def epoch(state, key):
-            order = jax.random.permutation(key, time * actors)
-            parts = jax.tree.map(lambda x: x[order].reshape(4, -1, *x.shape[1:]), data)
-            return jax.lax.scan(update, state, parts)
-
-        key, use = jax.random.split(key)
-        state, _ = jax.lax.scan(epoch, state, jax.random.split(use, 2))
-        return state, key, advantage.mean()
-
-    seen = {
-        "x": normal(3, time, actors, 16),
-        "action": integers(4, 4, time, actors),
-        "before": normal(5, time, actors) - 1,
-        "reward": normal(6, time, actors),
-    }
-    return train_step, ((params, tx.init(params)), seen, jax.random.key(0))
-
-
 def rollout_step():
     """Environments that a policy acts in, in a loop, and epochs of what was seen."""
     actors, width, actions, time = 64, 8, 4, 5

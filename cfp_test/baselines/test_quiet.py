@@ -70,17 +70,3 @@ def test_nothing_that_a_solver_prints_reaches_standard_output():
     assert err.count("noise of C") == 2
     assert err.count("noise of the system...") == 2
     assert "noise before an error" in err
-
-
-def test_what_a_solver_prints_is_not_shown_unless_asked_for():
-    quiet = PROGRAM.replace("DEBUG", "WARNING")
-    assert printed(quiet)[1] == ""
-
-
-def test_standard_output_may_be_closed():
-    """As in a process in the background."""
-    # To write there oneself is an error then.
-    program = PROGRAM.replace('    os.write(1, b"noise', '    (1, b"noise')
-    program += "sys.stderr.write('end')\n"
-    out, err = printed(program, closed=">&-")
-    assert out == "" and err.endswith("end")

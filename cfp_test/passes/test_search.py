@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from cfp.cost.costs import Costs
-from cfp.passes.profile import _with_leaner
 from cfp.passes.search import _fastest, search_as_compiled
 from cfp.presets.presets import presets
 from cfp.profiling.record import CompiledBytes
@@ -156,15 +155,3 @@ def test_the_last_resort_is_named_like_no_candidate(found):
     first, *_ = Run(context, analysis, solution).smaller([])
     assert first.name == "planned, less memory 3"
     assert first.choice == choice
-
-
-def test_slower_presets_are_worth_measuring_if_they_are_leaner(monkeypatch):
-    times = {"near": 1.0, "lean": 3.0, "large": 2.0, "as lean": 4.0, "leanest": 5.0}
-    needs = {"near": 9, "large": 9, "lean": 6, "as lean": 6, "leanest": 5}
-    monkeypatch.setattr("cfp.passes.profile.preset_times", lambda *_: times)
-    costs: Any = SimpleNamespace(least_peak_bytes=needs.__getitem__)
-    every: Any = {name: name for name in times}  # The choice is its name.
-    near = {"near": every["near"]}
-    analysis: Any = None
-    found = _with_leaner(analysis, (), costs, every, near)
-    assert [*found] == ["near", "lean", "leanest"]

@@ -16,14 +16,13 @@ from cfp.analysis.layout import lay_out
 from cfp.cost.costs import Costs
 from cfp.cost.terms import Terms
 from cfp.models import registry
-from cfp.search import solver
 from cfp.search.choices import whole_choice
 from cfp.search.expected import build_problem
 from cfp.search.problem import Problem
-from cfp.search.solver import leanest, solve
+from cfp.search.solver import solve
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
-from cfp_test.search.drawn import MIB, option
+from cfp_test.search.drawn import option
 from cfp_test.search.exhaustive import solve_exhaustively
 from cfp_test.search.ilp import solve_ilp
 from cfp_test.search.made_up import estimated, options_of, rates_of
@@ -228,34 +227,6 @@ def test_nested_skips_are_searched_exactly(net):
     assert solve(problem).cost_ms == pytest.approx(best.cost_ms)
     tight = replace(problem, budget_bytes=problem.memory_bytes(best.picks))
     assert solve(tight).cost_ms == pytest.approx(best.cost_ms)
-
-
-def test_of_too_many_states_the_most_promising_stay(monkeypatch):
-    """Twelve nested skips: 4^12 states."""
-    draw = random.Random(3)
-    count = 25
-    options = tuple(option(draw.uniform(1, 2), 1, 1, 1) for _ in range(4))
-    problem = Problem(
-        kinds=(0,) * count,
-        options=(options,),
-        edge_ms={},
-        far_ms={
-            (i, count - 1 - i): [[draw.uniform(0, 1) for _ in options] for _ in options]
-            for i in range(12)
-        },
-        budget_bytes=60 * MIB,
-    )
-    monkeypatch.setattr(solver, "MOST_STATES", 500)
-    found = solve(problem)
-    assert found is not None and problem.fits(found.picks)
-    exact = solve_ilp(problem)
-    assert exact.cost_ms <= found.cost_ms + 1e-9 <= 1.02 * exact.cost_ms
-    # Where none of those fits, what passes further is left out of account.
-    tight = replace(problem, budget_bytes=leanest(problem).memory_bytes)
-    monkeypatch.setattr(solver, "MOST_STATES", 1)
-    found = solve(tight)
-    assert found is not None and tight.fits(found.picks)
-    assert found.cost_ms == pytest.approx(tight.cost_ms(found.picks))
 
 
 def test_some_segments_keep_what_passes_between_them():

@@ -5,24 +5,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cfp_test.bench.kernels import covered, split, trace_split
+from cfp_test.bench.kernels import split, trace_split
 from cfp_test.support.checking import make_mesh
 
 MS = 1e6  # nanoseconds
-
-
-@pytest.mark.parametrize(
-    ("spans", "total"),
-    [
-        ([], 0),
-        ([(0, 5)], 5),
-        ([(0, 5), (5, 7)], 7),
-        ([(3, 6), (0, 4), (10, 11)], 7),
-        ([(0, 10), (2, 3), (4, 5)], 10),
-    ],
-)
-def test_time_within_any_span(spans, total):
-    assert covered(spans) == total
 
 
 def test_split_of_events():

@@ -3,14 +3,12 @@
 import json
 import re
 from importlib import import_module
-from importlib.util import find_spec
 
 import pytest
 
 from cfp.attention.kernels import KERNELS
 from cfp.profiling.timing import TimingOptions
 from cfp.settings import defaults_of
-from cfp_test.bench.__main__ import BENCHMARKS
 from cfp_test.bench.pages import RESULTS, as_text, table, with_tables
 
 FILES = sorted(RESULTS.glob("*.json"))
@@ -116,9 +114,3 @@ def test_decisions_are_forty_entries_of_four_lines():
         assert names == ["- Choice", "- Figure", "- Lost", "- Code"], entry
         for path in re.findall(r"`(cfp/[^`]+)`", lines[-1]):
             assert (ROOT / path).exists(), entry
-
-
-def test_each_benchmark_has_a_line_and_a_module():
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert re.findall(r"^\| `(\w+)[^|`]*` \|", text, re.MULTILINE) == [*BENCHMARKS]
-    assert all(find_spec(module) for module, _, _ in BENCHMARKS.values())

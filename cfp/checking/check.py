@@ -11,7 +11,6 @@ the plan's step does, with the last bits of what they read and return moved, too
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -218,7 +217,7 @@ class Check:
         found = self._under_plan(self.planned, fresh)
         differences = compare(found, expected)
         changes = compare(self._before(expected), expected)
-        made = self._judged(differences, changes, own, [])
+        changed = {d.path: d.relative_l2 for d in changes}
         # The runs to come are of the side that rounds most. Their distances are in
         # terms of the reference's size: else a result that is wrong, and nothing but
         # rounding, would be taken for one of which nothing else can be expected.
@@ -226,63 +225,42 @@ class Check:
         usual = in_host(found) if is_narrow else expected
         sizes = {d.path: d.size for d in differences} if is_narrow else own
         del found
-        moved = []
+        squares = dict.fromkeys(own, 0.0)
+        norms = {path: [size] for path, size in own.items()}
+
+        def made(tries: int) -> Comparison:
+            leaves = [
+                Leaf(
+                    path=d.path,
+                    relative_l2=d.relative_l2,
+                    size=d.size,
+                    rounding=sqrt(squares[d.path] / max(tries, 1)),
+                    change=changed[d.path],
+                    norms=tuple(norms[d.path]),
+                    tolerance=self.tolerance,
+                    margin=self._margin,
+                )
+                for d in differences
+            ]
+            return Comparison(tuple(leaves))
+
         for seed in range(NUDGES + MORE_NUDGES):
-            is_enough = seed == 0 or seed >= NUDGES
-            # Reruns of the plan's step take all processes, and each compares alone.
-            if is_enough and self._passes_everywhere(made):
-                break
+            if seed == 0 or seed >= NUDGES:
+                # Reruns of the plan's step take all processes, and each compares alone.
+                passes = [not made(seed).failures]
+                if self._agreement.everywhere(passes, "whether a check passes")[0]:
+                    return self._ended(made(seed), expected)
             most = NUDGES if seed < NUDGES else NUDGES + MORE_NUDGES
             tell(f"finding what rounding changes, run {seed + 1} of at most {most}")
-            near = compare(self._nudged(seed, tell), usual)
-            scale = {p: (sizes[p] or 1.0) / (own[p] or 1.0) for p in own}
-            moved.append([(d, d.relative_l2 * scale[d.path]) for d in near])
-            made = self._judged(differences, changes, own, moved)
+            for d in compare(self._nudged(seed, tell), usual):
+                scale = (sizes[d.path] or 1.0) / (own[d.path] or 1.0)
+                squares[d.path] += (d.relative_l2 * scale) ** 2
+                norms[d.path].append(d.size)
+        return self._ended(made(NUDGES + MORE_NUDGES), expected)
+
+    def _ended(self, made: Comparison, expected: Any) -> Comparison:
         feed_back(self._args, expected, self._feedback)
         return made
-
-    def _judged(
-        self,
-        differences: Sequence[Difference],
-        changes: Sequence[Difference],
-        own: Mapping[str, float],
-        moved: Sequence[Sequence[tuple[Difference, float]]],
-    ) -> Comparison:
-        """Compares a step with its reference.
-
-        Args:
-            differences: of the plan's results.
-            changes: of the state, by the step.
-            own: the reference's norms.
-            moved: of the side that rounds most, for other arguments near these, with
-                distances in terms of the reference's norm.
-        """
-        changed = {d.path: d.relative_l2 for d in changes}
-        squares: dict[str, float] = defaultdict(float)
-        norms = {path: [size] for path, size in own.items()}
-        for d, distance in itertools.chain.from_iterable(moved):
-            squares[d.path] += distance**2 / len(moved)
-            norms[d.path].append(d.size)
-        leaves = [
-            Leaf(
-                path=d.path,
-                relative_l2=d.relative_l2,
-                size=d.size,
-                rounding=sqrt(squares[d.path]),
-                change=changed[d.path],
-                norms=tuple(norms[d.path]),
-                tolerance=self.tolerance,
-                margin=self._margin,
-            )
-            for d in differences
-        ]
-        return Comparison(tuple(leaves))
-
-    def _passes_everywhere(self, made: Comparison) -> bool:
-        """True if a step passes in each process."""
-        passes = not made.failures
-        [everywhere] = self._agreement.everywhere([passes], "whether a check passes")
-        return everywhere
 
     def _under_plan(self, step: CompiledStep, change: Callable[[Any], Any]) -> Any:
         """Results of a step under the plan for arguments like these.
@@ -438,29 +416,18 @@ def compare(found: Any, expected: Any) -> Differences:
     return Differences(sorted(differences, key=lambda d: -d.relative_l2))
 
 
-def _first_difference(found: Any, expected: Any, path: str = "") -> str:
-    """Names the first place in which two pytrees differ, from the outside in."""
-    (have, tree), (want, other) = (
-        tree_flatten_with_path(one, is_leaf=lambda node, one=one: node is not one)
-        for one in (found, expected)
-    )
-    own, others = (
-        ["/".join(filter(None, (path, keystr(key, simple=True)))) for key, _ in level]
-        for level in (have, want)
-    )
-    if tree == other:
-        for name, (_, one), (_, another) in zip(own, have, want, strict=True):
-            if tree_structure(one) != tree_structure(another):
-                return _first_difference(one, another, name)
-    where = path or "the result"
-    if type(found) is not type(expected):
-        kinds = type(found).__name__, type(expected).__name__
-        return f"{where} is of type {kinds[0]}, and {kinds[1]} is expected"
-    if more := [name for name in own if name not in others]:
-        return f"{more[0]} is found, and not expected"
-    if missing := [name for name in others if name not in own]:
-        return f"{missing[0]} is expected, and not found"
-    return f"{where} differs in what is no array"
+def _first_difference(found: Any, expected: Any) -> str:
+    """Names the first leaf, in order of paths, that only one of two pytrees has."""
+    paths = [
+        [keystr(path, simple=True, separator="/") for path, _ in leaves]
+        for leaves, _ in map(tree_flatten_with_path, (found, expected))
+    ]
+    for have, want in itertools.zip_longest(*paths):
+        if have != want:
+            is_more = want is None or (have is not None and have not in paths[1])
+            name, what = (have, "not expected") if is_more else (want, "not found")
+            return f"{name or 'the result'} is {what}"
+    return f"{tree_structure(found)} in place of {tree_structure(expected)}"
 
 
 def brought_together(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:

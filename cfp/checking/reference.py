@@ -7,7 +7,6 @@ Where its code names several devices, it runs on all with its arguments whole.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -70,67 +69,34 @@ def reference_text(preset: str) -> str:
     return f"the preset {preset}" if preset else "one device"
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Memory of a device that a check takes, in bytes.
+def needed_bytes(planned: CompiledStep, reference: CompiledStep) -> int | None:
+    """Memory of a device that the larger program takes, if both say.
 
-    Attributes:
-        needed_bytes: for the larger of both programs and its arguments.
-        limit_bytes: what there is; 0 where nobody knows.
+    They run one after another, each with its arguments, and results that take no
+    donated argument's place. Meanwhile the other side's are in the host's memory, or,
+    where other processes have parts of them, on the devices. Copies of one argument
+    may take a little more.
     """
-
-    needed_bytes: int
-    limit_bytes: int
-
-    @property
-    def is_there(self) -> bool:
-        """True if the device has that much, or if nobody knows how much it has."""
-        return not self.limit_bytes or self.needed_bytes <= self.limit_bytes
-
-
-def room_for(planned: CompiledStep, reference: CompiledStep) -> Room | None:
-    """Memory of a device for both programs; None where a program does not say."""
-    ours, theirs = (s.compiled.memory_analysis() for s in (planned, reference))
-    if ours is None or theirs is None:
+    said = [step.compiled.memory_analysis() for step in (planned, reference)]
+    sizes = [size for size in said if size is not None]
+    if len(sizes) < len(said):
         return None
-    # What they keep in the host's memory passes through the device's, as a whole.
-    arguments = theirs.argument_size_in_bytes + theirs.host_argument_size_in_bytes
-    results = theirs.output_size_in_bytes + theirs.host_output_size_in_bytes
-    # They run one after another. Of what other processes have parts, that stays on the
-    # devices meanwhile: arguments, at first as the plan has them, and results.
+    arguments, results = (
+        max(getattr(size, name) + getattr(size, f"host_{name}") for size in sizes)
+        for name in ("argument_size_in_bytes", "output_size_in_bytes")
+    )
     shardings = (*reference.in_shardings, *reference.out_shardings)
     is_here = all(one.is_fully_addressable for one in shardings)
-    own = ours.argument_size_in_bytes
-    beside = 0 if is_here else max(arguments, own) + results
-    leaf = _largest_argument_bytes(reference)
-    largest = max(
-        own + _own_bytes(ours),
-        arguments + _own_bytes(theirs),
-        # Copies of the arguments, and near ones, are made one by one.
-        own + 2 * leaf,
-        arguments + leaf,
-    )
-    device = min(shardings[0].addressable_devices, key=lambda device: device.id)
-    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
-    return Room(beside + largest, limit)
-
-
-def _largest_argument_bytes(step: CompiledStep) -> int:
-    """Memory of a device that the largest argument takes."""
-    pairs = zip(step.step.avals, step.in_shardings, strict=True)
-    return max(
-        (
-            math.prod(sharding.shard_shape(aval.shape)) * aval.dtype.itemsize
-            for aval, sharding in pairs
-        ),
-        default=0,
+    beside = 0 if is_here else arguments + results
+    return beside + max(
+        size.temp_size_in_bytes + arguments + results - size.alias_size_in_bytes
+        for size in sizes
     )
 
 
-def _own_bytes(size: Any) -> int:
-    """Memory of a program beside that of its arguments."""
-    results = size.output_size_in_bytes - size.alias_size_in_bytes
-    return size.temp_size_in_bytes + results
+def room_of(device: Any) -> int:
+    """Memory of a device, in bytes; 0 if it does not say."""
+    return (device.memory_stats() or {}).get("bytes_limit", 0)
 
 
 def both_sides(
@@ -189,21 +155,18 @@ def both_sides(
             tell(f"compiling the preset {name} for the check: {why}")
             yield name, _unless_too_large(lambda lower=lower: lower().compile())
 
-    needs, limit_bytes = [], 0
+    needs, limit = [], room_of(device)
     for name, found in references():
-        room = room_for(planned, found) if found is not None else None
-        fits = found is not None and (room is None or room.is_there)
+        need = needed_bytes(planned, found) if found is not None else None
+        fits = found is not None and (not need or not limit or need <= limit)
         # All processes compare with the same.
         [everywhere] = agreement.everywhere([fits], "room for a check")
         if everywhere and found is not None:
             return planned, Reference(found, name)
-        size = "more than there is"
-        if room is not None:
-            size = f"about {format_bytes(room.needed_bytes)}"
-            limit_bytes = room.limit_bytes
+        size = f"about {format_bytes(need)}" if need else "more than there is"
         where = {"": "on one device", AS_WRITTEN: "on each, as written"}
         needs.append(f"{size} {where.get(name, f'on each, where {name} shards it')}")
-    raise no_room("; or ".join(needs), format_bytes(limit_bytes))
+    raise no_room("; or ".join(needs), format_bytes(limit))
 
 
 def _unless_too_large(compiled: Callable[[], CompiledStep]) -> CompiledStep | None:

@@ -23,7 +23,6 @@ from cfp.checking.check import (
 from cfp.checking.reference import both_sides, no_room, reference_text
 from cfp.context import agreement_of
 from cfp.errors import CfpError, DeviceError
-from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.coordination import coordinated_planning
@@ -94,31 +93,21 @@ class Trial:
         return statistics.median(times[1:] or times)
 
     @property
-    def leaves(self) -> list[tuple[int, Leaf]]:
-        """Step numbers and leaves."""
-        steps = enumerate(self.steps)
-        return [(number, leaf) for number, s in steps for leaf in s.comparison.leaves]
-
-    @property
-    def largest(self) -> Leaf | None:
-        """The leaf of all steps that is furthest off."""
-        leaves = [leaf for _, leaf in self.leaves]
-        return max(leaves, key=lambda leaf: leaf.relative_l2, default=None)
-
-    @property
-    def nearest(self) -> Leaf | None:
-        """The leaf of all steps nearest to how far off it may be, of those decided."""
-        return Comparison(tuple(leaf for _, leaf in self.leaves)).nearest
+    def every(self) -> Comparison:
+        """The leaves of all steps."""
+        leaves = [leaf for step in self.steps for leaf in step.comparison.leaves]
+        return Comparison(tuple(sorted(leaves, key=lambda x: -x.relative_l2)))
 
     @property
     def failures(self) -> list[tuple[int, Leaf]]:
         """Step numbers and leaves that are further off than they may be."""
-        return [(n, x) for n, x in self.leaves if x.is_far and not x.is_undecided]
+        steps = enumerate(self.steps)
+        return [(number, x) for number, s in steps for x in s.comparison.failures]
 
     @property
     def undecided(self) -> set[str]:
         """Leaves of which only the size is compared."""
-        return {leaf.path for _, leaf in self.leaves if leaf.is_undecided}
+        return {leaf.path for leaf in self.every.leaves if leaf.is_undecided}
 
 
 _WHOLE = "result"  # Of a step that returns one array.
@@ -198,13 +187,11 @@ def run_trial(
             # be in the times of steps between.
             args.clear()
             if checking is not None:
-                for number, step_result in enumerate(results):
+                for number, one in enumerate(results):
                     at = f"checking step {number + 1} of {steps}"
                     with _room_for_check(agreement):
-                        comparison = checking.step(
-                            lambda what, at=at: tell(f"{at}: {what}")
-                        )
-                    results[number] = replace(step_result, comparison=comparison)
+                        made = checking.step(lambda what, at=at: tell(f"{at}: {what}"))
+                    results[number] = replace(one, comparison=made)
         except jax.errors.JaxRuntimeError as error:
             agreement.end_of_run(str(error).strip())
             raise DeviceError(
@@ -264,12 +251,9 @@ def _feedback(
         CfpError: a donated argument has no successor, and there is a second step.
     """
     out = step.traced.out_info
-    whole = _types(out, tree_leaves(out))
-    parts = (
-        [_types(part, tree_leaves(part)) for part in out]
-        if isinstance(out, tuple | list)
-        else []
-    )
+    parts: dict[int | None, Any] = {None: out}
+    parts |= dict(enumerate(out)) if isinstance(out, tuple | list) else {}
+    left = {place: _types(part, tree_leaves(part)) for place, part in parts.items()}
     found: dict[int, int | None] = {}
     names: dict[int, str] = {}
     start = 0
@@ -278,49 +262,24 @@ def _feedback(
             continue
         arrays = fixed(arg)  # As the step returns its results.
         count = len(tree_leaves(arrays))
-        avals = step.avals[start : start + count]
+        wanted = _types(arrays, step.avals[start : start + count])
         name = step.arg_names[start].partition("/")[0] if count else ""
         names[position] = name
         donated = any(plan.donated[start : start + count])
         start += count
         if not donated and count < 2:
             continue  # An array of the same shape need not be the same thing.
-        wanted = _types(arrays, avals)
-        matches = [
-            i
-            for i, part in enumerate(parts)
-            if part == wanted and i not in found.values()
-        ]
-        if whole == wanted:
-            found[position] = None
-        elif matches:
+        matches = [place for place, types in left.items() if types == wanted]
+        if matches:
             found[position] = matches[0]
+            del left[matches[0]]
         elif donated and steps > 1:
-            leaves = step.arg_names[start - count : start]
-            lacks = _other_types(leaves, wanted, [whole, *parts])
             raise CfpError(
                 f"Argument {position} ({name}) is donated, and the step returns "
-                f"{lacks or 'nothing of its structure'} to take its place, so it can "
-                "run only once. Use --steps 1, or plan without donating it."
+                "nothing of its structure, shapes and types to take its place, so it "
+                "can run only once. Use --steps 1, or plan without donating it."
             )
     return found, names
-
-
-def _other_types(
-    leaves: Sequence[str], wanted: _Types, returned: Sequence[_Types]
-) -> str:
-    """Says what differs in the result that is like an argument but for its types."""
-    for structure, types in returned:
-        if structure != wanted[0]:
-            continue
-        differ = [
-            f"{leaf} as {type_text(new)}, which was {type_text(old)},"
-            for leaf, old, new in zip(leaves, wanted[1], types, strict=True)
-            if old != new
-        ]
-        more = f" and {len(differ) - 1} more," if len(differ) > 1 else ""
-        return differ[0] + more
-    return ""
 
 
 def _types(tree: Any, avals: Sequence[Any]) -> _Types:

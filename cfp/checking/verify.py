@@ -1,7 +1,7 @@
 """Arrival: a plan that was made elsewhere, timed on the devices that it is for.
 
-Timed in turn are the plan, those that the same prediction has next, and the presets.
-So it is seen how far the prediction was off, and whether another plan is faster.
+The plan and the presets are timed in turn. So it is seen how far the prediction was
+off, and whether a preset is faster.
 """
 
 from __future__ import annotations
@@ -19,15 +19,11 @@ from typing import Any
 from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
-from cfp.context import device_memory, open_context
-from cfp.devices.described import DescribedMesh, cluster_of, mesh_of
-from cfp.errors import CfpError, DeviceError, TargetError
-from cfp.passes.profile import profile
-from cfp.passes.search import search
+from cfp.context import device_memory
+from cfp.errors import DeviceError
 from cfp.plan.compose import compose_plan
 from cfp.plan.parts import check_arguments, constraints_to_json
 from cfp.plan.plan import Plan
-from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.printable import counted
 from cfp.profiling.builder import Built, Job
@@ -39,7 +35,6 @@ from cfp.program.outline import other_program
 from cfp.program.step import FlatStep
 from cfp.race.compile import Builder
 from cfp.race.programs import (
-    TOO_LATE,
     RaceOutcome,
     RaceProgram,
     RaceResult,
@@ -59,8 +54,6 @@ from cfp.view.words import (
 )
 
 _ROUNDS = 2
-_RUNNERS_UP = 2
-_NAME = "the plan"
 
 ELSEWHERE = (
     "cfp verify on a machine with the devices that the plan is for, which it times the "
@@ -74,10 +67,10 @@ _RANDOM = (
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """The times of a plan and its rivals on its devices.
+    """The times of a plan and the presets on its devices.
 
     Attributes:
-        best: the fastest of all that were timed, measured: this plan, or another.
+        best: the fastest of all that were timed, measured: this plan, or a preset.
         measured_ms: median step time of the plan, or None if it did not run.
         rows: all that were timed, the fastest first.
     """
@@ -145,7 +138,7 @@ def verify(
     cache_dir: str | Path | None = None,
     progress: Callable[[Progress | str], None] | None = None,
 ) -> Verified:
-    """Times a plan, its predicted runners-up and the presets.
+    """Times a plan and the presets.
 
     Args:
         seconds: about how long it may take; what is not compiled by then is left out.
@@ -161,30 +154,21 @@ def verify(
         here = dict(environment_parts(list(mesh.devices.flat)))
         raise other_program(program, plan.outline, plan.environment, here)
     environment = environment_parts(list(mesh.devices.flat))
-    rivals = _rivals(plan, analysis, cache_dir)
     where = (*environment, ("race", "verified"))
     mine = _program(plan, analysis, mesh, where)
-    programs = zip(rivals, programs_of(analysis, rivals, where), strict=True)
-    distinct = [pair for pair in programs if not _is_same(*pair, mine.job, analysis)]
-    rivals, others = [one for one, _ in distinct], [one for _, one in distinct]
+    others = _others(mine, analysis, where)
     built: dict[str, Built] = {}
-    end = started + seconds
     with ProfileStore(store_path(cache_dir)) as store:
         builder = Builder(
             program=program,
             mesh=mesh,
             store=store,
             budget_bytes=device_memory(mesh),
-            end=end,
+            end=started + seconds,
             options=MeasureOptions(progress=progress),
             built=built,
         )
         results = race_programs(builder, [mine, *others], _ROUNDS)
-    too_late = Skipped(f"not compiled within the {seconds:g} s that verifying may take")
-    results = [
-        replace(one, outcome=too_late) if one.outcome == Skipped(TOO_LATE) else one
-        for one in results
-    ]
     best = min(results, key=lambda result: result.time_ms)
     if not best.ran:
         reasons = "; ".join(f"{r.name}: {r.reason}" for r in results)
@@ -194,10 +178,8 @@ def verify(
             got=reasons[:2000],
             attempt="cfp plan, which finds plans for these devices",
         )
-    own, *rest = results
-    winner = replace(own.candidate, name=plan.winner)
-    named = [replace(own, program=replace(own.program, candidate=winner)), *rest]
-    rows = tuple(map(race_row, named))
+    own = results[0]
+    rows = tuple(map(race_row, results))
     # The environment of what was verified is that of these devices.
     is_described = "described" in plan.environment or WAS_DESCRIBED in plan.search
     source = {VERIFIED: 1.0} | ({WAS_DESCRIBED: 1.0} if is_described else {})
@@ -214,73 +196,40 @@ def verify(
             search={**plan.search, **source},
             environment=dict(environment),
             mesh=mesh,
-        ).bound_to(step, out_tree)
+        )
     else:
         outcome = RaceOutcome(
-            winner=rivals[rest.index(best)],
+            winner=best.candidate,
             result=best,
             peak_bytes=best.peak_bytes,
             built=built.get(best.program.identity),
             rows=rows,
-            counts={
-                "race_seconds": time.monotonic() - started,
-                **source,
-            },
+            counts={"race_seconds": time.monotonic() - started, **source},
         )
         made = compose_plan(analysis, mesh, dict(environment), outcome)
-        made = made.bound_to(step, out_tree)
     return Verified(
         plan=plan,
-        best=made,
+        best=made.bound_to(step, out_tree),
         measured_ms=median(own.samples_ms) if own.ran else None,
-        rows=tuple(sorted(named, key=lambda result: result.time_ms)),
+        rows=tuple(sorted(results, key=lambda result: result.time_ms)),
         seconds=time.monotonic() - started,
     )
 
 
-def _rivals(
-    plan: Plan, analysis: Analysis, cache_dir: str | Path | None
-) -> list[Candidate]:
-    """The presets, and what the prediction that made the plan has first and next."""
-    described = _described(plan)
-    if described is None:
-        known = presets(analysis.frame)
-        return [Candidate(name, choice) for name, choice in known.items()]
-    settings = DetailedSettings(plans=1 + _RUNNERS_UP)
-    with open_context(described, cache_dir, None, settings) as context:
-        solution = search(context, analysis, profile(context, analysis))
-    best, *others = solution.candidates
-    others = [one for one in others if one.level is ConstraintLevel.EVERYTHING]
-    named = [one for one in others if one.is_preset]
-    rivals = [one for one in others if not one.is_preset][:_RUNNERS_UP]
-    every = (replace(best, name="planned here"), *named, *rivals)
-    return [*{one.choice: one for one in every}.values()]
+def _others(mine: RaceProgram, analysis: Analysis, environment: Parts) -> list:
+    """The presets' programs, but for the plan's own under another name."""
+    found = []
+    for name, choice in presets(analysis.frame).items():
+        one = Candidate(name, choice)
+        levels = [one, *(replace(one, level=level) for level in ConstraintLevel)]
+        program, *same = programs_of(analysis, levels, environment)
+        if all(_content(each.job) != _content(mine.job) for each in same):
+            found.append(program)
+    return found
 
 
-def _is_same(
-    rival: Candidate, program: RaceProgram, job: Job, analysis: Analysis
-) -> bool:
-    """Returns True if a candidate is the plan under another name."""
-    if _arguments(program.job) != _arguments(job):
-        return False
-    levels = [replace(rival, level=level) for level in ConstraintLevel]
-    programs = programs_of(analysis, levels, ())
-    return any(one.job.constraints == job.constraints for one in programs)
-
-
-def _arguments(job: Job) -> tuple:
-    return job.in_specs, job.out_specs, job.options
-
-
-def _described(plan: Plan) -> DescribedMesh | None:
-    """Returns the described devices that the plan was made for; None if unknown."""
-    text = plan.environment.get("described", "")
-    if text.endswith(".toml"):
-        return None  # A plan's file must not say which other files are read.
-    try:
-        return mesh_of(cluster_of(text), plan.mesh_axes) if text else None
-    except (TargetError, CfpError):
-        return None  # A kind that this version does not know.
+def _content(job: Job) -> tuple:
+    return job.in_specs, job.out_specs, job.options, job.constraints
 
 
 def _program(
@@ -293,7 +242,7 @@ def _program(
     """
     frame = analysis.frame
     any_choice = next(iter(presets(frame).values()))
-    blank = Candidate(_NAME, any_choice, plan.predicted_ms, options=plan.options)
+    blank = Candidate(plan.winner, any_choice, plan.predicted_ms, options=plan.options)
     [program] = programs_of(analysis, [blank], environment)
     job, constraints = program.job, resolved(frame.program, mesh, plan.constraints)
     argument = {value: i for i, value in enumerate(frame.program.args)}
@@ -361,11 +310,10 @@ def verified_text(found: Verified) -> Sequence[str]:
         lines.append(
             f"Predicted were {plan.predicted_ms:.3f} ms, {basis_text(plan)}: {how_far}."
         )
-    others = sum(row.ran for row in found.rows if row.name != plan.winner)
-    late = [row for row in found.rows if isinstance(row.outcome, Skipped)]
-    if late:
+    others = sum(row.ran for row in found.rows) - (found.measured_ms is not None)
+    if late := [row for row in found.rows if isinstance(row.outcome, Skipped)]:
         count = counted(len(late), "other was", "others were")
-        lines.append(f"Time was over before {count} compiled: --seconds gives more.")
+        lines.append(f"{count} not compiled: --seconds gives more time.")
     if found.holds and not others:
         lines.append("Nothing else ran, so that nothing is known to be faster.")
     elif found.holds:

@@ -129,7 +129,10 @@ def _elsewhere_text(plan: Plan, mesh: Mesh) -> str:
 
 def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
     """Makes plain data of a trial."""
-    largest, rates = trial.largest, throughput(plan, trial.median_ms)
+    largest, rates = (
+        next(iter(trial.every.leaves), None),
+        throughput(plan, trial.median_ms),
+    )
     return {
         "plan": plan.winner,
         "peak_bytes": plan.peak_bytes,
@@ -202,10 +205,9 @@ def _print_trial(trial: Trial) -> None:
 
 def check_text(trial: Trial) -> str:
     """Formats the outcome of a check."""
-    largest = trial.largest
-    if largest is None:
+    if not trial.every.leaves:
         return "Check: the step returns nothing to compare."
-    failures = list_failures(trial)
+    failures, largest = list_failures(trial), trial.every.leaves[0]
     if failures:
         text = (
             f"largest relative L2 difference from {reference_text(trial.preset)}: "
@@ -222,7 +224,7 @@ def check_text(trial: Trial) -> str:
             [f"Check FAILED: {text}, tolerance {trial.tolerance:g}", *lines]
         )
     text = f"all results equal those of {reference_text(trial.preset)} within rounding"
-    if (nearest := trial.nearest) is not None:
+    if (nearest := trial.every.nearest) is not None:
         share = nearest.relative_l2 / nearest.allowed
         text += (
             f". Nearest to its limit is {trial.named(nearest.path)}: off by "
@@ -272,7 +274,7 @@ def _where(trial: Trial) -> str:
     other_devices=o.Option(bool, "Time it on devices of another kind all the same."),
 )
 def verify(ctx: typer.Context, given: Any) -> None:
-    """Time a plan on its devices, with its predicted runners-up and the presets.
+    """Time a plan on its devices, with the presets.
 
     Says how far the prediction was off. The fastest is written with -o, measured.
 

@@ -21,7 +21,7 @@ from cfp.solution import Candidate
 from cfp.units import format_bytes
 
 # Why a candidate is not compiled, or not timed.
-TOO_LATE = "not compiled, since the time for planning was over"
+TOO_LATE = "not compiled, since the time was over"
 TOO_FAR = "predicted too far behind to be raced"
 UNMEASURED = "estimated too far behind to be measured"
 TOO_LARGE = "predicted not to fit in memory"

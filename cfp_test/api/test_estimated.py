@@ -19,6 +19,7 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
+from cfp.race.programs import TOO_LATE
 from cfp.runtime import execute
 from cfp.search.choices import estimate_kinds, whole_choice
 from cfp.search.expected import build_problem, estimate_options
@@ -226,7 +227,7 @@ def test_when_time_is_over_one_program_is_compiled(tmp_path):
     settings = cfp.PlannerSettings(seconds=0.0)
     plan = cfp.plan(STEP, *ARGS, **how, settings=settings)
     raced = {row.name: row for row in plan.race if row.time_ms is not None}
-    late = [row for row in plan.race if "time for planning was over" in row.note]
+    late = [row for row in plan.race if row.note == TOO_LATE]
     (told,) = (line for line in remarks(plan) if "no comparison" in line)
     assert (
         "the other" in told if len(late) == 1 else f"any of {len(late)} others" in told
@@ -234,7 +235,7 @@ def test_when_time_is_over_one_program_is_compiled(tmp_path):
     assert [*raced] == [plan.winner] and late
     # What there was no time for is no failure: with more time it races.
     full = cfp.plan(STEP, *ARGS, **how)
-    assert not any("time for planning was over" in row.note for row in full.race)
+    assert not any(row.note == TOO_LATE for row in full.race)
     assert {row.name for row in late} <= {r.name for r in full.race if r.samples_ms}
 
 

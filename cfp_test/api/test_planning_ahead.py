@@ -18,6 +18,7 @@ from cfp.errors import DeviceError, MemoryBudgetError, PlanMismatch
 from cfp.planner_settings import DetailedSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
+from cfp.race.programs import TOO_LATE
 from cfp.race.turns import race_programs
 from cfp.settings import ConstraintLevel
 from cfp.view.page import page_html
@@ -133,7 +134,6 @@ def test_a_prediction_is_compared_with_times_of_devices_that_it_is_of(
     found = verify(made, analysis, flat, None, mesh=mesh, cache_dir=folder)
     assert found.off == pytest.approx(made.predicted_ms / found.measured_ms - 1)
     assert f"off by {found.off:+.1%}" in "\n".join(verified_text(found))
-    assert "of the measured" in page_html(found.best)
 
 
 @pytest.mark.parametrize("own_is_best", [True, False])
@@ -185,16 +185,15 @@ def test_a_plan_does_not_race_itself_under_another_name(verified, mesh, folder, 
 
 
 def test_what_had_no_time_says_that_verifying_had_none(verified, mesh, tmp_path):
-    """Not planning, which nobody limited; nor are the times of planning this run's."""
+    """The times of planning are not this run's."""
     _, analysis, flat = verified
     made = replace(verified[0].plan, search={"planning_seconds": 51.1})
     where = {"mesh": mesh, "cache_dir": tmp_path, "seconds": 0.0}
     found = verify(made, analysis, flat, None, **where)
     late = [one for one in found.best.race if not one.samples_ms]
-    notes = {one.note for one in late}
-    assert notes == {"not compiled within the 0 s that verifying may take"}
+    assert {one.note for one in late} == {TOO_LATE}
     said = "\n".join(verified_text(found))
-    assert f"before {len(late)} others were compiled: --seconds" in said
+    assert f"{len(late)} others were not compiled: --seconds" in said
     again = replace(made, search={**made.search, VERIFIED: 1.0})
     assert "before it was verified: 51.1 s in all" in plan_text(again, width=200)
     assert "before it" not in plan_text(made, width=200)

@@ -63,7 +63,7 @@ def test_what_fails_a_check(off, rounding, change, fails):
 
 def test_summaries():
     found = trial((1e-7, 0.0), (3e-7, 0.0), (2e-7, 0.0))
-    assert found.largest == Leaf(path="w", relative_l2=3e-7)
+    assert found.every.leaves[0] == Leaf(path="w", relative_l2=3e-7)
     assert found.median_ms == 2.5  # Without the first step.
     assert trial((0.0, 0.0)).median_ms == 1.0
 
@@ -87,12 +87,12 @@ def test_infinities_must_agree_and_hide_nothing():
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        ({"w": [1.0, {"a": 2.0}]}, "w/1/b is expected, and not found"),
-        ({"w": [1.0, {"a": 2.0, "b": 3.0, "c": 4.0}]}, "w/1/c is found, and not ex"),
-        ({"w": [1.0, {"a": 2.0, "b": 3.0}, 4.0]}, "w/2 is found, and not expected"),
-        ({"w": (1.0, {"a": 2.0, "b": 3.0})}, "w is of type tuple, and list is exp"),
-        ({"w": [1.0, 2.0]}, "w/1 is of type float, and dict is expected"),
-        (1.0, "the result is of type float, and dict is expected"),
+        ({"w": [1.0, {"a": 2.0}]}, "w/1/b is not found"),
+        ({"w": [1.0, {"a": 2.0, "b": 3.0, "c": 4.0}]}, "w/1/c is not expected"),
+        ({"w": [1.0, {"a": 2.0, "b": 3.0}, 4.0]}, "w/2 is not expected"),
+        ({"w": (1.0, {"a": 2.0, "b": 3.0})}, "PyTreeDef"),
+        ({"w": [1.0, 2.0]}, "w/1 is not expected"),
+        (1.0, "the result is not expected"),
     ],
 )
 def test_the_first_place_where_structures_differ_is_named(found, words):

@@ -3,15 +3,11 @@
 For a ring, the two kernels that JAX's function is made of are called one by one: the
 forward one gives its log-sum-exp in float32, and the backward one takes that of the
 whole row. They are found in the program that JAX traces for the public function, by
-the names of their operations, so no other module of JAX is used. By the same names
-:func:`read_call` reads the attentions that a step computes by that function.
+the names of their operations, so no other module of JAX is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -26,25 +22,6 @@ FORWARD = "dot_product_attention_fwd_wrapper"
 BACKWARD = "dot_product_attention_bwd_wrapper"
 # Of FORWARD's operands the first three are q, k, v; of BACKWARD's these, too.
 _LSE, _OUT, _DOUT = 10, 11, 12
-
-# The kernels inside of these two, and the form of their operands and results.
-_KERNELS = MappingProxyType(
-    {"dot_product_attention_fwd": False, "dot_product_attention_bwd": True}
-)
-_LAYOUTS = ("BTNH", "BNTH")
-# Parameters that change what is computed, in words, with their neutral values; the
-# seed is read with dropout alone.
-_NEUTRAL: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
-    {
-        "variadic_args": ("a bias or a mask as one", ((False, False),)),
-        "dropout_rate": ("dropout", (0.0,)),
-        "sliding_window_length": ("a sliding window", (None, 0)),
-        "score_mod_name": ("a function of the scores", (None,)),
-        "score_mod_jaxpr": ("a function of the scores", (None,)),
-    }
-)
-_READ = frozenset({"scale", "mask_type", "layout", "is_training", "seed", *_NEUTRAL})
-_CAUSAL = MappingProxyType({"NO_MASK": False, "CAUSAL": True})
 
 LEAST_CAPABILITY = 8.0
 HEAD_DIM_STEP = 8
@@ -91,64 +68,6 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
     if is_odd and (problem.bias or problem.hides_keys):
         return f"with a {problem.bias_text} its lengths are even"
     return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One of the two kernels, as a program of the user's calls it.
-
-    Attributes:
-      layout: of queries, keys, values, output and their gradients: "BTNH" or "BNTH",
-        for batch, tokens, heads and head dim. The log-sum-exp is "BNT".
-      reads: which operands it reads: q, k, v; then the log-sum-exp, the output and its
-        gradient.
-      scale: of the products of queries and keys.
-      causal: whether no key behind the query is seen.
-      unknown: what it computes besides, in words; "" for nothing.
-    """
-
-    is_backward: bool
-    layout: str
-    reads: tuple[int, ...]
-    scale: float
-    causal: bool
-    unknown: str = ""
-
-
-def read_call(traced: Any) -> Call | None:
-    """The kernel that a closed jaxpr consists of; None if it is something else."""
-    program = traced.jaxpr
-    named = [one for one in program.eqns if one.primitive.name in _KERNELS]
-    if len(named) != 1:
-        return None
-    [equation] = named
-    params = equation.params
-    is_backward = _KERNELS[equation.primitive.name]
-    reads = (0, 1, 2, *((_LSE, _OUT, _DOUT) if is_backward else ()))
-    unknown = [f"the parameter {name}" for name in sorted(params.keys() - _READ)]
-    unknown += [
-        words
-        for name, (words, neutral) in _NEUTRAL.items()
-        if params.get(name, neutral[0]) not in neutral
-    ]
-    mask = getattr(params["mask_type"], "name", str(params["mask_type"]))
-    if mask not in _CAUSAL:
-        unknown.append("lengths of sequences" if "PADDING" in mask else f"mask {mask}")
-    given = [v for place, v in enumerate(equation.invars) if place not in reads]
-    if not unknown and any(v.aval.size for v in given):
-        unknown.append("further operands")
-    alone = len(program.eqns) == 1
-    whole = [*program.invars] == [*equation.invars]
-    if not (alone and whole and [*program.outvars] == [*equation.outvars]):
-        unknown = unknown or ["further operations"]
-    return Call(
-        is_backward=is_backward,
-        layout=_LAYOUTS[params["layout"]],
-        reads=reads,
-        scale=float(params["scale"]),
-        causal=_CAUSAL.get(mask, False),
-        unknown=" and ".join(dict.fromkeys(unknown)),
-    )
 
 
 def _least_capability() -> float | None:

@@ -15,7 +15,6 @@ from cfp.analysis.layout import Choice, Layout
 from cfp.analysis.strategies import Spec
 from cfp.attention import chunked
 from cfp.attention.kernels import KERNELS, ScoreMemory
-from cfp.attention.matching.called import axes_of, called_among
 from cfp.attention.matching.found import Found, Pass
 from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import (
@@ -205,27 +204,13 @@ class Costs:
         return 0
 
     def saved_by_kernel_ms(self, kind: int, candidate: SegmentChoice) -> float:
-        """Computes the time saved by a candidate's kernels, less their own.
-
-        Attention that the step's own kernel computes is slower without another one
-        where its tokens are sharded: it gathers them.
-        """
+        """Computes the time saved by a candidate's kernels, less their own."""
         program, ops = self.analysis.frame.program, self._kinds[kind].ops
-        called = called_among(program, ops)
-        if not candidate.kernels and not called:
+        if not candidate.kernels:
             return 0.0
         layout, terms = self._layout(kind, candidate), self._terms
-        sites = kernel_sites(layout, ops, candidate.kernels)
-        ways = {match.found.op: way for match, way in sites}
         saved = 0.0
-        for one in called:
-            op, axes = program.ops[one.op], layout.axes[one.op]
-            if axes_of(program, one, axes)["T"]:
-                saved += sum(terms.compute_ms(op, axes))
-                saved -= sum(terms.attention_ms(one, axes, ways.get(one.op)))
-        for match, way in sites:
-            if match.called is not None:
-                continue
+        for match, way in kernel_sites(layout, ops, candidate.kernels):
             times = [
                 terms.compute_ms(program.ops[op], layout.axes[op])
                 for op in match.ops

@@ -26,19 +26,9 @@ from cfp.analysis.strategies import (
     reduced_axes,
     tensor_spec,
 )
-from cfp.attention.kernels import KERNELS
-from cfp.attention.matching.called import (
-    Called,
-    axes_of,
-    called_attentions,
-    exchanges,
-    way_of_called,
-    work_ratio,
-)
-from cfp.attention.matching.functions import Way
 from cfp.cost.fusion import moved_bytes
 from cfp.profiling.rates import Rates
-from cfp.program.graph import Op, call_flops, dtype_bytes, op_flops, product_dtype
+from cfp.program.graph import Op, dtype_bytes, op_flops, product_dtype
 from cfp.program.rules import Rule, padded_size
 from cfp.settings import HOST_BYTES_PER_MS
 
@@ -157,11 +147,6 @@ class Terms:
         """Time as a contraction, and of what else waits for memory."""
         rule, program = op.rule, self.frame.program
         assert rule is not None
-        called = called_attentions(program).get(op.id)
-        if called is not None:
-            # Where tokens are sharded, as a ring of the same kernel computes it: what a
-            # choice has besides is `Costs.saved_by_kernel_ms`.
-            return self.attention_ms(called, axes, self._ring(called, axes))
         share = self._share(rule, axes)
         if is_contraction(op):
             flops = op_flops(program, op) / op.repeat * share
@@ -214,42 +199,6 @@ class Terms:
             if size:  # an operand that is left out may be an array of no elements
                 share *= padded_size(size, ways) / (size * ways)
         return share
-
-    def _ring(self, called: Called, axes: FactorAxes) -> Way | None:
-        program, kernel = self.frame.program, called.kernel
-        way = way_of_called(program, called, kernel, axes, "ring")
-        return way if isinstance(way, Way) else None
-
-    def attention_ms(
-        self, called: Called, axes: FactorAxes, way: Way | None
-    ) -> tuple[float, float]:
-        """Time of an attention that a kernel of the step's own computes.
-
-        Args:
-            axes: of its op's factors.
-            way: what takes its place; None for the kernel itself, which gathers what
-                is sharded along tokens, and computes it whole.
-
-        Returns:
-            Of its products, and of the collectives within.
-        """
-        program = self.frame.program
-        op = program.ops[called.op]
-        assert op.rule is not None
-        share, kernel = self._share(op.rule, axes), called.kernel
-        if way is not None:
-            kernel = way.implementation
-            share *= work_ratio(called, way, self._sizes)
-        else:
-            tokens = axes_of(program, called, axes)["T"]
-            share *= prod(self._sizes[axis] for axis in tokens)
-        dtype = program.values[op.operands[0]].dtype
-        share *= masked_share(called.call.causal)
-        products = self.rates.matmul_ms(call_flops(op) * share, dtype)
-        moves = exchanges(program, called, axes, dict(self.frame.mesh), way is not None)
-        collectives = sum(self.transition_ms(*move) for move in moves)
-        products /= KERNELS[kernel].matmul_share
-        return op.repeat * products, op.repeat * collectives
 
     def _transition_ms(
         self, size: float, have: Spec, unreduced: tuple[str, ...], want: Spec

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.analysis.analyze import Analysis, analyze, resolve_pins
-from cfp.attention.matching.called import with_token_factors
 from cfp.context import PlanContext
 from cfp.devices.described import DescribedMesh
 from cfp.plan.compose import compose_plan
@@ -67,7 +66,6 @@ def analyze_step(
     lowered_for = mesh.abstract if is_described else planning_mesh(mesh)
     program, lowering = trace(step, lowered_for)
     axes = tuple(mesh.shape.items())
-    program = with_token_factors(program)
     analysis = analyze(program, axes, resolve_pins(pins or {}, program, axes))
     return Analyzed(
         mesh=mesh,

@@ -17,7 +17,6 @@ from cfp.analysis.segments import Segment, group_readers
 from cfp.analysis.storage import effective_storage, even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.analysis.work import long_branches, uncounted_loops
-from cfp.attention.matching.called import called_attentions, dims_over, exchanges
 from cfp.cost.choice import segment_candidate
 from cfp.cost.terms import transition
 from cfp.plan.parts import (
@@ -337,22 +336,15 @@ def _why_whole(layout: Layout, op: Op) -> str:
 
 
 def sharded_kernels(layout: Layout) -> tuple[str, ...]:
-    """Lists custom_partitioning ops that are sharded: ``norm at net.py:12 over x``.
-
-    Of attentions it says which of their dims each axis shards.
-    """
+    """Lists custom_partitioning ops that are sharded: ``norm at net.py:12 over x``."""
     program, found = layout.frame.program, Counter()
     for op in program.ops:
         call = call_of(op.attributes)
         if call is None or not any(layout.axes.get(op.id, ())):
             continue
         own = layout.axes[op.id]
-        called = called_attentions(program).get(op.id)
-        dims = dims_over(program, called, own) if called is not None else {}
         axes = ", ".join(
-            f"{name} ({dims[name]})" if name in dims else name
-            for name, _ in layout.frame.mesh
-            if any(name in names for names in own)
+            name for name, _ in layout.frame.mesh if any(name in names for names in own)
         )
         where = f" at {Path(op.source).name}" if op.source else ""
         found[f"{call.label}{where} over {axes}"] += 1
@@ -541,7 +533,7 @@ def _op_moves(layout: Layout, op: Op, done: set[tuple]) -> Iterator[_Move]:
     Args:
         done: (value, sharding) pairs that were counted before; new ones are added.
     """
-    frame, program = layout.frame, layout.frame.program
+    frame = layout.frame
     partial = layout.unreduced(op)
     for index, v in enumerate(op.results):
         natural = layout.natural_spec(op, index)
@@ -555,13 +547,6 @@ def _op_moves(layout: Layout, op: Op, done: set[tuple]) -> Iterator[_Move]:
         if (v, want) not in done:
             done.add((v, want))
             yield from _moves(frame, v, have, (), want)
-    called = called_attentions(program).get(op.id)
-    if called is not None and op.id in layout.axes:
-        for move in exchanges(
-            program, called, layout.axes[op.id], dict(layout.frame.mesh), True
-        ):
-            for kind, axes, size in transition(*move, frame.mesh):
-                yield kind, tuple(axes), int(size)
 
 
 def _group_block(frame: Frame, group: int, default: int) -> int:

@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import keystr, tree_leaves, tree_leaves_with_path, tree_unflatten
 
 from cfp.analysis.strategies import Spec
-from cfp.attention.matching.called import GRADIENT
 from cfp.attention.matching.functions import NAME, Way
 from cfp.attention.matching.matches import attentions, cannot, replacements
 from cfp.devices.joining import is_follower
@@ -500,7 +499,7 @@ def resolved(program: Program, mesh: Mesh, constraints: Constraints) -> Constrai
     wanted = {(one.name, one.op): one.functions.how for one in constraints.replaced}
     found: list[Replacement] = []
     for (name, op), how in wanted.items():
-        if name not in (NAME, GRADIENT):
+        if name != NAME:
             raise PlanMismatch(
                 f"The plan replaces {name!r}, which cfp does not know. Plan again."
             )

@@ -17,7 +17,6 @@ from cfp.analysis.layout import (
 )
 from cfp.analysis.storage import even_spec
 from cfp.analysis.strategies import Spec
-from cfp.attention.matching.called import GRADIENT
 from cfp.attention.matching.functions import NAME as ATTENTION
 from cfp.attention.matching.matches import replacements
 from cfp.cost.choice import SegmentChoice, layout_of
@@ -74,7 +73,7 @@ def _constrain(
     own = {
         use
         for one in replaced
-        if one.name in (ATTENTION, GRADIENT)
+        if one.name == ATTENTION
         for stage in one.stages
         for use in stage.reads
     }

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, SegmentKernels, Storage, lay_out
 from cfp.analysis.storage import effective_storage
-from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import (
     Match,
     attentions,
@@ -170,8 +169,6 @@ def _kernels(
         for match in attentions(program).among(program, segment.ops):
             source = short_source(match.found.source)
             way = way_of(program, match, own, layout.axes) if taken else ""
-            if match.called is not None and not isinstance(way, Way):
-                continue  # What the step calls is what computes it.
             if taken and isinstance(way, str):
                 yield "", source, way
                 continue

@@ -276,10 +276,7 @@ def _in_host_text(plan: Plan) -> str:
     return text
 
 
-_PLURALS = {
-    "attention": "attentions",
-    "attention gradient": "gradients of attentions",
-}
+_PLURALS = {"attention": "attentions"}
 _RINGS = {"ring", "zigzag"}
 
 

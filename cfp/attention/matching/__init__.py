@@ -5,11 +5,7 @@ region     Program -> Region: all between contractions, dims named; its passes
 core       Region + Pass -> Core: the steps of a pass, on arrays of named dims
 proof      Core -> Table: the softmax's argument by states of masks; then the proof
 meaning    Core + Table -> Proved: mask, bias, lengths as a kernel takes them
-called     Program -> Called: the kernel that the step calls itself, one for each
-           pass, read from the call: neither found nor proved
 matches    Match = Found + Proved passes + Problem; and Match + layout -> Way
 ways       Found + Proved + Way -> Replacement, as `cfp.program.replace` puts in place;
-           of a Called see `called.replacement_of`
 found      records of what is found; functions: Meaning, Way, and what is computed
-check      Match + Way -> the site as written and as replaced, as functions to compare
 """

@@ -10,14 +10,6 @@ from math import prod
 from cfp.analysis.layout import SegmentKernels
 from cfp.analysis.strategies import FactorAxes
 from cfp.attention.kernels import KERNELS, ScoreMemory
-from cfp.attention.matching.called import (
-    Called,
-    called_attentions,
-    found_of,
-    indivisible,
-    replacement_of,
-    way_of_called,
-)
 from cfp.attention.matching.core import Core
 from cfp.attention.matching.found import Found, Tensor
 from cfp.attention.matching.functions import Meaning, Way
@@ -48,15 +40,12 @@ class Match:
 
     Attributes:
         found, problem: what is computed, and where.
-        passes: each pass as it is proved; none of a called one.
-        called: the kernel of the step's own that computes it, or None: then it is
-            written out. Of such a one each pass is a match of its own.
+        passes: each pass as it is proved.
     """
 
     found: Found
     problem: AttentionProblem
-    passes: tuple[Proved, ...] = ()
-    called: Called | None = None
+    passes: tuple[Proved, ...]
 
     @property
     def meaning(self) -> Meaning:
@@ -78,13 +67,6 @@ def was_searched(program: Program) -> bool:
 def attentions(program: Program) -> Sites[Match]:
     """All of a program, by the ops that make scores; proved."""
     found = [*_written_out(program)]
-    for op, one in called_attentions(program).items():
-        if one.refusal:
-            found.append(LeftAlone(op, program.ops[op].source, one.refusal))
-            continue
-        problem = one.problem
-        where = found_of(program, one)
-        found.append(Match(found=where, problem=problem, called=one))
     matches = {one.found.op: one for one in found if isinstance(one, Match)}
     return Sites(matches, tuple(one for one in found if isinstance(one, LeftAlone)))
 
@@ -192,9 +174,6 @@ def way_of(
     own = axes.get(match.found.op)
     if own is None:
         return "nothing says how it is sharded"
-    if match.called is not None:
-        how = spread or "all_gather"
-        return way_of_called(program, match.called, implementation, own, how)
     where = (program, match.found, match.passes[0], own)
     roles = roles_of(*where, spread or "all_gather")
     if isinstance(roles, str):
@@ -208,10 +187,7 @@ def cannot(
     match: Match, way: Way, mesh: Mapping[str, int], platform: str
 ) -> str | None:
     """Returns the reason why an attention cannot be computed in a way, or None."""
-    reason = refusal_of(match.problem, way, mesh, platform)
-    if reason is None and match.called is not None:
-        return indivisible(match.problem, way, mesh)
-    return reason
+    return refusal_of(match.problem, way, mesh, platform)
 
 
 def keeps_scores(way: Way) -> bool:
@@ -232,6 +208,4 @@ def share_at_once(way: Way, sizes: Mapping[str, int]) -> float:
 
 def replacements(program: Program, match: Match, way: Way) -> tuple[Replacement, ...]:
     """Returns the replacements that compute an attention in a given way."""
-    if match.called is not None:
-        return (replacement_of(program, match.called, way),)
     return make_replacements(program, match.found, match.passes, way)

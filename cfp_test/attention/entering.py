@@ -20,6 +20,7 @@ class Scope:
     """Arguments of a program: drawn as they are asked for, or those of a layer.
 
     Attributes:
+        asked: how many arguments were asked for.
         made: arguments by name, each with a dim of layers if there is a loop; "w" is
             the first letter of those with gradients.
     """
@@ -39,11 +40,11 @@ class Scope:
         self.made: dict[str, np.ndarray] = {}
         self._random = np.random.default_rng([sizes.number, seed])
         self._given = given
-        self._asked = 0
+        self.asked = 0
 
     def argument(self, draw: Draw, before: bool = False, learnt: bool = False) -> Any:
-        name = f"{'w' if learnt else 'a'}{self._asked}"
-        self._asked += 1
+        name = f"{'w' if learnt else 'a'}{self.asked}"
+        self.asked += 1
         if self._given is not None:
             return self._given[before][name]
         count = self.sizes.stacked

@@ -84,6 +84,7 @@ class Term:
         choice: name of a choice between it and the other; "" for none.
         other: name of another mask.
         before: True if arguments are those of the layer before, in a loop of slices.
+        again: True if its arguments are those of the one before it.
         learnt: True if the number is an argument with a gradient.
     """
 
@@ -93,6 +94,7 @@ class Term:
     choice: str = ""
     other: str = "causal"
     before: bool = False
+    again: bool = False
     learnt: bool = False
 
 
@@ -103,6 +105,7 @@ class Bias:
     kind: str
     choice: str = ""
     before: bool = False
+    again: bool = False
     learnt: bool = False
 
 
@@ -149,9 +152,10 @@ class Program:
 
 def _masks(s: Scope, scores: Any, q: Any) -> Any:
     """Scores as masks leave them."""
-    joined, how = None, ""
+    joined, how, asked = None, "", s.asked
     least = float(jnp.finfo(scores.dtype).min)
     for term in s.sizes.masks:
+        asked = s.asked = asked if term.again else s.asked
         seen = MASKS[term.kind](s, term.before)
         if term.choice:
             other = MASKS[term.other](s, False)
@@ -179,7 +183,9 @@ def _masks(s: Scope, scores: Any, q: Any) -> Any:
 
 
 def _biases(s: Scope, scores: Any, q: Any) -> Any:
+    asked = s.asked
     for one in s.sizes.biases:
+        asked = s.asked = asked if one.again else s.asked
         bias = jnp.asarray(BIASES[one.kind](s, one.before, one.learnt))
         if one.choice == "factor":
             bias = bias * s.argument(lambda r: np.float32(r.normal()), one.before)
@@ -214,9 +220,10 @@ AFTER: dict[str, Callable[[Scope, Any], Any]] = {
     ),
     "weights of keys": lambda s, w: w * s.array("k", lambda r, n: r.random(n) < 0.9),
 }
+IN_GRADIENT = ("other keys in the gradient", "other values in the gradient")
 OTHERS = (
     *("masks or none", "weights returned", "scores returned", "largest returned"),
-    *("queries added again", "values of a key zero"),
+    *("queries added again", "values of a key zero", *IN_GRADIENT),
 )
 MUTATED = "mutated"
 CHANGES = (*OF_SCORES, *OF_WEIGHTS, *OF_SOFTMAX, *ENTERING, *AFTER, *OTHERS)
@@ -234,7 +241,12 @@ def attend(s: Scope, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     q = q * jnp.asarray(rate, q.dtype) if p.scaled == "queries" else q
     k = k * jnp.asarray(rate, k.dtype) if p.scaled == "keys" else k
     layout = p.group if k.shape[2] != q.shape[2] else p.layout
-    scores = _product(layout, q, k).astype(jnp.float32)
+    product, mixed = partial(_product, layout), partial(_mixed, layout)
+    if p.changed == IN_GRADIENT[0]:
+        product = partial(_with_others, product)
+    if p.changed == IN_GRADIENT[1]:
+        mixed = partial(_with_others, mixed)
+    scores = product(q, k).astype(jnp.float32)
     if p.scaled == "quotient":
         scores = scores / np.float32(p.head_dim**0.5)
     elif p.scaled in ("scores", "power"):
@@ -261,14 +273,26 @@ def attend(s: Scope, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     if p.weigh == "late" and not p.changed:
         weights = exponentials(scores)
         total = weights.sum(-1).swapaxes(1, 2)[..., None]
-        out = (_mixed(layout, weights, v.astype(jnp.float32)) / total).astype(v.dtype)
+        out = (mixed(weights, v.astype(jnp.float32)) / total).astype(v.dtype)
     else:
-        out = _mixed(layout, weights.astype(v.dtype), v)
+        out = mixed(weights.astype(v.dtype), v)
     if p.changed == "queries added again":
         out = out + first.sum(-1, keepdims=True)
     more = {"weights returned": weights, "scores returned": scores}
     more["largest returned"] = scores.max(-1)
     return out, more.get(p.changed)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_others(multiply: Callable[[Any, Any], Any], x: Any, y: Any) -> Any:
+    """A product whose gradient is that with another right operand."""
+    return multiply(x, y)
+
+
+_with_others.defvjp(
+    lambda multiply, x, y: (multiply(x, y), (x, y)),
+    lambda multiply, kept, g: jax.vjp(multiply, kept[0], 1.25 * kept[1])[1](g),
+)
 
 
 def _rounded(x: Any, rounded: str, what: str) -> Any:
@@ -491,6 +515,14 @@ def draw(number: int) -> Program:
     if often(0.4) and "q" not in same:
         kv_heads = r.choice([n for n in (1, 2, 4, 8) if heads % n == 0])
     is_cross = often(0.15) and "q" not in same
+
+    def repeated(terms: list[Any]) -> tuple[Any, ...]:
+        """Terms, the last one twice at times: of this layer, and of the one before."""
+        if terms and often(0.4 if loop.startswith("slices") else 0.04):
+            last = terms[-1]
+            terms.append(dataclasses.replace(last, before=not last.before, again=True))
+        return tuple(terms)
+
     return Program(
         number=number,
         batch=batch,
@@ -507,8 +539,8 @@ def draw(number: int) -> Program:
         scaled=r.choice(SCALES),
         weigh=r.choice([*WEIGH]) if often(0.3) else "softmax",
         cap=3.0 if often(0.08) else 0.0,
-        masks=tuple(term() for _ in range(r.choice([0, 1, 1, 1, 2, 2, 3]))),
-        biases=tuple(bias() for _ in range(r.choice([0, 0, 0, 1, 1, 2]))),
+        masks=repeated([term() for _ in range(r.choice([0, 1, 1, 1, 2, 2, 3]))]),
+        biases=repeated([bias() for _ in range(r.choice([0, 0, 0, 1, 1, 2]))]),
         biases_last=often(0.1),
         loop=loop,
         same=same,

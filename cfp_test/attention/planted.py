@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
-from cfp.attention.matching import meaning, proof, region, values
+from cfp.attention.matching import core, meaning, proof, region, values
 
 Planted = Callable[[], AbstractContextManager[Any]]
 
 
 def _any_float() -> AbstractContextManager[Any]:
     """Takes converts to FP8 for converts that round little."""
-    narrow = {"f8E4M3FN", "f8E5M2"}
-    return patch.object(region, "FLOATS", region.FLOATS | narrow)
+    narrow = dict.fromkeys(("f8E4M3FN", "f8E5M2"), 0.1)
+    stack = ExitStack()
+    for room in (region, core):
+        stack.enter_context(patch.object(room, "FLOATS", room.FLOATS | {*narrow}))
+    stack.enter_context(patch.object(proof, "_ROUNDED", proof._ROUNDED | narrow))
+    return stack
 
 
 def _sampled() -> AbstractContextManager[Any]:

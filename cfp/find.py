@@ -38,7 +38,6 @@ from cfp.search.requests import UNMEASURED_STRATEGIES, Profiles
 from cfp.settings import (
     HOST_BYTES_PER_MS,
     Dimension,
-    Replacing,
     defaults_of,
 )
 from cfp.solution import Candidate, Estimate, Solution
@@ -277,14 +276,12 @@ def complete_plan(
         analysis,
         outcome.winner.choice,
         solution.problem,
-        solution.rates,
         profiles.replacing if profiles else rules.replacing,
         profiles.failed_kernels
         if profiles
         else kernels_not_timed(solution.candidates, outcome.rows, context.budget_bytes),
         outcome.raced,
         dimensions=rules.dimensions,
-        unasked=_unasked(context),
     )
     late = profiles is not None and UNMEASURED_STRATEGIES in profiles.counts
     if late and made.figures is not None:
@@ -338,16 +335,6 @@ def _decided(
     if again is None:
         return first
     return *decide(context, analysis, again, last_resort), again
-
-
-def _unasked(context: PlanContext) -> Replacing | None:
-    """Returns the platform's kernels for attentions, where the user wanted none.
-
-    None either where the user left the choice out: that is a remark of its own.
-    """
-    rules, asked = context.rules, context.rules.replacing
-    is_unwanted = Dimension.KERNELS in rules.dimensions and not asked.attention
-    return defaults_of(asked.platform).replacing if is_unwanted else None
 
 
 def estimate_plan(analyzed: Analyzed, options: PlanOptions) -> Estimate:

@@ -17,9 +17,6 @@ from typing import Any
 
 import typer
 from jax.sharding import Mesh
-from rich import box
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from cfp import platform
 from cfp.cli import options as o
@@ -45,13 +42,12 @@ from cfp.printable import mesh_text
 from cfp.profiling.store import store_path
 from cfp.settings import Dimension
 from cfp.targets import MICROBATCHES, Target, resolve
-from cfp.units import format_bytes, parse_bytes
-from cfp.variants import Basis, Fastest, Outcome, Variant, plan_fastest
+from cfp.units import parse_bytes
+from cfp.variants import Fastest, Variant, plan_fastest
 from cfp.view import passes
-from cfp.view.console import Fitted, new_table, print_view
+from cfp.view.console import print_view
 from cfp.view.progress import Display
 from cfp.view.text import print_plan
-from cfp.view.words import SAME_MS
 
 _ALL = "all"
 
@@ -211,62 +207,6 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
 
 # ---------------------------------------------------------------------------- output
 
-_BASIS_WORDS = {
-    Basis.RACED: "Step times: the fastest plan of each, timed in turn in one race; "
-    "what follows about the plan has times of its own race, which are others.",
-    Basis.MEASURED: "Step times: of each plan's own race, at another moment each; "
-    "such times compare only roughly.",
-    Basis.PREDICTED: "Step times: predicted.",
-}
-
-
-def _memory_text(outcome: Outcome) -> str:
-    plan = outcome.plan
-    if plan is not None and plan.peak_bytes is not None:
-        return format_bytes(plan.peak_bytes)
-    if plan is not None and plan.predicted_bytes is not None:
-        return f"{format_bytes(plan.predicted_bytes)}, estimated"
-    return "-"
-
-
-def _behind_text(step_ms: float | None, best_ms: float | None, best: str) -> str:
-    """Says how much slower than the fastest something is, or that they are a tie."""
-    if step_ms is None or not best_ms:
-        return ""
-    if step_ms - best_ms <= SAME_MS:
-        return f"a tie with {best}"
-    return f"{step_ms / best_ms - 1.0:.1%} slower".replace("%", " %")
-
-
-def variants_view(found: Fastest, border: box.Box) -> RenderableType:
-    """The variants as a table, the fastest first."""
-    numbers = dict.fromkeys(("step ms", "memory", "planned in"), "number")
-    headings = {"": "word", "variant": "text", "plan": "text", **numbers}
-    table = new_table(border, "Variants", {**headings, "note": "text"})
-    # The fastest first; what has no time last.
-    every = sorted(
-        found.outcomes, key=lambda o: float("inf") if o.step_ms is None else o.step_ms
-    )
-    # Times of different moments do not say how far behind something is.
-    best_ms = None if found.basis is Basis.MEASURED else every[0].step_ms
-    for outcome in every:
-        plan, won = outcome.plan, outcome.name == found.name
-        behind = "" if won else _behind_text(outcome.step_ms, best_ms, found.name)
-        table.add_row(
-            "*" if won else "",
-            outcome.name,
-            plan.winner if plan is not None else "-",
-            "-" if outcome.step_ms is None else f"{outcome.step_ms:.3f}",
-            _memory_text(outcome),
-            f"{outcome.seconds:.1f} s" if outcome.seconds else "-",
-            outcome.note.partition("\n")[0] or behind,
-            style="bold" if won else None,
-        )
-    compared = sum(outcome.step_ms is not None for outcome in found.outcomes) > 1
-    return Group(
-        Fitted(table), Text(f"{_BASIS_WORDS[found.basis]}\n" if compared else "")
-    )
-
 
 def variants_data(found: Fastest) -> dict[str, Any]:
     """The variants as plain data."""
@@ -355,8 +295,6 @@ def plan(ctx: typer.Context, given: Any) -> None:
             more = {"variants": variants_data(found)} if several else {}
             print_json(plan_data(found.plan) | more)
             return
-        if several:
-            print_view(lambda b: variants_view(found, b))
         print_plan(found.plan)
         _, _, count = found.name.partition(", microbatches ")
         if count:

@@ -34,7 +34,8 @@ from cfp.settings import ConstraintLevel
 from cfp.targets import UnknownOption
 from cfp.view.console import literal_console, wrapped
 from cfp.view.remarks import unplanned_text
-from cfp.view.words import throughput
+from cfp.view.throughput import throughput
+from cfp.view.words import sentence
 
 
 def print_error(message: str) -> None:
@@ -62,7 +63,7 @@ def save(made: Plan, output: Path | None, *, say: bool) -> None:
     if say:
         print(f"Saved {output}")
         if unplanned := unplanned_text(made):
-            print(wrapped(f"{unplanned[0].upper()}{unplanned[1:]}"))
+            print(wrapped(sentence(unplanned)))
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from cfp.cli.options import (
 )
 from cfp.cli.session import (
     Session,
-    check_drawable,
     check_writable,
     dump_session,
     open_session,
@@ -46,8 +45,7 @@ from cfp.profiling.store import ProfileStore, store_path
 from cfp.search.requests import Profiles
 from cfp.units import parse_bytes
 from cfp.view import passes
-from cfp.view.console import Fitted, print_view
-from cfp.view.plots import curves_data, curves_table, plot_curves
+from cfp.view.console import print_view
 from cfp.view.progress import Display
 from cfp.view.text import print_plan
 
@@ -56,7 +54,7 @@ TAKES = {
     "export": ("workdir",),
     "imported": ("workdir",),
     "curves": (
-        *("devices", "mesh", "platform", "workdir", "plot", "link", "describe"),
+        *("devices", "mesh", "platform", "workdir", "link", "describe"),
         *("as_json", "quiet"),
     ),
 }
@@ -96,8 +94,7 @@ def _list_foreign(records: Sequence[ProfileRecord]) -> Iterator[str]:
 
 def measure_curves(given: Any) -> None:
     """Measures the rates of collectives over the axes of a mesh, or looks them up."""
-    plot, link, describe = given.plot, given.link, given.describe
-    check_drawable(plot)
+    link, describe = given.link, given.describe
     check_writable(describe, "--describe")
     axes = platforms.parse_mesh(given.devices, given.mesh)
     with only_json(given.as_json) as print_json:
@@ -119,12 +116,10 @@ def measure_curves(given: Any) -> None:
             )
         if describe is not None:
             describe.write_text(description_of(devices_mesh, rates))
-        if plot is not None:
-            plot_curves([("", rates)], plot, link)
         if given.as_json:
-            print_json(curves_data(rates, link))
+            print_json(passes.curves_data(rates, link))
         else:
-            print_view(lambda border: Fitted(curves_table(rates, link, border)))
+            print_view(passes.curves_rows(rates, link).table)
 
 
 RUN = {
@@ -160,7 +155,7 @@ _CURVES = "Curves of links"
 
 @o.command(
     *("target", "devices", "mesh", "platform", "memory_budget", "time_budget", "pin"),
-    *("donate", "export", "imported", "curves", "plot", "link", "describe"),
+    *("donate", "export", "imported", "curves", "link", "describe"),
     *("static", "attention", "precision", "per_kind", "others", "quick"),
     *("retry_failures", "run_timeout", "build_timeout", "workdir", "as_json", "quiet"),
     target=o.Argument(str, "TARGET", o.TARGET_TEXT, default=None),
@@ -186,12 +181,6 @@ _CURVES = "Curves of links"
         "Measure the rates of collectives over each axis of a mesh, or look them up.",
         under=_INSTEAD,
     ),
-    plot=o.Option(
-        Path,
-        "Draw the curves, as .png, .svg or .pdf.",
-        under=_CURVES,
-        metavar="FILE",
-    ),
     link=o.Option(
         float,
         "Rate of one device's links, to compare with: 450 for an H200.",
@@ -214,9 +203,9 @@ def profile(ctx: typer.Context, given: Any) -> None:
 
     Example: cfp profile gpt --layers 2 --hidden 128 --seq 64 --vocab 512 --workdir work
 
-    Example: cfp profile --curves --mesh x=4 --plot curves.png --link 450
+    Example: cfp profile --curves --mesh x=4 --link 450
     """
-    of_curves = ("plot", "link", "describe")
+    of_curves = ("link", "describe")
     mode = mode_of(ctx, TAKES, {name: "curves" for name in of_curves})
     if mode is None and given.target is None:
         raise CfpError(

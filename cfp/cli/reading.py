@@ -12,8 +12,10 @@ from cfp.cli import options as o
 from cfp.cli.options import mode_of
 from cfp.cli.session import check_writable, target_of
 from cfp.plan.plan import Plan
+from cfp.view.diff import diff_data, diff_text
+from cfp.view.explain import explain_data, explain_text
 from cfp.view.python import python_text
-from cfp.view.text import diff_data, diff_text, explain_data, explain_text, print_plan
+from cfp.view.text import print_plan
 
 # Options of `cfp show` that go with each mode, by parameter.
 _SHOW_TAKES = {

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from jax.sharding import Mesh
 from rich import box
+from rich.table import Table
 
 from cfp import api
 from cfp.checking.reference import AS_WRITTEN, reference_text
@@ -27,10 +28,11 @@ from cfp.cli.session import analyse, check_writable, target_of
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.units import parse_bytes
-from cfp.view.console import Fitted, new_table, print_view, wrapped
+from cfp.view.console import new_table, print_view, wrapped
 from cfp.view.progress import Display
 from cfp.view.text import print_plan
-from cfp.view.words import few, throughput
+from cfp.view.throughput import throughput
+from cfp.view.words import few
 
 _FAILURES_SHOWN = 5
 _DRAWN = (
@@ -177,7 +179,7 @@ def list_failures(trial: Trial) -> list[dict[str, Any]]:
     ]
 
 
-def _trial_view(trial: Trial, border: box.Box) -> Fitted:
+def _trial_view(trial: Trial, border: box.Box) -> Table:
     """The steps as a table."""
     headings = ["step", "ms", *trial.steps[0].metrics]
     headings += ["off by", "of allowed"] if trial.checked else []
@@ -191,7 +193,7 @@ def _trial_view(trial: Trial, border: box.Box) -> Fitted:
             off, share = nearest.relative_l2, nearest.relative_l2 / nearest.allowed
             row += [f"{off:.2g}", f"{share:.0%}", trial.named(nearest.path)]
         table.add_row(*row)
-    return Fitted(table)
+    return table
 
 
 def _print_trial(trial: Trial) -> None:

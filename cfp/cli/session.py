@@ -21,7 +21,6 @@ from cfp.plan.parts import check_arguments, check_donated
 from cfp.plan.plan import Plan
 from cfp.program.step import FlatStep, typed_as_returned
 from cfp.targets import Target, resolve
-from cfp.view.plots import check_can_draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,17 +199,6 @@ def parse_pins(texts: Sequence[str] | None) -> dict[str, PartitionSpec]:
             )
         )
     return pins
-
-
-def check_drawable(path: Path | None) -> None:
-    """Says before anything is measured that the file of --plot could not be drawn.
-
-    Raises:
-        CfpError: the file cannot be written, or no such image can be made.
-    """
-    if path is not None:
-        check_can_draw(path)
-    check_writable(path, "--plot")
 
 
 def check_writable(path: Path | None, option: str = "-o") -> None:

@@ -27,8 +27,7 @@ from cfp.operators.cases import Shape, check_dtype
 from cfp.operators.operator import Operator, OperatorError
 from cfp.operators.probe import environment
 from cfp.printable import columns
-from cfp.view.console import Fitted, literal_console, new_table
-from cfp.view.plots import check_can_draw, figure
+from cfp.view.console import literal_console, new_table
 
 _PASSES = {"forward": "forward", "both": "forward and backward"}
 
@@ -45,7 +44,7 @@ def print_environment(found: Mapping[str, Any], console: Console) -> None:
     table.add_row("commit", found["commit"] or "-")
     for name, version in found["packages"].items():
         table.add_row(name, version or "not installed")
-    console.print(Fitted(table))
+    console.print(table)
 
 
 def print_list(operators: Sequence[Operator], console: Console) -> None:
@@ -60,7 +59,7 @@ def print_list(operators: Sequence[Operator], console: Console) -> None:
                 one.probe() or "yes",
                 "" if i else operator.summary,
             )
-    console.print(Fitted(table))
+    console.print(table)
 
 
 def print_results(
@@ -88,7 +87,7 @@ def print_results(
         groups.setdefault((row.operator, row.implementation, why), []).append(where)
     for (operator, one, why), where in groups.items():
         table.add_row(operator, one, "; ".join(dict.fromkeys(where)), why)
-    console.print(Fitted(table))
+    console.print(table)
     for row in rest if verbose else ():
         if row.detail:
             console.print(f"{row.operator} by {row.implementation} at {row.shape}:")
@@ -117,7 +116,7 @@ def _print_pass(
                 *(here[one][unit] if one in here else "-" for one in names),
             )
         table.add_section()
-    console.print(Fitted(table))
+    console.print(table)
 
 
 def _cells(one: Pass) -> dict[str, str]:
@@ -148,35 +147,6 @@ def parse_share(text: str) -> float:
             f"{text!r}."
         )
     return float(match[1]) / (100 if match[2] else 1)
-
-
-def plot(rows: Sequence[Row], file: Path) -> None:
-    """Draws times and memory of everything that was measured.
-
-    Args:
-        file: an image; its ending says which kind.
-
-    Raises:
-        CfpError: matplotlib is not installed, or does not know the kind of image.
-    """
-    measured = [row for row in rows if row.passes]
-    labels = [
-        f"{row.operator}, {row.implementation}\n({row.shape}) {row.dtype}"
-        for row in measured
-    ]
-    passes = [row.passes.get("both", row.passes.get("forward")) for row in measured]
-    places = range(len(measured))
-    height = max(2.0, 0.42 * len(measured) + 1.0)
-    with figure(file, columns=2, figsize=(12, height)) as (times, memory):
-        times.barh(places, [one.median_ms for one in passes if one])
-        times.set_yticks(places, labels, fontsize=7)
-        times.set_xlabel("ms, forward and backward where both were run")
-        memory.barh(places, [(one.temp_bytes or 0) / 1e6 for one in passes if one])
-        memory.set_yticks(places, [""] * len(measured))
-        memory.set_xlabel("MB besides inputs and outputs")
-        for axes in (times, memory):
-            axes.invert_yaxis()
-            axes.set_xscale("symlog", linthresh=0.01)
 
 
 FORMAT = 1
@@ -285,8 +255,6 @@ def _run(options: argparse.Namespace) -> int:
         if options.compare is None:
             raise CfpError("--fail-if-regression needs --compare FILE.")
         allowed = parse_share(options.fail_if_regression)
-    if options.plot:
-        check_can_draw(options.plot)
     print_environment(found, console)
     settings = b.Settings(
         forward_only=options.forward_only, seconds=options.seconds or float("inf")
@@ -298,8 +266,6 @@ def _run(options: argparse.Namespace) -> int:
         if options.json:
             write(options.json, found, rows)
     print_results(operators, rows, console, verbose=options.verbose)
-    if options.plot:
-        plot(rows, options.plot)
     b.check_shapes(operators, rows)
     slower = _compared(earlier, rows, allowed) if options.compare else False
     wrong = [row for row in rows if row.state == WRONG]
@@ -376,6 +342,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--shapes", sizes + " ".join(SHAPES), "B,S,H,N,V", nargs="+")
     types = "float32, bfloat16, float16 (default: %(default)s)"
     add("--dtypes", types, "A,B", default="bfloat16")
-    add("--plot", "draw times and memory as bars", "FILE", type=Path)
     add("--seconds", "begin no implementation after so many seconds", "S", type=float)
     return parser

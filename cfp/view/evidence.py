@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
@@ -19,7 +19,6 @@ from cfp.attention.matching.matches import (
 )
 from cfp.attention.matching.ways import refusal_of
 from cfp.cost.choice import SegmentChoice, segment_candidate
-from cfp.cost.costs import Costs
 from cfp.plan.describe import axis_roles, sharded_kernels
 from cfp.plan.figures import (
     AlikeBlocks,
@@ -33,9 +32,8 @@ from cfp.plan.figures import (
 from cfp.plan.parts import AxisRole, roles_text, short_source
 from cfp.plan.plan import Plan
 from cfp.presets.presets import named_choices, plainest, presets
-from cfp.printable import distinct_ends, merged_name, span_text
-from cfp.profiling.rates import Rates
-from cfp.search.choices import kernel_variants, picks_of
+from cfp.printable import distinct_ends, merged_name
+from cfp.search.choices import picks_of
 from cfp.search.problem import Option, Problem
 from cfp.search.solver import solve
 from cfp.settings import ALL_DIMENSIONS, Dimension, Replacing
@@ -48,87 +46,36 @@ def with_figures(
     analysis: Analysis,
     choice: Choice,
     problem: Problem | None,
-    rates: Rates | None,
     replacing: Replacing,
     failed: Mapping[SegmentKernels, str] = MappingProxyType({}),
     raced: Sequence[tuple[Candidate, float]] = (),
     dimensions: Set[Dimension] = ALL_DIMENSIONS,
-    unasked: Replacing | None = None,
 ) -> Plan:
     """The plan with its figures.
 
     Args:
         replacing: kernels that might have computed its attentions.
         failed: kernels that have no time, each with the reason as a predicate.
-        unasked: what computes attentions on the platform unless that is unwanted, as
-            here.
+        raced: the programs of the race with their times.
+        dimensions: the kinds of choices that were to be made.
     """
     layout = lay_out(analysis.frame, choice)
-    chosen = tuple(str(one) for one in Dimension if one in dimensions)
     found = Figures(
         kernels=sharded_kernels(layout),
-        chosen=chosen,
+        chosen=tuple(str(one) for one in Dimension if one in dimensions),
     )
     if problem is not None:
         found = _searched(found, analysis, choice, problem)
         found = replace(found, worth=worth(analysis, problem, raced))
-    trials = _Trials(found, problem, raced)
-    left = _counted(_kernels(analysis, layout, choice, replacing, failed, trials))
-    if unasked is not None and unasked.attention and rates is not None:
-        left += _counted(_forgone(analysis, choice, rates, unasked))
-    return replace(plan, figures=replace(found, left=left))
-
-
-@dataclass(frozen=True)
-class _Trials:
-    """Steps with kernels and without: as the search predicts, or as they raced."""
-
-    found: Figures
-    problem: Problem | None
-    raced: Sequence[tuple[Candidate, float]] = ()
-
-    def outcome(self, kind: int, uses: Callable[[SegmentKernels], bool]) -> str:
-        """Says how the best step with some kernels compares to the best without.
-
-        Args:
-            uses: true of the kernels in question.
-        """
-        if self.problem is None:
-            return self._race_outcome(uses)
-        drawn = self.found.kinds[kind].options
-        with_ms, without_ms = list[float](), list[float]()
-        for option, one in zip(self.problem.options[kind], drawn, strict=True):
-            is_used = uses(option.candidate.kernels)
-            (with_ms if is_used else without_ms).append(one.step_ms)
-        if not with_ms:
-            return "no strategy was tried with it"
-        kinds = self.found.segment_kinds
-        where = span_text([i for i, one in enumerate(kinds) if one == kind])
-        where = f" in segment {where}" * (len({*kinds}) > 1)
-        text = f"tried{where}: the step is predicted at {min(with_ms):.3f} ms with it"
-        return text + (f", {min(without_ms):.3f} ms without" if without_ms else "")
-
-    def _race_outcome(self, uses: Callable[[SegmentKernels], bool]) -> str:
-        with_ms, without_ms = list[float](), list[float]()
-        for one, ms in self.raced:
-            is_used = any(uses(kernels) for _, kernels in one.choice.kernels)
-            (with_ms if is_used else without_ms).append(ms)
-        if not with_ms or not without_ms:
-            return "nothing was searched for this plan"
-        return (
-            f"timed: the step took {min(with_ms):.3f} ms with it, "
-            f"{min(without_ms):.3f} ms without"
-        )
+    left = Counter(_kernels(analysis, layout, choice, replacing, failed, problem))
+    counted_left = tuple(
+        LeftFigures(source=source, reason=reason, count=n, kernel=kernel)
+        for (kernel, source, reason), n in left.items()
+    )
+    return replace(plan, figures=replace(found, left=counted_left))
 
 
 _Left = tuple[str, str, str]  # The kernel, the source and the reason.
-
-
-def _counted(left: Iterable[_Left]) -> tuple[LeftFigures, ...]:
-    return tuple(
-        LeftFigures(source=source, reason=reason, count=n, kernel=kernel)
-        for (kernel, source, reason), n in Counter(left).items()
-    )
 
 
 def _kernels(
@@ -137,7 +84,7 @@ def _kernels(
     choice: Choice,
     replacing: Replacing,
     failed: Mapping[SegmentKernels, str],
-    trials: _Trials,
+    problem: Problem | None,
 ) -> Iterator[_Left]:
     """Attentions that no kernel computes, and kernels that cannot, if some were tried.
 
@@ -180,38 +127,14 @@ def _kernels(
                     yield name, source, reason
             if not taken:
                 able = [name for name, reason in reasons.items() if reason is None]
-                yield "", source, _unused(able, failed, segment.kind, trials)
-
-
-def _forgone(
-    analysis: Analysis, choice: Choice, rates: Rates, unasked: Replacing
-) -> Iterator[_Left]:
-    """Attentions that stay as written since that was asked for, with what it costs."""
-    costs, saved_ms = Costs(analysis, rates), 0.0
-    program = analysis.frame.program
-    found: list[tuple[str, str]] = []
-    for segment in analysis.segments:
-        own = segment_candidate(analysis, segment.index, choice)
-        times = {
-            one.kernels.attention: costs.saved_by_kernel_ms(segment.kind, one)
-            for one in kernel_variants(analysis, segment.kind, own, unasked)
-        }
-        best = max(times, key=times.__getitem__, default="")
-        if not best or times[best] <= 0.0:
-            continue
-        saved_ms += segment.repeat * times[best]
-        for match in attentions(program).among(program, segment.ops):
-            found.append((short_source(match.found.source), best))
-    for source, name in found:
-        reason = f"that was asked for; with {name}'s a step is estimated to take "
-        yield "", source, f"{reason}{saved_ms:.3f} ms less (--attention {name})"
+                yield "", source, _unused(able, failed, segment.kind, problem)
 
 
 def _unused(
     able: Sequence[str],
     failed: Mapping[SegmentKernels, str],
     kind: int,
-    trials: _Trials,
+    problem: Problem | None,
 ) -> str:
     """Says why an attention is as it is written that some kernels can compute."""
     if not able:
@@ -219,8 +142,17 @@ def _unused(
     for name in able:
         if why := failed.get(SegmentKernels(attention=name)):
             return f"{name} {why.partition(chr(10))[0]}"
-    outcome = trials.outcome(kind, lambda kernels: kernels.attention in able)
-    return f"{' or '.join(able)} can compute it; {outcome}"
+    text = f"{' or '.join(able)} can compute it; "
+    if problem is None:
+        return f"{text}nothing was searched for this plan"
+    times = {True: list[float](), False: list[float]()}
+    for option in problem.options[kind]:
+        is_used = option.candidate.kernels.attention in able
+        times[is_used].append(option.time_ms)
+    if not times[True]:
+        return f"{text}no strategy was tried with it"
+    without = f", {min(times[False]):.3f} ms without" if times[False] else ""
+    return f"{text}a segment takes {min(times[True]):.3f} ms with it{without}"
 
 
 # ----------------------------------------------------------------------------- search
@@ -230,16 +162,35 @@ def _searched(
     found: Figures, analysis: Analysis, choice: Choice, problem: Problem
 ) -> Figures:
     picks = picks_of(analysis, problem, choice)
+    # Where the plan was not measured in full, all kinds take their fastest option.
+    base = picks or [
+        min(range(len(rows)), key=lambda i: rows[i].time_ms)
+        for rows in (problem.options[k] for k in problem.kinds)
+    ]
     names = option_names(analysis, problem.options)
+
+    def figures_of(kind: int, place: int, option: Option) -> OptionFigures:
+        pairs = zip(problem.kinds, base, strict=True)
+        swapped = [place if k == kind else pick for k, pick in pairs]
+        taken = [*zip(problem.kinds, picks or (), strict=False)].count((kind, place))
+        return OptionFigures(
+            name=names[kind][place],
+            strategy=strategy_figures(analysis, kind, option.candidate),
+            segment_ms=option.time_ms,
+            state_bytes=option.state_bytes,
+            residual_bytes=option.residual_bytes,
+            temp_bytes=option.temp_bytes,
+            step_ms=problem.cost_ms(swapped),
+            memory_bytes=problem.memory_bytes(swapped),
+            taken=taken,
+        )
+
     kinds = tuple(
         KindFigures(
             name=kind_title(analysis, kind),
-            options=tuple(
-                _option(analysis, problem, picks, kind, place, names[kind][place])
-                for place in range(len(problem.options[kind]))
-            ),
+            options=tuple(figures_of(kind, *one) for one in enumerate(options)),
         )
-        for kind in range(len(problem.options))
+        for kind, options in enumerate(problem.options)
     )
     return replace(
         found,
@@ -248,41 +199,6 @@ def _searched(
         picks=tuple(picks or ()),
         fixed_bytes=problem.fixed_bytes,
         budget_bytes=problem.budget_bytes,
-    )
-
-
-def _option(
-    analysis: Analysis,
-    problem: Problem,
-    picks: list[int] | None,
-    kind: int,
-    place: int,
-    name: str,
-) -> OptionFigures:
-    option: Option = problem.options[kind][place]
-    # Where the plan was not measured in full, all kinds take their fastest option.
-    base = picks or [
-        min(range(len(rows)), key=lambda i: rows[i].time_ms)
-        for rows in (problem.options[k] for k in problem.kinds)
-    ]
-    swapped = [
-        place if k == kind else pick
-        for k, pick in zip(problem.kinds, base, strict=True)
-    ]
-    taken = sum(
-        (k, pick) == (kind, place)
-        for k, pick in zip(problem.kinds, picks or (), strict=False)
-    )
-    return OptionFigures(
-        name=name,
-        strategy=strategy_figures(analysis, kind, option.candidate),
-        segment_ms=option.time_ms,
-        state_bytes=option.state_bytes,
-        residual_bytes=option.residual_bytes,
-        temp_bytes=option.temp_bytes,
-        step_ms=problem.cost_ms(swapped),
-        memory_bytes=problem.memory_bytes(swapped),
-        taken=taken,
     )
 
 

@@ -1,13 +1,14 @@
-"""Results of each pass, and of compiling, as tables and as plain data."""
+"""Results of single passes, and rates of collectives, as tables and as plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
-from rich.text import Text
+from rich.console import RenderableType
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.dump import (
@@ -23,9 +24,10 @@ from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import Strategy, block_strategies
 from cfp.plan.describe import block_moves, op_text
 from cfp.printable import counted
+from cfp.profiling.rates import Rates, sent_share
 from cfp.search.requests import Profiles
 from cfp.units import format_bytes, format_flops
-from cfp.view.console import Fitted, new_table
+from cfp.view.console import Row, Rows, sheet
 from cfp.view.words import STRATEGIES
 
 _MOST_OPAQUE = 5
@@ -52,49 +54,44 @@ def search_space(analysis: Analysis, segment: Segment) -> list[int]:
     ]
 
 
-# -------------------------------------------------------------------------- analyze
+def _rows(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Rows:
+    return Rows(title=title, headings=dict.fromkeys(headings, "text"), rows=rows)
+
+
+def _members(analysis: Analysis, kind: int) -> str:
+    return ", ".join(str(s.index) for s in analysis.segments if s.kind == kind)
 
 
 def analysis_view(
     analysis: Analysis, seconds: float, border: box.Box
 ) -> RenderableType:
     """Kinds of segments, the blocks of each, and the ops that cannot be sharded."""
-    frame = analysis.frame
-    program = frame.program
-    ops = counted(len(program.ops), "op", "ops")
-    blocks = counted(len(frame.blocks), "block", "blocks")
-    segments = counted(len(analysis.segments), "segment", "segments")
-    kinds = counted(len(analysis.representatives), "kind", "kinds")
-    flops = format_flops(program_flops(program))
-    lines = (
-        f"{ops}, {blocks}, {segments} of {kinds}, {flops} per step; "
-        f"analysed in {seconds:.2f} s"
+    frame, program = analysis.frame, analysis.frame.program
+    head = (
+        f"{counted(len(program.ops), 'op', 'ops')}, "
+        f"{counted(len(frame.blocks), 'block', 'blocks')}, "
+        f"{counted(len(analysis.segments), 'segment', 'segments')} of "
+        f"{counted(len(analysis.representatives), 'kind', 'kinds')}, "
+        f"{format_flops(program_flops(program))} per step; analysed in {seconds:.2f} s"
     )
-    headings = ("kind", "segments", "block", "operation", "strategies")
-    table = new_table(border, "Segments", dict.fromkeys(headings, "text"))
+    rows = []
     for kind, index in enumerate(analysis.representatives):
-        members = [s.index for s in analysis.segments if s.kind == kind]
         segment = analysis.segments[index]
+        first = str(kind), _members(analysis, kind)
         sizes = search_space(analysis, segment)
-        for place, (b, size) in enumerate(zip(segment.blocks, sizes, strict=True)):
+        for b, size in zip(segment.blocks, sizes, strict=True):
             block = frame.blocks[b]
-            table.add_row(
-                str(kind) if place == 0 else "",
-                ", ".join(map(str, members)) if place == 0 else "",
-                block.name,
-                op_text(program, program.ops[block.anchor]),
-                str(size),
-            )
-        table.add_section()
-    parts: list[RenderableType] = [Text(lines, style="bold"), Text()]
-    parts += [Fitted(table), Text()]
-    parts += map(Text, summary_lines(summarize(analysis)))
-    opaque = list(opaque_lines(program))
-    if opaque_ops(program):
-        parts += [Text(), *map(Text, opaque[: _MOST_OPAQUE + 1])]
+            op = op_text(program, program.ops[block.anchor])
+            ends = b == segment.blocks[-1]
+            rows.append(Row(cells=(*first, block.name, op, str(size)), ends=ends))
+            first = "", ""
+    headings = ("kind", "segments", "block", "operation", "strategies")
+    lines = [*summary_lines(summarize(analysis))]
+    opaque = [*opaque_lines(program)] if opaque_ops(program) else []
+    lines += opaque[: _MOST_OPAQUE + 1]
     if len(opaque) > _MOST_OPAQUE + 1:
-        parts.append(Text(f"and {len(opaque) - _MOST_OPAQUE - 1} more"))
-    return Group(*parts)
+        lines.append(f"and {len(opaque) - _MOST_OPAQUE - 1} more")
+    return sheet(border, head, [_rows("Segments", headings, rows)], lines)
 
 
 def summary_lines(summary: Summary) -> Iterator[str]:
@@ -110,8 +107,8 @@ def summary_lines(summary: Summary) -> Iterator[str]:
         ("Contractions", summary.contractions),
         ("State", summary.state),
     ):
-        whole = summary.whole(shares)
         total = sum(s.amount for s in shares)
+        whole = summary.whole(shares)
         large = [s for s in whole if s.amount >= _WORTH_NAMING * total]
         if large:
             yield f"{title} that cannot be split so many ways:"
@@ -133,9 +130,9 @@ def analysis_data(analysis: Analysis, seconds: float) -> dict[str, Any]:
             "flops": summary.split_share(summary.contractions),
             "state_bytes": summary.split_share(summary.state),
             "unshared_contractions": [
-                str(s) for s in summary.whole(summary.contractions)
+                *map(str, summary.whole(summary.contractions)),
             ],
-            "unshared_state": [str(s) for s in summary.whole(summary.state)],
+            "unshared_state": [*map(str, summary.whole(summary.state))],
         },
         "blocks": [
             {
@@ -150,36 +147,26 @@ def analysis_data(analysis: Analysis, seconds: float) -> dict[str, Any]:
     }
 
 
-# -------------------------------------------------------------------------- profile
-
-
 def profiles_view(
     analysis: Analysis, profiles: Profiles, border: box.Box
 ) -> RenderableType:
     """For each kind of segment what was measured, the best and the worst."""
-    headings = ("kind", "segments", "measured", "failed", "best", "worst")
-    table = new_table(border, "Profiles", dict.fromkeys(headings, "text"))
-    records = profiles.records
+    rows, records = [], profiles.records
     for kind in range(len(analysis.representatives)):
-        members = [s.index for s in analysis.segments if s.kind == kind]
         mine = (w for w in profiles.requests if w.kind == kind)
         known = [w for w in mine if w.outcome(records) is not None]
         times = [w.alone_ms(records) for w in known if w.is_measured(records)]
-        table.add_row(
-            str(kind),
-            ", ".join(map(str, members)),
-            str(len(times)),
-            str(len(known) - len(times)),
-            f"{min(times):.3f} ms" if times else "-",
-            f"{max(times):.3f} ms" if times else "-",
-        )
+        counts = str(len(times)), str(len(known) - len(times))
+        ends = [f"{most(times):.3f} ms" if times else "-" for most in (min, max)]
+        rows.append(Row(cells=(str(kind), _members(analysis, kind), *counts, *ends)))
+    headings = ("kind", "segments", "measured", "failed", "best", "worst")
     counts = profiles.counts
     line = (
         f"{counted(counts['strategies_measured'], *STRATEGIES)} measured, "
         f"{counts['strategies_cached']} from the cache, "
         f"{counts['strategies_failed']} failed; {counts['profile_seconds']:.1f} s"
     )
-    return Group(Fitted(table), Text(), Text(line))
+    return sheet(border, "", [_rows("Profiles", headings, rows)], [line])
 
 
 def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
@@ -214,9 +201,6 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
     }
 
 
-# -------------------------------------------------------------------------- presets
-
-
 def presets_data(
     analysis: Analysis, presets: Mapping[str, Choice]
 ) -> list[dict[str, Any]]:
@@ -240,13 +224,82 @@ def presets_data(
 
 def presets_view(found: list[dict[str, Any]], border: box.Box) -> RenderableType:
     """The presets as a table."""
-    headings = ("name", "arguments per device", "collectives in a step")
-    table = new_table(border, "Presets", dict.fromkeys(headings, "text"))
+    rows = []
     for item in found:
         sent = sorted(item["collective_bytes"].items(), key=lambda pair: -pair[1])
-        table.add_row(
-            item["name"],
-            format_bytes(item["argument_bytes"]),
-            ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sent) or "-",
+        sends = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sent) or "-"
+        held = format_bytes(item["argument_bytes"])
+        rows.append(Row(cells=(item["name"], held, sends)))
+    headings = ("name", "arguments per device", "collectives in a step")
+    return _rows("Presets", headings, rows).table(border)
+
+
+# ---------------------------------------------------------------- rates of collectives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvePoint:
+    """One measured collective.
+
+    Attributes:
+        axes: the mesh's axes that it runs over.
+        size_bytes: the whole tensor of a group; see `Rates.collective_ms`.
+        sent_gb_per_s: bytes that each device sent, as in a ring, in 1e9 a second.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    size_bytes: int
+    time_ms: float
+    sent_gb_per_s: float
+
+
+def curve_points(rates: Rates) -> list[CurvePoint]:
+    """All measured collectives, by axes, kind and size."""
+    sizes = dict(rates.mesh)
+    return [
+        CurvePoint(
+            kind=kind,
+            axes=axes,
+            size_bytes=size,
+            time_ms=time_ms,
+            sent_gb_per_s=size
+            * sent_share(kind, prod(sizes[name] for name in axes))
+            / time_ms
+            / 1e6,
         )
-    return Fitted(table)
+        for (kind, axes), curve in sorted(
+            rates.curves.items(), key=lambda pair: pair[0][::-1]
+        )
+        for size, time_ms in curve
+    ]
+
+
+def curves_data(rates: Rates, link_gb_per_s: float | None) -> dict[str, Any]:
+    """The curves and rates, as JSON."""
+    return {
+        "mesh": dict(rates.mesh),
+        "link_gb_per_s": link_gb_per_s,
+        "matmul_tflop_per_s": {
+            dtype: flops / 1e9 for dtype, flops in rates.matmul_flops_per_ms.items()
+        },
+        "memory_gb_per_s": rates.memory_bytes_per_ms / 1e6,
+        "collectives": [asdict(point) for point in curve_points(rates)],
+    }
+
+
+def curves_rows(rates: Rates, link_gb_per_s: float | None) -> Rows:
+    """The curves, a line for each size."""
+    headings = {"collective": "text", "axes": "text"}
+    headings |= dict.fromkeys(("tensor", "ms", "GB/s sent", "of link"), "number")
+    rows = [
+        Row(
+            cells=(
+                *(point.kind, ",".join(point.axes), format_bytes(point.size_bytes)),
+                *(f"{point.time_ms:.4f}", f"{point.sent_gb_per_s:.1f}"),
+                f"{point.sent_gb_per_s / link_gb_per_s:.0%}" if link_gb_per_s else "-",
+            )
+        )
+        for point in curve_points(rates)
+    ]
+    return Rows(title="Collectives", headings=headings, rows=rows).filled()

@@ -1,18 +1,21 @@
-"""Remarks on a plan: what it does not shard, keep or know, and what it gains."""
+"""Remarks on a plan: what it does not shard, keep or know, and what it gains.
+
+A remark is a template and the function that finds its values in a plan. It is left out
+where that finds none.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from math import prod
 
-from cfp.devices.device_kind import memory_of
 from cfp.plan.figures import (
     GIVEN_SECONDS,
     UNPLANNED,
     VARIANTS_SECONDS,
-    Figures,
-    VariantFigures,
+    LeftFigures,
+    WorthFigures,
 )
 from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN
 from cfp.plan.plan import Plan
@@ -20,357 +23,320 @@ from cfp.printable import counted, merged_alike
 from cfp.program.fp8 import TAKEN
 from cfp.race.programs import TOO_LATE
 from cfp.search.requests import UNMEASURED_STRATEGIES
-from cfp.settings import Dimension, defaults_of
+from cfp.settings import Dimension
 from cfp.units import format_bytes, overtime_text
 from cfp.view import words
 from cfp.view.words import few
 
 _WORTH_DONATING = 0.02  # of the memory that a plan needs
-# Of a GPU's memory what JAX takes by default, and what the driver leaves of that.
-_USUAL_SHARE = 0.70, 0.76
+# Guess: some hundred kernels, each launched in some microseconds.
+SHORT_STEP_MS = 1.0
+_MORE_TIME = (
+    "a longer --time-budget, or PlannerSettings(seconds=...), has time for them"
+)
+Values = str | tuple[str, ...]
 
 
 def remarks(plan: Plan) -> Iterator[str]:
     """Lists what a plan does not shard, keep or know, though users may expect it."""
-    search, figures = plan.search, plan.figures
-    if unplanned := unplanned_text(plan):
-        yield unplanned
-    given = search.get(GIVEN_SECONDS)
-    took = search.get(VARIANTS_SECONDS, search.get(words.ALL_SECONDS, 0.0))
-    if given is not None and (
-        overtime := overtime_text("planning", took - given, given)
-    ):
-        yield overtime
-    if unmeasured := search.get(UNMEASURED_STRATEGIES):
-        yield (
-            "time was too short to measure "
-            f"{counted(unmeasured, 'strategy', 'strategies')}: a longer --time-budget, "
-            "or PlannerSettings(seconds=...), has time for them, and what was measured "
-            "is kept"
-        )
-    late = sum(row.note == TOO_LATE for row in plan.race)
-    if late and len({row.samples_ms for row in plan.race if row.samples_ms}) == 1:
-        others = "the other" if late == 1 else f"any of {late} others"
-        yield (
-            f"no comparison: time was over before {others} was compiled; "
-            "a longer --time-budget, or PlannerSettings(seconds=...), has time for them"
-        )
-    yield from _whole_remarks(plan)
-    if crossing := plan.environment.get("crosses_hosts"):
-        yield f"goes from host to host: {crossing}"
-    if words.is_mostly_launches(plan):
-        yield (
-            f"below {words.SHORT_STEP_MS:g} ms launches of kernels and collectives, "
-            "which estimates mostly leave out, take most of a step: expect more"
-        )
-    yield from plan.site_checks
-    loops = [text for text in plan.uncounted if text.startswith("while")]
-    if loops:
-        yield (
-            "counted as one iteration, in predictions too, since the program does not "
-            f"say how many: {few(loops)}"
-        )
-    if branches := [text for text in plan.uncounted if text not in loops]:
-        yield (
-            "timed with the branch that was taken meanwhile, and predicted with all: "
-            f"a step with another branch may take longer: {few(branches)}"
-        )
-    if words.known_how(plan) == "estimated" and plan.rung == "measured":
-        raced = sum(bool(row.samples_ms) for row in plan.race)
-        alone = "nothing" if plan.measured_ms is None else "only the plan's own step"
-        timed = f"{'only the race' if raced > 1 else alone} was timed"
-        if words.WAS_DESCRIBED in search:
-            yield f"predictions are estimates of described devices; {timed}"
-        else:
-            chosen = (
-                "they choose what is raced, and the timed race the plan"
-                if raced > 1
-                else f"they choose the plan; {timed}"
-            )
-            yield (
-                f"predictions are estimates: on virtual devices {chosen} "
-                "(measure=True, --measure: more)"
-            )
-    if ties := search.get("ties", 0):
-        others = "others were" if ties > 1 else "other was"
-        within = f"{search.get('tie_spread', 0.0):.1%}"
-        yield (
-            f"a tie: {ties:.0f} {others} as fast, within {within}; the simplest of "
-            "them is the plan"
-        )
-    undonated = search.get("undonated_bytes", 0)
-    if undonated > _WORTH_DONATING * (plan.peak_bytes or plan.predicted_bytes or 0):
-        roots = dict.fromkeys(plan.arg_names[i].split("/")[0] for i in plan.undonated)
-        yield (
-            f"the state is there twice: donate {few([*roots]) or 'it'} "
-            f"(donate_argnums, --donate), and {format_bytes(undonated)} of each device "
-            "are free"
-        )
-    yield from _budget_remarks(plan)
-    if remat_untried(plan):
-        yield "rematerialization: not tried, the plan fits by prediction without it"
-    if plan.in_host:
-        yield _in_host_text(plan)
-    if plan.uneven:
-        yield f"whole, since the mesh does not divide it: {few(plan.uneven)}"
-    if plan.replicated_ops:
-        ops = few(plan.replicated_ops)
-        yield f"every device runs in full, with its share of all bytes made: {ops}"
-    foreign = [text for text in plan.replicated_ops if text.startswith("custom_")]
-    if not all(INDIVISIBLE in text or NOT_CHOSEN in text for text in foreign):
-        yield (
-            "a kernel is sharded by a rule that it brings: custom_partitioning with "
-            "sharding_rule=, or shard_map; see docs/performance.md"
-        )
-    if figures and figures.kernels:
-        yield f"kernels that are sharded: {few(figures.kernels)}"
-    if plan.host_callbacks_skipped:
-        yield f"not called while it was measured: {few(plan.host_callbacks_skipped)}"
-    yield from _replaced_remarks(plan)
-    if figures is not None:
-        yield from _worth_remarks(plan)
-        refused = [f"by {o.kernel}: {o.reason}" for o in figures.left if o.kernel]
-        as_written = [one for one in figures.left if not one.kernel]
-        reasons = [one.reason for one in as_written]
-        if refused:  # They say it of each kernel.
-            reasons = [one for one in reasons if one != words.NONE_CAN]
-        if reasons:
-            yield f"attention as written: {few(reasons, '; ')}"
-        if refused:
-            yield f"attention not {few(refused, '; ')}"
-    if text := words.unscattered_text(plan):
-        yield text
-    if count := search.get("constraints_left_out", 0):
-        what = f"{count:.0f} of the step's own sharding constraints"
-        yield f"left out: {what}, since the plan decides"
-    if plan.products:
-        yield precision_text(plan)
-    if count := search.get("wide_sums", 0):
-        what = counted(count, "scatter", "scatters")
-        yield (
-            f"summed in float32 instead of 16 bits: {what} (gradients of lookups, sums "
-            "of segments)"
-        )
-
-
-def precision_text(plan: Plan) -> str:
-    """Says how many products are computed in FP8, and why the others are not."""
-    taken = plan.products.get(TAKEN, 0)
-    left = [f"{n} ({why})" for why, n in plan.products.items() if why != TAKEN]
-    text = f"computed in FP8: {taken} of {sum(plan.products.values())} 16-bit products"
-    return f"{text}; as written: {', '.join(left)}" if left else text
+    for values_of, template in _REMARKS:
+        if values := values_of(plan):
+            values = (values,) if isinstance(values, str) else values
+            yield template.format(*values)
 
 
 def unplanned_text(plan: Plan) -> str:
-    """Describes the variants that there was no time to plan; "" if there are none."""
+    """Counts the variants that there was no time to plan; "" if there are none."""
     every = plan.figures.variants if plan.figures else ()
-    late = [one for one in every if one.note.startswith(UNPLANNED)]
+    late = sum(one.note.startswith(UNPLANNED) for one in every)
     if not late:
         return ""
-    own = next((one.estimated_ms for one in every if one.taken), None)
-
-    def estimate(one: VariantFigures) -> str:
-        if one.estimated_ms is None:
-            return f"{one.name}, not estimated"
-        is_tie = own is not None and abs(one.estimated_ms - own) <= words.SAME_MS
-        text = f"{one.name}, estimated at {one.estimated_ms:.3f} ms"
-        return text + " like this one" * is_tie
-
-    texts = [*map(estimate, late)]
-    if (more := len(late) - words.MOST_NAMES) > 0:
-        texts[words.MOST_NAMES :] = [counted(more, "other variant", "other variants")]
-    if own is not None and any(one.estimated_ms not in (None, own) for one in late):
-        texts.append(f"this one, before it was planned, at {own:.3f} ms")
-    return (
-        f"time was over before {counted(len(late), 'variant', 'variants')} of "
-        f"{len(every)} could be planned: {'; '.join(texts)}; a longer "
-        "--time-budget, or PlannerSettings(seconds=...), has time for them"
-    )
+    text = f"time was over before {late} of {len(every)} variants could be planned"
+    return f"{text}: {_MORE_TIME}"
 
 
-def _whole_remarks(plan: Plan) -> Iterator[str]:
-    """Says of a plan that has all blocks on every device that this gains little."""
+def _overtime(plan: Plan) -> Values:
+    given = plan.search.get(GIVEN_SECONDS)
+    if given is None:
+        return ()
+    own = plan.search.get(words.ALL_SECONDS, 0.0)
+    took = plan.search.get(VARIANTS_SECONDS, own)
+    return overtime_text("planning", took - given, given)
+
+
+def _unmeasured(plan: Plan) -> Values:
+    count = plan.search.get(UNMEASURED_STRATEGIES)
+    return counted(count, *words.STRATEGIES) if count else ()
+
+
+def _uncompared(plan: Plan) -> Values:
+    late = sum(row.note == TOO_LATE for row in plan.race)
+    ran = {row.samples_ms for row in plan.race if row.samples_ms}
+    return counted(late, "other", "others") if late and len(ran) == 1 else ()
+
+
+def _is_whole(plan: Plan) -> bool:
     devices = prod(size for _, size in plan.mesh_axes)
-    is_whole = devices > 1 and plan.arg_specs and not words.is_sharded(plan)
-    if not is_whole and not words.runs_whole(plan):
-        return
+    return devices > 1 and bool(plan.arg_specs) and not words.is_sharded(plan)
+
+
+def _no_faster(plan: Plan) -> tuple[str, ...]:
+    devices = prod(size for _, size in plan.mesh_axes)
     others = [
         f" (the best with all blocks data parallel: {one.without_ms:.3f} ms, this one "
         f"{one.with_ms:.3f}, {'measured' if one.is_measured else 'predicted'})"
-        for one in (plan.figures.worth if plan.figures else ())
+        for one in _worth(plan)
         if one.name == Dimension.SHARDING and one.without_ms is not None
     ]
-    slow = f"{devices} devices are no faster than one for this step{''.join(others)}"
-    instead = ": use one, or a larger batch"
-    if is_whole:
-        yield (
-            f"nothing is sharded: {slow}, and every device runs in full what one "
-            f"would{instead}"
-        )
-    else:
-        yield (
-            f"all blocks run whole on each of the {devices} devices: but for the "
-            f"update of what is stored in parts, {slow}{instead}"
-        )
+    return str(devices), "".join(others)
 
 
-def remat_untried(plan: Plan) -> bool:
-    """True if a search under a memory limit had no need to rematerialize anything."""
-    figures = plan.figures
-    if figures is None or figures.budget_bytes is None or words.unsearched_text(plan):
-        return False
-    if figures.chosen and Dimension.REMAT not in figures.chosen:
-        return False
-    options = [one for kind in figures.kinds for one in kind.options]
-    return (
-        not any(one.rematerialized for one in plan.segments)
-        and not any(one.strategy.rematerialized for one in options)
-        and any(one.taken for one in options)
-        and all(
-            one.memory_bytes <= figures.budget_bytes for one in options if one.taken
-        )
-    )
+def _nothing_sharded(plan: Plan) -> Values:
+    return _no_faster(plan) if _is_whole(plan) else ()
 
 
-def _budget_remarks(plan: Plan) -> Iterator[str]:
-    """Describes the share of a device's memory that a plan may use."""
-    budget = plan.figures.budget_bytes if plan.figures else None
-    if budget is None:
-        return
-    whole = memory_of(plan.environment.get("device_kind", ""))
-    text, kept = f"a plan may use {format_bytes(budget)} of ", reserve_text(plan)
-    if whole is None or budget > whole:
-        yield f"{text}each device{kept}"
-        return
-    by_default = _USUAL_SHARE[0] <= budget / whole <= _USUAL_SHARE[1]
-    why = ", what JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise"
-    why = kept or why * by_default
-    yield f"{text}the {format_bytes(whole)} of each device{why}"
+def _all_whole(plan: Plan) -> Values:
+    is_so = words.runs_whole(plan) and not _is_whole(plan)
+    return _no_faster(plan) if is_so else ()
 
 
-def reserve_text(plan: Plan) -> str:
-    """Describes what of a budget is not for the plan; "" if nothing is held back."""
-    budget = plan.figures.budget_bytes if plan.figures else None
-    reserve = round(plan.search.get(words.RESERVE_BYTES, 0.0))
-    if budget is None or not reserve:
-        return ""
-    asked, kept = map(format_bytes, (budget + reserve, reserve))
-    return f": the budget of {asked} less {kept} that the allocator may add"
+def _mostly_launches(plan: Plan) -> Values:
+    is_described = plan.rung == "estimated" and plan.environment.get("described")
+    is_short = plan.predicted_ms is not None and plan.predicted_ms < SHORT_STEP_MS
+    return f"{SHORT_STEP_MS:g}" if is_described and is_short else ()
 
 
-def _in_host_text(plan: Plan) -> str:
-    """Describes what a plan keeps in the memory of the host, and its cost.
+def _loops(plan: Plan) -> Values:
+    return few([text for text in plan.uncounted if text.startswith("while")])
 
-    What that frees is on each device; the time is what copies take one after another.
-    """
+
+def _branches(plan: Plan) -> Values:
+    return few([text for text in plan.uncounted if not text.startswith("while")])
+
+
+def _estimates(plan: Plan) -> Values:
+    if words.known_how(plan) != "estimated" or plan.rung != "measured":
+        return ()
+    if words.WAS_DESCRIBED in plan.search:
+        return " of described devices"
+    how = "what is raced, and the timed race the plan"
+    if sum(bool(row.samples_ms) for row in plan.race) < 2:
+        how = "the plan"
+    more = "(measure=True, --measure: more)"
+    return f": on virtual devices they choose {how} {more}"
+
+
+def _ties(plan: Plan) -> Values:
+    if not (ties := plan.search.get("ties")):
+        return ()
+    return f"{ties:.0f}", f"{plan.search.get('tie_spread', 0.0):.1%}"
+
+
+def _undonated(plan: Plan) -> Values:
+    size = plan.search.get("undonated_bytes", 0)
+    needed = plan.peak_bytes or plan.predicted_bytes or 0
+    if size <= _WORTH_DONATING * needed:
+        return ()
+    roots = dict.fromkeys(plan.arg_names[i].split("/")[0] for i in plan.undonated)
+    return few([*roots]) or "it", format_bytes(size)
+
+
+def _in_host(plan: Plan) -> Values:
+    if not plan.in_host:
+        return ()
+    search, parts = plan.search, [f"{len(plan.in_host)} arguments"]
+    if (size := search.get("host_bytes")) is not None:
+        parts += [f"{format_bytes(round(size))} for each device"]
+        parts += ["without which nothing fits"]
+    if (moved_ms := search.get("host_ms")) is not None:
+        parts.append(f"moved to the device and back in {moved_ms:.3f} ms, estimated")
+    if (unfit_ms := search.get("unfit_ms")) is not None:
+        parts.append(f"the fastest that does not fit: {unfit_ms:.3f} ms, predicted")
     names = few(merged_alike([plan.arg_names[i] for i, _ in plan.in_host]))
-    size = plan.search.get("host_bytes")
-    text = f"in the memory of the host between steps: {len(plan.in_host)} arguments"
-    if size is not None:
-        text += f", {format_bytes(round(size))} for each device"
-    text += f" ({names})" + (", without which nothing fits" if size is not None else "")
-    if (moved_ms := plan.search.get("host_ms")) is not None:
-        text += f"; to move it and back takes up to {moved_ms:.3f} ms, estimated"
-    if (unfit_ms := plan.search.get("unfit_ms")) is not None:
-        text += f"; the fastest that does not fit: {unfit_ms:.3f} ms, predicted"
-    return text
+    return f"{'; '.join(parts)} ({names})"
+
+
+def _foreign(plan: Plan) -> Values:
+    kernels = [text for text in plan.replicated_ops if text.startswith("custom_")]
+    known = (INDIVISIBLE, NOT_CHOSEN)
+    return any(not any(why in text for why in known) for text in kernels) * " "
 
 
 _PLURALS = {"attention": "attentions"}
 _RINGS = {"ring", "zigzag"}
 
 
-def _replaced_remarks(plan: Plan) -> Iterator[str]:
-    """Describes what the plan replaces in the step."""
+def _replaced(plan: Plan) -> Values:
     ops = {(one.name, one.op): one.functions.how for one in plan.constraints.replaced}
-    counts = Counter((name, _way_words(how)) for (name, _), how in ops.items())
-    if not counts:
-        return
-    parts = [
+    counts: Counter[tuple[str, str]] = Counter()
+    for (name, _), (first, *roles) in ops.items():
+        rings = sorted({role.rpartition("=")[2] for role in roles} & _RINGS)
+        counts[name, f"by {first}{''.join(f' in a {one}' for one in rings)}"] += 1
+    return ", ".join(
         f"{count} {name if count == 1 else _PLURALS.get(name, name)} {how}"
         for (name, how), count in counts.items()
-    ]
-    yield (
-        f"replaced, in the same dtypes: {', '.join(parts)}; as written by "
-        "--attention none, or PlannerSettings(attention=())"
     )
 
 
-def _way_words(how: Sequence[str]) -> str:
-    first, *roles = how
-    rings = {role.rpartition("=")[2] for role in roles} & _RINGS
-    return f"by {first}{''.join(f' in a {ring}' for ring in sorted(rings))}"
+def _chosen_among(plan: Plan) -> Values:
+    chosen = plan.figures.chosen if plan.figures else ()
+    return ", ".join(chosen) if len(chosen) < len(Dimension) else ()
 
 
-def _worth_remarks(plan: Plan) -> Iterator[str]:
-    """Describes what a plan was chosen among, and the gain of each kind of choice."""
-    figures = plan.figures
-    assert figures is not None
-    if figures.chosen and len(figures.chosen) < len(Dimension):
-        what = ", ".join(figures.chosen)
-        yield f"chosen among {what} alone, as choose= (--choose) asks"
-    elif figures.variants and (untried := _untried(plan, figures)):
-        yield f"not tried: {'; '.join(untried)}"
-    own_ms, how = plan.measured_ms, "in its own race" * figures.variants_raced
-    if words.VERIFIED in plan.search:
-        how = "as verified"
-    own = f"; {own_ms:.3f} ms {how}" if how and own_ms else ""
-    for one in figures.variants:
-        if one.note.startswith(UNPLANNED):
-            continue
-        this = f" (this one{own})" if one.taken else ""
-        yield f"variant {one.name}: {_variant_text(one, figures.variants_raced)}{this}"
-    for how, is_measured in (("as measured", True), ("by prediction", False)):
+def _worth(plan: Plan) -> tuple[WorthFigures, ...]:
+    return plan.figures.worth if plan.figures else ()
+
+
+def _gains(is_measured: bool) -> Callable[[Plan], Values]:
+    """The gain of each kind of choice, as it was measured or predicted."""
+
+    def values(plan: Plan) -> Values:
         parts = []
-        for one in figures.worth:
+        for one in _worth(plan):
             of_variants = one.name in (Dimension.MESH, Dimension.MICROBATCHES)
             is_noise = is_measured and words.is_rough(plan) and not of_variants
-            if one.is_measured is not is_measured or is_noise:
-                continue
             is_sharding = one.name == Dimension.SHARDING
-            if is_sharding and (words.runs_whole(plan) or not words.is_sharded(plan)):
+            is_whole = words.runs_whole(plan) or not words.is_sharded(plan)
+            is_other = one.is_measured is not is_measured
+            if is_other or is_noise or (is_sharding and is_whole):
                 continue
             if one.without_ms is None:
                 parts.append(f"{one.name}, without which nothing fits")
             elif abs(one.without_ms - one.with_ms) >= words.SAME_MS:
                 plain = ", against all blocks data parallel" * is_sharding
-                gain_ms = one.without_ms - one.with_ms
-                parts.append(f"{one.name} {gain_ms:.3f} ms{plain}")
-        if parts:
-            yield f"worth {how}: {'; '.join(parts)}"
+                parts.append(f"{one.name} {one.without_ms - one.with_ms:.3f} ms{plain}")
+        return "; ".join(parts)
+
+    return values
 
 
-def _untried(plan: Plan, figures: Figures) -> list[str]:
-    """Lists kinds of choices that devices have none of, or for which there was no need.
-
-    None where nothing was searched. `remat_untried` is a remark of its own.
-    """
-    platform = plan.environment.get("platform", "")
-    tried = [one.strategy for kind in figures.kinds for one in kind.options]
-    if not tried or words.WAS_DESCRIBED in plan.search:
-        return []
-    usual = defaults_of(platform)
-    has_kernels = usual.replacing.attention or any(one.kernels for one in tried)
-    has_options = usual.compiler_options or plan.options
-    none = ["kernels"] * (not has_kernels) + ["compiler options"] * (not has_options)
-    found = [f"{' and '.join(none)} (none by default on {platform})"] if none else []
-    if (
-        has_options
-        and not plan.options
-        and prod(size for _, size in plan.mesh_axes) == 1
-    ):
-        found.append("compiler options (for collectives, of which one device has none)")
-    if figures.budget_bytes is None and not any(one.rematerialized for one in tried):
-        found.append("rematerialization (without a memory budget)")
-    if not plan.in_host:
-        found.append("host memory (only where nothing fits)")
-    return found
+def _left(plan: Plan) -> tuple[LeftFigures, ...]:
+    return plan.figures.left if plan.figures else ()
 
 
-def _variant_text(one: VariantFigures, raced: bool) -> str:
-    """A variant's time, and its estimate before it was planned: of another plan."""
-    where = " in the race of the variants" * raced
-    time = [] if one.step_ms is None else [f"{one.step_ms:.3f} ms{where}"]
-    if one.estimated_ms not in (None, one.step_ms):
-        time.append(f"its best by estimate, before planning, {one.estimated_ms:.3f} ms")
-    return ", ".join(time) or one.note or "not timed"
+def _as_written(plan: Plan) -> Values:
+    reasons = [one.reason for one in _left(plan) if not one.kernel]
+    if any(one.kernel for one in _left(plan)):  # They say it of each kernel.
+        reasons = [one for one in reasons if one != words.NONE_CAN]
+    return few(reasons, "; ")
+
+
+def _refused(plan: Plan) -> Values:
+    return few([f"by {o.kernel}: {o.reason}" for o in _left(plan) if o.kernel], "; ")
+
+
+def _count(name: str, one: str, many: str) -> Callable[[Plan], Values]:
+    """A count of the search with its noun, if it is not zero."""
+    return lambda plan: counted(n, one, many) if (n := plan.search.get(name)) else ()
+
+
+def precision_text(plan: Plan) -> str:
+    """Says how many products are computed in FP8, and why the others are not."""
+    if not plan.products:
+        return ""
+    taken = plan.products.get(TAKEN, 0)
+    left = [f"{n} ({why})" for why, n in plan.products.items() if why != TAKEN]
+    text = f"computed in FP8: {taken} of {sum(plan.products.values())} 16-bit products"
+    return f"{text}; as written: {', '.join(left)}" if left else text
+
+
+_SLOW = "{} devices are no faster than one for this step{}"
+_INSTEAD = "use one, or a larger batch"
+_REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
+    (unplanned_text, "{}"),
+    (_overtime, "{}"),
+    (
+        _unmeasured,
+        f"time was too short to measure {{}}: {_MORE_TIME}, and what was measured is "
+        "kept",
+    ),
+    (
+        _uncompared,
+        f"no comparison: time was over before {{}} could be compiled; {_MORE_TIME}",
+    ),
+    (
+        _nothing_sharded,
+        f"nothing is sharded: {_SLOW}, and every device runs in full what one would: "
+        f"{_INSTEAD}",
+    ),
+    (
+        _all_whole,
+        "all blocks run whole on each device: but for the update of what is stored in "
+        f"parts, {_SLOW}: {_INSTEAD}",
+    ),
+    (
+        lambda plan: plan.environment.get("crosses_hosts", ""),
+        "goes from host to host: {}",
+    ),
+    (
+        _mostly_launches,
+        "below {} ms launches of kernels and collectives, which estimates mostly leave "
+        "out, take most of a step: expect more",
+    ),
+    (lambda plan: "; ".join(plan.site_checks), "{}"),
+    (
+        _loops,
+        "counted as one iteration, in predictions too, since the program does not say "
+        "how many: {}",
+    ),
+    (
+        _branches,
+        "timed with the branch that was taken meanwhile, and predicted with all: a "
+        "step with another branch may take longer: {}",
+    ),
+    (_estimates, "predictions are estimates{}"),
+    (_ties, "a tie: {} more as fast, within {}; the simplest of them is the plan"),
+    (
+        _undonated,
+        "the state is there twice: donate {} (donate_argnums, --donate), and {} of "
+        "each device are free",
+    ),
+    (words.budget_text, "{}"),
+    (_in_host, "in the memory of the host between steps: {}"),
+    (
+        lambda plan: few(plan.uneven),
+        "whole, since the mesh does not divide it: {}",
+    ),
+    (
+        lambda plan: few(plan.replicated_ops),
+        "every device runs in full, with its share of all bytes made: {}",
+    ),
+    (
+        _foreign,
+        "a kernel is sharded by a rule that it brings: custom_partitioning with "
+        "sharding_rule=, or shard_map; see docs/performance.md",
+    ),
+    (
+        lambda plan: few(plan.figures.kernels) if plan.figures else (),
+        "kernels that are sharded: {}",
+    ),
+    (
+        lambda plan: few(plan.host_callbacks_skipped),
+        "not called while it was measured: {}",
+    ),
+    (
+        _replaced,
+        "replaced, in the same dtypes: {}; as written by --attention none, or "
+        "PlannerSettings(attention=())",
+    ),
+    (_chosen_among, "chosen among {} alone, as choose= (--choose) asks"),
+    (_gains(is_measured=True), "worth as measured: {}"),
+    (_gains(is_measured=False), "worth by prediction: {}"),
+    (_as_written, "attention as written: {}"),
+    (_refused, "attention not {}"),
+    (
+        _count("unscattered", "reduce-scatter", "reduce-scatters"),
+        "{} of the plan: the compiled program has all-reduces in their place, of which "
+        "each device keeps its part",
+    ),
+    (
+        _count("constraints_left_out", "sharding constraint", "sharding constraints"),
+        "left out: {} of the step's own, since the plan decides",
+    ),
+    (precision_text, "{}"),
+    (
+        _count("wide_sums", "scatter", "scatters"),
+        "summed in float32 instead of 16 bits: {} (gradients of lookups, sums of "
+        "segments)",
+    ),
+)

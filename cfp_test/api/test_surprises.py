@@ -4,7 +4,6 @@ import inspect
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import cfp
 from cfp.view.remarks import remarks
@@ -107,24 +106,6 @@ def attend(w, x):
 
     loss, grads = jax.value_and_grad(loss_fn)(w)
     return jax.tree.map(lambda a, b: a - 0.1 * b, w, grads), loss
-
-
-def test_what_a_kernel_that_was_not_allowed_would_bring_is_said(tmp_path):
-    w = {name: jax.ShapeDtypeStruct((64, 4, 64), jnp.bfloat16) for name in "qkv"}
-    args = w, jax.ShapeDtypeStruct((8, 1024, 64), jnp.bfloat16)
-    settings = cfp.PlannerSettings(attention=())
-    plan = planned(tmp_path, fn=attend, args=args, settings=settings)
-    [text] = remark(plan, "with cudnn's a step is estimated to take")
-    less_ms = float(text.split("to take ")[1].split(" ms less")[0])
-    assert 0.0 < less_ms < plan.predicted_ms and "--attention cudnn" in text
-    usual = planned(tmp_path, fn=attend, args=args)
-    assert not remark(usual, "that was asked for")
-    assert usual.predicted_ms == pytest.approx(plan.predicted_ms - less_ms, rel=0.05)
-    # To leave the choice out is not to ask for none, and an option would be refused.
-    settings = cfp.PlannerSettings(choose=("sharding",))
-    narrow = planned(tmp_path, fn=attend, args=args, settings=settings)
-    assert remark(narrow, "chosen among sharding alone")
-    assert not remark(narrow, "that was asked for") + remark(narrow, "--attention")
 
 
 # ----------------------------------------------------------------------------- options

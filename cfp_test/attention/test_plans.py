@@ -27,7 +27,8 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.settings import Replacing
 from cfp.view.evidence import with_figures
-from cfp.view.text import explain_data, explain_text, plan_text
+from cfp.view.explain import explain_data, explain_text
+from cfp.view.text import plan_text
 from cfp_test.programs.common import normal
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -370,7 +371,7 @@ def test_a_kernel_that_could_and_was_not_chosen_is_named(planned, mesh):
     assert attentions(analysis.frame.program).found
     choice = presets(analysis.frame)["data_parallel"]
     kernels = Replacing(attention=("cudnn", "chunked", "xla"), platform="cpu")
-    told = with_figures(planned[0], analysis, choice, None, None, kernels)
+    told = with_figures(planned[0], analysis, choice, None, kernels)
     why = "chunked or xla can compute it; nothing was searched for this plan"
     left = {one.kernel: one.reason for one in told.figures.left}
     assert left.keys() == {"", "cudnn"} and left[""] == why

@@ -234,46 +234,6 @@ def test_show_and_search_know_what_was_found(planned, folder):
     assert "shardings" in missing.err
 
 
-DRAWING = (("profile", "--curves"),)
-
-
-@pytest.fixture(scope="module")
-def undrawn(tmp_path_factory):
-    """Runs each command with files that cannot be drawn; returns output and folder."""
-    folder = tmp_path_factory.mktemp("undrawn")
-    files = ("curve.abc", "curve", "absent/curve.PNG")
-    how = (*ON_CPU, "--workdir", "never", "--plot")
-    lines = [[*command, *how, file] for command in DRAWING for file in files]
-    said = iter(run_batch(lines, folder))
-    stub = folder / "stub" / "matplotlib.py"
-    stub.parent.mkdir()
-    stub.write_text("raise ImportError('not installed')")
-    paths = f"{stub.parent}{os.pathsep}{environment()['PYTHONPATH']}"
-    lines = [[*command, *how, "curve.svg"] for command in DRAWING]
-    without = run_batch(lines, folder, PYTHONPATH=paths)
-    found = {
-        command: [*(next(said) for _ in files), last]
-        for command, last in zip(DRAWING, without, strict=True)
-    }
-    return found, folder
-
-
-@pytest.mark.parametrize("command", DRAWING)
-def test_what_cannot_be_drawn_is_said_before_anything_is_measured(command, undrawn):
-    found, folder = undrawn
-    messages = (
-        "Cannot draw curve.abc: ",
-        ".pdf, .pgf, .png, ",
-        "absent is no folder. Name another file with --plot.",
-        "pip install 'cfp[report]'",
-    )
-    for outcome, message in zip(found[command], messages, strict=True):
-        assert outcome.code == 2
-        assert message in outcome.err
-        assert outcome.crash == outcome.out == ""
-    assert not (folder / "never").exists()
-
-
 def test_measurements_travel(planned, folder):
     theirs = ["--workdir", "elsewhere"]
     out, into = run_batch(

@@ -11,7 +11,7 @@ import pytest
 import cfp
 from cfp.profiling.hlo import collectives_in
 from cfp.targets import resolve
-from cfp.view.text import explain_text
+from cfp.view.explain import explain_text
 from cfp.view.words import parameters_text, storage_text
 from cfp_test.cost import recurrent
 from cfp_test.support.checking import make_mesh

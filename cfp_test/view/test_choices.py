@@ -1,22 +1,21 @@
-"""Names of a search's options, and kernels that were tried."""
+"""Names of a search's options."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from cfp.analysis.analyze import analyze
-from cfp.analysis.layout import SegmentKernels, Storage
+from cfp.analysis.layout import Storage
 from cfp.analysis.strategies import AxisChoice
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.problem import Option, Problem
-from cfp.view.evidence import _Trials, option_names, strategy_figures
-from cfp.view.model import strategy_text
+from cfp.view.evidence import option_names, strategy_figures
+from cfp.view.words import strategy_text
 from cfp_test.support.checking import make_mesh
 
 LAYERS, ROWS, WIDTH = 4, 16, 32
@@ -140,35 +139,3 @@ def test_dims_of_one_size_are_told_apart():
     assert strategy_text(heads) == strategy_text(dims)
     said = "out x: contracted (size 4), another dim of that size"
     assert strategy_text(dims, heads) == said
-
-
-def test_without_a_search_what_raced_is_told():
-    def candidate(*kernels: SegmentKernels) -> SimpleNamespace:
-        return SimpleNamespace(choice=SimpleNamespace(kernels=[*enumerate(kernels)]))
-
-    some = candidate(SegmentKernels(attention="chunked"))
-    both = (some, 9.5), (candidate(), 9.0)
-    for raced, said in (
-        (both, "timed: the step took 9.500 ms with it, 9.000 ms without"),
-        (both[1:], "nothing was searched for this plan"),
-    ):
-        trials = _Trials(SimpleNamespace(), None, raced)
-        assert trials.outcome(0, lambda kernels: kernels.attention == "chunked") == said
-
-
-def test_kernels_that_were_tried_are_told_by_the_segments_of_their_kind():
-    """Several kinds are told apart by their segments; one is not."""
-    none, some = SegmentKernels(), SegmentKernels(attention="chunked")
-    tried = [
-        SimpleNamespace(candidate=SimpleNamespace(kernels=k)) for k in (none, some)
-    ]
-    drawn = SimpleNamespace(options=[SimpleNamespace(step_ms=ms) for ms in (9.0, 9.5)])
-
-    def outcome(*kinds: int) -> str:
-        found = SimpleNamespace(kinds=[drawn] * 2, segment_kinds=kinds)
-        trials = _Trials(found, SimpleNamespace(options=[tried] * 2))
-        return trials.outcome(0, lambda kernels: kernels.attention == "chunked")
-
-    said = "the step is predicted at 9.500 ms with it, 9.000 ms without"
-    assert outcome(0, 0, 1) == f"tried in segment 0-1: {said}"
-    assert outcome(0, 0) == f"tried: {said}"

@@ -10,15 +10,17 @@ import pytest
 
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.errors import CfpError
-from cfp.plan.figures import AlikeBlocks, StrategyFigures, VariantFigures
+from cfp.plan.figures import AlikeBlocks, StrategyFigures
 from cfp.plan.parts import Role
 from cfp.plan.plan import Plan
 from cfp.printable import USUAL_COLUMNS, distinct_ends
 from cfp.settings import ConstraintLevel
-from cfp.view.model import strategy_text, view_of
+from cfp.view.diff import diff_data, diff_text
+from cfp.view.explain import explain_data, explain_text
 from cfp.view.page import page_html
-from cfp.view.text import diff_data, diff_text, explain_data, explain_text, plan_text
-from cfp_test.view.plans import RACE, ROWS, layers, make_plan, move, row
+from cfp.view.rows import chosen_text
+from cfp.view.words import strategy_text
+from cfp_test.view.plans import RACE, ROWS, make_plan, move, row
 from cfp_test.view.reported import DEEP, HARMFUL, HOSTILE, KIB, MOVES, figured, untimed
 
 DATA, OWN, ZERO1, FAILED = RACE
@@ -168,12 +170,11 @@ def test_a_page_says_why_as_the_text_does(name):
     """And of each strategy what it is, and what other segments send."""
     plan = EXPLAINED[name]
     said = " ".join(page_html(plan).split())
-    assert view_of(plan).why.removeprefix("Why: ") in said
+    assert chosen_text(plan) in said
     for one in (MANY_RUNNER, MANY_CHOICE) if name == "unlike in many blocks" else ():
         assert strategy_text(one) in said
     if name.endswith("sends otherwise"):
-        assert said.count("ut in segment") == 1
-        assert "but in segment" in plan_text(plan, width=200)
+        assert said.count("ut in segment") == 2
 
 
 def resized(batch: int) -> Plan:
@@ -242,25 +243,11 @@ def test_differences(golden):
 
 
 def test_differences_as_data_list_all():
-    assert len(diff_data(resized(8), resized(16))["sizes"]) == 6
+    sizes = "Arguments of other types or sizes"
+    assert len(diff_data(resized(8), resized(16))[sizes]) == 6
     found = diff_data(DEEP, LARGER)
-    assert found["sizes"] == {DEEP.arg_names[0]: (DEEP.arg_types[0], "float32[64,32]")}
-    assert not found["blocks"] and not found["arguments"]
-
-
-def test_one_of_something_is_no_plural():
-    plan = among(lambda options: options[:1], "a")
-    for search in ({"strategies_estimated": 1.0}, {"strategies_measured": 1.0}):
-        html = page_html(replace(plan, search={**search, "search_seconds": 1.0}))
-        assert "1 strategies" not in html and html.count("1 strategy") == 2
-        assert "<dt>Model</dt>" not in html
-
-
-@pytest.mark.parametrize("plan", [HOSTILE, make_plan(layers([0, 1, 0]), [])])
-def test_an_explanation_fits_a_terminal(plan):
-    text = explain_text(plan)
-    assert max(map(len, text.splitlines())) <= USUAL_COLUMNS
-    assert all(c.isprintable() or c == "\n" for c in text)
+    assert found[sizes] == {DEEP.arg_names[0]: (DEEP.arg_types[0], "float32[64,32]")}
+    assert [part for part in found if found[part]] == [sizes]
 
 
 def test_one_block_is_found_by_a_part_of_its_name_or_a_pattern():
@@ -278,9 +265,8 @@ def test_one_block_is_found_by_a_part_of_its_name_or_a_pattern():
 
 
 def test_a_block_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(CfpError, match="Net/layer_11/up") as error:
+    with pytest.raises(CfpError, match=r"No block .*: Net/layer_0-95/up"):
         explain_text(DEEP, "Net/layer_111/up")
-    assert "No block has 'Net/layer_111/up' in its name" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -309,40 +295,3 @@ def test_a_short_text_names_each_block():
         for place, name in enumerate(names)
     ]
     assert "q/kernel, k/kernel, v/kernel x: rows" in repr(make_plan(rows, RACE))
-
-
-def test_rematerialization_that_was_not_tried_is_told_under_a_budget():
-    said = "rematerialization: not tried, the plan fits by prediction without it"
-    fits = figured(["a", "b"], budget_bytes=650 * KIB)
-    assert said in " ".join(repr(fits).split())
-    kind = fits.figures.kinds[0]
-    first, *rest = kind.options
-    again = replace(first, strategy=replace(first.strategy, rematerialized=True))
-    tried = (replace(kind, options=(first, again, *rest)),)
-    some = replace(fits.segments[0], rematerialized=True)
-    for plan in (
-        figured(["a", "b"]),
-        figured(["a", "b"], budget_bytes=550 * KIB),
-        replace(fits, figures=replace(fits.figures, kinds=tried)),
-        replace(fits, segments=(some, *fits.segments[1:])),
-    ):
-        assert "not tried" not in repr(plan)
-
-
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_what_variants_were_not_chosen_among_is_told(platform):
-    variant = VariantFigures(
-        name="x=4", step_ms=1.0, estimated_ms=None, note="", taken=True
-    )
-    plan = replace(figured(["a", "b"]), environment={"platform": platform})
-    assert "not tried:" not in repr(plan)  # Nothing but the plan was asked for.
-    figures = replace(plan.figures, variants=(variant,))
-    plan = replace(plan, figures=figures)
-    has_none = platform == "cpu"
-    said = " ".join(repr(plan).split()).partition("not tried: ")[2]
-    none = "kernels and compiler options (none by default on cpu)"
-    assert said.startswith(f"{none}; " * has_none + "rematerialization (without a memo")
-    limited = replace(plan, figures=replace(figures, budget_bytes=550 * KIB))
-    assert "rematerialization (without" not in repr(limited)
-    few = replace(plan, figures=replace(figures, chosen=("sharding",)))
-    assert "not tried:" not in repr(few)

@@ -7,13 +7,9 @@ import pytest
 
 from cfp.plan.plan import Plan
 from cfp.printable import one_line, printable
-from cfp.view.model import view_of
-from cfp.view.page import (
-    page_html,
-    pareto,
-    small_html,
-    timeline,
-)
+from cfp.view.page import page_html, small_html
+from cfp.view.rows import blocks_rows, memory_rows, more_rows, race_rows, segments_of
+from cfp.view.text import plan_text
 from cfp_test.view.plans import RACE, as_data, layers, make_plan, row
 from cfp_test.view.reported import (
     DEEP,
@@ -104,24 +100,6 @@ def test_text_of_blanks_is_made_one_line_at_once():
     assert one_line("a \n\n  b\x1b") == "a  b\ufffd"
 
 
-def test_the_memory_timeline_adds_up():
-    assert DEEP.figures is not None
-    moments = timeline(DEEP.figures)
-    assert len(moments) == 2 * 96
-    # 1 KiB for every choice, 4 of state for each of 96, residuals of all, temporaries.
-    assert max(m.total_bytes for m in moments) == (1 + 96 * 4 + 96 * 2 + 3) * KIB
-    assert [m.segment for m in moments] == [*range(96), *reversed(range(96))]
-    assert [m.residual_bytes for m in moments[:2]] == [2 * KIB, 4 * KIB]
-    assert moments[0].total_bytes == moments[-1].total_bytes == (1 + 384 + 2 + 3) * KIB
-
-
-def test_a_plan_that_was_not_measured_has_no_timeline():
-    assert DEEP.figures is not None
-    plan = replace(DEEP, figures=replace(DEEP.figures, picks=()))
-    assert timeline(plan.figures) == []
-    assert "were not measured by themselves" in page_html(plan)
-
-
 def test_a_plan_comes_back_from_its_file_with_its_figures():
     assert Plan.from_json(as_data(DEEP)) == DEEP
     again = Plan.from_json(as_data(HOSTILE))
@@ -151,23 +129,6 @@ def test_damaged_figures_are_refused(damage):
     data["figures"] = {**data["figures"], **damage}
     with pytest.raises(Exception, match="damaged plan"):
         Plan.from_json(data)
-
-
-def test_the_front_is_what_nothing_beats():
-    options = [
-        option(str(i), ms, kib, 0)
-        for i, (ms, kib) in enumerate([(5, 9), (4, 9), (4, 8), (6, 2), (7, 2), (1, 50)])
-    ]
-    front = [(o.step_ms, o.memory_bytes // KIB) for o in pareto(options)]
-    assert front == [(6, 2), (4, 8), (1, 50)]
-    for one in options:  # by the definition, option by option
-        beaten = any(
-            o.memory_bytes <= one.memory_bytes
-            and o.step_ms <= one.step_ms
-            and (o.memory_bytes, o.step_ms) != (one.memory_bytes, one.step_ms)
-            for o in options
-        )
-        assert beaten != (one in pareto(options))
 
 
 DATA, OWN, ZERO1, FAILED = RACE
@@ -221,26 +182,36 @@ def test_pages(golden):
     own = {k: [x for x in page.lines if x not in first] for k, page in pages.items()}
     own["four layers"] = first
     golden("pages", {name: "\n".join(lines) for name, lines in own.items()})
-    assert page_html(DEEP).count('<details class="segment">') == 1
 
 
-def test_numbers_are_those_of_the_plan():
-    page = Page(page_html(DEEP))
-    for one in (candidate.row for candidate in view_of(DEEP).race.candidates):
-        [cells] = [r for r in page.rows(one.name) if len(r) == 6]
-        wanted = [
-            "-" if t is None else f"{t:.3f} ms" for t in (one.predicted_ms, one.time_ms)
-        ]
-        assert cells[1:3] == wanted
-    for found in DEEP.figures.kinds[0].options:
-        [cells] = [r for r in page.rows(found.name) if len(r) == 6]
-        assert cells[1:] == [
-            f"{found.step_ms:.3f} ms",
-            "",
-            f"{found.memory_bytes / KIB:.2f} KiB",
-            f"{found.segment_ms:.3f} ms",
-            "no" if found.name == "slow & large" else "yes",
-        ]
+def test_a_page_has_the_texts_rows():
+    plan = PAGES["a race"]
+    page = Page(page_html(plan))
+    printed = "".join(plan_text(plan, 200).split())
+    for made in (blocks_rows(segments_of(plan)), race_rows(plan), *more_rows(plan)):
+        for row_ in made.rows:
+            cells = [" ".join(cell.split()) for cell in row_.cells]
+            assert cells in [found[: len(cells)] for found in page.rows(cells[0])]
+    for row_ in race_rows(plan).rows:
+        assert all("".join(cell.split()) in printed for cell in row_.cells)
+
+
+def test_memory_at_its_peak_adds_up():
+    """Residuals of all segments up to one, and what that one needs besides."""
+    temps = [1, 9, 2, 1]
+    options = [
+        replace(option(str(i), 1.0, 1, 1), temp_bytes=temp * KIB)
+        for i, temp in enumerate(temps)
+    ]
+    kinds = (replace(FOUR.figures.kinds[0], options=tuple(options)),)
+    figures = replace(FOUR.figures, kinds=kinds, picks=(0, 1, 2, 3))
+    rows = memory_rows(replace(FOUR, figures=figures)).rows
+    sizes = [row_.bar // KIB for row_ in rows]
+    # 1 for every choice, 4 of state for each of four, 2 of residuals for each of two.
+    assert sizes[:5] == [1, 16, 4, 9, 30]
+    assert sizes[5:] == [3 * KIB, 650]
+    whole = replace(FOUR, figures=None)
+    assert [row_.bar for row_ in memory_rows(whole).rows] == [whole.peak_bytes]
 
 
 def test_a_note_of_several_lines_is_one_in_a_file(tmp_path):

@@ -6,11 +6,12 @@ import pytest
 from rich.console import Console
 
 from cfp.plan.parts import Role
-from cfp.printable import merged_alike, merged_name
+from cfp.printable import merged_alike, merged_name, span_text
 from cfp.race.programs import RaceRow
-from cfp.view.model import view_of
+from cfp.view.explain import explain_text
 from cfp.view.page import page_html
-from cfp.view.text import explain_text, plan_text, print_plan
+from cfp.view.rows import segments_of
+from cfp.view.text import plan_text, print_plan
 from cfp_test.view.plans import (
     RACE,
     axis_role,
@@ -24,21 +25,23 @@ from cfp_test.view.plans import (
 @pytest.mark.parametrize(
     ("kinds", "found"),
     [
-        ([0, 0, 0], [(0, 1, 1), (1, 1, 3), (4, 1, 1)]),
-        ([0, 1, 0, 1], [(0, 1, 1), (1, 2, 2), (5, 1, 1)]),
-        ([0, 0, 1, 0, 0, 1], [(0, 1, 1), (1, 3, 2), (7, 1, 1)]),
-        ([0, 1, 2], [(0, 1, 1), (1, 1, 1), (2, 1, 1), (3, 1, 1), (4, 1, 1)]),
+        ([0, 0, 0], ["0.", "1-3.", "4."]),
+        ([0, 1, 0, 1], ["0.", "1,3", "2,4.", "5."]),
+        ([0, 0, 1, 0, 0, 1], ["0.", "1,4", "2,5", "3,6.", "7."]),
+        ([0, 1, 2], ["0.", "1.", "2.", "3.", "4."]),
     ],
 )
 def test_repeats_are_found(kinds, found):
-    repeats = view_of(make_plan(layers(kinds), [])).runs
-    assert [(r.first, r.period, r.count) for r in repeats] == found
+    """Each with a point behind the last of those that repeat together."""
+    segments = segments_of(make_plan(layers(kinds), []))
+    assert [span_text([*s.indices]) + "." * s.ends for s in segments] == found
 
 
 def test_segments_that_are_sharded_otherwise_stand_apart():
     rows = layers([0, 0, 0])
     rows[2] = row(2, 0, "Net/layer_1/mlp", strategy=())
-    assert [r.count for r in view_of(make_plan(rows, [])).runs] == [1, 1, 1, 1, 1]
+    found = segments_of(make_plan(rows, []))
+    assert [len(s.indices) for s in found] == [1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

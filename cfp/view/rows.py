@@ -1,0 +1,478 @@
+"""The rows that are shown of a plan, made once: text and page print the same."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from cfp.plan.figures import VariantFigures
+from cfp.plan.parts import MoveFigure, PlanRow, PlanSegment, TensorFigure, roles_text
+from cfp.plan.plan import Plan
+from cfp.printable import counted, merged_name, span_text
+from cfp.profiling.timing import interquartile_range
+from cfp.race.programs import RaceRow
+from cfp.settings import ALIKE
+from cfp.units import format_bytes
+from cfp.view import words
+from cfp.view.console import Row, Rows
+
+_SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
+# With fewer samples nothing is said of their spread.
+_SPREAD_SAMPLES = 4
+_NUMBER = "number"
+
+
+def ms_text(value: float | None, form: str = ".3f") -> str:
+    """Milliseconds with three digits, or a dash."""
+    return "-" if value is None else format(value, form)
+
+
+# ----------------------------------------------------------------------------- segments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockView:
+    """A block of some segments that are alike.
+
+    Attributes:
+        row: a block in the middle of those with the same collectives as most, which
+            stands for all: the first and the last have other neighbours.
+        members: the block in each of the segments, by its index.
+        name: of all, as one: ``Net/layer_0-3/up``.
+        path: the same without the module that all blocks of the plan stand in.
+        sharded: what each axis shards, in words.
+        exceptions: the collectives of segments that have others, in words.
+    """
+
+    row: PlanRow
+    members: tuple[int, ...]
+    name: str
+    path: str
+    sharded: str
+    exceptions: tuple[str, ...]
+
+    @property
+    def collectives(self) -> str:
+        """The collectives of most, and those of others where they differ."""
+        return "; ".join([words.moves_text(self.row.moves), *self.exceptions])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentView:
+    """Segments that are alike, each in another repeat of a run.
+
+    Attributes:
+        parameters: how they are stored, and what else the segment does.
+        time_ms: of each; None if it was not measured.
+        ends: whether it is the last of those that repeat together.
+    """
+
+    indices: tuple[int, ...]
+    parameters: str
+    time_ms: float | None
+    blocks: tuple[BlockView, ...]
+    ends: bool
+
+
+def segments_of(plan: Plan) -> tuple[SegmentView, ...]:
+    """Segments in order, those that are alike and repeat back to back as one.
+
+    Alike are segments of one kind whose blocks are sharded and stored alike.
+    """
+    parts = [[*rows] for _, rows in groupby(plan.rows, key=lambda row: row.segment)]
+    marks = [
+        (plan.segments[rows[0].segment].alike, *((r.op, r.strategy) for r in rows))
+        for rows in parts
+    ]
+    first = {row.name.partition("/")[0] for row in plan.rows}
+    has_one = len(first) == 1 and all("/" in row.name for row in plan.rows)
+    prefix = f"{first.pop()}/" if has_one else ""
+    at, found = 0, []
+    while at < len(parts):
+        period, count = _longest_repeat(marks, at)
+        for place in range(at, at + period):
+            twins = parts[place : at + period * count : period]
+            segment: PlanSegment = plan.segments[twins[0][0].segment]
+            found.append(
+                SegmentView(
+                    indices=tuple(rows[0].segment for rows in twins),
+                    parameters=words.storage_text(segment),
+                    time_ms=segment.time_ms,
+                    blocks=tuple(
+                        _block(column, prefix) for column in zip(*twins, strict=True)
+                    ),
+                    ends=place == at + period - 1,
+                )
+            )
+        at += period * count
+    return tuple(found)
+
+
+def _longest_repeat(marks: Sequence[tuple], at: int) -> tuple[int, int]:
+    """(period, count) of the repeat that covers most from here on; (1, 1) if none."""
+    best = (1, 1)
+    for period in range(1, (len(marks) - at) // 2 + 1):
+        count = 1
+        unit = marks[at : at + period]
+        while marks[at + period * count : at + period * (count + 1)] == unit:
+            count += 1
+        if count > 1 and period * count > best[0] * best[1]:
+            best = (period, count)
+    return best
+
+
+def _block(twins: Sequence[PlanRow], prefix: str) -> BlockView:
+    """One for all: with the collectives of most, and those of others in words.
+
+    Small differences in size are those of tensors that belong to no block for sure.
+    """
+    kinds: dict[str, list[PlanRow]] = {}
+    for twin in twins:
+        text = words.moves_text(twin.moves)
+        kinds.setdefault(_SIZE.sub("", text), []).append(twin)
+    common, *others = sorted(
+        kinds.values(), key=lambda group: (-len(group), -group[-1].segment)
+    )
+    row = common[len(common) // 2]
+    exceptions = []
+    for group in others:
+        text = words.moves_text(group[0].moves)
+        span = span_text([one.segment for one in group])
+        exceptions.append(f"but in segment {span}: {'none' if text == '-' else text}")
+    return BlockView(
+        row=row,
+        members=tuple(twin.block for twin in twins),
+        name=merged_name([twin.name for twin in twins]),
+        path=merged_name([twin.name.removeprefix(prefix) for twin in twins]),
+        sharded=roles_text(row.strategy),
+        exceptions=tuple(exceptions),
+    )
+
+
+def update_texts(updates: Sequence[BlockView]) -> tuple[str, str, str]:
+    """The blocks without products in an optimizer's update, as one.
+
+    Returns:
+        Their name, how many of them each axis shards, and their collectives.
+    """
+    axes = Counter(one.axis for block in updates for one in block.row.strategy)
+    parts = [f"{axis}: {n} of {len(updates)}" for axis, n in sorted(axes.items())]
+    moves = merged_moves(move for block in updates for move in block.row.moves)
+    return (
+        f"optimizer update ({counted(len(updates), 'block', 'blocks')} without "
+        "products)",
+        "; ".join(parts) or "replicated",
+        words.moves_text(moves),
+    )
+
+
+def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
+    """The blocks, those of segments that are alike once."""
+    headings = ("segment", "block", "sharded", "parameters", "collectives that follow")
+    rows = []
+    for segment in segments:
+        count, time = len(segment.indices), ms_text(segment.time_ms, ".3g")
+        first, times = span_text([*segment.indices]), ""
+        if count > 1:
+            first += f" ({count} x)"
+            times = f"{count} x " * (segment.time_ms is not None)
+        cells = [
+            (b.path, b.sharded, b.collectives)
+            for b in segment.blocks
+            if not b.row.updates
+        ]
+        if updates := [block for block in segment.blocks if block.row.updates]:
+            cells.append(update_texts(updates))
+        made, ends = [], (segment.parameters, times + time)
+        for (path, sharded, moved), alike in groupby(cells):
+            same = len([*alike])
+            path += f" ({same} blocks)" * (same > 1)
+            made.append((first, path, sharded, ends[0], moved, ends[1]))
+            first, ends = "", ("", "")
+        rows += [Row(cells=one) for one in made[:-1]]
+        total_ms = count * segment.time_ms if segment.time_ms is not None else None
+        rows += [Row(cells=one, ends=segment.ends, bar=total_ms) for one in made[-1:]]
+    kinds = {**dict.fromkeys(headings, "text"), "segment ms": _NUMBER}
+    return Rows(title="Blocks", headings=kinds, rows=rows)
+
+
+def merged_moves(moves: Iterable[MoveFigure]) -> tuple[MoveFigure, ...]:
+    """Collectives by kind and axes alone, most bytes first."""
+    groups: dict[tuple[str, tuple[str, ...]], list[MoveFigure]] = {}
+    for move in moves:
+        groups.setdefault((move.kind, move.axes), []).append(move)
+    found = []
+    for (kind, axes), alike in groups.items():
+        times = [move.time_ms for move in alike if move.time_ms is not None]
+        found.append(
+            MoveFigure(
+                kind=kind,
+                axes=axes,
+                count=sum(move.count for move in alike),
+                total_bytes=sum(move.total_bytes for move in alike),
+                time_ms=sum(times) if len(times) == len(alike) else None,
+            )
+        )
+    return tuple(sorted(found, key=lambda move: (-move.total_bytes, move.kind)))
+
+
+# --------------------------------------------------------------------------------- race
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateView:
+    """A program of the race, with all the names under which it raced.
+
+    Attributes:
+        row: the row of its fastest variant; the winner's, if it won.
+        won: whether it is the plan's.
+        others: other names of the same program.
+    """
+
+    row: RaceRow
+    won: bool
+    others: tuple[str, ...]
+
+
+def _place(row: RaceRow) -> tuple[bool, float, float]:
+    """Sort key: rows that could not win come last, though they may have a time."""
+    times = (row.time_ms, row.predicted_ms)
+    first, second = (float("inf") if ms is None else ms for ms in times)
+    return bool(row.note), first, second
+
+
+def candidates_of(plan: Plan) -> tuple[CandidateView, ...]:
+    """Each candidate's fastest variant, and each program once, the fastest first.
+
+    A variant's name is the candidate's, a comma, and in what it differs. Candidates
+    that came out as one program stand there once, under the winner's name if they won.
+    """
+    best: dict[str, RaceRow] = {}
+    for row in sorted(plan.race, key=lambda r: (r.name != plan.winner, *_place(r))):
+        best.setdefault(row.name.partition(", ")[0], row)
+    programs: dict[object, list[RaceRow]] = {}
+    for row in best.values():
+        programs.setdefault(row.samples_ms or row.name, []).append(row)
+    return tuple(
+        CandidateView(
+            row=row,
+            won=row.name == plan.winner,
+            others=tuple(twin.name for twin in sorted(twins, key=_place)),
+        )
+        for row, *twins in sorted(programs.values(), key=lambda t: _place(t[0]))
+    )
+
+
+def chosen_text(plan: Plan) -> str:
+    """Says how a plan was chosen: by a race, by prediction or by name."""
+    ran = [
+        one
+        for one in candidates_of(plan)
+        if one.row.time_ms is not None and not one.row.note
+    ]
+    own = next((one for one in ran if one.won), None)
+    same = f", the same program as {' and '.join(own.others)}" if own else ""
+    same *= own is not None and bool(own.others)
+    some_over = any(row.note and row.time_ms is not None for row in plan.race)
+    if len(ran) > 1:
+        rival = next(one for one in ran if not one.won)
+        own_ms = (own or ran[0]).row.time_ms or 0.0
+        rival_ms, then, place = rival.row.time_ms or 0.0, "", "the fastest"
+        if rival_ms * (1.0 + ALIKE) < own_ms:
+            # In earlier turns, at other clocks, in which the winner was faster still.
+            place, then = "the fastest, timed again,", " in earlier turns"
+        elif rival_ms < own_ms:
+            place = "as fast as the fastest"
+        names = " or ".join([rival.row.name, *rival.others])
+        raced = f"of {len(ran)}{' that fit,' * some_over} raced on the whole step"
+        return f"{place} {raced}{same}; next, {names}: {rival_ms:.3f} ms{then}"
+    if ran and some_over:
+        return f"of those timed on the whole step the only one that fits{same}"
+    if ran:
+        return f"timed on the whole step, by itself{same}"
+    if plan.predicted_ms is None:
+        return "by its name"
+    if plan.rung == "estimated":
+        return "by estimates; nothing was measured or compiled"
+    return "by prediction, without a race"
+
+
+def race_rows(plan: Plan) -> Rows:
+    """The alternatives to a plan, the fastest first; the plan's own is marked."""
+    found = candidates_of(plan)
+    notes = {one.row.note for one in found}
+    shared = notes.pop() if len(found) > 1 and len(notes) == 1 else ""
+    has_rungs = any(row.rung != "measured" for row in plan.race)
+    rows = []
+    for one in found:
+        row, same = one.row, f"the same program as {', '.join(one.others)}"
+        spread = "-"
+        if row.time_ms is not None and len(row.samples_ms) >= _SPREAD_SAMPLES:
+            spread = f"{interquartile_range(row.samples_ms) / 2:.2g}"
+        cells = (
+            "*" if one.won else "",
+            row.name,
+            ms_text(row.predicted_ms),
+            ms_text(row.time_ms),
+            spread,
+            format_bytes(row.peak_bytes) if row.peak_bytes else "-",
+            row.rung if has_rungs else "",
+            "" if shared else row.note or same * bool(one.others),
+        )
+        bar = row.predicted_ms if row.time_ms is None else row.time_ms
+        rows.append(Row(cells=cells, won=one.won, bar=bar))
+    numbers = ("predicted ms", "measured ms", "+-", "memory")
+    headings = {" ": "text", "plan": "text", **dict.fromkeys(numbers, _NUMBER)}
+    shown = {name for one in found for name in (one.row.name, *one.others)}
+    hidden = [row for row in plan.race if row.name not in shown]
+    kind = "variant" if any(row.note for row in hidden) else "slower variant"
+    more = f"and {counted(len(hidden), kind, f'{kind}s')} of these"
+    below = [f"Each: {shared}"] * bool(shared) + [more] * bool(hidden)
+    title = {"measured": "Predictions", "estimated": "Estimates"}[plan.rung]
+    return Rows(
+        title="Race" if words.has_raced(plan) else title,
+        headings={**headings, "from": "text", "note": "text"},
+        rows=rows,
+        notes=below,
+    ).filled()
+
+
+def variants_rows(plan: Plan) -> Rows:
+    """The meshes and microbatches that a plan was chosen among."""
+    figures = plan.figures
+
+    def place(one: VariantFigures) -> tuple[float, float]:
+        times = (one.step_ms, one.estimated_ms)
+        first, second = (float("inf") if ms is None else ms for ms in times)
+        return first, second
+
+    every = sorted(figures.variants, key=place) if figures else []
+    rows = [
+        Row(
+            cells=(
+                "*" if one.taken else "",
+                one.name,
+                ms_text(one.estimated_ms),
+                ms_text(one.step_ms),
+                one.note,
+            ),
+            won=one.taken,
+            bar=one.estimated_ms if one.step_ms is None else one.step_ms,
+        )
+        for one in every
+    ]
+    numbers = dict.fromkeys(("estimated before ms", "step ms"), _NUMBER)
+    headings = {" ": "text", "variant": "text", **numbers, "note": "text"}
+    alone = "Step times: of each plan's own race or prediction."
+    raced = "Step times: the fastest plan of each, timed in turn in one race."
+    note = raced if figures and figures.variants_raced else alone
+    return Rows(title="Variants", headings=headings, rows=rows, notes=(note,)).filled()
+
+
+# -------------------------------------------------------------- more, on a page alone
+
+
+def more_rows(plan: Plan) -> Iterator[Rows]:
+    """The memory at its peak, collectives, strategies, arguments and versions."""
+    yield memory_rows(plan)
+    moves = merged_moves(move for row in plan.rows for move in row.moves)
+    yield Rows(
+        title="Collectives of all blocks",
+        headings={
+            **dict.fromkeys(("collective", "axes"), "text"),
+            **dict.fromkeys(("times", "bytes", "ms"), _NUMBER),
+        },
+        rows=[
+            Row(
+                cells=(
+                    *(move.kind, ", ".join(move.axes), str(move.count)),
+                    *(format_bytes(move.total_bytes), ms_text(move.time_ms)),
+                ),
+                bar=move.total_bytes,
+            )
+            for move in moves
+        ],
+        notes=(
+            "As the plan calls for them; the compiler may merge some. Milliseconds: "
+            "each launched by itself.",
+        ),
+    )
+    for kind in plan.figures.kinds if plan.figures else ():
+        yield Rows(
+            title=f"Strategies {words.known_how(plan)}: {kind.name}",
+            headings={
+                "strategy": "text",
+                "what it does": "text",
+                **dict.fromkeys(("step ms", "memory", "segment ms"), _NUMBER),
+                "taken by": _NUMBER,
+            },
+            rows=[
+                Row(
+                    cells=(
+                        *(one.name, words.strategy_text(one.strategy)),
+                        *(ms_text(one.step_ms), format_bytes(one.memory_bytes)),
+                        *(ms_text(one.segment_ms), str(one.taken)),
+                    ),
+                    bar=one.step_ms,
+                    won=bool(one.taken),
+                )
+                for one in sorted(kind.options, key=lambda one: one.step_ms)
+            ],
+            notes=("Of the step if all these segments took it, all others as now.",),
+        )
+    arguments = zip(
+        *(plan.arg_names, plan.arg_types, plan.arg_specs, plan.donated), strict=True
+    )
+    yield Rows(
+        title="Arguments",
+        headings=dict.fromkeys(("path", "tensor", "donated"), "text"),
+        rows=[
+            Row(
+                cells=(
+                    path,
+                    words.tensor_text(TensorFigure(type=kind, spec=spec)),
+                    "yes" if donated else "no",
+                )
+            )
+            for path, kind, spec, donated in arguments
+        ],
+    )
+    options = {f"compiler option {name}": v for name, v in plan.options.items()}
+    made_with = {"program": plan.fingerprint[:12], **plan.environment, **options}
+    yield Rows(
+        title="Made with",
+        headings=dict.fromkeys(("what", "which"), "text"),
+        rows=[Row(cells=pair) for pair in made_with.items()],
+    )
+
+
+def memory_rows(plan: Plan) -> Rows:
+    """Memory at its peak: residuals are there from a forward pass to its backward."""
+    figures, parts = plan.figures, {}
+    if figures and figures.picks:
+        taken = [figures.kinds[k].options for k in figures.segment_kinds]
+        options = [ways[pick] for ways, pick in zip(taken, figures.picks, strict=True)]
+        kept = accumulate(one.residual_bytes for one in options)
+        temps = (one.temp_bytes for one in options)
+        residual, temp = max(zip(kept, temps, strict=True), key=sum)
+        parts = {
+            "needed by every choice": figures.fixed_bytes,
+            "parameters and optimizer state": sum(one.state_bytes for one in options),
+            "residuals, kept for backward": residual,
+            "temporaries": temp,
+        }
+        parts[f"together, {words.known_how(plan)} by segment"] = sum(parts.values())
+    parts["the compiled program"] = plan.peak_bytes or 0
+    parts["budget"] = (figures and figures.budget_bytes) or 0
+    return Rows(
+        title="Memory of each device",
+        headings={"at the peak": "text", "bytes": _NUMBER},
+        rows=[
+            Row(cells=(name, format_bytes(size)), bar=size)
+            for name, size in parts.items()
+            if size
+        ],
+    )

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from math import isfinite
 from typing import Any
@@ -27,15 +28,14 @@ from cfp.operators.cases import (
     Program,
     Shape,
     abstract,
-    check,
+    compare,
     limit_of,
     oracle_program,
     output,
     program,
     sample,
 )
-from cfp.operators.operator import Implementation, Operator, OperatorError
-from cfp.operators.probe import memory_limit
+from cfp.operators.operator import Implementation, Operator
 from cfp.profiling.timing import ON_CPUS, measure
 from cfp.units import format_bytes
 
@@ -84,54 +84,56 @@ class Row:
     library: str
     shape: str
     dtype: str
-    state: str
+    state: str = MEASURED
     reason: str = ""
     detail: str = ""
     errors: dict[str, float | None] = field(default_factory=dict)
     passes: dict[str, Pass] = field(default_factory=dict)
-
-    @property
-    def key(self) -> tuple[str, str, str, str]:
-        """Returns the key of a row."""
-        return self.operator, self.implementation, self.shape, self.dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings of a measurement.
-
-    Attributes:
-        forward_only: without the backward pass.
-        seconds: no implementation begins after so many.
-        sample_seconds: for the samples of one pass, at most.
-        clock: seconds, monotonic.
-    """
-
-    forward_only: bool = False
-    seconds: float = float("inf")
-    sample_seconds: float = 0.4
-    clock: Callable[[], float] = time.perf_counter
 
 
 def run(
     operators: Sequence[Operator],
     shapes: Sequence[Shape],
     dtypes: Sequence[str],
-    settings: Settings,
+    *,
+    forward_only: bool = False,
+    seconds: float = float("inf"),
+    sample_seconds: float = 0.4,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Row]:
     """Checks and times operators, the first shape of all operators first.
+
+    Args:
+        forward_only: without the backward pass.
+        seconds: no implementation begins after so many.
+        sample_seconds: for the samples of one pass, at most.
+        clock: seconds, monotonic.
 
     Yields:
         A row for each implementation as soon as it is known.
     """
-    end = settings.clock() + settings.seconds
+    end = clock() + seconds
     for shape, dtype, operator in product(shapes, dtypes, operators):
-        case = _Case(operator, shape, dtype, settings)
-        for one in operator.implementations:
-            row = case.row(one)
-            if row.state == NO_TIME and settings.clock() < end:
-                row = case.measured(row, one)
-            yield row
+        case = _Case(operator, shape, dtype, not forward_only, sample_seconds)
+        # Arguments and the oracle's results are made for the first that is measured.
+        begin = cache(case.begin)
+        for name, one in operator.implementations.items():
+            row = Row(
+                operator=operator.name,
+                implementation=name,
+                library=one.library,
+                shape=str(shape),
+                dtype=dtype,
+            )
+            if reason := one.probe():
+                yield replace(row, state=ABSENT, reason=reason)
+            elif reason := one.refuses(*case.types, **operator.options):
+                yield replace(row, state=REFUSED, reason=reason)
+            elif clock() >= end:
+                reason = f"the budget of {seconds:g} s was spent"
+                yield replace(row, state=NO_TIME, reason=reason)
+            else:
+                yield case.measured(row, one, begin)
 
 
 class TooLargeError(Exception):
@@ -161,6 +163,12 @@ def compile_program(function: Program, *args: Any) -> tuple[Any, float]:
     return compiled, seconds
 
 
+def memory_limit() -> int | None:
+    """Bytes that programs may take on the first device; None if it does not say."""
+    stats = jax.devices()[0].memory_stats()
+    return stats.get("bytes_limit") if stats else None
+
+
 def temp_bytes(compiled: Any) -> int | None:
     """The most that a program holds besides arguments and results, if that is known."""
     memory = compiled.memory_analysis()
@@ -179,40 +187,34 @@ def repeater(compiled: Any, *args: Any) -> Callable[[int], None]:
     return repeat
 
 
+@dataclass(frozen=True, slots=True)
 class _Case:
-    """One operator at one shape and type.
+    """One operator at one shape and type."""
 
-    Arguments and the oracle's results, which are kept on the host, are made when the
-    first implementation is measured.
-    """
+    operator: Operator
+    shape: Shape
+    dtype: str
+    backward: bool
+    sample_seconds: float
 
-    def __init__(self, operator: Operator, shape: Shape, dtype: str, how: Settings):
-        self._operator, self._shape, self._dtype = operator, shape, dtype
-        self._how = how
-        self._types = abstract(operator, shape, dtype)
-        self._made: tuple[Any, Any] | None = None
+    @property
+    def types(self) -> tuple[Any, ...]:
+        return abstract(self.operator, self.shape, self.dtype)
 
-    def row(self, one: Implementation) -> Row:
-        """A row that says why an implementation cannot run, or that it has not."""
-        row = Row(
-            operator=self._operator.name,
-            implementation=one.name,
-            library=one.library,
-            shape=str(self._shape),
-            dtype=self._dtype,
-            state=NO_TIME,
-            reason=f"the budget of {self._how.seconds:g} s was spent",
-        )
-        if reason := one.probe():
-            return replace(row, state=ABSENT, reason=reason)
-        if reason := one.refuses(*self._types, **self._operator.options):
-            return replace(row, state=REFUSED, reason=reason)
-        return row
+    def begin(self) -> tuple[Any, Any]:
+        """Arguments with the cotangent, and the oracle's results on the host."""
+        args = sample(self.operator, self.shape, self.dtype)
+        oracle = oracle_program(self.operator, backward=self.backward)
+        try:
+            compiled, _ = compile_program(oracle, *args)
+        except TooLargeError as error:
+            raise TooLargeError(f"the oracle in float32: {error}") from error
+        return args, jax.device_get(compiled(*args))
 
-    def measured(self, row: Row, one: Implementation) -> Row:
+    def measured(self, row: Row, one: Implementation, begin: Callable[[], Any]) -> Row:
         """The row of an implementation that was checked, and timed if it is right."""
         try:
-            return self._examined(replace(row, reason=""), one)
+            return self._examined(row, one, *begin())
         except TooLargeError as error:
             return replace(row, state=NO_MEMORY, reason=str(error))
         except Exception as error:  # Whatever a library raises is its row's reason.
@@ -223,77 +225,40 @@ class _Case:
                 detail=traceback.format_exc(),
             )
 
-    def _examined(self, row: Row, one: Implementation) -> Row:
-        backward = not self._how.forward_only
-        args, right = self._begun(backward)
-        limit = limit_of(self._dtype, jax.default_backend())
+    def _examined(self, row: Row, one: Implementation, args: Any, right: Any) -> Row:
         passes = {}
-        for name in ("both", "forward") if backward else ("forward",):
-            function = program(self._operator, one.call, backward=name == "both")
+        for name in ("both", "forward") if self.backward else ("forward",):
+            backward = name == "both"
+            function = program(self.operator, one.call, backward=backward)
             compiled, seconds = compile_program(function, *args)
             if not row.errors:
-                found = check(compiled(*args), right, limit)
+                limit = limit_of(self.dtype, jax.default_backend())
+                errors, wrong = compare(compiled(*args), right, limit)
                 # JSON has no infinities and no not-a-number.
-                errors = {
-                    n: e if isfinite(e) else None for n, e in found.errors.items()
-                }
-                row = replace(row, errors=errors)
-                if found.wrong:
-                    return replace(row, state=WRONG, reason=found.text())
-            passes[name] = self._timed(compiled, seconds, backward=name == "both")
-        return replace(row, state=MEASURED, passes=dict(reversed(passes.items())))
-
-    def _begun(self, backward: bool) -> tuple[Any, Any]:
-        """Arguments with the cotangent, and the oracle's results."""
-        if self._made is None:
-            args = sample(self._operator, self._shape, self._dtype)
-            oracle = oracle_program(self._operator, backward=backward)
-            try:
-                compiled, _ = compile_program(oracle, *args)
-            except TooLargeError as error:
-                raise TooLargeError(f"the oracle in float32: {error}") from error
-            self._made = args, jax.device_get(compiled(*args))
-        return self._made
-
-    def _timed(self, compiled: Any, seconds: float, *, backward: bool) -> Pass:
-        assert self._made is not None
-        timing = measure(
-            repeater(compiled, *self._made[0]),
-            replace(_TIMING, budget_seconds=self._how.sample_seconds),
-        )
-        device = kind_of(jax.devices()[0].device_kind)
-        percent = None
-        if device is not None:
-            least = bound_ms(
-                self._operator,
-                self._types,
-                self._shape,
-                self._dtype,
-                device,
-                backward=backward,
+                kept = {n: e if isfinite(e) else None for n, e in errors.items()}
+                row = replace(row, errors=kept)
+                if wrong:
+                    return replace(row, state=WRONG, reason=wrong)
+            how = replace(_TIMING, budget_seconds=self.sample_seconds)
+            timing = measure(repeater(compiled, *args), how)
+            device, percent = kind_of(jax.devices()[0].device_kind), None
+            if device is not None:
+                least = bound_ms(
+                    self.operator, self.shape, self.dtype, device, backward=backward
+                )
+                percent = 100 * least / timing.median_ms
+            passes[name] = Pass(
+                samples_ms=timing.samples_ms,
+                median_ms=timing.median_ms,
+                compile_seconds=seconds,
+                temp_bytes=temp_bytes(compiled),
+                roofline_percent=percent,
             )
-            percent = 100 * least / timing.median_ms
-        return Pass(
-            samples_ms=timing.samples_ms,
-            median_ms=timing.median_ms,
-            compile_seconds=seconds,
-            temp_bytes=temp_bytes(compiled),
-            roofline_percent=percent,
-        )
-
-
-def least_bytes(operator: Operator, args: Any, *, backward: bool) -> int:
-    """Bytes that a pass must read and write, each once, by types of arguments."""
-    moved = sum(map(_bytes, args)) + _bytes(output(operator, args))
-    if backward:  # The arguments again, the cotangent, and a gradient for each float.
-        pairs = zip(args, operator.arguments, strict=True)
-        moved = 2 * moved + sum(_bytes(x) for x, one in pairs if one.kind == "float")
-    return moved
+        return replace(row, passes=dict(reversed(passes.items())))
 
 
 def bound_ms(
     operator: Operator,
-    args: Any,
     shape: Shape,
     dtype: str,
     device: DeviceKind,
@@ -302,7 +267,11 @@ def bound_ms(
 ) -> float:
     """The shortest time that a device's specification allows."""
     flops = operator.flops(shape.dims) * (3 if backward else 1)
-    moved = least_bytes(operator, args, backward=backward)
+    args = abstract(operator, shape, dtype)
+    moved = sum(map(_bytes, args)) + _bytes(output(operator, args))
+    if backward:  # The arguments again, the cotangent, and a gradient for each float.
+        pairs = zip(args, operator.arguments, strict=True)
+        moved = 2 * moved + sum(_bytes(x) for x, one in pairs if one.kind == "float")
     wide = "float32" if dtype == "float32" else "bfloat16"
     flops_per_ms = device.specified(f"{wide}_tflop_per_s") * 1e9
     bytes_per_ms = device.specified("memory_gb_per_s") * 1e6
@@ -311,18 +280,3 @@ def bound_ms(
 
 def _bytes(x: Any) -> int:
     return x.size * x.dtype.itemsize
-
-
-def check_shapes(operators: Sequence[Operator], rows: Sequence[Row]) -> None:
-    """Sees that every operator has an implementation that takes some shape.
-
-    Raises:
-        OperatorError: one has none.
-    """
-    for operator in operators:
-        own = [row for row in rows if row.operator == operator.name]
-        if own and all(row.state in (ABSENT, REFUSED) for row in own):
-            reasons = "; ".join(f"{r.implementation}: {r.reason}" for r in own)
-            raise OperatorError(
-                f"No implementation of {operator.name} takes these shapes: {reasons}."
-            )

@@ -87,22 +87,6 @@ class Shape:
         return tuple(int(dim) if dim.isdigit() else self.dims[dim] for dim in dims)
 
 
-def check_dtype(name: str) -> str:
-    """A type that operators compute in.
-
-    Raises:
-        OperatorError: it is none.
-    """
-    if name not in LIMITS:
-        raise OperatorError(
-            f"{name!r} is no type that operators are tried in.",
-            expected=" or ".join(LIMITS),
-            got=repr(name),
-            attempt="--dtypes bfloat16",
-        )
-    return name
-
-
 def abstract(
     operator: Operator, shape: Shape, dtype: str
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -191,53 +175,35 @@ def oracle_program(operator: Operator, *, backward: bool = True) -> Program:
     return run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """Distance of an implementation from the oracle.
-
-    Attributes:
-        errors: relative differences of norms, by "output" and names of arguments.
-        largest: the largest differences, as parts of the largest elements.
-        limit: that the first may have; the second may have four times that.
-    """
-
-    errors: Mapping[str, float]
-    largest: Mapping[str, float]
-    limit: float
-
-    @property
-    def wrong(self) -> list[str]:
-        """Names of what is too far off; a not-a-number is."""
-        return [
-            name
-            for name, error in self.errors.items()
-            if not (error <= self.limit and self.largest[name] <= _LARGEST * self.limit)
-        ]
-
-    def text(self) -> str:
-        """The differences in words; empty if there are none."""
-        return ", ".join(
-            f"{name} is off by {self.errors[name]:.2g} of its norm and "
-            f"{self.largest[name]:.2g} of its largest element (limits {self.limit:.2g} "
-            f"and {_LARGEST * self.limit:.2g})"
-            for name in self.wrong
-        )
-
-
 def limit_of(dtype: str, platform: str) -> float:
     """The limit of relative differences of norms."""
     return TF32_LIMIT if dtype == "float32" and platform == "gpu" else LIMITS[dtype]
 
 
-def check(
+def compare(
     found: Mapping[str, Array], right: Mapping[str, Array], limit: float
-) -> Check:
-    """Compares the results of an implementation with those of the oracle."""
-    errors, largest = {}, {}
+) -> tuple[dict[str, float], str]:
+    """Compares the results of an implementation with those of the oracle.
+
+    Args:
+        limit: of relative differences of norms; the largest difference may be four
+            times that part of the largest element.
+
+    Returns:
+        Relative differences of norms by name, and words for those that are too large
+        or no numbers; empty if there are none.
+    """
+    errors, wrong = {}, []
     for name, value in found.items():
         other = np.asarray(right[name])
         off = np.asarray(value).astype(np.float32) - other
         # If all should be zero, the difference itself counts.
-        errors[name] = float(np.linalg.norm(off) / (np.linalg.norm(other) or 1.0))
-        largest[name] = float(np.abs(off).max() / (np.abs(other).max() or 1.0))
-    return Check(errors=errors, largest=largest, limit=limit)
+        error = float(np.linalg.norm(off) / (np.linalg.norm(other) or 1.0))
+        largest = float(np.abs(off).max() / (np.abs(other).max() or 1.0))
+        errors[name] = error
+        if not (error <= limit and largest <= _LARGEST * limit):
+            wrong.append(
+                f"{name} is off by {error:.2g} of its norm and {largest:.2g} of its "
+                f"largest element (limits {limit:.2g} and {_LARGEST * limit:.2g})"
+            )
+    return errors, ", ".join(wrong)

@@ -1,35 +1,62 @@
 """The command ``cfp operators``, also ``python -m cfp.operators``.
 
-Prints tables by shape and implementation, draws them as bars, writes results to a file,
-and finds what became slower since an earlier one.
+Prints tables by shape and implementation, writes results to a file, and finds the
+medians that became longer since an earlier one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 import re
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
 from pydantic import TypeAdapter
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from cfp.errors import CfpError
-from cfp.operators import benchmark as b
-from cfp.operators import matching
-from cfp.operators.benchmark import ABSENT, FAILED, MEASURED, WRONG, Pass, Row
-from cfp.operators.cases import Shape, check_dtype
+from cfp.operators import benchmark, known, matching
+from cfp.operators.benchmark import ABSENT, FAILED, MEASURED, WRONG, Row
+from cfp.operators.cases import LIMITS, Shape
 from cfp.operators.operator import Operator, OperatorError
-from cfp.operators.probe import environment
 from cfp.printable import columns
 from cfp.view.console import literal_console, new_table
 
 _PASSES = {"forward": "forward", "both": "forward and backward"}
+_PACKAGES = (
+    *("cfp", "jax", "jaxlib", "flax", "jax-cuda13-plugin", "jax-cuda12-plugin"),
+    *("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+)
+
+
+def environment() -> dict[str, Any]:
+    """The device, Python, and versions of packages; None for what is missing."""
+    device = jax.devices()[0]
+    installed = {one.name: one.version for one in metadata.distributions()}
+    root = Path(__file__).parents[2]
+    git = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    commit = None
+    if (root / ".git").exists():
+        done = subprocess.run(git, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip() or None
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "memory_bytes": benchmark.memory_limit(),
+        "platform_version": str(getattr(device.client, "platform_version", "")).strip(),
+        "python": platform.python_version(),
+        "packages": {name: installed.get(name) for name in _PACKAGES},
+        "commit": commit,
+    }
 
 
 def print_environment(found: Mapping[str, Any], console: Console) -> None:
@@ -51,14 +78,10 @@ def print_list(operators: Sequence[Operator], console: Console) -> None:
     """The operators and their implementations, with what is missing and why."""
     table = _table("operator", "implementation", "library", "here", "what it computes")
     for operator in operators:
-        for i, one in enumerate(operator.implementations):
-            table.add_row(
-                "" if i else operator.name,
-                one.name,
-                one.library,
-                one.probe() or "yes",
-                "" if i else operator.summary,
-            )
+        about = (operator.name, operator.summary)
+        for name, one in operator.implementations.items():
+            table.add_row(about[0], name, one.library, one.probe() or "yes", about[1])
+            about = ("", "")
     console.print(table)
 
 
@@ -74,7 +97,8 @@ def print_results(
         for name in _PASSES:
             own = [r for r in rows if r.operator == operator.name and name in r.passes]
             if own:
-                _print_pass(operator, own, name, console)
+                console.print(f"[{operator.name}: {_PASSES[name]}]")
+                console.print(_figures(own, name))
     rest = [row for row in rows if row.state != MEASURED]
     if not rest:
         return
@@ -96,72 +120,41 @@ def print_results(
         console.print("--verbose prints the whole messages of what failed.")
 
 
-def _print_pass(
-    operator: Operator, rows: Sequence[Row], name: str, console: Console
-) -> None:
+def _figures(rows: Sequence[Row], name: str) -> Table:
+    """The figures of a pass of an operator, a column for each implementation."""
     names = list(dict.fromkeys(row.implementation for row in rows))
-    console.print(f"[{operator.name}: {_PASSES[name]}]")
     table = _table("shape", "type", "", *names)
     for shape, dtype in dict.fromkeys((row.shape, row.dtype) for row in rows):
         here = {
-            row.implementation: _cells(row.passes[name])
+            row.implementation: row.passes[name]
             for row in rows
             if (row.shape, row.dtype) == (shape, dtype)
         }
-        for i, unit in enumerate(next(iter(here.values()))):
-            table.add_row(
-                "" if i else f"({shape.replace(',', ', ')})",
-                "" if i else dtype,
-                unit,
-                *(here[one][unit] if one in here else "-" for one in names),
-            )
+        begin = (f"({shape.replace(',', ', ')})", dtype)
+        for unit, figure in {
+            "ms": lambda p: f"{p.median_ms:.3f}",
+            "MB besides inputs and outputs": lambda p: (
+                "-" if p.temp_bytes is None else f"{p.temp_bytes / 1e6:.1f}"
+            ),
+            "% of the roofline": lambda p: (
+                "-" if p.roofline_percent is None else f"{p.roofline_percent:.0f}"
+            ),
+            "s to compile": lambda p: f"{p.compile_seconds:.2f}",
+        }.items():
+            cells = [figure(here[one]) if one in here else "-" for one in names]
+            table.add_row(*begin, unit, *cells)
+            begin = ("", "")
         table.add_section()
-    console.print(table)
-
-
-def _cells(one: Pass) -> dict[str, str]:
-    """The figures of a pass, by their units."""
-    size, percent = one.temp_bytes, one.roofline_percent
-    return {
-        "ms": f"{one.median_ms:.3f}",
-        "MB besides inputs and outputs": "-" if size is None else f"{size / 1e6:.1f}",
-        "% of the roofline": "-" if percent is None else f"{percent:.0f}",
-        "s to compile": f"{one.compile_seconds:.2f}",
-    }
+    return table
 
 
 def _table(*headings: str) -> Table:
     return new_table(box.ASCII, None, dict.fromkeys(headings, "text"))
 
 
-def parse_share(text: str) -> float:
-    """5% or 0.05 as 0.05.
-
-    Raises:
-        CfpError: it is neither.
-    """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*(%?)\s*", text)
-    if match is None:
-        raise CfpError(
-            "Expected a share such as 5% or 0.05 for --fail-if-regression, got "
-            f"{text!r}."
-        )
-    return float(match[1]) / (100 if match[2] else 1)
-
-
 FORMAT = 1
 KIND = "cfp operators"
 _ROWS = TypeAdapter(list[Row])
-
-
-def to_json(environment: Mapping[str, Any], rows: Sequence[Row]) -> dict[str, Any]:
-    """Everything that was found, as plain data."""
-    return {
-        "kind": KIND,
-        "format": FORMAT,
-        "environment": dict(environment),
-        "rows": _ROWS.dump_python([*rows], mode="json"),
-    }
 
 
 def write(file: Path, environment: Mapping[str, Any], rows: Sequence[Row]) -> None:
@@ -170,17 +163,18 @@ def write(file: Path, environment: Mapping[str, Any], rows: Sequence[Row]) -> No
     Raises:
         CfpError: it cannot be written.
     """
-    text = json.dumps(to_json(environment, rows), indent=1) + "\n"
+    data = {"kind": KIND, "format": FORMAT, "environment": dict(environment)}
+    data["rows"] = _ROWS.dump_python([*rows], mode="json")
     part = file.with_name(file.name + ".part")
     try:
-        part.write_text(text)
+        part.write_text(json.dumps(data, indent=1) + "\n")
         part.replace(file)
     except OSError as error:
         raise CfpError(f"Cannot write {file}: {error.strerror}.") from error
 
 
-def read(file: Path) -> tuple[dict[str, Any], list[Row]]:
-    """The environment and the rows of a file.
+def read(file: Path) -> list[Row]:
+    """The rows of a file.
 
     Raises:
         OperatorError: it is no such file.
@@ -189,7 +183,7 @@ def read(file: Path) -> tuple[dict[str, Any], list[Row]]:
         data = json.loads(file.read_text())
         if data["kind"] != KIND or data["format"] != FORMAT:
             raise ValueError(f"kind {data['kind']!r}, format {data['format']!r}")
-        return data["environment"], _ROWS.validate_python(data["rows"])
+        return _ROWS.validate_python(data["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OperatorError(
             f"{file} holds no results of operators.",
@@ -203,14 +197,21 @@ def changes(
     before: Sequence[Row], now: Sequence[Row]
 ) -> list[tuple[str, float, float]]:
     """Medians that both have measured, in ms, by name; the most slowed first."""
-    known = {row.key: row.passes for row in before}
-    found = [
-        (" ".join((*row.key, name)), known[row.key][name].median_ms, one.median_ms)
-        for row in now
-        for name, one in row.passes.items()
-        if name in known.get(row.key, {})
-    ]
+
+    def medians(rows: Sequence[Row]) -> dict[str, float]:
+        return {
+            f"{_case(row)} {name}": one.median_ms
+            for row in rows
+            for name, one in row.passes.items()
+        }
+
+    old, new = medians(before), medians(now)
+    found = [(name, old[name], ms) for name, ms in new.items() if name in old]
     return sorted(found, key=lambda change: change[1] / change[2])
+
+
+def _case(row: Row) -> str:
+    return f"{row.operator} by {row.implementation}, ({row.shape}) {row.dtype}"
 
 
 # Of a BERT-large or GPT-2 medium, and of a wide model with short and long sequences.
@@ -248,34 +249,30 @@ def _run(options: argparse.Namespace) -> int:
     found = environment()
     default = SHAPES if found["platform"] == "gpu" else CPU_SHAPES
     shapes = [Shape.parse(text) for text in options.shapes or default]
-    dtypes = [check_dtype(name) for name in options.dtypes.split(",")]
-    earlier = read(options.compare)[1] if options.compare else []
-    allowed = None
-    if options.fail_if_regression is not None:
-        if options.compare is None:
-            raise CfpError("--fail-if-regression needs --compare FILE.")
-        allowed = parse_share(options.fail_if_regression)
+    dtypes = options.dtypes.split(",")
+    for name in dtypes:
+        known("type that operators are tried in", name, LIMITS)
+    if options.fail_if_regression is not None and options.compare is None:
+        raise CfpError("--fail-if-regression needs --compare FILE.")
+    earlier = read(options.compare) if options.compare else None
     print_environment(found, console)
-    settings = b.Settings(
-        forward_only=options.forward_only, seconds=options.seconds or float("inf")
-    )
+    how: dict[str, Any] = {"forward_only": options.forward_only}
+    if options.seconds:
+        how["seconds"] = options.seconds
     rows: list[Row] = []
-    for row in b.run(operators, shapes, dtypes, settings):
+    for row in benchmark.run(operators, shapes, dtypes, **how):
         rows.append(row)
         _tell(row)
         if options.json:
             write(options.json, found, rows)
     print_results(operators, rows, console, verbose=options.verbose)
-    b.check_shapes(operators, rows)
-    slower = _compared(earlier, rows, allowed) if options.compare else False
+    slower = False
+    if earlier is not None:
+        slower = _compare(earlier, rows, options.fail_if_regression)
     wrong = [row for row in rows if row.state == WRONG]
     for row in wrong:
         print(f"error: {_case(row)} is wrong: {row.reason}", file=sys.stderr)
     return int(bool(wrong) or slower)
-
-
-def _case(row: Row) -> str:
-    return f"{row.operator} by {row.implementation}, ({row.shape}) {row.dtype}"
 
 
 def _tell(row: Row) -> None:
@@ -288,7 +285,7 @@ def _tell(row: Row) -> None:
     print(f"{_case(row)}: {found}", file=sys.stderr)
 
 
-def _compared(
+def _compare(
     earlier: Sequence[Row], rows: Sequence[Row], allowed: float | None
 ) -> bool:
     """Prints what changed, and says whether something is slower than is allowed."""
@@ -304,6 +301,18 @@ def _compared(
             f"{', a regression' if over else ''}"
         )
     return slower
+
+
+def parse_share(text: str) -> float:
+    """5% or 0.05 as 0.05.
+
+    Raises:
+        CfpError: it is neither.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*(%?)\s*", text)
+    if match is None:
+        raise CfpError(f"Expected a share such as 5% or 0.05, got {text!r}.")
+    return float(match[1]) / (100 if match[2] else 1)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -337,7 +346,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", "write results here as they come", "FILE", type=Path)
     add("--compare", "an earlier file of --json", "FILE", type=Path)
     longer = "with --compare: exit code 1 if a median is longer by more, such as 5%%"
-    add("--fail-if-regression", longer, "SHARE")
+    add("--fail-if-regression", longer, "SHARE", type=parse_share)
     sizes = "batch, tokens, hidden, heads, vocabulary; default on GPUs: "
     add("--shapes", sizes + " ".join(SHAPES), "B,S,H,N,V", nargs="+")
     types = "float32, bfloat16, float16 (default: %(default)s)"

@@ -1,51 +1,77 @@
 """The operators as layers, of which `cfp.operators.linen` and `nnx` make modules.
 
 A layer names the sizes of its parameters: these are the arguments whose dims are all
-among the named ones. It is called with the others.
+among the named ones. It is called with the others. Parameters are float32 and have the
+names and shapes of the operator's arguments, see ``python -m cfp.operators --list``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import new_class
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from cfp.operators import find
 from cfp.operators.operator import Argument, Operator
+from cfp.operators.table import OPERATORS
 
 _TABLE_DEVIATION = 0.02
+_HIDDEN = {"hidden": "h"}
+_VOCABULARY = {"vocab": "v", "hidden": "h"}
+_EXPERTS = {"experts": "e", "hidden": "h", "width": "w"}
+# The operator and the sizes of a layer, by the name of its class.
+LAYERS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    "LayerNorm": ("layer_norm", _HIDDEN),
+    "RMSNorm": ("rms_norm", _HIDDEN),
+    "DropoutAddLayerNorm": ("dropout_add_layer_norm", _HIDDEN),
+    "BiasGelu": ("bias_gelu", {"hidden": "f"}),
+    "SwiGLU": ("swiglu", {"hidden": "h", "ffn": "f"}),
+    "QKVProjection": ("qkv_projection", _HIDDEN),
+    "Embedding": ("embedding", _VOCABULARY),
+    "LinearCrossEntropy": ("linear_cross_entropy", _VOCABULARY),
+    "GroupedMatmul": ("grouped_matmul", _EXPERTS),
+    "MoEDispatch": ("moe_dispatch", _EXPERTS),
+    "BertAttention": ("bert_attention", {}),
+    "GPTAttention": ("gpt_attention", {}),
+    "T5Attention": ("t5_attention", {}),
+    "RotaryEmbedding": ("rotary_embedding", {}),
+    "Softmax": ("softmax", {}),
+    "MaskedSoftmax": ("masked_softmax", {}),
+    "CausalSoftmax": ("causal_softmax", {}),
+    "CrossEntropy": ("cross_entropy", {}),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class LayerForm:
-    """An operator as a layer, with names for the sizes of its parameters' dims."""
+class Form:
+    """An operator as a layer.
 
-    name: str
-    sizes: Mapping[str, str] = field(default_factory=dict)
+    Attributes:
+        sizes: dims of its parameters, by the names of the sizes.
+        parameters: the arguments that are parameters.
+        inputs: the other arguments, which a layer is called with.
+    """
 
-    @property
-    def operator(self) -> Operator:
-        """The operator."""
-        return find(self.name)
+    operator: Operator
+    sizes: Mapping[str, str]
+    parameters: tuple[Argument, ...]
+    inputs: tuple[Argument, ...]
 
-    def _is_parameter(self, argument: Argument) -> bool:
-        dims = {dim for dim in argument.dims.split() if not dim.isdigit()}
-        return argument.kind == "float" and {*self.sizes.values()} >= dims
+    @classmethod
+    def of(cls, name: str, sizes: Mapping[str, str]) -> Form:
+        """The form of an operator."""
 
-    @property
-    def parameters(self) -> tuple[Argument, ...]:
-        """The arguments that are parameters."""
-        return tuple(filter(self._is_parameter, self.operator.arguments))
+        def has_size(one: Argument) -> bool:
+            dims = {dim for dim in one.dims.split() if not dim.isdigit()}
+            return one.kind == "float" and {*sizes.values()} >= dims
 
-    @property
-    def inputs(self) -> tuple[Argument, ...]:
-        """The other arguments, which a layer is called with."""
-        every = self.operator.arguments
-        return tuple(one for one in every if not self._is_parameter(one))
+        every = OPERATORS[name].arguments
+        inputs = tuple(one for one in every if not has_size(one))
+        return cls(OPERATORS[name], sizes, tuple(filter(has_size, every)), inputs)
 
     @property
     def sizes_of_no_input(self) -> dict[str, str]:
@@ -53,79 +79,58 @@ class LayerForm:
         said = {dim for one in self.inputs for dim in one.dims.split()}
         return {name: dim for name, dim in self.sizes.items() if dim not in said}
 
-    def text(self, **sizes: Mapping[str, str]) -> str:
-        """The operator in a sentence, with its inputs; and what sizes a layer takes."""
-        inputs = ", ".join(one.name for one in self.inputs)
-        lines = [f"{self.operator.summary}: ({inputs})."]
-        lines += [f"{title}: {', '.join(of)}." for title, of in sizes.items() if of]
-        return "\n\n".join(lines)
-
-    def apply(
-        self,
-        parameters: Mapping[str, Array],
-        inputs: tuple[Any, ...],
-        *,
-        dtype: Any,
-        implementation: str | None,
-        options: Mapping[str, Any],
-    ) -> Array:
+    def apply(self, layer: Any, parameters: Mapping[str, Array], *inputs: Any) -> Array:
         """Calls the operator with the parameters in their places.
 
         Args:
-            inputs: the other arguments, in their order.
-            dtype: that everything is computed in; None for the type of the first input
-                that is a float, or else of the parameters.
-            implementation: by name, or the first that takes the arguments.
+            layer: has the `implementation`, by name; `options`; and the `dtype` that
+                everything is computed in, None for that of the first float input.
         """
-        wanted = dtype or next((x.dtype for x in inputs if _is_float(x)), None)
+        floats = [x.dtype for x in inputs if jnp.issubdtype(x.dtype, jnp.floating)]
+        wanted = layer.dtype or (floats[0] if floats else None)
         rest = iter(inputs)
         args = [
-            parameters[one.name] if one.name in parameters else next(rest)
+            parameters[one.name] if one in self.parameters else next(rest)
             for one in self.operator.arguments
         ]
         if wanted is not None:
-            args = [x.astype(wanted) if _is_float(x) else x for x in args]
-        return self.operator(*args, implementation=implementation, **options)
+            args = [
+                x.astype(wanted) if jnp.issubdtype(x.dtype, jnp.floating) else x
+                for x in args
+            ]
+        how = {"implementation": layer.implementation, **dict(layer.options)}
+        return self.operator(*args, **how)
 
 
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def initial(
-    argument: Argument, key: Array, dims: Mapping[str, int], dtype: Any
-) -> Array:
+def initial(one: Argument, key: Array, dims: Mapping[str, int], dtype: Any) -> Array:
     """Ones for scales, zeros for biases, and random numbers for kernels."""
-    names = argument.dims.split()
+    names = one.dims.split()
     shape = tuple(int(dim) if dim.isdigit() else dims[dim] for dim in names)
-    if argument.name in ("scale", "bias"):
-        return jnp.full(shape, argument.around, dtype)
-    is_by_size = isinstance(argument.spread, str)
-    deviation = argument.deviation(shape) if is_by_size else _TABLE_DEVIATION
+    if one.name in ("scale", "bias"):
+        return jnp.full(shape, one.around, dtype)
+    is_by_size = isinstance(one.spread, str)
+    deviation = one.deviation(shape) if is_by_size else _TABLE_DEVIATION
     return jax.random.normal(key, shape, dtype) * deviation
 
 
-_HIDDEN = {"hidden": "h"}
-_VOCABULARY = {"vocab": "v", "hidden": "h"}
-_EXPERTS = {"experts": "e", "hidden": "h", "width": "w"}
-# By the name of the layer's class.
-LAYERS: Mapping[str, LayerForm] = {
-    "LayerNorm": LayerForm("layer_norm", _HIDDEN),
-    "RMSNorm": LayerForm("rms_norm", _HIDDEN),
-    "DropoutAddLayerNorm": LayerForm("dropout_add_layer_norm", _HIDDEN),
-    "BiasGelu": LayerForm("bias_gelu", {"hidden": "f"}),
-    "SwiGLU": LayerForm("swiglu", {"hidden": "h", "ffn": "f"}),
-    "QKVProjection": LayerForm("qkv_projection", _HIDDEN),
-    "Embedding": LayerForm("embedding", _VOCABULARY),
-    "LinearCrossEntropy": LayerForm("linear_cross_entropy", _VOCABULARY),
-    "GroupedMatmul": LayerForm("grouped_matmul", _EXPERTS),
-    "MoEDispatch": LayerForm("moe_dispatch", _EXPERTS),
-    "BertAttention": LayerForm("bert_attention"),
-    "GPTAttention": LayerForm("gpt_attention"),
-    "T5Attention": LayerForm("t5_attention"),
-    "RotaryEmbedding": LayerForm("rotary_embedding"),
-    "Softmax": LayerForm("softmax"),
-    "MaskedSoftmax": LayerForm("masked_softmax"),
-    "CausalSoftmax": LayerForm("causal_softmax"),
-    "CrossEntropy": LayerForm("cross_entropy"),
-}
+def classes(
+    base: type, sizes_of: Callable[[Form], Mapping[str, str]], **how: Any
+) -> dict[str, type]:
+    """A class for each layer, by its name.
+
+    Args:
+        base: derived from a module of flax; calls the operator of its class's `form`.
+        sizes_of: the sizes that a class takes, by name.
+        how: keywords of the classes' making.
+    """
+
+    def made(name: str, form: Form) -> type:
+        inputs = ", ".join(one.name for one in form.inputs)
+        text = f"{form.operator.summary}: ({inputs})."
+        if sizes := sizes_of(form):
+            text += f"\n\nSizes: {', '.join(sizes)}."
+        body = {"__doc__": text, "__module__": base.__module__, "form": form}
+        body["__annotations__"] = dict.fromkeys(sizes, int)
+        return new_class(name, (base,), how, lambda new: new.update(body))
+
+    return {name: made(name, Form.of(*of)) for name, of in LAYERS.items()}

@@ -5,22 +5,20 @@
     norm = linen.LayerNorm(options={"eps": 1e-6})
     attention = linen.GPTAttention(implementation="cudnn")
 
-Parameters are float32 and have the names and shapes of the operator's arguments, see
-``python -m cfp.operators --list``; sizes that the inputs do not say are attributes.
+Sizes that the inputs do not say are attributes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import field
-from types import new_class
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
-from cfp.operators.layers import LAYERS, LayerForm, initial
+from cfp.operators.layers import Form, classes, initial
 
 
 class Layer(nn.Module):
@@ -38,7 +36,7 @@ class Layer(nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
 
-    form: ClassVar[LayerForm]
+    form: ClassVar[Form]
 
     @nn.compact
     def __call__(self, *inputs: Array) -> Array:
@@ -47,41 +45,21 @@ class Layer(nn.Module):
         Raises:
             OperatorError: the inputs do not fit, or no implementation takes them.
         """
-        form = self.form
+        form, dtype = self.form, self.param_dtype
         names = (one.name for one in form.inputs)
         dims = form.operator.bind(dict(zip(names, inputs, strict=True)))
         dims |= {d: getattr(self, name) for name, d in form.sizes_of_no_input.items()}
-        parameters = {}
-        for one in form.parameters:
-
-            def begin(key: Array, dtype: Any, one: Any = one) -> Any:
-                return initial(one, key, dims, dtype)
-
-            parameters[one.name] = self.param(one.name, begin, self.param_dtype)
-        return form.apply(
-            parameters,
-            inputs,
-            dtype=self.dtype,
-            implementation=self.implementation,
-            options=self.options,
-        )
-
-
-def _layer(name: str) -> Any:
-    """The module of a layer, with an attribute for each size that it is not told."""
-    form = LAYERS[name]
-    sizes = form.sizes_of_no_input
-    body = {
-        "__doc__": form.text(Attributes=sizes),
-        "__module__": __name__,
-        "__annotations__": dict.fromkeys(sizes, int),
-        "form": form,
-    }
-    return new_class(name, (Layer,), {"kw_only": True}, lambda new: new.update(body))
+        parameters = {
+            one.name: self.param(
+                one.name, lambda key, one=one: initial(one, key, dims, dtype)
+            )
+            for one in form.parameters
+        }
+        return form.apply(self, parameters, *inputs)
 
 
 # A class for each layer, by its name.
-globals().update({name: _layer(name) for name in LAYERS})
+globals().update(classes(Layer, lambda form: form.sizes_of_no_input, kw_only=True))
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...

@@ -1,28 +1,21 @@
 """A module of `flax.nnx` for each operator.
 
-    from cfp.operators import nnx as operators
+from cfp.operators import nnx as operators
 
-    norm = operators.LayerNorm(1024, options={"eps": 1e-6}, rngs=nnx.Rngs(0))
-    attention = operators.GPTAttention(implementation="cudnn")
-
-Parameters are float32 and have the names and shapes of the operator's arguments, see
-``python -m cfp.operators --list``.
+norm = operators.LayerNorm(1024, options={"eps": 1e-6}, rngs=nnx.Rngs(0))
+attention = operators.GPTAttention(implementation="cudnn")
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from inspect import Parameter, Signature
-from types import MappingProxyType, new_class
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from cfp.operators.layers import LAYERS, LayerForm, initial
-
-_NONE: Mapping[str, Any] = MappingProxyType({})
+from cfp.operators.layers import Form, classes, initial
 
 
 class Layer(nnx.Module):
@@ -38,13 +31,13 @@ class Layer(nnx.Module):
         named: sizes by name.
     """
 
-    form: ClassVar[LayerForm]
+    form: ClassVar[Form]
 
     def __init__(
         self,
         *given: int,
         implementation: str | None = None,
-        options: Mapping[str, Any] = _NONE,
+        options: Any = (),
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs | None = None,
@@ -55,7 +48,7 @@ class Layer(nnx.Module):
         bound = Signature(names).bind(*given, **named).arguments
         dims = {dim: bound[name] for name, dim in sizes.items()}
         self.implementation, self.dtype = implementation, dtype
-        self.options = tuple(options.items())
+        self.options = tuple(dict(options).items())
         for one in self.form.parameters:
             if rngs is None:
                 raise TypeError(f"{type(self).__name__} needs rngs=nnx.Rngs(...)")
@@ -68,31 +61,13 @@ class Layer(nnx.Module):
         Raises:
             OperatorError: the inputs do not fit, or no implementation takes them.
         """
-        parameters = {
-            one.name: getattr(self, one.name)[...] for one in self.form.parameters
-        }
-        return self.form.apply(
-            parameters,
-            inputs,
-            dtype=self.dtype,
-            implementation=self.implementation,
-            options=dict(self.options),
-        )
-
-
-def _layer(name: str) -> Any:
-    """The module of a layer."""
-    form = LAYERS[name]
-    body = {
-        "__doc__": form.text(Args=form.sizes),
-        "__module__": __name__,
-        "form": form,
-    }
-    return new_class(name, (Layer,), exec_body=lambda new: new.update(body))
+        names = [one.name for one in self.form.parameters]
+        parameters = {name: getattr(self, name)[...] for name in names}
+        return self.form.apply(self, parameters, *inputs)
 
 
 # A class for each layer, by its name.
-globals().update({name: _layer(name) for name in LAYERS})
+globals().update(classes(Layer, lambda form: form.sizes))
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...

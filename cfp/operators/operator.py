@@ -8,7 +8,7 @@ or the one that was asked for. If there is none, one message has each reason.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from math import prod
 from typing import Any
@@ -61,19 +61,16 @@ class Implementation:
     """One way to compute an operator.
 
     Attributes:
-        name: unique within the operator.
         library: that it comes from.
         call: takes the operator's arguments and options.
-        probe: says why it is not available here.
         refuses: takes the arguments and options, and says why it does not take them.
+        probe: says why it is not available here.
     """
 
-    name: str
     library: str
     call: Callable[..., Array]
-    _: KW_ONLY
-    probe: Callable[[], Reason] = lambda: None
     refuses: Callable[..., Reason] = lambda *args, **options: None
+    probe: Callable[[], Reason] = lambda: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +78,10 @@ class Operator:
     """An operator and its implementations; call it like a function.
 
     Attributes:
-        summary: what it computes, in one line.
+        summary: the value that it computes, in one line.
         arguments: in the order in which they are given.
         oracle: the plain formula, which is given float32.
-        implementations: the preferred ones first.
+        implementations: by name, the preferred ones first.
         flops: from sizes of dims by name to floating point operations of contractions,
             forward; an operator without any is bound by memory.
         options: names and defaults of keyword options.
@@ -94,7 +91,7 @@ class Operator:
     summary: str
     arguments: tuple[Argument, ...]
     oracle: Callable[..., Array]
-    implementations: tuple[Implementation, ...]
+    implementations: Mapping[str, Implementation]
     flops: Callable[[Mapping[str, int]], float] = lambda dims: 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -113,12 +110,12 @@ class Operator:
                 takes them.
         """
         chosen = self.choose(*args, implementation=implementation, **options)
-        return chosen.call(*args, **{**self.options, **options})
+        return self.implementations[chosen].call(*args, **{**self.options, **options})
 
     def choose(
         self, *args: Any, implementation: str | None = None, **options: Any
-    ) -> Implementation:
-        """The implementation that a call with these arguments takes.
+    ) -> str:
+        """The name of the implementation that a call with these arguments takes.
 
         Raises:
             OperatorError: as for a call.
@@ -132,18 +129,18 @@ class Operator:
             )
         self.bind({a.name: x for a, x in zip(self.arguments, args, strict=True)})
         for name in options:
-            if name not in self.options:
-                raise unknown(f"option of {self.name}", name, list(self.options))
+            known(f"option of {self.name}", name, self.options)
         if implementation:
-            wanted = (self.implementation(implementation),)
-        else:
-            wanted = self.implementations
+            known(
+                f"implementation of {self.name}", implementation, self.implementations
+            )
         against: dict[str, str] = {}
-        for one in wanted:
+        for name in (implementation,) if implementation else self.implementations:
+            one = self.implementations[name]
             reason = one.probe() or one.refuses(*args, **{**self.options, **options})
             if reason is None:
-                return one
-            against[one.name] = reason
+                return name
+            against[name] = reason
         raise OperatorError(
             f"{self.name} by {implementation} does not take these arguments."
             if implementation
@@ -153,16 +150,13 @@ class Operator:
             attempt=f"cfp operators --list --only-run {self.name}",
         )
 
-    def implementation(self, name: str) -> Implementation:
-        """An implementation by its name.
+    def check_implementation(self, name: str) -> None:
+        """Checks that there is an implementation of a name.
 
         Raises:
-            OperatorError: there is none of that name.
+            OperatorError: there is none.
         """
-        known = {one.name: one for one in self.implementations}
-        if name not in known:
-            raise unknown(f"implementation of {self.name}", name, list(known))
-        return known[name]
+        known(f"implementation of {self.name}", name, self.implementations)
 
     def bind(self, given: Mapping[str, Any]) -> dict[str, int]:
         """Sizes of the dims by name, as some of the arguments have them.
@@ -186,14 +180,14 @@ class Operator:
         if names[0] == "*":
             count = max(len(sizes) - len(names) + 1, 0)
             sizes = [tuple(sizes[:count]), *sizes[count:]]
-        known = {n: int(n) if n.isdigit() else found.get(n) for n in names}
+        right = {n: int(n) if n.isdigit() else found.get(n) for n in names}
         if len(sizes) != len(names) or any(
-            known[name] not in (None, size)
+            right[name] not in (None, size)
             for name, size in zip(names, sizes, strict=True)
         ):
             expected = ", ".join(
                 name if size is None or name.isdigit() else f"{name}={size}"
-                for name, size in known.items()
+                for name, size in right.items()
             )
             every = ", ".join(f"{a.name} [{a.dims}]" for a in self.arguments)
             raise OperatorError(
@@ -205,12 +199,19 @@ class Operator:
         found |= {n: s for n, s in zip(names, sizes, strict=True) if not n.isdigit()}
 
 
-def unknown(what: str, name: str, known: list[str]) -> OperatorError:
-    """The error for a name that there is not."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return OperatorError(
+def known(what: str, name: str, names: Iterable[str]) -> None:
+    """Checks that a name is among those that there are.
+
+    Raises:
+        OperatorError: it is not.
+    """
+    names = list(names)
+    if name in names:
+        return
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    raise OperatorError(
         f"There is no {what} called {name!r}.",
-        expected="one of " + ", ".join(known) if known else "none: it takes none",
+        expected="one of " + ", ".join(names) if names else "none: it takes none",
         got=repr(name),
         attempt=near[0] if near else "cfp operators --list",
     )

@@ -35,7 +35,7 @@ PARAMETERS = {
 
 def classes(module) -> dict[str, Any]:
     return {
-        vars(one)["form"].name: one
+        vars(one)["form"].operator.name: one
         for _, one in inspect.getmembers(module, inspect.isclass)
         if issubclass(one, module.Layer) and one is not module.Layer
     }

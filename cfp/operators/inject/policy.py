@@ -87,9 +87,9 @@ class Policy(ABC):
     def call(self, operator: str, *args: Any, **options: Any) -> Array:
         """Calls an operator by the implementation that the user chose."""
         found, wanted = find(operator), self.implementations.get(operator)
-        chosen = found.choose(*args, implementation=wanted, **options)
-        self._used[operator] = chosen.name
-        return chosen.call(*args, **{**found.options, **options})
+        name = found.choose(*args, implementation=wanted, **options)
+        self._used[operator] = name
+        return found(*args, implementation=name, **options)
 
     def implementations_text(self) -> str:
         """The operators with the implementations that were taken or are wanted."""
@@ -141,7 +141,7 @@ def policies_of(
     """
     implementations = dict(implementations or {})
     for name, implementation in implementations.items():
-        find(name).implementation(implementation)
+        find(name).check_implementation(implementation)
     kinds = _registered if given is None else given
     return [kind(implementations, right_padded) for kind in kinds]
 

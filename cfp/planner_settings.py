@@ -32,9 +32,9 @@ class PlannerSettings:
             is timed again. Once every kind of segment has a measurement, nothing else
             is measured after 0.6 of it, or after all where nothing races. Where none
             fits in memory at the end one more is compiled, the most likely to fit.
-        compiler_options: options of the compiler by the name that the race is to give
-            them; the fastest is raced with each, too. By default a short list for the
-            platform.
+        compiler_options: sets of compiler options by the name that the race is to give
+            them. Without a memory budget all candidates race with the first, and the
+            fastest with each. By default a short list for the platform.
         attention: kernels that may take the place of the step's attentions, the
             preferred first, such as ("cudnn", "chunked"); () keeps attentions as they
             are written. By default on GPUs cuDNN's, which computes in the dtype of the
@@ -176,9 +176,9 @@ class DetailedSettings(PlannerSettings):
             neighbour, and alone); by default 1. Where memory decides, one more is for
             programs that turn out smaller than predicted, or one of them if there are
             several.
-        constraint_levels: how much the compiler is constrained in presets; each level
-            races. By default all; one on virtual CPU devices, where a build takes
-            longer than the difference is worth.
+        constraint_levels: how much the compiler is constrained in presets: all race at
+            the first, the fastest at each. By default all; one on virtual CPU devices,
+            where a build takes longer than the difference is worth.
         reach: candidates that are predicted to take this many times as long as the
             fastest that fits are not raced; by default 1.1, 1.25 where activations are
             constrained and 1.2 where only arguments are; 2 on virtual CPU devices.

@@ -89,10 +89,9 @@ STAY_AFTER_TURN = 1.02
 # Programs of a race whose medians differ by no more than this share are a tie, of two
 # samples on: decisions.md, "Programs within 1 % are a tie".
 ALIKE = 0.01
-# Choices that race where no budget was asked for, the best by prediction, each at all
-# of its constraint levels; and choices that race with other compiler options.
-# decisions.md, "Leaders race with three sets of compiler options".
-MOST_RACED = 4
+# Choices that race where no budget was asked for, the best by prediction. decisions.md,
+# "Choices race with large collectives, the leader with other options".
+MOST_RACED = 6
 
 
 class ConstraintLevel(StrEnum):
@@ -161,7 +160,7 @@ class PlatformDefaults:
             behind by estimate are not measured".
         reach: candidates that are predicted to take this many times as long as the best
             that fits are not raced, by constraint level.
-        levels: constraint levels of presets; each races.
+        levels: constraint levels of presets: all race at the first, the leader at each.
         rounds: turns of a race that decides, at most. Four are a guess.
         limits_memory: whether the compiler takes a memory limit.
         host_memory: whether what is in the memory of the host is none of a device's.
@@ -169,7 +168,8 @@ class PlatformDefaults:
         combined_bytes: up to so many bytes the compiler makes one collective of several
             that do not depend on each other.
         launch_ms: the least time of a kernel, however little it computes.
-        compiler_options: what the leaders are raced with, too, by name.
+        compiler_options: sets by name: all race with the first where no budget was
+            asked for, the leader with each and with none.
         replacing: kernels that may compute attentions.
         replacing_for_memory: the same where memory decides.
         dimensions: what is chosen among; of all else the plan has what is usual.
@@ -210,8 +210,8 @@ NO_LATENCY_HIDING: Mapping[str, str] = {
 
 # Which options are fastest depends on program, plan and links: on 4 H200 without
 # peer-to-peer access, hiding latency slows data parallelism down (134.6 ms a step,
-# 115.3 without) and speeds fully sharded parameters up. decisions.md, "Leaders
-# race with three sets of compiler options".
+# 115.3 without) and speeds fully sharded parameters up. decisions.md, "Choices
+# race with large collectives, the leader with other options".
 _LARGE_COLLECTIVES: Mapping[str, str] = {
     f"xla_gpu_{kind}_combine_threshold_bytes": str(2**28)
     for kind in ("all_gather", "all_reduce", "reduce_scatter")
@@ -229,8 +229,8 @@ _GPU = PlatformDefaults(
     combined_bytes=30 * 2**20,
     launch_ms=0.002,  # Guess.
     compiler_options={
-        "no latency hiding": NO_LATENCY_HIDING,
         "large collectives": _LARGE_COLLECTIVES,
+        "no latency hiding": NO_LATENCY_HIDING,
         "large collectives, no Triton": {
             **_LARGE_COLLECTIVES,
             "xla_gpu_enable_triton_gemm": "False",

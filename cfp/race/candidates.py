@@ -38,19 +38,42 @@ _PROPAGATED_LEVELS = {
 def named_candidates(
     named: Mapping[str, Choice], levels: Sequence[ConstraintLevel]
 ) -> list[Candidate]:
-    """Presets and what propagation makes, each at the levels that make sense for it.
+    """Presets at the first level for them, and what propagation makes, at its own.
 
     Args:
         named: choices by name; what is rematerialized says so behind a comma.
     """
+    usual = next((level for level in levels if level in _PRESET_LEVELS), None)
     found = []
-    for level in levels:
-        for name, choice in named.items():
-            own = _PROPAGATED_LEVELS.get(name.partition(",")[0])
-            if level in (_PRESET_LEVELS if own is None else (own,)):
-                title, is_preset = level_name(name, level), own is None
-                found.append(Candidate(title, choice, None, level, {}, is_preset))
+    for name, choice in named.items():
+        own = _PROPAGATED_LEVELS.get(name.partition(",")[0])
+        if (level := own or usual) in levels:
+            title = level_name(name, level)
+            found.append(Candidate(title, choice, None, level, {}, own is None))
     return found
+
+
+def variants(
+    one: Candidate,
+    options: Mapping[str, Mapping[str, str]],
+    levels: Sequence[ConstraintLevel],
+) -> list[Candidate]:
+    """Returns a leader without the options that all have, with others, at other levels.
+
+    Args:
+        options: sets of compiler options by name, the one that all have first.
+    """
+    plain = one
+    for name, chosen in [*options.items()][:1]:
+        if one.name.endswith(f", {name}"):
+            kept = {key: one.options[key] for key in one.options.keys() - chosen.keys()}
+            plain = replace(one, name=one.name.removesuffix(f", {name}"), options=kept)
+    others = [
+        replace(one, name=level_name(one.name, level), level=level)
+        for level in levels
+        if one.is_preset and level in _PRESET_LEVELS and level is not one.level
+    ]
+    return [plain, *with_options(plain, options), *others]
 
 
 def with_options(

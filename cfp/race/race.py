@@ -8,7 +8,7 @@ candidates  named, at constraint levels             :mod:`cfp.race.candidates`
 remembered  compiled before and known to fit        :mod:`cfp.race.remembered`
 admission   compiled until enough fit               :mod:`cfp.race.admission`
 turns       timed in turn                           :mod:`cfp.race.turns`
-again       the leaders with other compiler options
+again       the leader with other compiler options, and what is near
 ties        the simplest of the fastest wins
 """
 
@@ -33,7 +33,12 @@ from cfp.race.admission import (
     exempt_from_reach,
     within_reach,
 )
-from cfp.race.candidates import LESS_MEMORY, leanest_of, smaller_than
+from cfp.race.candidates import (
+    LESS_MEMORY,
+    leanest_of,
+    smaller_than,
+    with_options,
+)
 from cfp.race.compile import Builder, compile_programs
 from cfp.race.programs import (
     TOO_LATE,
@@ -128,7 +133,7 @@ class Run:
         say_little = rules.estimates
         rounds = 1 if rules.compiler_options or say_little else rules.rounds
         raced = self.time(candidates, rounds)
-        first, new = second_race(raced, rules.compiler_options)
+        first, new = second_race(raced, rules.compiler_options, rules.levels)
         if not new or self.is_over():
             return Ranking((), raced)
         names = {one.name for one in first}
@@ -283,8 +288,7 @@ class Run:
         memory = self.context.memory
         reserve = memory.reserve_bytes if memory else 0
         budget = self.context.budget_bytes
-        problem = self.solution.problem
-        error = no_winner(self.analysis, results, budget, reserve, problem)
+        error = no_winner(self.analysis, results, budget, reserve)
         if isinstance(error, MemoryBudgetError) and self.is_over():
             return error.with_line(
                 "Time for planning was over before all that may need less was compiled:"
@@ -375,6 +379,10 @@ def race(
 def _race(run: Run, candidates: Sequence[Candidate], last_resort: bool) -> RaceOutcome:
     """Whole programs, compiled until enough fit, and timed."""
     run.built.clear()
+    if run.context.memory is None:  # These options may take memory.
+        for name, options in [*run.context.rules.compiler_options.items()][:1]:
+            first = {name: options}
+            candidates = [with_options(one, first)[0] for one in candidates]
     known, asked = run.remember(candidates)
     fitting, refused, left = [], [], []
     ranking = Ranking((), ())

@@ -21,13 +21,11 @@ from cfp.cost.memory import (
 from cfp.errors import CfpError, DeviceError, MemoryBudgetError
 from cfp.printable import merged_name
 from cfp.profiling.record import CompiledBytes
-from cfp.race.candidates import LESS_MEMORY
 from cfp.race.programs import RaceResult
 from cfp.race.remembered import choice_of
 from cfp.search.choices import whole_choice
 from cfp.search.problem import Problem
 from cfp.search.solver import leanest, solve
-from cfp.solution import prediction_of
 from cfp.units import format_bytes
 
 _NUMBER = re.compile(r"\d+")
@@ -74,7 +72,6 @@ def no_winner(
     results: Sequence[RaceResult],
     budget_bytes: int | None,
     reserve_bytes: int = 0,
-    problem: Problem | None = None,
 ) -> CfpError:
     """The error for a race that nothing finished, in a budget and its reserve.
 
@@ -106,9 +103,8 @@ def no_winner(
     error = _error(analysis, first, needed, use, choice)
     known = [r.candidate.predicted_ms for r in compiled if r.candidate.predicted_ms]
     error.fastest_ms = min(known, default=None)
-    for text in (_broken_text(results), _compiled_text(analysis, compiled, problem)):
-        error = error.with_line(text) if text else error
-    return error
+    text = _broken_text(results)
+    return error.with_line(text) if text else error
 
 
 def _broken_text(results: Sequence[RaceResult]) -> str:
@@ -122,33 +118,6 @@ def _broken_text(results: Sequence[RaceResult]) -> str:
         return ""
     reasons = [f"{', '.join(map(repr, own))}: {why}" for why, own in names.items()]
     return f"Not for want of memory failed {'; '.join(reasons[:_MOST_NAMED])}"
-
-
-def _compiled_text(
-    analysis: Analysis, compiled: Sequence[RaceResult], problem: Problem | None
-) -> str:
-    """Compares what programs need with what was predicted; "" if nothing was."""
-    parts, remat = list[str](), list[str]()
-    ranked = sorted(compiled, key=lambda r: r.peak_bytes)
-    by_choice = {one.candidate.choice: one for one in reversed(ranked)}
-    names = [one.name for one in by_choice.values()]
-    for choice, one in reversed(by_choice.items()):
-        predicted = prediction_of(analysis, problem, choice).peak_bytes
-        remat += [one.name] if choice.remat else []
-        if predicted is not None:
-            size = format_bytes(one.peak_bytes, up=True)
-            parts.append(f"{one.name!r} {size} ({format_bytes(predicted)} predicted)")
-    if not parts:
-        return ""
-    text = f"Compiled: {', '.join(parts[:_MOST_NAMED])}."
-    if LESS_MEMORY in names:
-        text += (
-            f" {LESS_MEMORY!r} is of a search with memory larger than predicted by as "
-            "much as the others' was."
-        )
-    if remat:
-        text += f" With segments rematerialized: {', '.join(map(repr, remat))}."
-    return text
 
 
 def least_short(

@@ -10,14 +10,13 @@ from functools import partial
 from statistics import median
 from types import MappingProxyType
 
-from cfp.analysis.layout import Choice
 from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.in_flight import InFlight
 from cfp.profiling.record import ProfileRecord, utc_now
 from cfp.profiling.runner import StopOnDeviceLoss, compile_generators, run
 from cfp.profiling.timing import ON_CPUS, TimingOptions
-from cfp.race.candidates import with_options
+from cfp.race.candidates import variants
 from cfp.race.compile import (
     Builder,
     build_each,
@@ -30,7 +29,6 @@ from cfp.race.programs import RaceProgram, RaceResult, time_ms
 from cfp.race.remembered import keep_race, of_one_race
 from cfp.settings import (
     ALIKE,
-    MOST_RACED,
     STAY_AFTER_LOOK,
     STAY_AFTER_TURN,
     ConstraintLevel,
@@ -363,32 +361,31 @@ def _join(before: ProfileRecord | None, found: ProfileRecord) -> ProfileRecord:
 def second_race(
     raced: Sequence[RaceResult],
     options: Mapping[str, Mapping[str, str]],
+    levels: Sequence[ConstraintLevel] = (),
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Selects what races again: the leader, near ties, the best preset.
 
     Args:
         raced: the first race.
+        options, levels: of the leader's :func:`~cfp.race.candidates.variants`.
 
     Returns:
-        Those, and variants with options of each choice among the leader and its near
-        ties; nothing if there are no variants.
+        Those, and variants of the leader; nothing if there are none.
     """
     ran = sorted((one for one in raced if one.ran), key=time_ms)
-    near = [one for one in ran if one.time_ms <= STAY_AFTER_LOOK * ran[0].time_ms]
-    leaders = dict[Choice, Candidate]()
-    for one in near:
-        leaders.setdefault(one.candidate.choice, one.candidate)
+    if not ran:
+        return [], []
     # What is remembered may be a variant of something.
     keys = {one.candidate.key for one in raced}
     names = {one.name for one in raced}
     new = [
         one
-        for leader in [*leaders.values()][:MOST_RACED]
-        for one in with_options(leader, options)
+        for one in variants(ran[0].candidate, options, levels)
         if one.key not in keys and one.name not in names
     ]
     if not new:
         return [], []
+    near = [one for one in ran if one.time_ms <= STAY_AFTER_LOOK * ran[0].time_ms]
     best = [one for one in ran if one.candidate.is_preset][:1]
     return [*{one.name: one.candidate for one in (*near, *best)}.values()], new
 

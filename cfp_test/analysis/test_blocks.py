@@ -134,7 +134,7 @@ def test_rematerialized_contractions_join_their_block(name):
 # Each takes half a second and more, and others have its ops.
 LARGE = (
     "diffusion haiku_stack nnx_stack lstm nnx truncated_time partitioned_kernel "
-    "conditioned_layers u_net linear_recurrence vmapped_experts keys cholesky linalg "
+    "conditioned_layers u_net linear_recurrence vmapped_experts keys linalg "
     "graph_net int8 equinox scan_remat_policy cross_stack"
 ).split()
 

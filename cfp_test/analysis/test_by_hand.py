@@ -106,21 +106,3 @@ def test_an_estimate_has_the_time_of_regions_and_a_page_says_they_split(tmp_path
     assert not words.runs_whole(manual) and words.is_sharded(manual)
     text = " ".join(remarks(manual))
     assert "use one" not in text and "all compute the same" not in str(manual)
-
-
-@pytest.mark.parametrize("measure", [None, True])
-def test_a_region_is_priced_once(measure, monkeypatch, tmp_path):
-    """It is part of what is measured of the segment that it stands in."""
-    monkeypatch.setattr(Terms, "manual_ms", lambda self, op: 1e6 * bool(op.manual))
-    step, (weights, x) = step_of(by_hand(ffn))
-    plan = cfp.plan(
-        step,
-        *jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((*a.shape[:-2], 64, 64), a.dtype),
-            (weights, x),
-        ),
-        mesh=make_mesh(AXES),
-        cache_dir=tmp_path,
-        settings=cfp.PlannerSettings(measure=measure, race=False),
-    )
-    assert (plan.predicted_ms >= 1e6) == (not measure)

@@ -218,20 +218,6 @@ def test_each_kind_of_block(model):
     assert differing(frame, distinct(frame, before), is_inner) == {}
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("model", MODELS)
-def test_all_blocks(model):
-    frame = frame_of(model, MESHES["x4"])
-    assert differing(frame, frame.blocks) == {}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("model", MODELS)
-def test_each_kind_of_block_on_two_axes(model):
-    frame = frame_of(model, MESHES["x2y2"])
-    assert differing(frame, distinct(frame), is_inner) == {}
-
-
 @cover_values(model=MODELS, mesh=MESHES)
 def test_members_reduce_what_their_factors_say(model, mesh):
     """A contraction's partial sums follow from the anchor's strategy by its factors."""

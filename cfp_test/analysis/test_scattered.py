@@ -13,27 +13,10 @@ from cfp.program.trace import trace
 from cfp_test.support.checking import make_mesh
 
 AXES = (("x", 2), ("y", 2), ("z", 2))
-SUMMED, WRONG = ("y", "z"), (("x", "z"), None, None)
 
 
 def product(x, y):
     return jnp.einsum("bmk,bkn->bmn", x, y)
-
-
-def test_plain_jax_sums_wrong_parts():
-    """A failure means that jaxlib is mended, and the correction may go."""
-    mesh = make_mesh(AXES)
-
-    def place(value, *spec):
-        sharding = NamedSharding(mesh, PartitionSpec(*spec))
-        return jax.lax.with_sharding_constraint(value, sharding)
-
-    def sharded(x, y):
-        parts = place(x, "x", None, SUMMED), place(y, "x", SUMMED, None)
-        return place(product(*parts), *WRONG)
-
-    x, y = np.random.default_rng(0).normal(size=(2, 8, 8, 8)).astype(np.float32)
-    assert not np.allclose(jax.jit(sharded)(x, y), product(x, y), atol=1e-2)
 
 
 def test_no_strategy_scatters_part_of_a_sum_to_a_sharded_batch():

@@ -33,13 +33,7 @@ OPTIONS = {
     "dtype": "float32",
 }
 ACTIVATION_BYTES = 4 * BATCH * SEQ * HIDDEN
-STEPS = 3
 NO_RACE = PlannerSettings(race=False)
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
 
 
 def collectives(plan, fn, args):
@@ -83,50 +77,6 @@ def test_data_parallel_only_reduces_gradients(mesh, tmp_path):
     # Every gradient once; what else is reduced are a few scalars of the loss.
     gradients = parameter_bytes(args)
     assert gradients <= total(found, "all-reduce") <= gradients + 1024
-
-
-def test_data_parallel_gathers_no_activations_of_a_sum_of_products(mesh, tmp_path):
-    """Rows of an image, and one row for each image, are added and normed by groups."""
-
-    def step(params, images, times):
-        def loss(params):
-            spatial = ("NHWC", "HWIO", "NHWC")
-            x = jax.lax.conv_general_dilated(
-                images, params["conv"], (1, 1), "SAME", dimension_numbers=spatial
-            )
-            x = x + (times @ params["time"])[:, None, None, :]
-            groups = x.reshape(*x.shape[:3], 8, 4)
-            mean = groups.mean((1, 2, 4), keepdims=True)
-            spread = ((groups - mean) ** 2).mean((1, 2, 4), keepdims=True)
-            x = ((groups - mean) / jnp.sqrt(spread + 1e-5)).reshape(x.shape)
-            return (jnp.tanh(x * params["scale"]) ** 2).mean()
-
-        value, gradients = jax.value_and_grad(loss)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
-
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {
-        "conv": jax.random.normal(keys[0], (3, 3, 16, 32)),
-        "time": jax.random.normal(keys[1], (64, 32)),
-        "scale": jnp.ones(32),
-    }
-    images = jax.random.normal(keys[2], (16, 8, 8, 16))
-    args = params, images, jax.random.normal(keys[3], (16, 64))
-    plan = cfp.plan(
-        step,
-        *args,
-        mesh=mesh,
-        preset="data_parallel",
-        cache_dir=tmp_path,
-        settings=NO_RACE,
-    )
-    assert {kind for kind, _, _ in collectives(plan, step, args)} == {"all-reduce"}
-    for mine, one in zip(
-        jax.tree.leaves(plan.compile(step, *args)(*args)),
-        jax.tree.leaves(jax.jit(step)(*args)),
-        strict=True,
-    ):
-        assert jnp.allclose(mine, one, atol=1e-5)
 
 
 def test_fully_sharded_gathers_parameters(mesh, tmp_path):

@@ -13,11 +13,6 @@ from cfp.program.step import flatten_step
 SHAPE = (8, 2)
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
-
-
 def arrays(mesh, count=2):
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     return [

@@ -102,17 +102,3 @@ def test_what_is_split_right_stays_as_it_is():
 def is_right(taken, made):
     names = str.maketrans("NC", "bf")
     return is_split_right(taken.translate(names), made.translate(names))
-
-
-def test_plain_jax_is_wrong_where_layouts_are_changed():
-    """Once this fails, jaxlib is mended and `cfp.program.corrections` can go."""
-    (mesh,) = MESHES[:1]
-    convolve, avals = convolution("NCHW", "HWIO", "NHWC")
-    x, w = (jax.random.normal(jax.random.key(0), aval.shape) for aval in avals)
-    places = [
-        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-        for spec in ((None, "x"), (None, None, None, "x"))
-    ]
-    expected = np.asarray(convolve(x, w))
-    got = np.asarray(jax.jit(convolve, in_shardings=places)(x, w))
-    assert not np.allclose(got, expected, atol=0.1)

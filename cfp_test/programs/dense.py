@@ -166,17 +166,3 @@ def grouped_query_step():
 
     batch = {"x": normal(8, 8, 4, 16), "y": normal(9, 8, 4, 16)}
     return training(loss, params, batch)
-
-
-def fused_projection_step():
-    """Query, key and value from one kernel, split after."""
-    params = {"qkv": normal(0, 16, 48), "o": normal(1, 16, 16)}
-
-    def loss(p, batch):
-        x = batch["x"]
-        q, k, v = jnp.split((x @ p["qkv"]).reshape(8, 4, 4, 12), 3, axis=-1)
-        out = jax.nn.dot_product_attention(q, k, v)
-        return squares(out.reshape(8, 4, 16) @ p["o"], batch["y"])
-
-    batch = {"x": normal(8, 8, 4, 16), "y": normal(9, 8, 4, 16)}
-    return training(loss, params, batch)

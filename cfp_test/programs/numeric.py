@@ -23,37 +23,6 @@ def windows_step():
     return training(loss, params, normal(1, 8, 8, 8, 4))
 
 
-def fft_step():
-    """A convolution by Fourier transform."""
-    params = {"kernel": normal(0, 16, 8), "w": normal(1, 8, 8)}
-
-    def loss(p, x):
-        y = jnp.fft.rfft(x, axis=1) * jnp.fft.rfft(p["kernel"], axis=0)
-        y = jnp.fft.irfft(y, n=16, axis=1)
-        z = jnp.fft.fft2(y).real
-        return squares(y @ p["w"], x) + squares(z)
-
-    return training(loss, params, normal(2, 8, 16, 8))
-
-
-def cholesky_step():
-    """The likelihood of a Gaussian process, for a batch of data sets."""
-    params = {"scale": jnp.ones(4), "noise": jnp.float32(0.5)}
-
-    def loss(p, batch):
-        x = batch["x"] * p["scale"]
-        distance = ((x[:, :, None] - x[:, None]) ** 2).sum(-1)
-        kernel = jnp.exp(-distance) + p["noise"] * jnp.eye(8)
-        root = jnp.linalg.cholesky(kernel)
-        z = jax.lax.linalg.triangular_solve(
-            root, batch["y"], left_side=True, lower=True
-        )
-        diagonal = jnp.diagonal(root, axis1=-2, axis2=-1)
-        return squares(z) + jnp.log(diagonal).mean()
-
-    return training(loss, params, {"x": normal(0, 8, 8, 4), "y": normal(1, 8, 8, 1)})
-
-
 def linalg_step():
     """Decompositions, solvers and matrix functions."""
 

@@ -4,17 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 
 import cfp
 
 X = jax.random.normal(jax.random.key(7), (8, 16))
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
 
 
 def trained(step, state, steps=5):
@@ -58,49 +52,3 @@ def test_modules_that_are_returned_learn(mesh):
     assert losses[-1] < losses[0]
     assert max(d.relative_l2 for d in cfp.compare(net, other)) < 1e-3
     assert isinstance(net, Net)
-
-
-def test_frozen_parameters_stay_and_adapters_learn(mesh):
-    """LoRA: the base is frozen by its label, and has no optimizer state."""
-    key = jax.random.key(0)
-    params = {
-        name: {
-            "base": jax.random.normal(jax.random.fold_in(key, i), shape) / 4,
-            "a": jax.random.normal(jax.random.fold_in(key, i + 9), (shape[0], 2)),
-            "b": jnp.zeros((2, shape[1])),
-        }
-        for i, (name, shape) in enumerate({"up": (16, 32), "down": (32, 16)}.items())
-    }
-    labels = {
-        name: {"base": "frozen", "a": "adapter", "b": "adapter"} for name in params
-    }
-    tx = optax.multi_transform(
-        {"adapter": optax.adam(1e-2), "frozen": optax.set_to_zero()}, labels
-    )
-
-    def layer(p, x):
-        return x @ p["base"] + x @ p["a"] @ p["b"]
-
-    def step(params, opt, x):
-        def loss_fn(p):
-            return jnp.mean((layer(p["down"], jnp.tanh(layer(p["up"], x))) - x) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt = tx.update(grads, opt, params)
-        return optax.apply_updates(params, updates), opt, loss
-
-    state = (params, tx.init(params))
-    plan = cfp.plan(step, *state, X, mesh=mesh, preset="fully_sharded")
-    (found, _), losses = trained(plan.apply(step), state)
-    (expected, _), wanted = trained(jax.jit(step), state)
-    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
-    assert max(d.relative_l2 for d in cfp.compare(found, expected)) < 1e-4
-    for name in params:
-        np.testing.assert_array_equal(found[name]["base"], params[name]["base"])
-        assert np.abs(found[name]["b"]).max() > 0
-    held = {
-        kind
-        for path, kind in zip(plan.arg_names, plan.arg_types, strict=True)
-        if path.startswith("opt/") and "[16,32]" in kind
-    }
-    assert held == set()

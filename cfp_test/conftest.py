@@ -101,6 +101,20 @@ def steady_times():
 
 
 @pytest.fixture(scope="module")
+def mesh():
+    """Four devices along one axis."""
+    import jax
+
+    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A folder for what a module's tests store."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
 def compiled_once():
     """Has XLA compile each program once in a module, whichever test asks for it.
 

@@ -21,16 +21,6 @@ QUICK = PlannerSettings(per_kind=2, race=False)
 
 
 @pytest.fixture(scope="module")
-def mesh():
-    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def quick(mesh, cache):
     """Plans with few measurements, and without a race."""
     return functools.partial(cfp.plan, mesh=mesh, cache_dir=cache, settings=QUICK)

@@ -56,11 +56,6 @@ def mesh():
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def expected():
     """The losses by plain jit; those of the new constants are other ones."""
     first, second = (losses(jax.jit(make_step(**one))) for one in (FIRST, SECOND))

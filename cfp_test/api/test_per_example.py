@@ -73,11 +73,6 @@ def arguments():
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def expected():
     return jax.jit(train_step)(*arguments())
 

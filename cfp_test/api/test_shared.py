@@ -16,11 +16,6 @@ SETTINGS = cfp.PlannerSettings(race=False)
 
 
 @pytest.fixture(scope="module")
-def mesh():
-    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
-
-
-@pytest.fixture(scope="module")
 def averaged(mesh, tmp_path_factory):
     """A step with weights and their moving average, whole on every device."""
     return cfp.parallelize(

@@ -69,11 +69,6 @@ def short_chunks():
 
 
 @pytest.fixture(scope="module")
-def mesh():
-    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
-
-
-@pytest.fixture(scope="module")
 def planned(mesh, tmp_path_factory):
     """A plan for less memory than any plan for the step as it is written needs."""
     folder = tmp_path_factory.mktemp("store")

@@ -36,11 +36,6 @@ def make_step(activation=jnp.tanh, sign=1.0, more=None, swapped=False):
 
 
 @pytest.fixture(scope="module")
-def mesh():
-    return jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
-
-
-@pytest.fixture(scope="module")
 def plan(mesh, tmp_path_factory):
     folder = tmp_path_factory.mktemp("misfit")
     made = cfp.plan(

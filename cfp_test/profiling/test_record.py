@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cfp.profiling.record import STATUSES, Collective, ProfileRecord, utc_now
+from cfp.profiling.record import STATUSES, Collective, ProfileRecord
 
 OK = ProfileRecord(
     key="k",
@@ -112,11 +112,6 @@ def test_moments_sort_as_text_with_those_to_the_second(one, other):
 
     assert (written(one) < written(other)) == (one < other)
     assert (written(one) >= written(coarse, "seconds")) == (one >= coarse)
-
-
-def test_now_is_known_to_the_microsecond():
-    now = utc_now()
-    assert datetime.fromisoformat(now).isoformat(timespec="microseconds") == now
 
 
 @pytest.mark.parametrize(

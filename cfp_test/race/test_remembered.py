@@ -10,18 +10,15 @@ import pytest
 
 import cfp
 from cfp.analysis.analyze import analyze
-from cfp.analysis.layout import Choice, SegmentKernels
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
-from cfp.race.programs import RaceRow, kernels_not_timed, left_out
 from cfp.race.remembered import remembered
 from cfp.search.jobs import whole_job
 from cfp.settings import ConstraintLevel
-from cfp.solution import Candidate
 from cfp_test.program.stacks import stack_step
 
 pytestmark = pytest.mark.usefixtures("compiled_once", "analyzed_once")
@@ -191,35 +188,3 @@ def test_more_memory_is_no_worse(mesh, tmp_path):
     assert small.peak_bytes in peaks
     # Without a race it is found, too.
     assert plan(least, race=False).peak_bytes <= least
-
-
-def test_what_is_too_large_did_not_fail():
-    """And what ran with a memory limit was timed."""
-    kernels = SegmentKernels(attention="cudnn")
-    one = Candidate("zero1", Choice((), (), kernels=((0, kernels),)))
-    large = RaceRow(name="zero1", predicted_ms=1.0, peak_bytes=3 * 2**20)
-    large = replace(large, note="over the memory budget")
-    failed = replace(large, note="compile_error: no cuDNN")
-    for row, said in (
-        (
-            large,
-            "does not fit: zero1 needs 3.00 MiB on each device, and a plan may use ",
-        ),
-        (failed, "failed: compile_error: no cuDNN"),
-        (
-            left_out(one, "estimated to be slower"),
-            "was not timed: estimated to be slow",
-        ),
-    ):
-        found = kernels_not_timed([one], [row], 2**20)
-        assert found.keys() == {kernels} and found[kernels].startswith(said)
-    assert kernels_not_timed([one], [large], 2**20)[kernels].endswith(" 1.00 MiB")
-    limited = replace(large, name="zero1, within the budget", note="", time_ms=2.0)
-    assert kernels_not_timed([one], [large, limited], 2**20) == {}
-    level = replace(one, name="zero1, arguments constrained")
-    timed = replace(limited, name=f"{level.name}, within the budget")
-    assert kernels_not_timed([one, level], [large, timed], 2**20) == {}
-    as_written = replace(level, choice=Choice((), ()))
-    assert kernels_not_timed([one, as_written], [large, timed], 2**20).keys() == {
-        kernels
-    }

@@ -12,7 +12,7 @@ from cfp.attention.kernels import KERNELS
 from cfp.errors import CfpError, OptionError, what_there_is
 from cfp.profiling.in_flight import Limits
 from cfp.profiling.tasks import Progress
-from cfp.program.fp8 import least_size
+from cfp.program.fp8 import read_precision
 from cfp.settings import ALL_DIMENSIONS, ConstraintLevel, Dimension
 
 # Settings that the command line calls otherwise.
@@ -103,7 +103,7 @@ class PlannerSettings:
                 f"many as it needs), got seconds={self.seconds!r}."
             )
         if self.precision:
-            least_size(self.precision)
+            read_precision(self.precision)
         dimensions = self.dimensions
         for dimension, name in _OF_DIMENSIONS.items():
             if getattr(self, name) and dimension not in dimensions:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
 
@@ -25,7 +24,7 @@ from cfp.analysis.storage import find_storage, pair_outputs
 from cfp.analysis.strategies import BlockSharding, Mesh, Spec
 from cfp.errors import PinError, nearest
 from cfp.printable import counted
-from cfp.program.graph import Program, axes_of, reached
+from cfp.program.graph import Program, axes_of, path_matches, reached
 
 # (segment that makes or stores, segment that reads)
 Pair = tuple[int, int]
@@ -260,14 +259,6 @@ def resolve_pins(
         for position in matches:
             found[position] = _fit(spec, program, position, mesh, pattern)
     return found
-
-
-def path_matches(path: str, pattern: str) -> bool:
-    """True if a pattern is a path or the end of it, as it stands there, or its glob."""
-    parts = path.split("/")
-    ends = ["/".join(parts[start:]) for start in range(len(parts))]
-    # A path may have brackets, which a glob takes for one of several letters.
-    return any(end == pattern or fnmatchcase(end, pattern) for end in ends)
 
 
 def _fit(

@@ -9,7 +9,7 @@ from cfp.analysis.contractions import is_contraction
 from cfp.analysis.flow import Flow, passes
 from cfp.analysis.layout import Frame, program_flops, rematerialized_flops
 from cfp.analysis.ragged import model_flops
-from cfp.program.graph import Op, Program, call_flops, reached
+from cfp.program.graph import Op, Program, call_flops, product_dtype, reached
 
 _NARROW = ("bf16", "f16")
 _INTEGERS = ("i8", "i16", "i32", "i64", "ui8", "ui16", "ui32", "ui64")
@@ -27,7 +27,8 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
 
     Returns:
         ``model_flops`` of a step, without what the step itself rematerializes;
-        ``narrow_share``, of these in types of 16 bits; ``devices_by_hand``, the most
+        ``narrow_share``, of these in types of 16 bits; ``fp8_share``, of these in FP8,
+        if that was asked for; ``devices_by_hand``, the most
         devices among which a region that the user sharded by hand splits products;
         ``batch_samples``, and
         ``batch_tokens`` where integers of the batch look up several rows of a table
@@ -41,8 +42,10 @@ def model_work(frame: Frame, batch: dict[int, int]) -> dict[str, float]:
         return {}
     found: dict[str, float] = {
         "model_flops": float(flops),
-        "narrow_share": _narrow_share(program),
+        "narrow_share": _share(program, _is_narrow),
     }
+    if program.rewritten.products:
+        found["fp8_share"] = _share(program, _is_fp8)
     regions = (op.manual for op in program.ops if op.manual and op.manual.flops)
     if (most := max((one.devices for one in regions), default=1)) > 1:
         found["devices_by_hand"] = float(most)
@@ -153,18 +156,25 @@ def _made(flow: Flow, value: int, follows: Callable[[Op], bool]) -> Iterator[int
             yield from op.results
 
 
-def _narrow_share(program: Program) -> float:
-    """Returns the share of FLOPs in contractions that read 16-bit types."""
-    total = narrow = 0.0
+def _share(program: Program, is_meant: Callable[[Program, Op], bool]) -> float:
+    """Returns the share of FLOPs in contractions that are meant."""
+    total = meant = 0.0
     for op in program.ops:
         if op.manual is not None:
-            share = _narrow_share(op.manual.program)
+            share = _share(op.manual.program, is_meant)
         elif is_contraction(op):
-            types = (program.values[v].dtype for v in op.operands[:2])
-            share = float(all(one in _NARROW for one in types))
+            share = float(is_meant(program, op))
         else:
             continue
         flops = model_flops(program, op)
         total += flops
-        narrow += share * flops
-    return narrow / total if total else 0.0
+        meant += share * flops
+    return meant / total if total else 0.0
+
+
+def _is_narrow(program: Program, op: Op) -> bool:
+    return all(program.values[v].dtype in _NARROW for v in op.operands[:2])
+
+
+def _is_fp8(program: Program, op: Op) -> bool:
+    return product_dtype(program, op) == "f8"

@@ -119,9 +119,15 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A step under a plan, and its reference: all leaves, the furthest off first."""
+    """A step under a plan, and its reference: all leaves, the furthest off first.
+
+    Attributes:
+        rounded: what is furthest from the step without FP8, by path: of the state by
+            what the step changes, of all else relative.
+    """
 
     leaves: tuple[Leaf, ...] = ()
+    rounded: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def failures(self) -> list[Leaf]:
@@ -213,11 +219,17 @@ class Check:
         expected = self._reference(fresh)
         own = {d.path: d.size for d in compare(expected, expected)}
         expected = in_host(expected)  # The other runs need the room.
+        rounding: Sequence[Difference] = ()
+        if (plain := self.reference.unrounded) is not None:
+            tell("running the step without FP8")
+            rounding = compare(expected, on_device(plain(*self._each(fresh))))
         tell("running the plan's step, and comparing results")
         found = self._under_plan(self.planned, fresh)
         differences = compare(found, expected)
         changes = compare(self._before(expected), expected)
         changed = {d.path: d.relative_l2 for d in changes}
+        off = sorted((d.relative_l2 / (changed[d.path] or 1), d.path) for d in rounding)
+        rounded = {changed[path] > 0: (path, distance) for distance, path in off}
         # The runs to come are of the side that rounds most. Their distances are in
         # terms of the reference's size: else a result that is wrong, and nothing but
         # rounding, would be taken for one of which nothing else can be expected.
@@ -242,7 +254,7 @@ class Check:
                 )
                 for d in differences
             ]
-            return Comparison(tuple(leaves))
+            return Comparison(tuple(leaves), dict(rounded.values()))
 
         for seed in range(NUDGES + MORE_NUDGES):
             if seed == 0 or seed >= NUDGES:

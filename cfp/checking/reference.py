@@ -8,7 +8,7 @@ Where its code names several devices, it runs on all with its arguments whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -56,10 +56,13 @@ class Reference:
         step: in float32, or in float64 what computes in that.
         preset: what shards it over the plan's devices, or `AS_WRITTEN`; "" where it
             runs on one.
+        unrounded: the same without the precision that was asked for; None where none
+            was, or where the reference does not run on one device.
     """
 
     step: CompiledStep
     preset: str = ""
+    unrounded: CompiledStep | None = None
 
 
 def reference_text(preset: str) -> str:
@@ -162,7 +165,10 @@ def both_sides(
         # All processes compare with the same.
         [everywhere] = agreement.everywhere([fits], "room for a check")
         if everywhere and found is not None:
-            return planned, Reference(found, name)
+            is_rounded = step.precision and not name
+            plain = replace(step, precision="")
+            unrounded = compile_alone(plain, device) if is_rounded else None
+            return planned, Reference(found, name, unrounded)
         size = f"about {format_bytes(need)}" if need else "more than there is"
         where = {"": "on one device", AS_WRITTEN: "on each, as written"}
         needs.append(f"{size} {where.get(name, f'on each, where {name} shards it')}")

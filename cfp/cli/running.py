@@ -154,6 +154,7 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
         "largest_difference": largest
         and _finite({"path": largest.path, "relative_l2": largest.relative_l2}),
         "failures": [*map(_finite, list_failures(trial))],
+        "from_as_written": _finite(trial.steps[-1].comparison.rounded),
         "compared_by_norm_alone": sorted(map(trial.named, trial.undecided)),
     }
 
@@ -256,7 +257,15 @@ def check_text(trial: Trial) -> str:
             "\nThe step has no room unsharded: the plan's was compared with the same "
             f"step as written, sharded over the same devices by {trial.preset}."
         )
-    return f"Check passed: {text}"
+    return f"Check passed: {text}{_rounded_text(trial)}"
+
+
+def _rounded_text(trial: Trial) -> str:
+    """Says how far FP8 is from the step as written; "" without FP8."""
+    off = trial.steps[-1].comparison.rounded.items()
+    texts = [f"{trial.named(path)} by {distance:.2g}" for path, distance in off]
+    text = "\nFrom the step without FP8 differ most, of state by its change: "
+    return text + ", ".join(texts) if texts else ""
 
 
 def _where(trial: Trial) -> str:

@@ -51,6 +51,7 @@ from cfp.plan.parts import (
 )
 from cfp.profiling.compiler_options import refused_option
 from cfp.program.constrain import Constraints
+from cfp.program.fp8 import PRECISION
 from cfp.program.outline import outline_to_json, unpacked
 from cfp.program.rematerialize import Rematerialization
 from cfp.program.replace import Recorded, Replacement
@@ -213,7 +214,8 @@ class PlanFile(_Part):
         in_host: arguments and their results that are in the memory of the host between
             steps, by position.
         precision: "fp8" if large products are computed in FP8.
-        products: numbers of 16-bit products by outcome, if FP8 was asked for.
+        products: numbers of 16-bit products by outcome and parameter, if FP8 was asked
+            for.
         undonated: arguments that are there twice, by position.
         weak: donated arguments that are weakly typed, by position.
         site_checks: replaced parts that were refused, or not compared with the step.
@@ -249,8 +251,8 @@ class PlanFile(_Part):
     outline: Annotated[_Outline, _UNPACKED] | None
     sites: tuple[Site, ...]
     in_host: tuple[tuple[Count, Count], ...] = ()
-    precision: Annotated[str, matching(r"(fp8(:\d{1,9})?)?", "fp8, or empty")] = ""
-    products: dict[Words, Count] = {}
+    precision: Annotated[str, matching(f"({PRECISION})?", "fp8, or empty")] = ""
+    products: dict[Words, dict[str, Count]] = {}
     undonated: tuple[Count, ...] = ()
     weak: tuple[Count, ...] = ()
     uncounted: tuple[Words, ...] = ()

@@ -72,7 +72,8 @@ class Plan:
             with the result leaf that is its new value: state that a plan puts there
             where nothing else fits.
         precision: "fp8" if large products are computed in FP8.
-        products: numbers of 16-bit products by outcome, if FP8 was asked for.
+        products: numbers of 16-bit products by outcome and parameter, if FP8 was asked
+            for.
         static: positions and keywords of the arguments that are no arrays.
         winner: name of the candidate that won, such as "planned".
         predicted_ms, predicted_bytes: step time and memory, or None.
@@ -138,7 +139,7 @@ class Plan:
     search: Mapping[str, float] = field(default_factory=dict)
     in_host: tuple[tuple[int, int], ...] = ()
     precision: str = ""
-    products: Mapping[str, int] = field(default_factory=dict)
+    products: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     static: tuple[int | str, ...] | None = None
     rung: str = "measured"
     predicted_bytes: int | None = None

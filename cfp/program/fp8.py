@@ -1,10 +1,9 @@
 """Products of a step in FP8: both operands scaled by their largest magnitude.
 
-A product takes part if one operand is a parameter (`_parameter`), or if it is the
-gradient of such a parameter: then both operands are activations, one of them a
-cotangent, and the result has the parameter's dims. Operands of forward products are
-rounded to e4m3 (3 bits of mantissa), cotangents to e5m2 (2 bits). A scale is a power of
-two, so that scaling itself rounds nothing; sums are in float32.
+A product takes part if one operand is a parameter, or if it is the gradient of such a
+parameter. Operands of forward products are rounded to e4m3 (3 bits of mantissa),
+cotangents to e5m2 (2 bits). A scale is a power of two, so that scaling itself rounds
+nothing; sums are in float32.
 
 An operand is quantized once, where it is made: forward and backward products read the
 same copy, and the copy is what stays alive between them.
@@ -19,11 +18,14 @@ or an infinity makes no finite number, as before.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +35,10 @@ from jax.extend.mlir.dialects import stablehlo
 
 from cfp.errors import OptionError
 from cfp.program import shardy
-from cfp.program.graph import Rewritten, numpy_dtype
+from cfp.program.graph import Rewritten, numpy_dtype, path_matches
 
 TAKEN = "in FP8"
+PRECISION = r"fp8(:\d{1,9})?(,-[^,]+)*"
 _PRODUCT = "stablehlo.dot_general"
 _WRITE = "stablehlo.dynamic_update_slice"
 _NARROW = ("bf16", "f16")
@@ -62,42 +65,49 @@ class _Product:
     """A product and the roles of its operands.
 
     Attributes:
-        parameter: the argument that one operand comes from; -1 if none does.
-        weight: index of that operand; -1 if none does.
+        roots: of each operand the value whose numbers it has.
+        weight: index of the operand that comes from a parameter; -1 if none does.
         gradient: index of the operand that is a cotangent; -1 if none is.
+        parameters: the arguments that one operand, or the result, is of.
     """
 
     op: ir.Operation
-    parameter: int
+    roots: tuple[ir.Value, ...]
     weight: int
     gradient: int
+    parameters: frozenset[int]
 
     @property
     def is_forward(self) -> bool:
-        return self.weight >= 0 and "transpose(" not in _scope(self.op)
-
-    @property
-    def weight_dims(self) -> tuple[int, ...]:
-        return _dims(self.op.operands[self.weight])
+        """True if it is of a parameter, no vector, and of the forward pass alone."""
+        scope = shardy.location_name(self.op.location)
+        return (
+            self.weight >= 0 and "transpose(" not in scope and min(_sizes(self.op)) > 1
+        )
 
 
 # Products with fewer rows, columns or summed numbers are not faster in FP8.
 _LEAST_SIZE = 1024
 
 
-def least_size(precision: str) -> int:
-    """The least size of products in FP8: of "fp8" the measured one, of "fp8:64" 64.
+def read_precision(precision: str) -> tuple[int, list[str]]:
+    """Reads a precision, such as ``fp8:64,-*/router``.
+
+    Returns:
+        The least size of products, by default the measured one, and the paths, or
+        globs, of parameters whose products stay as they are.
 
     Raises:
         OptionError: there is no such precision.
     """
-    name, _, size = precision.partition(":")
-    if name != "fp8" or (size and not size.isdecimal()):
+    if not re.fullmatch(PRECISION, precision):
         raise OptionError(
             f"There is no precision {precision!r}. Give fp8, or fp8:512 for products "
-            "of at least 512 rows, columns and summed numbers."
+            "of at least 512 rows, columns and summed numbers, or fp8,-*/router to "
+            "leave out the products of a parameter, by its path."
         )
-    return int(size) if size else _LEAST_SIZE
+    first, *left = precision.split(",-")
+    return int(first.partition(":")[2] or _LEAST_SIZE), left
 
 
 def options_of(rewritten: Rewritten) -> dict[str, str]:
@@ -106,43 +116,54 @@ def options_of(rewritten: Rewritten) -> dict[str, str]:
     Tuning its kernels takes 44 s for eleven FP8 products, and 1 s without, and the
     library's are as fast (``docs/fp8.md``).
     """
-    has_products = rewritten.products.get(TAKEN, 0) > 0
-    return {"xla_gpu_enable_triton_gemm": "False"} if has_products else {}
+    return (
+        {"xla_gpu_enable_triton_gemm": "False"} if TAKEN in rewritten.products else {}
+    )
 
 
-def use_precision(module: ir.Module, precision: str) -> dict[str, int]:
-    """Computes products of a normalised module as asked for; see `use_fp8`."""
-    return use_fp8(module, least_size(precision)) if precision else {}
-
-
-def use_fp8(module: ir.Module, least: int) -> dict[str, int]:
-    """Computes products of a normalised module in FP8, in place.
+def use_precision(
+    module: ir.Module, precision: str, names: Sequence[str]
+) -> dict[str, dict[str, int]]:
+    """Computes products of a normalised module as asked for, in place.
 
     Args:
-        least: rows, columns and summed numbers that a product has at least.
+        precision: see `read_precision`; "" leaves all as they are.
+        names: the arguments' paths.
 
     Returns:
-        The number of 16-bit products in FP8, under `TAKEN`, and of others by reason.
+        The number of 16-bit products in FP8, under `TAKEN`, and of others by reason:
+        by the path of their parameter, with ``*`` for numbers.
+
+    Raises:
+        OptionError: a path that is left out is none of an argument.
     """
+    if not precision:
+        return {}
+    least, patterns = read_precision(precision)
+    left: set[int] = set()
+    for one in patterns:
+        found = {i for i, name in enumerate(names) if path_matches(name, one)}
+        if not found:
+            raise OptionError(
+                f"The precision leaves out {one!r}, which matches no argument. Paths "
+                f"look like: {', '.join(names[:8])}."
+            )
+        left |= found
     function = shardy.main_function(module)
     numbers = _parameters(shardy.main_block(module))
-    narrow = [op for op in shardy.walk(function) if _is_narrow(op)]
-    products = [_classified(op, numbers) for op in narrow]
-    last = next(
-        (p for p in reversed(products) if p.is_forward and min(_sizes(p.op)) > 1), None
-    )
-    weights = {p.weight_dims for p in products if p.weight >= 0 and not _in(p, last)}
-    taken, counts = [], Counter()
-    for one in products:
-        reason = _reason(one, last, weights, least)
-        counts[reason or TAKEN] += 1
-        if not reason:
-            taken.append(one)
+    products = _classified([*filter(_is_narrow, shardy.walk(function))], numbers)
+    forward = [p for p in products if p.is_forward]
+    last = forward[-1].parameters if forward else frozenset()
     quantized: dict[tuple[ir.Value, str], tuple[ir.Value, ir.Value]] = {}
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     with module.context, ir.Location.unknown():
-        for one in taken:
-            _rewrite(one, quantized)
-    return dict(counts)
+        for one in products:
+            reason = _reason(one, last, left, least)
+            name = names[min(one.parameters)] if one.parameters else ""
+            counts[reason or TAKEN][re.sub(r"\d+", "*", name)] += 1
+            if not reason:
+                _rewrite(one, quantized)
+    return {reason: dict(of) for reason, of in counts.items()}
 
 
 def _parameters(block: ir.Block) -> dict[ir.Value, int]:
@@ -158,24 +179,19 @@ def _parameters(block: ir.Block) -> dict[ir.Value, int]:
     return {v: n for v, n in every.items() if v in shaped and v.type.shape} or every
 
 
-def _reason(
-    one: _Product,
-    last: _Product | None,
-    weights: Collection[tuple[int, ...]],
-    least: int,
-) -> str:
+def _reason(one: _Product, last: Set[int], left: Set[int], least: int) -> str:
     """The reason why a product stays as it is; "" if it is computed in FP8.
 
     Args:
-        last: the last forward product with a parameter; with its gradients it stays.
-        weights: dims of the other parameters where products read them.
+        last: the parameter of the last forward product; with its gradients that stays.
+        left: parameters that are left out.
     """
-    dims = _dims(one.op.results[0])
-    if _in(one, last):
+    if not one.parameters:
+        return "no operand is a parameter"
+    if one.parameters & last:
         return "last layer"
-    if one.weight < 0 and dims not in weights:
-        is_last = last is not None and dims == last.weight_dims
-        return "last layer" if is_last else "no operand is a parameter"
+    if one.parameters & left:
+        return "left out"
     if one.weight < 0 and one.gradient < 0:
         return "which operand is the gradient is not clear"
     sizes = _sizes(one.op)
@@ -186,11 +202,6 @@ def _reason(
     return ""
 
 
-def _in(one: _Product, last: _Product | None) -> bool:
-    """True if a product reads the same parameter as another one."""
-    return last is not None and one.weight >= 0 and one.parameter == last.parameter
-
-
 def _is_narrow(op: ir.Operation) -> bool:
     """True for a product of two 16-bit arrays."""
     return op.name == _PRODUCT and all(
@@ -198,21 +209,44 @@ def _is_narrow(op: ir.Operation) -> bool:
     )
 
 
-def _classified(op: ir.Operation, numbers: Mapping[ir.Value, int]) -> _Product:
-    roots = [_parameter(one, numbers) for one in op.operands]
-    gradients = [_is_cotangent(one) for one in op.operands]
-    weight = next((i for i in (1, 0) if roots[i] is not None), -1)
-    parameter = next((root for root in roots[1::-1] if root is not None), -1)
-    gradient = gradients.index(True) if gradients.count(True) == 1 else -1
-    return _Product(op, parameter, weight, gradient)
+def _classified(
+    ops: Sequence[ir.Operation], numbers: Mapping[ir.Value, int]
+) -> list[_Product]:
+    """Products with their roles.
+
+    One of two activations is the gradient of a parameter if a product with that
+    parameter reads the same cotangent, or else the same activation.
+    """
+    products: list[_Product] = []
+    # The parameter and its dims, by the value that is multiplied by it, and whether in
+    # the backward pass.
+    known: defaultdict[Any, set[tuple[int, tuple[int, ...]]]] = defaultdict(set)
+    for op in ops:
+        roots = tuple(map(_root, op.operands))
+        gradients = [*map(_is_cotangent, roots)]
+        gradient = gradients.index(True) if gradients.count(True) == 1 else -1
+        weight = next((i for i in (1, 0) if roots[i] in numbers), -1)
+        parameters = frozenset({numbers[roots[weight]]} if weight >= 0 else ())
+        products.append(_Product(op, roots, weight, gradient, parameters))
+        for one in parameters:
+            key = roots[1 - weight], _is_backward(op)
+            known[key].add((one, _dims(op.operands[weight])))
+    for place, one in enumerate(products):
+        made, (left, right) = _dims(one.op.results[0]), one.roots
+        keys = ((left, True), (right, False)), ((right, True), (left, False))
+        for key in chain(*keys[:: -1 if one.gradient else 1]):
+            of = frozenset(n for n, dims in known[key] if dims == made)
+            if one.weight < 0 and of:
+                products[place] = replace(one, parameters=of)
+                break
+    return products
 
 
-def _parameter(value: ir.Value, numbers: Mapping[ir.Value, int]) -> int | None:
-    """The argument whose numbers, or some of them, a value has; None if none."""
-    found: ir.Value | None = value
-    while found is not None and found not in numbers:
-        found = _source(found)
-    return None if found is None else numbers[found]
+def _root(value: ir.Value) -> ir.Value:
+    """The value whose numbers, or some of them, a value has: an argument if one is."""
+    while (source := _source(value)) is not None:
+        value = source
+    return value
 
 
 def _source(value: ir.Value) -> ir.Value | None:
@@ -247,26 +281,19 @@ def _carried(argument: ir.BlockArgument) -> ir.Value | None:
     return None if carried == body.arguments[argument.arg_number] else carried
 
 
-def _scope(op: ir.Operation) -> str:
-    return shardy.location_name(op.location)
-
-
 def _is_backward(op: ir.Operation) -> bool:
     """True if differentiation made an op, and not to compute the forward pass again."""
-    scope = _scope(op)
+    scope = shardy.location_name(op.location)
     return "transpose(" in scope and "rematted_computation" not in scope
 
 
-def _is_cotangent(value: ir.Value) -> bool:
-    """True if an op of the backward pass makes a value."""
-    while (source := _source(value)) is not None:
-        value = source
-    if isinstance(value.owner, ir.Block):
-        argument = ir.BlockArgument(value)
-        is_of_loop = argument.owner.owner.name == "stablehlo.while"
-        if is_of_loop and (carried := _carried(argument)) is not None:
-            value = carried
-    maker = shardy.owner_of(value)
+def _is_cotangent(root: ir.Value) -> bool:
+    """True if an op of the backward pass makes a value that comes from nothing else."""
+    if isinstance(root.owner, ir.Block):
+        argument = ir.BlockArgument(root)
+        if argument.owner.owner.name == "stablehlo.while":
+            root = _carried(argument) or root
+    maker = shardy.owner_of(root)
     return maker is not None and _is_backward(maker)
 
 
@@ -298,10 +325,10 @@ def _rewrite(
         number, scale = _quantized(value, kind, quantized)
         of_operand = ir.RankedTensorType(value.type)
         with ir.InsertionPoint(one.op), one.op.location:
-            scale = stablehlo.convert(_of([], of_operand.element_type), scale)
-            spread = stablehlo.broadcast_in_dim(
-                of_operand, scale, ir.DenseI64ArrayAttr.get([])
-            )
+            narrow = ir.RankedTensorType.get([], of_operand.element_type)
+            dims = ir.DenseI64ArrayAttr.get([])
+            scale = stablehlo.convert(narrow, scale)
+            spread = stablehlo.broadcast_in_dim(of_operand, scale, dims)
             number = stablehlo.convert(of_operand, number)
             one.op.operands[index] = stablehlo.multiply(number, spread)
 
@@ -320,14 +347,11 @@ def _quantized(
         known[value, kind] = _put_quantization(value, kind)
     found, scale = known[value, kind]
     for move in reversed(moves):
-        element = ir.RankedTensorType(found.type).element_type
+        attributes = {name: move.attributes[name] for name in move.attributes}
+        shape, element = move.results[0].type.shape, found.type.element_type
+        kind = ir.RankedTensorType.get(shape, element)
         with ir.InsertionPoint(move), move.location:
-            found = ir.Operation.create(
-                move.name,
-                results=[_of(move.results[0].type.shape, element)],
-                operands=[found],
-                attributes={name: move.attributes[name] for name in move.attributes},
-            ).results[0]
+            found = shardy.make(move.name, kind, found, **attributes)
     return found, scale
 
 
@@ -336,12 +360,11 @@ def _put_quantization(value: ir.Value, kind: str) -> tuple[ir.Value, ir.Value]:
     dtype = numpy_dtype(str(ir.RankedTensorType(value.type).element_type))
     source = ir.Module.parse(_lowered(tuple(value.type.shape), str(dtype), kind))
     main = shardy.main_block(source)
-    if isinstance(value.owner, ir.Block):
+    if (maker := shardy.owner_of(value)) is None:
         location = ir.Location.unknown()
         point = ir.InsertionPoint.at_block_begin(value.owner)
     else:
-        location = value.owner.operation.location
-        point = ir.InsertionPoint.after(value.owner.operation)
+        location, point = maker.location, ir.InsertionPoint.after(maker)
     mapping = {main.arguments[0]: value}
     *body, last = [one.operation for one in main.operations]
     with point:
@@ -378,7 +401,3 @@ def quantize(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     scale = jnp.maximum(power * 2.0 ** -_EXPONENT[kind], float(least))
     inverse = lax.broadcast(1 / scale, x.shape)
     return (x.astype(jnp.float32) * inverse).astype(kind), scale
-
-
-def _of(shape: list[int], element: ir.Type) -> ir.RankedTensorType:
-    return ir.RankedTensorType.get(shape, element)

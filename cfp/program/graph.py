@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache, wraps
 from math import prod
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -178,14 +179,6 @@ class Op:
         )
         return tuple(map(int, _NUMBERS.findall(found[1]))) if found else ()
 
-    def product_dims(self, index: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The batch dims and the contracted dims of an operand of a product."""
-        side = ("lhs", "rhs")[index]
-        return (
-            self.integers(f"{side}_batching_dimensions"),
-            self.integers(f"{side}_contracting_dimensions"),
-        )
-
     @property
     def direction(self) -> str:
         """The direction of a comparison, such as EQ."""
@@ -201,12 +194,13 @@ class Rewritten:
     Attributes:
         erased_constraints: sharding constraints of the user's own that were removed.
         wide_sums: scatters that add up in float32 what the step adds up in 16 bits.
-        products: numbers of 16-bit products that FP8 was asked for, by outcome.
+        products: numbers of 16-bit products that FP8 was asked for, by outcome and
+            path of the parameter.
     """
 
     erased_constraints: int = 0
     wide_sums: int = 0
-    products: Mapping[str, int] = field(default_factory=dict)
+    products: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -514,3 +508,11 @@ def _inner_flops(program: Program, record: Op, op: ir.Operation) -> int:
     q, _, v = (program.shape(v) for v in record.operands[:3])
     products = 2 * scores * (q[-1] + v[-1]) * record.repeat
     return int(products * (_BACKWARD_TIMES if "Backward" in target else 1))
+
+
+def path_matches(path: str, pattern: str) -> bool:
+    """True if a pattern is a path or the end of it, as it stands there, or its glob."""
+    parts = path.split("/")
+    ends = ["/".join(parts[start:]) for start in range(len(parts))]
+    # A path may have brackets, which a glob takes for one of several letters.
+    return any(end == pattern or fnmatchcase(end, pattern) for end in ends)

@@ -214,7 +214,7 @@ def lower_step(
     if any(shardy.call_target(op) == "InspectSharding" for op in every):
         raise StepNotTraceable(_INSPECTED)
     erased, wide = shardy.normalise(module), rewrite_scatters(module)
-    products = use_precision(module, step.precision)
+    products = use_precision(module, step.precision, step.arg_names)
     rewritten = Rewritten(erased_constraints=erased, wide_sums=wide, products=products)
     return Lowering(lowered, module, out_tree, rewritten, alarm)
 

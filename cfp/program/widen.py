@@ -254,7 +254,7 @@ def _is_fixed(op: ir.Operation) -> bool:
     if not any(_has_narrow(v.type) for v in (*op.operands, *op.results)):
         return False
     kind = op.name.partition(".")[2]
-    if kind in _TUPLES:
+    if kind in _TUPLES or _quantizes(op):
         return True
     if kind in _PRODUCTS or shardy.moves_to_memory(op):
         return False
@@ -264,8 +264,15 @@ def _is_fixed(op: ir.Operation) -> bool:
     )
 
 
+def _quantizes(op: ir.Operation) -> bool:
+    """True if an op rounds float32 to FP8, as all that computes this step does."""
+    if op.name != "stablehlo.convert":
+        return False
+    return "f32>" in str(op.operands[0].type) and "f8" in str(op.results[0].type)
+
+
 def _is_exact(op: ir.Operation) -> bool:
-    return op.name.partition(".")[2] in _EXACT
+    return op.name.partition(".")[2] in _EXACT or _quantizes(op)
 
 
 def _name(op: ir.Operation) -> str:

@@ -231,12 +231,18 @@ def _count(name: str, one: str, many: str) -> Callable[[Plan], Values]:
 
 
 def precision_text(plan: Plan) -> str:
-    """Says how many products are computed in FP8, and why the others are not."""
+    """Says which products are computed in FP8, and why the others are not."""
     if not plan.products:
         return ""
-    taken = plan.products.get(TAKEN, 0)
-    left = [f"{n} ({why})" for why, n in plan.products.items() if why != TAKEN]
-    text = f"computed in FP8: {taken} of {sum(plan.products.values())} 16-bit products"
+    counts = {why: sum(of.values()) for why, of in plan.products.items()}
+    taken = counts.pop(TAKEN, 0)
+    text = f"computed in FP8: {taken} of {taken + sum(counts.values())} 16-bit products"
+    if names := few([*plan.products.get(TAKEN, ())]):
+        text += f" ({names}), {plan.search.get('fp8_share', 0.0):.0%} of all FLOPs"
+    left = []
+    for why, count in counts.items():
+        names = few([*filter(None, plan.products[why])])
+        left.append(f"{count} ({why}{names and f': {names}'})")
     return f"{text}; as written: {', '.join(left)}" if left else text
 
 

@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cfp
-from cfp.analysis.analyze import path_matches
 from cfp.planner_settings import DetailedSettings
 from cfp.profiling.key import environment_parts
 from cfp.profiling.store import ProfileStore, store_path
+from cfp.program.graph import path_matches
 from cfp.program.meaning import compiler_settings
 
 SETTINGS = DetailedSettings(per_kind=1, in_context=False)

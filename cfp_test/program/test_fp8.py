@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cfp
+from cfp.checking.check import Check
+from cfp.checking.reference import both_sides
 from cfp.errors import OptionError
 from cfp.plan.plan import Plan
 from cfp.program.fp8 import TAKEN, _lowered, quantize
@@ -86,6 +88,11 @@ def lowered(step, args, precision="fp8:16"):
     return lowering, run
 
 
+def counts_of(lowering):
+    products = lowering.rewritten.products
+    return {reason: sum(by_path.values()) for reason, by_path in products.items()}
+
+
 # Of each layer two products of the forward pass, and of each two gradients; the first
 # layer's input has none. What is rematerialized is computed once more; of a custom
 # gradient that computes its layer again, only the first product is needed.
@@ -103,7 +110,7 @@ PROGRAMS = {
 def test_takes_products_of_parameters_and_their_gradients(name):
     f, over, count, expected = PROGRAMS[name]
     lowering, run = lowered(partial(train, f, over), arguments(count))
-    counts = dict(lowering.rewritten.products)
+    counts = counts_of(lowering)
     assert counts.pop(TAKEN) == expected
     unclear = counts.pop("which operand is the gradient is not clear", 0)
     assert unclear == LAYERS * (f is own_layer)
@@ -144,7 +151,7 @@ def test_without_rounding_nothing_changes(name, monkeypatch):
     monkeypatch.setattr("cfp.program.fp8._EXPONENT", {"bfloat16": 7})
     step, args = partial(train, f, over), arguments(count)
     lowering, run = lowered(step, args)
-    assert lowering.rewritten.products[TAKEN] >= 6
+    assert counts_of(lowering)[TAKEN] >= 6
     (got, _), (want, _) = run(*args), jax.jit(step)(*args)
     for a, b, c in zip(*map(jax.tree.leaves, (got, want, args[0])), strict=True):
         assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b - c)
@@ -154,7 +161,7 @@ def test_numbers_of_64_bits_may_be_on():
     _lowered.cache_clear()
     with jax.enable_x64(True):
         lowering, _ = lowered(partial(train, layer, scanned), arguments())
-    assert lowering.rewritten.products[TAKEN] == 6
+    assert counts_of(lowering)[TAKEN] == 6
 
 
 def quantized(x, kind):
@@ -229,7 +236,7 @@ def test_products_of_adversarial_numbers_are_within_their_bound(dtype):
     sizes = (TOKENS, WIDTH, 48)
     plain = fp8_oracle.arguments("as drawn", dtype, sizes)
     lowering, run = lowered(fp8_oracle.step, plain)
-    assert lowering.rewritten.products == {TAKEN: 3, "last layer": 2}
+    assert counts_of(lowering) == {TAKEN: 3, "last layer": 2}
     for case in fp8_oracle.CASES:
         for one in fp8_oracle.checked(run, fp8_oracle.arguments(case, dtype, sizes)):
             assert one.wrong == 0 and one.share <= 1, case
@@ -259,7 +266,7 @@ def test_a_loop_condition_reads_a_parameter():
     args = (jnp.eye(WIDTH, dtype=jnp.bfloat16),) * 2
     args = *args, jnp.full((TOKENS, WIDTH), 8, jnp.bfloat16)
     lowering, run = lowered(step, args)
-    assert lowering.rewritten.products[TAKEN] == 1
+    assert counts_of(lowering)[TAKEN] == 1
     _, count, out = run(*args)
     assert count == 3 and (out == 1).all()
 
@@ -271,13 +278,14 @@ def test_products_are_of_the_rounded_numbers(transposed):
             h = x @ (first.T if transposed else first)
             return jnp.vdot(h @ last, x).astype(jnp.float32)
 
-        return jax.grad(loss)(first)
+        value, gradient = jax.value_and_grad(loss)(first)
+        return value, gradient, last
 
     keys = jax.random.split(jax.random.key(1), 3)
     first = jax.random.normal(keys[0], (32, 32), jnp.bfloat16) / 6
     last = jax.random.permutation(keys[1], jnp.eye(32, dtype=jnp.bfloat16))  # Exact.
     x = jax.random.normal(keys[2], (64, 32), jnp.bfloat16)
-    got = lowered(step, (first, last, x))[1](first, last, x)
+    _, got, _ = lowered(step, (first, last, x))[1](first, last, x)
     # In float64, of the same numbers rounded: x, and the gradient of the first product.
     gradient = quantized(jax.jit(lambda x, w: x @ w.T)(x, last), "float8_e5m2")
     want = quantized(x, "float8_e4m3fn").T @ gradient
@@ -286,10 +294,10 @@ def test_products_are_of_the_rounded_numbers(transposed):
     assert error.max() <= 2.0**-8 * np.abs(want).max()
 
 
-def test_a_plan_computes_what_one_device_does(tmp_path):
+def fp8_plan(tmp_path, precision="fp8:16"):
     step, args = partial(train, layer, unrolled), arguments()
-    settings = cfp.PlannerSettings(precision="fp8:16", race=False)
-    plan = cfp.plan(
+    settings = cfp.PlannerSettings(precision=precision, race=False)
+    return cfp.plan(
         step,
         *args,
         mesh=jax.make_mesh((4,), ("x",)),
@@ -298,7 +306,13 @@ def test_a_plan_computes_what_one_device_does(tmp_path):
         settings=settings,
         quiet=True,
     )
-    assert "in FP8: 17 of 20" in str(plan)
+
+
+def test_a_plan_computes_what_one_device_does(tmp_path):
+    plan = fp8_plan(tmp_path)
+    step, args = partial(train, layer, unrolled), arguments()
+    assert "in FP8: 17 of 20" in str(plan) and "params/layers/up" in str(plan)
+    assert 0.8 < plan.search["fp8_share"] < 1
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json").bind(step, *args)
     want = lowered(step, args)[1](*args)
@@ -307,6 +321,30 @@ def test_a_plan_computes_what_one_device_does(tmp_path):
         assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 2e-2 * np.abs(b).max()
 
 
+def test_a_check_is_against_the_same_rounded_products(tmp_path):
+    planned, reference = both_sides(fp8_plan(tmp_path))
+    assert planned.as_text().count("f8e4m3fn") and not planned.narrow
+    check = Check(planned, reference, {0: 0})
+    check.start(arguments())
+    made = check.step()
+    assert not made.failures
+    assert max(leaf.relative_l2 for leaf in made.leaves) <= 1e-3
+    of_loss, of_state = sorted(made.rounded.values())
+    assert 1e-4 <= of_loss <= 2e-2 <= of_state <= 0.2
+
+
+def test_products_are_left_out_by_path(tmp_path):
+    products = fp8_plan(tmp_path, "fp8:16,-layers/up,-params/h*").products
+    assert {why: [*of] for why, of in products.items()} == {
+        TAKEN: ["params/layers/down"],
+        "left out": ["params/layers/up"],
+        "last layer": ["params/head"],
+    }
+    with pytest.raises(OptionError, match="'layers/upper', which matches no"):
+        fp8_plan(tmp_path, "fp8,-layers/upper")
+
+
 def test_an_unknown_precision_is_refused():
-    with pytest.raises(OptionError, match="Give fp8, or fp8:512"):
-        cfp.PlannerSettings(precision="int8")
+    for text in ("int8", "fp8:", "fp8:x", "fp8,up", "fp8,-"):
+        with pytest.raises(OptionError, match="Give fp8, or fp8:512"):
+            cfp.PlannerSettings(precision=text)

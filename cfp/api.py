@@ -143,7 +143,6 @@ def plan(
         ],
         **options,
         quiet=quiet,
-        rule_out=True,
     ).plan
 
 

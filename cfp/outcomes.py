@@ -94,48 +94,47 @@ def with_variants(
         )
         for one in outcomes
     )
-    by_name = {one.name: one for one in outcomes}
-    plain: dict[str, Callable[[Variant], bool]] = {
-        "mesh": lambda one: one.axes < 2,
-        "microbatches": lambda one: one.microbatches in (None, 1),
-    }
     worth = [*plan.figures.worth]
-    for name, is_plain in plain.items():
-        without = [by_name[one.name] for one in variants if is_plain(one)]
-        if without and len(without) < len(variants):
-            worth += _worth_of(name, outcomes, without, basis)
+    for name in ("mesh", "microbatches"):
+        plain = [
+            outcome
+            for outcome, one in zip(outcomes, variants, strict=True)
+            if (one.axes < 2 if name == "mesh" else one.microbatches in (None, 1))
+        ]
+        if plain and len(plain) < len(variants):
+            worth += _worth_of(name, outcomes, plain, basis)
+    is_raced = basis is Basis.RACED
     figures = replace(
-        plan.figures,
-        variants=tried,
-        variants_raced=basis is Basis.RACED,
-        worth=tuple(worth),
+        plan.figures, variants=tried, variants_raced=is_raced, worth=tuple(worth)
     )
     return replace(plan, figures=figures)
 
 
 def _worth_of(
-    name: str, every: Sequence[Outcome], without: Sequence[Outcome], basis: Basis
+    name: str, every: Sequence[Outcome], plain: Sequence[Outcome], basis: Basis
 ) -> list[WorthFigures]:
-    """Compares the best variant with the best of some, by times of one kind."""
+    """Compares the best variant with the best of some, by times of one kind.
 
-    def best(outcomes: Sequence[Outcome], kind: str) -> float | None:
-        times = (getattr(one, kind) for one in outcomes)
-        return min((ms for ms in times if ms is not None), default=None)
-
+    By estimates, where none of these was planned but some fit in memory.
+    """
     for kind in ("step_ms", "estimated_ms"):
-        with_ms, without_ms = best(every, kind), best(without, kind)
-        fits = any(one.plan is not None for one in without)
-        if with_ms is None or (without_ms is None and kind == "step_ms" and fits):
-            continue
-        if without_ms is None and not all(one.is_too_large for one in without):
-            continue
-        is_measured = kind == "step_ms" and basis is not Basis.PREDICTED
-        return [
-            WorthFigures(
-                name=name,
-                with_ms=with_ms,
-                without_ms=without_ms,
-                is_measured=is_measured,
+        with_ms, without_ms = (
+            min(
+                (ms for one in some if (ms := getattr(one, kind)) is not None),
+                default=None,
             )
-        ]
+            for some in (every, plain)
+        )
+        if with_ms is None:
+            continue
+        if without_ms is not None or all(one.is_too_large for one in plain):
+            measured = kind == "step_ms" and basis is not Basis.PREDICTED
+            return [
+                WorthFigures(
+                    name=name,
+                    with_ms=with_ms,
+                    without_ms=without_ms,
+                    is_measured=measured,
+                )
+            ]
     return []

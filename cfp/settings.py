@@ -78,9 +78,6 @@ MOST_REFUSED = 8
 # as one by one, since one GPU tunes for all. With fewer begun, fewer are late.
 TUNED_FIRST = 1
 TUNING_AT_ONCE = 2
-# Variants whose estimates take more times as long as the best one's are not planned. On
-# 4 H200 estimates were off by 1.4 against each other at most.
-REACH_BY_ESTIMATE = 1.4
 # What is slower than this many times the fastest is left out: after the look before the
 # turns, or the first turn where there is no look, and between two races; and after each
 # other turn. decisions.md, "Kernels are measured in place of written attention".

@@ -19,13 +19,12 @@ import jax
 from jax.sharding import Mesh
 
 from cfp.context import agreement_of, device_memory, settings_or_defaults
-from cfp.errors import CfpError, MemoryBudgetError
+from cfp.errors import CfpError
 from cfp.find import FoundPlan, PlanOptions
 from cfp.outcomes import Basis, Outcome, Variant, with_variants
 from cfp.passes.pipeline import Pins, analyze_step
 from cfp.plan.figures import (
     GIVEN_SECONDS,
-    UNPLANNED,
     VARIANTS_SECONDS,
 )
 from cfp.plan.plan import Plan
@@ -44,9 +43,8 @@ from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram, RaceResult, Skipped, race_row
 from cfp.race.turns import race_programs
 from cfp.search.jobs import whole_job
-from cfp.solution import Estimate
 from cfp.units import parse_bytes
-from cfp.variant_turns import Deadline, plan_in_turn
+from cfp.variant_turns import Tried, now, plan_best
 from cfp.view.progress import shown
 
 
@@ -84,13 +82,14 @@ def plan_fastest(
     cache_dir: str | Path | None = None,
     settings: PlannerSettings | None = None,
     quiet: bool = False,
-    rule_out: bool = False,
     leaner: Callable[[], Iterable[Variant]] = tuple,
 ) -> Fastest:
-    """Plans variants of a step, and keeps the fastest plan that fits in memory.
+    """Plans the best variants of a step, and keeps the fastest that fits in memory.
 
-    A variant that cannot be planned is out, and its outcome says why. When time is
-    over, it makes do with the variants that are finished.
+    All are estimated, and the best two planned; where choices are made by estimates
+    anyway, the best; with a preset, all. A variant that cannot be planned is out, and
+    the next takes its turn. When time is over, it makes do with those that are
+    finished.
 
     Args:
         variants: what to choose from; each has a name of its own. They may differ in
@@ -100,9 +99,6 @@ def plan_fastest(
         memory_budget, pins, preset, cache_dir, settings: the same.
             ``settings.seconds`` holds for all variants together.
         quiet: whether no progress is shown, as for :func:`cfp.plan`.
-        rule_out: whether variants are left out that estimates have far behind the best
-            of them; where choices are made by estimates anyway, all but that one. They
-            are planned, the best first, if none of the others fits in memory.
         leaner: makes further variants, of which the first that can be planned is taken
             where none of the others fits in memory, unless one with a part of its
             state in host memory is faster.
@@ -146,12 +142,12 @@ def plan_fastest(
             settings=how,
         )
         if shared is None:
-            return _fastest(variants, calls, options, rule_out, leaner)
+            return _fastest(variants, calls, options, leaner)
         talk = talk_of_all()
         meet(talk, _facts(variants, shared, options), device_memory(shared) or 0)
         if not talk.leads:
             return _followed(talk, variants, calls, options, leaner)
-        fastest = _fastest(variants, calls, options, rule_out, leaner)
+        fastest = _fastest(variants, calls, options, leaner)
         # All compile it alike: the others have it as a file does.
         plan = replace(fastest.plan, raced=None)
         talk.say(END, (fastest.name, str(fastest.basis), plan.as_in_file().to_json()))
@@ -162,21 +158,19 @@ def _fastest(
     variants: Sequence[Variant],
     calls: Mapping[str, Any],
     options: PlanOptions,
-    rule_out: bool,
     leaner: Callable[[], Iterable[Variant]],
 ) -> Fastest:
     """Plans variants in turn, and compares what won."""
-    deadline = Deadline.after(options.settings.seconds)
-    tried = plan_in_turn(
-        variants, calls, options, deadline, rule_out=rule_out, leaner=leaner
-    )
-    found, estimates = tried.found, tried.estimates
-    notes = {name: one.note for name, one in tried.tries.items()}
+    began, seconds = now(), options.settings.seconds
+    tried = {
+        one.variant.name: one for one in plan_best(variants, calls, options, leaner)
+    }
+    found = {name: one.found for name, one in tried.items() if one.found is not None}
+    notes = {name: one.note or str(one.error or "") for name, one in tried.items()}
     basis, times = _own_times(found)
-    is_over = deadline.is_over()
-    if basis is Basis.MEASURED and len(times) > 1 and not is_over:
+    if basis is Basis.MEASURED and len(times) > 1 and now() - began < seconds:
         entrants = [(name, found[name]) for name in times]
-        results = _race_winners(entrants, options, deadline.end)
+        results = _race_winners(entrants, options, began + seconds)
         ran = {n: r for n, r in results.items() if isfinite(r.time_ms)}
         raced = {name: result.time_ms for name, result in ran.items()}
         # Without what there was no time for it does not say what is fastest.
@@ -189,19 +183,21 @@ def _fastest(
     outcomes = tuple(
         Outcome(
             name=name,
-            plan=found[name].plan if name in found else None,
+            plan=one.found and one.found.plan,
             step_ms=times.get(name),
-            seconds=_seconds(found.get(name), one.seconds),
-            note=_note(notes[name], estimates.get(name)),
-            estimated_ms=estimates[name].time_ms if name in estimates else None,
-            is_too_large=isinstance(one.error, MemoryBudgetError),
+            seconds=_seconds(one),
+            note=notes[name],
+            estimated_ms=one.estimate and one.estimate.time_ms,
+            is_too_large=one.is_short,
         )
-        for name, one in tried.tries.items()
+        for name, one in tried.items()
     )
-    plan = _with_seconds(
-        found[best].plan, outcomes, options.settings, deadline.spent_seconds
-    )
-    plan = with_variants(plan, best, tried.variants, outcomes, basis)
+    plan = found[best].plan
+    took = {VARIANTS_SECONDS: now() - began} if len(tried) > 1 else {}
+    given = {GIVEN_SECONDS: seconds} if isfinite(seconds) else {}
+    plan = replace(plan, search={**plan.search, **took, **given})
+    every = [one.variant for one in tried.values()]
+    plan = with_variants(plan, best, every, outcomes, basis)
     outcomes = tuple(
         replace(one, plan=plan) if one.name == best else one for one in outcomes
     )
@@ -267,27 +263,10 @@ def _followed(
     return Fastest(name=name, plan=plan, outcomes=(), basis=Basis(basis))
 
 
-def _seconds(found: FoundPlan | None, tried: float) -> float:
+def _seconds(one: Tried) -> float:
     """Returns what planning a variant took: in all, as its plan has it, if it has."""
-    return tried if found is None else found.plan.search.get("planning_seconds", tried)
-
-
-def _with_seconds(
-    plan: Plan, outcomes: Sequence[Outcome], settings: PlannerSettings, took: float
-) -> Plan:
-    """The plan with the time that variants took, and what lacked for some."""
-    seconds = {VARIANTS_SECONDS: took} if len(outcomes) > 1 else {}
-    if isfinite(settings.seconds):
-        seconds |= {GIVEN_SECONDS: settings.seconds}
-    return replace(plan, search={**plan.search, **seconds})
-
-
-def _note(note: str, estimate: Estimate | None) -> str:
-    """A variant's note; with its estimate if there was no time to plan it."""
-    if note != UNPLANNED or estimate is None:
-        return note
-    memory = "" if estimate.fits else ", does not fit in memory"
-    return f"{note}; estimated at {estimate.time_ms:.3f} ms{memory}"
+    taken = {} if one.found is None else one.found.plan.search
+    return taken.get("planning_seconds", one.seconds)
 
 
 def _own_times(found: Mapping[str, FoundPlan]) -> tuple[Basis, dict[str, float]]:

@@ -131,7 +131,6 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
         "variants": [vary(mesh, *one) for mesh, one in product(meshes, numbered)],
         "static_argnums": targets[0].static,
         "donate_argnums": targets[0].donate,
-        "rule_out": every and not given["mesh_shapes"],
         "leaner": leaner,
     }
 

@@ -371,4 +371,4 @@ def list_presets(ctx: typer.Context) -> None:
         if as_json:
             print_json(found)
             return
-        print_view(lambda b: passes.presets_view(found, b))
+        print_view(passes.presets_rows(found).table)

@@ -9,8 +9,6 @@ from typing import Any
 
 import typer
 from jax.sharding import Mesh
-from rich import box
-from rich.table import Table
 
 from cfp import api
 from cfp.checking.reference import AS_WRITTEN, reference_text
@@ -28,7 +26,7 @@ from cfp.cli.session import analyse, check_writable, target_of
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.units import parse_bytes
-from cfp.view.console import new_table, print_view, wrapped
+from cfp.view.console import Row, Rows, print_view, wrapped
 from cfp.view.progress import Display
 from cfp.view.text import print_plan
 from cfp.view.throughput import throughput
@@ -180,25 +178,25 @@ def list_failures(trial: Trial) -> list[dict[str, Any]]:
     ]
 
 
-def _trial_view(trial: Trial, border: box.Box) -> Table:
+def _trial_rows(trial: Trial) -> Rows:
     """The steps as a table."""
     headings = ["step", "ms", *trial.steps[0].metrics]
-    headings += ["off by", "of allowed"] if trial.checked else []
-    kinds = dict.fromkeys(headings, "number")
-    kinds |= {"in": "text"} if trial.checked else {}
-    table = new_table(border, None, kinds)
+    rows = []
     for number, step in enumerate(trial.steps):
         row = [str(number), f"{step.time_ms:.2f}"]
         row += [f"{value:.6g}" for value in step.metrics.values()]
         if (nearest := step.comparison.nearest) is not None:
             off, share = nearest.relative_l2, nearest.relative_l2 / nearest.allowed
             row += [f"{off:.2g}", f"{share:.0%}", trial.named(nearest.path)]
-        table.add_row(*row)
-    return table
+        elif trial.checked:
+            row += ["", "", ""]
+        rows.append(Row(cells=tuple(row)))
+    headings += ["off by", "of allowed", "in"] if trial.checked else []
+    return Rows(title="", headings=tuple(headings), rows=rows)
 
 
 def _print_trial(trial: Trial) -> None:
-    print_view(lambda border: _trial_view(trial, border))
+    print_view(_trial_rows(trial).table)
     if trial.drawn and any(step.metrics for step in trial.steps):
         print(wrapped(_DRAWN))
     print(f"Median step time: {trial.median_ms:.3f} ms")

@@ -29,7 +29,7 @@ from cfp.operators.benchmark import ABSENT, FAILED, MEASURED, WRONG, Row
 from cfp.operators.cases import LIMITS, Shape
 from cfp.operators.operator import Operator, OperatorError
 from cfp.printable import columns
-from cfp.view.console import literal_console, new_table
+from cfp.view.console import literal_console
 
 _PASSES = {"forward": "forward", "both": "forward and backward"}
 _PACKAGES = (
@@ -149,7 +149,10 @@ def _figures(rows: Sequence[Row], name: str) -> Table:
 
 
 def _table(*headings: str) -> Table:
-    return new_table(box.ASCII, None, dict.fromkeys(headings, "text"))
+    table = Table(box=box.ASCII, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
 
 
 FORMAT = 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from textwrap import TextWrapper
@@ -70,18 +71,7 @@ def wrapped(line: str) -> str:
     return wrap.fill(text.lstrip())
 
 
-def new_table(border: box.Box, title: str | None, headings: Mapping[str, str]) -> Table:
-    """A table without rows, whose cells are folded where they do not fit.
-
-    Args:
-        headings: of each column its kind: "text", or "number", which is justified to
-            the right.
-    """
-    table = Table(box=border, title=title, title_justify="left", pad_edge=False)
-    for heading, kind in headings.items():
-        justify = "right" if kind == "number" else "left"
-        table.add_column(heading, justify=justify, overflow="fold")
-    return table
+_NUMBER = re.compile(r"-?|[\d., x%]+( [KMG]?i?B)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,30 +95,43 @@ class Rows:
     """A table as it is shown in text and on a page.
 
     Attributes:
-        headings: of each column its kind, as of `new_table`.
         notes: sentences that stand below.
     """
 
     title: str
-    headings: Mapping[str, str]
+    headings: tuple[str, ...]
     rows: Sequence[Row]
     notes: Sequence[str] = ()
+
+    @property
+    def numbers(self) -> set[str]:
+        """Headings of columns of numbers; the first column is text."""
+        columns = [*zip(self.headings, *(row.cells for row in self.rows), strict=True)]
+        return {name for name, *cells in columns[1:] if all(map(_is_number, cells))}
 
     def filled(self) -> Rows:
         """The same without columns in which nothing stands."""
         columns = zip(*(row.cells for row in self.rows), strict=True)
         kept = [bool({*texts} - {"", "-"}) for texts in columns]
         rows = [replace(r, cells=tuple(compress(r.cells, kept))) for r in self.rows]
-        headings = dict(compress(self.headings.items(), kept))
-        return replace(self, headings=headings, rows=rows)
+        return replace(self, headings=tuple(compress(self.headings, kept)), rows=rows)
 
     def table(self, border: box.Box) -> Table:
-        """The rows for a rich console."""
-        table = new_table(border, self.title, self.headings)
+        """The rows for a rich console; cells are folded where they do not fit."""
+        table = Table(
+            box=border, title=self.title or None, title_justify="left", pad_edge=False
+        )
+        for heading in self.headings:
+            justify = "right" if heading in self.numbers else "left"
+            table.add_column(heading, justify=justify, overflow="fold")
         for row in self.rows:
             style = "bold" if row.won else None
             table.add_row(*row.cells, style=style, end_section=row.ends)
         return table
+
+
+def _is_number(cell: str) -> bool:
+    return _NUMBER.fullmatch(cell) is not None
 
 
 def sheet(

@@ -9,7 +9,6 @@ from typing import Any
 
 from cfp.errors import CfpError
 from cfp.plan.figures import OptionFigures
-from cfp.plan.parts import roles_text
 from cfp.plan.plan import Plan
 from cfp.printable import printable, span_text
 from cfp.units import format_bytes
@@ -233,40 +232,7 @@ def _wanted(plan: Plan, block: str) -> set[int]:
 
 
 def explain_data(plan: Plan, block: str | None = None) -> dict[str, Any]:
-    """The same as plain data."""
+    """The same as plain data; the plan's own file has the numbers."""
     wanted = None if block is None else _wanted(plan, block)
-    left = plan.figures.left if plan.figures else ()
-    choices = [choice_of(plan, index) for index in range(len(plan.segments))]
-    return {
-        "plan": plan.winner,
-        "measured_ms": plan.measured_ms,
-        "attentions_as_written": [asdict(one) for one in left if not one.kernel],
-        "kernels_refused": [asdict(one) for one in left if one.kernel],
-        "blocks": [
-            {
-                "block": row.name,
-                "segment": row.segment,
-                "source": row.source,
-                "sharded": roles_text(row.strategy),
-                "storage": words.storage_text(plan.segments[row.segment], short=True),
-                "repeats": row.repeats,
-                "collectives": [asdict(move) for move in row.moves],
-                "taken": _option_data(choices[row.segment].taken),
-                "runner_up": _option_data(choices[row.segment].runner_up),
-            }
-            for row in plan.rows
-            if wanted is None or row.block in wanted
-        ],
-    }
-
-
-def _option_data(option: OptionFigures | None) -> dict[str, Any] | None:
-    if option is None:
-        return None
-    return {
-        "name": option.name,
-        "in_words": strategy_text(option.strategy),
-        "segment_ms": option.segment_ms,
-        "step_ms": option.step_ms,
-        "memory_bytes": option.memory_bytes,
-    }
+    segments = [asdict(one) for one in explained(plan, wanted)]
+    return {"plan": plan.winner, "facts": [*facts(plan)], "segments": segments}

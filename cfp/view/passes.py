@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
@@ -11,13 +11,7 @@ from rich import box
 from rich.console import RenderableType
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.dump import (
-    Summary,
-    opaque_lines,
-    opaque_ops,
-    segment_records,
-    summarize,
-)
+from cfp.analysis.dump import opaque_lines, opaque_ops, segment_records
 from cfp.analysis.layout import Choice, lay_out, program_flops
 from cfp.analysis.segments import Segment
 from cfp.analysis.storage import spec_ways
@@ -31,7 +25,6 @@ from cfp.view.console import Row, Rows, sheet
 from cfp.view.words import STRATEGIES
 
 _MOST_OPAQUE = 5
-_WORTH_NAMING = 0.001  # of all FLOPs, or of all bytes
 
 
 def strategy_numbers(
@@ -52,10 +45,6 @@ def search_space(analysis: Analysis, segment: Segment) -> list[int]:
         len(block_strategies(frame.program, frame.blocks[b], frame.mesh))
         for b in segment.blocks
     ]
-
-
-def _rows(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Rows:
-    return Rows(title=title, headings=dict.fromkeys(headings, "text"), rows=rows)
 
 
 def _members(analysis: Analysis, kind: int) -> str:
@@ -86,54 +75,22 @@ def analysis_view(
             rows.append(Row(cells=(*first, block.name, op, str(size)), ends=ends))
             first = "", ""
     headings = ("kind", "segments", "block", "operation", "strategies")
-    lines = [*summary_lines(summarize(analysis))]
     opaque = [*opaque_lines(program)] if opaque_ops(program) else []
-    lines += opaque[: _MOST_OPAQUE + 1]
+    lines = opaque[: _MOST_OPAQUE + 1]
     if len(opaque) > _MOST_OPAQUE + 1:
         lines.append(f"and {len(opaque) - _MOST_OPAQUE - 1} more")
-    return sheet(border, head, [_rows("Segments", headings, rows)], lines)
-
-
-def summary_lines(summary: Summary) -> Iterator[str]:
-    """Counts the parts of a program that can be sharded, and the others."""
-    flops = summary.split_share(summary.contractions)
-    state = summary.split_share(summary.state)
-    if summary.devices > 1:
-        yield (
-            f"All {summary.devices} devices can share {flops:.1%} of the FLOPs and "
-            f"{state:.1%} of the bytes of parameters and optimizer state."
-        )
-    for title, shares in (
-        ("Contractions", summary.contractions),
-        ("State", summary.state),
-    ):
-        total = sum(s.amount for s in shares)
-        whole = summary.whole(shares)
-        large = [s for s in whole if s.amount >= _WORTH_NAMING * total]
-        if large:
-            yield f"{title} that cannot be split so many ways:"
-        yield from (f"  {s.amount / total:.1%} {s}" for s in large[:_MOST_OPAQUE])
-        if len(large) > _MOST_OPAQUE:
-            yield f"  and {len(large) - _MOST_OPAQUE} more"
+    return sheet(
+        border, head, [Rows(title="Segments", headings=headings, rows=rows)], lines
+    )
 
 
 def analysis_data(analysis: Analysis, seconds: float) -> dict[str, Any]:
     """The same as plain data."""
     program = analysis.frame.program
-    summary = summarize(analysis)
     return {
         "ops": len(program.ops),
         "flops": program_flops(program),
         "seconds": seconds,
-        "shareable": {
-            "devices": summary.devices,
-            "flops": summary.split_share(summary.contractions),
-            "state_bytes": summary.split_share(summary.state),
-            "unshared_contractions": [
-                *map(str, summary.whole(summary.contractions)),
-            ],
-            "unshared_state": [*map(str, summary.whole(summary.state))],
-        },
         "blocks": [
             {
                 "name": block.name,
@@ -166,7 +123,9 @@ def profiles_view(
         f"{counts['strategies_cached']} from the cache, "
         f"{counts['strategies_failed']} failed; {counts['profile_seconds']:.1f} s"
     )
-    return sheet(border, "", [_rows("Profiles", headings, rows)], [line])
+    return sheet(
+        border, "", [Rows(title="Profiles", headings=headings, rows=rows)], [line]
+    )
 
 
 def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
@@ -222,7 +181,7 @@ def presets_data(
     return found
 
 
-def presets_view(found: list[dict[str, Any]], border: box.Box) -> RenderableType:
+def presets_rows(found: list[dict[str, Any]]) -> Rows:
     """The presets as a table."""
     rows = []
     for item in found:
@@ -231,7 +190,7 @@ def presets_view(found: list[dict[str, Any]], border: box.Box) -> RenderableType
         held = format_bytes(item["argument_bytes"])
         rows.append(Row(cells=(item["name"], held, sends)))
     headings = ("name", "arguments per device", "collectives in a step")
-    return _rows("Presets", headings, rows).table(border)
+    return Rows(title="Presets", headings=headings, rows=rows)
 
 
 # ---------------------------------------------------------------- rates of collectives
@@ -290,8 +249,7 @@ def curves_data(rates: Rates, link_gb_per_s: float | None) -> dict[str, Any]:
 
 def curves_rows(rates: Rates, link_gb_per_s: float | None) -> Rows:
     """The curves, a line for each size."""
-    headings = {"collective": "text", "axes": "text"}
-    headings |= dict.fromkeys(("tensor", "ms", "GB/s sent", "of link"), "number")
+    headings = ("collective", "axes", "tensor", "ms", "GB/s sent", "of link")
     rows = [
         Row(
             cells=(

@@ -1,7 +1,4 @@
-"""Progress of measurements: one live line on the terminal.
-
-Where there is no terminal, as in the log of a batch job, plain lines now and then.
-"""
+"""Progress of measurements: a live line on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
@@ -12,10 +9,8 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -49,18 +44,15 @@ class PlainLines:
     def due(self, event: Progress | str, seconds: float) -> str | None:
         """The line that is due, if one is.
 
-        Of what goes on since the last line, it says for how long.
-
         Args:
             seconds: how long everything has taken so far.
         """
         if event != self._event:
             self._event, self._begun_seconds = event, seconds
-        if seconds < self.silent_seconds:
-            return None
         doing = "measuring" if isinstance(event, Progress) else event.split(" ", 1)[0]
-        is_new = doing != self._doing
-        if not is_new and seconds - self._shown_seconds < self.every_seconds:
+        is_same = doing == self._doing
+        recent = is_same and seconds - self._shown_seconds < self.every_seconds
+        if seconds < self.silent_seconds or recent:
             return None
         self._doing, self._shown_seconds = doing, seconds
         if isinstance(event, Progress):
@@ -78,41 +70,35 @@ class Display:
 
     def __init__(self, quiet: bool = False, lines: PlainLines | None = None) -> None:
         console = literal_console(stderr=True)
+        is_terminal = console.is_terminal and not console.is_dumb_terminal
+        is_quiet = quiet or is_follower()
         self._live: Live | None = None
-        self._lines: PlainLines | None = None
+        self._lines = None if is_quiet or is_terminal else lines or PlainLines()
+        self._writer = threading.Thread(
+            target=self._write, name="cfp-progress", daemon=True
+        )
         self._over = threading.Event()
         self._started = time.monotonic()
         self._spinner = Spinner("dots")
         self._event: Progress | str = "loading and reading the step"
-        if quiet or is_follower():
-            return
-        if not console.is_terminal or console.is_dumb_terminal:
-            self._lines = lines or PlainLines()
-            return
-        self._live = Live(
-            console=console,
-            transient=True,
-            refresh_per_second=8,
-            get_renderable=self._render,
-            # Results go to stdout themselves, when this is over.
-            redirect_stdout=sys.stdout.isatty(),
-        )
+        if is_terminal and not is_quiet:
+            self._live = Live(
+                console=console,
+                transient=True,
+                refresh_per_second=8,
+                get_renderable=self._render,
+                # Results go to stdout themselves, when this is over.
+                redirect_stdout=sys.stdout.isatty(),
+            )
 
     def __enter__(self) -> Display:
         if self._live is not None:
             self._live.start()
         if self._lines is not None:
-            name = "cfp-progress"
-            self._writer = threading.Thread(target=self._write, name=name, daemon=True)
             self._writer.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         if self._live is not None:
             self._live.stop()
@@ -129,11 +115,10 @@ class Display:
         self._event = event
 
     def _write(self) -> None:
-        """In a thread, since what takes longest has no events."""
+        """Prints lines from a thread, since the longest work has no events."""
         assert self._lines is not None
-        while not self._over.wait(_LOOK_SECONDS):
-            if is_follower():  # It may have joined others meanwhile.
-                return
+        # A process that has joined others meanwhile is silent.
+        while not self._over.wait(_LOOK_SECONDS) and not is_follower():
             line = self._lines.due(self._event, time.monotonic() - self._started)
             if line is not None and sys.stderr is not None:
                 try:
@@ -142,19 +127,13 @@ class Display:
                     return  # It is not read any more.
 
     def _render(self) -> Table:
-        event = self._event
-        line = Table.grid(padding=(0, 1))
+        event, line = self._event, Table.grid(padding=(0, 1))
         if is_follower():
             return line
-        cells: list = [self._spinner]
-        if isinstance(event, Progress):
-            cells += [
-                ProgressBar(total=max(1, event.total), completed=event.done, width=12),
-                Text(progress_text(event), no_wrap=True, overflow="ellipsis"),
-            ]
-        else:
-            cells += [Text(event), Text(clock_text(time.monotonic() - self._started))]
-        line.add_row(*cells)
+        clock = clock_text(time.monotonic() - self._started)
+        is_progress = isinstance(event, Progress)
+        text = progress_text(event) if is_progress else f"{event} {clock}"
+        line.add_row(self._spinner, Text(text, no_wrap=True, overflow="ellipsis"))
         return line
 
 
@@ -164,11 +143,9 @@ def shown(
 ) -> Iterator[PlannerSettings]:
     """Settings that show the progress of planning, unless they pass it on already.
 
-    On a terminal that is a live line. Elsewhere one line says what is being done and
-    how to silence it, and others follow now and then.
-
     Args:
-        doing: what takes the time, for the first line.
+        doing: what takes the time, for the first line where there is no terminal.
+        silence: how to silence it, for the same line.
     """
     settings = settings or PlannerSettings()
     is_refused = not isinstance(settings, PlannerSettings)  # By what plans, at once.
@@ -184,21 +161,17 @@ def shown(
 def progress_text(event: Progress, clock: bool = True) -> str:
     """An event in words, with the time that what it belongs to has taken."""
     parts = [f"{event.done}/{event.total}"]
-    if event.cached:
-        parts.append(f"{event.cached} cached")
-    if event.failed:
-        parts.append(f"{event.failed} failed")
+    parts += [f"{event.cached} cached"] if event.cached else []
+    parts += [f"{event.failed} failed"] if event.failed else []
+    phases = {
+        "build": "compiling",
+        "run": "running",
+        "wait": "another process measures",
+    }
     if event.awaited == 1:
         parts.append(waiting_text(event.label, event.awaited_seconds))
     elif event.label:
-        doing = {
-            "build": "compiling",
-            "run": "running",
-            "wait": "another process measures",
-        }.get(event.phase, "")
-        parts.append(f"{doing} {event.label}".strip())
-    if math.isfinite(event.best_ms):
-        parts.append(f"best {event.best_ms:.3g} ms")
-    if clock:
-        parts.append(clock_text(event.elapsed_seconds))
+        parts.append(f"{phases.get(event.phase, '')} {event.label}".strip())
+    parts += [f"best {event.best_ms:.3g} ms"] if math.isfinite(event.best_ms) else []
+    parts += [clock_text(event.elapsed_seconds)] if clock else []
     return ", ".join(parts)

@@ -22,7 +22,6 @@ from cfp.view.console import Row, Rows
 _SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
 # With fewer samples nothing is said of their spread.
 _SPREAD_SAMPLES = 4
-_NUMBER = "number"
 
 
 def ms_text(value: float | None, form: str = ".3f") -> str:
@@ -171,7 +170,6 @@ def update_texts(updates: Sequence[BlockView]) -> tuple[str, str, str]:
 
 def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
     """The blocks, those of segments that are alike once."""
-    headings = ("segment", "block", "sharded", "parameters", "collectives that follow")
     rows = []
     for segment in segments:
         count, time = len(segment.indices), ms_text(segment.time_ms, ".3g")
@@ -195,8 +193,8 @@ def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
         rows += [Row(cells=one) for one in made[:-1]]
         total_ms = count * segment.time_ms if segment.time_ms is not None else None
         rows += [Row(cells=one, ends=segment.ends, bar=total_ms) for one in made[-1:]]
-    kinds = {**dict.fromkeys(headings, "text"), "segment ms": _NUMBER}
-    return Rows(title="Blocks", headings=kinds, rows=rows)
+    headings = ("segment", "block", "sharded", "parameters", "collectives that follow")
+    return Rows(title="Blocks", headings=(*headings, "segment ms"), rows=rows)
 
 
 def merged_moves(moves: Iterable[MoveFigure]) -> tuple[MoveFigure, ...]:
@@ -325,7 +323,6 @@ def race_rows(plan: Plan) -> Rows:
         bar = row.predicted_ms if row.time_ms is None else row.time_ms
         rows.append(Row(cells=cells, won=one.won, bar=bar))
     numbers = ("predicted ms", "measured ms", "+-", "memory")
-    headings = {" ": "text", "plan": "text", **dict.fromkeys(numbers, _NUMBER)}
     shown = {name for one in found for name in (one.row.name, *one.others)}
     hidden = [row for row in plan.race if row.name not in shown]
     kind = "variant" if any(row.note for row in hidden) else "slower variant"
@@ -334,7 +331,7 @@ def race_rows(plan: Plan) -> Rows:
     title = {"measured": "Predictions", "estimated": "Estimates"}[plan.rung]
     return Rows(
         title="Race" if words.has_raced(plan) else title,
-        headings={**headings, "from": "text", "note": "text"},
+        headings=(" ", "plan", *numbers, "from", "note"),
         rows=rows,
         notes=below,
     ).filled()
@@ -364,8 +361,7 @@ def variants_rows(plan: Plan) -> Rows:
         )
         for one in every
     ]
-    numbers = dict.fromkeys(("estimated before ms", "step ms"), _NUMBER)
-    headings = {" ": "text", "variant": "text", **numbers, "note": "text"}
+    headings = (" ", "variant", "estimated before ms", "step ms", "note")
     alone = "Step times: of each plan's own race or prediction."
     raced = "Step times: the fastest plan of each, timed in turn in one race."
     note = raced if figures and figures.variants_raced else alone
@@ -381,10 +377,7 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
     moves = merged_moves(move for row in plan.rows for move in row.moves)
     yield Rows(
         title="Collectives of all blocks",
-        headings={
-            **dict.fromkeys(("collective", "axes"), "text"),
-            **dict.fromkeys(("times", "bytes", "ms"), _NUMBER),
-        },
+        headings=("collective", "axes", "times", "bytes", "ms"),
         rows=[
             Row(
                 cells=(
@@ -403,12 +396,10 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
     for kind in plan.figures.kinds if plan.figures else ():
         yield Rows(
             title=f"Strategies {words.known_how(plan)}: {kind.name}",
-            headings={
-                "strategy": "text",
-                "what it does": "text",
-                **dict.fromkeys(("step ms", "memory", "segment ms"), _NUMBER),
-                "taken by": _NUMBER,
-            },
+            headings=(
+                *("strategy", "what it does", "step ms", "memory", "segment ms"),
+                "taken by",
+            ),
             rows=[
                 Row(
                     cells=(
@@ -428,7 +419,7 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
     )
     yield Rows(
         title="Arguments",
-        headings=dict.fromkeys(("path", "tensor", "donated"), "text"),
+        headings=("path", "tensor", "donated"),
         rows=[
             Row(
                 cells=(
@@ -444,7 +435,7 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
     made_with = {"program": plan.fingerprint[:12], **plan.environment, **options}
     yield Rows(
         title="Made with",
-        headings=dict.fromkeys(("what", "which"), "text"),
+        headings=("what", "which"),
         rows=[Row(cells=pair) for pair in made_with.items()],
     )
 
@@ -469,7 +460,7 @@ def memory_rows(plan: Plan) -> Rows:
     parts["budget"] = (figures and figures.budget_bytes) or 0
     return Rows(
         title="Memory of each device",
-        headings={"at the peak": "text", "bytes": _NUMBER},
+        headings=("at the peak", "bytes"),
         rows=[
             Row(cells=(name, format_bytes(size)), bar=size)
             for name, size in parts.items()

@@ -7,7 +7,7 @@ from math import prod
 
 from cfp.analysis.layout import SegmentKernels, Storage
 from cfp.devices.device_kind import memory_of
-from cfp.plan.figures import VARIANTS_SECONDS, OptionFigures, StrategyFigures
+from cfp.plan.figures import VARIANTS_SECONDS, StrategyFigures
 from cfp.plan.parts import MoveFigure, PlanSegment, TensorFigure, roles_text, shape_of
 from cfp.plan.plan import Plan
 from cfp.printable import counted, mesh_text
@@ -38,14 +38,11 @@ RESERVE_BYTES = "reserve_bytes"
 _USUAL_SHARE = 0.70, 0.76
 
 
-def storage_text(segment: PlanSegment, *, short: bool = False) -> str:
+def storage_text(segment: PlanSegment) -> str:
     """Describes how a segment's parameters are stored, and what else it does."""
     stored = segment.shown_storage
-    if short:
-        words = str(stored or "-")
-    else:
-        words = STORAGE_WORDS[stored] if stored else _NONE_OF_ITS_OWN
-        words += ", those of another segment" if segment.shared else ""
+    words = STORAGE_WORDS[stored] if stored else _NONE_OF_ITS_OWN
+    words += ", those of another segment" if segment.shared else ""
     kernels = [kernels_text(segment.kernels)] if segment.kernels else []
     return ", ".join([words, *kernels, *[REMATERIALIZED] * segment.rematerialized])
 
@@ -133,17 +130,9 @@ def moves_text(moves: Sequence[MoveFigure]) -> str:
 
 
 def elided(name: str, width: int = NAME_WIDTH) -> str:
-    """A name, without its middle if it is very long: whole components, if they fit."""
-    if len(name) <= width:
-        return name
+    """A name, without its middle if it is very long."""
     half = (width - 3) // 2
-    start, end = name[:half], name[-half:]
-    # Cut at slashes, where most of what there is room for stays.
-    if (cut := start.rfind("/") + 1) > half // 2:
-        start = start[:cut]
-    if 0 <= (cut := end.find("/")) < half // 2:
-        end = end[cut:]
-    return f"{start}...{end}"
+    return name if len(name) <= width else f"{name[:half]}...{name[-half:]}"
 
 
 def few(
@@ -322,12 +311,6 @@ def unsearched_text(plan: Plan) -> str:
     if VERIFIED in plan.search:
         return "it is the fastest that cfp verify timed, which times whole steps alone"
     return "the strategy was asked for by name, and none was measured"
-
-
-def too_large_text(option: OptionFigures, budget_bytes: int | None) -> str:
-    """Returns the remark on an option that needs more memory than the budget."""
-    over = budget_bytes is not None and option.memory_bytes > budget_bytes
-    return ", which does not fit" if over else ""
 
 
 def budget_text(plan: Plan) -> str:

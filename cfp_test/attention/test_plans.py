@@ -27,7 +27,7 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.settings import Replacing
 from cfp.view.evidence import with_figures
-from cfp.view.explain import explain_data, explain_text
+from cfp.view.explain import explain_text
 from cfp.view.text import plan_text
 from cfp_test.programs.common import normal
 
@@ -192,8 +192,8 @@ def test_attentions_that_are_left_alone_are_listed_with_the_reason(mesh, tmp_pat
     assert "its output is not that of a softmax of scaled scores" in shown
     loaded = cfp.Plan.from_json(json.loads(plan.to_json()))
     assert loaded.figures.left == plan.figures.left != ()
-    data = explain_data(loaded)["attentions_as_written"]
-    assert [one["count"] for one in data] == [1] * len(data)
+    left = [one for one in loaded.figures.left if not one.kernel]
+    assert [one.count for one in left] == [1] * len(left)
     # Nothing is looked for, and said, where no kernel may be used.
     plain = cfp.plan(double, params, x[:, :16], mesh=mesh, cache_dir=tmp_path)
     assert plain.figures.left == ()
@@ -353,8 +353,8 @@ def test_kernels_that_cannot_are_told_with_the_reason(tmp_path):
     assert f"Attention not by cudnn: {why}" in plan_text(plan, width=200)
     loaded = cfp.Plan.from_json(json.loads(plan.to_json()))
     assert loaded.figures.left == plan.figures.left
-    [data] = explain_data(loaded)["kernels_refused"]
-    assert (data["kernel"], data["reason"], data["count"]) == ("cudnn", why, 1)
+    [left] = [one for one in loaded.figures.left if one.kernel]
+    assert (left.kernel, left.reason, left.count) == ("cudnn", why, 1)
     # What was preferred, and computes it, says nothing of the others.
     others = ahead(tmp_path, "chunked", "cudnn").figures.left
     assert not any(one.kernel for one in others)

@@ -64,8 +64,8 @@ def test_plans_are_shown(done, monkeypatch):
     found, _ = done
     assert found["explain"].out == explain_text(DEEP)
     assert found["diff"].out == diff_text(DEEP, HOSTILE, ("deep.json", "hostile.json"))
-    [block] = json.loads(found["block"].out)["blocks"]
-    assert block["block"] == "Net/layer_95/up"
+    [segment] = json.loads(found["block"].out)["segments"]
+    assert segment["blocks"][0][0].startswith("Net/layer_0-95/up")
     assert found["unknown"].code == 2
     assert "No block has 'attention' in its name" in found["unknown"].err
     assert found["python"].out == python_text(DEEP)

@@ -17,11 +17,13 @@ from cfp.analysis.contractions import UnionFind, is_contraction
 from cfp.analysis.flow import NEVER, Flow, first_downstream, passes
 from cfp.analysis.numbering import squeeze
 from cfp.analysis.strategies import Mesh, Spec
-from cfp.program.graph import Op, Program, reached
+from cfp.program.fp8 import TAKEN
+from cfp.program.graph import Op, Program, is_dequantized, reached
 
 _VIEWS = frozenset({"transpose", "reshape", "convert"})
 _WRITES = _VIEWS | {"broadcast_in_dim", "dynamic_update_slice"}
 _LOOKUPS = frozenset({"gather", "scatter"})
+_ROUNDS = frozenset({"abs", "is_finite", "select", "multiply", "reduce"})
 
 
 class Storage(StrEnum):
@@ -369,6 +371,8 @@ class _Finder:
         program = self.program
         found: set[int] = set()
         whole: set[int] = set()
+        # Its shards are rounded to FP8, and what is gathered is that.
+        rounds = _ROUNDS if TAKEN in program.rewritten.products else ()
         stack: list[tuple[int, tuple[int | None, ...]]] = [
             (value, tuple(range(len(shape))))
         ]
@@ -387,10 +391,11 @@ class _Finder:
                     }
                     sliced = (dims[d] for d in cut)
                     whole.update(d for d in sliced if d is not None)
-                elif op.kind not in _VIEWS:
+                elif op.kind not in (*_VIEWS, *rounds) or is_dequantized(program, op):
                     continue
                 found.add(op.id)
-                stack.append((op.results[0], _carried_dims(op, dims)))
+                if op.kind != "reduce":
+                    stack.append((op.results[0], _carried_dims(op, dims)))
         return tuple(sorted(found)), frozenset(whole)
 
 

@@ -1,5 +1,7 @@
 """Products in FP8: which ones, what they compute, and that plans compute the same."""
 
+import re
+from collections import Counter
 from functools import partial
 
 import jax
@@ -294,8 +296,8 @@ def test_products_are_of_the_rounded_numbers(transposed):
     assert error.max() <= 2.0**-8 * np.abs(want).max()
 
 
-def fp8_plan(tmp_path, precision="fp8:16"):
-    step, args = partial(train, layer, unrolled), arguments()
+def fp8_plan(tmp_path, precision="fp8:16", over=unrolled, args=None):
+    step, args = partial(train, layer, over), args or arguments()
     settings = cfp.PlannerSettings(precision=precision, race=False)
     return cfp.plan(
         step,
@@ -319,6 +321,28 @@ def test_a_plan_computes_what_one_device_does(tmp_path):
     got = loaded.apply(step)(*args)
     for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 2e-2 * np.abs(b).max()
+
+
+def listed(f, x, layers):
+    for one in layers:
+        x = f(x, one)
+    return x
+
+
+@pytest.mark.parametrize("over", [listed, scanned])
+def test_weights_are_gathered_as_bytes(over, tmp_path):
+    params, *batch = arguments()
+    if over is listed:
+        layers = [jax.tree.map(lambda a, i=i: a[i], params["layers"]) for i in range(3)]
+        params["layers"] = layers
+    plan = fp8_plan(tmp_path, over=over, args=(params, *batch))
+    step = partial(train, layer, over)
+    text = plan.compile(step, params, *batch).as_text()
+    gathered = Counter(re.findall(r" (\w+)\[[\d,]*\]\S* all-gather", text))
+    # CPUs have no collectives of FP8. The head stays.
+    narrow = gathered["f8e4m3fn"] + gathered["f16"]
+    assert narrow == (2 * LAYERS if over is listed else 2)
+    assert over is scanned or gathered.total() == narrow + 1
 
 
 def test_a_check_is_against_the_same_rounded_products(tmp_path):

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -41,6 +41,7 @@ _SAY_SECONDS = 5.0
 _GRACE_SECONDS = 5.0
 _ROOT = "cfp"
 _FAILED = "failed"
+_AGAIN = "then start all processes again: what was measured is kept"
 
 _log = logging.getLogger(__name__)
 
@@ -78,14 +79,21 @@ class Coordination:
         return self.channel.process == 0
 
     def gathered(
-        self, what: str, value: Any, seconds: float | None = None
+        self,
+        what: str,
+        value: Any,
+        seconds: float | None = None,
+        number: int | None = None,
     ) -> list[Any]:
         """All processes' values, in order; each calls it at the same point.
+
+        Args:
+            number: of the job that the values are of, if it is one.
 
         Raises:
             ProcessError: another has failed, is gone, or is at another point.
         """
-        number, me = self._next(), self.channel.process
+        number, me = number or self._next(), self.channel.process
         self._put(f"{number}/{me}", (what, value))
         values = []
         for other in range(self.channel.count):
@@ -100,6 +108,41 @@ class Coordination:
                 )
             values.append(found)
         return values
+
+    def settle(self, failure: str, number: int | None = None) -> None:
+        """Makes sure that a run failed in all processes, or in none.
+
+        Where one fails alone the others wait for its devices, maybe for ever.
+
+        Args:
+            failure: what it failed with here; "" if it did not.
+            number: of the job, if it is one.
+
+        Raises:
+            ProcessError: it failed in some only, or another process is gone.
+        """
+        soon = self.after_failure if failure else None
+        try:
+            found = self.gathered("the outcome of a run", failure, soon, number)
+        except ProcessError as error:
+            if not failure:
+                raise
+            raise ProcessError(
+                "A program failed in this process of several, which cannot go on "
+                "without the others.",
+                expected="the same outcome in all processes",
+                got=f"{failure.splitlines()[0]}. {str(error).splitlines()[0]}",
+                attempt=f"see what the other processes printed; {_AGAIN}",
+            ) from error
+        failed = [n for n, text in enumerate(found) if text]
+        if 0 < len(failed) < len(found):
+            raise ProcessError(
+                f"A program failed in process {_numbers(failed)}, and ran in the "
+                "others.",
+                expected="the same outcome in all processes",
+                got=found[failed[0]],
+                attempt=f"free the memory of all devices; {_AGAIN}",
+            )
 
     # ------------------------------------------------------------------- the leader
 
@@ -127,25 +170,6 @@ class Coordination:
         self.channel.forget(f"{self._folder}/{number}")
         return found
 
-    def settle(self, number: int, failure: str) -> None:
-        """Makes sure that a run failed in all processes, or in none.
-
-        Where one fails alone the others wait for its devices, maybe for ever.
-
-        Args:
-            failure: what it failed with here; "" if it did not.
-
-        Raises:
-            ProcessError: it failed in some only, or another process is gone.
-        """
-        self._put(f"{number}/0", failure)
-        try:
-            found = self.answers(number, self.after_failure if failure else None)
-        except ProcessError as error:
-            raise alone_with(failure, error) if failure else error from error
-        if (difference := unequal([failure, *found])) is not None:
-            raise difference
-
     # ----------------------------------------------------------------- the followers
 
     def follow(
@@ -169,16 +193,6 @@ class Coordination:
     def answer(self, number: int, value: Any) -> None:
         """Answers a job."""
         self._put(f"{number}/{self.channel.process}", value)
-
-    def settled(self, number: int, failure: str) -> None:
-        """Answers a run; one that failed here must have ended in the leader, too."""
-        if failure:
-            seconds = self.after_failure
-            try:
-                self._read(f"{number}/0", 0, "the outcome of a run", seconds)
-            except ProcessError as error:
-                raise alone_with(failure, error) from error
-        self.answer(number, failure)
 
     def pace(self, number: int) -> Callable[[float], float]:
         """The leader's durations in a run: how often all execute follows from them."""
@@ -253,8 +267,7 @@ class Coordination:
                     f"Process {other} of {self.channel.count} does not answer.",
                     expected=f"{what} from it",
                     got=f"nothing for {waited:.0f} s; it is gone, or hangs",
-                    attempt="see what it printed; then start all processes again: what "
-                    "was measured is kept",
+                    attempt=f"see what it printed; {_AGAIN}",
                 )
             if waited > _SAY_SECONDS and not said:
                 said = True
@@ -268,48 +281,17 @@ class Coordination:
         return pickle.loads(base64.b64decode(text))
 
 
-def alone_with(failure: str, error: ProcessError) -> ProcessError:
-    """The error of a process in which a run failed, and that hears nothing of it."""
-    first, *_ = str(error).splitlines()
-    return ProcessError(
-        "A program failed in this process of several, which cannot go on without the "
-        "others.",
-        expected="the same outcome in all processes",
-        got=f"{failure.splitlines()[0]}. {first}",
-        attempt="see what the other processes printed, and whether one of "
-        "them has ended; then start all again: what was measured is kept",
-    )
+def _numbers(processes: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(processes)))
 
 
-def unequal(failures: list[str]) -> ProcessError | None:
-    """The error of a run that failed in some processes only; None if in all, or none.
-
-    Args:
-        failures: of each process, in order; "" where it did not fail.
-    """
-    failed = [number for number, text in enumerate(failures) if text]
-    if len(failed) in (0, len(failures)):
-        return None
-    which = ", ".join(map(str, failed))
-    return ProcessError(
-        f"A program failed in process {which}, and ran in the others.",
-        expected="the same outcome in all processes",
-        got=failures[failed[0]],
-        attempt="free the memory of all devices; then start all processes again: what "
-        "was measured is kept",
-    )
-
-
-def lost(failed: dict[int, str]) -> ProcessError:
+def lost(failed: Mapping[int, str]) -> ProcessError:
     """The error of a process when others have failed."""
-    numbers = ", ".join(map(str, sorted(failed)))
-    first, *more = failed[min(failed)].splitlines()
     return ProcessError(
-        f"Process {numbers} of this program has failed, and so this one ends.",
+        f"Process {_numbers(failed)} of this program has failed, and so this one ends.",
         expected="all processes to go on together",
-        got="\n    ".join([first, *more]),
-        attempt="see what it printed; then start all processes again: what was "
-        "measured is kept",
+        got="\n    ".join(failed[min(failed)].splitlines()),
+        attempt=f"see what it printed; {_AGAIN}",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -130,12 +131,11 @@ class _Follower:
         built = self.built[name].result()
         assert isinstance(built, Built), "the leader runs what all have built"
         how = _mesh(place), feedback, timing, self.talk.pace(number)
-        try:
+        failure = ""
+        with contextlib.suppress(LeaderFailed):
             record = execute_here(built, kinds, *how)
-        except LeaderFailed:
-            self.talk.answer(number, "")
-            return
-        self.talk.settled(number, "" if record.ok else record.reason)
+            failure = "" if record.ok else record.reason
+        self.talk.settle(failure, number)
 
 
 def _mesh(place: Place) -> Mesh:

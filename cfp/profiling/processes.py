@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from cfp.errors import ProcessError
-from cfp.profiling.coordination import Coordination, alone_with, coordination
+from cfp.profiling.coordination import Coordination, coordination
 
 # What to do about processes that differ, by what differs.
 _REMEDIES = {
@@ -113,13 +113,8 @@ class Agreement:
         Raises:
           ProcessError: it failed in some only, or another process is gone.
         """
-        if self.alone:
-            return
-        talk = talk_of_all()
-        try:
-            talk.gathered("the outcome of a run", failure, talk.after_failure)
-        except ProcessError as error:
-            raise alone_with(failure, error) from error
+        if not self.alone:
+            talk_of_all().settle(failure)
 
 
 def differing(all_facts: Sequence[Mapping[str, str]]) -> ProcessError | None:
@@ -132,22 +127,15 @@ def differing(all_facts: Sequence[Mapping[str, str]]) -> ProcessError | None:
         values = [facts.get(name, "nothing") for facts in all_facts]
         if len(set(values)) == 1:
             continue
-        groups: dict[str, list[int]] = {}
+        where: dict[str, list[str]] = {}
         for process, value in enumerate(values):
-            groups.setdefault(value, []).append(process)
-        got = "; ".join(
-            f"{value} in {_numbered(numbers)}" for value, numbers in groups.items()
-        )
+            where.setdefault(value, []).append(str(process))
+        got = [f"{value} in process {', '.join(who)}" for value, who in where.items()]
         remedies = [text for key, text in _REMEDIES.items() if key in name]
         return ProcessError(
             f"The processes of this program differ in the {name}.",
             expected="the same in all processes",
-            got=got,
+            got="; ".join(got),
             attempt=next(iter(remedies), _REMEDY),
         )
     return None
-
-
-def _numbered(processes: Sequence[int]) -> str:
-    names = ", ".join(map(str, processes))
-    return f"process {names}" if len(processes) == 1 else f"processes {names}"

@@ -134,7 +134,7 @@ def execute(
     number = talk.say("run", built.shared.name, *what)
     pace = talk.pace(number)
     record = execute_here(built, kinds, mesh, feedback, timing, pace)
-    talk.settle(number, "" if record.ok else record.reason)
+    talk.settle("" if record.ok else record.reason, number)
     return record
 
 

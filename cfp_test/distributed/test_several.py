@@ -178,7 +178,7 @@ def test_processes_that_differ_otherwise(more_told):
 def test_kinds_of_devices_that_differ_are_named():
     facts = [{"device kind": "H100"}, {"device kind": "A100"}, {"device kind": "H100"}]
     found = str(differing(facts))
-    assert "got: H100 in processes 0, 2; A100 in process 1" in found
+    assert "got: H100 in process 0, 2; A100 in process 1" in found
     assert "devices of one kind" in found
     assert differing(facts[::2]) is None
     assert isinstance(differing([{}, {"mesh": "x"}]), ProcessError)

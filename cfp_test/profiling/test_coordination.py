@@ -98,7 +98,7 @@ def test_the_leader_sets_the_pace(talks):
 def test_a_run_that_failed_in_all_is_a_failure_like_any_other(talks):
     leader, follower = talks
     found = both(
-        lambda: leader.settle(1, "no memory"), lambda: follower.settled(1, "no room")
+        lambda: leader.settle("no memory", 1), lambda: follower.settle("no room", 1)
     )
     assert found == [None, None]
 
@@ -106,18 +106,19 @@ def test_a_run_that_failed_in_all_is_a_failure_like_any_other(talks):
 @pytest.mark.parametrize(("ours", "theirs"), [("", "no room"), ("no memory", "")])
 def test_a_run_that_failed_in_one_process_ends_planning(talks, ours, theirs):
     leader, follower = talks
-    found = both(lambda: leader.settle(1, ours), lambda: follower.settled(1, theirs))
+    found = both(lambda: leader.settle(ours, 1), lambda: follower.settle(theirs, 1))
     which = 1 if theirs else 0
-    assert isinstance(found[0], ProcessError)
-    assert f"failed in process {which}, and ran in the others" in str(found[0])
-    assert ours + theirs in str(found[0])
+    for error in found:
+        assert isinstance(error, ProcessError)
+        assert f"failed in process {which}, and ran in the others" in str(error)
+        assert ours + theirs in str(error)
 
 
 def test_a_run_that_fails_while_the_other_waits_for_devices_says_why(talks):
     leader, follower = talks
-    for fail in (follower.settled, leader.settle):
+    for number, one in enumerate((follower, leader), start=1):
         with pytest.raises(ProcessError, match="cannot go on without") as error:
-            fail(1, "no memory")
+            one.settle("no memory", number)
         assert "got: no memory. Process" in str(error.value)
 
 

@@ -17,9 +17,7 @@ from cfp.operators.inject import (
     parts,
     register_policy,
     unregister_policy,
-    worth,
 )
-from cfp.operators.inject.report import Worth
 from cfp.operators.operator import OperatorError
 from cfp_test.operators import models_linen, models_nnx
 from cfp_test.operators.compiling import SOON
@@ -231,26 +229,3 @@ def test_a_registered_policy_is_asked_first():
     finally:
         unregister_policy(Mine)
     assert [part.policy for part in report.replaced] == ["Mine"]
-
-
-# -------------------------------------------------------------------------- worth it
-
-
-def test_the_verdict_says_when_it_is_not_worth_it():
-    def made(before_ms, after_ms, before, after):
-        return Worth(
-            before_ms=before_ms,
-            after_ms=after_ms,
-            before_bytes=before,
-            after_bytes=after,
-        )
-
-    assert "not worth it" in made(1.0, 1.0, 100, 100).text()
-    assert "worth it for time." in made(1.0, 0.9, 100, 100).text()
-    assert "worth it for memory." in made(1.0, 1.1, 100, 50).text()
-    assert made(1.0, 0.995, None, None).gains == []
-
-
-def test_both_steps_are_timed():
-    found = worth(jnp.sin, jnp.cos, jnp.ones(8), rounds=1, seconds=0.01)
-    assert found.before_ms > 0 and found.after_ms > 0

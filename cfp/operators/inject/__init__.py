@@ -13,13 +13,14 @@ with injection() as inside:       # While models of linen are called.
 from cfp.operators.inject import parts  # noqa: F401  (registers the policies)
 from cfp.operators.inject.injecting import Injection, inject, injection
 from cfp.operators.inject.policy import (
+    Part,
     Policy,
     PolicyError,
     Refused,
+    Report,
     register_policy,
     unregister_policy,
 )
-from cfp.operators.inject.report import Part, Report, Worth, worth
 
 __all__ = [
     "Injection",
@@ -28,10 +29,8 @@ __all__ = [
     "PolicyError",
     "Refused",
     "Report",
-    "Worth",
     "inject",
     "injection",
     "register_policy",
     "unregister_policy",
-    "worth",
 ]

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from types import new_class
 from typing import Any
 
@@ -20,126 +22,139 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from cfp.operators import find
 from cfp.operators.inject.policy import (
-    Parameters,
     Policy,
     PolicyError,
     Refused,
-    first_match,
-    policies_of,
+    Report,
+    registered,
 )
-from cfp.operators.inject.report import Report
 
 _ARRAYS = (Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A part of a model, and the policy that replaces its calls."""
+@dataclass(frozen=True, slots=True)
+class _Injector:
+    """The policies of an injection, which are asked in their order, and its report."""
 
-    path: str
-    kind: str
-    policy: Policy
+    policies: Sequence[Policy]
     report: Report
+
+    def match(self, path: str, part: Any) -> Policy | None:
+        policy = next((one for one in self.policies if one.match(part)), None)
+        if policy is None:
+            self.report.add(path, part, None, "no policy matches")
+        return policy
 
     def call(
         self,
+        path: str,
         part: Any,
-        parameters: Callable[[], Parameters],
+        policy: Policy,
+        parameters: Callable[[], Any],
         original: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Calls the operators, or the original if the policy refuses."""
-        policy = self.policy
         try:
             replacement = policy.build(part)
-            adapted = policy.adapt(part, args, kwargs)
-            with jax.named_scope(policy.name):
-                made = replacement(policy.to_injected(parameters()), *adapted)
+            try:
+                signature(replacement).bind(None, *args, **kwargs)
+            except TypeError as error:
+                raise Refused(f"is called otherwise: {error}") from error
+            with jax.named_scope(type(policy).__name__):
+                made = replacement(parameters(), *args, **kwargs)
         except Refused as error:
-            self.report.add_left(self.path, self.kind, policy, str(error))
+            self.report.add(path, part, policy, str(error))
             return original(*args, **kwargs)
-        self.report.add_replaced(self.path, self.kind, policy)
+        self.report.add(path, part, policy)
         return made
 
+    def replace(self, model: nnx.Module) -> None:
+        """Replaces calls of parts of a module of NNX, but not of the model itself."""
+        for path, part in nnx.iter_modules(model):
+            if part is model or isinstance(part, nnx.List | nnx.Dict):
+                continue
+            where = "/".join(map(str, path))
+            if policy := self.match(where, part):
+                kind = self._injected(where, part, policy)
+                # A module takes this for an attribute of its own.
+                object.__setattr__(part, "__class__", kind)
+                self.report.add(where, part, policy)
 
-def _replace(model: nnx.Module, policies: Sequence[Policy], report: Report) -> None:
-    """Replaces calls of parts of a model, but not of the model itself."""
-    for path, part in nnx.iter_modules(model):
-        if part is model or isinstance(part, nnx.List | nnx.Dict):
-            continue
-        where, kind = "/".join(map(str, path)), type(part).__name__
-        policy = first_match(policies, part)
-        if policy is None:
-            report.add_left(where, kind, None, "no policy matches")
-            continue
-        try:
-            policy.build(part)
-        except Refused as error:
-            report.add_left(where, kind, policy, str(error))
-            continue
-        own = _Part(path=where, kind=kind, policy=policy, report=report)
-        # A module takes this for an attribute of its own.
-        object.__setattr__(part, "__class__", _injected(part, own))
-        report.add_replaced(where, kind, policy)
+    def _injected(self, path: str, part: nnx.Module, policy: Policy) -> type:
+        """A class like a part's, whose calls are the operators'."""
+        kind = type(part)
 
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.call(
+                path,
+                module,
+                policy,
+                lambda: nnx.to_pure_dict(nnx.state(module, nnx.Param)),
+                partial(kind.__call__, module),
+                args,
+                kwargs,
+            )
 
-def _injected(part: nnx.Module, own: _Part) -> type[nnx.Module]:
-    """A class like a part's, whose calls are the operators'."""
-    kind = type(part)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        def parameters() -> Parameters:
-            return nnx.to_pure_dict(nnx.state(self, nnx.Param))
-
-        def original(*args: Any, **kwargs: Any) -> Any:
-            return kind.__call__(self, *args, **kwargs)
-
-        return own.call(self, parameters, original, args, kwargs)
-
-    body = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    is_pytree = not jax.tree_util.all_leaves([part])
-    how = {"pytree": is_pytree}
-    return new_class(kind.__name__, (kind,), how, lambda new: new.update(body))
-
-
-def _interceptor(policies: Sequence[Policy], report: Report) -> Any:
-    """Intercepts calls of `flax.linen`; policies are asked in their order."""
+        body = {
+            "__call__": call,
+            "__module__": kind.__module__,
+            "__doc__": kind.__doc__,
+        }
+        how = {"pytree": not jax.tree_util.all_leaves([part])}
+        return new_class(kind.__name__, (kind,), how, lambda new: new.update(body))
 
     def intercept(
-        next_function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        context: nn.module.InterceptorContext,
+        self, original: Callable[..., Any], args: Any, kwargs: Any, context: Any
     ) -> Any:
-        module = context.module
+        """Intercepts a call of `flax.linen`."""
+        module, path = context.module, "/".join(map(str, context.module.path))
         if context.method_name != "__call__" or module.is_initializing():
-            return next_function(*args, **kwargs)
-        path, kind = "/".join(map(str, module.path)), type(module).__name__
-        policy = first_match(policies, module)
-        if policy is None:
-            report.add_left(path, kind, None, "no policy matches")
-            return next_function(*args, **kwargs)
-
-        def parameters() -> Parameters:
-            return nn.meta.unbox(dict(module.variables.get("params", {})))
-
-        own = _Part(path=path, kind=kind, policy=policy, report=report)
-        return own.call(module, parameters, next_function, args, kwargs)
-
-    return intercept
+            return original(*args, **kwargs)
+        if (policy := self.match(path, module)) is None:
+            return original(*args, **kwargs)
+        return self.call(
+            path,
+            module,
+            policy,
+            lambda: nn.meta.unbox(dict(module.variables.get("params", {}))),
+            original,
+            args,
+            kwargs,
+        )
 
 
+def _injector(
+    policies: Sequence[type[Policy]] | None = None,
+    implementations: Mapping[str, str] | None = None,
+    right_padded: bool = False,
+    strict: bool = False,
+) -> _Injector:
+    wanted = dict(implementations or {})
+    for name, implementation in wanted.items():
+        find(name).check_implementation(implementation)
+    kinds = registered if policies is None else policies
+    made = [kind(wanted, right_padded) for kind in kinds]
+    return _Injector(made, Report(strict=strict))
+
+
+@dataclass(frozen=True, slots=True)
 class InjectedLinen:
     """A module of linen with operators in the places of some of its parts.
 
     It has the module's `init` and `apply`, with the original's variables.
     """
 
-    def __init__(self, module: nn.Module, policies: Sequence[Policy], report: Report):
-        self.module, self.init = module, module.init
-        self._intercept, self._report = _interceptor(policies, report), report
+    module: nn.Module
+    _injector: _Injector
+
+    @property
+    def init(self) -> Callable[..., Any]:
+        """The module's."""
+        return self.module.init
 
     def apply(self, *args: Any, **kwargs: Any) -> Any:
         """As of the module, with its parts replaced.
@@ -147,9 +162,9 @@ class InjectedLinen:
         Raises:
             PolicyError: the injection is strict, and nothing was replaced.
         """
-        with nn.intercept_methods(self._intercept):
+        with nn.intercept_methods(self._injector.intercept):
             made = self.module.apply(*args, **kwargs)
-        self._report.check()
+        self._injector.report.check()
         return made
 
     def see(self, *args: Any) -> None:
@@ -177,7 +192,7 @@ class Injection:
 
     Attributes:
         model: of linen, an object with `init` and `apply`; of NNX, the given module.
-        report: what was replaced and what was not. It is filled when the model is
+        report: the parts that were replaced or not. It is filled when the model is
             called; of linen also at once where inputs were given.
     """
 
@@ -185,52 +200,49 @@ class Injection:
     report: Report
 
 
-def inject(
-    model: Any,
-    *inputs: Any,
-    policies: Sequence[type[Policy]] | None = None,
-    implementations: Mapping[str, str] | None = None,
-    right_padded: bool = False,
-    strict: bool = False,
-) -> Injection:
+def inject(model: Any, *inputs: Any, **how: Any) -> Injection:
     """Puts operators in the places of a model's parts.
 
     Args:
         model: a module of linen or NNX (which is changed).
         inputs: of a module of linen, the arguments of its calls, or their shapes and
             types: fills the report at once.
-        policies: in place of the registered ones.
-        implementations: names by operator; the first that takes the arguments for the
-            others.
-        right_padded: says that masks given to attention are those of padding at the
-            ends of sequences.
-        strict: whether it is an error if nothing is replaced.
+        how: `policies`, in place of the registered ones; `implementations`, names by
+            operator, the first that takes the arguments for the others;
+            `right_padded`, True if masks given to attention are those of padding at
+            the ends of sequences; `strict`, True if it is an error that nothing is
+            replaced.
 
     Raises:
         PolicyError: nothing was replaced and `strict`, or this is no such module.
         OperatorError: there is no operator or implementation of a name.
     """
-    made = policies_of(policies, implementations, right_padded)
-    report = Report(strict=strict)
+    injector = _injector(**how)
     if isinstance(model, nnx.Module):
-        _replace(model, made, report)
-        report.check()
-        return Injection(model=model, report=report)
-    if isinstance(model, nn.Module):
-        linen = InjectedLinen(model, made, report)
+        injector.replace(model)
+        injector.report.check()
+    elif isinstance(model, nn.Module):
+        model = InjectedLinen(model, injector)
         if inputs:
-            linen.see(*inputs)
-        return Injection(model=linen, report=report)
-    raise PolicyError(
-        f"inject takes a module of flax.linen or flax.nnx, got {type(model).__name__}."
-    )
+            model.see(*inputs)
+    else:
+        kind = type(model).__name__
+        raise PolicyError(
+            f"inject takes a module of flax.linen or flax.nnx, got {kind}."
+        )
+    return Injection(model=model, report=injector.report)
 
 
+@dataclass(frozen=True, slots=True)
 class Inside:
     """The context of `injection`, with the report so far."""
 
-    def __init__(self, policies: Sequence[Policy], report: Report):
-        self.report, self._policies = report, policies
+    _injector: _Injector
+
+    @property
+    def report(self) -> Report:
+        """The parts so far."""
+        return self._injector.report
 
     def build(self, make: Callable[[], nnx.Module]) -> nnx.Module:
         """Makes a module of NNX with its parts replaced while it is made.
@@ -241,30 +253,25 @@ class Inside:
         @nnx.jit
         def made() -> nnx.Module:
             model = make()
-            _replace(model, self._policies, self.report)
+            self._injector.replace(model)
             return model
 
         return made()
 
 
 @contextmanager
-def injection(
-    *,
-    policies: Sequence[type[Policy]] | None = None,
-    implementations: Mapping[str, str] | None = None,
-    right_padded: bool = False,
-    strict: bool = False,
-) -> Iterator[Inside]:
+def injection(**how: Any) -> Iterator[Inside]:
     """Puts operators in the places of parts of all modules of linen that are called.
 
-    Modules of NNX are made with `build` of the context. Arguments are those of
-    `inject`.
+    Modules of NNX are made with `build` of the context.
+
+    Args:
+        how: see `inject`.
 
     Raises:
         PolicyError: as `inject`, when the block ends.
     """
-    made = policies_of(policies, implementations, right_padded)
-    inside = Inside(made, Report(strict=strict))
-    with nn.intercept_methods(_interceptor(made, inside.report)):
-        yield inside
-    inside.report.check()
+    injector = _injector(**how)
+    with nn.intercept_methods(injector.intercept):
+        yield Inside(injector)
+    injector.report.check()

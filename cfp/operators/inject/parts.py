@@ -6,7 +6,7 @@ Modules of HF's kind are known by the names of their classes, in linen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -14,13 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from cfp.operators.inject.policy import (
-    Parameters,
-    Policy,
-    Refused,
-    Replacement,
-    register_policy,
-)
+from cfp.operators.inject.policy import Policy, Refused, register_policy
 
 
 class _Norm(Policy):
@@ -33,35 +27,27 @@ class _Norm(Policy):
         """By the class."""
         return type(part) in self.kinds
 
-    def build(self, part: Any) -> Replacement:
+    def build(self, part: Any) -> Callable[..., Any]:
         """The operator with the part's epsilon."""
         if part.reduction_axes != -1 or part.feature_axes != -1:
             raise Refused("does not normalise the last dim alone")
         if part.axis_name is not None:
             raise Refused("takes its statistics across devices")
-        [operator] = self.operators
         for name in self.parameters:
             if not getattr(part, f"use_{name}"):
                 raise Refused(f"has no {name}")
-        eps, wanted = part.epsilon, part.dtype
 
-        def replacement(parameters: Parameters, x: Array) -> Array:
+        def replacement(parameters: Any, x: Array, *, mask: Any = None) -> Array:
             """Computes in one type for all, and gives the type that flax would give."""
+            if mask is not None:
+                raise Refused("is called with a mask")
             given = [x, *(parameters[name] for name in self.parameters)]
-            result = wanted or jnp.result_type(*given)
+            result = part.dtype or jnp.result_type(*given)
             inner = jnp.result_type(x, result)
-            made = self.call(operator, *(y.astype(inner) for y in given), eps=eps)
-            return made.astype(result)
+            args = (y.astype(inner) for y in given)
+            return self.call(*self.operators, *args, eps=part.epsilon).astype(result)
 
         return replacement
-
-    def adapt(
-        self, part: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        """The norm's input alone; masks are refused."""
-        if len(args) != 1 or any(value is not None for value in kwargs.values()):
-            raise Refused("is called with a mask")
-        return args
 
 
 @register_policy
@@ -82,20 +68,27 @@ class FlaxRMSNorm(_Norm):
     parameters = ("scale",)
 
 
-def _dense(parameters: Parameters, x: Array, dtype: Any, *, transposed: bool) -> Array:
-    """Applies a dense layer."""
+def _dense(parameters: Any, x: Array, dtype: Any) -> tuple[Array, Array]:
+    """The product of a dense layer, and its bias."""
     kernel, bias = parameters["kernel"], parameters["bias"]
-    kernel = kernel.T if transposed else kernel
     dtype = dtype or jnp.result_type(x, kernel, bias)
-    return x.astype(dtype) @ kernel.astype(dtype) + bias.astype(dtype)
+    return x.astype(dtype) @ kernel.astype(dtype), bias.astype(dtype)
 
 
-def _is_transposed(parameters: Parameters, hidden: int) -> bool:
-    """True if kernels are [out, in], as in HF's GPT-2; refused if they are square."""
-    rows, columns = parameters["kernel"].shape
+def _turned(parameters: Any, first: str, hidden: int) -> dict[str, Any]:
+    """Dense layers with kernels [in, out]; HF's GPT-2 has some that are [out, in].
+
+    Raises:
+        Refused: the kernel of the first is square, and may be either.
+    """
+    rows, columns = parameters[first]["kernel"].shape
     if rows == columns:
         raise Refused("has a square kernel, which may be transposed or not")
-    return columns == hidden
+    if columns != hidden:
+        return parameters
+    return {
+        name: {**one, "kernel": one["kernel"].T} for name, one in parameters.items()
+    }
 
 
 class _OfHF(Policy):
@@ -115,34 +108,37 @@ class _OfHF(Policy):
         """By the name of the class."""
         return type(part).__name__.removeprefix("Flax") == self.kind
 
-    def adapt(
-        self, part: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        """The hidden state and the mask; what the operators have not is refused."""
-        given = {**dict(zip(self.takes, args, strict=False)), **kwargs}
-        hidden, mask = given.pop("hidden_states"), given.pop("attention_mask", None)
-        deterministic = given.pop("deterministic", True)
-        rates = [getattr(part.config, name, 0.0) for name in self.drops]
-        if not deterministic and any(rates):
-            raise Refused("drops out, which fused attention does not")
-        if asked := [n for n, x in given.items() if x is not None and x is not False]:
-            raise Refused(f"is asked for {', '.join(asked)}")
-        if mask is not None and not self.right_padded:
-            raise Refused(
-                "is called with a mask; right_padded=True says that masks are those of "
-                "padding at the ends of sequences"
-            )
-        return hidden, mask
+    def build(self, part: Any) -> Callable[..., Any]:
+        """The replacement, of the hidden state and the mask of a call."""
+
+        def replacement(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            given = {**dict(zip(self.takes, args, strict=False)), **kwargs}
+            hidden, mask = given.pop("hidden_states"), given.pop("attention_mask", None)
+            rates = [getattr(part.config, name, 0.0) for name in self.drops]
+            if not given.pop("deterministic", True) and any(rates):
+                raise Refused("drops out, which fused attention does not")
+            asked = [n for n, x in given.items() if x is not None and x is not False]
+            if asked:
+                raise Refused(f"is asked for {', '.join(asked)}")
+            if mask is not None and not self.right_padded:
+                raise Refused(
+                    "is called with a mask; right_padded=True says that masks are "
+                    "those of padding at the ends of sequences"
+                )
+            return self.compute(part, parameters, hidden, mask)
+
+        return replacement
+
+    def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
+        """Computes what the part would."""
+        raise NotImplementedError
 
 
-def _heads(x: Array, heads: int) -> Array:
-    return x.reshape(*x.shape[:-1], heads, -1)
-
-
-def _number_of_heads(part: Any) -> int:
+def _heads(part: Any, *arrays: Array) -> list[Array]:
+    """Arrays with a dim of heads, as many as the part's configuration says."""
     for name in ("num_attention_heads", "n_head"):
-        if isinstance(found := getattr(part.config, name, None), int):
-            return found
+        if isinstance(heads := getattr(part.config, name, None), int):
+            return [x.reshape(*x.shape[:-1], heads, -1) for x in arrays]
     raise Refused("has no number of heads in its configuration")
 
 
@@ -155,25 +151,18 @@ class HFGPT2Attention(_OfHF):
     takes = ("hidden_states", "key_value_states", "attention_mask", "deterministic")
     drops = ("attn_pdrop", "resid_pdrop")
 
-    def build(self, part: Any) -> Replacement:
+    def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
         """Both projections as they are, and the operator between them."""
-        heads, dtype = _number_of_heads(part), getattr(part, "dtype", None)
         if not getattr(part, "causal", True):
             raise Refused("is cross-attention")
-
-        def replacement(
-            parameters: Parameters, hidden: Array, mask: Array | None
-        ) -> tuple[Array]:
-            # Of what sees only the past, padding at the ends is no part.
-            turned = _is_transposed(parameters["c_attn"], hidden.shape[-1])
-            wide = _dense(parameters["c_attn"], hidden, dtype, transposed=turned)
-            query, key, value = (_heads(x, heads) for x in jnp.split(wide, 3, axis=-1))
-            mixed = self.call("gpt_attention", query, key, value)
-            merged = mixed.reshape(hidden.shape)
-            made = _dense(parameters["c_proj"], merged, dtype, transposed=turned)
-            return (made,)
-
-        return replacement
+        dtype = getattr(part, "dtype", None)
+        # Of what sees only the past, padding at the ends is no part.
+        parameters = _turned(parameters, "c_attn", hidden.shape[-1])
+        wide, bias = _dense(parameters["c_attn"], hidden, dtype)
+        qkv = _heads(part, *jnp.split(wide + bias, 3, axis=-1))
+        mixed = self.call("gpt_attention", *qkv).reshape(hidden.shape)
+        made, bias = _dense(parameters["c_proj"], mixed, dtype)
+        return (made + bias,)
 
 
 @register_policy
@@ -185,23 +174,16 @@ class HFGPT2MLP(_OfHF):
     takes = ("hidden_states", "deterministic")
     drops = ("resid_pdrop",)
 
-    def build(self, part: Any) -> Replacement:
+    def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
         """The bias of the first half goes into the activation."""
         activation = getattr(part.config, "activation_function", "gelu_new")
         if activation not in ("gelu_new", "gelu_pytorch_tanh"):
             raise Refused(f"activates by {activation}, and bias_gelu by tanh")
         dtype = getattr(part, "dtype", None)
-
-        def replacement(parameters: Parameters, hidden: Array, _: Any) -> Array:
-            up, bias = parameters["c_fc"]["kernel"], parameters["c_fc"]["bias"]
-            turned = _is_transposed(parameters["c_fc"], hidden.shape[-1])
-            up = up.T if turned else up
-            inner = dtype or jnp.result_type(hidden, up, bias)
-            wide = hidden.astype(inner) @ up.astype(inner)
-            active = self.call("bias_gelu", wide, bias.astype(inner))
-            return _dense(parameters["c_proj"], active, dtype, transposed=turned)
-
-        return replacement
+        parameters = _turned(parameters, "c_fc", hidden.shape[-1])
+        active = self.call("bias_gelu", *_dense(parameters["c_fc"], hidden, dtype))
+        made, bias = _dense(parameters["c_proj"], active, dtype)
+        return made + bias
 
 
 @register_policy
@@ -212,36 +194,17 @@ class HFBertSelfAttention(_OfHF):
     operators = ("qkv_projection", "bert_attention")
     takes = ("hidden_states", "attention_mask", "layer_head_mask", "key_value_states")
     drops = ("attention_probs_dropout_prob",)
-    _names = ("query", "key", "value")
 
-    def to_injected(self, parameters: Parameters) -> Parameters:
-        """Three kernels and biases become a stack of each."""
-        parts = [parameters[name] for name in self._names]
-        return {
-            "qkv": {
-                leaf: jnp.stack([part[leaf] for part in parts])
-                for leaf in ("kernel", "bias")
-            }
-        }
-
-    def build(self, part: Any) -> Replacement:
+    def compute(self, part: Any, parameters: Any, hidden: Array, mask: Any) -> Any:
         """One projection, and attention to what is no padding."""
-        heads, dtype = _number_of_heads(part), getattr(part, "dtype", None)
-
-        def replacement(
-            parameters: Parameters, hidden: Array, mask: Array | None
-        ) -> tuple[Array]:
-            kernel, bias = parameters["qkv"]["kernel"], parameters["qkv"]["bias"]
-            inner = dtype or jnp.result_type(hidden, kernel, bias)
-            stacked = self.call(
-                "qkv_projection", *(x.astype(inner) for x in (hidden, kernel, bias))
-            )
-            query, key, value = (_heads(x, heads) for x in stacked)
-            if mask is None:
-                lengths = jnp.full(hidden.shape[:1], hidden.shape[1], jnp.int32)
-            else:
-                lengths = mask.astype(jnp.int32).sum(-1)
-            mixed = self.call("bert_attention", query, key, value, lengths)
-            return (mixed.reshape(hidden.shape),)
-
-        return replacement
+        kernel, bias = (
+            jnp.stack([parameters[name][leaf] for name in ("query", "key", "value")])
+            for leaf in ("kernel", "bias")
+        )
+        inner = getattr(part, "dtype", None) or jnp.result_type(hidden, kernel, bias)
+        given = (x.astype(inner) for x in (hidden, kernel, bias))
+        qkv = _heads(part, *self.call("qkv_projection", *given))
+        lengths = jnp.full(hidden.shape[:1], hidden.shape[1], jnp.int32)
+        if mask is not None:
+            lengths = mask.astype(jnp.int32).sum(-1)
+        return (self.call("bert_attention", *qkv, lengths).reshape(hidden.shape),)

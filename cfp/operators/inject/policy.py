@@ -1,4 +1,4 @@
-"""Policies: the parts of a model to replace by operators.
+"""Policies: the parts of a model to replace by operators, and the report of it.
 
 A part is a module of flax (linen or NNX). For each the first policy that matches makes
 the replacement. `cfp.operators.inject.parts` has policies for known parts.
@@ -7,18 +7,14 @@ the replacement. `cfp.operators.inject.parts` has policies for known parts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from jax import Array
 
 from cfp.errors import CfpError
 from cfp.operators import find
-
-# A part's parameters: nested dicts of arrays.
-Parameters = dict[str, Any]
-# Takes the parameters of the replacement, and the arguments that `adapt` gave.
-Replacement = Callable[..., Any]
 
 
 class PolicyError(CfpError):
@@ -33,7 +29,7 @@ class Policy(ABC):
     """The replacement of one kind of part.
 
     A policy is made once for an injection. It must not keep arrays: a replacement gets
-    its parameters when it is called.
+    the part's parameters when it is called.
 
     Args:
         implementations: names by operator; the first that takes the arguments for the
@@ -51,38 +47,20 @@ class Policy(ABC):
         self.implementations, self.right_padded = implementations, right_padded
         self._used: dict[str, str] = {}
 
-    @property
-    def name(self) -> str:
-        """The name in reports."""
-        return type(self).__name__
-
     @abstractmethod
     def match(self, part: Any) -> bool:
         """Returns True if the policy replaces parts like this one."""
 
     @abstractmethod
-    def build(self, part: Any) -> Replacement:
-        """The replacement: a function of parameters and adapted arguments.
+    def build(self, part: Any) -> Callable[..., Any]:
+        """The replacement: a function of the part's parameters and arguments.
+
+        Parameters are nested dicts of arrays. A call with arguments that the function
+        does not have is the original's; so is one for which it raises `Refused`.
 
         Raises:
             Refused: not this part, with the reason.
         """
-
-    def to_injected(self, parameters: Parameters) -> Parameters:
-        """The replacement's parameters from the part's, in each call; or the same."""
-        return parameters
-
-    def adapt(
-        self, part: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        """Translates a part's arguments to those of its replacement.
-
-        Raises:
-            Refused: not this call, with the reason.
-        """
-        if kwargs:
-            raise Refused(f"is called with {', '.join(kwargs)}")
-        return args
 
     def call(self, operator: str, *args: Any, **options: Any) -> Array:
         """Calls an operator by the implementation that the user chose."""
@@ -91,7 +69,7 @@ class Policy(ABC):
         self._used[operator] = name
         return found(*args, implementation=name, **options)
 
-    def implementations_text(self) -> str:
+    def __str__(self) -> str:
         """The operators with the implementations that were taken or are wanted."""
         taken = {**self.implementations, **self._used}
         return ", ".join(
@@ -101,7 +79,7 @@ class Policy(ABC):
 
 
 _P = TypeVar("_P", bound=type[Policy])
-_registered: list[type[Policy]] = []
+registered: list[type[Policy]] = []
 
 
 def register_policy(policy: _P) -> _P:
@@ -120,32 +98,85 @@ def register_policy(policy: _P) -> _P:
         )
     for name in policy.operators:
         find(name)
-    _registered.insert(0, policy)
+    registered.insert(0, policy)
     return policy
 
 
 def unregister_policy(policy: type[Policy]) -> None:
     """Takes a policy out again."""
-    _registered.remove(policy)
+    registered.remove(policy)
 
 
-def policies_of(
-    given: Sequence[type[Policy]] | None,
-    implementations: Mapping[str, str] | None,
-    right_padded: bool,
-) -> list[Policy]:
-    """The policies of an injection, by default the registered ones.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part of a model.
 
-    Raises:
-        OperatorError: there is no operator or implementation of a name.
+    Attributes:
+        path: its place; empty for the model itself.
+        kind: its class.
+        policy: that matched; empty if none did.
+        operators: its replacement, in words; empty if it has none.
+        reason: why it was not replaced.
     """
-    implementations = dict(implementations or {})
-    for name, implementation in implementations.items():
-        find(name).check_implementation(implementation)
-    kinds = _registered if given is None else given
-    return [kind(implementations, right_padded) for kind in kinds]
+
+    path: str
+    kind: str
+    policy: str
+    operators: str
+    reason: str
 
 
-def first_match(policies: Sequence[Policy], part: Any) -> Policy | None:
-    """The policy that replaces a part; None if none does."""
-    return next((policy for policy in policies if policy.match(part)), None)
+@dataclass(slots=True)
+class Report:
+    """The parts of a model, as far as they were seen.
+
+    Parts of modules of linen are seen when the model is called.
+    """
+
+    strict: bool = False
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    def add(self, path: str, part: Any, policy: Policy | None, why: str = "") -> None:
+        """Notes a part that was replaced, or why it was not."""
+        self.parts[path] = Part(
+            path=path,
+            kind=type(part).__name__,
+            policy=type(policy).__name__ if policy else "",
+            operators="" if why else str(policy),
+            reason=why,
+        )
+
+    @property
+    def replaced(self) -> list[Part]:
+        """Parts that were replaced."""
+        return [part for part in self.parts.values() if part.operators]
+
+    @property
+    def left(self) -> list[Part]:
+        """Parts that were not."""
+        return [part for part in self.parts.values() if not part.operators]
+
+    def text(self) -> str:
+        """A line for each part."""
+        lines = [f"{len(self.replaced)} parts replaced, {len(self.left)} left"]
+        for part in (*self.replaced, *self.left):
+            now = f"{part.operators} [{part.policy}]"
+            now = now if part.operators else f"left, {part.reason}"
+            lines.append(f"{part.path or '.'} ({part.kind}): {now}")
+        return "\n".join(lines)
+
+    __str__ = text
+
+    def check(self) -> None:
+        """Checks that something was replaced, if the injection is strict.
+
+        Raises:
+            PolicyError: nothing was.
+        """
+        if self.strict and not self.replaced:
+            raise PolicyError(
+                "Nothing was replaced.",
+                expected="a part that a policy matches",
+                got="; ".join(self.text().splitlines()[:6]),
+                attempt="@register_policy for this model, or strict=False",
+            )

@@ -52,18 +52,12 @@ def gpt():
     return build("gpt", **OPTIONS)
 
 
-def planned(preset, mesh, tmp_path):
-    fn, args = gpt()
-    plan = cfp.plan(
-        fn,
-        *args,
-        mesh=mesh,
-        preset=preset,
-        donate_argnums=(0,),
-        cache_dir=tmp_path,
-        settings=NO_RACE,
-    )
-    return plan, fn, args
+def planned(preset, mesh, tmp_path, made=None, **how):
+    """A plan by a preset, without a race; of the GPT if nothing else is given."""
+    fn, args = made or gpt()
+    how |= {"preset": preset, "mesh": mesh, "cache_dir": tmp_path, "settings": NO_RACE}
+    how.setdefault("donate_argnums", () if made else (0,))
+    return cfp.plan(fn, *args, **how), fn, args
 
 
 def parameter_bytes(args):
@@ -151,16 +145,9 @@ def forward_args():
 
 
 def test_megatron_reduces_twice_a_layer_forward(mesh, tmp_path):
-    args = forward_args()
-    plan = cfp.plan(
-        forward,
-        *args,
-        mesh=mesh,
-        preset="tensor_parallel",
-        cache_dir=tmp_path,
-        settings=NO_RACE,
-    )
-    found = collectives(plan, forward, args)
+    made = forward, forward_args()
+    plan, *_ = planned("tensor_parallel", mesh, tmp_path, made)
+    found = collectives(plan, *made)
     # Two a layer, and one behind the lookup in the table that is split by rows.
     assert found == [("all-reduce", ACTIVATION_BYTES, 2 * LAYERS + 1)]
     specs = plan.in_shardings[0]["layers"][0]
@@ -177,15 +164,9 @@ def test_megatron_reduces_twice_in_every_turn_of_a_loop(mesh, tmp_path):
         params["layers"][0],
     )
     args = {**params, "layers": stacked}, tokens
-    plan = cfp.plan(
-        scanned_forward,
-        *args,
-        mesh=mesh,
-        preset="tensor_parallel",
-        cache_dir=tmp_path,
-        settings=NO_RACE,
-    )
-    found = collectives(plan, scanned_forward, args)
+    made = scanned_forward, args
+    plan, *_ = planned("tensor_parallel", mesh, tmp_path, made)
+    found = collectives(plan, *made)
     assert {(kind, size) for kind, size, _ in found} == {
         ("all-reduce", ACTIVATION_BYTES)
     }
@@ -197,7 +178,6 @@ def test_megatron_reduces_twice_in_every_turn_of_a_loop(mesh, tmp_path):
 
 def test_megatron_by_pins(mesh, tmp_path):
     """Weights pinned as Megatron stores them, and the batch kept whole."""
-    fn, args = gpt()
     pins = {
         "attention/*/kernel": jax.P(None, "x"),
         "attention/out/kernel": jax.P("x"),
@@ -205,26 +185,14 @@ def test_megatron_by_pins(mesh, tmp_path):
         "mlp/down/kernel": jax.P("x"),
         "batch/*": jax.P(),
     }
-    plan = cfp.plan(
-        fn,
-        *args,
-        mesh=mesh,
-        preset="tensor_parallel",
-        pins=pins,
-        cache_dir=tmp_path,
-        settings=NO_RACE,
-    )
+    made = gpt()
+    plan, fn, args = planned("tensor_parallel", mesh, tmp_path, made, pins=pins)
     layer = plan.in_shardings[0].params["layer_0"]
     assert layer["attention"]["query"]["kernel"].spec == jax.P(None, "x")
     assert layer["mlp"]["down"]["kernel"].spec == jax.P("x")
     assert all(s.is_fully_replicated for s in jax.tree.leaves(plan.in_shardings[1]))
     kinds = {kind for kind, _, _ in collectives(plan, fn, args)}
     assert "all-gather" not in kinds and "all-to-all" not in kinds
-
-
-def test_an_unknown_preset_lists_the_known(mesh, tmp_path):
-    with pytest.raises(cfp.CfpError, match="data_parallel, zero1"):
-        planned("dataparallel", mesh, tmp_path)
 
 
 def test_what_shards_nothing_is_not_called_data_parallel():
@@ -296,17 +264,8 @@ def test_updates_in_branches_send_what_others_do(mesh, tmp_path, preset, where):
     """State that a branch returns is not gathered to be chosen."""
 
     def sent(where):
-        step, args = small_step(where)
-        plan = cfp.plan(
-            step,
-            *args,
-            mesh=mesh,
-            preset=preset,
-            donate_argnums=0,
-            cache_dir=tmp_path,
-            settings=NO_RACE,
-        )
-        found = collectives(plan, step, args)
+        made = small_step(where)
+        found = collectives(*planned(preset, mesh, tmp_path, made, donate_argnums=0))
         # Numbers that say if all is finite count for nothing.
         return sorted(one for one in found if one[1] > 64)
 

@@ -171,17 +171,6 @@ def test_the_second_time_nothing_runs(measured, square):
     assert [event.cached for event in again] == [28]
 
 
-def test_axes_of_other_meshes_are_measured_anew(store):
-    devices = jax.devices()[:4]
-    measure_rates(jax.make_mesh((2, 2), ("x", "y"), devices=devices), store)
-    count = len(store)
-    other = jax.make_mesh((2, 2), ("x", "z"), devices=devices)
-    rates = measure_rates(other, store)
-    each = 2 * len(KINDS) * len(SIZES.collective_bytes)
-    assert len(store) == count + each
-    assert ("all-reduce", ("z",)) in rates.curves
-
-
 def test_axes_of_any_type_and_of_size_one(store):
     devices = jax.devices()[:2]
     mesh = jax.make_mesh(

@@ -229,17 +229,6 @@ def test_two_processes_share_the_work(undisturbed, tmp_path):
     check_like(undisturbed, tmp_path)
 
 
-def test_a_truncated_store_is_set_aside(undisturbed, tmp_path):
-    path = tmp_path / "profiles.sqlite"
-    whole = (undisturbed / path.name).read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    _, err = finish(profile(tmp_path))
-    assert "was damaged and is set aside" in err
-    # And its log, which goes with it.
-    assert len(list(tmp_path.glob("profiles.sqlite.damaged-*Z"))) == 1
-    assert Counter(statuses(tmp_path).values()) == {"ok": len(statuses(undisturbed))}
-
-
 def test_a_child_dies_with_its_parent_and_is_not_blamed(undisturbed, tmp_path):
     faults = {"segment 0: 1": "sleep"}
     folder = with_rates(undisturbed, tmp_path)

@@ -94,23 +94,6 @@ def test_which_record_of_a_key_stays(path, first, second, replace, kept):
         assert len(store) == 1
 
 
-def test_keys_and_explain(path):
-    with ProfileStore(path) as store:
-        wanted = ProfileKey(
-            (("segment", "gpt"), ("mesh", "4"), ("jax_version", "0.11.2"))
-        )
-        assert store.explain(wanted) == "nothing has been measured yet"
-        gpt, moe = make("gpt"), make("moe", status="timeout")
-        store.put(gpt)
-        store.put(moe)
-        assert {*store.keys()} == {ProfileKey(gpt.parts), ProfileKey(moe.parts)}
-        assert store.explain(wanted).splitlines() == [
-            "the nearest measurement differs in",
-            "  jax_version: was '0.10.2', is '0.11.2'",
-        ]
-        assert store.explain(ProfileKey(gpt.parts)) == "it has been measured"
-
-
 def test_export_and_merge(path, tmp_path):
     records = fill(path, 20)
     lines = tmp_path / "profiles.jsonl"

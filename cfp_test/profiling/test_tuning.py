@@ -12,7 +12,6 @@ from cfp.profiling.builder import BuildEnvironment, build_failure
 from cfp.profiling.measurer import Measurer, first_of_kernels, tune_kernels
 from cfp.profiling.options import MeasureOptions
 from cfp.program.signature import cut_part
-from cfp_test.support.at_work import leave, operation
 from cfp_test.support.waiting import GUARD_SECONDS
 
 
@@ -67,25 +66,6 @@ def test_as_many_as_there_are_devices_are_built_at_once(
         tune_kernels(case.program, case.mesh, jobs, store)
     assert sorted(device for device, _ in seen) == sorted(2 * [*devices])
     assert all(x64 for _, x64 in seen), "threads have the settings of their caller"
-
-
-def test_suspects_are_built_one_at_a_time(case, store, tunable, monkeypatch):
-    seen = []
-
-    def build(program, mesh, job, environment):
-        seen.append(mesh.devices.flat[0].id)
-
-    monkeypatch.setattr(measurer, "build", build)
-    jobs = [case.job(name) for name in "abc"]
-    leave(store, operation(jobs[2].key, "c", deaths=1))
-    tune_kernels(case.program, case.mesh, jobs, store)
-    assert seen == [case.mesh.devices.flat[0].id] * 3
-
-
-def test_equal_jobs_are_built_once(case, store, tunable):
-    jobs = [case.job("a"), case.job("b"), case.job("a")]
-    tune_kernels(case.program, case.mesh, jobs, store)
-    assert sorted(tunable) == ["a", "b"]
 
 
 def test_what_was_learnt_is_not_built_again(case, store, tunable):

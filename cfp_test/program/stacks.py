@@ -2,6 +2,9 @@
 
 import jax.numpy as jnp
 
+from cfp.analysis.segments import find_segments
+from cfp.cost.memory import turning_point
+from cfp.program.rematerialize import rematerializable
 from cfp_test.programs.common import normal, squares, training
 
 
@@ -21,3 +24,10 @@ def stack_step():
         return squares(x @ p["head"])
 
     return training(loss, params, normal(21, 8, 16))
+
+
+def rematerializations(frame):
+    """Rematerializes each segment that can be."""
+    turn = turning_point(frame)
+    found = [rematerializable(frame.program, s.ops, turn) for s in find_segments(frame)]
+    return tuple(one for one in found if one is not None)

@@ -16,7 +16,7 @@ from cfp.program.constrain import constrain
 from cfp.program.rematerialize import makeable, rematerializable, tag_of
 from cfp.program.signature import cut_part
 from cfp.program.trace import lower_step
-from cfp_test.program.stacks import stack_step
+from cfp_test.program.stacks import rematerializations, stack_step
 from cfp_test.programs.common import normal, squares, training
 from cfp_test.programs.kernels import model_of
 from cfp_test.programs.registry import PROGRAMS
@@ -35,12 +35,6 @@ SIZES = (("x", 4),)
 @pytest.fixture(scope="module")
 def case():
     return prepare("stack", stack_step, SIZES)
-
-
-def rematerializations(frame):
-    turn = turning_point(frame)
-    found = [rematerializable(frame.program, s.ops, turn) for s in find_segments(frame)]
-    return tuple(one for one in found if one is not None)
 
 
 def edited(case, choice):

@@ -16,6 +16,7 @@ from cfp.program.rematerialize import rematerializable
 from cfp.program.replace import Replacement, Stage, erase_unread, is_in_order
 from cfp.program.signature import cut_part
 from cfp.program.trace import lower_step
+from cfp_test.program.stacks import rematerializations
 from cfp_test.programs.common import normal, squares, training
 from cfp_test.support.checking import (
     differences,
@@ -144,12 +145,6 @@ def edited(case, functions, choice, again=False, found=None):
     constrain(lowering.module, program, case.mesh, constrained)
     erase_unread(lowering.module)
     return lowering, ins
-
-
-def rematerializations(frame):
-    turn = turning_point(frame)
-    found = [rematerializable(frame.program, s.ops, turn) for s in find_segments(frame)]
-    return tuple(one for one in found if one is not None)
 
 
 def results(case, lowering, ins):

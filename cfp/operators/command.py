@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,19 +42,18 @@ def environment() -> dict[str, Any]:
     device = jax.devices()[0]
     installed = {one.name: one.version for one in metadata.distributions()}
     root = Path(__file__).parents[2]
-    git = ["git", "-C", str(root), "rev-parse", "HEAD"]
     commit = None
     if (root / ".git").exists():
+        git = ["git", "-C", str(root), "rev-parse", "HEAD"]
         done = subprocess.run(git, capture_output=True, text=True, check=False)
         commit = done.stdout.strip() or None
     return {
         "device": device.device_kind,
         "platform": device.platform,
         "memory_bytes": benchmark.memory_limit(),
-        "platform_version": str(getattr(device.client, "platform_version", "")).strip(),
         "python": platform.python_version(),
-        "packages": {name: installed.get(name) for name in _PACKAGES},
         "commit": commit,
+        "packages": {name: installed.get(name) for name in _PACKAGES},
     }
 
 
@@ -63,14 +61,9 @@ def print_environment(found: Mapping[str, Any], console: Console) -> None:
     """The table of what operators run on."""
     console.print("===== Environment =====")
     table = _table("", "Value")
-    memory = found["memory_bytes"]
-    table.add_row("device", found["device"])
-    table.add_row("memory", f"{memory / 2**20:.0f} MB" if memory else "-")
-    table.add_row("Python", found["python"])
-    table.add_row("backend", found["platform_version"].splitlines()[0] or "-")
-    table.add_row("commit", found["commit"] or "-")
-    for name, version in found["packages"].items():
-        table.add_row(name, version or "not installed")
+    for name, value in {**found, **found["packages"]}.items():
+        if name != "packages":
+            table.add_row(name, "-" if value is None else str(value))
     console.print(table)
 
 
@@ -196,23 +189,6 @@ def read(file: Path) -> list[Row]:
         ) from error
 
 
-def changes(
-    before: Sequence[Row], now: Sequence[Row]
-) -> list[tuple[str, float, float]]:
-    """Medians that both have measured, in ms, by name; the most slowed first."""
-
-    def medians(rows: Sequence[Row]) -> dict[str, float]:
-        return {
-            f"{_case(row)} {name}": one.median_ms
-            for row in rows
-            for name, one in row.passes.items()
-        }
-
-    old, new = medians(before), medians(now)
-    found = [(name, old[name], ms) for name, ms in new.items() if name in old]
-    return sorted(found, key=lambda change: change[1] / change[2])
-
-
 def _case(row: Row) -> str:
     return f"{row.operator} by {row.implementation}, ({row.shape}) {row.dtype}"
 
@@ -271,7 +247,7 @@ def _run(options: argparse.Namespace) -> int:
     print_results(operators, rows, console, verbose=options.verbose)
     slower = False
     if earlier is not None:
-        slower = _compare(earlier, rows, options.fail_if_regression)
+        slower = compare(earlier, rows, options.fail_if_regression)
     wrong = [row for row in rows if row.state == WRONG]
     for row in wrong:
         print(f"error: {_case(row)} is wrong: {row.reason}", file=sys.stderr)
@@ -288,22 +264,29 @@ def _tell(row: Row) -> None:
     print(f"{_case(row)}: {found}", file=sys.stderr)
 
 
-def _compare(
-    earlier: Sequence[Row], rows: Sequence[Row], allowed: float | None
-) -> bool:
-    """Prints what changed, and says whether something is slower than is allowed."""
-    slower = False
-    found = changes(earlier, rows)
-    print(f"compared with before: {len(found)} medians")
-    for name, before_ms, now_ms in found:
-        share = now_ms / before_ms - 1.0
-        over = allowed is not None and share > allowed
-        slower |= over
+def compare(earlier: Sequence[Row], rows: Sequence[Row], allowed: float | None) -> bool:
+    """Prints which medians changed, the most slowed first.
+
+    Returns:
+        True if one became longer by more than the allowed share.
+    """
+    old, new = (
+        {
+            f"{_case(row)} {name}": one.median_ms
+            for row in every
+            for name, one in row.passes.items()
+        }
+        for every in (earlier, rows)
+    )
+    shares = {name: ms / old[name] - 1.0 for name, ms in new.items() if name in old}
+    over = {n for n, x in shares.items() if allowed is not None and x > allowed}
+    print(f"compared with before: {len(shares)} medians")
+    for name, share in sorted(shares.items(), key=lambda one: -one[1]):
         print(
-            f"{name}: {before_ms:.3f} -> {now_ms:.3f} ms ({100 * share:+.1f}%)"
-            f"{', a regression' if over else ''}"
+            f"{name}: {old[name]:.3f} -> {new[name]:.3f} ms ({100 * share:+.1f}%)"
+            f"{', a regression' if name in over else ''}"
         )
-    return slower
+    return bool(over)
 
 
 def parse_share(text: str) -> float:
@@ -312,10 +295,10 @@ def parse_share(text: str) -> float:
     Raises:
         CfpError: it is neither.
     """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*(%?)\s*", text)
-    if match is None:
-        raise CfpError(f"Expected a share such as 5% or 0.05, got {text!r}.")
-    return float(match[1]) / (100 if match[2] else 1)
+    try:
+        return float(text.strip().removesuffix("%")) / (100 if "%" in text else 1)
+    except ValueError as error:
+        raise CfpError(f"Expected a share such as 5% or 0.05, got {text!r}.") from error
 
 
 class _Parser(argparse.ArgumentParser):

@@ -17,7 +17,6 @@ from cfp.operators import benchmark as b
 from cfp.operators.benchmark import bound_ms
 from cfp.operators.cases import Shape, compare, limit_of
 from cfp.operators.command import (
-    changes,
     parse_share,
     print_list,
     print_results,
@@ -101,7 +100,7 @@ def test_what_the_budget_does_not_reach_is_named():
     assert "the budget of 0.5 s was spent" in found[0].reason
 
 
-def test_a_file_is_read_back_and_gone_on_with(rows, tmp_path):
+def test_a_file_is_read_back_and_compared(rows, tmp_path, capsys):
     file = tmp_path / "rows.json"
     write(file, {"device": "a"}, list(rows.values()))
     known = read(file)
@@ -111,8 +110,11 @@ def test_a_file_is_read_back_and_gone_on_with(rows, tmp_path):
         for one in row["passes"].values():
             one["median_ms"] *= 2
     file.write_text(json.dumps(slow))
-    found = changes(known, read(file))
-    assert len(found) == 2 and all(now == 2 * before for _, before, now in found)
+    assert not command.compare(known, read(file), None)
+    assert not command.compare(known, read(file), 1.01)
+    assert command.compare(known, read(file), 0.99)
+    out = capsys.readouterr().out
+    assert out.count("2 medians") == 3 and out.count("(+100.0%)") == 6
 
 
 def test_a_limit_is_for_norms_and_for_the_largest_difference():

@@ -78,11 +78,17 @@ class _Injector:
             if part is model or isinstance(part, nnx.List | nnx.Dict):
                 continue
             where = "/".join(map(str, path))
-            if policy := self.match(where, part):
-                kind = self._injected(where, part, policy)
-                # A module takes this for an attribute of its own.
-                object.__setattr__(part, "__class__", kind)
-                self.report.add(where, part, policy)
+            if (policy := self.match(where, part)) is None:
+                continue
+            try:
+                policy.build(part)
+            except Refused as error:
+                self.report.add(where, part, policy, str(error))
+                continue
+            kind = self._injected(where, part, policy)
+            # A module takes this for an attribute of its own.
+            object.__setattr__(part, "__class__", kind)
+            self.report.add(where, part, policy)
 
     def _injected(self, path: str, part: nnx.Module, policy: Policy) -> type:
         """A class like a part's, whose calls are the operators'."""
@@ -99,11 +105,7 @@ class _Injector:
                 kwargs,
             )
 
-        body = {
-            "__call__": call,
-            "__module__": kind.__module__,
-            "__doc__": kind.__doc__,
-        }
+        body = {"__call__": call, "__doc__": kind.__doc__}
         how = {"pytree": not jax.tree_util.all_leaves([part])}
         return new_class(kind.__name__, (kind,), how, lambda new: new.update(body))
 

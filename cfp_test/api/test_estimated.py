@@ -13,14 +13,13 @@ from cfp.analysis.analyze import analyze
 from cfp.cli.options import settings as settings_of
 from cfp.cost.costs import Costs
 from cfp.presets.presets import presets
-from cfp.profiling.builder import BuildEnvironment, build
+from cfp.profiling.builder import build
 from cfp.profiling.rates import Rates
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
 from cfp.race.programs import TOO_LATE
-from cfp.runtime import execute
 from cfp.search.choices import estimate_kinds, whole_choice
 from cfp.search.expected import build_problem, estimate_options
 from cfp.search.problem import Assignment
@@ -235,23 +234,3 @@ def test_when_time_is_over_one_program_is_compiled(tmp_path):
     full = cfp.plan(STEP, *ARGS, **how)
     assert not any(row.note == TOO_LATE for row in full.race)
     assert {row.name for row in late} <= {r.name for r in full.race if r.samples_ms}
-
-
-def test_a_step_is_compiled_with_what_its_race_tuned(monkeypatch, tmp_path):
-    """The same kernels run that were timed."""
-    asked = {"xla_backend_optimization_level": "1"}
-    monkeypatch.setattr(BuildEnvironment, "options", lambda self, platform: asked)
-    given = []
-    real = execute.compile_right
-
-    def compile_right(lowered, options):
-        given.append(dict(options))
-        return real(lowered, {})
-
-    monkeypatch.setattr(execute, "compile_right", compile_right)
-    settings = cfp.PlannerSettings(race=False)
-    how = {"mesh": make_mesh(SIZES), "cache_dir": tmp_path, "settings": settings}
-    plan = cfp.plan(lambda x: x @ x, jnp.ones((8, 8)), **how, preset="data_parallel")
-    assert plan.tuned == BuildEnvironment.beside(store_path(tmp_path))
-    plan.compile(lambda x: x @ x, jnp.ones((8, 8)))
-    assert given == [asked]

@@ -10,7 +10,6 @@ import pytest
 
 import cfp
 from cfp import variant_turns as turns
-from cfp import variants as room
 from cfp.errors import (
     CfpError,
     MemoryBudgetError,
@@ -497,26 +496,6 @@ def test_what_crashes_in_the_last_race_is_out(timed, tmp_path, monkeypatch):
     assert found.name == "flat"
     assert times_of(found) == {**times, "line": None}
     assert notes(found)["line"] == "crashed: boom"
-
-
-def test_a_last_race_that_time_is_too_short_for_decides_nothing(
-    timed, monkeypatch, tmp_path
-):
-    own = {"line": 3.0, "flat": 1.0, "cube": 2.0}
-    ran, race = timed(own, own), room._race_winners
-
-    def too_late(found, *rest):
-        # As if plans were of another process, and would be compiled now.
-        plans = {name: replace(one.plan, raced=None) for name, one in found}
-        found = [(name, replace(one, plan=plans[name])) for name, one in found]
-        return race(found, *rest[:-1], 0.0)
-
-    monkeypatch.setattr(room, "_race_winners", too_late)
-    found = cfp.plan_fastest(SHAPES, **PRESET, cache_dir=tmp_path)
-    assert "line: data_parallel" in ran and "flat: data_parallel" not in ran
-    assert not found.plan.figures.variants_raced
-    assert (found.name, found.basis) == ("flat", cfp.Basis.MEASURED)
-    assert times_of(found) == own
 
 
 def test_the_last_race_runs_what_is_for_other_devices_on_those(tmp_path):

@@ -16,16 +16,21 @@ from cfp.attention.problem import NO_MASK, Scores
 
 
 @contextmanager
-def cudnn_on_cpus(monkeypatch: Any) -> Iterator[None]:
-    """Lets the attention be traced without cuDNN, and lowered for CPUs."""
+def cudnn_on_cpus(monkeypatch: Any, parts: bool = False) -> Iterator[None]:
+    """Lets the attention be traced without cuDNN, and lowered for CPUs.
+
+    Args:
+        parts: whether its ops are bound by themselves, as a ring binds them.
+    """
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91100)
     monkeypatch.setattr(fused, "check_compute_capability", lambda capability: True)
     monkeypatch.setattr(
         fused, "is_cuda_compute_capability_equal", lambda capability: False
     )
+    kind = "_p_wrapper" if parts else "_p"
     ops = {
-        fused._dot_product_attention_fwd_p: _forward,
-        fused._dot_product_attention_bwd_p: _backward,
+        getattr(fused, f"_dot_product_attention_{name}{kind}"): function
+        for name, function in (("fwd", _forward), ("bwd", _backward))
     }
     for op, function in ops.items():
         lowering = mlir.lower_fun(function, multiple_results=True)
@@ -58,6 +63,7 @@ def _forward(q, k, v, *_, scale, mask_type, layout, is_training, **more):
 
 def _backward(q, k, v, *rest, scale, mask_type, layout, **more):
     lse, out, dout = rest[-3:]
+    assert lse.dtype == jnp.float32, "the log-sum-exp was rounded"
     q4, k4, v4, out, dout = _turned(layout, q, k, v, out, dout)
     grads = plain.gradients(
         q4,

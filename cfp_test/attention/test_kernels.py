@@ -21,6 +21,7 @@ from cfp.attention.problem import (
     visible,
 )
 from cfp.attention.ring import from_zigzag, local_positions, to_zigzag, zigzag_order
+from cfp_test.attention.called import cudnn_on_cpus
 from cfp_test.attention.matrix import inputs, mesh_of, packed
 from cfp_test.support.covering import at_night
 
@@ -281,38 +282,9 @@ def test_shapes_that_do_not_fit_are_refused():
 @pytest.fixture
 def cudnn_on_cpu(monkeypatch):
     """JAX traces cuDNN's operations here, and the CPU computes them another way."""
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-    from jax._src.interpreters import mlir
-
-    monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(call, "platform_of", lambda mesh: "cuda")
-
-    def mask_of(params):
-        assert params["mask_type"].name in ("CAUSAL", "NO_MASK")
-        return CAUSAL if params["mask_type"].name == "CAUSAL" else NO_MASK
-
-    def forward(q, k, v, *_, **params):
-        scores = Scores(scale=params["scale"])
-        out, lse = plain.attend(q, k, v, scores, mask_of(params))
-        return [out.astype(q.dtype), lse.swapaxes(1, 2)]
-
-    def backward(q, k, v, *rest, **params):
-        lse, out, dout = rest[7:10]
-        assert lse.dtype == jnp.float32, "the log-sum-exp was rounded"
-        scores, lse = Scores(scale=params["scale"]), lse.swapaxes(1, 2)
-        grads = plain.gradients(q, k, v, out, lse, dout, scores, mask_of(params))
-        return [g.astype(q.dtype) for g in grads]
-
-    ops = {
-        fused._dot_product_attention_fwd_p_wrapper: forward,
-        fused._dot_product_attention_bwd_p_wrapper: backward,
-    }
-    for primitive, compute in ops.items():
-        lowering = mlir.lower_fun(compute, multiple_results=True)
-        mlir.register_lowering(primitive, lowering, platform="cpu")
-    yield
-    for primitive in ops:
-        del mlir._platform_specific_lowerings["cpu"][primitive]
+    with cudnn_on_cpus(monkeypatch, parts=True):
+        yield
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Races of deep programs: the best by prediction run whole."""
 
-from dataclasses import replace
-
 import jax
 import numpy as np
 import pytest
@@ -10,12 +8,10 @@ import cfp
 from cfp.context import MemoryBudget
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import PRESETS
-from cfp.profiling import runner
 from cfp.profiling.record import CompiledBytes, ProfileRecord
 from cfp.race import compile as building
 from cfp.race.admission import limit_options
 from cfp.race.candidates import with_options
-from cfp.race.programs import TOO_LARGE, UNMEASURED
 from cfp.race.turns import second_race
 from cfp.settings import MOST_RACED, ConstraintLevel, defaults_of
 from cfp.solution import Candidate
@@ -54,12 +50,6 @@ def plan(mesh, folder):
     return make
 
 
-def patient(monkeypatch, **changes):
-    """Other defaults than those of virtual devices."""
-    changed = replace(defaults_of("cpu"), **changes)
-    monkeypatch.setattr("cfp.context.defaults_of", lambda platform: changed)
-
-
 @pytest.fixture
 def raced(monkeypatch):
     """The parts that were built for races, in turn: how many ops each has."""
@@ -88,32 +78,6 @@ def test_all_race_with_the_first_options_and_the_leader_without(plan, raced):
     again = plan(compiler_options=options)
     assert raced == [] and again.search["race_cached"] == 1.0
     assert (again.winner, again.measured_ms) == (made.winner, made.measured_ms)
-
-
-def test_what_is_estimated_far_behind_is_named(plan, monkeypatch, tmp_path):
-    patient(monkeypatch, estimate_reach=1.0)
-    made = plan(cache_dir=tmp_path)
-    unmeasured = [row.name for row in made.race if row.note == UNMEASURED]
-    raced = {row.name for row in made.race if row.time_ms is not None}
-    assert len(unmeasured) >= 3 and set(unmeasured) < set(PRESETS)
-    assert raced.isdisjoint(unmeasured)
-    # So it is under a budget that has room for all.
-    made = plan(memory_budget=2**30, cache_dir=tmp_path)
-    assert unmeasured == [row.name for row in made.race if row.note == UNMEASURED]
-    assert TOO_LARGE not in [row.note for row in made.race]
-    # What cannot be built may need any of them.
-    build, failed = runner.build, []
-
-    def first_fails(program, mesh, job, environment):
-        if not failed:
-            failed.append(job)
-            job = replace(job, options=(("xla_no_such_option", "1"),))
-        return build(program, mesh, job, environment)
-
-    monkeypatch.setattr(runner, "build", first_fails)
-    made = plan(cache_dir=tmp_path / "new")
-    assert UNMEASURED not in [row.note for row in made.race]
-    assert made.search["strategies_failed"] == 1
 
 
 def timed(entry, ms=9.0):

@@ -74,17 +74,3 @@ def clock_text(seconds: float) -> str:
     """Seconds for people: ``2:05``."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
-
-
-def overtime_text(doing: str, late: float, given: float) -> str:
-    """Says that something took longer than asked for; "" if by less than a second.
-
-    Args:
-        late: seconds from the time asked for to the end.
-    """
-    if late < 1.0:
-        return ""
-    return (
-        f"{doing} took {late:.0f} s more than the {given:g} s asked for: "
-        "what had begun, such as a compile, was awaited"
-    )

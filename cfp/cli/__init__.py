@@ -18,15 +18,6 @@ from cfp.cluster.doctor import main as doctor
 from cfp.devices.joining import COORDINATOR, JOIN, PROCESS_ID, PROCESSES
 from cfp.models import load
 
-# What may be looked for as a command of its own, and is part of another one.
-_DONE_BY = {
-    "report": "cfp show PLAN --html FILE",
-    "html": "cfp show PLAN --html FILE",
-    "explain": "cfp show PLAN --explain",
-    "diff": "cfp show PLAN --diff OTHER",
-    "check": "cfp run TARGET --plan PLAN --check",
-}
-
 
 class Commands(TyperGroup):
     """All commands; ``--traceback`` counts wherever it stands."""
@@ -36,12 +27,6 @@ class Commands(TyperGroup):
         if "--traceback" in args:
             args = ["--traceback", *(word for word in args if word != "--traceback")]
         return super().parse_args(ctx, args)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Finds a command; of what another one does the message says which."""
-        if args and args[0] in _DONE_BY:
-            ctx.fail(f"No such command '{args[0]}'. Did you mean {_DONE_BY[args[0]]}?")
-        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(

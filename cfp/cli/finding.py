@@ -155,10 +155,8 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
         if given.get(option):
             value = "" if given[option] is True else f" {given[option]}"
             raise CfpError(
-                f"--{option} does not go with --for.",
-                expected="--for CLUSTER, and --mesh for other axes than its own",
-                got=f"--for {text} --{option}{value}",
-                attempt=f"--for {text} by itself",
+                f"--{option}{value} does not go with --for {text}. Leave it out, or "
+                "give --mesh for other axes than the cluster's own."
             )
     return cluster_of(text)
 
@@ -170,10 +168,8 @@ def _counts(text: str | None) -> list[int | None]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise CfpError(
-            "The numbers of microbatches cannot be read.",
-            expected="positive numbers with commas in between",
-            got=text,
-            attempt="--microbatches 1,2,4",
+            f"--microbatches {text} cannot be read. Give positive numbers with commas "
+            "in between: --microbatches 1,2,4."
         )
     return list(dict.fromkeys(map(int, words)))
 
@@ -194,11 +190,10 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
         if axes is not None
     }
     if len(set(sizes.values())) > 1:
+        found = "; ".join(f"{text} of {n}" for text, n in sizes.items())
         raise MeshError(
-            "The mesh shapes are not of the same devices.",
-            expected="shapes of equally many devices",
-            got="; ".join(f"{text} of {n}" for text, n in sizes.items()),
-            attempt="--mesh-shapes all, with --devices N",
+            f"The mesh shapes are not of equally many devices: {found}. "
+            "--mesh-shapes all with --devices N plans all of N devices."
         )
     is_open = not any(given[name] for name in (*_OF_MESHES, "preset"))
     return list(shapes), _ALL in texts or is_open

@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from cfp.cli.supervise import Supervision
 from cfp.devices.joining import is_follower
-from cfp.errors import ATTEMPT, CfpError, nearest
+from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.planner_settings import (
     DetailedSettings,
@@ -31,7 +31,6 @@ from cfp.profiling.in_flight import Limits
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress
 from cfp.settings import ConstraintLevel
-from cfp.targets import UnknownOption
 from cfp.view.console import literal_console, wrapped
 from cfp.view.remarks import unplanned_text
 from cfp.view.throughput import throughput
@@ -43,9 +42,7 @@ def print_error(message: str) -> None:
     console = literal_console(stderr=True)
     if console.is_terminal:
         console.print("error:", style="bold red", end=" ")
-        console.print(message, markup=False, highlight=False)
-    else:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+    print(message if console.is_terminal else f"error: {message}", file=sys.stderr)
 
 
 def save(made: Plan, output: Path | None, *, say: bool) -> None:
@@ -386,10 +383,7 @@ def _with_one_message(
     try:
         function(ctx, SimpleNamespace(**given))
     except CfpError as error:
-        is_option = isinstance(error, UnknownOption)
-        print_error(
-            with_nearest_option(error, ctx) if is_option else error.for_commands()
-        )
+        print_error(error.for_commands())
         if "static_argnums" in str(error):
             print("On the command line that is --static N.", file=sys.stderr)
         if TRACEBACK in os.environ:
@@ -476,33 +470,6 @@ def is_given(ctx: typer.Context, name: str) -> bool:
     """Returns True if the user gave a parameter on the command line."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
-
-
-def with_nearest_option(error: UnknownOption, ctx: typer.Context) -> str:
-    """Writes what to try into the message on an option that a target does not have.
-
-    The error knows of the target's own options alone.
-    """
-    commands = getattr(ctx.parent and ctx.parent.command, "commands", {})
-    elsewhere = [
-        f"cfp {name}" for name, one in commands.items() if error.flag in _flags(one)
-    ]
-    if elsewhere:
-        attempt = f"without {error.flag}, which is an option of {', '.join(elsewhere)}"
-    else:
-        near = nearest(error.flag, [*error.known, *_flags(ctx.command)])
-        attempt = f"{near}{ctx.command_path} --help lists the options of the command"
-    before, label, _ = str(error).rpartition(ATTEMPT)
-    return f"{before}{label}{attempt}"
-
-
-def _flags(command: Any) -> list[str]:
-    return [
-        flag
-        for param in command.params
-        for flag in (*param.opts, *param.secondary_opts)
-        if flag.startswith("--")
-    ]
 
 
 def mode_of(

@@ -106,10 +106,8 @@ def measure_curves(given: Any) -> None:
             devices_mesh = platforms.make_mesh(axes)
             if devices_mesh.size == 1:
                 raise MeshError(
-                    "One device sends nothing.",
-                    expected="a mesh of two devices or more",
-                    got="one device",
-                    attempt="--devices 4 --platform cpu, to see how it works",
+                    "One device sends nothing. Give a mesh of two or more; "
+                    "--devices 4 --platform cpu shows how it works."
                 )
             rates = measure_rates(
                 devices_mesh, store, MeasureOptions(progress=display.tell)

@@ -112,11 +112,8 @@ def planned_target(
     known = [i for i in (plan and plan.static) or () if isinstance(i, int)]
     if known and not static and text in NAMES:
         raise CfpError(
-            "The plan is for another step.",
-            expected=f"a step with static arguments at {', '.join(map(str, known))}, "
-            "as it was planned",
-            got=f"{text}, which has none",
-            attempt="the function that was planned, file.py:function",
+            f"The plan is of a step with static arguments at {known}, and {text} has "
+            "none. Give the function that was planned, file.py:function."
         )
     return resolve(text, options, donate=donate, static=static or known)
 

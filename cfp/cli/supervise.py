@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cfp.devices.joining import is_asked
-from cfp.errors import DeviceError, ProcessError
+from cfp.errors import DeviceError
 from cfp.profiling import in_flight
 from cfp.profiling.in_flight import Cause, forget, is_late, settle
 from cfp.profiling.store import ProfileStore
@@ -87,11 +87,8 @@ class Supervision:
             in_a_row = in_a_row + 1 if now == done else 1
             done = now
         raise DeviceError(
-            f"{in_a_row} worker processes crashed in a row.",
-            expected="devices that run most programs",
-            got="no program that ran to its end",
-            attempt="see whether JAX runs anything on them; then go on "
-            "with --retry-failures",
+            f"{in_a_row} worker processes crashed in a row. See whether JAX runs "
+            "anything on these devices; then go on with --retry-failures."
         )
 
 
@@ -176,15 +173,12 @@ def _may_go_on(store: ProfileStore, end: _End) -> bool:
         return True
     # Of several processes a child would find the others at another point.
     how = "took too long" if end.is_overdue else f"exit code {end.exit_code}"
-    message = ProcessError(
-        f"This process of several was ended: {how}.",
-        expected="all processes to go on together",
-        got="the end of this one; SIGABRT is how JAX ends a process when "
-        "another one, or the coordinator, is gone",
-        attempt="see what the others printed; then start all processes again: "
-        "what was measured is kept",
+    print(
+        f"error: This process of several was ended: {how}. SIGABRT is how JAX ends a "
+        "process when another one, or the coordinator, is gone. See what the others "
+        "printed; then start all processes again: what was measured is kept.",
+        file=sys.stderr,
     )
-    print(f"error: {message}", file=sys.stderr)
     return False
 
 

@@ -69,11 +69,6 @@ def compose_plan(
         [one] = programs_of(analysis, [winner], ())
         raced = ReusableExecutable.of(program, mesh, one.job, outcome.built)
     rows = plan_rows(analysis, winner.choice, rates)
-    record = won.record if won is not None else None
-    sent = {one.kind for one in record.collectives} if record is not None else set()
-    scattered = [m for row in rows for m in row.moves if m.kind == "reduce-scatter"]
-    if scattered and "all-reduce" in sent and "reduce-scatter" not in sent:
-        search["unscattered"] = sum(move.count for move in scattered)
     constraints = constraints_of(analysis, winner.choice, winner.level)
     return Plan(
         fingerprint=program.fingerprint,

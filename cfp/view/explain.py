@@ -112,16 +112,8 @@ def _title(plan: Plan, segment: SegmentView) -> str:
     span, count = span_text([*segment.indices]), len(segment.indices)
     title = f"Segments {span} ({count} alike)" if count > 1 else f"Segment {span}"
     title += f": {words.parameters_text(segment.parameters)}"
-    if segment.time_ms is None:
-        return title
-    moves = [move for block in segment.blocks for move in block.row.moves]
-    collectives_ms = sum(move.time_ms or 0.0 for move in moves)
-    title += f"; {segment.time_ms:.3f} ms each, {words.known_how(plan)}"
-    if collectives_ms > segment.time_ms:
-        title += (
-            f" (its collectives one after another {collectives_ms:.3f} ms: some are "
-            "combined or run beside others)"
-        )
+    if segment.time_ms is not None:
+        title += f"; {segment.time_ms:.3f} ms each, {words.known_how(plan)}"
     return title
 
 
@@ -174,10 +166,10 @@ def _change(now: float, before: float) -> str:
 def facts(plan: Plan) -> Iterator[str]:
     """Sentences on all of a plan, with those of its remarks."""
     yield f"Chosen: {chosen_text(plan)}."
-    if rates := words.rates_text(plan):
+    if any(move.time_ms is not None for row in plan.rows for move in row.moves):
         yield (
-            f"Times of collectives: each launched by itself, by rates {rates}; in a "
-            "segment's time those that are combined may share a launch."
+            "Times of collectives: each launched by itself; in a segment's time those "
+            "that are combined may share a launch."
         )
     figures = plan.figures
     for one in sorted(figures.left if figures else (), key=lambda o: bool(o.kernel)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
@@ -196,42 +195,19 @@ def presets_rows(found: list[dict[str, Any]]) -> Rows:
 # ---------------------------------------------------------------- rates of collectives
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CurvePoint:
-    """One measured collective.
+def curve_points(rates: Rates) -> list[dict[str, Any]]:
+    """All measured collectives, by axes, kind and size.
 
-    Attributes:
-        axes: the mesh's axes that it runs over.
-        size_bytes: the whole tensor of a group; see `Rates.collective_ms`.
-        sent_gb_per_s: bytes that each device sent, as in a ring, in 1e9 a second.
+    `size_bytes` is the whole tensor of a group, as of `Rates.collective_ms`;
+    `sent_gb_per_s` the bytes that each device sent, as in a ring, in 1e9 a second.
     """
-
-    kind: str
-    axes: tuple[str, ...]
-    size_bytes: int
-    time_ms: float
-    sent_gb_per_s: float
-
-
-def curve_points(rates: Rates) -> list[CurvePoint]:
-    """All measured collectives, by axes, kind and size."""
-    sizes = dict(rates.mesh)
-    return [
-        CurvePoint(
-            kind=kind,
-            axes=axes,
-            size_bytes=size,
-            time_ms=time_ms,
-            sent_gb_per_s=size
-            * sent_share(kind, prod(sizes[name] for name in axes))
-            / time_ms
-            / 1e6,
-        )
-        for (kind, axes), curve in sorted(
-            rates.curves.items(), key=lambda pair: pair[0][::-1]
-        )
-        for size, time_ms in curve
-    ]
+    sizes, found = dict(rates.mesh), []
+    for (kind, axes), curve in sorted(rates.curves.items(), key=lambda p: p[0][::-1]):
+        share = sent_share(kind, prod(sizes[name] for name in axes)) / 1e6
+        for size, time_ms in curve:
+            point = {"kind": kind, "axes": axes, "size_bytes": size, "time_ms": time_ms}
+            found.append({**point, "sent_gb_per_s": size * share / time_ms})
+    return found
 
 
 def curves_data(rates: Rates, link_gb_per_s: float | None) -> dict[str, Any]:
@@ -243,21 +219,21 @@ def curves_data(rates: Rates, link_gb_per_s: float | None) -> dict[str, Any]:
             dtype: flops / 1e9 for dtype, flops in rates.matmul_flops_per_ms.items()
         },
         "memory_gb_per_s": rates.memory_bytes_per_ms / 1e6,
-        "collectives": [asdict(point) for point in curve_points(rates)],
+        "collectives": curve_points(rates),
     }
 
 
 def curves_rows(rates: Rates, link_gb_per_s: float | None) -> Rows:
     """The curves, a line for each size."""
     headings = ("collective", "axes", "tensor", "ms", "GB/s sent", "of link")
-    rows = [
-        Row(
-            cells=(
-                *(point.kind, ",".join(point.axes), format_bytes(point.size_bytes)),
-                *(f"{point.time_ms:.4f}", f"{point.sent_gb_per_s:.1f}"),
-                f"{point.sent_gb_per_s / link_gb_per_s:.0%}" if link_gb_per_s else "-",
-            )
-        )
-        for point in curve_points(rates)
-    ]
+    rows = []
+    for point in curve_points(rates):
+        sent = point["sent_gb_per_s"]
+        cells = [point["kind"], ",".join(point["axes"])]
+        cells += [format_bytes(point["size_bytes"]), f"{point['time_ms']:.4f}"]
+        cells += [
+            f"{sent:.1f}",
+            f"{sent / link_gb_per_s:.0%}" if link_gb_per_s else "-",
+        ]
+        rows.append(Row(cells=tuple(cells)))
     return Rows(title="Collectives", headings=headings, rows=rows).filled()

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator
 from math import prod
 
 from cfp.plan.figures import (
-    GIVEN_SECONDS,
     UNPLANNED,
-    VARIANTS_SECONDS,
     LeftFigures,
     WorthFigures,
 )
@@ -21,10 +19,9 @@ from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN
 from cfp.plan.plan import Plan
 from cfp.printable import counted, merged_alike
 from cfp.program.fp8 import TAKEN
-from cfp.race.programs import TOO_LATE
 from cfp.search.requests import UNMEASURED_STRATEGIES
 from cfp.settings import Dimension
-from cfp.units import format_bytes, overtime_text
+from cfp.units import format_bytes
 from cfp.view import words
 from cfp.view.words import few
 
@@ -55,24 +52,9 @@ def unplanned_text(plan: Plan) -> str:
     return f"{text}: {_MORE_TIME}"
 
 
-def _overtime(plan: Plan) -> Values:
-    given = plan.search.get(GIVEN_SECONDS)
-    if given is None:
-        return ()
-    own = plan.search.get(words.ALL_SECONDS, 0.0)
-    took = plan.search.get(VARIANTS_SECONDS, own)
-    return overtime_text("planning", took - given, given)
-
-
 def _unmeasured(plan: Plan) -> Values:
     count = plan.search.get(UNMEASURED_STRATEGIES)
     return counted(count, *words.STRATEGIES) if count else ()
-
-
-def _uncompared(plan: Plan) -> Values:
-    late = sum(row.note == TOO_LATE for row in plan.race)
-    ran = {row.samples_ms for row in plan.race if row.samples_ms}
-    return counted(late, "other", "others") if late and len(ran) == 1 else ()
 
 
 def _is_whole(plan: Plan) -> bool:
@@ -124,12 +106,6 @@ def _estimates(plan: Plan) -> Values:
         how = "the plan"
     more = "(measure=True, --measure: more)"
     return f": on virtual devices they choose {how} {more}"
-
-
-def _ties(plan: Plan) -> Values:
-    if not (ties := plan.search.get("ties")):
-        return ()
-    return f"{ties:.0f}", f"{plan.search.get('tie_spread', 0.0):.1%}"
 
 
 def _undonated(plan: Plan) -> Values:
@@ -250,15 +226,10 @@ _SLOW = "{} devices are no faster than one for this step{}"
 _INSTEAD = "use one, or a larger batch"
 _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (unplanned_text, "{}"),
-    (_overtime, "{}"),
     (
         _unmeasured,
         f"time was too short to measure {{}}: {_MORE_TIME}, and what was measured is "
         "kept",
-    ),
-    (
-        _uncompared,
-        f"no comparison: time was over before {{}} could be compiled; {_MORE_TIME}",
     ),
     (
         _nothing_sharded,
@@ -291,7 +262,6 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         "step with another branch may take longer: {}",
     ),
     (_estimates, "predictions are estimates{}"),
-    (_ties, "a tie: {} more as fast, within {}; the simplest of them is the plan"),
     (
         _undonated,
         "the state is there twice: donate {} (donate_argnums, --donate), and {} of "
@@ -330,11 +300,6 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (_gains(is_measured=False), "worth by prediction: {}"),
     (_as_written, "attention as written: {}"),
     (_refused, "attention not {}"),
-    (
-        _count("unscattered", "reduce-scatter", "reduce-scatters"),
-        "{} of the plan: the compiled program has all-reduces in their place, of which "
-        "each device keeps its part",
-    ),
     (
         _count("constraints_left_out", "sharding constraint", "sharding constraints"),
         "left out: {} of the step's own, since the plan decides",

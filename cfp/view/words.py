@@ -82,7 +82,7 @@ def strategy_text(
                 other = text + ", another dim of that size" * reads_alike
                 by_text.setdefault(other, []).append(name)
     parts = [
-        f"{few(names, width=NAME_WIDTH) if base else ', '.join(names)} {text}"
+        f"{few([*map(elided, names)]) if base else ', '.join(names)} {text}"
         for text, names in by_text.items()
     ]
     if strategy.storage is not None and (
@@ -135,23 +135,11 @@ def elided(name: str, width: int = NAME_WIDTH) -> str:
     return name if len(name) <= width else f"{name[:half]}...{name[-half:]}"
 
 
-def few(
-    texts: Sequence[str],
-    between: str = ", ",
-    most: int = MOST_NAMES,
-    width: int | None = None,
-) -> str:
-    """The first of some texts, each once, and how many more there are.
-
-    Args:
-        width: of each, which is elided to it.
-    """
+def few(texts: Sequence[str], between: str = ", ", most: int = MOST_NAMES) -> str:
+    """The first of some texts, each once, and how many more there are."""
     texts = [*dict.fromkeys(texts)]
-    shown = texts[:most]
-    if width is not None:  # Some may look alike then: those count as more.
-        shown = [*dict.fromkeys(elided(text, width) for text in shown)]
-    more = len(texts) - len(shown)
-    return between.join(shown) + (f" and {more} more" if more else "")
+    more = len(texts) - most
+    return between.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def sentence(text: str) -> str:
@@ -229,19 +217,6 @@ def basis_text(plan: Plan) -> str:
     # A plan that raced on virtual devices is measured, its prediction is not.
     rung = known_how(plan) if plan.rung == "measured" else plan.rung
     return how[rung]
-
-
-def rates_text(plan: Plan) -> str:
-    """Returns the source of the rates that time a plan's collectives; "" if none do."""
-    if all(move.time_ms is None for row in plan.rows for move in row.moves):
-        return ""
-    if described := plan.environment.get("described"):
-        return f"of {described}, as it is described"
-    if WAS_DESCRIBED in plan.search:
-        return "of described devices"
-    if known_how(plan) == "estimated":
-        return "of virtual devices, which say nothing of GPUs"
-    return "that were measured on these devices"
 
 
 def summary_line(plan: Plan) -> str:

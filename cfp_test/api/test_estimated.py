@@ -25,7 +25,6 @@ from cfp.search.expected import build_problem, estimate_options
 from cfp.search.problem import Assignment
 from cfp.search.solver import solve
 from cfp.settings import Replacing
-from cfp.view.remarks import remarks
 from cfp_test.program.stacks import stack_step
 from cfp_test.support.checking import make_mesh
 
@@ -227,8 +226,6 @@ def test_when_time_is_over_one_program_is_compiled(tmp_path):
     plan = cfp.plan(STEP, *ARGS, **how, settings=settings)
     raced = {row.name: row for row in plan.race if row.time_ms is not None}
     late = [row for row in plan.race if row.note == TOO_LATE]
-    (told,) = (line for line in remarks(plan) if "no comparison" in line)
-    assert f"{len(late)} other" in told
     assert [*raced] == [plan.winner] and late
     # What there was no time for is no failure: with more time it races.
     full = cfp.plan(STEP, *ARGS, **how)

@@ -38,7 +38,6 @@ def done(tmp_path_factory):
         "unknown": "show deep.json --explain --block attention",
         "diff": "show deep.json --diff hostile.json",
         "python": "show deep.json --python",
-        "no command": "report deep.json",
     }
     found = run_batch([line.split() for line in lines.values()], folder)
     assert [outcome.crash for outcome in found] == [""] * len(lines)
@@ -51,12 +50,6 @@ def test_a_report_is_written(done):
     assert (folder / "report.html").read_text() == page_html(HOSTILE)
     assert found["nowhere"].code == 2
     assert "no is no folder" in found["nowhere"].err
-
-
-def test_what_is_an_option_of_a_command_is_named_with_it(done):
-    found, _ = done
-    assert found["no command"].code == 2
-    assert "Did you mean cfp show PLAN --html FILE?" in found["no command"].err
 
 
 def test_plans_are_shown(done, monkeypatch):

@@ -48,7 +48,7 @@ def test_rates_of_a_mesh_with_long_names_are_all_there():
     axes = ("data_between_hosts", "model_within_a_host")
     rates = Rates.default([(name, 8) for name in axes])
     text = plain_text(curves_rows(rates, 450.0).table(box.ASCII), 100)
-    assert all(f"{point.time_ms:.4f}" in text for point in curve_points(rates))
+    assert all(f"{point['time_ms']:.4f}" in text for point in curve_points(rates))
     assert "of link" in text and "\u2026" not in text
     assert "of link" not in plain_text(curves_rows(rates, None).table(box.ASCII))
 

@@ -105,23 +105,3 @@ def test_it_is_planned_for_gpus_that_are_not_here(call, how):
     assert len(there.host_callbacks_skipped) == 1
     assert there.host_callbacks_skipped == here.host_callbacks_skipped
     assert there.arg_specs == here.arg_specs
-
-
-def test_what_cannot_be_lowered_for_gpus_that_are_not_here_blames_no_jit(how):
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
-    def step(x):
-        return x * io_callback(checked, SCALAR, x.sum(), sharding=device)
-
-    def inspected(x):
-        jax.debug.inspect_array_sharding(x, callback=print)
-        return x * 2
-
-    there = {**how, "mesh": cfp.described("4xh100", x=4)}
-    for fn, match in (
-        (step, "for devices that are not here"),
-        (inspected, "inspect_array_sharding"),
-    ):
-        with pytest.raises(cfp.StepNotTraceable, match=match) as caught:
-            cfp.plan(fn, jnp.ones(8), **there)
-        assert "Plain jax.jit" not in str(caught.value)

@@ -19,11 +19,9 @@ from cfp.planner_settings import DetailedSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import TOO_LATE
-from cfp.race.turns import race_programs
 from cfp.settings import ConstraintLevel
-from cfp.view.page import page_html
 from cfp.view.text import plan_text
-from cfp.view.words import VERIFIED, basis_text
+from cfp.view.words import VERIFIED
 from cfp_test.api.updown import SHAPES, arguments, step
 
 
@@ -134,34 +132,6 @@ def test_a_prediction_is_compared_with_times_of_devices_that_it_is_of(
     found = verify(made, analysis, flat, None, mesh=mesh, cache_dir=folder)
     assert found.off == pytest.approx(made.predicted_ms / found.measured_ms - 1)
     assert f"off by {found.off:+.1%}" in "\n".join(verified_text(found))
-
-
-@pytest.mark.parametrize("own_is_best", [True, False])
-def test_predictions_for_described_devices_stay_so_when_it_is_verified(
-    verified, ahead, mesh, folder, monkeypatch, own_is_best
-):
-    """The best, this plan or another, has predictions that are of no device here."""
-    _, analysis, flat = verified
-
-    def paced(*given):
-        own, *others = race_programs(*given)
-        record = own.record
-        samples = (1e-6 if own_is_best else 1e6,) * 2
-        return [replace(own, outcome=replace(record, samples_ms=samples)), *others]
-
-    monkeypatch.setattr("cfp.checking.verify.race_programs", paced)
-    where = {"mesh": mesh, "cache_dir": folder}
-    again = ahead
-    for _ in range(2):  # A plan that was verified may be so once more.
-        again = verify(again, analysis, flat, None, **where).best
-        assert again.rung == "measured" and "described" not in again.environment
-        assert again.search[VERIFIED] == 1.0
-        said = "redictions are estimates of described devices"
-        for text in (repr(again), plan_text(again, width=200), page_html(again)):
-            assert said in " ".join(text.split())
-            assert "virtual devices" not in text
-            assert "measured on these devices" not in text
-        assert basis_text(again) == "by estimates"
 
 
 @pytest.mark.parametrize("level", ConstraintLevel)

@@ -408,27 +408,6 @@ def test_where_nothing_fits_leaner_variants_are_planned(tmp_path):
     assert len(made) == 1
 
 
-def test_where_time_is_over_and_nothing_fits_no_other_is_planned(clock, tmp_path):
-    clock.estimates_take(0.0)
-    clock.plans_take(40.0, needing={"line": 9, "flat": 7, "cube": 8})
-    asked = clock.planned
-    leaner = variant("parts", parts=8)
-    how = {"leaner": lambda: [leaner], **small(tmp_path, seconds=79.0)}
-    with pytest.raises(MemoryBudgetError) as caught:
-        cfp.plan_fastest(SHAPES, **how)
-    assert len(asked) == 2
-    [late] = {"line", "flat", "cube"} - {*asked}
-    assert f"There was no time to plan {late}" in str(caught.value)
-    asked.clear()
-    how = {"leaner": lambda: [leaner], **small(tmp_path, seconds=119.0)}
-    with pytest.raises(MemoryBudgetError) as caught:
-        cfp.plan_fastest(SHAPES, **how)
-    assert {*asked} == {"line", "flat", "cube"}
-    assert caught.value.smallest_feasible_bytes == 7
-    assert "That is flat. Others need as much or more: " in str(caught.value)
-    assert "There was no time to plan parts" in str(caught.value)
-
-
 def test_the_error_names_what_needs_least_of_all_that_was_tried(tmp_path):
     """Variants that were asked for, and those in more parts."""
     whole, parts = variant("whole"), variant("parts", parts=8)

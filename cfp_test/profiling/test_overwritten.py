@@ -364,15 +364,6 @@ def test_what_an_asynchronous_call_computes_is_looked_at():
     assert read_after_overwritten(text) == "%n.remat reads %s after %put wrote there"
 
 
-def test_names_of_the_same_memory_may_be_many():
-    names = [
-        f"%n{i + 1} = f32[8,4]{{1,0}} bitcast(%{f'n{i}' if i else 'x'})"
-        for i in range(3000)
-    ]
-    text = program(*names, "%out.remat = f32[8,4]{1,0} copy(%n3000)")
-    assert read_after_overwritten(text) is None
-
-
 @pytest.mark.parametrize(
     ("read", "found"),
     [("x", "%n.remat reads %x after %new wrote there"), ("b", None)],
@@ -445,11 +436,3 @@ def test_what_cannot_be_read_counts_as_wrong(text):
     lowered = Lowered(text, RIGHT)
     assert compile_right(lowered, {})[1] == RIGHT
     assert lowered.options == [None, {"xla_disable_hlo_passes": "rematerialization"}]
-
-
-def test_constants_of_several_lines_can_be_read():
-    text = AGAIN.replace(
-        "  ROOT",
-        "  %c = s32[2,2]{1,0} constant({\n  { 1, -2 },\n  { 3, 4 }\n})\n  ROOT",
-    )
-    assert miscompile_reason(text) is None

@@ -126,28 +126,6 @@ def test_what_was_too_large_is_not_compared_with_what_ran_later(dated):
     assert dated("lab") == ("", {"l": 2, "a": 2, "b": 2})
 
 
-def test_a_refusal_does_not_replace_what_another_process_measured(
-    dated, case, store, monkeypatch
-):
-    """The other one runs it, with more memory, while this one compiles it."""
-    job = case.job("l")
-    other = Built(key=job.key, compiled=None, temp_bytes=100)
-    other = other.record("ok", samples_ms=[1.0], run_seconds=0.1)
-    build = building.build
-
-    def slow(*args) -> Built:
-        store.put(other)
-        return build(*args)
-
-    monkeypatch.setattr(building, "build", slow)
-    assert dated("la", 50) == ("a", {"a": 0})
-    assert store.get(job.key.digest) == other
-    # It is no part of a race that it was refused from, though it has run.
-    dated("lab", 50)
-    raced = [dict(record.parts).get("among") for record in store.records()]
-    assert len(raced) - raced.count(None) == len("a" + "ab")
-
-
 def test_an_answer_stays_whatever_races_with_it_meanwhile(dated):
     dated("abc")
     assert dated("ab") == ("", {"a": 0, "b": 0}), "known by a race of more"

@@ -435,38 +435,6 @@ def test_with_little_time_the_best_presets_are_measured_first(model):
         assert [*map(len, found.rounds)] == [len(endless.requests)]
 
 
-def test_beside_its_neighbour_what_failed_is_measured_alone_computed_again(model):
-    """A choice takes too much memory without, by itself or together with another."""
-    analysis, estimates = model
-
-    def is_too_large(candidate):
-        return candidate.storage is Storage.SHARDED and not candidate.remat
-
-    free = Devices(analysis, estimates, in_context=True)
-    fastest = free.best(free.measure_candidates())
-    budget = int(0.5 * fastest.memory_bytes)
-    devices = Devices(
-        analysis,
-        estimates,
-        broken=is_too_large,
-        status="out_of_memory",
-        in_context=True,
-    )
-    found = devices.measure_candidates(budget)
-    again = [w for w in found.requests if w.candidate.remat]
-    alone = [w for w in again if w.neighbour is None]
-    assert alone and len(alone) < len(again)
-    for item in again:
-        if item.base.neighbour is None:
-            continue  # A small one, that is measured by itself in any case.
-        failed = item.base.has_failed(found.records)
-        # What was asked for before that was known has failed, too.
-        assert bool(item.neighbour) != failed or not item.is_measured(found.records)
-    asked = [(w.kind, w.candidate, w.neighbour is None) for w in found.requests]
-    assert len(set(asked)) == len(asked)
-    assert devices.best(found, budget) is not None
-
-
 def test_where_nothing_can_fit_the_leanest_is_computed_again(model):
     """An error then names how little memory would do, as far as that is known."""
     devices = Devices(*model)

@@ -14,7 +14,6 @@ import pytest
 
 import cfp
 from cfp.planner_settings import PlannerSettings
-from cfp.program.step import flatten_step
 from cfp_test.support.covering import at_night
 
 QUICK = PlannerSettings(per_kind=2, race=False)
@@ -228,28 +227,6 @@ def test_a_saved_plan_takes_restored_state_as_it_was_planned(
     assert found[0][0] == 2.0**17 and found[1].dtype == jnp.bfloat16
     strong = jax.eval_shape(step, jax.tree.map(jnp.asarray, stored), x)
     assert strong[1].dtype == jnp.float32
-
-
-def test_a_counter_that_only_a_weak_type_makes_a_loops_carry_stays_weak():
-    traced = []
-
-    def step(state, scale):
-        traced.append(state)
-        count, weights = state
-        total = jax.lax.fori_loop(0, 2, lambda _, carry: carry + scale, count)
-        return (count + 1, weights * total), None
-
-    weights, scale = jnp.ones((8, 4), jnp.bfloat16), jnp.bfloat16(0.5)
-    flat = flatten_step(step, ((0, weights), scale), {}, donate_argnums=0)
-    assert flat.avals[0].weak_type
-    with pytest.raises(TypeError, match="carry"):
-        jax.jit(step)((jnp.int32(0), weights), scale)
-    traced.clear()
-    # Nothing replaces this one: it is traced as it is, and no other time.
-    kept = flatten_step(
-        lambda c, x: step((c, x), x)[1], (0, scale), {}, donate_argnums=0
-    )
-    assert kept.traced is not None and kept.avals[0].weak_type and len(traced) == 1
 
 
 class Sized:
@@ -585,30 +562,6 @@ def test_a_pin_may_name_an_axis_of_size_one(quick):
     mesh = jax.make_mesh((4, 1), ("x", "y"), devices=jax.devices()[:4])
     made = quick(scaled, X, mesh=mesh, pins={"x": jax.P("x", "y")})
     assert made.arg_specs[0] == (("x",), ())
-
-
-def test_donated_memory_is_given_away_once(quick):
-    """A moving average begins with the weights themselves."""
-
-    def step(state):
-        return {"w": state["w"] + 1, "average": 0.9 * state["average"] + state["w"]}
-
-    made = quick(
-        step,
-        {"w": X, "average": X},
-        donate_argnums=0,
-        pins={"state/*": jax.sharding.PartitionSpec()},
-    )
-    planned = made.compile(step, {"w": X, "average": X})
-    w = jnp.copy(X)
-    there = jax.device_put(X + 0, made.in_shardings[0]["w"])
-    for state in ({"w": w, "average": w}, {"w": there, "average": there}):
-        found = planned(state)
-        np.testing.assert_allclose(found["w"], X + 1)
-        np.testing.assert_allclose(found["average"], 1.9 * X, rtol=1e-6)
-    planned(dict(found))
-    with pytest.raises(cfp.PlanMismatch, match="'state/average' is gone"):
-        planned(found)
 
 
 def test_expected_arrays_that_another_step_was_donated(mesh, cache):

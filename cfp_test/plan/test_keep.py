@@ -13,13 +13,10 @@ import pytest
 
 import cfp
 from cfp.plan.parts import _may_be_renamed
-from cfp.runtime.execute import (
-    told_while,
-)
 from cfp_test.cli.cli_runner import ROOT, environment
 from cfp_test.race import deep
 from cfp_test.support.forking import quick_python
-from cfp_test.support.waiting import GUARD_SECONDS, until
+from cfp_test.support.waiting import GUARD_SECONDS
 
 PAGE = (ROOT / "docs" / "keep-a-plan.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -358,22 +355,6 @@ def test_what_is_compiled_for_a_loaded_plan_is_said(tmp_path, monkeypatch):
     how = {"plan": loaded, "cache_dir": tmp_path / "third", "settings": settings}
     cfp.parallelize(step_fn, **how)(*args)
     assert told == [said]
-
-
-def test_where_nothing_shows_progress_what_takes_long_is_said(capsys):
-    waits = []
-
-    def wait(over, seconds):
-        waits.append(seconds)
-        return len(waits) == 3 and over.wait(GUARD_SECONDS)
-
-    with told_while("compiling 'step' under its plan", None, wait):
-        until(lambda: len(waits) == 3)
-    assert waits == [5.0, 30.0, 30.0]
-    assert capsys.readouterr().err.splitlines() == [
-        "cfp: compiling 'step' under its plan; 0:05 so far",
-        "cfp: compiling 'step' under its plan; 0:35 so far",
-    ]
 
 
 def test_a_saved_plan_finds_the_executable_that_its_planning_kept(

@@ -12,7 +12,6 @@ from flax.training.train_state import TrainState
 from cfp_test.programs.common import (
     adam,
     initialise,
-    integers,
     normal,
     squares,
     training,
@@ -191,19 +190,3 @@ def two_updates_step():
         "critic_opt": tx.init(critic),
     }
     return train_step, (state, normal(4, 8, 16), normal(5, 8, 8))
-
-
-def label_smoothing_step():
-    """A loss with integers, masks and a mean over what is not masked."""
-    params = {"w": normal(0, 16, 32)}
-
-    def loss(p, batch):
-        logits = batch["x"] @ p["w"]
-        targets = optax.smooth_labels(jax.nn.one_hot(batch["y"], 32), 0.1)
-        losses = optax.softmax_cross_entropy(logits, targets)
-        mask = (batch["y"] > 3).astype(jnp.float32)
-        return (losses * mask).sum() / mask.sum()
-
-    return training(
-        loss, params, {"x": normal(1, 8, 4, 16), "y": integers(2, 32, 8, 4)}
-    )

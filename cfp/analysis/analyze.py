@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -24,7 +25,7 @@ from cfp.analysis.storage import find_storage, pair_outputs
 from cfp.analysis.strategies import BlockSharding, Mesh, Spec
 from cfp.errors import PinError, nearest
 from cfp.printable import counted
-from cfp.program.graph import Program, axes_of, path_matches, reached
+from cfp.program.graph import Program, axes_of, path_matches, reached, searched_once
 
 # (segment that makes or stores, segment that reads)
 Pair = tuple[int, int]
@@ -102,22 +103,7 @@ def build_frame(
         pins: shardings of arguments, by position, that every layout keeps.
     """
     axes = tuple((name, size) for name, size in mesh if size > 1)
-    flow = Flow(program)
-    numbers = number_values(program)
-    paired = pair_outputs(flow)
-    groups = find_storage(flow, paired)
-    group_of = {op: g.index for g in groups for op in (*g.ops, *g.inner_ops)}
-    group_of_arg = {a: g.index for g in groups for a in g.args}
-    # What a step only hands on, such as a cache or a hidden state, is no parameter.
-    parameters = {
-        position
-        for group in groups
-        for position, output in zip(group.args, group.outputs, strict=True)
-        if group.has_update
-        or output is None
-        or program.outputs[output] == program.args[position]
-    }
-    blocks = find_blocks(flow, numbers, group_of.keys(), parameters)
+    canonical, paired, groups, blocks = _blocks_and_state(program)
     block_of = [-1] * len(program.ops)
     for block in blocks:
         for op in block.ops:
@@ -128,18 +114,36 @@ def build_frame(
         blocks=blocks,
         groups=groups,
         paired=paired,
-        canonical=flow.canonical,
-        shardings=tuple(
-            BlockSharding(program, b, axes, flow.canonical) for b in blocks
-        ),
-        states=tuple(GroupSharding(program, g, axes, flow.canonical) for g in groups),
+        canonical=canonical,
+        shardings=tuple(BlockSharding(program, b, axes, canonical) for b in blocks),
+        states=tuple(GroupSharding(program, g, axes, canonical) for g in groups),
         block_of=tuple(block_of),
-        group_of=group_of,
-        group_of_arg=group_of_arg,
+        group_of={op: g.index for g in groups for op in (*g.ops, *g.inner_ops)},
+        group_of_arg={a: g.index for g in groups for a in g.args},
         region_ops=tuple(op.id for op in program.ops if op.has_regions),
         barrier_ops=tuple(o.id for o in program.ops if passes(o) and not o.has_regions),
         pins=dict(pins or {}),
     )
+
+
+@searched_once
+def _blocks_and_state(program: Program) -> tuple[Any, ...]:
+    """The part of a frame that no mesh decides: equal values, pairs, state, blocks."""
+    flow = Flow(program)
+    paired = pair_outputs(flow)
+    groups = find_storage(flow, paired)
+    updates = {op for g in groups for op in (*g.ops, *g.inner_ops)}
+    # What a step only hands on, such as a cache or a hidden state, is no parameter.
+    parameters = {
+        position
+        for group in groups
+        for position, output in zip(group.args, group.outputs, strict=True)
+        if group.has_update
+        or output is None
+        or program.outputs[output] == program.args[position]
+    }
+    blocks = find_blocks(flow, number_values(program), updates, parameters)
+    return flow.canonical, paired, groups, blocks
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -25,6 +26,7 @@ from cfp.devices.described import DescribedMesh
 from cfp.plan.compose import compose_plan
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
+from cfp.program.graph import PARTITIONED
 from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering, planning_mesh, trace
 from cfp.race.programs import RaceOutcome
@@ -56,16 +58,22 @@ class Analyzed:
 def analyze_step(
     step: FlatStep, mesh: Mesh | DescribedMesh, pins: Pins | None = None
 ) -> Analyzed:
-    """Traces and analyses a step.
+    """Traces and analyses a step; on several meshes of as many devices, traces it once.
 
     Raises:
         CfpError: it cannot be traced, or the pins do not fit.
     """
     started = time.perf_counter()
-    is_described = isinstance(mesh, DescribedMesh)
-    lowered_for = mesh.abstract if is_described else planning_mesh(mesh)
-    program, lowering = trace(step, lowered_for)
     axes = tuple(mesh.shape.items())
+    where = mesh.abstract if isinstance(mesh, DescribedMesh) else planning_mesh(mesh)
+    devices = type(where), prod(mesh.shape.values())
+    if devices in step.programs:
+        program, lowering = step.programs[devices]
+    else:
+        program, lowering = trace(step, where)
+        calls = (op.manual or PARTITIONED.search(op.attributes) for op in program.ops)
+        if not any(calls):
+            step.programs[devices] = program, lowering  # Nothing is for one mesh.
     analysis = analyze(program, axes, resolve_pins(pins or {}, program, axes))
     return Analyzed(
         mesh=mesh,

@@ -101,7 +101,7 @@ class Inserter:
         self.ops = shardy.program_ops(shardy.main_function(module))
         if len(self.ops) != len(program.ops):
             raise AssertionError("the module does not have the program's ops")
-        self.mesh_name = _mesh_symbol(module, mesh)
+        self.mesh_name = _mesh_symbol(module, program, mesh)
         self._attributes: dict[Spec, ir.Attribute] = {}
         arguments = shardy.main_block(module).arguments
         pairs = zip(self.ops, program.ops, strict=True)
@@ -168,23 +168,24 @@ class Inserter:
         return self._attributes[spec]
 
 
-def _mesh_symbol(module: ir.Module, mesh: Mesh | AbstractMesh) -> str:
+def _mesh_symbol(module: ir.Module, program: Program, mesh: Mesh | AbstractMesh) -> str:
     """The name of the module's mesh with these axes; adds it where there is none.
 
     One with further axes of one device is the same to Shardy: it leaves those out, and
-    has no two meshes with the same axes then.
+    has no two meshes with the same axes then. One that shards nothing gets these axes.
     """
     axes = ", ".join(f'"{name}"={size}' for name, size in mesh.shape.items())
-    wanted = f"<[{axes}]>"
-    for op in module.body.operations:
-        if op.operation.name != "sdy.mesh":
-            continue
-        there = shardy.mesh_axes(op.operation)
+    meshes = [o.operation for o in module.body if o.operation.name == "sdy.mesh"]
+    for op in meshes:
+        there = shardy.mesh_axes(op)
         kept = {n: size for n, size in there.items() if n in mesh.shape or size != 1}
         if [*kept.items()] == [*mesh.shape.items()]:
-            return shardy.symbol_name(op.operation)
+            return shardy.symbol_name(op)
+    if len(meshes) == 1 and not any(op.manual for op in program.ops):
+        meshes[0].attributes["mesh"] = ir.Attribute.parse(f"#sdy.mesh<[{axes}]>")
+        return shardy.symbol_name(meshes[0])
     with ir.InsertionPoint.at_block_begin(module.body):
-        ir.Operation.parse(f"sdy.mesh @cfp_mesh = {wanted}")
+        ir.Operation.parse(f"sdy.mesh @cfp_mesh = <[{axes}]>")
     return "cfp_mesh"
 
 

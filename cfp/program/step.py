@@ -222,6 +222,9 @@ class FlatStep:
     explicit: tuple[NamedSharding | None, ...] = ()
     in_host: tuple[tuple[int, int], ...] = ()
     precision: str = ""
+    programs: dict[Any, Any] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
 
     @cached_property
     def result_memory_kinds(self) -> tuple[str, ...]:

@@ -222,8 +222,7 @@ def lower_step(
 def trace(step: FlatStep, mesh: Mesh | AbstractMesh) -> tuple[Program, Lowering]:
     """Lowers a step for a mesh, all replicated, and reads its program.
 
-    Nothing is allocated. The mesh is needed because some ops lower differently for
-    several devices. One of no devices can be lowered for, and not compiled.
+    Nothing is allocated. Some ops lower differently for several devices.
 
     Raises:
         StepNotTraceable: JAX cannot trace the function.

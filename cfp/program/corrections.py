@@ -159,6 +159,8 @@ def correct_rule(
         return _transform_rule(rule)
     if op.name == "stablehlo.select_and_scatter":
         return replace(rule, held=True)
+    if op.name == "stablehlo.rng_bit_generator":  # All devices make all bits.
+        return rule.whole_along(_factors(rule))
     if op.name == "stablehlo.slice":
         strides = [*ir.DenseI64ArrayAttr(op.attributes["strides"])]
         return replace(rule, held=True) if max(strides, default=1) > 1 else rule
@@ -203,14 +205,13 @@ def _transform_rule(rule: Rule) -> Rule:
 
 
 def _update_rule(rule: Rule, whole: tuple[int, ...], piece: tuple[int, ...]) -> Rule:
-    """An update's rule; one of a single place along a dim keeps that dim whole."""
-    single = frozenset(
-        factor
-        for dim, size in enumerate(piece)
-        if size == 1 < whole[dim]
-        for factor in rule.operands[0][dim]
-    )
-    return rule.whole_along(single) if single else rule
+    """An update's rule; dims of which it writes a part stay whole.
+
+    XLA gathers along these, and loses what is written to one place outside.
+    """
+    dims = zip(rule.operands[0], whole, piece, strict=True)
+    part = frozenset(f for dim, size, written in dims if written < size for f in dim)
+    return rule.whole_along(part) if part else rule
 
 
 def _product_rule(rule: Rule) -> Rule:
@@ -222,17 +223,13 @@ def _product_rule(rule: Rule) -> Rule:
 def _reduce_rule(rule: Rule, op: ir.Operation) -> Rule:
     """A reduction's rule; one by what no collective computes keeps its dims whole.
 
-    Several tensors together XLA gathers.
+    Of several tensors together XLA gathers what each device has reduced.
     """
-    if len(rule.results) > 1:
-        return rule
     *ops, _ = (inner.operation.name for inner in op.regions[0].blocks[0].operations)
     is_logic = str(ir.ShapedType(op.operands[0].type).element_type) == "i1"
-    if len(ops) == 1 and ops[0] in (_SUMS | _LOGIC if is_logic else _SUMS):
-        return rule
-    return replace(
-        rule, fixed=rule.fixed | rule.reduction, reduction=frozenset(), held=True
-    )
+    sums = _SUMS | _LOGIC if is_logic else _SUMS
+    is_kept = len(rule.results) > 1 or (len(ops) == 1 and ops[0] in sums)
+    return rule if is_kept else rule.whole_along(rule.reduction)
 
 
 def _pad_rule(rule: Rule, op: ir.Operation) -> Rule:

@@ -62,13 +62,13 @@ def main(words: Sequence[str] | None = None) -> int:
     data = summary(found, seconds, names)
     if options.json:
         options.json.write_text(json.dumps(data, indent=1) + "\n")
-    for one in (*data["wrong"], *data["missing"]):
+    for one in (*data["wrong"], *data["unkept"], *data["missing"]):
         print(one)
     print(
         f"{data['checks']} checks, {len(data['wrong'])} wrong, "
         f"{data['processor_seconds']} processor seconds"
     )
-    return int(bool(data["wrong"] or data["missing"]))
+    return int(bool(data["wrong"] or data["unkept"] or data["missing"]))
 
 
 def _digest() -> str:

@@ -771,6 +771,8 @@ _NO_DATA = "carries no data that could be split"
 # Ops of entries that a release of jaxlib may not have in programs for CPUs, or without
 # a rule.
 ABSENT: dict[str, str] = {
+    "fft": "jaxlib before 0.12 does not shard it",
+    "rng_bit_generator": "each device makes all bits",
     **dict.fromkeys(("logistic", "asin", "lgamma"), "JAX lowers it to other ops"),
     **dict.fromkeys(
         ("cholesky", "triangular_solve"), "on CPUs JAX calls LAPACK instead of it"

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import Any
 from zlib import crc32
 
@@ -38,7 +39,7 @@ _COLLECTIVE = re.compile(
     r"\b(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     r"|ragged-all-to-all|collective-broadcast)(?:-start)?\("
 )
-_COPY = re.compile(r'op_name="[^"]*copy(\d+)_')
+_COPY = re.compile(r'op_name="[^"]*copy(\d+)_(\w+)')
 # Of the largest relative distance, by the narrowest type among operands and results.
 ALLOWED = {"bf16": 2e-2, "f16": 2e-3, "f8E4M3FN": 1e-1, "f8E5M2": 2e-1}
 _ALLOWED = 1e-4
@@ -57,6 +58,7 @@ class Outcome:
         factors: the number of factors that may be split.
         difference: from one device; infinite where it did not compile.
         moved: collectives that the rule has no place for.
+        larger: whether a device makes more of the result than the rule says.
         trouble: the error, where there was one.
         allowed: the difference that rounding explains.
         padded: whether a factor does not divide.
@@ -69,6 +71,7 @@ class Outcome:
     factors: int
     difference: float
     moved: tuple[str, ...] = ()
+    larger: bool = False
     trouble: str = ""
     allowed: float = _ALLOWED
     padded: bool = False
@@ -210,7 +213,7 @@ def prove(some: Sequence[Job], mesh: Mesh, at_once: int = 96) -> Iterator[Outcom
         chunk = some[start : start + at_once]
         different = list(dict.fromkeys(id(single) for single, _ in chunk))
         ones = {id(single): single for single, _ in chunk}
-        results = _run([(ones[i], ()) for i in different], _first(mesh), {}, {})[0]
+        results, _ = _run([(ones[i], ()) for i in different], _first(mesh), {}, {})
         expected = {
             i: [*map(to_host, r)] for i, r in zip(different, results, strict=True)
         }
@@ -239,7 +242,7 @@ def _prove_together(
             if dims:
                 values[v] = tensor_spec(rule, dims, axes, dict(mesh.shape))
     try:
-        results, collectives = _run(some, mesh, uses, values)
+        results, text = _run(some, mesh, uses, values)
     except jax.errors.JaxRuntimeError as error:
         if len(some) == 1:
             outcome = _outcome(*some[0], mesh, np.inf)
@@ -248,6 +251,7 @@ def _prove_together(
         parts = some[:half], some[half:]
         return [o for part in parts for o in _prove_together(part, mesh, expected)]
     found = []
+    collectives, largest = _collectives(text), _largest(text)
     for index, (single, axes) in enumerate(some):
         rule = single.op.rule
         assert rule is not None
@@ -256,8 +260,14 @@ def _prove_together(
         outcome = _outcome(single, axes, mesh, far)
         moved = () if outcome.padded else collectives.get(index, ())
         if reduced_axes(rule, axes):
-            moved = tuple(n for n in moved if n not in ("all-reduce", "reduce-scatter"))
-        found.append(replace(outcome, moved=moved))
+            sums = {"all-reduce", "reduce-scatter"}
+            # Of several tensors together what each device has reduced is gathered.
+            sums |= {"all-gather"} if len(rule.results) > 1 else set()
+            moved = tuple(n for n in moved if n not in sums)
+        made = many.ops[ops[index]].results
+        given = max(_local(many, v, values.get(v), mesh) for v in made)
+        is_larger = not outcome.padded and largest.get(index, 0) > given
+        found.append(replace(outcome, moved=moved, larger=is_larger))
     return found
 
 
@@ -290,8 +300,8 @@ def _run(
     mesh: Mesh,
     uses: Mapping[tuple[int, int], Spec],
     values: Mapping[int, Spec],
-) -> tuple[list[list[Any]], dict[int, tuple[str, ...]]]:
-    """Results of each copy, and the collectives of each."""
+) -> tuple[list[list[Any]], str]:
+    """Results of each copy, and the text of the compiled program."""
     with jax.enable_x64(True):
         return _run_wide(some, mesh, uses, values)
 
@@ -301,7 +311,7 @@ def _run_wide(
     mesh: Mesh,
     uses: Mapping[tuple[int, int], Spec],
     values: Mapping[int, Spec],
-) -> tuple[list[list[Any]], dict[int, tuple[str, ...]]]:
+) -> tuple[list[list[Any]], str]:
     many, _ = copies(some, mesh)
     size = tuple(mesh.shape.items())
     taken = {
@@ -324,7 +334,7 @@ def _run_wide(
     # What fails as it runs fails here, and not where a result is read.
     flat = iter(jax.block_until_ready(compiled(*placed)))
     results = [[next(flat) for _ in single.part.outputs] for single, _ in some]
-    return results, _collectives(compiled.as_text() or "")
+    return results, compiled.as_text() or ""
 
 
 def _collectives(text: str) -> dict[int, tuple[str, ...]]:
@@ -336,6 +346,37 @@ def _collectives(text: str) -> dict[int, tuple[str, ...]]:
         copy = _COPY.search(line)
         found[int(copy.group(1)) if copy else -1].append(kind.group(1))
     return {copy: tuple(kinds) for copy, kinds in found.items()}
+
+
+_MADE = re.compile(r"= (\(.*?\)|\S+) ([\w-]+)\(")
+_DIMS = re.compile(r"\w+\[([\d,]*)\]")
+_OPCODES = {"dot_general": "dot"}  # Where HLO has another name.
+
+
+def _largest(text: str) -> dict[int, int]:
+    """The elements of the largest array that each copy's op makes on a device."""
+    found: dict[int, int] = defaultdict(int)
+    for line in text.splitlines():
+        made, copy = _MADE.search(line), _COPY.search(line)
+        if made is None or copy is None:
+            continue
+        number, kind = int(copy[1]), copy[2]
+        if made[2] == _OPCODES.get(kind, kind.replace("_", "-")):
+            sizes = (
+                prod(map(int, dims.split(",")))
+                for dims in _DIMS.findall(made[1])
+                if dims
+            )
+            found[number] = max(found[number], *sizes, 0)
+    return found
+
+
+def _local(program: Program, value: int, spec: Spec | None, mesh: Mesh) -> int:
+    """The elements of a value that each device has."""
+    shape = program.values[value].shape
+    every = spec or ((),) * len(shape)
+    ways = [prod(mesh.shape[name] for name in names) for names in every]
+    return prod(-(-size // n) for size, n in zip(shape, ways, strict=True))
 
 
 def copies(some: Sequence[Job], mesh: Mesh) -> tuple[Program, list[int]]:

@@ -12,6 +12,11 @@ from cfp.program.corrections import faults
 from cfp_test.proving.catalogue import ABSENT, ENTRIES, WITHOUT
 from cfp_test.proving.faults import SHOWN
 
+# Kinds of which XLA gathers some variants along factors that their rules allow:
+# reshapes of which two axes shard factors of one dim, and gradients of grouped
+# convolutions with gaps. Of all others it may move nothing.
+MOVING = frozenset({"reshape", "convolution"})
+
 
 def summary(
     found: Sequence[Mapping[str, Any]], seconds: float, names: Collection[str]
@@ -51,6 +56,9 @@ def summary(
         ],
         "wrong": [one for one in once if _is_wrong(one)],
         "moved": _each_moved(list(once)),
+        "unkept": _each_moved(
+            [one for one in once if one["larger"] or one["kind"] not in MOVING]
+        ),
         "faults": [
             {
                 "name": fault.name,
@@ -74,7 +82,7 @@ def _each_moved(found: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The ops that move data, with the collectives of one of their shardings."""
     first: dict[str, dict[str, Any]] = {}
     for one in found:
-        if one["moved"]:
+        if one["moved"] or one["larger"]:
             entry = {"op": one["op"], "axes": one["axes"], "moved": one["moved"]}
             first.setdefault(one["op"], entry)
     return list(first.values())

@@ -67,6 +67,38 @@ def test_the_whole_catalogue(tmp_path):
     assert json.loads(file.read_text())["checks"] > 5000
 
 
+_BITS = np.arange(32, dtype=np.int32).reshape(8, 4)
+GATHERED = {
+    "dynamic_update_slice": (
+        lambda x, u, i: lax.dynamic_update_slice(x, u, (i, np.int32(0))),
+        (ones(8, 4), ones(4, 4), np.int32(2)),
+    ),
+    "scatter": (lambda x, u: x.at[:4].set(u), (ones(8, 4), ones(4, 4))),
+    "gather": (lambda x, i: x[jnp.arange(8), i], (ones(8, 4), _BITS[:, 0] % 4)),
+    "reduce": (lambda x: jnp.argmax(x, 0), (ones(8, 4),)),
+    "rng_bit_generator": (
+        lambda key: lax.rng_bit_generator(key, (8, 4), np.uint32),
+        (np.arange(4, dtype=np.uint32),),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GATHERED)
+def test_what_the_compiler_gathers_is_not_said_to_be_sharded(kind):
+    """No device makes more of an op than its sharding says, nor is more sent."""
+    fn, args = GATHERED[kind]
+    found = outcomes(fn, *args, kind=kind)
+    assert not any(one.is_wrong or one.moved or one.larger for one in found)
+
+
+def test_a_rule_that_the_compiler_does_not_keep_is_found(monkeypatch):
+    monkeypatch.setattr(read, "correct_rule", lambda rule, op, shapes: rule)
+    kind = "dynamic_update_slice"
+    fn, args = GATHERED[kind]
+    found = outcomes(fn, *args, kind=kind)
+    assert any(one.moved and one.larger for one in found)
+
+
 def dialect_ops():
     """Names of all ops of StableHLO and CHLO that this jaxlib has."""
     for dialect, module in (("stablehlo", stablehlo), ("chlo", chlo)):

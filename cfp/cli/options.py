@@ -418,12 +418,9 @@ def settings(
         other: options that it does not have, or has otherwise.
     """
     given = {**(ctx.params if ctx is not None else {}), **other}
-    found: dict[str, Any] = {
-        "race": not given.get("no_race"),
-        "measure": given.get("measure", True) or None,
-        "seconds": given.get("time_budget"),
-    }
-    found |= {name: given.get(name) for name in ("per_kind", "others", "precision")}
+    found = {name: given.get(name) for name in ("per_kind", "others", "precision")}
+    found |= {"race": not given.get("no_race"), "seconds": given.get("time_budget")}
+    found |= {"measure": given.get("measure", True) or None}
     if given.get("retry_failures"):
         supervision = ctx.obj if ctx is not None else None
         is_supervised = isinstance(supervision, Supervision)

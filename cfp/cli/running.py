@@ -208,23 +208,19 @@ def check_text(trial: Trial) -> str:
     """Formats the outcome of a check."""
     if not trial.every.leaves:
         return "Check: the step returns nothing to compare."
-    failures, largest = list_failures(trial), trial.every.leaves[0]
-    if failures:
-        text = (
-            f"largest relative L2 difference from {reference_text(trial.preset)}: "
-            f"{largest.relative_l2:.2g} in {trial.named(largest.path)}"
-        )
-        lines = [
-            f"  step {one['step']}: {one['path']} is off by "
-            f"{one['relative_l2']:.2g}, may be by {one['allowed']:.2g}"
-            for one in failures[:_FAILURES_SHOWN]
+    against, largest = reference_text(trial.preset), trial.every.leaves[0]
+    if failures := list_failures(trial):
+        shown = [
+            f"step {one['step']}: {one['path']} is off by {one['relative_l2']:.2g}, "
+            f"may be by {one['allowed']:.2g}"
+            for one in failures
         ]
-        if len(failures) > _FAILURES_SHOWN:
-            lines.append(f"  and {len(failures) - _FAILURES_SHOWN} more")
-        return "\n".join(
-            [f"Check FAILED: {text}, tolerance {trial.tolerance:g}", *lines]
+        return (
+            f"Check FAILED: largest relative L2 difference from {against}: "
+            f"{largest.relative_l2:.2g} in {trial.named(largest.path)}, tolerance "
+            f"{trial.tolerance:g}\n  {few(shown, f'{chr(10)}  ', _FAILURES_SHOWN)}"
         )
-    text = f"all results equal those of {reference_text(trial.preset)} within rounding"
+    text = f"all results equal those of {against} within rounding"
     if (nearest := trial.every.nearest) is not None:
         share = nearest.relative_l2 / nearest.allowed
         text += (
@@ -232,23 +228,18 @@ def check_text(trial: Trial) -> str:
             f"{nearest.relative_l2:.2g} (relative L2), {share:.0%} of what is allowed"
         )
         if nearest.relative_l2 > trial.tolerance:
-            text += (
-                f"; above {trial.tolerance:g}, but no more than rounding does there "
-                f"{_where(trial)}"
-            )
-    undecided = sorted(map(trial.named, trial.undecided))
-    if undecided:
+            rounding = f"no more than rounding does there {_where(trial)}"
+            text += f"; above {trial.tolerance:g}, but {rounding}"
+    if undecided := sorted(map(trial.named, trial.undecided)):
         text += (
             f"\nThese leaves are dominated by rounding {_where(trial)}; only "
             f"their norms were compared: {few(undecided, most=_FAILURES_SHOWN)}"
         )
     if trial.preset == AS_WRITTEN:
         text += (
-            "\nThe step's code names devices, so it does not run on one: the plan's "
-            "was compared with the step as written on the same devices, its arguments "
-            "whole on each. What that code does on each device is the same on both "
-            "sides: the check is of what cfp shards around it. Where that is nothing, "
-            "both are one program, and differ by 0."
+            "\nThe step's code names devices, and does not run on one: the plan's was "
+            "compared with the step as written on the same devices. The check is of "
+            "what cfp shards around that code; where that is nothing, both differ by 0."
         )
     elif trial.preset:
         text += (

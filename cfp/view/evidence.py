@@ -32,7 +32,7 @@ from cfp.plan.figures import (
 from cfp.plan.parts import AxisRole, roles_text, short_source
 from cfp.plan.plan import Plan
 from cfp.presets.presets import named_choices, plainest, presets
-from cfp.printable import distinct_ends, merged_name
+from cfp.printable import distinct_ends, merged_name, span_text
 from cfp.search.choices import picks_of
 from cfp.search.problem import Option, Problem
 from cfp.search.solver import solve
@@ -340,10 +340,8 @@ def kind_title(analysis: Analysis, kind: int) -> str:
     """Names the segments of a kind: ``Segments 1-4, from layer_0-3/up to ...``."""
     segments = [s for s in analysis.segments if s.kind == kind]
     blocks = analysis.frame.blocks
-    text = f"Segment {segments[0].index}"
-    if len(segments) > 1:
-        text = merged_name([f"Segment {s.index}" for s in segments])
-        text = text.replace("Segment", "Segments", 1)
+    span = span_text([s.index for s in segments])
+    text = f"Segment{'s' * (len(segments) > 1)} {span}"
     ends = [
         merged_name([blocks[s.blocks[place]].name for s in segments])
         for place in (0, -1)

@@ -134,8 +134,8 @@ def _in_host(plan: Plan) -> Values:
 
 def _foreign(plan: Plan) -> Values:
     kernels = [text for text in plan.replicated_ops if text.startswith("custom_")]
-    known = (INDIVISIBLE, NOT_CHOSEN)
-    return any(not any(why in text for why in known) for text in kernels) * " "
+    unexplained = [o for o in kernels if INDIVISIBLE not in o and NOT_CHOSEN not in o]
+    return few(unexplained)
 
 
 _PLURALS = {"attention": "attentions"}
@@ -279,8 +279,8 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     ),
     (
         _foreign,
-        "a kernel is sharded by a rule that it brings: custom_partitioning with "
-        "sharding_rule=, or shard_map; see docs/performance.md",
+        "whole, since they bring no rule: {}; custom_partitioning with sharding_rule=, "
+        "or shard_map, shards a kernel: see docs/performance.md",
     ),
     (
         lambda plan: few(plan.figures.kernels) if plan.figures else (),

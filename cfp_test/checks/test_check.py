@@ -757,7 +757,6 @@ def test_a_step_whose_code_names_devices_is_checked_on_these(tmp_path):
     assert found.failures == []
     text = check_text(found)
     assert "equal those of the step as written on the same devices" in text
-    assert "the check is of what cfp shards around it" in text
     assert "The step's code names devices" in text
 
 

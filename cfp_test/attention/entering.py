@@ -293,6 +293,7 @@ def _bytes(s: Scope, before: bool, learnt: bool) -> Any:
     return (q[:, None] - k).astype(jnp.float32) * -0.01
 
 
+SHAPES = ("nqk", "qk", "bnqk", "bqk", "bk", "n")
 BIASES: dict[str, Biased] = {
     "distances": lambda s, *_: -_slopes(s) * np.abs(s.away).astype(np.float32),
     "distances of iotas": lambda s, *_: (
@@ -302,7 +303,7 @@ BIASES: dict[str, Biased] = {
     "distances of uint8": _bytes,
     "places of keys": lambda s, *_: -0.1 * np.arange(s.sizes.keys, dtype=np.float32),
     "four entries": _entries,
-    **{dims: _shaped(dims) for dims in ("nqk", "qk", "bnqk", "bqk", "bk", "n")},
+    **{dims: _shaped(dims) for dims in SHAPES},
     "qk, e4m3": _shaped("qk", _through(E4M3)),
     "qk, bfloat16": _shaped("qk", _through(jnp.bfloat16)),
     "qk, turned": _shaped("qk", lambda b: b[..., ::-1, :]),

@@ -50,6 +50,7 @@ from cfp_test.attention.entering import (
     COUNTED,
     FIXED,
     MASKS,
+    SHAPES,
     Scope,
     chosen,
 )
@@ -473,11 +474,15 @@ def inputs_of(p: Program, seed: int) -> tuple[Any, Any]:
 
 
 def draw(number: int) -> Program:
-    """A random program."""
+    """A random program; little is unusual in six of ten."""
     r = random.Random(number)
+    unusual = 0.15 if r.random() < 0.6 else 1.0
 
     def often(share: float) -> bool:
         return r.random() < share
+
+    def rarely(share: float) -> bool:
+        return r.random() < share * unusual
 
     def kind() -> str:
         return r.choice([*r.choice([FIXED, COUNTED, ARGUMENTS])])
@@ -488,29 +493,34 @@ def draw(number: int) -> Program:
     def term() -> Term:
         return Term(
             kind=kind(),
-            how=r.choice(HOWS),
-            number=r.choice(SMALLER) if often(0.15) else r.choice([-1e9, LEAST]),
-            choice=r.choice(CHOICES) if often(0.25) else "",
+            how=r.choice(HOWS) if rarely(1.0) else r.choice(HOWS[:4]),
+            number=r.choice(SMALLER) if rarely(0.15) else number_of_all,
+            choice=r.choice(CHOICES) if rarely(0.25) else "",
             other=kind(),
             before=before(),
-            learnt=often(0.03),
+            learnt=rarely(0.03),
         )
 
     def bias() -> Bias:
         return Bias(
             kind=r.choice([*BIASES]),
-            choice=r.choice([*CHOICES, "factor"]) if often(0.25) else "",
-            learnt=often(0.15),
+            choice=r.choice([*CHOICES, "factor"]) if rarely(0.25) else "",
+            learnt=rarely(0.15),
             before=before(),
         )
 
     changed = r.choice(CHANGES) if often(0.35) else MUTATED if often(0.15) else ""
     loop = r.choice(LOOPS) if often(0.4) and not changed.endswith("returned") else ""
+    masks = r.choice([0, 1, 1, 1, 2, 2, 3] if rarely(1.0) else [0, 1, 1, 1, 2])
+    biases = r.choice([0, 0, 0, 1, 1, 2] if rarely(1.0) else [0, 0, 0, 1])
+    number_of_all = r.choice([-1e9, LEAST])
     heads, tokens = r.choice([1, 2, 4]), r.choice([16, 24, 32, 48])
     dim, batch = r.choice([4, 8]), r.choice([1, 2, 3])
-    if often(0.05):  # Sizes tell dims apart; here they do not.
+    if heads == batch == 1 and not rarely(0.3):  # Nothing is batched then.
+        batch = 2
+    if rarely(0.05):  # Sizes tell dims apart; here they do not.
         heads = tokens = dim = batch = 8
-    same = r.choice(SAME) if often(0.08) and not loop else ""
+    same = r.choice(SAME) if rarely(0.08) and not loop else ""
     kv_heads = heads
     if often(0.4) and "q" not in same:
         kv_heads = r.choice([n for n in (1, 2, 4, 8) if heads % n == 0])
@@ -518,8 +528,9 @@ def draw(number: int) -> Program:
 
     def repeated(terms: list[Any]) -> tuple[Any, ...]:
         """Terms, the last one twice at times: of this layer, and of the one before."""
-        if terms and often(0.4 if loop.startswith("slices") else 0.04):
-            last = terms[-1]
+        if terms and often(0.6 if loop.startswith("slices") else 0.04):
+            kinds = [*ARGUMENTS] if isinstance(terms[-1], Term) else [*SHAPES]
+            last = terms[-1] = dataclasses.replace(terms[-1], kind=r.choice(kinds))
             terms.append(dataclasses.replace(last, before=not last.before, again=True))
         return tuple(terms)
 
@@ -531,20 +542,20 @@ def draw(number: int) -> Program:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=dim,
-        value_dim=r.choice([4, 8]) if often(0.1) and not same else dim,
+        value_dim=r.choice([4, 8]) if rarely(0.1) and not same else dim,
         group=r.choice(GROUPS),
         dtype=r.choice(["bfloat16", "float16"]) if often(0.25) else "float32",
-        rounded=r.choice(ROUNDED) if often(0.06) else "",
-        layout=r.choice(LAYOUTS) if often(0.4) else r.choice(LAYOUTS[:2]),
-        scaled=r.choice(SCALES),
-        weigh=r.choice([*WEIGH]) if often(0.3) else "softmax",
-        cap=3.0 if often(0.08) else 0.0,
-        masks=repeated([term() for _ in range(r.choice([0, 1, 1, 1, 2, 2, 3]))]),
-        biases=repeated([bias() for _ in range(r.choice([0, 0, 0, 1, 1, 2]))]),
-        biases_last=often(0.1),
+        rounded=r.choice(ROUNDED) if rarely(0.06) else "",
+        layout=r.choice(LAYOUTS) if rarely(0.4) else r.choice(LAYOUTS[:2]),
+        scaled=r.choice(SCALES) if rarely(1.0) else r.choice(SCALES[:4]),
+        weigh=r.choice([*WEIGH]) if rarely(0.3) else "softmax",
+        cap=3.0 if rarely(0.08) else 0.0,
+        masks=repeated([term() for _ in range(masks)]),
+        biases=repeated([bias() for _ in range(biases)]),
+        biases_last=rarely(0.1),
         loop=loop,
         same=same,
-        frozen=r.choice(FROZEN) if often(0.05) else "",
+        frozen=r.choice(FROZEN) if rarely(0.05) else "",
         trains=not often(0.15),
         changed=changed,
     )

@@ -2,7 +2,7 @@
 
 A step does the same at every position, or sums over keys; so arrays have one dim for
 each letter, and transposing, reshaping or repeating them is no step at all. The steps
-run on a few positions, for the proof, and on all of them, as the program is written.
+run on a few positions, which stand for all.
 """
 
 from __future__ import annotations
@@ -234,7 +234,6 @@ class Core:
     def run(
         self,
         known: Mapping[Any, Any],
-        xp: Any = np,
         *,
         cast: bool = False,
         only_pointwise: bool = False,
@@ -244,34 +243,33 @@ class Core:
         Args:
             known: operands and sides, with a dim for each letter of `ORDER`; the
                 contractions' results are computed, unless they are given.
-            xp: NumPy, or JAX's.
             cast: whether results have the program's dtypes.
             only_pointwise: whether to leave out all behind a sum.
         """
         made: dict[Arg, Any] = dict(known)
         for name, (left, right) in self.dots.items():
             if name not in made and left in made and right in made:
-                made[name] = contracted(made[left], made[right], name, xp)
-                made[name] = self._rounded(made[name], self._results[name], xp, cast)
+                made[name] = contracted(made[left], made[right], name)
+                made[name] = self._rounded(made[name], self._results[name], cast)
         for number, step in self.steps.items():
             if only_pointwise and not step.is_pointwise:
                 continue
             reads = [a if isinstance(a, float) else made[a] for a in step.args]
-            found = _applied(step, reads, xp)
-            made[number] = self._rounded(found, step.op.results[0], xp, cast)
+            found = _applied(step, reads)
+            made[number] = self._rounded(found, step.op.results[0], cast)
         return made
 
-    def _rounded(self, x: Any, v: int, xp: Any, cast: bool) -> Any:
+    def _rounded(self, x: Any, v: int, cast: bool) -> Any:
         """An array in a value's dtype; NumPy computes on in float64."""
         if not cast:
             return x
-        x = x.astype(numpy_dtype(self.program.values[v].dtype))
-        return x.astype(np.float64) if xp is np else x
+        dtype = numpy_dtype(self.program.values[v].dtype)
+        return x.astype(dtype).astype(np.float64)
 
-    def outputs(self, made: Mapping[Arg, Any], xp: Any = np) -> dict[str, Any]:
+    def outputs(self, made: Mapping[Arg, Any]) -> dict[str, Any]:
         """The pass's outputs, by the results of `run`."""
         return {
-            name: contracted(made[arg], made[other], name, xp, self.letters(name))
+            name: contracted(made[arg], made[other], name, self.letters(name))
             for name, (arg, other) in self.mixes.items()
         }
 
@@ -280,9 +278,7 @@ class Core:
         return frozenset(self.one.makes[name].letters) - {""}
 
 
-def contracted(
-    x: Any, y: Any, name: str, xp: Any, kept: frozenset[str] | None = None
-) -> Any:
+def contracted(x: Any, y: Any, name: str, kept: frozenset[str] | None = None) -> Any:
     """The sum of products over what a contraction sums."""
     summed = {"d" if name == SCORES else "e"} if kept is None else {*ORDER} - kept
     sizes = np.broadcast_shapes(x.shape, y.shape)
@@ -290,32 +286,31 @@ def contracted(
     terms: list[Any] = []
     for one in (x, y):
         dims = [d for d, n in enumerate(one.shape) if n > 1]
-        wide = one.astype(np.promote_types(one.dtype, np.float32))
-        terms += [wide.reshape([one.shape[d] for d in dims]), dims]
-    found = xp.einsum(*terms, out)
+        terms += [one.reshape([one.shape[d] for d in dims]), dims]
+    found = np.einsum(*terms, out)
     return found.reshape([n if d in out else 1 for d, n in enumerate(sizes)])
 
 
 _OPS = {
-    "add": "add",
-    "subtract": "subtract",
-    "multiply": "multiply",
-    "divide": "divide",
-    "negate": "negative",
-    "exponential": "exp",
-    "log": "log",
-    "maximum": "maximum",
-    "select": "where",
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "divide": np.divide,
+    "negate": np.negative,
+    "exponential": np.exp,
+    "log": np.log,
+    "maximum": np.maximum,
+    "select": np.where,
 }
 
 
-def _applied(step: Step, reads: list[Any], xp: Any) -> Any:
+def _applied(step: Step, reads: list[Any]) -> Any:
     op = step.op
     if op.kind in VIEWS or (op.kind == "reduce" and not step.sums):
         return reads[0]
     if op.kind == "reduce":
         largest = LARGEST in op.attributes
-        return (xp.max if largest else xp.sum)(reads[0], axis=KEYS, keepdims=True)
+        return (np.max if largest else np.sum)(reads[0], axis=KEYS, keepdims=True)
     if op.kind == "select":
         reads = [reads[0] != 0, *reads[1:]]
-    return getattr(xp, _OPS[op.kind])(*reads)
+    return _OPS[op.kind](*reads)

@@ -60,11 +60,6 @@ class Found:
     between: frozenset[int] = frozenset()
     ops: frozenset[int] = frozenset()
 
-    @property
-    def passes(self) -> tuple[Pass, ...]:
-        """All passes, the backward pass last."""
-        return (*self.forward, *([self.backward] if self.backward else []))
-
 
 def aligned(letters: Letters, shape: tuple[int, ...]) -> Letters:
     """Letters of a value that equals one with these letters, but for dims of size 1."""

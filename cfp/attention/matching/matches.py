@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
@@ -32,6 +31,7 @@ from cfp.program.replace import Different, LeftAlone, Replacement, Sites
 ROUNDS = frozenset({"ring", "zigzag"})  # Keys come in parts.
 GATHERED = frozenset({"all_gather"})
 _QUERIES = ROUNDS | GATHERED  # Roles of axes that shard queries.
+_DROPOUT = "dropout: random numbers enter its scores or weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,27 +89,22 @@ def _written_out(program: Program) -> Iterator[Match | LeftAlone]:
         for number in values.equal_elsewhere(dot.results[0]):
             first_of.setdefault(number, first)
     for first, own in groups.items():
+        regions: list[Region] = []
         try:
-            yield _match(program, values, own)
+            yield _match(program, values, own, regions)
         except Different as error:
-            yield LeftAlone(first, dots[first].source, str(error))
+            is_random = any(map(has_dropout, regions))
+            reason = _DROPOUT if is_random else str(error)
+            yield LeftAlone(first, dots[first].source, reason)
         except NotConstant as error:
             reason = f"a constant of it is not evaluated: {error}"
             yield LeftAlone(first, dots[first].source, reason)
 
 
-@contextmanager
-def _naming_dropout(region: Region) -> Iterator[None]:
-    try:
-        yield
-    except Different as error:
-        if has_dropout(region):
-            reason = "dropout: random numbers enter its scores or weights"
-            raise Different(reason) from error
-        raise
-
-
-def _match(program: Program, values: Values, dots: Sequence[Op]) -> Match:
+def _match(
+    program: Program, values: Values, dots: Sequence[Op], regions: list[Region]
+) -> Match:
+    """Proves an attention; what is read on the way is added to the regions."""
     passes: list[Proved] = []
     sizes: dict[str, int] = {}
     between: set[int] = set()
@@ -117,20 +112,18 @@ def _match(program: Program, values: Values, dots: Sequence[Op]) -> Match:
     scores: Tensor | None = None
     for dot in dots:
         region = Region(values, dot)
-        with _naming_dropout(region):
-            region.grow()
+        regions.append(region)
+        region.grow()
         if scores is None:
             scores = Tensor(dot.results[0], None, region.letters(dot.results[0]))
-        with _naming_dropout(region):
-            own = region.passes()
+        own = region.passes()
         for t in (t for one in own for t in (*one.reads.values(), *one.makes.values())):
             shape = program.shape(t.value)
             sizes.update((x, n) for x, n in zip(t.letters, shape, strict=True) if x)
         for one in own:
-            with _naming_dropout(region):
-                core = Core(region, one)
-                table, passes_hidden = prove(core)
-                passes.append(proved_pass(core, table, sizes, passes_hidden))
+            core = Core(region, one)
+            table, passes_hidden = prove(core)
+            passes.append(proved_pass(core, table, sizes, passes_hidden))
         between |= region.members | region.stacks
         ops |= {dot.id, *region.inside, *region.sinks}
         if region.weights_gradient is not None:

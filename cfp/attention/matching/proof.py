@@ -439,11 +439,11 @@ def _reference(
     weights = weights / weights.sum(axis=KEYS, keepdims=True)
 
     def mixed(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return contracted(x, y, name, np, core.letters(name))
+        return contracted(x, y, name, core.letters(name))
 
     if not core.one.is_backward:
         return {"out": mixed("out", weights, roots["v"])}
-    dp = contracted(roots["dout"], roots["v"], GRADIENT, np)
+    dp = contracted(roots["dout"], roots["v"], GRADIENT)
     dx = weights * (dp - (weights * dp).sum(axis=KEYS, keepdims=True))
     passed = True if passes_hidden else table.seen(made)
     ds = np.where(passed, table.scale * dx, 0.0)

@@ -36,7 +36,6 @@ class Values:
         self._loop_of: dict[int, int] = {}  # of arguments of loops' bodies
         self._passed_on: set[int] = set()
         self._counters: dict[int, frozenset[int]] = {}
-        self._without_units: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.known: dict[tuple, Any] = {}  # of equal layers: proofs, windows, states
         self._held: dict[int, int] = {}  # indices, and among how many places
         self.indices: dict[int, dict[int, None]] = {}  # by which stacks are read
@@ -234,16 +233,6 @@ class Values:
                 inputs = tuple(inputs)
                 place = op.results.index(v)
                 key = (op.name, op.attributes, inputs, made.shape, made.dtype, place)
-                before = self.program.shape(op.operands[0]) if op.operands else ()
-                if _adds_units(op, before, made.shape):
-                    whole = inputs[0], before
-                    base = self._without_units.get(inputs[0], whole)
-                    if base[1] == made.shape:
-                        self._numbers[one] = base[0]
-                        continue
-                    key = ("units", base[0], made.shape)
-                    number = self._table.setdefault(key, len(self._table))
-                    self._without_units[number] = base
             self._numbers[one] = self._table.setdefault(key, len(self._table))
         return self._numbers[self.source(node)]
 
@@ -254,15 +243,6 @@ class Values:
             for index in self.indices.get(loop, ()):
                 found.add(self.number((v, ((loop, index),))))
         return found
-
-
-def _adds_units(op: Op, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """True if an op only adds or takes away dims of size 1."""
-    if op.kind not in ("reshape", "broadcast_in_dim"):
-        return False
-    places = op.integers("broadcast_dimensions")
-    same = [n for n in before if n > 1] == [n for n in after if n > 1]
-    return same and list(places) == sorted(places)
 
 
 def _is_pure(op: Op) -> bool:

@@ -63,11 +63,17 @@ def _any_function() -> AbstractContextManager[Any]:
     return patch.multiple(proof, **always)
 
 
+def _any_operands() -> AbstractContextManager[Any]:
+    """Takes it that scores are of the keys that gradients are of."""
+    return patch.object(proof, "_is_of_roots", lambda core: True)
+
+
 FAULTS: dict[str, Planted] = {
     "any float": _any_float,
     "sampled positions": _sampled,
     "one index": _one_index,
     "rows without keys": _rows_without_keys,
+    "any operands": _any_operands,
     "not compared": _not_compared,
     "any function": _any_function,
 }

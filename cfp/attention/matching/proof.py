@@ -87,6 +87,8 @@ def prove(core: Core) -> tuple[Table, bool]:
     Raises:
         Different: it computes something else.
     """
+    if not _is_of_roots(core):
+        raise Different("its gradients are of other queries or keys")
     states = {key: states_of(core, key) for key in core.sides}
     argument = _argument(core)
     table = _table(core, argument, states)
@@ -95,6 +97,13 @@ def prove(core: Core) -> tuple[Table, bool]:
     if form not in known:
         known[form] = _passes_hidden(core, argument, table, states)
     return table, known[form]
+
+
+def _is_of_roots(core: Core) -> bool:
+    """True if scores are made of the queries and keys that a kernel reads."""
+    key_side, scores = core.region.key_side, core.dots[SCORES]
+    wanted = core.roots["q"], core.roots["k"]
+    return (scores[1 - key_side], scores[key_side]) == wanted
 
 
 def _passes_hidden(
@@ -408,10 +417,11 @@ def _compare(
 
 def _cast(core: Core, key: Key, x: np.ndarray) -> np.ndarray:
     """An operand or side in its own dtype; among the values of one number all have."""
-    if key in core.sides:
-        v = core.sides[key].node[0]
-    else:
-        v = next(core.one.reads[n].value for n, k in core.roots.items() if k == key)
+    values = {k: core.one.reads[n].value for n, k in core.roots.items()}
+    values |= {k: side.node[0] for k, side in core.sides.items()}
+    v = values.get(key)
+    if v is None:
+        return x
     return x.astype(numpy_dtype(core.program.values[v].dtype)).astype(np.float64)
 
 

@@ -120,9 +120,6 @@ class Constants:
             return np.asarray(np.divide(*reads))
         if kind == "remainder" and reads[1].all():
             return np.fmod(*reads)
-        if kind == "shift_right_arithmetic" and dtype.kind == "i":
-            if ((reads[1] >= 0) & (reads[1] < 8 * dtype.itemsize)).all():
-                return np.right_shift(*reads)
         if kind == "convert":
             return _converted(reads[0], dtype)
         if kind == "constant":

@@ -90,6 +90,11 @@ class Row:
     ends: bool = False
 
 
+def row_of(*cells: str, bar: float | None = None, won: bool = False) -> Row:
+    """A row of these cells."""
+    return Row(cells=cells, bar=bar, won=won)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
     """A table as it is shown in text and on a page.

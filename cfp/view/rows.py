@@ -17,7 +17,7 @@ from cfp.race.programs import RaceRow
 from cfp.settings import ALIKE
 from cfp.units import format_bytes
 from cfp.view import words
-from cfp.view.console import Row, Rows
+from cfp.view.console import Row, Rows, row_of
 
 _SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
 # With fewer samples nothing is said of their spread.
@@ -310,18 +310,18 @@ def race_rows(plan: Plan) -> Rows:
         spread = "-"
         if row.time_ms is not None and len(row.samples_ms) >= _SPREAD_SAMPLES:
             spread = f"{interquartile_range(row.samples_ms) / 2:.2g}"
-        cells = (
-            "*" if one.won else "",
-            row.name,
-            ms_text(row.predicted_ms),
-            ms_text(row.time_ms),
-            spread,
-            format_bytes(row.peak_bytes) if row.peak_bytes else "-",
-            row.rung if has_rungs else "",
-            "" if shared else row.note or same * bool(one.others),
-        )
         bar = row.predicted_ms if row.time_ms is None else row.time_ms
-        rows.append(Row(cells=cells, won=one.won, bar=bar))
+        rows.append(
+            row_of(
+                *("*" if one.won else "", row.name, ms_text(row.predicted_ms)),
+                *(ms_text(row.time_ms), spread),
+                format_bytes(row.peak_bytes) if row.peak_bytes else "-",
+                row.rung if has_rungs else "",
+                "" if shared else row.note or same * bool(one.others),
+                won=one.won,
+                bar=bar,
+            )
+        )
     numbers = ("predicted ms", "measured ms", "+-", "memory")
     shown = {name for one in found for name in (one.row.name, *one.others)}
     hidden = [row for row in plan.race if row.name not in shown]
@@ -348,14 +348,9 @@ def variants_rows(plan: Plan) -> Rows:
 
     every = sorted(figures.variants, key=place) if figures else []
     rows = [
-        Row(
-            cells=(
-                "*" if one.taken else "",
-                one.name,
-                ms_text(one.estimated_ms),
-                ms_text(one.step_ms),
-                one.note,
-            ),
+        row_of(
+            *("*" if one.taken else "", one.name, ms_text(one.estimated_ms)),
+            *(ms_text(one.step_ms), one.note),
             won=one.taken,
             bar=one.estimated_ms if one.step_ms is None else one.step_ms,
         )
@@ -379,11 +374,9 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
         title="Collectives of all blocks",
         headings=("collective", "axes", "times", "bytes", "ms"),
         rows=[
-            Row(
-                cells=(
-                    *(move.kind, ", ".join(move.axes), str(move.count)),
-                    *(format_bytes(move.total_bytes), ms_text(move.time_ms)),
-                ),
+            row_of(
+                *(move.kind, ", ".join(move.axes), str(move.count)),
+                *(format_bytes(move.total_bytes), ms_text(move.time_ms)),
                 bar=move.total_bytes,
             )
             for move in moves
@@ -401,12 +394,10 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
                 "taken by",
             ),
             rows=[
-                Row(
-                    cells=(
-                        *(one.name, words.strategy_text(one.strategy)),
-                        *(ms_text(one.step_ms), format_bytes(one.memory_bytes)),
-                        *(ms_text(one.segment_ms), str(one.taken)),
-                    ),
+                row_of(
+                    *(one.name, words.strategy_text(one.strategy)),
+                    *(ms_text(one.step_ms), format_bytes(one.memory_bytes)),
+                    *(ms_text(one.segment_ms), str(one.taken)),
                     bar=one.step_ms,
                     won=bool(one.taken),
                 )
@@ -421,12 +412,9 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
         title="Arguments",
         headings=("path", "tensor", "donated"),
         rows=[
-            Row(
-                cells=(
-                    path,
-                    words.tensor_text(TensorFigure(type=kind, spec=spec)),
-                    "yes" if donated else "no",
-                )
+            row_of(
+                *(path, words.tensor_text(TensorFigure(type=kind, spec=spec))),
+                "yes" if donated else "no",
             )
             for path, kind, spec, donated in arguments
         ],
@@ -436,7 +424,7 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
     yield Rows(
         title="Made with",
         headings=("what", "which"),
-        rows=[Row(cells=pair) for pair in made_with.items()],
+        rows=[row_of(*pair) for pair in made_with.items()],
     )
 
 
@@ -462,7 +450,7 @@ def memory_rows(plan: Plan) -> Rows:
         title="Memory of each device",
         headings=("at the peak", "bytes"),
         rows=[
-            Row(cells=(name, format_bytes(size)), bar=size)
+            row_of(name, format_bytes(size), bar=size)
             for name, size in parts.items()
             if size
         ],

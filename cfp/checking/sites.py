@@ -20,7 +20,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from cfp.context import PlanContext
-from cfp.profiling.key import ProfileKey
+from cfp.profiling.compiler_options import UNTUNED
+from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.program.constrain import Constraints, partition_spec
 from cfp.program.graph import Program
@@ -104,10 +105,7 @@ def check_sites(
 
 
 def _compare(
-    context: PlanContext,
-    part: Written,
-    constraints: Constraints,
-    site: SiteCheck,
+    context: PlanContext, part: Written, constraints: Constraints, site: SiteCheck
 ) -> SiteCheck:
     mesh = planning_mesh(context.devices)
     specs = {
@@ -120,10 +118,13 @@ def _compare(
         for v in part.inputs
     ]
     split = len(part.derived)
+    # These run twice: to try kernels out for them took ten seconds on an H200.
+    is_gpu = context.rules.replacing.platform in GPU_PLATFORMS
+    options = dict(UNTUNED) if is_gpu else None
     try:
         lowered = [part.lower(*shardings), part.widened(*shardings)]
         with ThreadPoolExecutor() as pool:
-            as_written, as_meant = pool.map(lambda one: one.compile(), lowered)
+            as_written, as_meant = pool.map(lambda one: one.compile(options), lowered)
         replaced = jax.jit(lambda *x: part.replaced(mesh, *x))
         widen = jax.jit(_wide, out_shardings=shardings)
         kinds = [part.aval(v).dtype for v in part.inputs]

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from cfp.devices.described import DescribedMesh
+from cfp.devices.elsewhere import check_compiler
 from cfp.errors import CfpError, MeshError
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.coordination import coordination
@@ -103,7 +104,7 @@ class PlanContext:
         """The way to choose the plan among candidates."""
         settings = self.settings
         if isinstance(self.mesh, DescribedMesh):
-            return DecidedBy.PREDICTION
+            return DecidedBy.COMPILER if settings.compile else DecidedBy.PREDICTION
         if settings.race and settings.measure is not False:
             return DecidedBy.RACE
         if self.memory is not None:
@@ -153,6 +154,9 @@ def open_context(
     settings = settings_or_defaults(settings)
     if isinstance(mesh, DescribedMesh):
         environment = tuple(mesh.environment.items())
+        if settings.compile:
+            check_compiler(mesh.cluster.kind)
+            budget_bytes = budget_bytes or mesh.memory_bytes
     else:
         environment = environment_parts([*mesh.devices.flat])
     defaults = defaults_of(dict(environment)["platform"])

@@ -47,6 +47,7 @@ class PlannerSettings:
         race: whether the best plan and the presets are timed on the whole program;
             otherwise the prediction decides; and under a budget the best that fits is
             found by compiling, which runs nothing.
+        compile: whether the best few for described devices are compiled, and must fit.
         precision: "fp8" computes large 16-bit products of parameters in FP8, which
             changes results; "" as the step has them. See docs/fp8.md.
         measure: whether strategies are measured; False uses stored measurements only.
@@ -71,6 +72,7 @@ class PlannerSettings:
     attention: tuple[str, ...] | None = None
     choose: tuple[str, ...] | None = None
     race: bool = True
+    compile: bool = False
     precision: str = ""
     measure: bool | None = None
     retry_failures: bool | datetime = False

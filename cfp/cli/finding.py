@@ -101,6 +101,7 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
         count = prod(size for _, size in known[0])
         most = 3 if given["mesh_shapes"] else 2
         shapes = [axes for axes in platform.mesh_shapes(count) if len(axes) <= most]
+        shapes = [axes for axes in shapes if not cluster or cluster.has(axes)]
         meshes = [make(axes) for axes in dict.fromkeys([*shapes, *known])]
 
     def vary(mesh: Mesh | DescribedMesh, count: int | None, target: Target) -> Variant:
@@ -232,6 +233,7 @@ def variants_data(found: Fastest) -> dict[str, Any]:
         "quick",
         "measure",
         "no_race",
+        "compile",
         "ray",
         "retry_failures",
     ),

@@ -192,24 +192,22 @@ OPTIONS: Mapping[str, Option] = {
     "mesh": Option(str, "x=4, or x=2,y=2.", metavar="AXES"),
     "described": Option(
         str,
-        "Plan for devices that are not here: 4xh200, 2x8xh100 (hosts x devices x "
-        "kind), or a description such as cluster.toml. Choices are by estimates, and "
-        "nothing runs.",
+        "Plan by estimates for devices that are not here: 4xh200, 2x8xh100 (hosts x "
+        "devices x kind), v5e:4x4, or a description such as cluster.toml.",
         "--for",
         metavar="CLUSTER",
     ),
     "platform": Option(str, f"{_VIRTUAL}what JAX finds, if not given.", metavar="NAME"),
     "memory_budget": Option(
         str,
-        "Memory of one device that a plan may use, such as 80GiB. On GPUs 128 MiB of "
-        "it are left for the allocator; without a budget nothing is left for it.",
+        "Memory of one device that a plan may use, such as 80GiB; on GPUs 128 MiB of "
+        "it are left for the allocator.",
         metavar="SIZE",
     ),
     "time_budget": Option(
         float,
         "Stop planning after about this long, race included, also where nothing fits "
-        "in memory yet. After the first round of measuring, Ctrl-C stops it, or the "
-        "race, and returns the best plan so far.",
+        "in memory yet.",
         metavar="SECONDS",
         min=0,
     ),
@@ -250,11 +248,16 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "attention": Option(
         str,
-        "Kernels that may compute the step's attentions, such as cudnn,chunked, the "
-        "preferred first; none keeps them as they are written. By default cuDNN's on "
-        "GPUs, in the attention's own dtype, and chunks where memory decides.",
+        "Kernels of attention to try, such as cudnn,chunked, the preferred first; none "
+        "keeps it as written. By default cuDNN's on GPUs, chunks where memory decides.",
         under=KERNELS,
         metavar="KERNELS",
+    ),
+    "compile": Option(
+        bool,
+        "With --for: compile the best few for these devices (takes cfp[tpu] or "
+        "cfp[cuda]), and drop those that do not fit.",
+        under=MEASURING,
     ),
     "precision": Option(
         str,
@@ -273,8 +276,7 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "others": Option(
         int,
-        "Number of strategies of each kind of segment to measure beside those of the "
-        "presets, the best by estimate.",
+        "Strategies of each kind of segment to measure beside those of the presets.",
         default=USUAL.others,
         under=MEASURING,
         metavar="COUNT",
@@ -282,15 +284,13 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "quick": Option(
         bool,
-        "Measure less: segments alone, and each plan with all values constrained "
-        "only, where by default it also races with arguments alone constrained.",
+        "Measure less: segments alone, and each plan with all values constrained.",
         under=MEASURING,
     ),
     "measure": Option(
         bool,
-        "Measure strategies on virtual CPU devices, too. By default choices are made "
-        "by estimates there, since such times say nothing about GPUs, and the plan and "
-        "two presets race.",
+        "Measure strategies on virtual CPU devices, too. By default choices there are "
+        "by estimates, and the plan and two presets race.",
         under=MEASURING,
     ),
     "no_race": Option(
@@ -418,7 +418,8 @@ def settings(
         other: options that it does not have, or has otherwise.
     """
     given = {**(ctx.params if ctx is not None else {}), **other}
-    found = {name: given.get(name) for name in ("per_kind", "others", "precision")}
+    names = ("per_kind", "others", "precision", "compile")
+    found = {name: given.get(name) for name in names}
     found |= {"race": not given.get("no_race"), "seconds": given.get("time_budget")}
     found |= {"measure": given.get("measure", True) or None}
     if given.get("retry_failures"):

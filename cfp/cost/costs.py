@@ -31,7 +31,6 @@ from cfp.cost.memory import (
     accumulated_bytes,
     argument_bytes,
     can_rematerialize,
-    copied_bytes,
     copied_results,
     fixed_bytes,
     host_bytes,
@@ -43,7 +42,7 @@ from cfp.cost.memory import (
     value_bytes,
     values_eliminated_by_kernel,
 )
-from cfp.cost.terms import Made, Terms, masked_share
+from cfp.cost.terms import CAUSAL_SHARE, Made, Terms
 from cfp.profiling.rates import Rates
 from cfp.program.graph import Op, Program, dtype_bytes
 from cfp.settings import HOST_BYTES_PER_MS, LIMITED_MEMORY_AT_LEAST
@@ -88,10 +87,8 @@ class Costs:
     ) -> None:
         self.analysis, self.rates, self._measured = analysis, rates, measured
         program = analysis.frame.program
-        copies = copied_bytes(analysis)
-        self._new_fixed_bytes = fixed_bytes(analysis, program.outputs) + copies
+        arguments, self._new_fixed_bytes = fixed_bytes(analysis)
         self._copied = copied_results(analysis.frame)
-        arguments = fixed_bytes(analysis, program.args)
         self.fixed_bytes = arguments + self._new_fixed_bytes
         self._results = results_beside(analysis.frame)
         self._renewed = set(self._results.values())
@@ -219,7 +216,7 @@ class Costs:
             products = sum(matmul_ms for matmul_ms, _ in times)
             others = sum(memory_ms for _, memory_ms in times)
             share = KERNELS[way.implementation].matmul_share
-            computed = products * masked_share(match.problem.causal)
+            computed = products * (CAUSAL_SHARE if match.problem.causal else 1.0)
             least_ms = terms.rates.launch_ms
             saved += others + products - max(computed / share, least_ms)
         return saved
@@ -243,12 +240,6 @@ class Costs:
             peak = max(peak, kept + own.residual_bytes)
             kept += again.residual_bytes
         return held + max(0, round(LIMITED_MEMORY_AT_LEAST * peak) - results)
-
-    def reshard_ms(
-        self, left: int, right: int, a: SegmentChoice, b: SegmentChoice
-    ) -> float:
-        """Estimates the time of moves between two segments, there and back."""
-        return self._pass_ms(left, right, self._number(a), self._number(b))
 
     def reshardings_ms(
         self,

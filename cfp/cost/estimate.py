@@ -9,7 +9,7 @@ The estimate ranks choices; only what is worth measuring is then measured.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
@@ -55,86 +55,45 @@ class SegmentEstimate:
             float(matrix[picks[a], picks[b]]) for (a, b), matrix in self.edge_ms.items()
         )
 
-    def among(
-        self, strategies: Sequence[Set[Strategy]] | None, modes: Set[Storage]
-    ) -> SegmentEstimate:
-        """The estimate of fewer choices.
-
-        Args:
-            strategies: for each block those that stay, or None for all.
-        """
-        node_ms = {mode: rows for mode, rows in self.node_ms.items() if mode in modes}
-        if strategies is None:
-            return replace(self, node_ms=node_ms)
-        numbers = [
-            {one: number for one, number in known.items() if one in may}
-            for known, may in zip(self.numbers, strategies, strict=True)
-        ]
-        kept = [sorted(set(one.values())) for one in numbers]
-        new = [{old: place for place, old in enumerate(rows)} for rows in kept]
-
-        def fewer(edges: Mapping[tuple[int, int], np.ndarray]) -> dict:
-            return {
-                (a, b): matrix[np.ix_(kept[a], kept[b])]
-                for (a, b), matrix in edges.items()
-            }
-
-        return replace(
-            self,
-            strategies=tuple(
-                tuple(every[i] for i in rows)
-                for every, rows in zip(self.strategies, kept, strict=True)
-            ),
-            node_ms={
-                mode: [row[rows] for row, rows in zip(nodes, kept, strict=True)]
-                for mode, nodes in node_ms.items()
-            },
-            edge_ms=fewer(self.edge_ms),
-            own_edge_ms=fewer(self.own_edge_ms),
-            numbers=tuple(
-                {one: places[number] for one, number in known.items()}
-                for known, places in zip(numbers, new, strict=True)
-            ),
-        )
-
-    def without_twin(self) -> SegmentEstimate:
-        """The estimate of the segment by itself, whatever follows it."""
-        return replace(self, edge_ms=self.own_edge_ms)
-
 
 def estimate_segment(
-    terms: Terms, segment: Segment, twin: Segment | None
+    terms: Terms,
+    segment: Segment,
+    twin: Segment | None,
+    among: Sequence[Set[Strategy]] | None = None,
+    modes: Set[Storage] = frozenset(Storage),
 ) -> SegmentEstimate:
     """Estimates a segment.
 
     Args:
         twin: the segment of the same kind that follows right behind it, if any:
             what moves between the two is then part of the estimate.
+        among: for each block the strategies to choose among; None for all.
+        modes: ways to store its parameters to choose among.
     """
-    numbered = [_numbered(terms, block) for block in segment.blocks]
+    every = among or [None] * len(segment.blocks)
+    numbered = [
+        _numbered(terms, *one) for one in zip(segment.blocks, every, strict=True)
+    ]
     strategies = tuple(firsts for firsts, _ in numbered)
     blocks = _blocks(terms, segment, strategies)
     owned = terms.owned_groups(segment.groups, [row[0] for row in blocks])
     inside = [[_inside_ms(terms, t) for t in row] for row in blocks]
+
+    def node(
+        t: BlockTerms, moved_ms: float, groups: Sequence[int], mode: Storage
+    ) -> float:
+        updated = sum(terms.state_ms(groups, t, mode))
+        handed = terms.gradients_ms(segment.groups, t, mode)
+        return t.matmul_ms + t.memory_ms + moved_ms + updated + handed
+
     node_ms = {
         mode: [
-            np.array(
-                [
-                    sum(
-                        (
-                            t.matmul_ms,
-                            t.memory_ms,
-                            moved_ms,
-                            *terms.state_ms(groups, t, mode),
-                            terms.gradients_ms(segment.groups, t, mode),
-                        )
-                    )
-                    for t, moved_ms in zip(row, moved, strict=True)
-                ]
-            )
+            np.array([node(*one, groups, mode) for one in zip(row, moved, strict=True)])
             for row, moved, groups in zip(blocks, inside, owned, strict=True)
         ]
         for mode in Storage
+        if mode in modes
     }
     edges = {
         (a, b): matrix
@@ -159,14 +118,14 @@ def estimate_segment(
     numbers = tuple(numbers for _, numbers in numbered)
     groups = [terms.frame.groups[g] for g in segment.groups]
     usual = USUAL_STORAGE if groups else (Storage.USED,)
-    modes = tuple(mode for mode in usual if effective_storage(mode, groups) is mode)
+    usual = tuple(mode for mode in usual if effective_storage(mode, groups) is mode)
     return SegmentEstimate(
-        segment, strategies, node_ms, with_twin, edges, numbers, modes
+        segment, strategies, node_ms, with_twin, edges, numbers, usual
     )
 
 
 def _numbered(
-    terms: Terms, block: int
+    terms: Terms, block: int, among: Set[Strategy] | None
 ) -> tuple[tuple[Strategy, ...], dict[Strategy, int]]:
     """A block's strategies, numbered: those that shard all ops alike are one.
 
@@ -175,6 +134,8 @@ def _numbered(
     """
     frame, firsts, numbers = terms.frame, dict[Hashable, Strategy](), {}
     for strategy in block_strategies(frame.program, frame.blocks[block], frame.mesh):
+        if among is not None and strategy not in among:
+            continue
         axes = tuple(frame.shardings[block].factor_axes(strategy).values())
         first = firsts.setdefault(axes, strategy)
         numbers[strategy] = numbers.get(first, len(firsts) - 1)

@@ -212,7 +212,8 @@ def _find_kernels(program: Program) -> Mapping[int, Reads]:
                 reads[source] = max(size, reads.get(source, 0.0))
         if op.kind in _SHIFTS:
             reads[-1 - op.id] = SHIFT_BYTES * _elements(program, op.results[0])
-        is_fused = _sums_nothing(program, op) or (
+        ends = {_elements(program, v) for v in (*op.results[:1], *op.operands[:1])}
+        is_fused = (op.kind == "reduce" and len(ends) == 1) or (
             op.kind in FUSED
             and not any(
                 _is_written(program, v) or _is_shared(program, v, reads)
@@ -283,13 +284,6 @@ def _sums_within_others(program: Program, kernels: Mapping[int, Reads]) -> set[i
         ):
             found.add(op_id)
     return found
-
-
-def _sums_nothing(program: Program, op: Op) -> bool:
-    """Returns True if a sum is over dims of size 1."""
-    if op.kind != "reduce":
-        return False
-    return _elements(program, op.results[0]) == _elements(program, op.operands[0])
 
 
 def _is_along_rows(op: Op) -> bool:

@@ -191,41 +191,24 @@ def copied_results(frame: Frame) -> list[tuple[int, int | None]]:
     return found
 
 
-def fixed_bytes(analysis: Analysis, values: Iterable[int]) -> int:
-    """Computes the bytes of values that are no state, such as a batch or logits.
+def fixed_bytes(analysis: Analysis) -> tuple[int, int]:
+    """Computes the bytes of arguments that are no state, and of such results.
 
-    Args:
-        values: which of its arguments and results; results that take a donated
-            argument's place do not count.
-
-    Returns:
-        What they take on each device.
+    On each device; results that take a donated argument's place do not count, and
+    results that are copies do.
     """
-    frame, program, counted = analysis.frame, analysis.frame.program, set(values)
+    frame, state = analysis.frame, analysis.frame.group_of_arg
     layout = lay_out(frame, data_parallel(frame))
-    sizes, renewed = result_bytes(layout), results_beside(frame)
-    arguments = sum(
-        argument_bytes(layout, position)
-        for position, value in enumerate(program.args)
-        if value in counted and position not in frame.group_of_arg
-    )
-    return arguments + sum(
-        size
-        for value, size in sizes.items()
-        if value in counted and renewed[value] not in frame.group_of_arg
-    )
-
-
-def copied_bytes(analysis: Analysis) -> int:
-    """Computes the bytes of results that are copies, and no state, on each device."""
-    frame = analysis.frame
-    layout = lay_out(frame, data_parallel(frame))
+    given = (p for p in range(len(frame.program.args)) if p not in state)
+    renewed = results_beside(frame)
+    sizes = [s for v, s in result_bytes(layout).items() if renewed[v] not in state]
     outputs, specs = frame.program.outputs, layout.output_specs()
-    return sum(
+    sizes += [
         value_bytes(layout, outputs[place], specs[place])
         for place, position in copied_results(frame)
-        if position not in frame.group_of_arg
-    )
+        if position not in state
+    ]
+    return sum(argument_bytes(layout, p) for p in given), sum(sizes)
 
 
 def result_bytes(layout: Layout) -> dict[int, int]:

@@ -32,8 +32,9 @@ from cfp.program.graph import Op, dtype_bytes, op_flops, product_dtype
 from cfp.program.rules import Rule, padded_size
 from cfp.settings import HOST_BYTES_PER_MS
 
-# Of an attention's products, those that a kernel computes under a causal mask.
-_CAUSAL_SHARE = 0.5
+# Of an attention's products, those that a kernel computes under a causal mask. Rates
+# of kernels count these alone.
+CAUSAL_SHARE = 0.5
 
 Made = tuple[Spec, tuple[str, ...]]  # how a value comes: (sharding, unreduced axes)
 
@@ -53,14 +54,6 @@ class BlockTerms:
     memory_ms: float
     makes: Mapping[int, Made]
     reads: Mapping[int, tuple[Spec, ...]]
-
-
-def masked_share(is_causal: bool) -> float:
-    """The share of an attention's products that a kernel computes under its mask.
-
-    Rates of kernels count these alone.
-    """
-    return _CAUSAL_SHARE if is_causal else 1.0
 
 
 class Terms:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -34,8 +34,8 @@ Axes = tuple[tuple[str, int], ...]
 
 # What JAX takes of a GPU's memory by default.
 _TAKEN_SHARE = 0.75
-_SHORT = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)")
-_SLICE = re.compile(r"([A-Za-z][\w-]*):(\d+(?:x\d+)*)")
+_SHORT = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x(?P<kind>[A-Za-z][\w-]*)")
+_SLICE = re.compile(r"(?P<kind>[A-Za-z][\w-]*):([1-9]\d*(?:x[1-9]\d*)*)")
 # Of a curve whose time is a latency and so much for each byte.
 _SIZES = (1 << 10, 1 << 20, 1 << 30)
 
@@ -65,6 +65,10 @@ class Cluster:
         closed = tuple(size % self.kind.torus_ring == 0 for size in self.torus)
         # A slice of cubes closes where it is made of whole ones.
         return closed if len(closed) < 3 else (all(closed),) * len(closed)
+
+    def has(self, axes: Axes) -> bool:
+        """Returns True if a mesh's axes lie along a slice; so do all elsewhere."""
+        return not self.torus or self.places(axes) is not None
 
     def places(self, axes: Axes) -> np.ndarray | None:
         """Coordinates in a slice as JAX lays a mesh; None if a dim would be split."""
@@ -100,7 +104,7 @@ class DescribedMesh:
     def memory_bytes(self) -> int:
         """Memory of a device that programs may use."""
         share = 1.0 if self.cluster.torus else _TAKEN_SHARE
-        return int(share * self.cluster.kind.memory_gib.value * 2**30)
+        return int(share * self.cluster.kind.memory_bytes)
 
     @property
     def crossing(self) -> tuple[str, ...]:
@@ -170,7 +174,9 @@ class DescribedMesh:
         assert network is not None, "mesh_of has seen it"
         adapter = network.value * 1e6
         if network.basis == "specified" and link is not None:
-            adapter *= _reached(what, points, ways, link.value * 1e6)
+            # Of it as much as large collectives reach of a link.
+            sent = points[-1][0] * sent_share(what, ways) / (points[-1][1] - floor)
+            adapter *= min(1.0, sent / (link.value * 1e6))
         if what == "all-to-all":
             share = (size - near) / size / size / adapter
         else:
@@ -208,13 +214,6 @@ class DescribedMesh:
     def _group(self, names: Iterable[str]) -> tuple[slice | int, ...]:
         """Indices of the first group of devices along some axes."""
         return tuple(slice(None) if n in names else 0 for n, _ in self.axes)
-
-
-def _reached(what: str, known: Curve, ways: int, link_bytes_per_ms: float) -> float:
-    """The share of a link that large collectives use, at most all of it."""
-    largest, ms = known[-1]
-    sent = largest * sent_share(what, ways) / (ms - known[0][1])
-    return min(1.0, sent / link_bytes_per_ms)
 
 
 @cache
@@ -270,7 +269,7 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
             f"them is x={cluster.count} (--mesh x={cluster.count})."
         )
     found = DescribedMesh(cluster=cluster, axes=axes)
-    if not lies_along(cluster, axes):
+    if not cluster.has(axes):
         raise MeshError(
             f"The mesh {given} does not lie along the slice {text}: each axis takes "
             f"one or several of its dims whole. x={cluster.count} does."
@@ -283,11 +282,6 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
             "device sends to another host)."
         )
     return found
-
-
-def lies_along(cluster: Cluster, axes: Axes) -> bool:
-    """Returns True if a mesh's axes lie along a slice; so do all of other clusters."""
-    return not cluster.torus or cluster.places(axes) is not None
 
 
 def cluster_of(text: str) -> Cluster:
@@ -305,50 +299,36 @@ def cluster_of(text: str) -> Cluster:
                 f"The description {path} cannot be read: {type(error).__name__}: "
                 f"{error}. docs/planning-ahead.md has one."
             ) from error
-        return _cluster(path.name, found, found.hosts, found.devices_per_host)
-    if match := _SLICE.fullmatch(text.strip()):
-        torus = tuple(map(int, match[2].split("x")))
-        found = kind(match[1])
-        if len(torus) != found.torus_dims or 0 in torus:
-            raise TargetError(_no_slice(found, text))
-        return Cluster(
-            text=text, kind=found, hosts=1, per_host=prod(torus), torus=torus
-        )
-    match = _SHORT.fullmatch(text.strip())
-    if match is None or "0" in (match[1], match[2]):
+        hosts, per_host = found.hosts, found.devices_per_host
+        return Cluster(text=path.name, kind=found, hosts=hosts, per_host=per_host)
+    slice_, match = _SLICE.fullmatch(text.strip()), _SHORT.fullmatch(text.strip())
+    words = match or slice_
+    if words is None:
         raise TargetError(
             f"The description {text!r} cannot be read. Expected 4xh200, 2x8xh100 "
             "(hosts x devices of each x kind), v5e:4x4 (a slice), or a .toml file; "
             f"kinds are {', '.join(kinds())}."
         )
-    hosts, per_host, found = int(match[1] or 1), int(match[2]), kind(match[3])
-    if found.torus_dims:
-        raise TargetError(_no_slice(found, text))
-    if per_host > (most := found.devices_per_host):
-        count = hosts * per_host
+    name, torus = words["kind"], ()
+    if slice_ is not None:
+        torus = tuple(map(int, slice_[2].split("x")))
+    found = kind(name)
+    if len(torus) != found.torus_dims:
+        example = {0: f"8x{name}", 2: f"{name}:4x4", 3: f"{name}:2x2x4"}
+        raise TargetError(
+            f"{text!r} does not describe devices of {found.name}. Give "
+            f"{example[found.torus_dims]}, for instance."
+        )
+    hosts, per_host = 1, prod(torus)
+    if match is not None:
+        hosts, per_host = int(match[1] or 1), int(match[2])
+    count, most = hosts * per_host, found.devices_per_host
+    if not torus and per_host > most:
         hosts = next(n for n in range(-(-count // most), count + 1) if count % n == 0)
+        short = f"{hosts}x{count // hosts}x{name}"
         raise TargetError(
             f"A host holds {most} {found.name}, and {text} asks for {per_host} in one. "
-            f"Give {hosts}x{count // hosts}x{match[3]} (--for "
-            f"{hosts}x{count // hosts}x{match[3]}), hosts with a network between "
-            "them; a file describes larger hosts, with devices_per_host."
+            f"Give {short} (--for {short}), hosts with a network between them; a file "
+            "describes larger hosts, with devices_per_host."
         )
-    return _cluster(text, found, hosts, per_host)
-
-
-def _cluster(
-    text: str, found: DeviceKind, hosts: int, per_host: int, torus: Sequence[int] = ()
-) -> Cluster:
-    return Cluster(
-        text=text, kind=found, hosts=hosts, per_host=per_host, torus=tuple(torus)
-    )
-
-
-def _no_slice(found: DeviceKind, text: str) -> str:
-    if not found.torus_dims:
-        return f"{text!r} is a slice, and {found.name} is no TPU. Give 8x{found.name}."
-    slices = "4x4" if found.torus_dims == 2 else "2x2x4"
-    return (
-        f"{text!r} is no slice of {found.name}, which has {found.torus_dims} dims. "
-        f"Give {found.name}:{slices}, for instance."
-    )
+    return Cluster(text=text, kind=found, hosts=hosts, per_host=per_host, torus=torus)

@@ -12,7 +12,6 @@ import os
 import tomllib
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from difflib import get_close_matches
 from functools import cache
 from importlib import resources
 from typing import Annotated, Any, Literal
@@ -32,7 +31,7 @@ from cfp.profiling.rates import KINDS, Curve, Rates, rising
 Count = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
 Positive = Annotated[float, Field(strict=True, gt=0)]
 Points = Annotated[list[tuple[Positive, Positive]], Field(min_length=2)]
-RateName = Literal["bfloat16_tflop_per_s", "float32_tflop_per_s", "memory_gb_per_s"]
+Basis = Literal["measured", "specified"]
 
 
 class _Table(BaseModel):
@@ -53,7 +52,7 @@ class Number(_Table):
     """
 
     value: Annotated[float, Field(strict=True, gt=0, lt=1e7)]
-    basis: Literal["measured", "specified"] = "specified"
+    basis: Basis = "specified"
     source: str = ""
 
     @model_validator(mode="before")
@@ -70,7 +69,7 @@ class Curves(_Table):
     """
 
     devices: Count = 2
-    basis: Literal["measured", "specified"] = "specified"
+    basis: Basis = "specified"
     source: str = ""
     all_reduce: Points = Field(alias="all-reduce")
     all_gather: Points = Field(alias="all-gather")
@@ -92,6 +91,7 @@ class DeviceKind(_Table):
         measured: rates that were measured, of those that are specified.
         link_gb_per_s: of TPUs what one link sends one way; each dim of a slice has two.
         link_latency_us: of TPUs the time from a device to its neighbour.
+        target_config: of GPUs what XLA's compiler has to know, in its own format.
         torus_dims: of TPUs the dims of a slice; 0 of devices that have no torus.
         torus_ring: a slice's dim of a multiple of this closes to a ring.
     """
@@ -111,6 +111,7 @@ class DeviceKind(_Table):
     # One message over a network of InfiniBand or RoCE, where a description says
     # nothing: about what network adapters are sold with.
     network_latency_us: Number = Number(value=5.0)
+    target_config: str = ""
     torus_dims: int = 0
     torus_ring: int = 1
     measured: dict[str, Number] = {}
@@ -126,6 +127,11 @@ class DeviceKind(_Table):
     def platform(self) -> str:
         """The platform by JAX's name."""
         return "tpu" if self.torus_dims else "gpu"
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of a device."""
+        return int(self.memory_gib.value * 2**30)
 
     def specified(self, name: str) -> float:
         """A rate as its file specifies it."""
@@ -184,16 +190,16 @@ def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
     try:
         return DeviceKind.model_validate({"name": name, "device_kind": name, **data})
     except ValidationError as error:
-        first = error.errors()[0]
+        first, near = error.errors()[0], ""
         path = ".".join(map(str, first["loc"]))
-        text = f"{where}: {path} = {first['input']!r}"[:200] + f": {first['msg']}."
-        if first["type"] == "missing":
-            text = f'{where} does not say all of a device: {path} is missing. kind = "'
-            text += f'{_MEASURED_KIND}" starts from a shipped kind.'
-        elif first["type"] == "extra_forbidden":
-            [near] = get_close_matches(path, DeviceKind.model_fields, 1, 0.0)
-            text = f"{where} has the unknown name {path}; did you mean {near}?"
-        raise TargetError(f"{text} See docs/planning-ahead.md.") from error
+        value = "" if first["type"] == "missing" else f" = {first['input']!r}"[:200]
+        if first["type"] == "extra_forbidden":
+            near = nearest(path, DeviceKind.model_fields)
+        raise TargetError(
+            f"{where}: {path}{value}: {first['msg']}. {near}kind = "
+            f'"{_MEASURED_KIND}" starts from a shipped kind; see '
+            "docs/planning-ahead.md."
+        ) from error
 
 
 def _shipped(name: str) -> tuple[str, dict[str, Any]]:
@@ -236,12 +242,6 @@ def kind_of(device_kind: str) -> DeviceKind | None:
     """A shipped kind, by JAX's name of it; None if there is none of that name."""
     shipped = map(kind, sorted({*kinds().values()}))
     return next((one for one in shipped if one.device_kind == device_kind), None)
-
-
-def memory_of(device_kind: str) -> int | None:
-    """Memory of a device, by JAX's name of its kind; None if that is not shipped."""
-    known = kind_of(device_kind)
-    return known and int(known.memory_gib.value * 2**30)
 
 
 def description_of(mesh: Mesh, rates: Rates) -> str:

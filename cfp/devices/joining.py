@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -118,15 +118,39 @@ def join(
             "cluster_detection_method": "deactivate",
         }
 
-    def initialize() -> None:
-        jax.distributed.initialize(
-            **where,  # pyright: ignore[reportArgumentType]
-            initialization_timeout=join_seconds + _LATER_SECONDS,
-            heartbeat_timeout_seconds=lost_seconds,
-            shutdown_timeout_seconds=lost_seconds,
-        )
+    failures: list[BaseException] = []
 
-    _in_time(initialize, max(end - time.monotonic(), 1.0), member, join_seconds)
+    def initialize() -> None:
+        try:
+            jax.distributed.initialize(
+                **where,  # pyright: ignore[reportArgumentType]
+                initialization_timeout=join_seconds + _LATER_SECONDS,
+                heartbeat_timeout_seconds=lost_seconds,
+                shutdown_timeout_seconds=lost_seconds,
+            )
+        except BaseException as error:
+            failures.append(error)
+
+    # In a thread, which nothing can interrupt, and which is not waited for.
+    thread = threading.Thread(target=initialize, name="cfp-join", daemon=True)
+    thread.start()
+    thread.join(max(end - time.monotonic(), 1.0))
+    if thread.is_alive():
+        of = f"{member.processes} processes" if member else "processes"
+        raise ProcessError(
+            f"Not all {of} of this program have come together within {join_seconds} s "
+            f"at {member.coordinator if member else 'the address'}. Start all at about "
+            "the same time, each with a number of its own; see what the missing ones "
+            "printed."
+        )
+    if failures:
+        reason = (str(failures[0]).strip().splitlines() or [repr(failures[0])])[0]
+        raise ProcessError(
+            f"The processes cannot be brought together: {reason}. Give "
+            "cfp.join(coordinator, processes, process_id), or the variables "
+            f"{COORDINATOR}, {PROCESSES} and {PROCESS_ID}; outside of Slurm and the "
+            "like JAX cannot find the others by itself."
+        ) from failures[0]
     if (talk := coordination()) is not None:
         # Before the heartbeats are missed: there is more to say here.
         talk.after_failure = min(talk.after_failure, 0.6 * lost_seconds)
@@ -159,43 +183,6 @@ def _look(member: Membership, end: float, join_seconds: int) -> None:
         f"{reason}. Start process 0 of {member.processes}, too; give the address that "
         "this host reaches it by; see that no firewall keeps the port shut."
     )
-
-
-def _in_time(
-    initialize: Callable[[], None],
-    seconds: float,
-    member: Membership | None,
-    join_seconds: int,
-) -> None:
-    """Initialises in a thread, which nothing can interrupt, and waits for it."""
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            initialize()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name="cfp-join", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        assert member is not None or not failures
-        of = f"{member.processes} processes" if member else "processes"
-        raise ProcessError(
-            f"Not all {of} of this program have come together within {join_seconds} s "
-            f"at {member.coordinator if member else 'the address'}. Start all at about "
-            "the same time, each with a number of its own; see what the missing ones "
-            "printed."
-        )
-    if failures:
-        reason = (str(failures[0]).strip().splitlines() or [repr(failures[0])])[0]
-        raise ProcessError(
-            f"The processes cannot be brought together: {reason}. Give "
-            "cfp.join(coordinator, processes, process_id), or the variables "
-            f"{COORDINATOR}, {PROCESSES} and {PROCESS_ID}; outside of Slurm and the "
-            "like JAX cannot find the others by itself."
-        ) from failures[0]
 
 
 def _compare_versions() -> None:

@@ -158,14 +158,14 @@ class Built(CompiledBytes):
     """A compiled program and what the compiler says about it.
 
     Attributes:
-      compiled: takes and returns flat arrays.
+      compiled: takes and returns flat arrays; None of what a child has compiled.
       shared: the same in other processes that have devices of the mesh.
       collectives: what one run sends.
       build_seconds: tracing, lowering and compiling.
     """
 
     key: ProfileKey
-    compiled: jax.stages.Compiled
+    compiled: Any
     shared: Shared | None = None
     collectives: tuple[Collective, ...] = ()
     build_seconds: float = 0.0

@@ -1,10 +1,12 @@
 """Reads collectives out of a compiled program's HLO text.
 
-Read are the forms that XLA's CPU and GPU compilers print:
+Read are the forms that XLA's compilers print:
 
     %a = f32[64]{0} all-reduce(%x), replica_groups={{0,1},{2,3}}, to_apply=%add
     %b = (f32[8]{0}, f32[32]{0}) all-gather-start(%y), replica_groups=[1,4]<=[4], ...
     %c = f32[8]{0} reduce-scatter(%z), replica_groups=mesh['x'=4,'y'=2] {'x'}, ...
+
+TPUs' repeats one that runs beside fusions in each, and scatters in an all-reduce.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 _MESH_AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\(\d+\)(\d+))?")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=")
 _LISTED_GROUPS = re.compile(r"replica_groups=\{(\{[^=]*?\})?\}")
+_CHAIN = re.compile(r"channel_id=(\d+),.*chain_id=")
 _PAIRS = re.compile(r"source_target_pairs=\{([\d,{}\s]*)\}")
 
 
@@ -66,11 +69,16 @@ def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
     """
     total: Counter[_Sent] = Counter()
     for module in modules_in(_lines_that_count(hlo_text)):
-        devices = devices_of(module)
+        devices, chains = devices_of(module), set[str]()
         for name, runs in _runs(module).items():
             for one in module.computations[name]:
-                if (sent := sent_by(one, devices)) is not None:
-                    total[sent] += runs
+                sent, chain = sent_by(one, devices), _CHAIN.search(one.attributes)
+                if sent is None or (chain and chain[1] in chains):
+                    continue
+                chains |= {chain[1]} if chain else set()
+                if sent[0] == "all-reduce" and name.startswith("all-reduce-scatter"):
+                    sent = ("reduce-scatter", *sent[1:])
+                total[sent] += runs
     return tuple(
         Collective(kind=kind, bytes=size, group_size=group, count=count)
         for (kind, size, group), count in sorted(
@@ -196,14 +204,11 @@ def _group_size(kind: str, text: str, devices: int) -> int:
 
 
 def _largest_ring(pairs: str) -> int:
-    """Size of the largest set of devices that send to each other."""
-    leader: dict[str, str] = {}
-
-    def find(device: str) -> str:
-        while leader.setdefault(device, device) != device:
-            device = leader[device]
-        return device
-
-    for source, target in re.findall(r"(\d+)\s*,\s*(\d+)", pairs):
-        leader[find(source)] = find(target)
-    return max(Counter(find(device) for device in leader).values(), default=1)
+    """Size of the largest ring, or row, of devices that send to each other."""
+    target, largest = dict(re.findall(r"(\d+)\s*,\s*(\d+)", pairs)), 1
+    for first in target:
+        size, device = 1, target[first]
+        while device not in (None, first) and size <= len(target):
+            size, device = size + 1, target.get(device)
+        largest = max(largest, size)
+    return largest

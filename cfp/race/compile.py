@@ -12,6 +12,8 @@ from functools import partial
 
 from jax.sharding import Mesh
 
+from cfp.devices.described import DescribedMesh
+from cfp.devices.elsewhere import build_elsewhere
 from cfp.profiling.builder import BuildEnvironment, Built, build
 from cfp.profiling.compile_pool import (
     CompilePool,
@@ -47,7 +49,7 @@ class Builder:
     """
 
     program: Program
-    mesh: Mesh
+    mesh: Mesh | DescribedMesh
     store: ProfileStore
     budget_bytes: int | None = None
     end: float = math.inf
@@ -55,9 +57,30 @@ class Builder:
     built: dict[str, Built] = field(default_factory=dict, repr=False)
 
     @property
+    def devices(self) -> Mesh:
+        """The mesh that programs run on."""
+        assert isinstance(self.mesh, Mesh), "nothing runs on described devices"
+        return self.mesh
+
+    @property
+    def platform(self) -> str:
+        """The platform of what compiles: for described devices this machine."""
+        is_here = isinstance(self.mesh, Mesh)
+        return self.devices.devices.flat[0].platform if is_here else "cpu"
+
+    @property
     def at_once(self) -> int:
         """Programs that compile side by side, at most."""
-        return default_threads(self.mesh.devices.flat[0].platform)
+        return default_threads(self.platform)
+
+    def build(self, one: RaceProgram) -> Built | ProfileRecord:
+        """Compiles a program; for described devices in a child."""
+        program, mesh = one.stands_on or (self.program, self.mesh)
+        if isinstance(mesh, Mesh):
+            kept = BuildEnvironment.beside(self.store.path)
+            return build(program, mesh, one.job, kept)
+        limit = self.options.limits.build_seconds
+        return build_elsewhere(program, mesh, one.job, limit)
 
     @property
     def in_flight(self) -> InFlight:
@@ -96,21 +119,17 @@ def build_each(
     wanted = {one.job.key.digest: one for one in programs}
     if not wanted:
         return {}
-    mesh, built, options = builder.mesh, builder.built, builder.options
-    platform = mesh.devices.flat[0].platform
-    most_bytes = builder.budget_bytes
+    built, options = builder.built, builder.options
+    most_bytes, most = builder.budget_bytes, builder.at_once
     environment = BuildEnvironment.beside(builder.store.path)
-    most = builder.at_once
     pairs = [(digest, built.get(one.identity)) for digest, one in wanted.items()]
     there = {digest: ready for digest, ready in pairs if ready is not None}
-    is_untuned = environment.is_untuned(platform)
+    is_untuned = environment.is_untuned(builder.platform)
     begun, lock = list[str](), threading.Lock()
 
     def may_race(digest: str, outcome: Built | ProfileRecord) -> bool:
         """True if it was built, and is small enough."""
-        if not isinstance(outcome, Built):
-            return False
-        return fits(outcome, most_bytes)
+        return isinstance(outcome, Built) and fits(outcome, most_bytes)
 
     done = [digest for digest, one in there.items() if may_race(digest, one)]
 
@@ -128,9 +147,8 @@ def build_each(
             return replace(ready, key=one.job.key)
         if not may_begin(digest):
             return None
-        where = one.stands_on or (builder.program, mesh)
         with in_flight.doing(one.job.key, one.job.label, "build"):
-            outcome = build(*where, one.job, environment)
+            outcome = builder.build(one)
         if isinstance(outcome, Built):
             built[one.identity] = outcome
         if may_race(digest, outcome):
@@ -191,7 +209,7 @@ def results_of(
         digest = one.job.key.digest
         outcome = outcomes.get(digest, Skipped(TOO_LATE))
         if isinstance(outcome, Built):
-            outcome = Compiled(outcome.size)
+            outcome = Compiled(outcome.size, outcome.collectives)
         found.append(
             RaceResult(
                 program=one,

@@ -13,7 +13,7 @@ from cfp.analysis.layout import SegmentKernels
 from cfp.fields import Count, Rung, Time, Words
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import Parts, ProfileKey
-from cfp.profiling.record import STATUSES, CompiledBytes, ProfileRecord
+from cfp.profiling.record import STATUSES, Collective, CompiledBytes, ProfileRecord
 from cfp.program.graph import Program
 from cfp.search.jobs import whole_job
 from cfp.settings import ConstraintLevel
@@ -67,6 +67,7 @@ class Compiled:
     """
 
     size: CompiledBytes
+    collectives: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class Skipped:
 
     reason: str
     size: CompiledBytes = field(default_factory=CompiledBytes)
+    collectives: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,11 +162,6 @@ class RaceResult:
         if self.record is None:
             return ()
         return tuple(self.record.drift * ms for ms in self.record.samples_ms)
-
-
-def time_ms(result: RaceResult) -> float:
-    """Returns a program's time; infinite if it failed or does not fit."""
-    return result.time_ms
 
 
 def programs_of(
@@ -259,6 +256,17 @@ def race_row(result: RaceResult) -> RaceRow:
         peak_bytes=result.peak_bytes,
         note=note,
     )
+
+
+def compiled_row(result: RaceResult) -> RaceRow:
+    """The row of a program that was compiled for devices that are not there."""
+    row, every = replace(race_row(result), rung="estimated"), result.outcome.collectives
+    texts = [row.note or "compiled, not run"]
+    for kind in dict.fromkeys(one.kind for one in every):
+        own = [one for one in every if one.kind == kind]
+        size = format_bytes(sum(one.count * one.bytes for one in own))
+        texts.append(f"{sum(one.count for one in own)} {kind} of {size}")
+    return replace(row, note="; ".join(texts))
 
 
 def left_out(candidate: Candidate, why: str) -> RaceRow:

@@ -31,6 +31,7 @@ from cfp.race.admission import (
     Admitted,
     compile_until_enough_fit,
     exempt_from_reach,
+    expected_ms,
     within_reach,
 )
 from cfp.race.candidates import (
@@ -47,6 +48,7 @@ from cfp.race.programs import (
     RaceResult,
     RaceRow,
     Skipped,
+    compiled_row,
     left_out,
     not_run,
     programs_of,
@@ -61,9 +63,7 @@ from cfp.race.remembered import (
 )
 from cfp.race.shortage import no_winner
 from cfp.race.turns import Ranking, race_programs, second_race
-from cfp.settings import (
-    MOST_REFUSED,
-)
+from cfp.settings import MOST_RACED, MOST_REFUSED, ConstraintLevel
 from cfp.solution import RACE_SECONDS, Candidate, Solution, prediction_of
 
 # A key of its own, so that this race cannot change the leaders of the first.
@@ -89,7 +89,7 @@ class Run:
         context = self.context
         return Builder(
             program=self.analysis.frame.program,
-            mesh=context.devices,
+            mesh=context.mesh,
             store=context.store,
             budget_bytes=context.budget_bytes,
             end=context.end,
@@ -355,16 +355,24 @@ def race(
     decided_by = context.decided_by
     if decided_by is DecidedBy.RACE:
         return _race(run, candidates, last_resort)
-    rows: list[RaceRow] = []
+    rows: Collection[RaceRow] = ()
     if isinstance(context.mesh, DescribedMesh):
-        problem = solution.problem
-        said = [prediction_of(analysis, problem, c.choice) for c in candidates]
+        said = (prediction_of(analysis, solution.problem, c.choice) for c in candidates)
         needs = [one.peak_bytes for one in said]
         rows = not_run(candidates, needs, context.budget_bytes)
     counts = solution.counts
     if decided_by is not DecidedBy.COMPILER:
         return RaceOutcome(winner=candidates[0], rows=tuple(rows), counts=counts)
-    fits = _first_that_fits(run, candidates, last_resort)
+    fits, refused = _first_that_fits(run, candidates, last_resort)
+    if rows:
+        seen = {one.candidate.key for one in (fits, *refused)}
+        whole = ConstraintLevel.EVERYTHING
+        others = [o for o in candidates if o.level is whole and o.key not in seen]
+        others.sort(key=expected_ms)
+        made = [fits, *run.compile_all(others[: MOST_RACED - 1]), *refused]
+        named = {row.name: row for row in rows}
+        rows = (named | {one.name: compiled_row(one) for one in made}).values()
+        counts = {**counts, RACE_SECONDS: run.seconds}
     return RaceOutcome(
         winner=fits.candidate,
         peak_bytes=fits.peak_bytes,
@@ -415,13 +423,13 @@ def _race(run: Run, candidates: Sequence[Candidate], last_resort: bool) -> RaceO
 
 def _first_that_fits(
     run: Run, candidates: Sequence[Candidate], last_resort: bool
-) -> RaceResult:
-    """The best by prediction whose whole program, compiled, fits in memory."""
+) -> tuple[RaceResult, list[RaceResult]]:
+    """The best by prediction whose whole program, compiled, fits; and what did not."""
     known, _ = run.remember(candidates)
     refused: list[RaceResult] = []
     attempts = run.attempts(candidates, known, True, last_resort)
     for made in attempts:
-        if made.fitting:
-            return made.fitting[0]
         refused += made.refused
+        if made.fitting:
+            return made.fitting[0], refused
     raise run.nothing_fits(refused)

@@ -103,21 +103,13 @@ def no_winner(
     error = _error(analysis, first, needed, use, choice)
     known = [r.candidate.predicted_ms for r in compiled if r.candidate.predicted_ms]
     error.fastest_ms = min(known, default=None)
-    text = _broken_text(results)
-    return error.with_line(text) if text else error
-
-
-def _broken_text(results: Sequence[RaceResult]) -> str:
-    """Names programs that failed otherwise than by memory; "" if none did."""
-    names = defaultdict[str, list[str]](list)
+    broken = defaultdict[str, list[str]](list)
     for one in results:
-        record = one.record
-        if record is not None and not (record.ok or record.status == "out_of_memory"):
-            names[one.note.partition("\n")[0]].append(one.name)
-    if not names:
-        return ""
-    reasons = [f"{', '.join(map(repr, own))}: {why}" for why, own in names.items()]
-    return f"Not for want of memory failed {'; '.join(reasons[:_MOST_NAMED])}"
+        if one.record and one.record.status not in ("ok", "out_of_memory"):
+            broken[one.note.partition("\n")[0]].append(repr(one.name))
+    for why, names in [*broken.items()][:_MOST_NAMED]:
+        error = error.with_line(f"{', '.join(names)} failed otherwise: {why}")
+    return error
 
 
 def least_short(
@@ -257,41 +249,20 @@ def _advice(
     analysis: Analysis, choice: Choice | None, parts: Sequence[str], large: set[str]
 ) -> str:
     """Suggests remedies, by what takes most memory."""
-    options = ["Raise the budget"]
-    if large == {RESERVE}:  # Each of more devices has as much for its allocator.
-        return f"{options[0]}. {_rematerialization_text(analysis, choice)}".rstrip()
-    options.append("use more devices")
+    advice = "Raise the budget"
+    if large != {RESERVE}:  # Each of more devices has as much for its allocator.
+        advice += ", use more devices"
     if not parts or parts[0] == TEMPORARIES or TEMPORARIES in large:
-        options.append(
-            "make the batch smaller, or, if the step takes microbatches, let it "
+        advice += (
+            ", make the batch smaller, or, if the step takes microbatches, let it "
             "through in parts (--microbatches, cfp.plan_fastest)"
         )
-    advice = ", ".join(options)
     if RESULTS in large:
-        advice += (
-            ", or donate the state (--donate 0, donate_argnums=0), so that the new one "
-            "takes the old one's place"
-        )
-    return f"{advice}. {_rematerialization_text(analysis, choice)}".rstrip()
-
-
-def _rematerialization_text(analysis: Analysis, choice: Choice | None) -> str:
-    """Describes whether rematerialization may still help."""
+        advice += ", or donate the state (--donate 0, donate_argnums=0)"
     able = [s.index for s in analysis.segments if can_rematerialize(analysis.frame, s)]
     if choice is None or not able:
-        return ""
-    text = (
-        f"{len(choice.remat)} of the {len(able)} segments that can be rematerialized "
-        "are already."
-        if choice.remat
-        else "No segment of this plan is rematerialized, and "
-        f"{len(able)} could be: a search does so where that saves memory by "
-        "prediction, a preset does not."
+        return f"{advice}."
+    return (
+        f"{advice}. {len(choice.remat)} of the {len(able)} segments that can be "
+        "rematerialized are; of a loop's body jax.checkpoint keeps less."
     )
-    program = analysis.frame.program
-    if any(op.kind == "while" and op.id not in program.opened for op in program.ops):
-        text += (
-            " A loop is rematerialized as a whole: put jax.checkpoint around its body, "
-            "so that it keeps less of each iteration."
-        )
-    return text

@@ -25,7 +25,7 @@ from cfp.race.compile import (
     known_records,
     results_of,
 )
-from cfp.race.programs import RaceProgram, RaceResult, time_ms
+from cfp.race.programs import RaceProgram, RaceResult
 from cfp.race.remembered import keep_race, of_one_race
 from cfp.settings import (
     ALIKE,
@@ -96,7 +96,7 @@ def race_programs(
     """
     jobs = {one.job.key.digest: one.job for one in programs}
     store, budget_bytes = builder.store, builder.budget_bytes
-    says_little = defaults_of(builder.mesh.devices.flat[0].platform).estimates
+    says_little = defaults_of(builder.platform).estimates
     known = known_records(builder, jobs)
     # What is known to be too large need not be compiled to find that out again.
     out = {d: r for d, r in known.items() if not (r.ok and fits(r, budget_bytes))}
@@ -213,7 +213,7 @@ class _Turns:
     @property
     def platform(self) -> str:
         """The platform of the devices, by JAX's name."""
-        return self.builder.mesh.devices.flat[0].platform
+        return self.builder.platform
 
     @property
     def is_measured(self) -> bool:
@@ -237,7 +237,7 @@ class _Turns:
     def compile_generators(self, digest: str) -> None:
         """Compiles what makes a program's inputs."""
         one = self.programs[digest]
-        where = one.stands_on or (self.builder.program, self.builder.mesh)
+        where = one.stands_on or (self.builder.program, self.builder.devices)
         compile_generators(*where, one.job)
 
     def warm_up(self) -> None:
@@ -327,7 +327,7 @@ class _Turns:
 
     def _run(self, digest: str, timing: TimingOptions) -> ProfileRecord:
         one = self.programs[digest]
-        where = one.stands_on or (self.builder.program, self.builder.mesh)
+        where = one.stands_on or (self.builder.program, self.builder.devices)
         expected_ms = one.candidate.predicted_ms or 0.0
         with self.in_flight.doing(one.job.key, one.job.label, "run", expected_ms):
             return self.run_next(self.ready[digest], one.job, *where, timing=timing)
@@ -372,7 +372,7 @@ def second_race(
     Returns:
         Those, and variants of the leader; nothing if there are none.
     """
-    ran = sorted((one for one in raced if one.ran), key=time_ms)
+    ran = sorted((one for one in raced if one.ran), key=lambda one: one.time_ms)
     if not ran:
         return [], []
     # What is remembered may be a variant of something.
@@ -432,7 +432,11 @@ class Ranking:
     @property
     def results(self) -> list[RaceResult]:
         """All, the leaders first."""
-        others = sorted(self.others, key=time_ms) if self.leaders else self.others
+        others = (
+            sorted(self.others, key=lambda one: one.time_ms)
+            if self.leaders
+            else self.others
+        )
         return [*self.leaders, *others]
 
     @property
@@ -447,7 +451,7 @@ class Ranking:
         ]
         if not ran:
             return []
-        fastest = min(ran, key=time_ms)
+        fastest = min(ran, key=lambda one: one.time_ms)
 
         def ties(one: RaceResult) -> bool:
             few = min(len(one.samples_ms), len(fastest.samples_ms)) < 2

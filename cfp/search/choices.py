@@ -159,15 +159,29 @@ def first_candidates(
     return every
 
 
-def estimate_kinds(analysis: Analysis, rates: Rates) -> tuple[SegmentEstimate, ...]:
-    """Estimates the representative of every kind of segment."""
+def estimate_kinds(
+    analysis: Analysis,
+    rates: Rates,
+    fixed: Sequence[Strategy] | None = None,
+    modes: Set[Storage] = frozenset(Storage),
+) -> tuple[SegmentEstimate, ...]:
+    """Estimates the representative of every kind of segment.
+
+    Args:
+        fixed: the strategy that every block has; None to choose among all.
+        modes: ways to store parameters to choose among.
+    """
     terms = Terms(analysis.frame, rates)
     segments = analysis.segments
     found = []
     for kind, index in enumerate(analysis.representatives):
         behind = segments[index + 1] if index + 1 < len(segments) else None
         twin = behind if behind is not None and behind.kind == kind else None
-        found.append(estimate_segment(terms, segments[index], twin))
+        among = None
+        if fixed is not None:
+            alike = [one.blocks for one in segments if one.kind == kind]
+            among = [{*map(fixed.__getitem__, o)} for o in zip(*alike, strict=True)]
+        found.append(estimate_segment(terms, segments[index], twin, among, modes))
     return tuple(found)
 
 
@@ -185,29 +199,17 @@ def estimate_among(
     Args:
         named: presets and what propagation makes, by name, the plainest among them.
     """
-    estimates = estimate_kinds(analysis, rates)
     modes, fixed = {*Storage}, None
     if Dimension.STORAGE not in dimensions or not analysis.frame.mesh:
         modes = {Storage.USED}
     if Dimension.SHARDING not in dimensions:
         fixed = plainest(named).blocks
-    if fixed is None and len(modes) > 1:
-        return estimates, named
     kept = {
         name: choice
         for name, choice in named.items()
         if modes.issuperset(choice.storage) and fixed in (None, choice.blocks)
     }
-    found = []
-    for kind, estimate in enumerate(estimates):
-        strategies = None
-        if fixed is not None:
-            alike = [one.blocks for one in analysis.segments if one.kind == kind]
-            strategies = [
-                {*map(fixed.__getitem__, same)} for same in zip(*alike, strict=True)
-            ]
-        found.append(estimate.among(strategies, modes))
-    return tuple(found), kept
+    return estimate_kinds(analysis, rates, fixed, modes), kept
 
 
 def leading_presets(

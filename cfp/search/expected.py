@@ -128,7 +128,8 @@ def estimate_options(
 
     def expected(kind: int, remat: bool) -> list[Option]:
         mine = [replace(c, remat=remat) for c in candidates[kind]]
-        return expect(costs, kind, estimates[kind].without_twin(), (), mine)
+        own = replace(estimates[kind], edge_ms=estimates[kind].own_edge_ms)
+        return expect(costs, kind, own, (), mine)
 
     options = [expected(kind, False) for kind in range(len(estimates))]
     fastest = solve_within(build_problem(costs, options, None), None)

@@ -289,10 +289,8 @@ class RequestBuilder:
         options = [
             preferred_variant(analysis, other, one, self.replacing) for one in options
         ]
-        ways = [
-            (self.costs.reshard_ms(index, near, candidate, option), option)
-            for option in options
-        ]
+        [moves] = self.costs.reshardings_ms(index, near, [candidate], options)
+        ways = zip(moves, options, strict=True)
         reshard_ms, neighbour = min(ways, key=lambda way: way[0])
         reshard_ms /= segments[index].repeat  # What is measured runs once.
         alone = self._alone(analysis.representatives[other], neighbour)

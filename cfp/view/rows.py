@@ -294,7 +294,7 @@ def chosen_text(plan: Plan) -> str:
     if plan.predicted_ms is None:
         return "by its name"
     if plan.rung == "estimated":
-        return "by estimates; nothing was measured or compiled"
+        return "by estimates; nothing was run" + " or compiled" * (not plan.peak_bytes)
     return "by prediction, without a race"
 
 

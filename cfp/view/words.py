@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 
 from cfp.analysis.layout import SegmentKernels, Storage
-from cfp.devices.device_kind import memory_of
+from cfp.devices.device_kind import kind_of
 from cfp.plan.figures import VARIANTS_SECONDS, StrategyFigures
 from cfp.plan.parts import MoveFigure, PlanSegment, TensorFigure, roles_text, shape_of
 from cfp.plan.plan import Plan
@@ -293,7 +293,8 @@ def budget_text(plan: Plan) -> str:
     budget = plan.figures.budget_bytes if plan.figures else None
     if budget is None:
         return ""
-    whole = memory_of(plan.environment.get("device_kind", ""))
+    kind = kind_of(plan.environment.get("device_kind", ""))
+    whole = kind and kind.memory_bytes
     is_known = whole is not None and budget <= whole
     of = f"the {format_bytes(whole)} of " if whole and is_known else ""
     text = f"a plan may use {format_bytes(budget)} of {of}each device"

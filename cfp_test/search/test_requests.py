@@ -194,5 +194,5 @@ def test_a_segment_beside_a_neighbour_is_corrected_by_the_same_price(analysis, m
         both = {index: item.candidate, near: other}
         left, right = sorted(both)
         costs = Costs(analysis, Rates.default(mesh))
-        found = costs.reshard_ms(left, right, both[left], both[right])
+        found = costs.reshardings_ms(left, right, [both[left]], [both[right]])[0][0]
         assert found == pytest.approx(item.reshard_ms)

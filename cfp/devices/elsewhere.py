@@ -1,0 +1,150 @@
+"""Compiles programs for described devices, each in a child process with a time limit.
+
+XLA's compilers for TPUs and for GPUs compile for a topology, without its devices. They
+may abort; then the child alone ends.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+from cfp.devices.described import DescribedMesh
+from cfp.devices.device_kind import DeviceKind
+from cfp.errors import TargetError
+from cfp.profiling.builder import BuildEnvironment, Built, Job, build_here
+from cfp.profiling.compiler_options import UNTUNED
+from cfp.profiling.hlo import collectives_in
+from cfp.profiling.record import ProfileRecord
+from cfp.program.graph import Program
+
+# This machine's devices are not asked for, and libtpu is there once for each child.
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_SKIP_MDS_QUERY": "1",
+}
+_LOOK_SECONDS = 0.5
+_NEEDED = re.compile(r"\(([\d.]+)([KMG])\) exceeds available HBM")
+
+
+def check_compiler(kind: DeviceKind) -> None:
+    """Looks for the compiler for a kind of device.
+
+    Raises:
+        TargetError: it is not installed, or needs to know more of the devices.
+    """
+    extra, modules = "tpu", ("libtpu",)
+    if kind.platform == "gpu":
+        extra, modules = "cuda", ("jax_cuda13_plugin", "jax_cuda12_plugin")
+        if not kind.target_config:
+            raise TargetError(
+                f"XLA needs to know more of {kind.name} to compile for it: "
+                "target_config in a description, as in cfp/devices/kinds/h200.toml."
+            )
+    if not any(map(find_spec, modules)):
+        raise TargetError(
+            f"Compiling for {kind.name} takes {modules[0]}, which is not installed: "
+            f'pip install "cfp[{extra}]", on Linux. Without --compile (compile=True) '
+            "a plan is by estimates alone."
+        )
+
+
+def topology_mesh(mesh: DescribedMesh) -> Mesh:
+    """The mesh of devices that programs may be compiled for, and cannot run on."""
+    cluster, kind = mesh.cluster, mesh.cluster.kind
+    if cluster.torus:
+        name = f"{kind.name}:{'x'.join(map(str, cluster.torus))}"
+        found = topologies.get_topology_desc(name, platform="tpu")
+    else:
+        found = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=kind.target_config,
+            topology=f"1x{cluster.hosts}x{cluster.per_host}",
+        )
+    names, sizes = zip(*mesh.axes, strict=True)
+    types = (AxisType.Auto,) * len(names)
+    return jax.make_mesh(sizes, names, types, devices=found.devices)
+
+
+def build_elsewhere(
+    program: Program, mesh: DescribedMesh, job: Job, limit_seconds: float
+) -> Built | ProfileRecord:
+    """Compiles a job for described devices; see :func:`cfp.profiling.builder.build`."""
+    started, status, reason = time.perf_counter(), "crashed", ""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        # A copy is without what was found in the program, which may not be pickled.
+        Path(folder, "asked").write_bytes(pickle.dumps((replace(program), mesh, job)))
+        environment = {**os.environ, **_ENVIRONMENT}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        if mesh.cluster.torus:
+            flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
+            environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+        command = [sys.executable, "-m", __name__, name]
+        with Path(folder, "said").open("wb") as said:
+            child = subprocess.Popen(command, env=environment, stderr=said)
+        while child.poll() is None and not (dumped := _dumped(folder)):
+            if time.perf_counter() - started > limit_seconds:
+                status, reason = "timeout", f"not done within {limit_seconds:.0f} s"
+                break
+            time.sleep(_LOOK_SECONDS)
+        child.kill()
+        if child.wait() == 0:
+            return pickle.loads(Path(folder, "answer").read_bytes())
+        seconds = time.perf_counter() - started
+        made = Built(key=job.key, compiled=None, build_seconds=seconds)
+        if status != "timeout" and (dumped := _dumped(folder)):
+            return replace(made, **dumped)
+        lines = Path(folder, "said").read_text(errors="replace").splitlines()[-3:]
+    reason = reason or f"the compiler ended with {child.returncode}: {' '.join(lines)}"
+    return made.record(status, reason=reason[:2000])
+
+
+def _dumped(folder: Path) -> Mapping[str, Any]:
+    """Memory and collectives that XLA:TPU has written, before it makes code.
+
+    Making code takes most of its time.
+    """
+    texts = [*folder.glob("*.after_optimizations_after_buffer_assignment.txt")]
+    sizes = [*folder.glob("*.after_optimizations-memory-usage-report.txt")]
+    if not texts or time.time() - texts[0].stat().st_mtime < _LOOK_SECONDS:
+        return {}
+    needed = re.search(r"default.*\nTotal bytes: (\d+)", sizes[0].read_text())
+    if needed is None:
+        return {}
+    collectives = collectives_in(texts[0].read_text())
+    return {"temp_bytes": int(needed[1]), "collectives": collectives}
+
+
+def _answer(folder: Path) -> None:
+    """Compiles the job that a folder has, and writes what became of it there."""
+    program, mesh, job = pickle.loads(Path(folder, "asked").read_bytes())
+    if mesh.cluster.kind.platform == "gpu":  # Tuning kernels takes a device.
+        job = replace(job, options=(*UNTUNED.items(), *job.options))
+    found = build_here(program, topology_mesh(mesh), job, BuildEnvironment())
+    if isinstance(found, Built):
+        found = replace(found, compiled=None)
+    elif size := _NEEDED.search(found.reason):
+        # Of a program that does not fit XLA:TPU says how much it needs in all.
+        needed = float(size[1]) * 2 ** (10 * "KMG".index(size[2]) + 10)
+        found = replace(found, temp_bytes=round(needed))
+    Path(folder, "answer").write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    _answer(Path(sys.argv[1]))

@@ -49,7 +49,7 @@ class PlannerSettings:
             found by compiling, which runs nothing.
         compile: whether the best few for described devices are compiled, and must fit.
         precision: "fp8" computes large 16-bit products of parameters in FP8, which
-            changes results; "" as the step has them. See docs/fp8.md.
+            changes results; "fp8,-*/router" leaves some out. See docs/fp8.md.
         measure: whether strategies are measured; False uses stored measurements only.
             By default they are, but not on virtual CPU devices, whose times say nothing
             about those of GPUs: there choices are made by estimates, and the plan and

@@ -262,7 +262,7 @@ OPTIONS: Mapping[str, Option] = {
     "precision": Option(
         str,
         "fp8: compute large 16-bit products of parameters in FP8, which changes "
-        "results. By default products are computed as the step has them.",
+        "results; fp8,-*/router leaves some out, by path. By default as written.",
         under=KERNELS,
         metavar="PRECISION",
     ),

@@ -215,6 +215,7 @@ def precision_text(plan: Plan) -> str:
     text = f"computed in FP8: {taken} of {taken + sum(counts.values())} 16-bit products"
     if names := few([*plan.products.get(TAKEN, ())]):
         text += f" ({names}), {plan.search.get('fp8_share', 0.0):.0%} of all FLOPs"
+    text += ", multiplied in 16 bits here" * (plan.environment.get("platform") == "cpu")
     left = []
     for why, count in counts.items():
         names = few([*filter(None, plan.products[why])])

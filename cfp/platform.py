@@ -20,7 +20,7 @@ from cfp.devices.joining import Membership, join_if_asked
 from cfp.errors import CfpError, DeviceError, MeshError
 from cfp.printable import mesh_text
 
-PLATFORMS = ("cpu", "cuda")
+PLATFORMS = ("cpu", "cuda", "tpu")
 DEFAULT_CPU_DEVICES = 4
 MOST_CPU_DEVICES = 4096
 

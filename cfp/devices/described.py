@@ -4,28 +4,28 @@ A cluster is some hosts of equally many devices of one kind. Devices of a host t
 its links, hosts over the network. A mesh goes over all devices in order, host by host,
 so its last axes stay within a host for as long as they fit into one.
 
-A slice of TPUs is a grid of devices with links between neighbours. JAX lays the axes of
-a mesh along its dims; a mesh whose axes do not lie so is refused.
+A slice of TPUs is a grid of devices, along whose dims JAX lays the axes of a mesh.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from cfp.devices.device_kind import DeviceKind, kind, kinds, read
+from cfp.devices.device_kind import DeviceKind, kind, kind_of, kinds, read
 from cfp.errors import MeshError, TargetError
 from cfp.profiling.rates import KINDS, Curve, Rates, axis_groups, sent_share
 from cfp.settings import defaults_of
@@ -114,13 +114,13 @@ class DescribedMesh:
     @property
     def environment(self) -> dict[str, str]:
         """The environment on which plans and estimates depend, as of real devices."""
-        torus = self.cluster.torus
+        known, of = self.cluster.kind, "x".join(map(str, self.cluster.torus))
         return {
             "described": self.cluster.text,
-            "platform": self.cluster.kind.platform,
-            "device_kind": self.cluster.kind.device_kind,
+            "platform": known.platform,
+            "device_kind": known.device_kind,
             "devices": str(self.cluster.count),
-            **({"slice": "x".join(map(str, torus))} if torus else {}),
+            **({"slice": f"{known.device_kind} {of}"} if of else {}),
             "hosts": str(self.cluster.hosts),
             "crosses_hosts": ",".join(self.crossing),
             "jax_version": jax.__version__,
@@ -214,6 +214,14 @@ class DescribedMesh:
     def _group(self, names: Iterable[str]) -> tuple[slice | int, ...]:
         """Indices of the first group of devices along some axes."""
         return tuple(slice(None) if n in names else 0 for n, _ in self.axes)
+
+
+def slice_of(devices: Sequence[Any]) -> str:
+    """The slice that devices are, such as ``TPU v5 lite 4x4``; "" of no TPUs."""
+    if (known := kind_of(devices[0].device_kind)) is None or not known.torus_dims:
+        return ""
+    box = np.ptp([one.coords for one in devices], axis=0)[: known.torus_dims] + 1
+    return f"{known.device_kind} {'x'.join(map(str, box))}"
 
 
 @cache

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
 from cfp.analysis.strategies import Spec
+from cfp.devices.described import slice_of
 from cfp.errors import PlanMismatch
 from cfp.plan.figures import Figures
 from cfp.plan.file import plan_data, plan_fields, read_json
@@ -535,7 +536,7 @@ class Plan:
         """The plan on a mesh with the axes it was made for.
 
         Raises:
-            PlanMismatch: the mesh has other axes.
+            PlanMismatch: the mesh has other axes, or is of another slice of TPUs.
         """
         check_mesh(mesh)
         axes = tuple((name, size) for name, size in mesh.shape.items() if size > 1)
@@ -545,6 +546,11 @@ class Plan:
                 f"{_mesh_text(axes)}.",
                 attempt="that mesh, or plan again",
                 commands=_OTHER_DEVICES,
+            )
+        here = slice_of([*mesh.devices.flat])
+        if here and here != (wanted := self.environment.get("slice", here)):
+            raise PlanMismatch(
+                f"The plan is for a slice {wanted}, and this is {here}. Plan again."
             )
         return replace(self, mesh=mesh, raced=None)
 

@@ -15,7 +15,7 @@ from cfp.plan.figures import (
     LeftFigures,
     WorthFigures,
 )
-from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN
+from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN, MoveFigure
 from cfp.plan.plan import Plan
 from cfp.printable import counted, merged_alike
 from cfp.program.fp8 import TAKEN
@@ -223,6 +223,21 @@ def precision_text(plan: Plan) -> str:
     return f"{text}; as written: {', '.join(left)}" if left else text
 
 
+def _crossing(plan: Plan) -> Values:
+    """Axes that cross hosts; bytes and time of their collectives, and of all others."""
+    across = plan.environment.get("crosses_hosts", "")
+    moves = [move for row in plan.rows for move in row.moves]
+    sides: list[list[MoveFigure]] = [[], []]
+    for move in moves:
+        sides[{*across.split(",")}.isdisjoint(move.axes)].append(move)
+    texts = (
+        f"{format_bytes(sum(one.total_bytes for one in side))} and "
+        f"{sum(one.time_ms or 0.0 for one in side):.3g} ms a step"
+        for side in sides
+    )
+    return (across, *texts) if across else ()
+
+
 _SLOW = "{} devices are no faster than one for this step{}"
 _INSTEAD = "use one, or a larger batch"
 _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
@@ -242,10 +257,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
         "all blocks run whole on each device: but for the update of what is stored in "
         f"parts, {_SLOW}: {_INSTEAD}",
     ),
-    (
-        lambda plan: plan.environment.get("crosses_hosts", ""),
-        "goes from host to host: {}",
-    ),
+    (_crossing, "goes from host to host: {}, {}; {} stay within hosts"),
     (
         _mostly_launches,
         "below {} ms launches of kernels and collectives, which estimates mostly leave "

@@ -96,7 +96,13 @@ def test_slow_links_change_what_is_chosen_between_hosts(folder):
     mesh = cfp.described("2x8xh100", x=2, y=8)
     found = cfp.plan(step, *arguments(4096), mesh=mesh, cache_dir=folder)
     assert found.environment["crosses_hosts"] == "x"
-    assert "goes from host to host: x" in repr(found)
+    assert "goes from host to host: x, " in repr(found)
+    # All data parallel, gradients go from host to host.
+    how = {"mesh": mesh, "cache_dir": folder, "preset": "data_parallel"}
+    plain = cfp.plan(step, *arguments(4096), **how)
+    across = [m for row in plain.rows for m in row.moves if "x" in m.axes]
+    text = " ".join(repr(plain).split())
+    assert across and f"{sum(m.time_ms for m in across):.3g} ms a step; " in text
 
 
 @pytest.fixture(scope="module")

@@ -210,3 +210,17 @@ def test_python_blocks_run(program, tmp_path):
         timeout=GUARD_SECONDS,
         check=True,
     )
+
+
+def test_figures_of_the_readme_are_in_its_pages():
+    """Each number of a row is in the page that the row links to."""
+    text = (ROOT / "README.md").read_text()
+    rows = [line for line in text.splitlines() if "](docs/results/" in line]
+    rows = [row for row in rows if row.startswith("|")]
+    assert len(rows) >= 6
+    for row in rows:
+        *cells, link = row.strip("| ").split("|")
+        page = (ROOT / re.search(r"\((.*)\)", link)[1]).read_text()
+        for figure in cells[1:]:
+            number = figure.strip().removesuffix(" s")
+            assert not number or re.search(rf"\b{re.escape(number)}\b", page), row

@@ -349,9 +349,9 @@ def _quantized(
     for move in reversed(moves):
         attributes = {name: move.attributes[name] for name in move.attributes}
         shape, element = move.results[0].type.shape, found.type.element_type
-        kind = ir.RankedTensorType.get(shape, element)
+        moved = ir.RankedTensorType.get(shape, element)
         with ir.InsertionPoint(move), move.location:
-            found = shardy.make(move.name, kind, found, **attributes)
+            found = shardy.make(move.name, moved, found, **attributes)
     return found, scale
 
 
@@ -360,18 +360,18 @@ def _put_quantization(value: ir.Value, kind: str) -> tuple[ir.Value, ir.Value]:
     dtype = numpy_dtype(str(ir.RankedTensorType(value.type).element_type))
     source = ir.Module.parse(_lowered(tuple(value.type.shape), str(dtype), kind))
     main = shardy.main_block(source)
-    if (maker := shardy.owner_of(value)) is None:
+    if isinstance(value.owner, ir.Block):
         location = ir.Location.unknown()
         point = ir.InsertionPoint.at_block_begin(value.owner)
     else:
-        location, point = maker.location, ir.InsertionPoint.after(maker)
+        location = value.owner.operation.location
+        point = ir.InsertionPoint.after(value.owner.operation)
     mapping = {main.arguments[0]: value}
     *body, last = [one.operation for one in main.operations]
     with point:
         for op in body:
             shardy.clone_with(op, mapping).location = location
-    quantized, scale = (mapping[one] for one in last.operands)
-    return quantized, scale
+    return mapping[last.operands[0]], mapping[last.operands[1]]
 
 
 @lru_cache(maxsize=256)

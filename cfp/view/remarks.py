@@ -93,7 +93,11 @@ def _loops(plan: Plan) -> Values:
 
 
 def _branches(plan: Plan) -> Values:
-    return few([text for text in plan.uncounted if not text.startswith("while")])
+    """The samples' range, since their median may be of one branch; and the branches."""
+    texts = [text for text in plan.uncounted if not text.startswith("while")]
+    timed = [ms for r in plan.race if r.name == plan.winner for ms in r.samples_ms]
+    span = f" (samples of {min(timed):.3f} to {max(timed):.3f} ms)" if timed else ""
+    return (span, few(texts)) if texts else ()
 
 
 def _estimates(plan: Plan) -> Values:
@@ -271,7 +275,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     ),
     (
         _branches,
-        "timed with the branch that was taken meanwhile, and predicted with all: a "
+        "timed with the branches taken meanwhile{}, and predicted with all: a "
         "step with another branch may take longer: {}",
     ),
     (_estimates, "predictions are estimates{}"),

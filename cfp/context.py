@@ -221,6 +221,7 @@ def _rules(
         levels=settings.constraint_levels or levels,
         reach=dict.fromkeys(ConstraintLevel, reach) if reach else usual.reach,
         compiler_options=usual_options if options is None else options,
+        first_options=usual.first_options if options is None and usual_options else {},
         replacing=replace(usual.replacing, **asked),
         replacing_for_memory=replace(usual.replacing_for_memory, **asked),
         dimensions=settings.dimensions,

@@ -33,8 +33,8 @@ class PlannerSettings:
             is measured after 0.6 of it, or after all where nothing races. Where none
             fits in memory at the end one more is compiled, the most likely to fit.
         compiler_options: sets of compiler options by the name that the race is to give
-            them. Without a memory budget all candidates race with the first, and the
-            fastest with each. By default a short list for the platform.
+            them; the fastest is raced with each, too. By default a short list for the
+            platform, of which all race with the first where no budget was asked for.
         attention: kernels that may take the place of the step's attentions, the
             preferred first, such as ("cudnn", "chunked"); () keeps attentions as they
             are written. By default on GPUs cuDNN's, which computes in the dtype of the

@@ -165,8 +165,8 @@ class PlatformDefaults:
         combined_bytes: up to so many bytes the compiler makes one collective of several
             that do not depend on each other.
         launch_ms: the least time of a kernel, however little it computes.
-        compiler_options: sets by name: all race with the first where no budget was
-            asked for, the leader with each and with none.
+        compiler_options: what the leader is raced with, too, by name.
+        first_options: what all race with where no budget was asked for, by name.
         replacing: kernels that may compute attentions.
         replacing_for_memory: the same where memory decides.
         dimensions: what is chosen among; of all else the plan has what is usual.
@@ -184,6 +184,7 @@ class PlatformDefaults:
     combined_bytes: int = 0
     launch_ms: float = 0.0
     compiler_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    first_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     replacing: Replacing = Replacing()
     replacing_for_memory: Replacing = _CHUNKED
     dimensions: frozenset[Dimension] = ALL_DIMENSIONS
@@ -233,6 +234,7 @@ _GPU = PlatformDefaults(
             "xla_gpu_enable_triton_gemm": "False",
         },
     },
+    first_options={"large collectives": _LARGE_COLLECTIVES},
     # decisions.md, "Kernels that compute the same are taken without being asked for".
     replacing=Replacing(attention=("cudnn",)),
     replacing_for_memory=replace(_CHUNKED, attention=("cudnn", *_CHUNKED.attention)),

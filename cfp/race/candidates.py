@@ -15,7 +15,7 @@ from cfp.profiling.rates import Rates
 from cfp.search.choices import kernel_variants, picks_of, whole_choice
 from cfp.search.problem import Option, Problem, scale_memory
 from cfp.search.solver import leanest, solve
-from cfp.settings import ConstraintLevel, Replacing
+from cfp.settings import ConstraintLevel, PlatformDefaults, Replacing
 from cfp.solution import Candidate, prediction_of
 
 
@@ -43,37 +43,29 @@ def named_candidates(
     Args:
         named: choices by name; what is rematerialized says so behind a comma.
     """
-    usual = next((level for level in levels if level in _PRESET_LEVELS), None)
+    usual = [level for level in levels if level in _PRESET_LEVELS][:1]
     found = []
     for name, choice in named.items():
         own = _PROPAGATED_LEVELS.get(name.partition(",")[0])
-        if (level := own or usual) in levels:
+        for level in usual if own is None else {own}.intersection(levels):
             title = level_name(name, level)
             found.append(Candidate(title, choice, None, level, {}, own is None))
     return found
 
 
-def variants(
-    one: Candidate,
-    options: Mapping[str, Mapping[str, str]],
-    levels: Sequence[ConstraintLevel],
-) -> list[Candidate]:
-    """Returns a leader without the options that all have, with others, at other levels.
-
-    Args:
-        options: sets of compiler options by name, the one that all have first.
-    """
+def variants(one: Candidate, rules: PlatformDefaults) -> list[Candidate]:
+    """Returns a leader without the first options, with others, and at other levels."""
     plain = one
-    for name, chosen in [*options.items()][:1]:
+    for name, chosen in rules.first_options.items():
         if one.name.endswith(f", {name}"):
             kept = {key: one.options[key] for key in one.options.keys() - chosen.keys()}
             plain = replace(one, name=one.name.removesuffix(f", {name}"), options=kept)
     others = [
         replace(one, name=level_name(one.name, level), level=level)
-        for level in levels
+        for level in rules.levels
         if one.is_preset and level in _PRESET_LEVELS and level is not one.level
     ]
-    return [plain, *with_options(plain, options), *others]
+    return [plain, *with_options(plain, rules.compiler_options), *others]
 
 
 def with_options(

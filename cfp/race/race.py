@@ -133,7 +133,7 @@ class Run:
         say_little = rules.estimates
         rounds = 1 if rules.compiler_options or say_little else rules.rounds
         raced = self.time(candidates, rounds)
-        first, new = second_race(raced, rules.compiler_options, rules.levels)
+        first, new = second_race(raced, rules)
         if not new or self.is_over():
             return Ranking((), raced)
         names = {one.name for one in first}
@@ -388,9 +388,8 @@ def _race(run: Run, candidates: Sequence[Candidate], last_resort: bool) -> RaceO
     """Whole programs, compiled until enough fit, and timed."""
     run.built.clear()
     if run.context.memory is None:  # These options may take memory.
-        for name, options in [*run.context.rules.compiler_options.items()][:1]:
-            first = {name: options}
-            candidates = [with_options(one, first)[0] for one in candidates]
+        first = run.context.rules.first_options
+        candidates = [(with_options(one, first) or [one])[0] for one in candidates]
     known, asked = run.remember(candidates)
     fitting, refused, left = [], [], []
     ranking = Ranking((), ())

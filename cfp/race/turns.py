@@ -32,6 +32,7 @@ from cfp.settings import (
     STAY_AFTER_LOOK,
     STAY_AFTER_TURN,
     ConstraintLevel,
+    PlatformDefaults,
     defaults_of,
 )
 from cfp.solution import Candidate
@@ -359,15 +360,13 @@ def _join(before: ProfileRecord | None, found: ProfileRecord) -> ProfileRecord:
 
 
 def second_race(
-    raced: Sequence[RaceResult],
-    options: Mapping[str, Mapping[str, str]],
-    levels: Sequence[ConstraintLevel] = (),
+    raced: Sequence[RaceResult], rules: PlatformDefaults
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Selects what races again: the leader, near ties, the best preset.
 
     Args:
         raced: the first race.
-        options, levels: of the leader's :func:`~cfp.race.candidates.variants`.
+        rules: what variants of the leader there are.
 
     Returns:
         Those, and variants of the leader; nothing if there are none.
@@ -380,7 +379,7 @@ def second_race(
     names = {one.name for one in raced}
     new = [
         one
-        for one in variants(ran[0].candidate, options, levels)
+        for one in variants(ran[0].candidate, rules)
         if one.key not in keys and one.name not in names
     ]
     if not new:

@@ -46,7 +46,7 @@ MISTAKES: list[list[str]] = [
     ["plan", TOY, "--mesh", "x=2,y=0"],
     ["plan", TOY, "--mesh", "x=2,x=2"],
     ["plan", TOY, "--mesh", "x=2", "--devices", "4"],
-    ["plan", TOY, "--platform", "tpu"],
+    ["plan", TOY, "--platform", "npu"],
     ["plan", TOY, "--platform", "gpu"],
     ["plan", TOY, *ON_CPU, "--memory-budget", "lots"],
     ["plan", TOY, *ON_CPU, "--pin", "weights"],

@@ -86,7 +86,9 @@ def test_attentions_of_the_zoo_are_replaced(mesh, untouched, model, way):
     scan, remat = way
     step = zoo(model, scan, remat, mesh)
     assert step.attentions.left_alone == ()
-    assert len(step.attentions.found) == (2 if model == "moe" else 1)
+    # A loop that computes a layer again has an attention of its own.
+    sites = (2 if model == "moe" else 1) * (2 if scan and remat else 1)
+    assert len(step.attentions.found) == sites
     if (model, scan) not in untouched:
         untouched[model, scan] = step.alone
     alone = untouched[model, scan]

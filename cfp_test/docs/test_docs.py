@@ -139,6 +139,15 @@ state, batch = jnp.ones((16, 16)), jnp.ones((16, 16))
 args = state, batch
 mesh = jax.make_mesh((4,), ("x",))
 """
+_ROUTER = """
+import jax, jax.numpy as jnp
+import cfp
+def step(state, batch):
+    new = [batch @ layer["w"] for layer in state["layers"]]
+    return state, sum(new) @ state["router"]
+w = jnp.ones((4, 4))
+args = {"router": w, "layers": [{"w": w}]}, w
+"""
 _PLAN = "cfp.plan(step, *args, mesh=mesh, preset='zero1')"
 _EXPORT = f"{_PLAN}.export('step.jax')\n"
 _TRAIN = "train(train_step, lambda key: state, [batch] * 2, args)\n"
@@ -146,6 +155,8 @@ _TRAIN = "train(train_step, lambda key: state, [batch] * 2, args)\n"
 _ALONE = "cfp.join = lambda: None\n"
 # (page, words of the block) -> what goes before it, and after it.
 AROUND = {
+    ("fp8.md", "cfp.parallelize"): (_STEP, ""),
+    ("fp8.md", "-*/router"): (_ROUTER, ""),
     ("planning-ahead.md", "cfp.described"): (_STEP, ""),
     ("reading-plans.md", "step.jax"): (_STEP + _EXPORT, ""),
     ("troubleshooting.md", "read_after_overwritten"): (_STEP, ""),

@@ -61,7 +61,7 @@ from cfp.settings import ConstraintLevel
 if TYPE_CHECKING:
     from cfp.plan.plan import Plan
 
-FORMAT = 10
+FORMAT = 11
 
 _MOST_BYTES = 64 * 2**20  # The plan of 96 layers has one or two megabytes.
 _MOST_AXES = 16
@@ -222,7 +222,7 @@ class PlanFile(_Part):
         uncounted: loops of which one iteration is counted, and branches.
     """
 
-    format: Literal[10]
+    format: Literal[11]
     fingerprint: Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")]
     mesh_axes: Annotated[tuple[_Axis, ...], Field(max_length=_MOST_AXES)]
     arguments: tuple[_Argument, ...]

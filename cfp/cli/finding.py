@@ -151,6 +151,10 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
     """Reads --for, if it was given."""
     text = given.get("described")
     if text is None:
+        if given.get("compile"):
+            raise CfpError(
+                "--compile is for devices that --for describes. Leave it out."
+            )
         return None
     for option in ("platform", "devices", "measure"):
         if given.get(option):

@@ -11,7 +11,8 @@ jit             as it is written
 kernel, jit     the model calls cuDNN's attention itself
 remat, jit      each layer in `jax.checkpoint`, with cuDNN's attention
 planned         at cfp's defaults, from an empty store
-planned, SHARE  the same, within SHARE of the memory that *jit* needs
+planned, FP8    the same, with FP8 products
+planned, SHARE  as planned, within SHARE of the memory that *jit* needs
 
 All take and return the same state, which goes from one to the next; a sample is the
 mean of five steps in a row after two. The file is written after each model.
@@ -99,7 +100,7 @@ def made_by_hand(
 
 
 def planned(
-    target: Target, budget: int | None, work: str
+    target: Target, budget: int | None, work: str, precision: str | None = None
 ) -> tuple[Step, dict[str, Any]]:
     """A plan's step, compiled, and what is known of the plan.
 
@@ -114,6 +115,7 @@ def planned(
         mesh=mesh,
         donate_argnums=target.donate,
         memory_budget=budget,
+        precision=precision,
         cache_dir=work,
     )
     row: dict[str, Any] = {
@@ -177,14 +179,17 @@ def compare(
         rows[name], ways[name] = {"peak_bytes": peak_bytes(compiled)}, compiled
     whole = rows["jit"].get("peak_bytes")
     with tempfile.TemporaryDirectory() as work:
-        for share in (None, *(given.shares if whole else ())):
-            name = "planned" if share is None else f"planned, {share:.0%}"
-            budget = None if share is None else int(share * whole)
+        for share in (None, "FP8", *(given.shares if whole else ())):
+            name, budget, precision = "planned", None, None
+            if share == "FP8":
+                name, precision = "planned, FP8", "fp8"
+            elif share is not None:
+                name, budget = f"planned, {share:.0%}", int(share * whole)
             if share is not None and time.monotonic() > until - 60:
                 rows[name] = {"failed": "no time was left"}
                 continue
             try:
-                ways[name], rows[name] = planned(target, budget, work)
+                ways[name], rows[name] = planned(target, budget, work, precision)
             except cfp.CfpError as error:
                 rows[name] = {"failed": str(error)}
             rows[name]["budget_bytes"] = budget

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from cfp.context import PlanContext
+from cfp.profiling.compile_pool import CompilePool
 from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
 from cfp.profiling.record import ProfileRecord
@@ -120,11 +121,12 @@ def _compare(
     split = len(part.derived)
     # These run twice: to try kernels out for them took ten seconds on an H200.
     is_gpu = context.rules.replacing.platform in GPU_PLATFORMS
-    options = dict(UNTUNED) if is_gpu else None
+    how: dict[str, Any] = {"compiler_options": dict(UNTUNED)} if is_gpu else {}
     try:
         lowered = [part.lower(*shardings), part.widened(*shardings)]
-        with ThreadPoolExecutor() as pool:
-            as_written, as_meant = pool.map(lambda one: one.compile(options), lowered)
+        with CompilePool(2) as pool:
+            begun = [pool.start("", partial(one.compile, **how)) for one in lowered]
+            as_written, as_meant = (one.result() for one in begun)
         replaced = jax.jit(lambda *x: part.replaced(mesh, *x))
         widen = jax.jit(
             lambda xs: [x.astype(wide_dtype(x.dtype)) for x in xs],

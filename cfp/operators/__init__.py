@@ -35,7 +35,6 @@ __all__ = [
     "OperatorError",
     "find",
     "matching",
-    *OPERATORS,
 ]
 
 

@@ -1,5 +1,7 @@
 """GPT, BERT and LLaMA attend, normalise, embed and learn as their papers say."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,13 +106,13 @@ def test_attention_equals_the_reference(causal, kv_heads, bias):
     names, turn = (HEADS, lambda x: x) if bias else (KV_HEADS, rotate)
 
     def project(name):
-        given = params[name] if bias else {"kernel": params[name]}
+        given: Any = params[name] if bias else {"kernel": params[name]}
         made = jnp.einsum("bsm,mhd->bshd", x, given["kernel"])
         return made + given.get("bias", 0.0)
 
     q, k, v = map(project, ("query", "key", "value"))
     mixed = jax.nn.dot_product_attention(turn(q), turn(k), v, is_causal=causal)
-    out = params["out"] if bias else {"kernel": params["out"]}
+    out: Any = params["out"] if bias else {"kernel": params["out"]}
     expected = jnp.einsum("bshd,hdm->bsm", mixed, out["kernel"]) + out.get("bias", 0)
     found = quick_jit(
         lambda params, x: attention(

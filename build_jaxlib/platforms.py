@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cfp.errors import TargetError, compose
+from cfp.errors import CfpError, compose
 
 CONSTRAINTS = Path(__file__).parent / "constraints"
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -114,10 +114,10 @@ def platform_of(
         glibc: minor version of glibc 2; the least that the wheels need if None.
 
     Raises:
-        TargetError: there are no wheels for it.
+        CfpError: there are no wheels for it.
     """
     if architecture not in ARCHITECTURES:
-        raise TargetError(
+        raise CfpError(
             compose(
                 "No wheelhouse can be made for this architecture.",
                 expected=" or ".join(ARCHITECTURES) + ", which jaxlib has wheels for",
@@ -128,7 +128,7 @@ def platform_of(
         )
     kind = ACCELERATORS[accelerator]
     if architecture not in kind.architectures:
-        raise TargetError(
+        raise CfpError(
             compose(
                 f"There are no wheels for {accelerator} on {architecture}: "
                 f"{kind.why_not}.",
@@ -138,7 +138,7 @@ def platform_of(
             )
         )
     if python not in PYTHONS:
-        raise TargetError(
+        raise CfpError(
             compose(
                 "cfp does not run on this version of Python.",
                 expected=", ".join(PYTHONS),
@@ -147,7 +147,7 @@ def platform_of(
             )
         )
     if glibc is not None and glibc < kind.glibc:
-        raise TargetError(
+        raise CfpError(
             compose(
                 f"The wheels for {accelerator} need a newer glibc.",
                 expected=f"2.{kind.glibc} or newer (ldd --version says which)",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cfp.cluster.machine import Machine, allows
-from cfp.errors import TargetError, compose
+from cfp.errors import CfpError, compose
 
 _DISK_BYTES = 40 << 30
 _MEMORY_BYTES = 15 << 30
@@ -40,7 +40,7 @@ def command(
         force: even where experience says that it will fail.
 
     Raises:
-        TargetError: it cannot be built here, with the reason.
+        CfpError: it cannot be built here, with the reason.
     """
     version = jax_version(checkout)
     needed = Machine.here().requirements()["jax"]
@@ -81,7 +81,7 @@ def jax_version(checkout: Path) -> str:
     """The release of a checkout.
 
     Raises:
-        TargetError: it is none.
+        CfpError: it is none.
     """
     script, version = checkout / "build" / "build.py", checkout / "jax" / "version.py"
     found = _VERSION.search(version.read_text()) if version.exists() else None
@@ -142,5 +142,5 @@ def _memory_bytes() -> int:
     return int(text.split("MemTotal:")[1].split()[0]) << 10
 
 
-def _refusal(summary: str, expected: str, got: str, attempt: str) -> TargetError:
-    return TargetError(compose(summary, expected=expected, got=got, attempt=attempt))
+def _refusal(summary: str, expected: str, got: str, attempt: str) -> CfpError:
+    return CfpError(compose(summary, expected=expected, got=got, attempt=attempt))

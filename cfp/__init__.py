@@ -16,21 +16,12 @@ if TYPE_CHECKING:
     from cfp.devices.described import described
     from cfp.devices.joining import join
     from cfp.errors import (
-        AttentionError,
-        CacheError,
         CfpError,
-        CompilerError,
-        DeviceError,
         MemoryBudgetError,
-        MeshError,
         OptionError,
-        PinError,
-        PlanFileError,
         PlanMismatch,
         ProcessError,
-        SettingsError,
         StepNotTraceable,
-        TargetError,
     )
     from cfp.plan.plan import Plan
     from cfp.planner_settings import PlannerSettings
@@ -41,27 +32,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PRESETS",
-    "AttentionError",
     "Basis",
-    "CacheError",
     "CfpError",
-    "CompilerError",
-    "DeviceError",
     "Fastest",
     "MemoryBudgetError",
-    "MeshError",
     "OptionError",
     "Outcome",
     "ParallelStep",
-    "PinError",
     "Plan",
-    "PlanFileError",
     "PlanMismatch",
     "PlannerSettings",
     "ProcessError",
-    "SettingsError",
     "StepNotTraceable",
-    "TargetError",
     "Variant",
     "attention",
     "attention_options",

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 from cfp.cluster.on_ray import plan_step
 from cfp.context import settings_or_defaults
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError, MeshError, OptionError, PlanMismatch, what_there_is
+from cfp.errors import CfpError, OptionError, PlanMismatch, what_there_is
 from cfp.passes.pipeline import Pins
 from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
@@ -122,7 +122,7 @@ def plan(
                 "PlannerSettings(ray=...)."
             )
         if mesh is None:
-            raise MeshError(
+            raise CfpError(
                 "A plan on a Ray cluster needs its mesh: "
                 "mesh=jax.sharding.AbstractMesh((4,), ('x',))."
             )
@@ -187,7 +187,7 @@ def parallelize(
 
     Raises:
         OptionError: there is no such option, or a given plan has decided it already.
-        PlanFileError: the file is no plan, or is not there.
+        PlanMismatch: the file is no plan, or is not there.
     """
     unknown = sorted(options.keys() - set(_OPTIONS))
     if unknown:

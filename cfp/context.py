@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from cfp.devices.described import DescribedMesh
 from cfp.devices.elsewhere import check_compiler
-from cfp.errors import CfpError, MeshError
+from cfp.errors import CfpError
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.coordination import coordination
 from cfp.profiling.key import Parts, environment_parts
@@ -232,7 +232,7 @@ def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:
     """Returns the agreement of the processes that have a mesh's devices.
 
     Raises:
-        MeshError: some processes have none of them.
+        CfpError: some processes have none of them.
     """
     if not isinstance(mesh, Mesh):
         return Agreement(alone=True)
@@ -240,7 +240,7 @@ def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:
     if not agreement.alone:
         theirs = {device.process_index for device in mesh.devices.flat}
         if without := sorted(set(range(jax.process_count())) - theirs):
-            raise MeshError(
+            raise CfpError(
                 "The mesh leaves out processes of this program.",
                 expected="a mesh with devices of all processes, or of one only",
                 got=f"{dict(mesh.shape)} of devices of processes "

@@ -130,44 +130,8 @@ class PlanMismatch(CfpError):
     """Arguments, program, mesh or versions do not fit a saved plan."""
 
 
-class PlanFileError(PlanMismatch):
-    """A file is no plan, or a damaged one, or asks for what no plan may ask for."""
-
-
-class MeshError(CfpError):
-    """The mesh cannot be made of these devices, or does not suit the program."""
-
-
-class TargetError(CfpError):
-    """The described target (device kind, topology) cannot be compiled for."""
-
-
-class AttentionError(CfpError):
-    """An attention cannot be computed as it was asked for."""
-
-
-class SettingsError(CfpError):
-    """JAX is configured in a way that cfp cannot plan or compile under."""
-
-
-class DeviceError(CfpError):
-    """A device is missing, busy, or failed while it was measured."""
-
-
 class ProcessError(CfpError):
     """The processes of a program differ, or one of them has failed, or is gone."""
-
-
-class CompilerError(CfpError):
-    """The compiler made a program that computes something else than it should."""
-
-
-class CacheError(CfpError):
-    """The profile cache cannot be made, read or written where it should be."""
-
-
-class PinError(CfpError):
-    """A sharding that the user pinned names nothing, or cannot be kept."""
 
 
 class MemoryBudgetError(CfpError):

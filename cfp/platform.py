@@ -17,7 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from cfp.devices.joining import Membership, join_if_asked
-from cfp.errors import CfpError, DeviceError, MeshError
+from cfp.errors import CfpError
 from cfp.printable import mesh_text
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -35,7 +35,7 @@ def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
     """The mesh's axes from ``--devices 4`` or ``--mesh x=2,y=2``; None if neither.
 
     Raises:
-        MeshError: the text is no mesh.
+        CfpError: the text is no mesh.
     """
     if mesh is None:
         axes = None if devices is None else (("x", devices),)
@@ -43,7 +43,7 @@ def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
         parts = [_AXIS.fullmatch(part.strip()) for part in mesh.split(",")]
         names = [part[1] for part in parts if part]
         if not all(parts) or len(set(names)) < len(parts):
-            raise MeshError(
+            raise CfpError(
                 "The mesh cannot be read.",
                 expected="each axis once, as in x=4 or x=2,y=2",
                 got=mesh,
@@ -51,7 +51,7 @@ def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
             )
         axes = tuple((part[1], int(part[2])) for part in parts if part)
         if devices is not None and devices != prod(size for _, size in axes):
-            raise MeshError(
+            raise CfpError(
                 f"--devices {devices} and the mesh {mesh} contradict each other. Give "
                 "only one of them."
             )
@@ -102,7 +102,7 @@ def _select(platform: str, axes: Axes | None) -> None:
             attempt=f"--platform {'cuda' if platform == 'gpu' else 'cpu'}",
         )
     if platform == "cpu" and count > MOST_CPU_DEVICES:
-        raise MeshError(
+        raise CfpError(
             "There cannot be so many virtual devices.",
             expected=f"up to {MOST_CPU_DEVICES}, each with threads of its own",
             got=str(count),
@@ -128,7 +128,7 @@ def _share(count: int) -> int:
     if member is None:
         return count
     if count < member.processes:
-        raise MeshError(
+        raise CfpError(
             "There is a process without a device.",
             expected=f"{member.processes} devices or more, one for each process",
             got=str(count),
@@ -142,13 +142,13 @@ def make_asked_mesh(axes: Axes | None) -> Mesh:
     """The mesh that a command was asked for; over all devices, if axes is None.
 
     Raises:
-        DeviceError: there are too few devices, or none that work.
-        MeshError: nothing was asked for, and there is one CPU: GPUs were meant, or
+        CfpError: there are too few devices, or none that work.
+        CfpError: nothing was asked for, and there is one CPU: GPUs were meant, or
             virtual devices.
     """
     mesh = make_mesh(axes)
     if axes is None and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu":
-        raise MeshError(
+        raise CfpError(
             "This machine has one device, a CPU.",
             expected="GPUs, or a number of devices that is asked for",
             got="neither --devices nor --mesh",
@@ -169,14 +169,14 @@ def make_mesh(
             of the command.
 
     Raises:
-        DeviceError: there are too few devices, or none that work.
+        CfpError: there are too few devices, or none that work.
     """
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
         # JAX asserts that some platform works, where the one named has no plugin.
         reason = (str(error).strip().splitlines() or ["no plugin for the platform"])[0]
-        raise DeviceError(
+        raise CfpError(
             "JAX finds no device.",
             expected=f"devices of {device_kind}"
             if device_kind
@@ -197,7 +197,7 @@ def make_mesh(
             fewer = f"--devices {len(devices)}, or " if len(devices) > 1 else ""
             attempt = f"{fewer}--platform cpu, which makes virtual devices"
         of_kind = f" of {device_kind}" if device_kind else ""
-        raise DeviceError(
+        raise CfpError(
             "There are too few devices.",
             expected=f"{wanted} devices{of_kind} for the mesh {mesh_text(axes)}",
             got=f"{len(devices)} of platform {kind}{_by_process(devices)}",
@@ -213,7 +213,7 @@ def all_meshes(most_axes: int) -> dict[str, Mesh]:
     """Meshes of all devices that are there, by what they are called.
 
     Raises:
-        DeviceError: there are none that work.
+        CfpError: there are none that work.
     """
     shapes = mesh_shapes(make_mesh(None).size)
     return {

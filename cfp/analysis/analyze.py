@@ -23,7 +23,7 @@ from cfp.analysis.numbering import number_values
 from cfp.analysis.segments import Segment, find_segments, open_loops
 from cfp.analysis.storage import find_storage, pair_outputs
 from cfp.analysis.strategies import BlockSharding, Mesh, Spec
-from cfp.errors import PinError, nearest
+from cfp.errors import CfpError, nearest
 from cfp.printable import counted
 from cfp.program.graph import Program, axes_of, path_matches, reached, searched_once
 
@@ -244,7 +244,7 @@ def resolve_pins(
         program: whose arguments are meant.
 
     Raises:
-        PinError: a pattern matches nothing, or its sharding does not fit what it
+        CfpError: a pattern matches nothing, or its sharding does not fit what it
             matches; the message names the argument and says why.
     """
     found: dict[int, Spec] = {}
@@ -255,7 +255,7 @@ def resolve_pins(
         if not matches:
             near = nearest(pattern, program.arg_names)
             some = ", ".join(program.arg_names[:8])
-            raise PinError(
+            raise CfpError(
                 f"The pin {pattern!r} matches no argument. "
                 f"{near[:1].upper()}{near[1:]}Paths look like: {some}."
             )
@@ -273,7 +273,7 @@ def _fit(
     where = f"The pin {pattern!r} = {spec} does not fit {name!r} {value}"
     sizes = dict(mesh)
     if len(spec) > len(value.shape):
-        raise PinError(f"{where}: it names {len(spec)} dims.")
+        raise CfpError(f"{where}: it names {len(spec)} dims.")
     dims = [
         tuple(axis for axis in names if sizes.get(axis) != 1)
         for names in axes_of(spec, len(value.shape))
@@ -282,16 +282,16 @@ def _fit(
     for dim, names in enumerate(dims):
         for axis in names:
             if axis not in sizes:
-                raise PinError(
+                raise CfpError(
                     f"{where}: the mesh has no axis {axis!r} of size 2 or more; it "
                     f"has {sizes}."
                 )
             if axis in used:
-                raise PinError(f"{where}: it uses axis {axis!r} twice.")
+                raise CfpError(f"{where}: it uses axis {axis!r} twice.")
             used.add(axis)
         ways = prod(sizes[axis] for axis in names)
         if value.shape[dim] % ways:
-            raise PinError(
+            raise CfpError(
                 f"{where}: dim {dim} of size {value.shape[dim]} does not divide by "
                 f"{ways}."
             )

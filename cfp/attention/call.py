@@ -24,7 +24,7 @@ from cfp.attention.problem import (
 )
 from cfp.attention.ring import Ring, from_zigzag, spread_attention, to_zigzag
 from cfp.attention.strategy import HEADS, ROLES, ULYSSES, AttentionStrategy, Given
-from cfp.errors import AttentionError
+from cfp.errors import CfpError
 from cfp.program.memory import auto_mesh
 
 
@@ -141,7 +141,7 @@ def attention(
       Like q.
 
     Raises:
-      AttentionError: arguments do not fit, or what was asked for is ruled out, with the
+      CfpError: arguments do not fit, or what was asked for is ruled out, with the
         reason.
     """
     problem = problem_of(
@@ -177,19 +177,19 @@ def _choose(
     """Finds out how a problem is computed.
 
     Raises:
-      AttentionError: it cannot be, in that way.
+      CfpError: it cannot be, in that way.
     """
     strategy = AttentionStrategy.of(given, dict(mesh.shape) if mesh is not None else {})
     names = (implementation,) if implementation else preferred(platform_of(mesh))
     if unknown := [name for name in names if name not in KERNELS]:
-        raise AttentionError(
+        raise CfpError(
             "No such implementation of attention.",
             expected=", ".join(KERNELS),
             got=", ".join(unknown),
             attempt='implementation="xla"',
         )
     if zigzag_tokens and not strategy.zigzag:
-        raise AttentionError(
+        raise CfpError(
             "Tokens in zigzag order need a strategy that knows of it.",
             expected='a strategy with "zigzag"',
             got=str(strategy),
@@ -209,7 +209,7 @@ def _choose(
                 converts=not zigzag_tokens,
             )
         reasons.append(f"{name}: {reason}")
-    raise AttentionError(
+    raise CfpError(
         "This attention is ruled out.",
         expected="a strategy and an implementation that can compute it",
         got=f"strategy {strategy}; " + "; ".join(reasons),
@@ -342,7 +342,7 @@ class _Choice:
         strategy = self.strategy
         more = tokens - x.shape[1]
         if more and strategy.zigzag and not self.converts:
-            raise AttentionError(
+            raise CfpError(
                 "Tokens in zigzag order are whole chunks.",
                 expected=f"a multiple of {strategy.token_multiple} tokens",
                 got=str(x.shape[1]),
@@ -438,7 +438,7 @@ def attention_options(
       kernel works on this machine, `cfp doctor` finds out.
 
     Raises:
-      AttentionError: arguments do not fit together.
+      CfpError: arguments do not fit together.
     """
     problem = problem_of(
         q,

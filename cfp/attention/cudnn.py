@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from cfp.attention.problem import AttentionProblem, Mask, Scores, finite_bias
-from cfp.errors import AttentionError
+from cfp.errors import CfpError
 from cfp.program.jaxprs import equations
 
 FORWARD = "dot_product_attention_fwd_wrapper"
@@ -139,7 +139,7 @@ def _find(name: str, q: Array, k: Array, v: Array, scores: Scores, mask: Mask) -
     for equation in equations(jax.make_jaxpr(both)(*shapes).jaxpr):
         if equation.primitive.name == name:
             return equation
-    raise AttentionError(
+    raise CfpError(
         "This JAX traces cuDNN's attention in a form that a ring cannot use.",
         expected=f"an operation {name}, as in jax 0.10.2 to 0.12",
         got=f"jax {jax.__version__}",

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from cfp.errors import AttentionError
+from cfp.errors import CfpError
 
 # A position that no key has: of keys that fill a block up.
 BEYOND = 2**31 - 1
@@ -231,7 +231,7 @@ def problem_of(
     """Checks arguments as they are given, arrays or their shapes and dtypes.
 
     Raises:
-      AttentionError: they do not fit together.
+      CfpError: they do not fit together.
     """
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
     fits = (
@@ -242,7 +242,7 @@ def problem_of(
         and shapes[0][2] % shapes[1][2] == 0
     )
     if not fits or not q.dtype == k.dtype == v.dtype:
-        raise AttentionError(
+        raise CfpError(
             "Queries, keys and values do not fit together.",
             expected="q [batch, queries, heads, head_dim], k and v [batch, keys, "
             "kv_heads, head_dim], of one dtype, heads a multiple of kv_heads",
@@ -257,7 +257,7 @@ def problem_of(
     query_ids, key_ids = segments_of(segment_ids)
     for ids, tokens in ((query_ids, queries), (key_ids, keys)):
         if ids is not None and tuple(ids.shape) != (batch, tokens):
-            raise AttentionError(
+            raise CfpError(
                 "Segment ids do not fit their tokens.",
                 expected=f"[batch, tokens] = [{batch}, {tokens}], or a pair of "
                 "such for queries and keys",
@@ -265,7 +265,7 @@ def problem_of(
                 attempt="segment_ids=(ids_of_queries, ids_of_keys)",
             )
     if bias is not None and not _broadcasts(bias.shape, (batch, heads, queries, keys)):
-        raise AttentionError(
+        raise CfpError(
             "The bias does not fit the scores.",
             expected=f"[1 or {batch}, 1 or {heads}, {queries}, {keys}]",
             got=str(list(bias.shape)),

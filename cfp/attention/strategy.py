@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from cfp.attention.kernels import Kernel
 from cfp.attention.problem import AttentionProblem
-from cfp.errors import AttentionError
+from cfp.errors import CfpError
 
 BATCH, HEADS = "batch", "heads"
 ULYSSES, ALL_GATHER = "ulysses", "all_gather"
@@ -46,14 +46,14 @@ class AttentionStrategy:
         """Reads a strategy: {"axis": "role"}, or a role alone for a mesh of one axis.
 
         Raises:
-          AttentionError: an axis or a role does not exist.
+          CfpError: an axis or a role does not exist.
         """
         if isinstance(given, str):
             given = dict.fromkeys(sizes, given) if len(sizes) == 1 else {"": given}
         given = given or {}
         unknown = [a for a in given if a not in sizes]
         if unknown or not set(given.values()) <= set(ROLES):
-            raise AttentionError(
+            raise CfpError(
                 "No such strategy of an attention.",
                 expected=f"a role ({', '.join(ROLES)}) for axes of the mesh "
                 f"({', '.join(sizes)})",

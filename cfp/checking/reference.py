@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from cfp.analysis.layout import lay_out
 from cfp.context import agreement_of
-from cfp.errors import DeviceError, StepNotTraceable
+from cfp.errors import CfpError, StepNotTraceable
 from cfp.passes.pipeline import analyze_step
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
@@ -118,7 +118,7 @@ def both_sides(
         tell: called with what is being done, where that is more than usual.
 
     Raises:
-        DeviceError: neither one device nor all of them have room for the check.
+        CfpError: neither one device nor all of them have room for the check.
     """
     step, mesh = plan.step, plan.mesh
     assert step is not None and mesh is not None
@@ -185,9 +185,9 @@ def _unless_too_large(compiled: Callable[[], CompiledStep]) -> CompiledStep | No
         return None
 
 
-def no_room(needed: str, got: str) -> DeviceError:
+def no_room(needed: str, got: str) -> CfpError:
     """The error of a check that does not fit in memory."""
-    return DeviceError(
+    return CfpError(
         "There is no room for the check: the step runs in float32, as it is written, "
         "beside its state.",
         expected=needed,

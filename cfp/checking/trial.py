@@ -22,7 +22,7 @@ from cfp.checking.check import (
 )
 from cfp.checking.reference import both_sides, no_room, reference_text
 from cfp.context import agreement_of
-from cfp.errors import CfpError, DeviceError
+from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.coordination import coordinated_planning
@@ -142,7 +142,7 @@ def run_trial(
 
     Raises:
         PlanMismatch: the plan is not for this target.
-        DeviceError: the step failed on the devices.
+        CfpError: the step failed on the devices.
         ProcessError: another process has failed, or is gone.
         CfpError: it cannot run more than once.
     """
@@ -194,7 +194,7 @@ def run_trial(
                     results[number] = replace(one, comparison=made)
         except jax.errors.JaxRuntimeError as error:
             agreement.end_of_run(str(error).strip())
-            raise DeviceError(
+            raise CfpError(
                 "The step failed on the devices.",
                 expected="a step that runs under its plan",
                 got=str(error).strip().splitlines()[0],

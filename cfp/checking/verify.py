@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from cfp.analysis.analyze import Analysis
 from cfp.context import device_memory
-from cfp.errors import DeviceError
+from cfp.errors import CfpError
 from cfp.plan.compose import compose_plan
 from cfp.plan.parts import check_arguments, constraints_to_json
 from cfp.plan.plan import Plan
@@ -111,7 +111,7 @@ def check_devices(plan: Plan, mesh: Mesh) -> None:
     """Checks that devices are of the kind that a plan is for.
 
     Raises:
-        DeviceError: they are others.
+        CfpError: they are others.
     """
     kinds = sorted({device.device_kind for device in mesh.devices.flat})
     wanted = plan.environment.get("device_kind", "")
@@ -119,7 +119,7 @@ def check_devices(plan: Plan, mesh: Mesh) -> None:
         all_the_same = "--other-devices, to time it here all the same"
         if plan.environment.get("platform") != mesh.devices.flat[0].platform:
             all_the_same += _RANDOM
-        raise DeviceError(
+        raise CfpError(
             "These are other devices than the plan is for.",
             expected=f"{mesh.size} of {wanted}",
             got=f"{mesh.size} of {', '.join(kinds)}",
@@ -145,7 +145,7 @@ def verify(
 
     Raises:
         PlanMismatch: the plan is for another step.
-        DeviceError: nothing runs.
+        CfpError: nothing runs.
     """
     started = time.monotonic()
     program = analysis.frame.program
@@ -172,7 +172,7 @@ def verify(
     best = min(results, key=lambda result: result.time_ms)
     if not best.ran:
         reasons = "; ".join(f"{r.name}: {r.reason}" for r in results)
-        raise DeviceError(
+        raise CfpError(
             "Nothing of what was to be timed runs on these devices.",
             expected="the plan, or a preset, to run",
             got=reasons[:2000],

@@ -35,7 +35,7 @@ from cfp.cli.session import (
 )
 from cfp.cluster.on_ray import RunnerNeeds, plan_on_ray
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
-from cfp.errors import CfpError, MeshError
+from cfp.errors import CfpError
 from cfp.planner_settings import dimensions_of
 from cfp.presets.presets import named_choices
 from cfp.printable import mesh_text
@@ -196,7 +196,7 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
     }
     if len(set(sizes.values())) > 1:
         found = "; ".join(f"{text} of {n}" for text, n in sizes.items())
-        raise MeshError(
+        raise CfpError(
             f"The mesh shapes are not of equally many devices: {found}. "
             "--mesh-shapes all with --devices N plans all of N devices."
         )

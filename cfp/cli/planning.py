@@ -31,7 +31,7 @@ from cfp.cli.session import (
 )
 from cfp.context import PlanContext, open_context
 from cfp.devices.device_kind import description_of
-from cfp.errors import CfpError, MeshError
+from cfp.errors import CfpError
 from cfp.find import FoundPlan, complete_plan
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
@@ -105,7 +105,7 @@ def measure_curves(given: Any) -> None:
         ):
             devices_mesh = platforms.make_mesh(axes)
             if devices_mesh.size == 1:
-                raise MeshError(
+                raise CfpError(
                     "One device sends nothing. Give a mesh of two or more; "
                     "--devices 4 --platform cpu shows how it works."
                 )

@@ -14,7 +14,7 @@ from cfp import platform
 from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
 from cfp.cli.options import leave_printing_to_process_0
 from cfp.devices.joining import is_follower
-from cfp.errors import CfpError, PinError
+from cfp.errors import CfpError
 from cfp.models import NAMES
 from cfp.passes.pipeline import Analyzed, Pins, analyze_step
 from cfp.plan.parts import check_arguments, check_donated
@@ -174,13 +174,13 @@ def parse_pins(texts: Sequence[str] | None) -> dict[str, PartitionSpec]:
     """Pins from ``PATTERN=None,x``; ``x+y`` shards one dim over two axes.
 
     Raises:
-        PinError: a text is no pin.
+        CfpError: a text is no pin.
     """
     pins = {}
     for text in texts or ():
         pattern, equals, spec = text.rpartition("=")
         if not equals or not pattern:
-            raise PinError(
+            raise CfpError(
                 f"The pin {text!r} cannot be read. Write a pattern, =, and an axis or "
                 "None for each dim, such as --pin 'state/params/*/kernel=None,x'."
             )

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from cfp.devices.joining import is_asked
-from cfp.errors import DeviceError
+from cfp.errors import CfpError
 from cfp.profiling import in_flight
 from cfp.profiling.in_flight import Cause, forget, is_late, settle
 from cfp.profiling.store import ProfileStore
@@ -58,7 +58,7 @@ class Supervision:
             more_done: how much a child has done that the store does not know.
 
         Raises:
-            DeviceError: in the parent: children died again and again.
+            CfpError: in the parent: children died again and again.
             KeyboardInterrupt: in the parent: the user insists.
         """
         if sys.platform != "linux":
@@ -86,7 +86,7 @@ class Supervision:
                 now = sum(one.ok for one in store.records()) + more_done()
             in_a_row = in_a_row + 1 if now == done else 1
             done = now
-        raise DeviceError(
+        raise CfpError(
             f"{in_a_row} worker processes crashed in a row. See whether JAX runs "
             "anything on these devices; then go on with --retry-failures."
         )

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from cfp.errors import CfpError, DeviceError
+from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.in_flight import is_late
@@ -177,7 +177,7 @@ def plan_on_ray(
         try:
             made, problem, lines = ray.get(runner.plan.remote(work, known))
         except ray.exceptions.RayActorError as error:
-            raise DeviceError(
+            raise CfpError(
                 f"{RUNNER_RESTARTS + 1} runners crashed in a row.",
                 expected="devices that run most programs",
                 got=str(error),
@@ -236,12 +236,12 @@ def connected(address: str) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _no_node(needs: RunnerNeeds, nodes: list[dict[str, Any]]) -> DeviceError:
+def _no_node(needs: RunnerNeeds, nodes: list[dict[str, Any]]) -> CfpError:
     found = [node["Resources"] for node in nodes if node["Alive"]]
     shown = "; ".join(
         f"{one.get('CPU', 0):.0f} CPUs, {one.get('GPU', 0):.0f} GPUs" for one in found
     )
-    return DeviceError(
+    return CfpError(
         "No node of the Ray cluster can run this.",
         expected=f"a node with {needs.gpus} free GPUs and a free CPU",
         got=f"nodes with {shown}; some may be in use",
@@ -298,7 +298,7 @@ def _plan_there(
     devices = jax.devices()
     count = AbstractMesh(sizes, names).size
     if len(devices) < count:
-        raise DeviceError(
+        raise CfpError(
             "The runner has too few devices.",
             expected=f"{count} devices",
             got=f"{len(devices)} of platform {devices[0].platform}",

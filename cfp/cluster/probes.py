@@ -87,7 +87,7 @@ def try_kernel(name: str) -> dict[str, float]:
         name: a key of `cfp.attention.kernels.KERNELS`.
 
     Raises:
-        AttentionError: the kernel does not run here.
+        CfpError: the kernel does not run here.
     """
     import jax
     import jax.numpy as jnp

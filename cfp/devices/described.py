@@ -26,7 +26,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from cfp.devices.device_kind import DeviceKind, kind, kind_of, kinds, read
-from cfp.errors import MeshError, TargetError
+from cfp.errors import CfpError
 from cfp.profiling.rates import KINDS, Curve, Rates, axis_groups, sent_share
 from cfp.settings import defaults_of
 
@@ -252,8 +252,8 @@ def described(text: str, **axes: int) -> DescribedMesh:
             several.
 
     Raises:
-        TargetError: the description is no cluster, or lacks what is needed.
-        MeshError: the axes are not the cluster's devices.
+        CfpError: the description is no cluster, or lacks what is needed.
+        CfpError: the axes are not the cluster's devices.
     """
     return mesh_of(cluster_of(text), tuple(axes.items()) or None)
 
@@ -262,8 +262,8 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
     """A mesh of a cluster's devices.
 
     Raises:
-        MeshError: the axes are not the cluster's devices, or do not lie along a slice.
-        TargetError: several hosts, and nothing is known of the network between them.
+        CfpError: the axes are not the cluster's devices, or do not lie along a slice.
+        CfpError: several hosts, and nothing is known of the network between them.
     """
     if axes is None:
         sizes = [size for size in (cluster.hosts, cluster.per_host) if size > 1] or [1]
@@ -271,19 +271,19 @@ def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
     count, text = prod(size for _, size in axes), cluster.text
     given = " x ".join(f"{name}={size}" for name, size in axes) or "one device"
     if count != cluster.count or any(size < 1 for _, size in axes):
-        raise MeshError(
+        raise CfpError(
             f"{given} is not a mesh of all devices of {text}, {cluster.count} (hosts = "
             f"{cluster.hosts}, devices_per_host = {cluster.per_host}). One axis of "
             f"them is x={cluster.count} (--mesh x={cluster.count})."
         )
     found = DescribedMesh(cluster=cluster, axes=axes)
     if not cluster.has(axes):
-        raise MeshError(
+        raise CfpError(
             f"The mesh {given} does not lie along the slice {text}: each axis takes "
             f"one or several of its dims whole. x={cluster.count} does."
         )
     if cluster.hosts > 1 and cluster.kind.network_gb_per_s is None:
-        raise TargetError(
+        raise CfpError(
             f"Nothing is known of a network between hosts of {cluster.kind.name}. Give "
             f'a file: kind = "{cluster.kind.name}", hosts = {cluster.hosts}, '
             f"devices_per_host = {cluster.per_host}, network_gb_per_s = 25 (what one "
@@ -296,14 +296,14 @@ def cluster_of(text: str) -> Cluster:
     """Reads a description.
 
     Raises:
-        TargetError: it is none, or of more devices than a host holds.
+        CfpError: it is none, or of more devices than a host holds.
     """
     if text.endswith(".toml"):
         path = Path(text)
         try:
             found = read(tomllib.loads(path.read_text()), path.stem, text)
         except (OSError, ValueError) as error:
-            raise TargetError(
+            raise CfpError(
                 f"The description {path} cannot be read: {type(error).__name__}: "
                 f"{error}. docs/planning-ahead.md has one."
             ) from error
@@ -312,7 +312,7 @@ def cluster_of(text: str) -> Cluster:
     slice_, match = _SLICE.fullmatch(text.strip()), _SHORT.fullmatch(text.strip())
     words = match or slice_
     if words is None:
-        raise TargetError(
+        raise CfpError(
             f"The description {text!r} cannot be read. Expected 4xh200, 2x8xh100 "
             "(hosts x devices of each x kind), v5e:4x4 (a slice), or a .toml file; "
             f"kinds are {', '.join(kinds())}."
@@ -323,7 +323,7 @@ def cluster_of(text: str) -> Cluster:
     found = kind(name)
     if len(torus) != found.torus_dims:
         example = {0: f"8x{name}", 2: f"{name}:4x4", 3: f"{name}:2x2x4"}
-        raise TargetError(
+        raise CfpError(
             f"{text!r} does not describe devices of {found.name}. Give "
             f"{example[found.torus_dims]}, for instance."
         )
@@ -334,7 +334,7 @@ def cluster_of(text: str) -> Cluster:
     if not torus and per_host > most:
         hosts = next(n for n in range(-(-count // most), count + 1) if count % n == 0)
         short = f"{hosts}x{count // hosts}x{name}"
-        raise TargetError(
+        raise CfpError(
             f"A host holds {most} {found.name}, and {text} asks for {per_host} in one. "
             f"Give {short} (--for {short}), hosts with a network between them; a file "
             "describes larger hosts, with devices_per_host."

@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from cfp.errors import MeshError, TargetError, nearest
+from cfp.errors import CfpError, nearest
 from cfp.profiling.rates import KINDS, Curve, Rates, rising
 
 Count = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
@@ -176,7 +176,7 @@ def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
     Its own numbers win, also over measured ones of that kind.
 
     Raises:
-        TargetError: a name is unknown, or a value is missing or not allowed.
+        CfpError: a name is unknown, or a value is missing or not allowed.
     """
     data = dict(data)
     if isinstance(start := data.pop("kind", None), str):
@@ -195,7 +195,7 @@ def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
         value = "" if first["type"] == "missing" else f" = {first['input']!r}"[:200]
         if first["type"] == "extra_forbidden":
             near = nearest(path, DeviceKind.model_fields)
-        raise TargetError(
+        raise CfpError(
             f"{where}: {path}{value}: {first['msg']}. {near}kind = "
             f'"{_MEASURED_KIND}" starts from a shipped kind; see '
             "docs/planning-ahead.md."
@@ -206,7 +206,7 @@ def _shipped(name: str) -> tuple[str, dict[str, Any]]:
     """The file's name of a shipped kind, and what is in it."""
     known = kinds()
     if name.lower() not in known:
-        raise TargetError(
+        raise CfpError(
             f"There is no kind of device {name!r}; {nearest(name, known)}there are "
             f"{', '.join(known)}. A file describes another: --for cluster.toml, "
             'cfp.described("cluster.toml"), see docs/planning-ahead.md.'
@@ -232,7 +232,7 @@ def kind(name: str) -> DeviceKind:
     """A shipped kind, by its name.
 
     Raises:
-        TargetError: there is none of that name.
+        CfpError: there is none of that name.
     """
     return read({"kind": name}, name, name)
 
@@ -251,11 +251,11 @@ def description_of(mesh: Mesh, rates: Rates) -> str:
         mesh: the devices, of one host, on one axis.
 
     Raises:
-        MeshError: the mesh has several axes.
+        CfpError: the mesh has several axes.
     """
     sizes = {name: size for name, size in mesh.shape.items() if size > 1}
     if len(sizes) != 1:
-        raise MeshError(
+        raise CfpError(
             "A host is described by curves of one axis, and the mesh is "
             f"{dict(mesh.shape)}. Give --mesh x={mesh.size} --describe FILE."
         )

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh
 
 from cfp.devices.described import DescribedMesh
 from cfp.devices.device_kind import DeviceKind
-from cfp.errors import TargetError
+from cfp.errors import CfpError
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build_here
 from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.hlo import collectives_in
@@ -46,18 +46,18 @@ def check_compiler(kind: DeviceKind) -> None:
     """Looks for the compiler for a kind of device.
 
     Raises:
-        TargetError: it is not installed, or needs to know more of the devices.
+        CfpError: it is not installed, or needs to know more of the devices.
     """
     extra, modules = "tpu", ("libtpu",)
     if kind.platform == "gpu":
         extra, modules = "cuda", ("jax_cuda13_plugin", "jax_cuda12_plugin")
         if not kind.target_config:
-            raise TargetError(
+            raise CfpError(
                 f"XLA needs to know more of {kind.name} to compile for it: "
                 "target_config in a description, as in cfp/devices/kinds/h200.toml."
             )
     if not any(map(find_spec, modules)):
-        raise TargetError(
+        raise CfpError(
             f"Compiling for {kind.name} takes {modules[0]}, which is not installed: "
             f'pip install "cfp[{extra}]", on Linux. Without --compile (compile=True) '
             "a plan is by estimates alone."

@@ -15,7 +15,6 @@ from cfp.operators.operator import (
     Argument,
     Implementation,
     Operator,
-    OperatorError,
     known,
 )
 from cfp.operators.table import OPERATORS
@@ -32,7 +31,6 @@ __all__ = [
     "Argument",
     "Implementation",
     "Operator",
-    "OperatorError",
     "find",
     "matching",
 ]
@@ -42,7 +40,7 @@ def find(name: str) -> Operator:
     """An operator by its name.
 
     Raises:
-        OperatorError: there is none.
+        CfpError: there is none.
     """
     known("operator", name, OPERATORS)
     return OPERATORS[name]
@@ -55,7 +53,7 @@ def matching(words: str) -> list[Operator]:
         words: with commas between them; empty for all.
 
     Raises:
-        OperatorError: a word is in no name.
+        CfpError: a word is in no name.
     """
     wanted = [word.strip() for word in words.split(",") if word.strip()]
     for word in wanted:

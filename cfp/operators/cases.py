@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from cfp.operators.operator import Argument, Operator, OperatorError
+from cfp.errors import CfpError
+from cfp.operators.operator import Argument, Operator
 
 EXPERTS = 8
 # Relative differences of norms, by type. On GPUs products of float32 are computed in
@@ -42,14 +43,14 @@ class Shape:
         """Reads ``batch,seq,hidden,heads,vocab``.
 
         Raises:
-            OperatorError: it is no shape.
+            CfpError: it is no shape.
         """
         try:
             numbers = [int(word) for word in text.strip("() ").split(",")]
         except ValueError:
             numbers = []
         if len(numbers) != 5 or min(numbers) < 1 or numbers[2] % numbers[3]:
-            raise OperatorError(
+            raise CfpError(
                 f"{text!r} is no shape.",
                 expected="batch,seq,hidden,heads,vocab: five whole numbers above 0 "
                 "with hidden a multiple of heads",

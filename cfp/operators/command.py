@@ -26,7 +26,7 @@ from cfp.errors import CfpError
 from cfp.operators import benchmark, known, matching
 from cfp.operators.benchmark import ABSENT, FAILED, MEASURED, WRONG, Row
 from cfp.operators.cases import LIMITS, Shape
-from cfp.operators.operator import Operator, OperatorError
+from cfp.operators.operator import Operator
 from cfp.printable import columns
 from cfp.view.console import literal_console
 
@@ -173,7 +173,7 @@ def read(file: Path) -> list[Row]:
     """The rows of a file.
 
     Raises:
-        OperatorError: it is no such file.
+        CfpError: it is no such file.
     """
     try:
         data = json.loads(file.read_text())
@@ -181,7 +181,7 @@ def read(file: Path) -> list[Row]:
             raise ValueError(f"kind {data['kind']!r}, format {data['format']!r}")
         return _ROWS.validate_python(data["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OperatorError(
+        raise CfpError(
             f"{file} holds no results of operators.",
             expected=f'what --json writes: kind "{KIND}", format {FORMAT}',
             got=f"{type(error).__name__}: {error}",

@@ -43,7 +43,7 @@ class Layer(nn.Module):
         """Calls the operator.
 
         Raises:
-            OperatorError: the inputs do not fit, or no implementation takes them.
+            CfpError: the inputs do not fit, or no implementation takes them.
         """
         form, dtype = self.form, self.param_dtype
         names = (one.name for one in form.inputs)

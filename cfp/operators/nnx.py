@@ -59,7 +59,7 @@ class Layer(nnx.Module):
         """Calls the operator.
 
         Raises:
-            OperatorError: the inputs do not fit, or no implementation takes them.
+            CfpError: the inputs do not fit, or no implementation takes them.
         """
         names = [one.name for one in self.form.parameters]
         parameters = {name: getattr(self, name)[...] for name in names}

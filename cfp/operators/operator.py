@@ -22,10 +22,6 @@ from cfp.errors import CfpError
 Reason = str | None
 
 
-class OperatorError(CfpError):
-    """No such operator or implementation, or none that takes these arguments."""
-
-
 @dataclass(frozen=True, slots=True)
 class Argument:
     """One argument of an operator.
@@ -106,7 +102,7 @@ class Operator:
             options: see `options`.
 
         Raises:
-            OperatorError: the arguments do not fit each other, or no implementation
+            CfpError: the arguments do not fit each other, or no implementation
                 takes them.
         """
         chosen = self.choose(*args, implementation=implementation, **options)
@@ -118,10 +114,10 @@ class Operator:
         """The name of the implementation that a call with these arguments takes.
 
         Raises:
-            OperatorError: as for a call.
+            CfpError: as for a call.
         """
         if len(args) != len(self.arguments):
-            raise OperatorError(
+            raise CfpError(
                 f"{self.name} takes {len(self.arguments)} arguments.",
                 expected=", ".join(a.name for a in self.arguments),
                 got=f"{len(args)} arguments",
@@ -141,7 +137,7 @@ class Operator:
             if reason is None:
                 return name
             against[name] = reason
-        raise OperatorError(
+        raise CfpError(
             f"{self.name} by {implementation} does not take these arguments."
             if implementation
             else f"No implementation of {self.name} takes these arguments.",
@@ -154,7 +150,7 @@ class Operator:
         """Checks that there is an implementation of a name.
 
         Raises:
-            OperatorError: there is none.
+            CfpError: there is none.
         """
         known(f"implementation of {self.name}", name, self.implementations)
 
@@ -165,7 +161,7 @@ class Operator:
             given: arrays by names of arguments.
 
         Raises:
-            OperatorError: they contradict each other.
+            CfpError: they contradict each other.
         """
         found: dict[str, Any] = {}
         for argument in self.arguments:
@@ -190,7 +186,7 @@ class Operator:
                 for name, size in right.items()
             )
             every = ", ".join(f"{a.name} [{a.dims}]" for a in self.arguments)
-            raise OperatorError(
+            raise CfpError(
                 f"The shapes of the arguments of {self.name} do not fit.",
                 expected=f"{argument.name} [{expected}]",
                 got=f"{list(shape)}",
@@ -203,13 +199,13 @@ def known(what: str, name: str, names: Iterable[str]) -> None:
     """Checks that a name is among those that there are.
 
     Raises:
-        OperatorError: it is not.
+        CfpError: it is not.
     """
     names = list(names)
     if name in names:
         return
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    raise OperatorError(
+    raise CfpError(
         f"There is no {what} called {name!r}.",
         expected="one of " + ", ".join(names) if names else "none: it takes none",
         got=repr(name),

@@ -18,7 +18,7 @@ from jax import Array
 
 from cfp.attention.kernels import KERNELS
 from cfp.attention.problem import problem_of
-from cfp.errors import AttentionError
+from cfp.errors import CfpError
 from cfp.operators import formulas as f
 from cfp.operators.formulas import causal_mask, length_mask
 from cfp.operators.operator import Argument, Implementation, Operator, Reason
@@ -102,7 +102,7 @@ def _attention(name: str, form: Form, fused: Form) -> dict[Any, Implementation]:
             problem = problem_of(
                 query, key, value, causal=causal, bias=bias, scale=scale
             )
-        except AttentionError as error:
+        except CfpError as error:
             return str(error)
         return KERNELS["cudnn"].refusal(problem, jax.default_backend())
 

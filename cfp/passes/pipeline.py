@@ -97,7 +97,7 @@ def decide(
     Raises:
         NoneFits: none does, and the smallest are not to be compiled.
         MemoryBudgetError: nothing fits in memory.
-        DeviceError: nothing runs.
+        CfpError: nothing runs.
     """
     outcome = race(context, analysis, solution, last_resort)
     plan = compose_plan(

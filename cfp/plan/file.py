@@ -28,7 +28,7 @@ from pydantic import (
 
 from cfp.analysis.strategies import Spec
 from cfp.attention.kernels import KERNELS
-from cfp.errors import PlanFileError
+from cfp.errors import PlanMismatch
 from cfp.fields import (
     Count,
     Flag,
@@ -374,11 +374,11 @@ def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, A
         allowed_options: compiler options that the caller trusts besides the known ones.
 
     Raises:
-        PlanFileError: there is anything else in it than a plan's file has.
+        PlanMismatch: there is anything else in it than a plan's file has.
     """
     kind = data.get("format") if isinstance(data, dict) else None
     if type(kind) is not int or kind != FORMAT:
-        raise PlanFileError(
+        raise PlanMismatch(
             f"Expected a plan of format {FORMAT}; this file is something else, or "
             "was written by another version of cfp. Plan again."
         )
@@ -413,8 +413,8 @@ def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, A
     }
 
 
-def _damaged(where: str, expected: str, got: str) -> PlanFileError:
-    return PlanFileError(
+def _damaged(where: str, expected: str, got: str) -> PlanMismatch:
+    return PlanMismatch(
         f"The file is a damaged plan, in {where or 'its fields'}.",
         expected=expected,
         got=got,
@@ -426,7 +426,7 @@ def read_json(path: str | Path) -> Any:
     """Parses a plan's file.
 
     Raises:
-        PlanFileError: it cannot be read, is too large, or is not JSON as plans are.
+        PlanMismatch: it cannot be read, is too large, or is not JSON as plans are.
     """
     try:
         with open(path, "rb") as file:
@@ -436,12 +436,12 @@ def read_json(path: str | Path) -> Any:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
     except RecursionError as error:
         reason = "it is nested too deeply"
-        raise PlanFileError(f"Cannot read a plan from {path}: {reason}.") from error
+        raise PlanMismatch(f"Cannot read a plan from {path}: {reason}.") from error
     except json.JSONDecodeError as error:
         reason = f"it is not JSON, as plan.save and cfp plan -o write it: {error}"
-        raise PlanFileError(f"Cannot read a plan from {path}: {reason}") from error
+        raise PlanMismatch(f"Cannot read a plan from {path}: {reason}") from error
     except FileNotFoundError as error:
-        raise PlanFileError(
+        raise PlanMismatch(
             f"Cannot read a plan from {path}: there is no such file.",
             attempt=f"plan.save({str(path)!r}), or cfp plan TARGET -o {path}: each "
             "writes one",
@@ -449,9 +449,9 @@ def read_json(path: str | Path) -> Any:
         ) from error
     except OSError as error:
         reason = error.strerror or error
-        raise PlanFileError(f"Cannot read a plan from {path}: {reason}") from error
+        raise PlanMismatch(f"Cannot read a plan from {path}: {reason}") from error
     except ValueError as error:
-        raise PlanFileError(f"Cannot read a plan from {path}: {error}") from error
+        raise PlanMismatch(f"Cannot read a plan from {path}: {error}") from error
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -514,7 +514,7 @@ class Plan:
                 change results: name them only if you know where the plan comes from.
 
         Raises:
-            PlanFileError: the file is no plan, damaged, or asks for anything else.
+            PlanMismatch: the file is no plan, damaged, or asks for anything else.
             PlanMismatch: it is for another mesh.
         """
         data = read_json(path)

@@ -281,7 +281,7 @@ def compile_lowered(
       started: when its build began, as of `time.perf_counter`.
 
     Raises:
-      CompilerError: it does not compute what it should.
+      CfpError: it does not compute what it should.
     """
     compiled, text = compile_right(lowered, options)
     build_seconds = time.perf_counter() - started

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from cfp.errors import DeviceError
+from cfp.errors import CfpError
 from cfp.printable import mesh_text
 from cfp.profiling.builder import (
     Built,
@@ -360,7 +360,7 @@ def measure_rates(
     Takes a few seconds, and none if the store knows the devices already.
 
     Raises:
-      DeviceError: if the devices do not even run these small programs.
+      CfpError: if the devices do not even run these small programs.
     """
     options = options or MeasureOptions()
     mesh, by_key = _probes_by_key(mesh)
@@ -449,7 +449,7 @@ def _rates(mesh: Mesh, measured: list[tuple[RateProbe, ProfileRecord]]) -> Rates
     """Rates from what was measured, with defaults where a single thing failed."""
     if not any(record.ok for _, record in measured):
         first = measured[0][1]
-        raise DeviceError(
+        raise CfpError(
             "The devices ran none of the small programs that time them.",
             expected="devices that can be used, with free memory",
             got=f"{first.status}: {first.reason}",

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from cfp.errors import CompilerError
+from cfp.errors import CfpError
 from cfp.profiling.hlo import called_by
 from cfp.profiling.hlo_text import Module, modules_in
 from cfp.profiling.overwritten import has_rematerialized, read_after_overwritten
@@ -36,7 +36,7 @@ def compile_right(
         The compiled program and its text, if there is one.
 
     Raises:
-        CompilerError: it is wrong nevertheless.
+        CfpError: it is wrong nevertheless.
     """
     compiled = lowered.compile(compiler_options=dict(options) or None)
     text = compiled.as_text() or ""
@@ -47,7 +47,7 @@ def compile_right(
     compiled = lowered.compile(compiler_options=without)
     text = compiled.as_text() or ""
     if (found := _late(text)[0]) is not None:
-        raise CompilerError(
+        raise CfpError(
             "XLA compiled a program that computes something else than it should.",
             expected="values that are read before others are written there",
             got=found,

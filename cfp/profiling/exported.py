@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from cfp.errors import CacheError
+from cfp.errors import CfpError
 from cfp.printable import printable
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.key import ProfileKey
@@ -26,7 +26,7 @@ def read_export(path: str | os.PathLike[str]) -> list[ProfileRecord]:
     """The records of an exported file.
 
     Raises:
-      CacheError: a line is not a record, its key is not that of its parts, or it asks
+      CfpError: a line is not a record, its key is not that of its parts, or it asks
         for compiler options that are not known to be harmless.
     """
     records: list[ProfileRecord] = []
@@ -37,7 +37,7 @@ def read_export(path: str | os.PathLike[str]) -> list[ProfileRecord]:
                     raise ValueError(f"a line of more than {_MOST_LINE_BYTES} bytes")
                 records.append(_record(line))
     except (OSError, ValueError) as error:
-        raise CacheError(
+        raise CfpError(
             f"Nothing was merged from {path}.",
             expected="a file that ProfileStore.export of this version wrote",
             got=f"{printable(str(error))}, after {len(records)} good lines",

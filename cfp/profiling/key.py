@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import jax
 
-from cfp.errors import DeviceError
+from cfp.errors import CfpError
 from cfp.profiling.coordination import coordination
 from cfp.profiling.processes import are_several
 from cfp.profiling.topology import gpu_parts
@@ -142,10 +142,10 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
       devices: `jax.Device`s: all devices of the mesh, of every process.
 
     Raises:
-      DeviceError: if there are none.
+      CfpError: if there are none.
     """
     if not devices:
-        raise DeviceError(
+        raise CfpError(
             "There is no device to measure on.",
             expected="at least one device",
             got="an empty list",

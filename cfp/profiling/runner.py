@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from cfp.errors import DeviceError
+from cfp.errors import CfpError
 from cfp.profiling.builder import (
     BuildEnvironment,
     Built,
@@ -65,7 +65,7 @@ def profile(
       A record for each key, failures included, but for what there was no time for.
 
     Raises:
-      DeviceError: if the devices answer no more after something crashed on them.
+      CfpError: if the devices answer no more after something crashed on them.
     """
     options = options or MeasureOptions()
     platform = mesh.devices.flat[0].platform
@@ -222,12 +222,12 @@ class StopOnDeviceLoss:
         """Does what `run` does.
 
         Raises:
-            DeviceError: the devices answer no more since what ran before crashed.
+            CfpError: the devices answer no more since what ran before crashed.
         """
         if self._crash is not None:
             try:
                 _check_devices(mesh, self._crash)
-            except DeviceError:
+            except CfpError:
                 self.keep(self._crash)
                 raise
         record = self.run(built, job, program, mesh, timing=timing)
@@ -240,7 +240,7 @@ def _check_devices(mesh: Mesh, crash: ProfileRecord) -> None:
     try:
         jax.block_until_ready(make_inputs([probe], mesh))
     except jax.errors.JaxRuntimeError as error:
-        raise DeviceError(
+        raise CfpError(
             "The devices answer no more.",
             expected="devices that still work after a program failed on them",
             got=f"{reason_of(error)}, after {crash.reason}",

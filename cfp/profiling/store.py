@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from cfp.errors import CacheError
+from cfp.errors import CfpError
 from cfp.profiling.exported import read_export
 from cfp.profiling.files import (
     cache_dir,
@@ -47,11 +47,11 @@ def default_cache_dir() -> Path:
     """The folder that `cfp.profiling.files.cache_dir` names.
 
     Raises:
-      CacheError: nothing names one.
+      CfpError: nothing names one.
     """
     if (found := cache_dir()) is not None:
         return found
-    raise CacheError(
+    raise CfpError(
         "There is no place for the profile cache.",
         expected="CFP_CACHE_DIR, XDG_CACHE_HOME or a home directory",
         got="none of them",
@@ -63,7 +63,7 @@ def store_path(folder: str | os.PathLike[str] | None = None) -> Path:
     """Returns the path of the store in a folder, or in the default one.
 
     Raises:
-      CacheError: if there is no default one.
+      CfpError: if there is no default one.
     """
     return Path(folder if folder is not None else default_cache_dir()) / STORE_NAME
 
@@ -72,7 +72,7 @@ def _own_store() -> Path | None:
     """The store in the folder that cfp named itself; None if the user named one."""
     if os.environ.get("CFP_CACHE_DIR"):
         return None
-    with contextlib.suppress(CacheError):
+    with contextlib.suppress(CfpError):
         return store_path()
     return None
 
@@ -89,7 +89,7 @@ class ProfileStore:
         """Opens the file, and makes it and its directory if they are missing.
 
         Raises:
-          CacheError: if the directory or the file cannot be made or written.
+          CfpError: if the directory or the file cannot be made or written.
         """
         self.path = Path(path)
         self._lock = threading.RLock()
@@ -117,7 +117,7 @@ class ProfileStore:
         """A transaction, or the one that it is in: on an error nothing is written.
 
         Raises:
-          CacheError: the file cannot be used.
+          CfpError: the file cannot be used.
         """
         with self._lock, self._explained():
             if self._connection is None:
@@ -208,7 +208,7 @@ class ProfileStore:
           How many there were.
 
         Raises:
-          CacheError: if the file cannot be written.
+          CfpError: if the file cannot be written.
         """
         records = self.records()
         target = Path(path)
@@ -220,7 +220,7 @@ class ProfileStore:
         except OSError as error:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
-            raise CacheError(
+            raise CfpError(
                 "The profiles cannot be exported.",
                 expected=f"a file that can be written at {target}",
                 got=str(error),
@@ -235,7 +235,7 @@ class ProfileStore:
           How many were new, or better than what was here.
 
         Raises:
-          CacheError: if a line is not a record, or asks for what no record may; see
+          CfpError: if a line is not a record, or asks for what no record may; see
             `cfp.profiling.exported`.
         """
         return self.put_all(read_export(path))
@@ -251,7 +251,7 @@ class ProfileStore:
         try:
             yield
         except (OSError, sqlite3.Error) as error:
-            raise CacheError(
+            raise CfpError(
                 f"The profile cache {self.path} cannot be used.",
                 expected="a file that can be made, read and written, on a disk "
                 "with room, and a directory too",

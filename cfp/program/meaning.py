@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax._src.config import trace_context
 
-from cfp.errors import SettingsError
+from cfp.errors import CfpError
 
 # What JAX leaves out of that tuple although it changes what runs: the kind of random
 # keys, and how the compiler works, with what JAX 0.10.2 to 0.12 has by default. Other
@@ -103,16 +103,16 @@ def check_settings() -> None:
     """Refuses a configuration of JAX under which nothing can be planned or compiled.
 
     Raises:
-        SettingsError: it names the setting.
+        CfpError: it names the setting.
     """
     if not getattr(jax.config, "jax_use_shardy_partitioner", True):
-        raise SettingsError(
+        raise CfpError(
             "jax_use_shardy_partitioner is off (JAX_USE_SHARDY_PARTITIONER=0, or "
             "jax.config.update), and cfp shards programs by Shardy. Unset the "
             'variable, or call jax.config.update("jax_use_shardy_partitioner", True).'
         )
     if getattr(jax.config, "jax_disable_jit", False):
-        raise SettingsError(
+        raise CfpError(
             "jax_disable_jit is on (jax.disable_jit(), or JAX_DISABLE_JIT=1), so that "
             "nothing is traced or compiled, and cfp shards what is compiled. To debug "
             "the step call it by itself; leave jax.disable_jit() to plan it, or to run "

@@ -23,7 +23,7 @@ from jax.sharding import (
 )
 from jax.tree_util import tree_flatten_with_path, tree_structure, tree_unflatten
 
-from cfp.errors import MeshError, StepNotTraceable
+from cfp.errors import CfpError, StepNotTraceable
 from cfp.program import shardy
 from cfp.program.callbacks import Alarm, guarded
 from cfp.program.fp8 import use_precision
@@ -40,16 +40,16 @@ def check_mesh(mesh: Mesh) -> None:
     """Refuses what is no mesh of devices.
 
     Raises:
-        MeshError: it is no mesh.
+        CfpError: it is no mesh.
     """
     check_settings()
     if not isinstance(mesh, Mesh):
-        raise MeshError(
+        raise CfpError(
             f"Expected a jax.sharding.Mesh, got {type(mesh).__name__}. "
             "Make one with jax.make_mesh((4,), ('x',))."
         )
     if mesh.empty:
-        raise MeshError(
+        raise CfpError(
             "The mesh has no devices. Make one with jax.make_mesh((4,), ('x',)), or "
             "leave it out: cfp takes all devices then."
         )
@@ -59,7 +59,7 @@ def planning_mesh(mesh: Mesh) -> Mesh:
     """The mesh with axes whose shardings the compiler may choose.
 
     Raises:
-        MeshError: it is no mesh.
+        CfpError: it is no mesh.
     """
     check_mesh(mesh)
     return auto_mesh(mesh)

@@ -348,7 +348,7 @@ def race(
     Raises:
         NoneFits: none does, and the smallest are not to be compiled.
         MemoryBudgetError: none of them fits in memory.
-        DeviceError: none of them runs.
+        CfpError: none of them runs.
     """
     run = Run(context, analysis, solution)
     candidates = solution.candidates

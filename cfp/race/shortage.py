@@ -18,7 +18,7 @@ from cfp.cost.memory import (
     result_bytes,
     value_bytes,
 )
-from cfp.errors import CfpError, DeviceError, MemoryBudgetError
+from cfp.errors import CfpError, MemoryBudgetError
 from cfp.printable import merged_name
 from cfp.profiling.record import CompiledBytes
 from cfp.race.programs import RaceResult
@@ -86,7 +86,7 @@ def no_winner(
     if failed or not compiled:
         reasons = "; ".join(f"{r.name}: {r.reason}" for r in failed)
         reasons = reasons or "None was compiled."
-        return DeviceError(f"No plan ran on the devices. {reasons}")
+        return CfpError(f"No plan ran on the devices. {reasons}")
     best = min(compiled, key=lambda r: r.peak_bytes)
     needed = best.peak_bytes + reserve_bytes
     programs = len({r.record.key for r in compiled if r.record is not None})

@@ -288,7 +288,7 @@ class LoweredStep:
         """Compiles it, if it has to be; see `compile_step`.
 
         Raises:
-            CompilerError: the compiler made another program of it.
+            CfpError: the compiler made another program of it.
         """
         compiled = self.compiled
         if compiled is None:
@@ -307,7 +307,7 @@ def compile_step(*args: Any, **kwargs: Any) -> CompiledStep:
 
     Raises:
         PlanMismatch: the step's program is not the one that was planned.
-        CompilerError: the compiler made another program of it.
+        CfpError: the compiler made another program of it.
     """
     return load_or_lower(*args, **kwargs).compile()
 

@@ -59,7 +59,7 @@ def measure_candidates(
             With a deadline, jobs that a plan needs are measured all the same.
 
     Raises:
-        DeviceError: no candidate of some segment could be measured.
+        CfpError: no candidate of some segment could be measured.
     """
     first = maker.first(per_kind, others)
     pairs = _written_twice(maker, first)

@@ -18,7 +18,7 @@ from cfp.analysis.layout import Choice, SegmentKernels
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.costs import Costs
 from cfp.cost.estimate import SegmentEstimate
-from cfp.errors import DeviceError
+from cfp.errors import CfpError
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
 from cfp.profiling.rates import Rates
@@ -376,7 +376,7 @@ def measured_options(
         alone: take what segments take alone for what they cost.
 
     Raises:
-        DeviceError: no candidate of some segment could be measured.
+        CfpError: no candidate of some segment could be measured.
     """
     options: list[list[Option]] = [[] for _ in costs.analysis.representatives]
     reasons: dict[int, str] = {}
@@ -402,7 +402,7 @@ def measured_options(
     for kind, found in enumerate(options):
         found += _as_written(costs, kind, found)
         if not found:
-            raise DeviceError(
+            raise CfpError(
                 f"No strategy of segment kind {kind} could be measured "
                 f"({reasons.get(kind, 'nothing was profiled')}). Run the profile pass, "
                 "use more devices, or a smaller batch."

@@ -55,9 +55,7 @@ def test_without_shardy_nothing_is_planned_nor_stored(how, configured, tmp_path)
         lambda: cfp.parallelize(step, **how)(WEIGHTS, X),
         good.compile_bound,
     ):
-        with pytest.raises(
-            cfp.SettingsError, match="jax_use_shardy_partitioner is off"
-        ):
+        with pytest.raises(cfp.CfpError, match="jax_use_shardy_partitioner is off"):
             call()
     path = store_path(how["cache_dir"])
     if path.exists():
@@ -66,7 +64,7 @@ def test_without_shardy_nothing_is_planned_nor_stored(how, configured, tmp_path)
 
 
 def test_without_jit_nothing_is_planned(how):
-    with jax.disable_jit(), pytest.raises(cfp.SettingsError, match="by itself"):
+    with jax.disable_jit(), pytest.raises(cfp.CfpError, match="by itself"):
         cfp.parallelize(step, **how)(WEIGHTS, X)
 
 

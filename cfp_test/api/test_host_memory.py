@@ -171,7 +171,7 @@ def test_it_is_saved_loaded_and_run(plan, mesh, tmp_path):
 @pytest.mark.parametrize("pairs", [[[0, 0], [0, 1]], [[99, 0]], [[0]], "x"])
 def test_a_damaged_file_is_refused(plan, pairs):
     data = {**json.loads(plan.to_json()), "in_host": pairs}
-    with pytest.raises(cfp.PlanFileError, match="in_host"):
+    with pytest.raises(cfp.PlanMismatch, match="in_host"):
         cfp.Plan.from_json(data)
 
 

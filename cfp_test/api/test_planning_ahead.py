@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import cfp
 from cfp.analysis.analyze import analyze
 from cfp.checking.verify import check_devices, verified_data, verified_text, verify
-from cfp.errors import DeviceError, MemoryBudgetError, PlanMismatch
+from cfp.errors import CfpError, MemoryBudgetError, PlanMismatch
 from cfp.planner_settings import DetailedSettings
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
@@ -190,7 +190,7 @@ def test_what_is_written_is_measured_and_the_fastest(verified, folder, mesh):
 
 
 def test_other_devices_than_planned_for_have_one_clear_message(ahead, mesh):
-    with pytest.raises(DeviceError, match="other devices") as caught:
+    with pytest.raises(CfpError, match="other devices") as caught:
         check_devices(ahead, mesh)
     assert "4 of NVIDIA H200" in str(caught.value)
     check_devices(replace(ahead, environment={}), mesh)

@@ -50,7 +50,7 @@ def test_a_call_adds_a_float32_bias_in_float32(on_gpus):
     gradient = traced.lower().compile()(*args)[3]
     assert gradient.dtype == WIDE
     assert not jnp.array_equal(gradient, gradient.astype(NARROW).astype(WIDE))
-    with pytest.raises(cfp.AttentionError, match=f"cudnn: {WHY}"):
+    with pytest.raises(cfp.CfpError, match=f"cudnn: {WHY}"):
         biased(WIDE, implementation="cudnn")
 
 

@@ -266,13 +266,13 @@ def test_two_axes_have_each_pair_of_roles():
 )
 def test_what_is_ruled_out_says_why(how, words):
     q, k, v, _ = inputs((2, 2), 8, "float32")
-    with pytest.raises(cfp.AttentionError, match=words):
+    with pytest.raises(cfp.CfpError, match=words):
         cfp.attention(q, k, v, mesh=mesh_of({"x": 4}), **how)
 
 
 def test_shapes_that_do_not_fit_are_refused():
     q, k, v, _ = inputs((4, 3), 8, "float32")
-    with pytest.raises(cfp.AttentionError, match="do not fit together"):
+    with pytest.raises(cfp.CfpError, match="do not fit together"):
         cfp.attention(q, k, v)
 
 
@@ -318,7 +318,7 @@ def test_cudnn_in_parts_is_attention(cudnn_on_cpu, strategy):
 
 def test_a_jax_that_names_cudnn_otherwise_is_said_so(cudnn_on_cpu):
     q, k, v, _ = inputs((2, 2), 8, "bfloat16")
-    with pytest.raises(cfp.AttentionError, match="a form that a ring cannot use"):
+    with pytest.raises(cfp.CfpError, match="a form that a ring cannot use"):
         cudnn._find("another_name", q, k, v, SCORES, NO_MASK)
 
 

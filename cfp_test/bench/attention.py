@@ -92,7 +92,7 @@ def _kernels(kernel: str, tokens: tuple[int, ...]) -> Iterator[Any]:
 def _outcome(measure: Measure, rows: list[dict[str, Any]]) -> dict[str, Any]:
     try:
         return {"status": "measured", **measure(rows)}
-    except (cfp.AttentionError, jax.errors.JaxRuntimeError, NotImplementedError) as no:
+    except (cfp.CfpError, jax.errors.JaxRuntimeError, NotImplementedError) as no:
         return {"status": reason_of(no)}
     except (
         ValueError,

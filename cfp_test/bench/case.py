@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from cfp.analysis.strategies import Spec
 from cfp.cli.session import Session, analyse
-from cfp.errors import CompilerError
+from cfp.errors import CfpError
 from cfp.models.options import Scalar
 from cfp.plan.compose import compose_plan
 from cfp.profiling.builder import Built
@@ -68,7 +68,7 @@ def ready(
     made = compiled(options)
     text = made.as_text() or ""
     if (reason := miscompile_reason(text)) is not None:
-        raise CompilerError(reason)
+        raise CfpError(reason)
     sizes: dict[str, int] = {}
     if (memory := made.memory_analysis()) is not None:
         sizes = {

@@ -31,7 +31,7 @@ from cfp.checking.reference import (
 )
 from cfp.checking.trial import Trial, run_trial
 from cfp.cli.running import check_text
-from cfp.errors import DeviceError, StepNotTraceable
+from cfp.errors import CfpError, StepNotTraceable
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.program.memory import memory_kind
@@ -460,11 +460,11 @@ def test_a_check_that_has_no_room_says_what_it_needs(monkeypatch, tmp_path):
     for (where, name), message in cases.items():
         with monkeypatch.context() as patched:
             patched.setattr(where, name, no_room)
-            with pytest.raises(DeviceError, match=message):
+            with pytest.raises(CfpError, match=message):
                 trial_of(small_target(), "data_parallel", 2, tmp_path)
     has_no_room(monkeypatch, 2)
     needs = "about .* on one device; or about .* on each, where fully_sharded"
-    with pytest.raises(DeviceError, match=f"no room for the check(.|\n)*{needs}"):
+    with pytest.raises(CfpError, match=f"no room for the check(.|\n)*{needs}"):
         trial_of(small_target(), "data_parallel", 2, tmp_path)
 
 

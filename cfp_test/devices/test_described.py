@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 import cfp
 from cfp.devices.described import cluster_of
 from cfp.devices.device_kind import description_of, kind, kinds
-from cfp.errors import MeshError, TargetError
+from cfp.errors import CfpError
 from cfp.profiling.rates import Rates, sent_share
 
 _WANTED = ("a100", "h100", "h200", "b200", "l40s", "v5e", "v5p", "v6e")
@@ -60,7 +60,7 @@ def test_a_file_with_hosts_alone_has_as_many_devices_in_each_as_the_kind(tmp_pat
     file = tmp_path / "four.toml"
     file.write_text('kind = "h200"\nhosts = 4\n')
     assert cfp.described(str(file)).axes == (("x", 4), ("y", 8))
-    with pytest.raises(MeshError, match=r"hosts = 4, devices_per_host = 8"):
+    with pytest.raises(CfpError, match=r"hosts = 4, devices_per_host = 8"):
         cfp.described(str(file), x=4)
 
 
@@ -128,20 +128,20 @@ def test_what_is_exported_can_be_planned_for(tmp_path):
 @pytest.mark.parametrize(
     ("text", "axes", "error", "named"),
     [
-        ("4xh300", {}, TargetError, ("h300", "h200")),
-        ("four h200", {}, TargetError, ("four h200", "4xh200")),
-        ("missing.toml", {}, TargetError, ("missing.toml",)),
-        ("0xh200", {}, TargetError, ("0xh200",)),
-        ("4xh200", {"x": 3}, MeshError, ("x=3", "x=4")),
-        ("2x4xl40s", {}, TargetError, ("l40s", "network_gb_per_s")),
-        ("64xh100", {}, TargetError, (" 8 ", "8x8xh100")),
-        ("12xh100", {}, TargetError, ("2x6xh100",)),
-        ("13xh100", {}, TargetError, ("13x1xh100",)),
-        ("2x16xa100", {}, TargetError, ("4x8xa100",)),
-        ("16xv5e", {}, TargetError, ("v5e:4x4",)),
-        ("v5p:4x4", {}, TargetError, ("v5p:2x2x4",)),
-        ("h100:2x2", {}, TargetError, ("8xh100",)),
-        ("v5e:4x4", {"x": 2, "y": 8}, MeshError, ("x=2 x y=8", "x=16")),
+        ("4xh300", {}, CfpError, ("h300", "h200")),
+        ("four h200", {}, CfpError, ("four h200", "4xh200")),
+        ("missing.toml", {}, CfpError, ("missing.toml",)),
+        ("0xh200", {}, CfpError, ("0xh200",)),
+        ("4xh200", {"x": 3}, CfpError, ("x=3", "x=4")),
+        ("2x4xl40s", {}, CfpError, ("l40s", "network_gb_per_s")),
+        ("64xh100", {}, CfpError, (" 8 ", "8x8xh100")),
+        ("12xh100", {}, CfpError, ("2x6xh100",)),
+        ("13xh100", {}, CfpError, ("13x1xh100",)),
+        ("2x16xa100", {}, CfpError, ("4x8xa100",)),
+        ("16xv5e", {}, CfpError, ("v5e:4x4",)),
+        ("v5p:4x4", {}, CfpError, ("v5p:2x2x4",)),
+        ("h100:2x2", {}, CfpError, ("8xh100",)),
+        ("v5e:4x4", {"x": 2, "y": 8}, CfpError, ("x=2 x y=8", "x=16")),
     ],
 )
 def test_bad_descriptions_name_what_came_and_what_to_give(text, axes, error, named):
@@ -172,7 +172,7 @@ def test_bad_descriptions_name_what_came_and_what_to_give(text, axes, error, nam
 def test_bad_files_name_the_field_and_its_value(tmp_path, content, named):
     file = tmp_path / "cluster.toml"
     file.write_text(content)
-    with pytest.raises(TargetError) as caught:
+    with pytest.raises(CfpError) as caught:
         cfp.described(str(file))
     assert [name for name in named if name not in str(caught.value)] == []
 

@@ -15,7 +15,7 @@ import cfp
 from cfp.devices import elsewhere
 from cfp.devices.described import slice_of
 from cfp.devices.device_kind import kind
-from cfp.errors import TargetError
+from cfp.errors import CfpError
 from cfp.profiling.hlo import collectives_in
 
 needs_libtpu = pytest.mark.skipif(
@@ -55,9 +55,9 @@ def planned(text, folder, *args, **how):
 
 def test_a_missing_compiler_is_named_with_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(elsewhere, "find_spec", lambda name: None)
-    with pytest.raises(TargetError, match=r"libtpu.*cfp\[tpu\]"):
+    with pytest.raises(CfpError, match=r"libtpu.*cfp\[tpu\]"):
         planned("v5e:2x4", tmp_path)
-    with pytest.raises(TargetError, match=r"l40s.*target_config"):
+    with pytest.raises(CfpError, match=r"l40s.*target_config"):
         elsewhere.check_compiler(kind("l40s"))
 
 

@@ -14,7 +14,7 @@ import pytest
 from cfp.checking.check import Comparison, Leaf
 from cfp.checking.trial import StepResult, Trial
 from cfp.cli.running import check_text, list_failures, trial_data
-from cfp.errors import DeviceError
+from cfp.errors import CfpError
 from cfp.platform import make_mesh
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
@@ -61,7 +61,7 @@ def test_a_platform_without_devices(monkeypatch):
         raise RuntimeError("Unknown backend: 'cuda' requested")
 
     monkeypatch.setattr(jax, "devices", none)
-    with pytest.raises(DeviceError, match=r"JAX finds no device(?s:.*)Unknown backend"):
+    with pytest.raises(CfpError, match=r"JAX finds no device(?s:.*)Unknown backend"):
         make_mesh(None)
 
 

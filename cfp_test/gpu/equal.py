@@ -15,7 +15,7 @@ import numpy as np
 import cfp
 from cfp.analysis.layout import Choice, lay_out
 from cfp.attention.kernels import KERNELS
-from cfp.errors import AttentionError
+from cfp.errors import CfpError
 from cfp.models import build, initialise
 from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings
@@ -184,7 +184,7 @@ def _kernel(name: str, place: Place) -> str:
         what = f"{mask}{f', {way}' if way else ''}"
         try:
             distance = _distance(name, mask, way, place)
-        except AttentionError as error:
+        except CfpError as error:
             reason = str(error).partition(f"{name}: ")[2].partition("\n")[0]
             refused[what] = reason or str(error)
             continue

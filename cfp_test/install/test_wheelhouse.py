@@ -16,7 +16,7 @@ from build_jaxlib import build, fetch, source
 from build_jaxlib.licences import licence_of, write_licences
 from build_jaxlib.platforms import ACCELERATORS, ARCHITECTURES, platform_of
 from build_jaxlib.resolve import locked, names, pins_but_for
-from cfp.errors import TargetError
+from cfp.errors import CfpError
 from cfp_test.cli.cli_runner import ROOT
 
 LOCK = """\
@@ -59,7 +59,7 @@ def test_wheels_exist_for_all_but_three():
         for architecture in (*ARCHITECTURES, "ppc64le"):
             try:
                 platform_of(name, architecture, "3.12")
-            except TargetError as error:
+            except CfpError as error:
                 assert "\n  try: " in str(error)
                 refused.append((name, architecture))
     assert refused == [
@@ -93,7 +93,7 @@ def test_platform_tags_are_all_that_run_there():
     ],
 )
 def test_what_cannot_be_is_refused(words, said):
-    with pytest.raises(TargetError, match=said):
+    with pytest.raises(CfpError, match=said):
         platform_of(*words)
 
 
@@ -293,7 +293,7 @@ def test_the_command_that_builds_jaxlib(checkout, tmp_path):
 
 
 def refusal(checkout, tmp_path, accelerator="cpu") -> str:
-    with pytest.raises(TargetError) as caught:
+    with pytest.raises(CfpError) as caught:
         source.command(checkout, tmp_path, accelerator, [])
     return str(caught.value)
 

@@ -27,7 +27,6 @@ from cfp.operators.operator import (
     Argument,
     Implementation,
     Operator,
-    OperatorError,
 )
 
 TINY = Shape(batch=1, seq=4, hidden=8, heads=2, vocab=5)
@@ -222,20 +221,20 @@ def test_wrong_use_of_the_command_is_one_message(words, said, capsys):
 
 def test_wrong_use_of_functions_is_one_message():
     x = jnp.ones((2, 8))
-    with pytest.raises(OperatorError, match="try: layer_norm"):
+    with pytest.raises(CfpError, match="try: layer_norm"):
         find("layernorm")
-    with pytest.raises(OperatorError, match=r"expected: scale \[h=8\]"):
+    with pytest.raises(CfpError, match=r"expected: scale \[h=8\]"):
         layer_norm(x, jnp.ones(4), jnp.ones(8))
-    with pytest.raises(OperatorError, match="takes 3 arguments"):
+    with pytest.raises(CfpError, match="takes 3 arguments"):
         layer_norm(x)
-    with pytest.raises(OperatorError, match="no option of layer_norm called 'epsilon'"):
+    with pytest.raises(CfpError, match="no option of layer_norm called 'epsilon'"):
         layer_norm(x, jnp.ones(8), jnp.ones(8), epsilon=1e-3)
-    with pytest.raises(OperatorError, match="no implementation of layer_norm"):
+    with pytest.raises(CfpError, match="no implementation of layer_norm"):
         layer_norm(x, jnp.ones(8), jnp.ones(8), implementation="cuda")
     q = jnp.ones((1, 8, 2, 4))
-    with pytest.raises(OperatorError, match=r"by cudnn does not take.*\n.*NVIDIA GPU"):
+    with pytest.raises(CfpError, match=r"by cudnn does not take.*\n.*NVIDIA GPU"):
         gpt_attention(q, q, q, implementation="cudnn")
-    with pytest.raises(OperatorError, match="head's width 3 is odd"):
+    with pytest.raises(CfpError, match="head's width 3 is odd"):
         find("rotary_embedding")(jnp.ones((1, 2, 1, 3)))
 
 

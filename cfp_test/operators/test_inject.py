@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from cfp.errors import CfpError
 from cfp.operators.inject import (
     Policy,
-    PolicyError,
     inject,
     injection,
     parts,
     register_policy,
     unregister_policy,
 )
-from cfp.operators.operator import OperatorError
 from cfp_test.operators import models_linen, models_nnx
 from cfp_test.operators.compiling import SOON
 from cfp_test.support.covering import at_night
@@ -203,21 +202,21 @@ class Mine(Policy):
 def test_nothing_replaced_is_an_error_if_it_is_to_be():
     model = nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(0))])
     assert "no policy matches" in inject(model).report.text()
-    with pytest.raises(PolicyError, match="Nothing was replaced"):
+    with pytest.raises(CfpError, match="Nothing was replaced"):
         inject(model, strict=True)
-    with pytest.raises(PolicyError, match="Nothing was replaced"):
+    with pytest.raises(CfpError, match="Nothing was replaced"):
         with injection(strict=True):
             pass
 
 
 def test_names_that_there_are_not():
-    with pytest.raises(OperatorError, match="no operator called 'layernorm'"):
+    with pytest.raises(CfpError, match="no operator called 'layernorm'"):
         inject(nnx.List([]), implementations={"layernorm": "xla"})
-    with pytest.raises(OperatorError, match="no implementation of layer_norm"):
+    with pytest.raises(CfpError, match="no implementation of layer_norm"):
         inject(nnx.List([]), implementations={"layer_norm": "cuda"})
-    with pytest.raises(PolicyError, match="is no policy"):
+    with pytest.raises(CfpError, match="is no policy"):
         register_policy(int)
-    with pytest.raises(PolicyError, match="takes a module of"):
+    with pytest.raises(CfpError, match="takes a module of"):
         inject(3)
 
 

@@ -103,5 +103,5 @@ def test_what_a_segment_shares_is_as_its_owner_has_it(tied, damage):
         shared[0]["argument"] = min({*range(len(data["arguments"]))} - {*own})
     else:
         embedding["shared"] = [data["segments"][1]["parameters"][0]]
-    with pytest.raises(cfp.PlanFileError, match="damaged plan, in segments"):
+    with pytest.raises(cfp.PlanMismatch, match="damaged plan, in segments"):
         cfp.Plan.from_json(data)

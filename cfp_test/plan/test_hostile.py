@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 import cfp
 from cfp.cli import app
-from cfp.errors import MeshError
+from cfp.errors import CfpError
 from cfp.platform import select
 from cfp.profiling.compiler_options import MEMORY_SHARE, refused_option
 from cfp.settings import defaults_of
@@ -108,6 +108,6 @@ def test_a_caller_may_trust_an_option_by_name(made, tmp_path):
 
 def test_a_file_does_not_ask_for_a_million_devices(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
-    with pytest.raises(MeshError, match="4096"):
+    with pytest.raises(CfpError, match="4096"):
         select("cpu", (("x", 2**20),))
     assert os.environ["XLA_FLAGS"] == ""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from cfp.errors import DeviceError
+from cfp.errors import CfpError
 from cfp.profiling import collectives
 from cfp.profiling.builder import Built
 from cfp.profiling.collectives import ProbeSizes, build_probe, measure_rates
@@ -210,7 +210,7 @@ def test_devices_that_run_nothing_are_an_error(monkeypatch, store):
 
     monkeypatch.setattr(collectives, "execute", execute)
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-    with pytest.raises(DeviceError, match="INTERNAL: no device"):
+    with pytest.raises(CfpError, match="INTERNAL: no device"):
         measure_rates(mesh, store)
 
 

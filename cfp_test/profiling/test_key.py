@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cfp.errors import DeviceError
+from cfp.errors import CfpError
 from cfp.profiling.key import ProfileKey, environment_parts, normalise_xla_flags
 
 
@@ -193,7 +193,7 @@ def test_mixed_kinds_are_named_once_each():
 
 
 def test_no_devices():
-    with pytest.raises(DeviceError, match=r"try: pass jax.devices\(\)"):
+    with pytest.raises(CfpError, match=r"try: pass jax.devices\(\)"):
         environment_parts([])
 
 

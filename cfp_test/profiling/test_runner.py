@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from cfp.errors import DeviceError
+from cfp.errors import CfpError
 from cfp.profiling import runner
 from cfp.profiling.builder import Built, build
 from cfp.profiling.inputs import make_inputs
@@ -198,7 +198,7 @@ def test_lost_devices_end_a_profile(case, store, quick, monkeypatch):
     monkeypatch.setattr(runner, "measure", measure)
     monkeypatch.setattr(runner, "make_inputs", make)
     jobs = [case.job("a"), case.job("b"), case.job("c")]
-    with pytest.raises(DeviceError, match="illegal address"):
+    with pytest.raises(CfpError, match="illegal address"):
         profile(case.program, case.mesh, jobs, store, timing=quick)
     # What crashed is known; of the others nothing was said.
     assert [record.key for record in store.records()] == [jobs[0].key.digest]

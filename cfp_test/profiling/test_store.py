@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cfp.errors import CacheError
+from cfp.errors import CfpError
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import Collective, ProfileRecord, Status
 from cfp.profiling.store import ProfileStore, default_cache_dir
@@ -125,7 +125,7 @@ def test_a_bad_line_merges_nothing(path, tmp_path, bad):
     lines = tmp_path / "profiles.jsonl"
     lines.write_text(f"{make('b').to_json()}\n{bad}\n")
     with ProfileStore(path) as store:
-        with pytest.raises(CacheError, match=r"(?s)Nothing.*after 1 good lines.*try:"):
+        with pytest.raises(CfpError, match=r"(?s)Nothing.*after 1 good lines.*try:"):
             store.merge(lines)
         assert len(store) == 0
 
@@ -133,12 +133,12 @@ def test_a_bad_line_merges_nothing(path, tmp_path, bad):
 def test_files_that_cannot_be_exported_to_or_merged_from(path, tmp_path):
     with ProfileStore(path) as store:
         store.put(make("gpt"))
-        with pytest.raises(CacheError, match="No such file"):
+        with pytest.raises(CfpError, match="No such file"):
             store.merge(tmp_path / "absent")
-        with pytest.raises(CacheError, match="cannot be exported"):
+        with pytest.raises(CfpError, match="cannot be exported"):
             store.export(tmp_path / "absent" / "profiles.jsonl")
         (tmp_path / "folder").mkdir()
-        with pytest.raises(CacheError, match="cannot be exported"):
+        with pytest.raises(CfpError, match="cannot be exported"):
             store.export(tmp_path / "folder")
     assert sorted(item.name for item in tmp_path.iterdir()) == ["cache", "folder"]
 
@@ -272,12 +272,12 @@ def test_damage_below_an_open_store_is_set_aside_by_the_next(path):
 @pytest.mark.explained("The cache cannot be used")
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(CacheError, match=r"(?s)file.*try: set CFP_CACHE_DIR"):
+    with pytest.raises(CfpError, match=r"(?s)file.*try: set CFP_CACHE_DIR"):
         ProfileStore(tmp_path / "file" / "cache" / "profiles.sqlite3")
 
 
 def test_a_path_that_is_a_directory(tmp_path):
-    with pytest.raises(CacheError, match="unable to open"):
+    with pytest.raises(CfpError, match="unable to open"):
         ProfileStore(tmp_path)
 
 
@@ -286,7 +286,7 @@ def test_a_writer_that_never_ends(path, monkeypatch):
     with ProfileStore(path) as store:
         connection = sqlite3.connect(path)
         connection.execute("BEGIN IMMEDIATE")
-        with pytest.raises(CacheError, match="locked"):
+        with pytest.raises(CfpError, match="locked"):
             store.put(make("gpt"))
         assert store.get(make("gpt").key) is None
         connection.close()

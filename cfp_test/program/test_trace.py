@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cfp.errors import MeshError, StepNotTraceable
+from cfp.errors import CfpError, StepNotTraceable
 from cfp.program import shardy
 from cfp.program.constrain import Constraints, constrain
 from cfp.program.step import flatten_step
@@ -239,7 +239,7 @@ def test_planning_mesh():
     explicit = jax.make_mesh((2, 2), ("x", "y"), devices=jax.devices()[:4])
     mesh = planning_mesh(explicit)
     assert mesh.axis_types == (jax.sharding.AxisType.Auto,) * 2
-    with pytest.raises(MeshError, match="make_mesh"):
+    with pytest.raises(CfpError, match="make_mesh"):
         planning_mesh((2, 2))
 
 

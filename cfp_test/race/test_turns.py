@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from cfp.analysis.layout import Choice
-from cfp.errors import DeviceError
+from cfp.errors import CfpError
 from cfp.profiling import runner
 from cfp.profiling.builder import Built
 from cfp.profiling.options import MeasureOptions
@@ -368,7 +368,7 @@ def test_lost_devices_end_a_race(raced, case, store, monkeypatch):
         raise jax.errors.JaxRuntimeError("INTERNAL: the context is gone")
 
     monkeypatch.setattr(runner, "make_inputs", gone)
-    with pytest.raises(DeviceError, match="boom"):
+    with pytest.raises(CfpError, match="boom"):
         raced("abc", 1, lambda _: "crashed")
     assert raced.turns == ["a"]
     kept = [(record.key, record.status) for record in store.records()]

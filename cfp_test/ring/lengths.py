@@ -132,7 +132,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 more, result = measure(options, method, seq)
-            except (cfp.AttentionError, jax.errors.JaxRuntimeError) as error:
+            except (cfp.CfpError, jax.errors.JaxRuntimeError) as error:
                 if is_out_of_memory(error):
                     over[method] = seq
                 yield {**row, "status": reason_of(error)}

@@ -11,7 +11,7 @@ from cfp.analysis.layout import Storage
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.cost.choice import SegmentChoice
 from cfp.cost.costs import Costs
-from cfp.errors import DeviceError
+from cfp.errors import CfpError
 from cfp.models import registry
 from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
@@ -333,7 +333,7 @@ def test_what_fails_is_not_asked_for_again(model):
     assert devices.runs == len(found.requests)
     assert devices.best(found) is not None
     nothing = Devices(analysis, estimates, broken=lambda _: True)
-    with pytest.raises(DeviceError, match="broken"):
+    with pytest.raises(CfpError, match="broken"):
         nothing.measure_candidates()
 
 

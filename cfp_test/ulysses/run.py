@@ -144,7 +144,7 @@ def run_all(
         folder.mkdir(parents=True, exist_ok=True)
         try:
             row = run(one, folder, ahead.get((one.mode, one.seq)))
-        except (cfp.CfpError, cfp.AttentionError, jax.errors.JaxRuntimeError) as error:
+        except (cfp.CfpError, jax.errors.JaxRuntimeError) as error:
             row, failed = {**row_of(one), "status": reason_of(error)}, True
         row["total_s"] = round(time.perf_counter() - start, 2)
         (folder / "row.json").write_text(json.dumps(row, indent=1) + "\n")

@@ -26,7 +26,7 @@ from cfp.attention.matching.meaning import Proved, heads_of
 from cfp.attention.matching.values import FLOATS
 from cfp.attention.problem import AttentionProblem
 from cfp.attention.strategy import AttentionStrategy
-from cfp.errors import AttentionError
+from cfp.errors import CfpError
 from cfp.program.graph import Program, numpy_dtype
 from cfp.program.replace import Replacement, Stage, Use, is_in_order
 
@@ -123,7 +123,7 @@ def refusal_of(
         return "kernels compute in float32 at most, and it is in float64"
     try:
         strategy = AttentionStrategy.of(dict(way.roles) or None, dict(sizes))
-    except AttentionError as error:
+    except CfpError as error:
         return str(error)
     return refusal(problem, strategy, KERNELS[way.implementation], platform)
 

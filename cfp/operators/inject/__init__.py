@@ -15,7 +15,6 @@ from cfp.operators.inject.injecting import Injection, inject, injection
 from cfp.operators.inject.policy import (
     Part,
     Policy,
-    PolicyError,
     Refused,
     Report,
     register_policy,
@@ -26,7 +25,6 @@ __all__ = [
     "Injection",
     "Part",
     "Policy",
-    "PolicyError",
     "Refused",
     "Report",
     "inject",

@@ -22,10 +22,10 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from cfp.errors import CfpError
 from cfp.operators import find
 from cfp.operators.inject.policy import (
     Policy,
-    PolicyError,
     Refused,
     Report,
     registered,
@@ -162,7 +162,7 @@ class InjectedLinen:
         """As of the module, with its parts replaced.
 
         Raises:
-            PolicyError: the injection is strict, and nothing was replaced.
+            CfpError: the injection is strict, and nothing was replaced.
         """
         with nn.intercept_methods(self._injector.intercept):
             made = self.module.apply(*args, **kwargs)
@@ -216,8 +216,8 @@ def inject(model: Any, *inputs: Any, **how: Any) -> Injection:
             replaced.
 
     Raises:
-        PolicyError: nothing was replaced and `strict`, or this is no such module.
-        OperatorError: there is no operator or implementation of a name.
+        CfpError: nothing was replaced and `strict`, or this is no such module.
+        CfpError: there is no operator or implementation of a name.
     """
     injector = _injector(**how)
     if isinstance(model, nnx.Module):
@@ -229,9 +229,7 @@ def inject(model: Any, *inputs: Any, **how: Any) -> Injection:
             model.see(*inputs)
     else:
         kind = type(model).__name__
-        raise PolicyError(
-            f"inject takes a module of flax.linen or flax.nnx, got {kind}."
-        )
+        raise CfpError(f"inject takes a module of flax.linen or flax.nnx, got {kind}.")
     return Injection(model=model, report=injector.report)
 
 
@@ -271,7 +269,7 @@ def injection(**how: Any) -> Iterator[Inside]:
         how: see `inject`.
 
     Raises:
-        PolicyError: as `inject`, when the block ends.
+        CfpError: as `inject`, when the block ends.
     """
     injector = _injector(**how)
     with nn.intercept_methods(injector.intercept):

@@ -17,10 +17,6 @@ from cfp.errors import CfpError
 from cfp.operators import find
 
 
-class PolicyError(CfpError):
-    """A policy that cannot be right, or an injection that replaced nothing."""
-
-
 class Refused(Exception):
     """A part, or a call of it, that a policy matches but does not replace."""
 
@@ -86,11 +82,11 @@ def register_policy(policy: _P) -> _P:
     """Adds a policy to those that every injection uses; the newest is asked first.
 
     Raises:
-        PolicyError: it is no policy.
-        OperatorError: it names an operator that there is not.
+        CfpError: it is no policy.
+        CfpError: it names an operator that there is not.
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
-        raise PolicyError(
+        raise CfpError(
             f"{policy!r} is no policy.",
             expected="a class derived from cfp.operators.inject.Policy",
             got=type(policy).__name__,
@@ -171,10 +167,10 @@ class Report:
         """Checks that something was replaced, if the injection is strict.
 
         Raises:
-            PolicyError: nothing was.
+            CfpError: nothing was.
         """
         if self.strict and not self.replaced:
-            raise PolicyError(
+            raise CfpError(
                 "Nothing was replaced.",
                 expected="a part that a policy matches",
                 got="; ".join(self.text().splitlines()[:6]),

@@ -1,7 +1,7 @@
 """Keys of measurements: their dependencies, as a list of named parts.
 
-The digest of the parts is the key in the store. The names are kept beside it, so
-that a miss can be explained: "jax_version was 0.10.2, is 0.11.2".
+The digest of the parts is the key in the store. The names are kept beside it, so that
+records of another machine can be told: "jax_version: 0.10.2 there, 0.11.2 here".
 """
 
 import hashlib
@@ -14,11 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
-from cfp.errors import CfpError
 from cfp.profiling.coordination import coordination
 from cfp.profiling.processes import are_several
 from cfp.profiling.topology import gpu_parts
@@ -51,7 +50,6 @@ _CUDA_VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
 )
 _PRNG_IMPL = "jax_default_prng_impl"  # Has a part of its own.
-_SHOWN_CHARACTERS = 60
 # Of a host, and so not the same for all processes of a program.
 _OF_A_HOST = frozenset(
     ("allocator", "driver", "host", "links", "nccl", "power_limit", "processor")
@@ -60,12 +58,7 @@ _OF_A_HOST = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """An ordered list of (name, value) parts.
-
-    Put first what is measured and last where: of two stored keys that differ
-    from a wanted one in equally many parts, `explain` takes the one that agrees
-    on the earlier parts.
-    """
+    """An ordered list of (name, value) parts: first what is measured, last where."""
 
     parts: Parts
 
@@ -81,76 +74,13 @@ class ProfileKey:
         # JSON keeps ("a", "bc") and ("ab", "c") apart.
         return hashlib.sha256(json.dumps(self.parts).encode()).hexdigest()
 
-    def differing(self, other: "ProfileKey") -> tuple[str, ...]:
-        """Names of the parts that `other` lacks, has besides, or has otherwise."""
-        ours, theirs = dict(self.parts), dict(other.parts)
-        return tuple(
-            name
-            for name in dict.fromkeys((*ours, *theirs))
-            if ours.get(name) != theirs.get(name)
-        )
 
-    def nearest(self, other_keys: Iterable["ProfileKey"]) -> "ProfileKey | None":
-        """Finds the one of `other_keys` that differs in the fewest parts."""
-        order = {name: index for index, (name, _) in enumerate(self.parts)}
-
-        def distance(other: ProfileKey) -> tuple[int, list[int]]:
-            differing = self.differing(other)
-            return len(differing), [-order.get(name, len(order)) for name in differing]
-
-        return min(other_keys, key=distance, default=None)
-
-    def explain(self, other_keys: Iterable["ProfileKey"]) -> str:
-        """Says which parts differ from the nearest of `other_keys`, a line each."""
-        other = self.nearest(other_keys)
-        if other is None:
-            return "nothing has been measured yet"
-        differing = self.differing(other)
-        if not differing:
-            if self == other:
-                return "it has been measured"
-            return "the nearest measurement has the same parts in another order"
-        ours, theirs = dict(self.parts), dict(other.parts)
-        lines = [
-            f"  {name}: {_contrast(theirs.get(name), ours.get(name))}"
-            for name in differing
-        ]
-        return "\n".join(("the nearest measurement differs in", *lines))
-
-
-class Device(Protocol):
-    """The part of `jax.Device` in use, which type checkers take for a variable."""
-
-    @property
-    def id(self) -> int: ...
-    @property
-    def platform(self) -> str: ...
-    @property
-    def device_kind(self) -> str: ...
-    @property
-    def process_index(self) -> int: ...
-    @property
-    def local_hardware_id(self) -> int | None: ...
-    @property
-    def client(self) -> Any: ...
-
-
-def environment_parts(devices: Sequence[Device]) -> Parts:
+def environment_parts(devices: Sequence[Any]) -> Parts:
     """The parts of a key that say where something was measured.
 
     Args:
       devices: `jax.Device`s: all devices of the mesh, of every process.
-
-    Raises:
-      CfpError: if there are none.
     """
-    if not devices:
-        raise CfpError(
-            "There is no device to measure on.",
-            expected="at least one device",
-            got="an empty list",
-            attempt="pass jax.devices(), or the devices of your mesh",
-        )
     platform_name = devices[0].platform
     parts = {
         "measure": MEASURE_VERSION,
@@ -180,7 +110,10 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
             parts["cuda"] = cuda
         # These decide what runs out of memory, and what an allocation costs.
         parts["allocator"] = _variables(_ALLOCATOR_VARIABLES)
-        parts |= gpu_parts([d.local_hardware_id for d in devices if _is_here(d)])
+        # Of the devices of this process, whose host knows their links.
+        here = devices[0].client.process_index()
+        mine = [d.local_hardware_id for d in devices if d.process_index == here]
+        parts |= gpu_parts(mine)
         # It launches what the devices run.
         parts["host"] = f"{_processor()}, {os.cpu_count()} cores"
     elif platform_name == "tpu":
@@ -201,7 +134,7 @@ def environment_parts(devices: Sequence[Device]) -> Parts:
     return tuple(parts.items())
 
 
-def alike_parts(devices: Sequence[Device]) -> dict[str, str]:
+def alike_parts(devices: Sequence[Any]) -> dict[str, str]:
     """The parts that all processes of a program have in common, in words."""
     return {
         name.replace("_", " "): text
@@ -235,11 +168,6 @@ def other_kind(parts: Parts, here: Parts) -> str:
         for name in _KIND
         if theirs.get(name) != ours.get(name)
     )
-
-
-def _is_here(device: Device) -> bool:
-    """Returns True if a device is of this process, whose host knows its links."""
-    return device.process_index == device.client.process_index()
 
 
 def normalise_xla_flags(flags: str) -> str:
@@ -304,22 +232,3 @@ def _processor() -> str:
         text = ""
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return model[1].strip() if model else platform.processor() or platform.machine()
-
-
-def _contrast(theirs: str | None, ours: str | None) -> str:
-    """Both values, each cut to where they begin to differ."""
-    both = list(zip(theirs or "", ours or "", strict=False))
-    same = next((i for i, (one, other) in enumerate(both) if one != other), len(both))
-    start = max(same - _SHOWN_CHARACTERS // 3, 0)
-
-    def show(value: str | None) -> str:
-        if value is None:
-            return "absent"
-        if len(value) <= _SHOWN_CHARACTERS:
-            return repr(value)
-        cut = value[start : start + _SHOWN_CHARACTERS]
-        before = "..." if start else ""
-        after = "..." if start + _SHOWN_CHARACTERS < len(value) else ""
-        return f"{before}{cut!r}{after}"
-
-    return f"was {show(theirs)}, is {show(ours)}"

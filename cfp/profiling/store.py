@@ -25,7 +25,6 @@ from cfp.profiling.files import (
     make_private_folder,
     open_private,
 )
-from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 
 STORE_NAME = "profiles.sqlite"
@@ -192,14 +191,6 @@ class ProfileStore:
                 connection.execute("INSERT OR REPLACE INTO records VALUES (?, ?)", row)
                 written += 1
         return written
-
-    def keys(self) -> list[ProfileKey]:
-        """All keys that have a record."""
-        return [ProfileKey(record.parts) for record in self.records()]
-
-    def explain(self, key: ProfileKey) -> str:
-        """Explains a missing record: the differences from the nearest stored one."""
-        return key.explain(self.keys())
 
     def export(self, path: str | os.PathLike[str]) -> int:
         """Writes all records to a file of JSON lines, whole or not at all.

@@ -15,7 +15,7 @@ alike.
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 Run = Callable[[int], object]
@@ -159,59 +159,6 @@ def measure(
             if relative_spread(samples_ms) <= options.target_spread:
                 break
     return Timing(samples_ms=tuple(samples_ms), warmup_ms=tuple(subject.warmup_ms))
-
-
-def interleave(
-    runs: Mapping[str, Run],
-    rounds: int,
-    *,
-    warmup_seconds: float = 1.0,
-    budget_seconds: float = math.inf,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, Timing]:
-    """Times alternatives in turn, so that drift falls on all of them alike.
-
-    Round by round each alternative gives one sample, and the order is rotated by
-    one every round: A B C, B C A, C A B. All are warmed up together before, in
-    turn too, for at least `warmup_seconds` in all.
-
-    Args:
-      runs: name to `run(n)`, see `measure`.
-      rounds: how many samples each gets.
-      warmup_seconds: the shortest warm-up, shared by all alternatives.
-      budget_seconds: no new round starts once this is spent (warm-up included,
-        each first execution not); one round is always made.
-      clock: seconds, monotonic.
-
-    Returns:
-      Name to timing, in the order of `runs`, all with equally many samples.
-    """
-    if rounds < 1:
-        raise ValueError(f"expected at least 1 round, got {rounds}")
-    subjects = {name: _Subject(run, ON_CPUS, clock) for name, run in runs.items()}
-
-    def spent_seconds() -> float:
-        return sum(subject.spent_seconds for subject in subjects.values())
-
-    while any(not subject.calibrated for subject in subjects.values()) or (
-        subjects and spent_seconds() < min(warmup_seconds, budget_seconds / 2)
-    ):
-        for subject in subjects.values():
-            subject.warm_up()
-    samples_ms: dict[str, list[float]] = {name: [] for name in subjects}
-    names = list(subjects)
-    for index in range(rounds):
-        if index and spent_seconds() >= budget_seconds:
-            break
-        start = index % max(len(names), 1)
-        for name in names[start:] + names[:start]:
-            samples_ms[name].append(subjects[name].sample())
-    return {
-        name: Timing(
-            samples_ms=tuple(samples_ms[name]), warmup_ms=tuple(subject.warmup_ms)
-        )
-        for name, subject in subjects.items()
-    }
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ the same. NVIDIA's driver says what links each pair, through ``nvidia-smi``.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ UNKNOWN = "unknown"
 _SECONDS = 30
 _BUS = re.compile(r"([0-9a-fA-F]+):([0-9a-fA-F]+):([0-9a-fA-F]+)\.([0-9a-fA-F]+)")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-_QUERY = "index,uuid,power.limit,driver_version,pci.bus_id"
+_QUERY = "index,power.limit,driver_version,pci.bus_id"
 _BUS_LETTERS = 32  # More than such an address has.
 
 
@@ -67,25 +66,15 @@ def gpu_parts(ordinals: Sequence[int | None]) -> dict[str, str]:
         ``links`` of each pair, in the order of the mesh; ``power_limit`` and ``driver``
         of the devices. What the driver does not say is "unknown".
     """
-    gpus = _gpus()
-    numbers = numbers_of(ordinals)
-    mine = [gpus.get(number, (UNKNOWN,) * 4) for number in numbers]
+    known = _gpus()
+    unknown = (-1, UNKNOWN, UNKNOWN)
+    buses = ["" if ordinal is None else bus_of(ordinal) for ordinal in ordinals]
+    gpus = [known.get(_address(bus), unknown) for bus in buses]
     return {
-        "links": _links(numbers),
-        "power_limit": ", ".join(dict.fromkeys(power for _, power, *_ in mine)),
-        "driver": ", ".join(dict.fromkeys(driver for _, _, driver, _ in mine)),
+        "links": _links([number for number, *_ in gpus]),
+        "power_limit": ", ".join(dict.fromkeys(power for _, power, _ in gpus)),
+        "driver": ", ".join(dict.fromkeys(driver for *_, driver in gpus)),
     }
-
-
-def numbers_of(ordinals: Sequence[int | None]) -> list[int]:
-    """The driver's numbers of GPUs, see `gpu_parts`; -1 where it is not known."""
-    gpus = _gpus()
-    by_bus = {_address(bus): number for number, (*_, bus) in gpus.items()}
-    counted = [-1 if i is None else i for i in ordinals]
-    addresses = [_address(bus_of(i)) if i >= 0 else None for i in counted]
-    if all(one is not None and one in by_bus for one in addresses):
-        return [by_bus[one] for one in addresses]
-    return _visible(counted, gpus)
 
 
 def _address(bus: str) -> tuple[int, ...] | None:
@@ -94,31 +83,15 @@ def _address(bus: str) -> tuple[int, ...] | None:
     return None if match is None else tuple(int(part, 16) for part in match.groups())
 
 
-def _gpus() -> dict[int, tuple[str, str, str, str]]:
-    """All GPUs of the host by number: identifier, power limit, driver, address."""
+def _gpus() -> dict[tuple[int, ...] | None, tuple[int, str, str]]:
+    """Number, power limit and driver of all GPUs of the host, by address."""
     found = {}
     answer = ask_driver(f"--query-gpu={_QUERY}", "--format=csv,noheader")
     for line in answer.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) == 5 and cells[0].isdigit():
-            found[int(cells[0])] = (cells[1], cells[2], cells[3], cells[4])
+        if len(cells) == 4 and (address := _address(cells[3])):
+            found[address] = (int(cells[0]), cells[1], cells[2])
     return found
-
-
-def _visible(
-    ordinals: Sequence[int], gpus: dict[int, tuple[str, str, str, str]]
-) -> list[int]:
-    """The driver's numbers of GPUs that CUDA counts anew; -1 where it is not known."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return list(ordinals)
-    numbers = []
-    for name in (part.strip() for part in chosen.split(",")):
-        of_name = [
-            n for n, (uuid, *_) in gpus.items() if name and uuid.startswith(name)
-        ]
-        numbers.append(int(name) if name.isdigit() else (of_name or [-1])[0])
-    return [numbers[i] if 0 <= i < len(numbers) else -1 for i in ordinals]
 
 
 def _links(numbers: Sequence[int]) -> str:

@@ -16,7 +16,6 @@ from cfp.profiling.timing import (
     ON_CPUS,
     Timing,
     TimingOptions,
-    interleave,
     interquartile_range,
     relative_spread,
 )
@@ -241,8 +240,6 @@ def test_wrong_limits_are_refused():
         measure(lambda n: None, min_samples=3, max_samples=2)
     with pytest.raises(ValueError, match="min_samples"):
         measure(lambda n: None, min_samples=0)
-    with pytest.raises(ValueError, match="round"):
-        interleave({}, 0)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
@@ -254,40 +251,6 @@ def test_limits_that_are_not_given_are_those_of_the_platform(platform):
     found = timing_on(mesh, min_samples=6)
     assert found.min_samples == 6
     assert replace(found, min_samples=usual.min_samples) == usual
-
-
-def test_interleave_rotates_and_is_fair_under_drift():
-    device = FakeDevice()
-    started = device.now
-
-    def drifting(scale: float):
-        return lambda _, now: scale * 0.010 * (1 + (now - started) / 10)
-
-    costs = {"a": 1.0, "b": 1.1, "c": 0.9}
-    runs = {name: device.thing(name, drifting(scale)) for name, scale in costs.items()}
-    timings = interleave(runs, 9, clock=device.clock, warmup_seconds=0.2)
-    assert list(timings) == ["a", "b", "c"]
-    order = "".join(name for name, _ in device.log[-27:])
-    assert order == "abcbcacab" * 3
-    warmup = "".join(name for name, _ in device.log[:-27])
-    assert warmup == "abc" * (len(warmup) // 3)
-    for name, timing in timings.items():
-        assert len(timing.samples_ms) == 9
-        assert len(timing.warmup_ms) == len(warmup) // 3
-        ratio = timing.median_ms / timings["a"].median_ms
-        assert ratio == pytest.approx(costs[name], rel=0.02)
-
-
-def test_interleave_ends_with_the_budget_after_a_whole_round():
-    device = FakeDevice()
-    runs = {name: device.thing(name, lambda *_: 0.5) for name in "ab"}
-    timings = interleave(
-        runs, 50, clock=device.clock, warmup_seconds=1.0, budget_seconds=4.0
-    )
-    # One second of warm-up after the first executions, then three rounds.
-    assert [len(timing.samples_ms) for timing in timings.values()] == [3, 3]
-    one = interleave(runs, 50, clock=device.clock, budget_seconds=0.0)
-    assert [len(timing.samples_ms) for timing in one.values()] == [1, 1]
 
 
 @settings(deadline=None)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cfp.cluster.machine import Machine, allows
+from cfp.cluster.doctor import allows, package_name, requirements
 from cfp.errors import CfpError, compose
 
 _DISK_BYTES = 40 << 30
@@ -43,7 +43,7 @@ def command(
         CfpError: it cannot be built here, with the reason.
     """
     version = jax_version(checkout)
-    needed = Machine.here().requirements()["jax"]
+    needed = {package_name(line): line for line in requirements()}["jax"]
     if not allows(needed, version):
         raise _refusal(
             "cfp does not work with this release of JAX.",

@@ -1,180 +1,295 @@
 """The command ``cfp doctor``: a table of checks, in the order in which they run.
 
-It needs nothing but Python's own library. A check is a function of the machine, and of
-what its probe found if it has one, that returns its finding, or raises `Failure` or
-`Absent`.
+A check is a function that returns its finding, or None without a GPU; a fault is an
+exception. Checks that import JAX run in a process of their own, ``python -m
+cfp.cluster.doctor NAME...``; others need Python's own library, and `packaging`.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import contextlib
 import json
+import os
 import platform
 import re
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import textwrap
+import timeit
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 from cfp.attention.kernels import KERNELS
-from cfp.cluster.machine import Failure, Machine, allows, probe, tool
+from cfp.profiling.files import cache_dir
 
+PASS, FAIL, ABSENT = "PASS", "FAIL", "ABSENT"
 # The oldest drivers that CUDA's libraries of each major version load with (NVIDIA's
 # "CUDA Compatibility", minor version compatibility).
 OLDEST_DRIVER = {"jax-cuda12-plugin": 525, "jax-cuda13-plugin": 580}
-_SUM_ERROR = 1e-5  # Relative.
-_ATTENTION_ERROR = 5e-3  # Relative L2 distance in bfloat16, as of the tests.
-_LEAST_SHARE = 0.3  # A ring that works reaches more of NVLink's rate.
+SUM_ERROR = 1e-5  # Relative.
+ATTENTION_ERROR = 5e-3  # Relative L2 distance in bfloat16, as of the tests.
+LEAST_SHARE = 0.3  # A ring that works reaches more of NVLink's rate.
+ENOUGH_BYTES = 512 << 20  # Compiled programs take most.
+TOOL_SECONDS = 30.0
+_MARK = "cfp-doctor: "  # Before a result as JSON.
+_DRIVER = Path("/proc/driver/nvidia")
+_PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+# Devices to sum over where there are only CPUs.
+_CPU_DEVICES = "--xla_force_host_platform_device_count=4"
 
 
-class Absent(Exception):
-    """There is nothing to check."""
+class Failure(Exception):
+    """A fault of the machine that a check looks for."""
 
 
-def packages(machine: Machine) -> str:
+def shows_nvidia() -> bool:
+    """Returns True if there is a sign of NVIDIA's driver."""
+    return _DRIVER.exists() or shutil.which("nvidia-smi") is not None
+
+
+def installed() -> dict[str, metadata.Distribution]:
+    """Finds all packages, by their normal names; the first of each name counts."""
+    found = reversed([*metadata.distributions()])
+    return {package_name(one.metadata["Name"] or ""): one for one in found}
+
+
+def package_name(requirement: str) -> str:
+    """The normal name of a requirement's package."""
+    return re.sub("[-_.]+", "-", re.split(r"[^\w.-]", requirement)[0]).lower()
+
+
+def requirements() -> list[str]:
+    """cfp's requirements, such as ``jax>=0.10.2,<0.13``."""
+    if _PROJECT.is_file():
+        return tomllib.loads(_PROJECT.read_text())["project"]["dependencies"]
+    lines = metadata.requires("cfp") or []
+    return [line for line in lines if "extra ==" not in line]
+
+
+def allows(requirement: str, version: str) -> bool:
+    """Returns True if a version is one that a requirement takes."""
+    from packaging.requirements import Requirement
+
+    return Requirement(requirement).specifier.contains(version, prereleases=True)
+
+
+def _run(
+    command: Sequence[str], environ: Mapping[str, str], timeout_s: float
+) -> tuple[str, str]:
+    """Runs a process with a time limit: its output, and what went wrong, if it did.
+
+    A process that cannot be killed, as a driver that hangs holds its callers in the
+    kernel, is left behind. Output goes to a file: children keep pipes open.
+    """
+    with tempfile.TemporaryFile() as out:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+        start = partial(subprocess.Popen, env=environ, start_new_session=True)
+        try:
+            process = start(command, **streams)
+        except FileNotFoundError:
+            return "", "is not on the PATH"
+        code = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(timeout_s)
+        finally:  # Also after Ctrl-C nothing is left behind.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(3)
+        out.seek(0)
+        text = out.read().decode(errors="replace")
+    if code is None:
+        return text, f"did not answer within {timeout_s:g} s"
+    if code < 0:
+        return text, f"was ended by {signal.Signals(-code).name}"
+    last = (text.strip() or f"exit code {code}").splitlines()[-1]
+    return text, f"failed: {last[:300]}" if code else ""
+
+
+def _nvidia_smi(*words: str) -> str:
+    text, trouble = _run(["nvidia-smi", *words], os.environ, TOOL_SECONDS)
+    if trouble:
+        raise Failure(f"nvidia-smi {trouble}")
+    return text
+
+
+def _gpus() -> list[list[str]]:
+    """Name, driver's version and compute capability of each GPU."""
+    what = "--query-gpu=name,driver_version,compute_cap"
+    text = _nvidia_smi(what, "--format=csv,noheader,nounits")
+    return [line.split(", ") for line in text.splitlines() if line]
+
+
+def packages() -> str:
     """cfp's packages, jaxlib and plugins are there, in versions that fit."""
-    found, lines = machine.installed(), [*machine.requirements().values()]
-    ours = [name for name in found if re.match(r"jax(lib|-.*-(plugin|pjrt))?$", name)]
-    for name in ours:
-        for line in found[name].requires or ():
-            # An extra of JAX tells which plugin belongs to it, if there is one.
-            needed, _, marker = line.partition(";")
-            plugin = re.match(r"jax-\w+-plugin", needed)
-            if not marker or (plugin and plugin[0] in found):
-                lines.append(needed)
-    wrong = []
+    found, lines, wrong = installed(), requirements(), {}
+    ours = sorted(n for n in found if re.match(r"jax(lib|-.*-(plugin|pjrt))?$", n))
+    for line in (line for name in ours for line in found[name].requires or ()):
+        # An extra of JAX names the plugin that belongs to it, if there is one.
+        needed, _, extra = line.partition(";")
+        plugin = re.match(r"jax-\w+-plugin", needed)
+        if not extra or (plugin and plugin[0] in found):
+            lines.append(needed)
     for line in lines:
-        name = re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", line)[0]).lower()
-        if name not in found:
-            wrong.append(f"{line} is missing")
+        if (name := package_name(line)) not in found:
+            wrong[f"{line} is missing"] = None
         elif re.search("[<>=]", line) and not allows(line, found[name].version):
-            wrong.append(f"{name} is {found[name].version}, not {line}")
+            wrong[f"{name} is {found[name].version}, not {line}"] = None
     if wrong:
-        raise Failure(", ".join(dict.fromkeys(wrong)))
-    return ", ".join(f"{name} {found[name].version}" for name in sorted(ours))
+        raise Failure(", ".join(wrong))
+    return ", ".join(f"{name} {found[name].version}" for name in ours)
 
 
-def folders(machine: Machine) -> str:
+def folders() -> str:
     """The folders for the cache and for temporary files are writable, with space."""
-    if machine.cache is None:
+    if (cache := cache_dir()) is None:
         raise Failure("neither CFP_CACHE_DIR, XDG_CACHE_HOME nor a home directory")
     found = []
-    for folder in (machine.cache, Path(tempfile.gettempdir())):
+    for folder in (cache, Path(tempfile.gettempdir())):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             file.write(b"x" * 4096)
-        free, needed = shutil.disk_usage(folder).free, machine.enough_bytes
+        free = shutil.disk_usage(folder).free
         found.append(f"{folder}, {free >> 30} GiB free")
-        if free < needed:
-            raise Failure(f"{folder}: {free >> 20} MiB free of {needed >> 20} MiB")
+        if free < ENOUGH_BYTES:
+            raise Failure(
+                f"{folder}: {free >> 20} MiB free of {ENOUGH_BYTES >> 20} MiB"
+            )
     return "; ".join(found)
 
 
-def _gpus(machine: Machine) -> list[list[str]]:
-    """Name, driver's version and compute capability of each GPU."""
-    what = "--query-gpu=name,driver_version,compute_cap"
-    text = tool(machine, "nvidia-smi", what, "--format=csv,noheader,nounits")
-    return [*filter(None, csv.reader(text.splitlines(), skipinitialspace=True))]
-
-
-def driver(machine: Machine) -> str:
-    """The driver answers, is new enough for the plugin, and names the GPUs' links."""
-    if not machine.shows_nvidia:
-        raise Absent("no NVIDIA GPU: no nvidia-smi, and no /proc/driver/nvidia")
-    rows = _gpus(machine)
-    if not rows:
+def driver() -> str | None:
+    """The driver answers, is new enough for the plugin, and names the GPUs."""
+    if not shows_nvidia():
+        return None
+    if not (rows := _gpus()):
         raise Failure("nvidia-smi lists no GPU")
     name, version, capability = rows[0]
     for plugin, oldest in OLDEST_DRIVER.items():
-        if plugin in machine.installed() and int(version.split(".")[0]) < oldest:
+        if plugin in installed() and int(version.split(".")[0]) < oldest:
             raise Failure(f"driver {version} is older than {oldest}; {plugin} needs it")
-    text = f"driver {version}; {len(rows)} × {name}, compute capability {capability}"
-    if len(rows) > 1:
-        ways = link_kinds(tool(machine, "nvidia-smi", "topo", "-m"))
-        listed = (f"{kind} ({count} pairs)" for kind, count in ways.items())
-        text += f"; links {', '.join(listed)}"
-    return text
+    return f"driver {version}; {len(rows)} × {name}, compute capability {capability}"
 
 
-def link_kinds(matrix: str) -> dict[str, int]:
-    """Counts pairs of GPUs by link in the output of ``nvidia-smi topo -m``."""
-    # Heads and row names may be underlined by escape codes.
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)
-    way = r"(?:X|NV\d+|PIX|PXB|PHB|NODE|SYS)\b"
-    rows = re.findall(rf"^GPU\d+((?:\s+{way})+)", plain, re.MULTILINE)
-    cells = [cell for i, row in enumerate(rows) for cell in row.split()[:i]]
-    return dict(sorted(Counter(cells).items()))
-
-
-def jax(machine: Machine, data: Mapping[str, Any]) -> str:
+def jax() -> str:
     """JAX can be imported, and has Shardy's passes."""
-    if missing := data["missing"]:
+    import jax
+
+    from cfp.program import corrections, shardy
+
+    if missing := sorted(shardy.missing_pipelines().values()):
         raise Failure(f"jaxlib lacks pipelines that cfp needs: {', '.join(missing)}")
-    text = f"JAX {data['version']} from {data['file']}"
-    if data["faults"]:
-        text += f"; cfp works around {data['faults']} faults of XLA's partitioner: "
-        text += "docs/results/rules.md lists them"
-    return text
+    text = f"JAX {jax.__version__} from {jax.__file__}; cfp works around "
+    text += f"{len(corrections.faults())} faults of XLA's partitioner: "
+    return text + "docs/results/rules.md lists them"
 
 
-def devices(machine: Machine, data: Mapping[str, Any]) -> str:
+def devices() -> str:
     """JAX uses the devices that the driver shows."""
-    text = f"{data['count']} × {data['kind']} ({data['platform']})"
-    shown = len(_gpus(machine)) if machine.shows_nvidia else 0
-    if shown > (data["count"] if data["platform"] in ("gpu", "cuda") else 0):
+    import jax
+
+    first, *more = jax.local_devices()
+    text = f"{1 + len(more)} × {first.device_kind} ({first.platform})"
+    shown = len(_gpus()) if shows_nvidia() else 0
+    if shown > (1 + len(more) if first.platform in ("gpu", "cuda") else 0):
         names = ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS")
-        given = [f"; {n}={machine.environ[n]}" for n in names if n in machine.environ]
+        given = [f"; {n}={os.environ[n]}" for n in names if n in os.environ]
         reason = f"JAX uses {text}; the driver shows {shown} GPUs"
         raise Failure(reason + "".join(given))
     return text
 
 
-def graft(machine: Machine, data: Mapping[str, Any]) -> str:
+def graft() -> str:
     """A program that cfp makes compiles, and sums over devices right and fast."""
-    count = data["devices"]
-    text = f"{count} devices: an all-reduce of {data['bytes'] >> 20} MiB"
-    if not data["error"] <= _SUM_ERROR:  # Also if it is no number.
-        raise Failure(f"{text} is off by {data['error']:.1e}")
-    if not machine.shows_nvidia or count < 2:
+    import jax
+    import jax.numpy as jnp
+
+    from cfp.program.constrain import Constraints
+    from cfp.program.graft import lower_part
+    from cfp.program.signature import cut_part
+    from cfp.program.step import flatten_step
+    from cfp.program.trace import trace
+
+    mesh = jax.sharding.Mesh(jax.local_devices(), ("x",))
+    length = (1 << 20) * (1 if jax.default_backend() == "cpu" else 64)
+    shape = jax.ShapeDtypeStruct((mesh.size, length), jnp.float32)
+    program, _ = trace(flatten_step(lambda x: x.sum(0), (shape,)), mesh)
+    part = cut_part(program, [op.id for op in program.ops])
+    rows, whole = (("x",), ()), ((),)
+    lowered = lower_part(program, part, mesh, Constraints({}, {}), [rows], [whole])
+    run = lowered.compile()
+    (sharding,) = run.input_shardings[0]
+    numbers = jnp.arange(1.0, mesh.size + 1)[:, None]  # One for each device.
+    fill = partial(jnp.broadcast_to, shape=shape.shape)
+    x = jax.jit(fill, out_shardings=sharding)(numbers)
+    error = float(jnp.abs(run(x)[0] / numbers.sum() - 1).max())
+    times = timeit.repeat(lambda: jax.block_until_ready(run(x)), number=1, repeat=10)
+    return judged_sum(mesh.size, 4 * length, error, 1e3 * median(times))
+
+
+def judged_sum(count: int, size_bytes: int, error: float, time_ms: float) -> str:
+    """Judges an all-reduce by its relative error, and its rate by that of NVLink."""
+    text = f"{count} devices: an all-reduce of {size_bytes >> 20} MiB"
+    if not error <= SUM_ERROR:  # Also if it is no number.
+        raise Failure(f"{text} is off by {error:.1e}")
+    if not shows_nvidia() or count < 2:
         return f"{text} is right"
     # In a ring each device sends this much.
-    rate = 2 * (count - 1) / count * data["bytes"] / data["time_ms"] / 1e6
-    status = tool(machine, "nvidia-smi", "nvlink", "-s", "-i", "0")
-    link = sum(map(float, re.findall(r"([\d.]+)\s*GB/s", status)))
-    text += f" takes {data['time_ms']:.2f} ms, {rate:.0f} GB/s"
+    rate = 2 * (count - 1) / count * size_bytes / time_ms / 1e6
+    links = re.findall(r"([\d.]+)\s*GB/s", _nvidia_smi("nvlink", "-s", "-i", "0"))
+    link = sum(map(float, links))
+    text += f" takes {time_ms:.2f} ms, {rate:.0f} GB/s"
     if link:
         text += f", {rate / link:.0%} of the NVLinks' {link:.0f} in each direction"
-    if machine.environ.get("NCCL_P2P_DISABLE") == "1":
-        return f"{text} with NCCL_P2P_DISABLE=1"
-    if rate < _LEAST_SHARE * link:
+    if rate < LEAST_SHARE * link and os.environ.get("NCCL_P2P_DISABLE") != "1":
         raise Failure(text)
     return text
 
 
-def attention_kernel(machine: Machine, data: Mapping[str, Any]) -> str:
-    """A kernel of attention, forward and backward, agrees with float32."""
-    if not data:
-        raise Absent("no GPU")
-    text = ", ".join(f"{what} {value:.1e}" for what, value in data.items())
-    if not max(data.values()) <= _ATTENTION_ERROR:  # Also if it is no number.
+def cudnn() -> str | None:
+    """cuDNN's attention, forward and backward, agrees with float32."""
+    import jax
+
+    return judged_kernel("cudnn") if jax.default_backend() == "gpu" else None
+
+
+def judged_kernel(kernel: str) -> str:
+    """Judges a kernel of attention by its relative L2 differences from float32."""
+    import jax
+    import jax.numpy as jnp
+
+    from cfp.attention.call import attention
+
+    def results(kernel, q, k, v, dout):
+        call = partial(attention, causal=True, implementation=kernel)
+        out, pull = jax.vjp(call, q, k, v)
+        return out, *pull(dout)
+
+    # Small, and yet whole blocks; two heads of queries share one of keys.
+    shapes = [(1, 256, heads, 64) for heads in (4, 2, 2, 4)]
+    draw = partial(jax.random.normal, dtype=jnp.bfloat16)
+    arrays = [*map(draw, jax.random.split(jax.random.key(0), 4), shapes)]
+    found = jax.jit(partial(results, kernel))(*arrays)
+    with jax.default_matmul_precision("highest"):
+        exact = (x.astype(jnp.float32) for x in arrays)
+        right = jax.jit(partial(results, "xla"))(*exact)
+    norm = jnp.linalg.norm
+    off = [float(norm(a - b) / norm(b)) for a, b in zip(found, right, strict=True)]
+    text = "forward {:.1e}, dq {:.1e}, dk {:.1e}, dv {:.1e}".format(*off)
+    if not all(one <= ATTENTION_ERROR for one in off):  # Also if one is no number.
         raise Failure(f"differs from float32: {text}")
     return f"forward and backward; relative {text}"
-
-
-class Status(StrEnum):
-    """The outcome of a check."""
-
-    PASS = "PASS"
-    FAIL = "FAIL"
-    ABSENT = "ABSENT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,38 +297,50 @@ class Result:
     """One row of the table; the remedy is empty unless something is to be done."""
 
     name: str
-    status: Status
+    status: str
     reason: str
     remedy: str = ""
-    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check, and what mends its faults; true if a probe of its name comes first."""
+    """A check, and what mends its faults."""
 
-    name: str
-    run: Callable[..., str]
+    run: Callable[[], str | None]
     remedy: str
-    is_probed: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the check's function."""
+        return self.run.__name__
+
+    def result(self) -> Result:
+        """Runs the check."""
+        try:
+            reason = self.run()
+        except Exception as error:
+            # A machine can be broken in ways that no check looks for. That is a result,
+            # and the other checks go on.
+            kind = "" if isinstance(error, Failure) else f"{type(error).__name__}: "
+            text = " ".join(str(error).split("\n\n")[0].split())
+            return Result(self.name, FAIL, kind + text[:2000], self.remedy)
+        return Result(self.name, PASS if reason else ABSENT, reason or "no GPU")
 
 
+WITHOUT_JAX = (packages, folders, driver)
 CHECKS = (
     Check(
-        "packages",
         packages,
         "pip install -e . in the clone, or pip install cfp, from a wheelhouse with "
         "--no-index --find-links WHEELHOUSE. jaxlib without a wheel is built from "
         "source (docs/install/from-source.md)",
     ),
     Check(
-        "folders",
         folders,
         "make space there (the cache may be deleted), or set CFP_CACHE_DIR and TMPDIR "
         "to directories that can be written, on a local disk",
     ),
     Check(
-        "driver",
         driver,
         "ask the job for a GPU: --gres=gpu:1 (Slurm), -g 1 (jsrun), --gpus all with "
         "NVIDIA_DRIVER_CAPABILITIES=compute,utility (Docker), --nv (Apptainer). A "
@@ -221,79 +348,55 @@ CHECKS = (
         "one that is too old: update it, or install 'jax[cuda12]' for 525 and newer",
     ),
     Check(
-        "jax",
         jax,
         "pip install --force-reinstall --no-deps jax and jaxlib of one version. "
         "SIGILL: the processor lacks instructions of the wheel, build it from source "
         "(docs/install/from-source.md). No answer: install on a local disk",
-        is_probed=True,
     ),
     Check(
-        "devices",
         devices,
         "pip install 'jax[cuda13]' (cuda12 for drivers older than 580); unset "
         "CUDA_VISIBLE_DEVICES and JAX_PLATFORMS, or name all devices there; end "
         "other programs that hold the devices; look for Xid in dmesg. "
         'JAX_PLATFORMS=cuda python -c "import jax; jax.devices()" says why the plugin '
         "does not start",
-        is_probed=True,
     ),
     Check(
-        "graft",
         graft,
         "NCCL_DEBUG=INFO says which way it takes, and where it waits; "
         "NCCL_P2P_DISABLE=1 tells whether it is a link (in a virtual machine, access "
         "control (ACS) stops them). SIGKILL: compiling needs 3 GiB or more. No answer: "
         "try --timeout 600. Wrong result: try JAX_PLATFORMS=cpu, and see ECC errors "
         "(nvidia-smi -q -d ECC); see docs/install/limits.md",
-        is_probed=True,
     ),
-    *(
-        Check(kernel.name, attention_kernel, kernel.remedy, is_probed=True)
-        for kernel in KERNELS.values()
-        if kernel.remedy
-    ),
+    Check(cudnn, KERNELS["cudnn"].remedy),
 )
 
 
-def examine(machine: Machine, only: Collection[str] = ()) -> Iterator[Result]:
-    """Runs checks one after another, and yields their results.
-
-    Args:
-        only: names of checks; all of them if it is empty.
-    """
+def examine(only: Collection[str] = (), timeout_s: float = 300) -> Iterator[Result]:
+    """Yields the results of checks; those that import JAX have a common time limit."""
     checks = [check for check in CHECKS if not only or check.name in only]
-    names = [check.name for check in checks if check.is_probed]
-    found, trouble, failed = None, "", ""
-    for check in checks:
-        data: Mapping[str, Any] = {}
-        status, reason, remedy = Status.PASS, "", ""
-        try:
-            if not check.is_probed:
-                reason = check.run(machine)
-            elif failed:
-                raise Absent(f"not tried, as {failed} failed")
-            else:
-                if found is None:
-                    found, trouble = probe(machine, names)
-                data = found.get(check.name, {"trouble": trouble})
-                if "trouble" in data:
-                    raise Failure(data["trouble"])
-                reason = check.run(machine, data)
-        except Absent as error:
-            status, reason = Status.ABSENT, str(error)
-        except Exception as error:
-            # A machine can be broken in ways that no check looks for. That is a result,
-            # and the other checks go on.
-            kind = "" if isinstance(error, Failure) else f"{type(error).__name__}: "
-            status, reason, remedy = Status.FAIL, f"{kind}{error}", check.remedy
-            failed = check.name if check.is_probed else failed
-        yield Result(check.name, status, reason, remedy, data)
+    yield from (check.result() for check in checks if check.run in WITHOUT_JAX)
+    if not (checks := [check for check in checks if check.run not in WITHOUT_JAX]):
+        return
+    # The doctor's programs are small: they need not take a device for themselves.
+    variables = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    variables.setdefault("XLA_FLAGS", _CPU_DEVICES)
+    command = [sys.executable, "-m", __name__, *(check.name for check in checks)]
+    text, trouble = _run(command, variables, timeout_s)
+    lines = [line for line in text.splitlines() if line.startswith(_MARK)]
+    found = [Result(**json.loads(line.removeprefix(_MARK))) for line in lines]
+    if len(found) < len(checks) and not (found and found[-1].status == FAIL):
+        ended = checks[len(found)]
+        reason = f"its process {trouble or 'gave no answer'}"
+        found.append(Result(ended.name, FAIL, reason, ended.remedy))
+    yield from found
+    for check in checks[len(found) :]:
+        yield Result(check.name, ABSENT, f"not tried, as {found[-1].name} failed")
 
 
 def row(result: Result, width: int) -> str:
     """Formats one result, with the reason and the remedy beside it."""
-    # A path or a command stays in one piece.
     fill = partial(textwrap.wrap, width=max(width, 60) - 19, break_long_words=False)
     lines = fill(result.reason, break_on_hyphens=False)
     if result.remedy:
@@ -302,47 +405,7 @@ def row(result: Result, width: int) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Examines this machine.
-
-    Args:
-        words: the command's own words, without ``cfp doctor``.
-
-    Returns:
-        0 if no check failed, 1 if one did.
-    """
-    options = _parser().parse_args(words)
-    if options.list:
-        for check in CHECKS:
-            print(f"{check.name:<12}{(check.run.__doc__ or '').splitlines()[0]}")
-        return 0
-    machine = Machine.here(cache=options.cache, timeout_s=options.timeout)
-    results: list[Result] = []
-    try:
-        for result in examine(machine, options.only or ()):
-            results.append(result)
-            if not options.json:
-                width = min(shutil.get_terminal_size().columns, 120)
-                print(row(result, width), flush=True)
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        return 130
-    counts = Counter(result.status for result in results)
-    if options.json:
-        document = {
-            "host": platform.node(),
-            "system": platform.platform(),
-            "architecture": platform.machine(),
-            "python": platform.python_version(),
-            "ok": not counts[Status.FAIL],
-            "checks": [asdict(result) for result in results],
-        }
-        print(json.dumps(document, indent=2))
-    else:
-        print("\n" + ", ".join(f"{counts[status]} {status}" for status in Status))
-    return int(counts[Status.FAIL] > 0)
-
-
-def _parser() -> argparse.ArgumentParser:
+    """Runs ``cfp doctor``; returns 0 if no check failed, 1 if one did."""
     about = """Checks this machine for planning, with a remedy for each failure. Works
         where JAX is missing or broken. The exit code is 0 if nothing failed, else 1."""
     parser = argparse.ArgumentParser(prog="cfp doctor", description=about)
@@ -352,7 +415,41 @@ def _parser() -> argparse.ArgumentParser:
     only = "this check; may be given several times"
     add("--only", action="append", choices=names, metavar="NAME", help=only)
     add("--list", action="store_true", help="list the checks")
-    add("--cache", type=Path, metavar="DIR", help="examine this cache, not cfp's own")
     limit = "time limit of all that runs on devices, in seconds (default: %(default)g)"
     add("--timeout", type=float, default=300, metavar="S", help=limit)
-    return parser
+    options = parser.parse_args(words)
+    if options.list:
+        for check in CHECKS:
+            print(f"{check.name:<12}{check.run.__doc__}")
+        return 0
+    results: list[Result] = []
+    try:
+        for result in examine(options.only or (), options.timeout):
+            results.append(result)
+            if not options.json:
+                columns = shutil.get_terminal_size().columns
+                print(row(result, min(columns, 120)), flush=True)
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    counts = Counter(result.status for result in results)
+    if options.json:
+        document = {
+            "host": platform.node(),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "ok": not counts[FAIL],
+            "checks": [asdict(result) for result in results],
+        }
+        print(json.dumps(document, indent=2))
+    else:
+        print("\n" + ", ".join(f"{counts[one]} {one}" for one in (PASS, FAIL, ABSENT)))
+    return int(counts[FAIL] > 0)
+
+
+if __name__ == "__main__":
+    for _check in (check for check in CHECKS if check.name in sys.argv[1:]):
+        _found = _check.result()
+        print(f"\n{_MARK}{json.dumps(asdict(_found))}", flush=True)
+        if _found.status == FAIL:
+            break

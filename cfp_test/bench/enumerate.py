@@ -35,7 +35,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, lay_out
 from cfp.analysis.strategies import NONE, Strategy, block_strategies
 from cfp.cli.session import Session, analyse
-from cfp.cluster.machine import Machine
+from cfp.cluster.doctor import shows_nvidia
 from cfp.errors import CfpError
 from cfp.models import find
 from cfp.plan.describe import block_moves
@@ -305,7 +305,7 @@ def main() -> int:
 
 def _run(args: argparse.Namespace) -> int:
     axes = platform.parse_mesh(args.devices, None)
-    where = args.platform or ("cuda" if Machine.here().shows_nvidia else "cpu")
+    where = args.platform or ("cuda" if shows_nvidia() else "cpu")
     platform.select(where, axes)
     shape = model_passes.shape_of(args.model, args)
     target = model_target(args.model, {**shape, "dtype": args.dtype})

@@ -15,7 +15,7 @@ import subprocess
 import sys
 
 from cfp import platform
-from cfp.cluster.machine import Machine
+from cfp.cluster.doctor import shows_nvidia
 
 # The artifact's, as far as they are known: GPT's from its example output, LLaMA's and
 # the mixture of experts' from its scripts. BERT's are ours.
@@ -64,7 +64,7 @@ def main() -> int:
         "--wanted", type=int, help="how many devices the script's name speaks of"
     )
     args, rest = parser.parse_known_args()
-    where = args.platform or ("cuda" if Machine.here().shows_nvidia else "cpu")
+    where = args.platform or ("cuda" if shows_nvidia() else "cpu")
     devices = args.devices or found_devices(where)
     if args.wanted and devices != args.wanted:
         print(

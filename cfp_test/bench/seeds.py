@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cfp.cluster.machine import Machine
+from cfp.cluster.doctor import shows_nvidia
 from cfp_test.gpu.place import tail
 from cfp_test.support.waiting import end_group
 
@@ -224,9 +224,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument(
-        "--platform", default="cuda" if Machine.here().shows_nvidia else "cpu"
-    )
+    parser.add_argument("--platform", default="cuda" if shows_nvidia() else "cpu")
     parser.add_argument("--output", type=Path, required=True, help="a folder")
     parser.add_argument("--only", action="append", help="group or name, in order")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each")

@@ -2,91 +2,72 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
+import sys
 from pathlib import Path
-from typing import Any
 
-from cfp.cluster.machine import MARK, Machine
-from cfp_test.support.waiting import GUARD_SECONDS
+import pytest
+
+from cfp.cluster import doctor
 
 _SMI = """#!/bin/sh
 case "$1" in
 --query-gpu=*) {driver} ;;
-topo) /bin/cat {folder}/topology ;;
 nvlink) /bin/cat {folder}/links ;;
 *) exit 2 ;;
 esac
-"""
-TOPOLOGY = """\
-\t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity\x1b[0m
-GPU0\t X \tNV18\tSYS\t0-15\t0
-GPU1\tNV18\t X \tPHB\t0-15\t0
-GPU2\tSYS\tPHB\t X \t16-31\t1
-
-Legend:
-  SYS  = Connection traversing PCIe
 """
 NVLINK = "GPU 0: NVIDIA H200\n" + "\n".join(
     f"\t Link {index}: 26.562 GB/s" for index in range(18)
 )
 
 
-def machine(folder: Path, **fields: Any) -> Machine:
-    """A machine in a folder, sound but for the fields that are given."""
-    for name in ("home", "bin", "proc", "packages"):
-        (folder / name).mkdir(exist_ok=True)
-    sound = replace(
-        Machine.here(timeout_s=GUARD_SECONDS),
+class Machine:
+    """A machine in a folder, sound until it is given a fault."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        for name in ("home", "bin", "packages"):
+            (folder / name).mkdir()
+        self.folder, self.patch = folder, patch
         # An empty folder: nothing of the machine that runs the tests is found.
-        environ={"PATH": str(folder / "bin"), "PYTHONPATH": str(folder)},
-        search_path=(str(folder / "packages"),),
-        proc=folder / "proc",
-        cache=folder / "home" / ".cache" / "cfp",
-    )
-    return replace(sound, **fields)
+        patch.setenv("PATH", str(folder / "bin"))
+        patch.setenv("PYTHONPATH", str(folder))
+        patch.setenv("CFP_CACHE_DIR", str(folder / "home" / "cache"))
+        for name in ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "NCCL_P2P_DISABLE"):
+            patch.delenv(name, raising=False)
+        patch.setattr(doctor, "_DRIVER", folder / "nvidia")
 
+    def check(self, name: str) -> doctor.Result:
+        """The result of one check alone."""
+        (result,) = doctor.examine([name])
+        return result
 
-def with_packages(folder: Path, versions: dict[str, str], **fields: Any) -> Machine:
-    """A machine on which only these packages are installed.
+    def install(self, versions: dict[str, str]) -> None:
+        """Has these packages alone; JAX and its plugin need those of their names."""
+        needs = {
+            "jax": [
+                f"jaxlib=={versions.get('jax')}",
+                f"jax-cuda13-plugin=={versions.get('jax')}; extra == 'cuda13'",
+            ],
+            "jax-cuda13-plugin": [f"jax-cuda13-pjrt=={versions.get('jax')}"],
+        }
+        packages = self.folder / "packages"
+        for name, version in versions.items():
+            info = packages / f"{name.replace('-', '_')}-{version}.dist-info"
+            info.mkdir()
+            lines = [f"Requires-Dist: {line}" for line in needs.get(name, ())]
+            text = "\n".join(["Metadata-Version: 2.1", f"Name: {name}", *lines])
+            (info / "METADATA").write_text(f"{text}\nVersion: {version}\n")
+        doctor.allows("jax>0", "1")  # Loads what it needs.
+        self.patch.setattr(sys, "path", [str(packages)])
 
-    JAX and its plugin need what those of these names need.
-    """
-    needs = {
-        "jax": [
-            f"jaxlib=={versions.get('jax')}",
-            f"jax-cuda13-plugin=={versions.get('jax')}; extra == 'cuda13'",
-        ],
-        "jax-cuda13-plugin": [f"jax-cuda13-pjrt=={versions.get('jax')}"],
-    }
-    made = machine(folder, **fields)
-    for name, version in versions.items():
-        info = folder / "packages" / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir()
-        lines = [f"Requires-Dist: {line}" for line in needs.get(name, ())]
-        text = "\n".join(["Metadata-Version: 2.1", f"Name: {name}", *lines])
-        (info / "METADATA").write_text(f"{text}\nVersion: {version}\n")
-    return made
+    def plug_in_gpus(self, driver: str = "", count: int = 1) -> None:
+        """Has an nvidia-smi that answers with this shell command."""
+        rows = "; ".join(['echo "NVIDIA H200, 580.95, 9.0"'] * count)
+        (self.folder / "links").write_text(NVLINK)
+        tool = self.folder / "bin" / "nvidia-smi"
+        tool.write_text(_SMI.format(driver=driver or rows, folder=self.folder))
+        tool.chmod(0o755)
 
-
-def with_gpus(folder: Path, driver: str = "", count: int = 1, **fields: Any) -> Machine:
-    """A machine whose nvidia-smi answers with this shell command."""
-    made = machine(folder, **fields)
-    rows = "; ".join(['echo "NVIDIA H200, 580.95, 9.0"'] * count)
-    (folder / "topology").write_text(TOPOLOGY)
-    (folder / "links").write_text(NVLINK)
-    tool = folder / "bin" / "nvidia-smi"
-    tool.write_text(_SMI.format(driver=driver or rows, folder=folder))
-    tool.chmod(0o755)
-    return made
-
-
-def answering(folder: Path, **answers: Any) -> None:
-    """Has probes answer with these findings, in place of importing JAX."""
-    lines = [f"{MARK}{json.dumps([name, data])}" for name, data in answers.items()]
-    with_jax(folder, f"print({chr(10).join(lines)!r}); raise SystemExit")
-
-
-def with_jax(folder: Path, text: str) -> None:
-    """A module that stands before the installed JAX."""
-    (folder / "jax.py").write_text(text)
+    def replace_jax(self, text: str) -> None:
+        """Has a module that stands before the installed JAX."""
+        (self.folder / "jax.py").write_text(text)

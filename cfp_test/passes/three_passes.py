@@ -27,7 +27,7 @@ from cfp.cli import options
 from cfp.cli.planning import search_stored
 from cfp.cli.session import Session, analyse, dump_session
 from cfp.cli.supervise import Supervision
-from cfp.cluster.machine import Machine
+from cfp.cluster.doctor import shows_nvidia
 from cfp.context import open_context
 from cfp.errors import CfpError
 from cfp.models import find
@@ -130,7 +130,7 @@ def _settings(args: argparse.Namespace) -> PlannerSettings:
 
 
 def _found_platform() -> str:
-    return "cuda" if Machine.here().shows_nvidia else "cpu"
+    return "cuda" if shows_nvidia() else "cpu"
 
 
 def _talkative() -> bool:

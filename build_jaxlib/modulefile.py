@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from cfp.errors import CfpError, compose
+from cfp.errors import CfpError
 
 _VARIABLE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
 _VERSION = "import importlib.metadata as m; print(m.version('cfp'))"
@@ -91,12 +91,8 @@ def installed_version(environment: Path) -> str:
     )
     if done.returncode:
         raise CfpError(
-            compose(
-                "cfp is not installed there.",
-                expected="an environment with cfp in it",
-                got=str(environment),
-                attempt=f"sh WHEELHOUSE/install.sh {environment}",
-            )
+            f"cfp is not installed in {environment}. Run sh "
+            f"WHEELHOUSE/install.sh {environment}."
         )
     return done.stdout.strip()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from cfp.errors import CfpError, compose
+from cfp.errors import CfpError
 
 CONSTRAINTS = Path(__file__).parent / "constraints"
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -118,43 +118,26 @@ def platform_of(
     """
     if architecture not in ARCHITECTURES:
         raise CfpError(
-            compose(
-                "No wheelhouse can be made for this architecture.",
-                expected=" or ".join(ARCHITECTURES) + ", which jaxlib has wheels for",
-                got=architecture,
-                attempt="build jaxlib there, with --from_source; "
-                "docs/install/ppc64le.md says what is possible",
-            )
+            f"jaxlib has no wheels for {architecture}, only for "
+            f"{' and '.join(ARCHITECTURES)}. "
+            "Build jaxlib there with --from_source, as docs/install/ppc64le.md says."
         )
     kind = ACCELERATORS[accelerator]
     if architecture not in kind.architectures:
         raise CfpError(
-            compose(
-                f"There are no wheels for {accelerator} on {architecture}: "
-                f"{kind.why_not}.",
-                expected=f"{accelerator} on {', '.join(kind.architectures)}",
-                got=architecture,
-                attempt=f"--accelerator cpu --architecture {architecture}",
-            )
+            f"There are no wheels for {accelerator} on {architecture}: {kind.why_not}. "
+            f"Give --accelerator cpu, or one of {', '.join(kind.architectures)}."
         )
     if python not in PYTHONS:
         raise CfpError(
-            compose(
-                "cfp does not run on this version of Python.",
-                expected=", ".join(PYTHONS),
-                got=python,
-                attempt=f"--python {PYTHONS[1]}",
-            )
+            f"cfp does not run on this version of Python, {python}. Give --python "
+            f"with one of {', '.join(PYTHONS)}."
         )
     if glibc is not None and glibc < kind.glibc:
         raise CfpError(
-            compose(
-                f"The wheels for {accelerator} need a newer glibc.",
-                expected=f"2.{kind.glibc} or newer (ldd --version says which)",
-                got=f"2.{glibc}",
-                attempt="run in a container with a newer system "
-                "(docs/install/container.md)",
-            )
+            f"The wheels for {accelerator} need a newer glibc than 2.{glibc}: "
+            f"2.{kind.glibc}. Run in a container with a newer system "
+            "(docs/install/container.md)."
         )
     return Platform(
         accelerator=kind,

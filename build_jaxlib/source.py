@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cfp.cluster.doctor import allows, package_name, requirements
-from cfp.errors import CfpError, compose
+from cfp.errors import CfpError
 
 _DISK_BYTES = 40 << 30
 _MEMORY_BYTES = 15 << 30
@@ -143,4 +143,4 @@ def _memory_bytes() -> int:
 
 
 def _refusal(summary: str, expected: str, got: str, attempt: str) -> CfpError:
-    return CfpError(compose(summary, expected=expected, got=got, attempt=attempt))
+    return CfpError(f"{summary} Expected {expected}, got {got}. Try: {attempt}.")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cfp.errors import CfpError, compose
+from cfp.errors import CfpError
 
 ROOT = Path(__file__).resolve().parent.parent
 _SHOWN_LINES = 12
@@ -40,12 +40,9 @@ def run(
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
         raise CfpError(
-            compose(
-                f"{Path(words[0]).name} failed.",
-                expected=f"that this works: {' '.join(words)}",
-                got="\n    ".join(said[-_SHOWN_LINES:]) or f"exit {done.returncode}",
-                attempt=attempt,
-            )
+            f"{' '.join(words)} failed:\n"
+            + ("\n".join(said[-_SHOWN_LINES:]) or f"exit {done.returncode}")
+            + f"\nTry: {attempt}."
         )
     return done.stdout
 
@@ -60,11 +57,7 @@ def find_uv() -> str:
     found = str(beside) if beside.exists() else shutil.which("uv")
     if found is None:
         raise CfpError(
-            compose(
-                "uv is not installed.",
-                expected="uv, which resolves for platforms that are not this one",
-                got="no uv on the PATH",
-                attempt=f"{sys.executable} -m pip install uv",
-            )
+            "uv, which resolves for other platforms, is not on the PATH. Run "
+            f"{sys.executable} -m pip install uv."
         )
     return found

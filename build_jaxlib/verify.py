@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from build_jaxlib.tools import run
-from cfp.errors import CfpError, compose
+from cfp.errors import CfpError
 
 
 def create(environment: Path, python: str) -> str:
@@ -52,12 +52,8 @@ def try_out(python: str) -> None:
     )
     if done.returncode:
         raise CfpError(
-            compose(
-                "What was installed does not work.",
-                expected="that a graft compiles and runs",
-                got="the rows above",
-                attempt=f"{python} -m cfp doctor",
-            )
+            f"What was installed does not work, as the rows above say. Run "
+            f"{python} -m cfp doctor."
         )
 
 

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 from cfp.cluster.on_ray import plan_step
 from cfp.context import settings_or_defaults
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError, OptionError, PlanMismatch, what_there_is
+from cfp.errors import CfpError, OptionError, PlanMismatch, known_names
 from cfp.passes.pipeline import Pins
 from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
@@ -193,8 +193,8 @@ def parallelize(
     if unknown:
         known = ["mesh", "plan", "quiet", *_OPTIONS]
         raise OptionError(
-            f"cfp.parallelize has no option {', '.join(unknown)}; "
-            f"{what_there_is(unknown[0], known)}"
+            f"cfp.parallelize has no option {', '.join(unknown)}. "
+            f"{known_names(unknown[0], known)}"
         )
     if plan is not None and (decided := sorted(options.keys() & _DECIDES)):
         raise OptionError(

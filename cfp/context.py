@@ -241,12 +241,9 @@ def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:
         theirs = {device.process_index for device in mesh.devices.flat}
         if without := sorted(set(range(jax.process_count())) - theirs):
             raise CfpError(
-                "The mesh leaves out processes of this program.",
-                expected="a mesh with devices of all processes, or of one only",
-                got=f"{dict(mesh.shape)} of devices of processes "
-                f"{sorted(theirs)}, without {without}",
-                attempt=f"a mesh of all {jax.device_count()} devices, or fewer "
-                "processes",
+                f"The mesh {dict(mesh.shape)} leaves out processes {without} of this "
+                f"program. Pass a mesh of all {jax.device_count()} devices, or start "
+                "fewer processes."
             )
     return agreement
 

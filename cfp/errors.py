@@ -20,39 +20,28 @@ _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 _INSTALLED = {"site-packages", "dist-packages"}
 
 _MOST_SUMMARY = 200  # characters
-# What stands before what to try, in every message of `compose`.
-ATTEMPT = "\n  try: "
+_MOST_NAMES = 24
 
 
-def compose(summary: str, *, expected: str, got: str, attempt: str) -> str:
-    """Writes an error message that says what to do next."""
-    return f"{summary}\n  expected: {expected}\n  got: {got}{ATTEMPT}{attempt}"
-
-
-def nearest(
+def known_names(
     name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None
 ) -> str:
-    """Suggests the nearest names: ``did you mean 'fully_sharded'? ``, or ``""``.
+    """Lists known names: ``Did you mean 'fully_sharded'? There are: ...``.
 
     Args:
-      name: that there is not.
-      aliases: what else these are called.
+      name: a name that is not among them.
+      aliases: other words for known names.
     """
     by_plain = {_plain(one): one for one in known}
     other = (aliases or {}).get(_plain(name))
-    found = [other] if other in by_plain.values() else []
-    close = get_close_matches(_plain(name), by_plain, 1, 0.5)
-    found = found or [by_plain[one] for one in close]
-    return f"did you mean {found[0]!r}? " if found else ""
-
-
-def what_there_is(
-    name: str, known: Iterable[str], aliases: Mapping[str, str] | None = None
-) -> str:
-    """The names that there are, behind the nearest of them; see `nearest`."""
-    names = [*known]
-    near = nearest(name, names, aliases)
-    return f"{near}{'There' if near else 'there'} are: {', '.join(names)}."
+    near = [other] if other in by_plain.values() else []
+    near = near or [
+        by_plain[one] for one in get_close_matches(_plain(name), by_plain, 1, 0.5)
+    ]
+    names = [*by_plain.values()]
+    more = f" and {len(names) - _MOST_NAMES} more" * (len(names) > _MOST_NAMES)
+    listed = f"There are: {', '.join(names[:_MOST_NAMES]) or 'none'}{more}."
+    return f"Did you mean {near[0]!r}? {listed}" if near else listed
 
 
 def _plain(name: str) -> str:
@@ -87,35 +76,7 @@ def summary_of(error: BaseException) -> str:
 
 
 class CfpError(Exception):
-    """Base of all errors that a user can mend.
-
-    Args:
-      summary: the message, or its beginning, where the others are given.
-      expected, got, attempt: as of `compose`; the last may stand alone.
-      commands: what to attempt instead where a command was typed.
-    """
-
-    def __init__(
-        self,
-        summary: str,
-        *,
-        expected: str = "",
-        got: str = "",
-        attempt: str = "",
-        commands: str = "",
-    ):
-        if expected or got:
-            summary = compose(summary, expected=expected, got=got, attempt=attempt)
-        elif attempt:
-            summary += f"{ATTEMPT}{attempt}"
-        super().__init__(summary)
-        self._commands = commands
-
-    def for_commands(self) -> str:
-        """The message for who typed a command."""
-        text = str(self)
-        before = text.rpartition(ATTEMPT)[0] if ATTEMPT in text else text
-        return f"{before}{ATTEMPT}{self._commands}" if self._commands else text
+    """Base of all errors that a user can mend: says what came, and what to do."""
 
 
 class OptionError(CfpError, TypeError):

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from cfp.attention.kernels import KERNELS
-from cfp.errors import CfpError, OptionError, what_there_is
+from cfp.errors import CfpError, OptionError, known_names
 from cfp.profiling.in_flight import Limits
 from cfp.profiling.tasks import Progress
 from cfp.program.fp8 import read_precision
@@ -85,7 +85,7 @@ class PlannerSettings:
         known = [one.name for one in fields(cls)]
         for name in given.keys() - {*known}:
             raise OptionError(
-                f"PlannerSettings has no {name}; {what_there_is(name, known, _OPTIONS)}"
+                f"PlannerSettings has no {name}. {known_names(name, known, _OPTIONS)}"
             )
         return object.__new__(cls)
 
@@ -148,8 +148,7 @@ def dimensions_of(names: str | Iterable[str]) -> frozenset[Dimension]:
     for name, found in plain.items():
         if found not in known:
             raise CfpError(
-                f"There is no {name!r} to choose; "
-                f"{what_there_is(found, known, _ALIASES)}"
+                f"There is no {name!r} to choose. {known_names(found, known, _ALIASES)}"
             )
     if not plain:
         raise CfpError(

@@ -30,6 +30,11 @@ _AXIS_NAMES = ("x", "y", "z")
 _COUNT_FLAG = "--xla_force_host_platform_device_count"
 _AXIS = re.compile(r"([A-Za-z_]\w*)=0*([1-9]\d*)")
 
+_NO_DEVICE = (
+    "Give --for 4xh200 to plan for GPUs that are not here, or --platform cpu for "
+    "virtual devices; for GPUs install cfp[cuda], and see that nvidia-smi lists them."
+)
+
 
 def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
     """The mesh's axes from ``--devices 4`` or ``--mesh x=2,y=2``; None if neither.
@@ -44,10 +49,8 @@ def parse_mesh(devices: int | None, mesh: str | None) -> Axes | None:
         names = [part[1] for part in parts if part]
         if not all(parts) or len(set(names)) < len(parts):
             raise CfpError(
-                "The mesh cannot be read.",
-                expected="each axis once, as in x=4 or x=2,y=2",
-                got=mesh,
-                attempt="--mesh x=4",
+                f"The mesh {mesh!r} cannot be read. Give each axis once, as in --mesh "
+                "x=4 or --mesh x=2,y=2."
             )
         axes = tuple((part[1], int(part[2])) for part in parts if part)
         if devices is not None and devices != prod(size for _, size in axes):
@@ -96,17 +99,13 @@ def _select(platform: str, axes: Axes | None) -> None:
     count = prod(size for _, size in axes) if axes else DEFAULT_CPU_DEVICES
     if platform not in PLATFORMS:
         raise CfpError(
-            "There is no such platform.",
-            expected=" or ".join(PLATFORMS),
-            got=platform,
-            attempt=f"--platform {'cuda' if platform == 'gpu' else 'cpu'}",
+            f"There is no platform {platform!r}. Give --platform "
+            f"{'cuda' if platform == 'gpu' else ' or --platform '.join(PLATFORMS)}."
         )
     if platform == "cpu" and count > MOST_CPU_DEVICES:
         raise CfpError(
-            "There cannot be so many virtual devices.",
-            expected=f"up to {MOST_CPU_DEVICES}, each with threads of its own",
-            got=str(count),
-            attempt="a smaller mesh",
+            f"There cannot be {count} virtual devices, each with threads of its "
+            f"own. Give a mesh of up to {MOST_CPU_DEVICES}."
         )
     os.environ["JAX_PLATFORMS"] = platform
     # JAX has read the variable when it was imported.
@@ -129,10 +128,8 @@ def _share(count: int) -> int:
         return count
     if count < member.processes:
         raise CfpError(
-            "There is a process without a device.",
-            expected=f"{member.processes} devices or more, one for each process",
-            got=str(count),
-            attempt="a larger mesh, or fewer processes",
+            f"{count} devices are too few for {member.processes} processes. Give a "
+            "larger mesh, or start fewer processes."
         )
     each, more = divmod(count, member.processes)
     return each + (member.process_id < more)
@@ -149,24 +146,19 @@ def make_asked_mesh(axes: Axes | None) -> Mesh:
     mesh = make_mesh(axes)
     if axes is None and mesh.size == 1 and mesh.devices.flat[0].platform == "cpu":
         raise CfpError(
-            "This machine has one device, a CPU.",
-            expected="GPUs, or a number of devices that is asked for",
-            got="neither --devices nor --mesh",
-            attempt="--devices 4 --platform cpu, which makes virtual devices; "
-            "--for 4xh200, which plans for GPUs that are not here; --devices 1",
+            "This machine has one device, a CPU. Give --devices 4 --platform cpu "
+            "for virtual devices, --for 4xh200 to plan for GPUs that are not here, "
+            "or --devices 1."
         )
     return mesh
 
 
-def make_mesh(
-    axes: Axes | None, *, device_kind: str = "", attempt: str | None = None
-) -> Mesh:
+def make_mesh(axes: Axes | None, *, device_kind: str = "", remedy: str = "") -> Mesh:
     """A mesh of the first devices; over all of them, with one axis x, if axes is None.
 
     Args:
         device_kind: JAX's name of the devices that should be here, for messages.
-        attempt: what to try where devices are missing, if not the usual: other options
-            of the command.
+        remedy: a sentence on what to do where devices are missing, if not the usual.
 
     Raises:
         CfpError: there are too few devices, or none that work.
@@ -177,15 +169,8 @@ def make_mesh(
         # JAX asserts that some platform works, where the one named has no plugin.
         reason = (str(error).strip().splitlines() or ["no plugin for the platform"])[0]
         raise CfpError(
-            "JAX finds no device.",
-            expected=f"devices of {device_kind}"
-            if device_kind
-            else "devices of the platform that was asked for",
-            got=reason,
-            attempt=attempt
-            or "--for 4xh200, which plans for GPUs that are not here; "
-            "--platform cpu, which makes virtual devices; for GPUs, "
-            'install "cfp[cuda]" and check that nvidia-smi lists them',
+            f"JAX finds no device{f' of {device_kind}' * bool(device_kind)}: "
+            f"{reason}. {remedy or _NO_DEVICE}"
         ) from error
     if axes is None:
         axes = parse_mesh(len(devices), None)
@@ -193,15 +178,13 @@ def make_mesh(
     wanted = prod(size for _, size in axes)
     kind = devices[0].platform
     if len(devices) < wanted:
-        if attempt is None:
-            fewer = f"--devices {len(devices)}, or " if len(devices) > 1 else ""
-            attempt = f"{fewer}--platform cpu, which makes virtual devices"
+        fewer = f"--devices {len(devices)}, or " if len(devices) > 1 else ""
+        remedy = remedy or f"Give {fewer}--platform cpu for virtual devices."
         of_kind = f" of {device_kind}" if device_kind else ""
         raise CfpError(
-            "There are too few devices.",
-            expected=f"{wanted} devices{of_kind} for the mesh {mesh_text(axes)}",
-            got=f"{len(devices)} of platform {kind}{_by_process(devices)}",
-            attempt=attempt,
+            f"There are too few devices: the mesh {mesh_text(axes)} needs {wanted}"
+            f"{of_kind}, and here are {len(devices)} of platform {kind}"
+            f"{_by_process(devices)}. {remedy}"
         )
     names = tuple(name for name, _ in axes)
     sizes = tuple(size for _, size in axes)

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
 from cfp import models
-from cfp.errors import CfpError, nearest, place_of
+from cfp.errors import CfpError, known_names, place_of
 from cfp.models.options import ModelOption, Scalar
 from cfp.profiling.inputs import counts, hashed_bits
 from cfp.program.fixed import fixed, released
@@ -35,13 +35,12 @@ from cfp.program.signature import key_name, whole
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh, trace
 
-_EXAMPLE = (
-    "def tiny():\n"
-    "        def train_step(w, x):\n"
-    "            return w - 0.1 * jax.grad(lambda w: (x @ w).sum())(w)\n"
-    "        shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)\n"
-    "        return train_step, (shape, shape)"
-)
+_EXAMPLE = """\
+def tiny():
+    def train_step(w, x):
+        return w - 0.1 * jax.grad(lambda w: (x @ w).sum())(w)
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    return train_step, (shape, shape)"""
 
 # What a function of the user's may be asked for, if it has an argument of this name.
 MICROBATCHES = ModelOption(
@@ -50,17 +49,6 @@ MICROBATCHES = ModelOption(
     default=1,
     doc="the number of parts of a batch that run one after another",
 )
-
-
-class UnknownOption(CfpError):
-    """A target of a command has no such option.
-
-    Attributes:
-        flag: as it was written: ``--layer``.
-    """
-
-    flag = ""
-    known: tuple[str, ...] = ()
 
 
 MakeArgs = Callable[[Sequence[Any], int], tuple[Any, ...]]
@@ -124,13 +112,9 @@ def resolve(
         close = difflib.get_close_matches(text, models.NAMES, 1)
         attempt = close[0] if close else f"{text.removesuffix('.py')}.py:function"
         raise CfpError(
-            f"There is no target {text!r}.",
-            expected=f"a model ({', '.join(models.NAMES)}), file.py:function, "
-            "or package.module:function",
-            got=text,
-            attempt=f"{attempt}, with the function's name"
-            if text.endswith(".py")
-            else attempt,
+            f"There is no target {text!r}. Did you mean {attempt}? Targets are "
+            f"models ({', '.join(models.NAMES)}), file.py:function and "
+            "package.module:function."
         )
     if donate or static:
         raise CfpError(
@@ -203,26 +187,15 @@ def _parse_options(
 
 
 def _unknown_option(target: str, flag: str, known: dict[str, ModelOption]) -> CfpError:
-    listing = ", ".join(
-        f"{name} ({'derived' if o.default is None else o.default})"
-        for name, o in known.items()
-    )
-    expected = f"an option of the command, or one of {target}: {listing or 'none'}"
     if flag == MICROBATCHES.flag:
         return CfpError(
-            f"{target} takes no {MICROBATCHES.name}.",
-            expected=expected,
-            got=flag,
-            attempt=f"give the function an argument {MICROBATCHES.name}",
+            f"{target} takes no {MICROBATCHES.name}. Give the function an argument "
+            f"{MICROBATCHES.name}."
         )
-    error = UnknownOption(
-        f"{target} has no option {flag}.",
-        expected=expected,
-        got=flag,
-        attempt=f"{nearest(flag, known)}--help lists the options of the command",
+    return CfpError(
+        f"{target} has no option {flag}, and neither has the command. "
+        f"{known_names(flag, known)}"
     )
-    error.flag, error.known = flag, tuple(known)
-    return error
 
 
 def _parse(option: ModelOption, flag: str, text: str) -> Scalar:
@@ -232,10 +205,8 @@ def _parse(option: ModelOption, flag: str, text: str) -> Scalar:
         return option.type(text)
     except (KeyError, ValueError) as error:
         raise CfpError(
-            f"{flag} cannot be {text!r}.",
-            expected=f"{option.doc}, of type {option.type.__name__}",
-            got=text,
-            attempt=f"{flag} {option.default if option.default is not None else 1}",
+            f"{flag} cannot be {text!r}. Give a value of type "
+            f"{option.type.__name__}: {option.doc}."
         ) from error
 
 
@@ -254,16 +225,8 @@ def _function_target(
         found = getattr(found, part, None)
     if not callable(found):
         functions = _callable_as_they_are(module)
-        near = difflib.get_close_matches(name, functions, n=1) or functions
-        raise CfpError(
-            f"{where} has no function {name!r}."
-            if name
-            else f"The target names no function of {where}.",
-            expected="a function without required arguments that returns "
-            "(train_step, args)",
-            got=f"such functions there: {', '.join(functions) or '(none)'}",
-            attempt=f"{where}:{near[0]}" if near else _EXAMPLE,
-        )
+        there = known_names(name, functions) if functions else f"Write:\n{_EXAMPLE}"
+        raise CfpError(f"{where} has no target {name!r}. {there}")
     parameters = _parameters(found)
     options = [o for o in (MICROBATCHES,) if o.name in parameters]
     given = _parse_options(text, options, words)
@@ -274,11 +237,8 @@ def _function_target(
     ]
     if required:
         raise CfpError(
-            f"{text} needs arguments: {', '.join(required)}.",
-            expected="a function without required arguments that returns "
-            "(train_step, args)",
-            got=f"{name}{inspect.signature(found)}",
-            attempt="give them defaults, or wrap it:\n    " + _EXAMPLE,
+            f"{text} needs arguments: {', '.join(required)}. Give them defaults, or "
+            f"wrap it:\n{_EXAMPLE}"
         )
     made = _guarded(lambda: found(**given), f"{text} raised")
     if not (
@@ -288,12 +248,8 @@ def _function_target(
         and isinstance(made[1], list | tuple)
     ):
         raise CfpError(
-            f"{text} does not return a step and its arguments.",
-            expected="(train_step, args), the second a tuple with one entry for "
-            "each argument; wrap a step with arguments by keyword: "
-            "lambda state, batch: train_step(state, batch=batch)",
-            got=_type_text(made),
-            attempt=_EXAMPLE,
+            f"{text} returns {_type_text(made)}, not a step and a tuple of its "
+            f"arguments. Write:\n{_EXAMPLE}"
         )
     step, args = made[0], tuple(made[1])
     for option, positions in (("--donate", donate), ("--static", static)):
@@ -339,16 +295,7 @@ def _load_file(where: str, function: str) -> ModuleType:
     path = Path(where)
     if not path.is_file():
         there = sorted(p.name for p in path.parent.glob("*.py"))
-        near = difflib.get_close_matches(path.name, there, 1)
-        first = [*dict.fromkeys([*near, *there])][:5]
-        raise CfpError(
-            f"There is no file {where}.",
-            expected="a Python file",
-            got=f"nothing there; beside it: {', '.join(first) or 'no .py files'}",
-            attempt=f"{path.with_name(near[0])}:{function}"
-            if near
-            else "the path from the current folder, or an absolute one",
-        )
+        raise CfpError(f"There is no file {where}. {known_names(path.name, there)}")
     # As for a script: what stands beside it can be imported.
     sys.path.insert(0, str(path.resolve().parent))
     name = f"cfp_target_{path.stem}"
@@ -371,11 +318,9 @@ def _load_module(where: str, text: str) -> ModuleType:
         missing = True
     if missing:
         raise CfpError(
-            f"There is no target {text!r}.",
-            expected="package.module:function, where Python finds the package, or "
-            "file.py:function",
-            got=f"no module {top!r} in the current folder or among the installed",
-            attempt=f"{where.replace('.', '/')}.py:{text.rpartition(':')[2]}",
+            f"There is no target {text!r}: no module {top!r} in the current folder "
+            "or among the installed. Did you mean "
+            f"{where.replace('.', '/')}.py:{text.rpartition(':')[2]}?"
         )
     return _guarded(
         lambda: importlib.import_module(where), f"{where} cannot be imported:"

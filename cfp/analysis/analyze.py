@@ -23,7 +23,7 @@ from cfp.analysis.numbering import number_values
 from cfp.analysis.segments import Segment, find_segments, open_loops
 from cfp.analysis.storage import find_storage, pair_outputs
 from cfp.analysis.strategies import BlockSharding, Mesh, Spec
-from cfp.errors import CfpError, nearest
+from cfp.errors import CfpError, known_names
 from cfp.printable import counted
 from cfp.program.graph import Program, axes_of, path_matches, reached, searched_once
 
@@ -253,11 +253,9 @@ def resolve_pins(
             i for i, name in enumerate(program.arg_names) if path_matches(name, pattern)
         ]
         if not matches:
-            near = nearest(pattern, program.arg_names)
-            some = ", ".join(program.arg_names[:8])
             raise CfpError(
                 f"The pin {pattern!r} matches no argument. "
-                f"{near[:1].upper()}{near[1:]}Paths look like: {some}."
+                f"{known_names(pattern, program.arg_names)}"
             )
         spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
         for position in matches:

@@ -183,17 +183,13 @@ def _choose(
     names = (implementation,) if implementation else preferred(platform_of(mesh))
     if unknown := [name for name in names if name not in KERNELS]:
         raise CfpError(
-            "No such implementation of attention.",
-            expected=", ".join(KERNELS),
-            got=", ".join(unknown),
-            attempt='implementation="xla"',
+            f"There is no implementation of attention called {', '.join(unknown)}. "
+            f"Take one of {', '.join(KERNELS)}."
         )
     if zigzag_tokens and not strategy.zigzag:
         raise CfpError(
-            "Tokens in zigzag order need a strategy that knows of it.",
-            expected='a strategy with "zigzag"',
-            got=str(strategy),
-            attempt="zigzag_tokens=False, with tokens in natural order",
+            'Tokens in zigzag order need a strategy with "zigzag", got '
+            f"{strategy}. With tokens in natural order, pass zigzag_tokens=False."
         )
     reasons = []
     for name in names:
@@ -210,10 +206,9 @@ def _choose(
             )
         reasons.append(f"{name}: {reason}")
     raise CfpError(
-        "This attention is ruled out.",
-        expected="a strategy and an implementation that can compute it",
-        got=f"strategy {strategy}; " + "; ".join(reasons),
-        attempt="cfp.attention_options(...) lists all, with reasons",
+        f"This attention cannot be computed with strategy {strategy}: "
+        f"{'; '.join(reasons)}. cfp.attention_options(...) lists every strategy "
+        "and implementation, with reasons."
     )
 
 
@@ -343,10 +338,8 @@ class _Choice:
         more = tokens - x.shape[1]
         if more and strategy.zigzag and not self.converts:
             raise CfpError(
-                "Tokens in zigzag order are whole chunks.",
-                expected=f"a multiple of {strategy.token_multiple} tokens",
-                got=str(x.shape[1]),
-                attempt="padding sequences before they are converted",
+                f"Tokens in zigzag order are a multiple of {strategy.token_multiple}, "
+                f"got {x.shape[1]}. Pad the sequences before they are converted."
             )
         if more:
             x = jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2))

@@ -140,10 +140,9 @@ def _find(name: str, q: Array, k: Array, v: Array, scores: Scores, mask: Mask) -
         if equation.primitive.name == name:
             return equation
     raise CfpError(
-        "This JAX traces cuDNN's attention in a form that a ring cannot use.",
-        expected=f"an operation {name}, as in jax 0.10.2 to 0.12",
-        got=f"jax {jax.__version__}",
-        attempt='implementation="chunked"',
+        f"jax {jax.__version__} traces cuDNN's attention in a form that a ring "
+        f"cannot use: without the operation {name} of jax 0.10.2 to 0.12. Use "
+        'implementation="chunked".'
     )
 
 

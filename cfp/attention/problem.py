@@ -243,11 +243,10 @@ def problem_of(
     )
     if not fits or not q.dtype == k.dtype == v.dtype:
         raise CfpError(
-            "Queries, keys and values do not fit together.",
-            expected="q [batch, queries, heads, head_dim], k and v [batch, keys, "
-            "kv_heads, head_dim], of one dtype, heads a multiple of kv_heads",
-            got=", ".join(f"{x.dtype}{list(x.shape)}" for x in (q, k, v)),
-            attempt="x.reshape(batch, tokens, heads, head_dim)",
+            "Queries, keys and values do not fit together: "
+            f"{', '.join(f'{x.dtype}{list(x.shape)}' for x in (q, k, v))}. Pass q "
+            "[batch, queries, heads, head_dim], k and v [batch, keys, kv_heads, "
+            "head_dim], of one dtype, heads a multiple of kv_heads."
         )
     batch, queries, heads, head_dim = shapes[0]
     keys, kv_heads = shapes[1][1:3]
@@ -258,18 +257,15 @@ def problem_of(
     for ids, tokens in ((query_ids, queries), (key_ids, keys)):
         if ids is not None and tuple(ids.shape) != (batch, tokens):
             raise CfpError(
-                "Segment ids do not fit their tokens.",
-                expected=f"[batch, tokens] = [{batch}, {tokens}], or a pair of "
-                "such for queries and keys",
-                got=str(list(ids.shape)),
-                attempt="segment_ids=(ids_of_queries, ids_of_keys)",
+                f"Segment ids of shape {list(ids.shape)} do not fit their tokens. Pass "
+                f"[batch, tokens] = [{batch}, {tokens}], or "
+                "segment_ids=(ids_of_queries, ids_of_keys)."
             )
     if bias is not None and not _broadcasts(bias.shape, (batch, heads, queries, keys)):
         raise CfpError(
-            "The bias does not fit the scores.",
-            expected=f"[1 or {batch}, 1 or {heads}, {queries}, {keys}]",
-            got=str(list(bias.shape)),
-            attempt="bias[None, None]",
+            f"The bias of shape {list(bias.shape)} does not fit the scores. Pass "
+            f"one of shape [1 or {batch}, 1 or {heads}, {queries}, {keys}], such as "
+            "bias[None, None]."
         )
     return AttentionProblem(
         batch=batch,

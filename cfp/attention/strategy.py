@@ -53,12 +53,10 @@ class AttentionStrategy:
         given = given or {}
         unknown = [a for a in given if a not in sizes]
         if unknown or not set(given.values()) <= set(ROLES):
+            wrong = {axis or "?": role for axis, role in given.items()}
             raise CfpError(
-                "No such strategy of an attention.",
-                expected=f"a role ({', '.join(ROLES)}) for axes of the mesh "
-                f"({', '.join(sizes)})",
-                got=str({axis or "?": role for axis, role in given.items()}),
-                attempt=str({axis: RING for axis in list(sizes)[:1]}),
+                f"There is no strategy {wrong} of an attention. Give axes of the mesh "
+                f"({', '.join(sizes)}) a role ({', '.join(ROLES)})."
             )
         roles = tuple((axis, given[axis]) for axis in sizes if axis in given)
         return cls(roles=roles, sizes=tuple(sizes.items()))

@@ -188,13 +188,10 @@ def _unless_too_large(compiled: Callable[[], CompiledStep]) -> CompiledStep | No
 def no_room(needed: str, got: str) -> CfpError:
     """The error of a check that does not fit in memory."""
     return CfpError(
-        "There is no room for the check: the step runs in float32, as it is written, "
-        "beside its state.",
-        expected=needed,
-        got=got.strip().splitlines()[0],
-        attempt="XLA_PYTHON_CLIENT_MEM_FRACTION=0.92, with which JAX takes more of a "
-        "GPU; a smaller batch, or fewer layers, for a plan that is checked; or a run "
-        "without --check",
+        "There is no room for the check, which runs the step as written, "
+        f"beside its state: needed {needed}, got {got.strip().splitlines()[0]}. "
+        "Set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92, with which JAX takes more of "
+        "a GPU; check a smaller model or batch; or leave out --check."
     )
 
 

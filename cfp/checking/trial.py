@@ -195,11 +195,10 @@ def run_trial(
         except jax.errors.JaxRuntimeError as error:
             agreement.end_of_run(str(error).strip())
             raise CfpError(
-                "The step failed on the devices.",
-                expected="a step that runs under its plan",
-                got=str(error).strip().splitlines()[0],
-                attempt="a plan with a memory budget (--memory-budget, "
-                "memory_budget=), a smaller batch, or more devices",
+                "The step failed on the devices: "
+                f"{str(error).strip().splitlines()[0]}. "
+                "Try a plan with a memory budget (--memory-budget, memory_budget=), a "
+                "smaller batch, or more devices."
             ) from error
     programs = [compiled] if checking is None else [compiled, checking.planned]
     return Trial(

@@ -55,10 +55,7 @@ from cfp.view.words import (
 
 _ROUNDS = 2
 
-ELSEWHERE = (
-    "cfp verify on a machine with the devices that the plan is for, which it times the "
-    "plan on; cfp show prints the plan on any machine"
-)
+ELSEWHERE = "Run cfp verify on a machine with the plan's devices"
 _RANDOM = (
     ", unless the step draws random numbers, which JAX lowers in another way for each "
     "platform"
@@ -97,13 +94,13 @@ class Verified:
 
 
 def elsewhere(plan: Plan) -> str:
-    """Suggests what to try where a plan's devices are missing."""
+    """Says what to do where a plan's devices are missing."""
     if plan.environment.get("platform") == "cpu":
-        return ELSEWHERE
+        return f"{ELSEWHERE}."
     count = prod(size for _, size in plan.mesh_axes)
     return (
-        f"{ELSEWHERE}; --platform cpu --other-devices, to time it here all the same, "
-        f"on {counted(count, 'virtual device', 'virtual devices')}{_RANDOM}"
+        f"{ELSEWHERE}; or give --platform cpu --other-devices to time it here on "
+        f"{counted(count, 'virtual device', 'virtual devices')}{_RANDOM}."
     )
 
 
@@ -116,14 +113,13 @@ def check_devices(plan: Plan, mesh: Mesh) -> None:
     kinds = sorted({device.device_kind for device in mesh.devices.flat})
     wanted = plan.environment.get("device_kind", "")
     if wanted and kinds != [wanted]:
-        all_the_same = "--other-devices, to time it here all the same"
+        all_the_same = "give --other-devices to time it here all the same"
         if plan.environment.get("platform") != mesh.devices.flat[0].platform:
             all_the_same += _RANDOM
         raise CfpError(
-            "These are other devices than the plan is for.",
-            expected=f"{mesh.size} of {wanted}",
-            got=f"{mesh.size} of {', '.join(kinds)}",
-            attempt=f"{ELSEWHERE}; cfp plan, for a plan of these; or {all_the_same}",
+            f"These are other devices than the plan is for: {mesh.size} of "
+            f"{', '.join(kinds)}, not of {wanted}. {ELSEWHERE}; plan these with "
+            f"cfp plan; or {all_the_same}."
         )
 
 
@@ -173,10 +169,8 @@ def verify(
     if not best.ran:
         reasons = "; ".join(f"{r.name}: {r.reason}" for r in results)
         raise CfpError(
-            "Nothing of what was to be timed runs on these devices.",
-            expected="the plan, or a preset, to run",
-            got=reasons[:2000],
-            attempt="cfp plan, which finds plans for these devices",
+            "Neither the plan nor a preset runs on these devices: "
+            f"{reasons[:2000]}. Plan these devices with cfp plan."
         )
     own = results[0]
     rows = tuple(map(race_row, results))

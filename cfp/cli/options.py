@@ -383,7 +383,7 @@ def _with_one_message(
     try:
         function(ctx, SimpleNamespace(**given))
     except CfpError as error:
-        print_error(error.for_commands())
+        print_error(str(error))
         if "static_argnums" in str(error):
             print("On the command line that is --static N.", file=sys.stderr)
         if TRACEBACK in os.environ:

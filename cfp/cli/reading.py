@@ -108,7 +108,7 @@ def export(ctx: typer.Context, given: Any) -> None:
     """
     check_writable(given.output)
     plan = Plan.load(given.path)
-    found, mesh = target_of(ctx, plan, "this command on the plan's devices")
+    found, mesh = target_of(ctx, plan, "Run this command on the plan's devices.")
     bound = plan.bind(found.step, *found.args, mesh=mesh)
     bound.export(given.output)
     print(f"Saved {given.output}\n\n{running_text(bound, given.output)}", end="")

@@ -33,13 +33,13 @@ class Session(Analyzed):
 
 
 ELSEWHERE = (
-    "this command on a machine with the plan's devices; or --platform cpu, which makes "
-    "virtual ones"
+    "Run this command on a machine with the plan's devices, or give --platform cpu for "
+    "virtual ones."
 )
 
 
 def target_of(
-    ctx: typer.Context, plan: Plan | None = None, attempt: str = ELSEWHERE
+    ctx: typer.Context, plan: Plan | None = None, remedy: str = ELSEWHERE
 ) -> tuple[Target, Mesh]:
     """The target and the devices that a command was given.
 
@@ -55,7 +55,7 @@ def target_of(
         donate=given.get("donate") or (),
         static=given["static"] or (),
         plan=plan,
-        attempt=attempt,
+        remedy=remedy,
     )
 
 
@@ -68,14 +68,14 @@ def open_target(
     donate: Sequence[int] = (),
     static: Sequence[int] = (),
     plan: Plan | None = None,
-    attempt: str = ELSEWHERE,
+    remedy: str = ELSEWHERE,
 ) -> tuple[Target, Mesh]:
     """Finds a target and its devices.
 
     Args:
         axes, platform_name: of the devices, if asked for.
         plan: whose mesh, platform and static arguments it has where none are given.
-        attempt: what to try where the plan's devices are missing.
+        remedy: what to do where the plan's devices are missing.
 
     Raises:
         CfpError: there is no such target, platform or number of devices.
@@ -93,7 +93,7 @@ def open_target(
     target = planned_target(text, options, plan, donate=donate, static=static)
     if not of_plan:
         return target, platform.make_asked_mesh(axes)
-    return target, platform.make_mesh(axes, device_kind=kind, attempt=attempt)
+    return target, platform.make_mesh(axes, device_kind=kind, remedy=remedy)
 
 
 def planned_target(

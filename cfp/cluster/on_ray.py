@@ -178,11 +178,9 @@ def plan_on_ray(
             made, problem, lines = ray.get(runner.plan.remote(work, known))
         except ray.exceptions.RayActorError as error:
             raise CfpError(
-                f"{RUNNER_RESTARTS + 1} runners crashed in a row.",
-                expected="devices that run most programs",
-                got=str(error),
-                attempt="the same command again, which goes on from what is "
-                "measured; or see whether JAX runs anything on them",
+                f"{RUNNER_RESTARTS + 1} runners crashed in a row: {error}. See whether "
+                "JAX runs anything on the devices; the same command goes on from what "
+                "is measured."
             ) from error
         finally:
             ray.kill(runner)
@@ -202,10 +200,8 @@ def connected(address: str) -> Iterator[Any]:
     """
     if importlib.util.find_spec("ray") is None:
         raise CfpError(
-            "Ray is not installed.",
-            expected="Ray in this Python, and on all nodes of the cluster",
-            got="no module named ray",
-            attempt='pip install "cfp[cluster]"',
+            'Ray is not installed in this Python. Run pip install "cfp[cluster]" '
+            "here and on all nodes of the cluster."
         )
     import ray
 
@@ -224,11 +220,10 @@ def connected(address: str) -> Iterator[Any]:
         ray.init(logging_level=logging.WARNING, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise CfpError(
-            "There is no Ray cluster to plan on.",
-            expected=f"a cluster at {address}, of the same versions of Python and "
-            "Ray, of which this machine is a node",
-            got=str(error).strip().partition("\n")[0],
-            attempt="ray start --head here, or --ray local",
+            f"There is no Ray cluster to plan on at {address}: "
+            f"{str(error).strip().partition(chr(10))[0]}. Run ray start --head "
+            "here, with the same versions of Python and Ray as the cluster; or "
+            "give --ray local."
         ) from error
     try:
         yield ray
@@ -242,10 +237,9 @@ def _no_node(needs: RunnerNeeds, nodes: list[dict[str, Any]]) -> CfpError:
         f"{one.get('CPU', 0):.0f} CPUs, {one.get('GPU', 0):.0f} GPUs" for one in found
     )
     return CfpError(
-        "No node of the Ray cluster can run this.",
-        expected=f"a node with {needs.gpus} free GPUs and a free CPU",
-        got=f"nodes with {shown}; some may be in use",
-        attempt="fewer devices; for a mesh of several hosts see docs/launching.md",
+        f"No node of the Ray cluster has {needs.gpus} free GPUs and a free CPU: "
+        f"nodes have {shown}, some maybe in use. Plan for fewer devices; for a "
+        "mesh of several hosts see docs/launching.md."
     )
 
 
@@ -299,11 +293,9 @@ def _plan_there(
     count = AbstractMesh(sizes, names).size
     if len(devices) < count:
         raise CfpError(
-            "The runner has too few devices.",
-            expected=f"{count} devices",
-            got=f"{len(devices)} of platform {devices[0].platform}",
-            attempt="a smaller mesh; for virtual CPU devices, XLA_FLAGS="
-            f"--xla_force_host_platform_device_count={count} where this runs",
+            f"The runner has too few devices: the mesh needs {count}, and there are "
+            f"{len(devices)} of platform {devices[0].platform}. Give a smaller mesh; "
+            "or set XLA_FLAGS=--xla_force_host_platform_device_count there, for CPUs."
         )
     made = call(
         mesh=jax.make_mesh(sizes, names, devices=devices[:count]),

@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from cfp.errors import CfpError, nearest
+from cfp.errors import CfpError, known_names
 from cfp.profiling.rates import KINDS, Curve, Rates, rising
 
 Count = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
@@ -194,7 +194,7 @@ def read(data: Mapping[str, Any], name: str, where: str) -> DeviceKind:
         path = ".".join(map(str, first["loc"]))
         value = "" if first["type"] == "missing" else f" = {first['input']!r}"[:200]
         if first["type"] == "extra_forbidden":
-            near = nearest(path, DeviceKind.model_fields)
+            near = f"{known_names(path, DeviceKind.model_fields)} "
         raise CfpError(
             f"{where}: {path}{value}: {first['msg']}. {near}kind = "
             f'"{_MEASURED_KIND}" starts from a shipped kind; see '
@@ -207,9 +207,8 @@ def _shipped(name: str) -> tuple[str, dict[str, Any]]:
     known = kinds()
     if name.lower() not in known:
         raise CfpError(
-            f"There is no kind of device {name!r}; {nearest(name, known)}there are "
-            f"{', '.join(known)}. A file describes another: --for cluster.toml, "
-            'cfp.described("cluster.toml"), see docs/planning-ahead.md.'
+            f"There is no kind of device {name!r}. {known_names(name, known)} A file "
+            'describes another: --for cluster.toml, cfp.described("cluster.toml").'
         )
     file = known[name.lower()]
     return file, tomllib.loads(_FOLDER.joinpath(f"{file}.toml").read_text())

@@ -51,11 +51,8 @@ class Shape:
             numbers = []
         if len(numbers) != 5 or min(numbers) < 1 or numbers[2] % numbers[3]:
             raise CfpError(
-                f"{text!r} is no shape.",
-                expected="batch,seq,hidden,heads,vocab: five whole numbers above 0 "
-                "with hidden a multiple of heads",
-                got=repr(text),
-                attempt="--shapes 8,1024,1024,16,50257",
+                f"{text!r} is no shape. Give batch,seq,hidden,heads,vocab with hidden "
+                "a multiple of heads, such as --shapes 8,1024,1024,16,50257."
             )
         names = ("batch", "seq", "hidden", "heads", "vocab")
         return cls(**dict(zip(names, numbers, strict=True)))

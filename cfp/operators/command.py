@@ -182,10 +182,9 @@ def read(file: Path) -> list[Row]:
         return _ROWS.validate_python(data["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CfpError(
-            f"{file} holds no results of operators.",
-            expected=f'what --json writes: kind "{KIND}", format {FORMAT}',
-            got=f"{type(error).__name__}: {error}",
-            attempt="cfp operators --json FILE",
+            f"{file} holds no results of operators: {type(error).__name__}: "
+            f"{error}. Give a file that this version's cfp operators --json FILE "
+            "wrote."
         ) from error
 
 
@@ -307,8 +306,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises what argparse would print with its usage."""
         raise CfpError(
-            f"{message[0].upper()}{message[1:]}.",
-            attempt=f"{self.prog} --help, which lists all options",
+            f"{message[0].upper()}{message[1:]}. {self.prog} --help lists all options."
         )
 
 

@@ -7,7 +7,6 @@ or the one that was asked for. If there is none, one message has each reason.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from math import prod
@@ -16,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from cfp.errors import CfpError
+from cfp.errors import CfpError, known_names
 
 # Why something is not available or not accepted; None if it is.
 Reason = str | None
@@ -118,10 +117,9 @@ class Operator:
         """
         if len(args) != len(self.arguments):
             raise CfpError(
-                f"{self.name} takes {len(self.arguments)} arguments.",
-                expected=", ".join(a.name for a in self.arguments),
-                got=f"{len(args)} arguments",
-                attempt=f"help(cfp.operators.{self.name})",
+                f"{self.name} takes {len(self.arguments)} arguments "
+                f"({', '.join(a.name for a in self.arguments)}), got {len(args)}. See "
+                f"help(cfp.operators.{self.name})."
             )
         self.bind({a.name: x for a, x in zip(self.arguments, args, strict=True)})
         for name in options:
@@ -138,12 +136,10 @@ class Operator:
                 return name
             against[name] = reason
         raise CfpError(
-            f"{self.name} by {implementation} does not take these arguments."
-            if implementation
-            else f"No implementation of {self.name} takes these arguments.",
-            expected="; ".join(f"{name}: {why}" for name, why in against.items()),
-            got=", ".join(f"{x.dtype}{list(x.shape)}" for x in args),
-            attempt=f"cfp operators --list --only-run {self.name}",
+            f"{self.name} by {implementation or 'any implementation'} does not take "
+            f"{', '.join(f'{x.dtype}{list(x.shape)}' for x in args)}: "
+            f"{'; '.join(f'{name}: {why}' for name, why in against.items())}. cfp "
+            f"operators --list --only-run {self.name} lists what takes which."
         )
 
     def check_implementation(self, name: str) -> None:
@@ -187,10 +183,8 @@ class Operator:
             )
             every = ", ".join(f"{a.name} [{a.dims}]" for a in self.arguments)
             raise CfpError(
-                f"The shapes of the arguments of {self.name} do not fit.",
-                expected=f"{argument.name} [{expected}]",
-                got=f"{list(shape)}",
-                attempt=f"arguments {every}",
+                f"{argument.name} of {self.name} has shape {list(shape)}, not "
+                f"[{expected}]. Pass arguments {every}."
             )
         found |= {n: s for n, s in zip(names, sizes, strict=True) if not n.isdigit()}
 
@@ -204,10 +198,4 @@ def known(what: str, name: str, names: Iterable[str]) -> None:
     names = list(names)
     if name in names:
         return
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    raise CfpError(
-        f"There is no {what} called {name!r}.",
-        expected="one of " + ", ".join(names) if names else "none: it takes none",
-        got=repr(name),
-        attempt=near[0] if near else "cfp operators --list",
-    )
+    raise CfpError(f"There is no {what} called {name!r}. {known_names(name, names)}")

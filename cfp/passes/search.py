@@ -13,7 +13,7 @@ from cfp.context import DecidedBy, PlanContext
 from cfp.cost.choice import SegmentChoice
 from cfp.cost.costs import Costs
 from cfp.devices.described import DescribedMesh
-from cfp.errors import OptionError, what_there_is
+from cfp.errors import OptionError, known_names
 from cfp.presets.presets import (
     ALIASES,
     DATA_PARALLEL,
@@ -248,7 +248,7 @@ def _no_preset(
             f"this one is {mesh_text(here)}. Give such a mesh, as --mesh {mesh}, or a "
             "preset of this one"
         )
-    return OptionError(f"{text}; {what_there_is(name, known, ALIASES)}")
+    return OptionError(f"{text}. {known_names(name, known, ALIASES)}")
 
 
 def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solution:

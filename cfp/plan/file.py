@@ -415,10 +415,8 @@ def plan_fields(data: Any, allowed_options: Collection[str] = ()) -> dict[str, A
 
 def _damaged(where: str, expected: str, got: str) -> PlanMismatch:
     return PlanMismatch(
-        f"The file is a damaged plan, in {where or 'its fields'}.",
-        expected=expected,
-        got=got,
-        attempt="a plan as cfp saved it, or plan again",
+        f"The file is a damaged plan, in {where or 'its fields'}: expected {expected}, "
+        f"got {got}. Take the plan as cfp saved it, or plan again."
     )
 
 
@@ -442,10 +440,8 @@ def read_json(path: str | Path) -> Any:
         raise PlanMismatch(f"Cannot read a plan from {path}: {reason}") from error
     except FileNotFoundError as error:
         raise PlanMismatch(
-            f"Cannot read a plan from {path}: there is no such file.",
-            attempt=f"plan.save({str(path)!r}), or cfp plan TARGET -o {path}: each "
-            "writes one",
-            commands=f"cfp plan TARGET -o {path}, which writes one",
+            f"Cannot read a plan from {path}: there is no such file. Write one with "
+            f"cfp plan TARGET -o {path}, or plan.save({str(path)!r})."
         ) from error
     except OSError as error:
         reason = error.strerror or error

@@ -20,7 +20,6 @@ from cfp.fields import Count, Flag, Name, Time, Words, matching
 from cfp.fields import Spec as SpecField
 from cfp.program.calling import check_keywords
 from cfp.program.constrain import Constraints
-from cfp.program.outline import OTHER_STEP
 from cfp.program.step import FlatStep
 
 # Reasons why a kernel with a rule is whole on every device; the sizes that its rule
@@ -261,9 +260,9 @@ def check_arguments(names: Sequence[str], types: Sequence[str], step: FlatStep) 
         more += f"{len(both)} {'is' if len(both) == 1 else 'are'} passed"
         more += f", and {len(new)} others" if new else ""
     raise PlanMismatch(
-        "The arguments do not fit the plan:\n" + "\n".join(lines[:5]) + more,
-        attempt="the arguments that were planned for; or plan again",
-        commands=OTHER_STEP,
+        "The arguments do not fit the plan:\n"
+        + "\n".join(lines[:5])
+        + f"{more}\nPass the arguments that were planned for, or plan again."
     )
 
 
@@ -339,11 +338,9 @@ def check_donated(planned: Sequence[bool], step: FlatStep) -> None:
     there = {root for root, one in zip(roots, planned, strict=True) if one}
     if there - asked:
         raise PlanMismatch(
-            "The plan donates other arguments than it is asked to.",
-            expected=f"donation of {', '.join(sorted(there))}, as it was planned",
-            got=", ".join(sorted(asked)),
-            attempt="leave donate_argnums out, since the plan knows, or plan again",
-            commands="leave --donate out, since the plan knows, or plan again",
+            f"The plan donates {', '.join(sorted(there))}, and is asked to donate "
+            f"{', '.join(sorted(asked))}. Leave out donate_argnums (--donate), "
+            "since the plan knows, or plan again."
         )
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from cfp.analysis.strategies import Spec
-from cfp.errors import PlanMismatch, nearest
+from cfp.errors import PlanMismatch, known_names
 from cfp.plan.parts import path_text, places_like, shape_of, type_text
 from cfp.program.constrain import partition_spec
 from cfp.program.fixed import fixed, released
@@ -71,11 +71,10 @@ def mesh_here(axes: Sequence[tuple[str, int]], environment: Mapping[str, str]) -
         kind = environment.get("device_kind", platform)
         wanted = f"{count} devices of platform {platform}"
         raise PlanMismatch(
-            "This plan has no devices yet, and those that are there are not those "
-            "that it is for.",
-            expected=wanted if kind == platform else f"{wanted}: {kind}",
-            got=f"{len(there)} of platform {there[0].platform}",
-            attempt=_other_devices(count, platform),
+            "The plan is for "
+            f"{wanted if kind == platform else f'{wanted}: {kind}'}, and here are "
+            f"{len(there)} devices of platform {there[0].platform}. "
+            f"{_other_devices(count, platform)}"
         )
     names = tuple(name for name, _ in axes)
     shape = tuple(size for _, size in axes)
@@ -88,14 +87,11 @@ def mesh_here(axes: Sequence[tuple[str, int]], environment: Mapping[str, str]) -
 
 def _other_devices(count: int, platform: str) -> str:
     """Suggests how a plan gets its devices, or other ones."""
-    text = (
-        "Plan.load(path, mesh=mesh) or plan.on(mesh), with a mesh of other devices; "
-        "plan again for another number of them, or another kind"
-    )
+    text = "use Plan.load(path, mesh=mesh) or plan.on(mesh); or plan again"
     if platform != "cpu":
-        return f"a machine with them; cfp show plan.json, which needs none; {text}"
+        return f"Take a machine with them (cfp show plan.json needs none); {text}."
     virtual = f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
-    return f"{virtual}, for as many virtual devices; {text}"
+    return f"Set {virtual} for as many virtual devices; {text}."
 
 
 def made(
@@ -143,22 +139,18 @@ def placed(arguments: Arguments, batch: Any, argument: str | None) -> Any:
         known.setdefault(root, {})[rest] = i
     if argument is not None and argument not in known:
         raise PlanMismatch(
-            f"The plan has no argument {argument!r} with arrays.",
-            expected=f"one of {', '.join(known)}",
-            got=repr(argument),
-            attempt=f"{nearest(argument, known)}plan.place(batch) takes the first "
-            "argument that the batch looks like",
+            f"The plan has no argument {argument!r} with arrays. "
+            f"{known_names(argument, known)} Without argument= plan.place takes the "
+            "first that the batch looks like."
         )
     roots = [root for root in known if argument in (None, root)]
     fits = [root for root in roots if [*known[root]] == paths]
     exact = [root for root in fits if _same_types(arguments, known[root], leaves)]
     if not fits:
         raise PlanMismatch(
-            "The batch does not look like an argument of the plan.",
-            expected=f"the leaves of one of {', '.join(known)}",
-            got=f"{len(paths)} leaves, the first of them {paths[:3]}",
-            attempt="plan.place(batch, argument=NAME), with the tree that the step "
-            "takes there",
+            f"The batch of {len(paths)} leaves, first {paths[:3]}, looks like none "
+            f"of the plan's arguments. Pass argument=, one of {', '.join(known)}, "
+            "with the tree that the step takes there."
         )
     root = (exact or fits)[0]
     found = [
@@ -211,8 +203,7 @@ def _placed(arguments: Arguments, i: int, leaf: Any) -> jax.Array:
 def _other_size(arguments: Arguments, i: int, leaf: Any) -> PlanMismatch:
     many = jax.process_count() > 1
     return PlanMismatch(
-        f"The array for {arguments.names[i]} does not fit the plan.",
-        expected=arguments.types[i] + (", this process's part" if many else ""),
-        got=type_text(leaf),
-        attempt="a batch of the size that was planned, or plan again",
+        f"The array for {arguments.names[i]} is {type_text(leaf)}, and the "
+        f"plan's{' part of this process' * many} {arguments.types[i]}. Pass a "
+        "batch of the size that was planned, or plan again."
     )

@@ -543,9 +543,8 @@ class Plan:
         if axes != self.mesh_axes:
             raise PlanMismatch(
                 f"The plan is for {_mesh_text(self.mesh_axes)}, got "
-                f"{_mesh_text(axes)}.",
-                attempt="that mesh, or plan again",
-                commands=_OTHER_DEVICES,
+                f"{_mesh_text(axes)}. Pass that mesh (a command: neither --devices "
+                "nor --mesh), or plan again."
             )
         here = slice_of([*mesh.devices.flat])
         if here and here != (wanted := self.environment.get("slice", here)):
@@ -557,12 +556,6 @@ class Plan:
 
 # What a plan has in one process alone: its step, its devices and compiled programs.
 _HERE = ("mesh", "step", "out_tree", "traced_under", "raced", "tuned")
-
-# What to attempt on other devices than a plan's, where a command was typed.
-_OTHER_DEVICES = (
-    "this command without --devices and --mesh, which takes the plan's; or, for these, "
-    "cfp plan TARGET -o FILE"
-)
 
 
 def _write(path: str | Path, text: str) -> None:

@@ -450,11 +450,10 @@ def _rates(mesh: Mesh, measured: list[tuple[RateProbe, ProfileRecord]]) -> Rates
     if not any(record.ok for _, record in measured):
         first = measured[0][1]
         raise CfpError(
-            "The devices ran none of the small programs that time them.",
-            expected="devices that can be used, with free memory",
-            got=f"{first.status}: {first.reason}",
-            attempt="stop other programs that use them; then "
-            "PlannerSettings(retry_failures=True), or --retry-failures",
+            "The devices ran none of the small programs that time them: "
+            f"{first.status}: {first.reason}. Stop other programs that use them, "
+            "and measure again with --retry-failures or "
+            "PlannerSettings(retry_failures=True)."
         )
     fallback = Rates.default(mesh)
     points: dict[tuple[str, tuple[str, ...]], list[tuple[int, float]]] = {}

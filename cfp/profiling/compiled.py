@@ -48,10 +48,8 @@ def compile_right(
     text = compiled.as_text() or ""
     if (found := _late(text)[0]) is not None:
         raise CfpError(
-            "XLA compiled a program that computes something else than it should.",
-            expected="values that are read before others are written there",
-            got=found,
-            attempt="another version of jaxlib, or a plan with more memory",
+            "XLA compiled a program that computes something else than it should: "
+            f"{found}. Install another version of jaxlib, or plan with more memory."
         )
     return compiled, text
 

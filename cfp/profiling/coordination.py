@@ -100,11 +100,9 @@ class Coordination:
             theirs, found = self._read(f"{number}/{other}", other, what, seconds)
             if theirs != what:
                 raise ProcessError(
-                    "The processes of this program are not at the same point.",
-                    expected=f"{what}, as process {me} does",
-                    got=f"{theirs} from process {other}",
-                    attempt="the same program in all processes, which calls cfp in the "
-                    "same order; if it is the same, please report this",
+                    "The processes of this program are not at the same point: "
+                    f"{what} in process {me}, {theirs} in process {other}. Run the "
+                    "same program in all processes; if it is, please report this."
                 )
             values.append(found)
         return values
@@ -128,20 +126,15 @@ class Coordination:
             if not failure:
                 raise
             raise ProcessError(
-                "A program failed in this process of several, which cannot go on "
-                "without the others.",
-                expected="the same outcome in all processes",
-                got=f"{failure.splitlines()[0]}. {str(error).splitlines()[0]}",
-                attempt=f"see what the other processes printed; {_AGAIN}",
+                "A program failed in this process of several: "
+                f"{failure.splitlines()[0]}. {str(error).splitlines()[0]} See what the "
+                f"other processes printed; {_AGAIN}."
             ) from error
         failed = [n for n, text in enumerate(found) if text]
         if 0 < len(failed) < len(found):
             raise ProcessError(
                 f"A program failed in process {_numbers(failed)}, and ran in the "
-                "others.",
-                expected="the same outcome in all processes",
-                got=found[failed[0]],
-                attempt=f"free the memory of all devices; {_AGAIN}",
+                f"others: {found[failed[0]]}. Free the memory of all devices; {_AGAIN}."
             )
 
     # ------------------------------------------------------------------- the leader
@@ -264,10 +257,9 @@ class Coordination:
                 raise LeaderFailed
             if waited > most:
                 raise ProcessError(
-                    f"Process {other} of {self.channel.count} does not answer.",
-                    expected=f"{what} from it",
-                    got=f"nothing for {waited:.0f} s; it is gone, or hangs",
-                    attempt=f"see what it printed; {_AGAIN}",
+                    f"Process {other} of {self.channel.count} has not answered for "
+                    f"{waited:.0f} s with {what}: it is gone, or hangs. See what it "
+                    f"printed; {_AGAIN}."
                 )
             if waited > _SAY_SECONDS and not said:
                 said = True
@@ -288,10 +280,8 @@ def _numbers(processes: Iterable[int]) -> str:
 def lost(failed: Mapping[int, str]) -> ProcessError:
     """The error of a process when others have failed."""
     return ProcessError(
-        f"Process {_numbers(failed)} of this program has failed, and so this one ends.",
-        expected="all processes to go on together",
-        got="\n    ".join(failed[min(failed)].splitlines()),
-        attempt=f"see what it printed; {_AGAIN}",
+        f"Process {_numbers(failed)} of this program has failed, and so this "
+        f"one ends: {failed[min(failed)]}\nSee what it printed; {_AGAIN}."
     )
 
 

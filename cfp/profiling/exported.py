@@ -38,10 +38,9 @@ def read_export(path: str | os.PathLike[str]) -> list[ProfileRecord]:
                 records.append(_record(line))
     except (OSError, ValueError) as error:
         raise CfpError(
-            f"Nothing was merged from {path}.",
-            expected="a file that ProfileStore.export of this version wrote",
-            got=f"{printable(str(error))}, after {len(records)} good lines",
-            attempt="export it again with the same version of cfp",
+            f"Nothing was merged from {path}: {printable(str(error))}, after "
+            f"{len(records)} good lines. Export it again with the same version of "
+            "cfp."
         ) from error
     return records
 

@@ -15,13 +15,13 @@ from cfp.profiling.coordination import Coordination, coordination
 
 # What to do about processes that differ, by what differs.
 _REMEDIES = {
-    "version": "install the same versions for all processes",
-    "device": "start the processes on devices of one kind",
-    "mesh": "make the same mesh of the same devices in all processes",
-    "program": "call cfp with the same step and arguments of the same shapes in all "
-    "processes; only values may differ",
+    "version": "Install the same versions for all processes.",
+    "device": "Start the processes on devices of one kind.",
+    "mesh": "Make the same mesh of the same devices in all processes.",
+    "program": "Call cfp with the same step and arguments of the same shapes in all "
+    "processes; only values may differ.",
 }
-_REMEDY = "start all processes alike: the same program, options and environment"
+_REMEDY = "Start all processes alike: the same program, options and environment."
 
 
 def is_shared(mesh: Mesh) -> bool:
@@ -60,11 +60,9 @@ def talk_of_all() -> Coordination:
     found = coordination()
     if found is None:
         raise ProcessError(
-            "The mesh has devices of processes that cannot be talked to.",
-            expected="processes that jax.distributed.initialize has brought together",
-            got="a mesh of several processes without its client",
-            attempt="cfp.join() or jax.distributed.initialize() in every process, "
-            "before any other use of JAX",
+            "The mesh has devices of processes that this one is not connected to. "
+            "Call cfp.join() or jax.distributed.initialize() in every process, "
+            "before any other use of JAX."
         )
     return found
 
@@ -133,9 +131,7 @@ def differing(all_facts: Sequence[Mapping[str, str]]) -> ProcessError | None:
         got = [f"{value} in process {', '.join(who)}" for value, who in where.items()]
         remedies = [text for key, text in _REMEDIES.items() if key in name]
         return ProcessError(
-            f"The processes of this program differ in the {name}.",
-            expected="the same in all processes",
-            got="; ".join(got),
-            attempt=next(iter(remedies), _REMEDY),
+            f"The processes of this program differ in the {name}: {'; '.join(got)}. "
+            f"{next(iter(remedies), _REMEDY)}"
         )
     return None

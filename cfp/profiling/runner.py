@@ -241,11 +241,9 @@ def _check_devices(mesh: Mesh, crash: ProfileRecord) -> None:
         jax.block_until_ready(make_inputs([probe], mesh))
     except jax.errors.JaxRuntimeError as error:
         raise CfpError(
-            "The devices answer no more.",
-            expected="devices that still work after a program failed on them",
-            got=f"{reason_of(error)}, after {crash.reason}",
-            attempt="start again: what was measured is kept, and what crashed "
-            "is not tried again",
+            f"The devices have stopped working: {reason_of(error)}, after "
+            f"{crash.reason}. Start again: measurements are kept, and what crashed "
+            "is not tried again."
         ) from error
 
 

@@ -51,10 +51,8 @@ def default_cache_dir() -> Path:
     if (found := cache_dir()) is not None:
         return found
     raise CfpError(
-        "There is no place for the profile cache.",
-        expected="CFP_CACHE_DIR, XDG_CACHE_HOME or a home directory",
-        got="none of them",
-        attempt="set CFP_CACHE_DIR to a directory that can be written",
+        "There is no home directory for the profile cache. Set CFP_CACHE_DIR "
+        "to a directory that can be written."
     )
 
 
@@ -212,10 +210,8 @@ class ProfileStore:
             with contextlib.suppress(OSError):
                 unfinished.unlink()
             raise CfpError(
-                "The profiles cannot be exported.",
-                expected=f"a file that can be written at {target}",
-                got=str(error),
-                attempt="name another file, or free some room",
+                f"The profiles cannot be exported to {target}: {error}. Name another "
+                "file, or free some room."
             ) from error
         return len(records)
 
@@ -243,13 +239,9 @@ class ProfileStore:
             yield
         except (OSError, sqlite3.Error) as error:
             raise CfpError(
-                f"The profile cache {self.path} cannot be used.",
-                expected="a file that can be made, read and written, on a disk "
-                "with room, and a directory too",
-                got=str(error),
-                attempt="set CFP_CACHE_DIR to another directory, or "
-                f"make {self.path.parent} writable and free some room; a damaged file "
-                "is set aside by the next start",
+                f"The profile cache {self.path} cannot be used: {error}. Make "
+                f"{self.path.parent} writable and free some room, or set CFP_CACHE_DIR "
+                "to another directory."
             ) from error
 
 

@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves
 
-from cfp.errors import OptionError, StepNotTraceable, nearest
+from cfp.errors import OptionError, StepNotTraceable, known_names
 from cfp.program.fixed import is_module
 
 
@@ -67,9 +67,8 @@ def check_keywords(
         return
     for name in kwargs.keys() - parameters.keys():
         raise OptionError(
-            f"Neither the step nor {function} has an argument {name!r}; "
-            f"{nearest(name, [*options, *parameters])}The step's are "
-            f"{', '.join(parameters)}; those of {function} {', '.join(options)}."
+            f"Neither the step nor {function} has an argument {name!r}. "
+            f"{known_names(name, [*parameters, *options])}"
         )
 
 

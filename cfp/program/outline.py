@@ -21,12 +21,6 @@ _MOST_BYTES = 64 * 2**20
 # A scalar that is converted.
 _OF_WEAK_TYPES = re.compile(r"\bconvert \w+\[\] -> ")
 
-# What to attempt with a plan and another step, where a command was typed.
-OTHER_STEP = (
-    "the target and the options that the plan is for; or plan again: cfp plan TARGET "
-    "-o FILE"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Outline:
@@ -190,25 +184,15 @@ def other_program(
             "jnp.float32(0.1); a checkpoint restores arrays, so plan with these."
         )
     lines.append("Other values of constants, such as a learning rate, are no obstacle.")
-    attempt = "the step, with the arguments, the number of microbatches and the "
-    attempt += "options, that the plan was made for; or plan again"
-    commands = OTHER_STEP
+    remedy = "Pass the step, arguments, microbatches and options of the plan, or "
+    remedy += "plan again."
     if planned_for.get("jax_version") not in (None, here.get("jax_version")):
-        attempt = f"JAX {planned_for['jax_version']}, or plan again"
-        commands = f"JAX {planned_for['jax_version']}, or cfp plan TARGET -o FILE"
+        remedy = f"Install JAX {planned_for['jax_version']}, or plan again."
     if planned_for.get("platform", here.get("platform")) != here.get("platform"):
         lines[-1] += (
             " JAX lowers some operations, such as random numbers, in another way for "
             "each platform."
         )
-        attempt, commands = "the plan on the platform that it is for", ""
-    return PlanMismatch(
-        "\n".join(
-            [
-                "The step's program is not the one that was planned. What differs:",
-                *lines,
-            ]
-        ),
-        attempt=attempt,
-        commands=commands,
-    )
+        remedy = "Use the plan on the platform that it is for."
+    text = "The step's program is not the one that was planned. What differs:"
+    return PlanMismatch("\n".join([text, *lines, remedy]))

@@ -103,9 +103,9 @@ def _layers(analyzed, tmp_path, choose, budget):
 
 
 def test_unknown_names_are_refused_with_the_nearest():
-    with pytest.raises(CfpError, match="did you mean 'sharding'"):
+    with pytest.raises(CfpError, match="Did you mean 'sharding'"):
         cfp.plan(lambda x: x, jax.numpy.ones(4), choose=("shardings",))
-    with pytest.raises(CfpError, match="did you mean 'remat'"):
+    with pytest.raises(CfpError, match="Did you mean 'remat'"):
         PlannerSettings(choose=("rematerialization",))
     with pytest.raises(CfpError, match="got none"):
         PlannerSettings(choose=())
@@ -141,7 +141,7 @@ def test_names_are_read_with_hyphens_too():
     with pytest.raises(CfpError) as caught:
         dimensions_of("compiler_option")
     there_are = ", ".join(one.replace("_", "-") for one in Dimension)
-    assert f"did you mean 'compiler-options'? There are: {there_are}." in str(
+    assert f"Did you mean 'compiler-options'? There are: {there_are}." in str(
         caught.value
     )
 
@@ -161,7 +161,7 @@ def test_the_command_takes_names(tmp_path):
     assert "x=4" in one_axis.out and "y=2" not in one_axis.out
     assert refused.code == unknown.code == 2
     assert "Add microbatches to --choose" in " ".join(refused.err.split())
-    assert "did you mean 'kernels'?" in " ".join(unknown.err.split())
+    assert "Did you mean 'kernels'?" in " ".join(unknown.err.split())
 
 
 @pytest.mark.parametrize("choose", [None, ("storage", "kernels")])

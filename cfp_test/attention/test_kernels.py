@@ -253,15 +253,15 @@ def test_two_axes_have_each_pair_of_roles():
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"strategy": "tensor"}, "No such strategy"),
-        ({"strategy": {"z": "ring"}}, "No such strategy"),
-        ({"implementation": "magic"}, "No such implementation"),
+        ({"strategy": "tensor"}, "There is no strategy"),
+        ({"strategy": {"z": "ring"}}, "There is no strategy"),
+        ({"implementation": "magic"}, "There is no implementation"),
         ({"strategy": "ring", "implementation": "cudnn"}, "platform cpu"),
         ({"strategy": "ring", "bias": jnp.zeros((1, 1, 8, 8))}, "a column for each"),
         ({"bias": jnp.zeros((8, 8))}, "does not fit the scores"),
-        ({"segment_ids": jnp.zeros((1, 3), jnp.int32)}, "Segment ids do not fit"),
+        ({"segment_ids": jnp.zeros((1, 3), jnp.int32)}, "Segment ids .* do not fit"),
         ({"strategy": "batch"}, "2 sequences do not divide into 4 parts"),
-        ({"strategy": "ring", "zigzag_tokens": True}, "need a strategy that knows"),
+        ({"strategy": "ring", "zigzag_tokens": True}, "need a strategy with"),
     ],
 )
 def test_what_is_ruled_out_says_why(how, words):

@@ -18,31 +18,16 @@ def test_every_error_is_a_cfp_error():
     assert all(issubclass(item, errors.CfpError) for item in found)
 
 
-def test_message_says_expected_got_and_attempt():
-    parts = {"expected": "8", "got": "6", "attempt": "mesh (2, 3)"}
-    message = errors.compose("Bad mesh.", **parts)
-    error = errors.OptionError("Bad mesh.", **parts)
-    assert str(error) == str(pickle.loads(pickle.dumps(error))) == message
-    assert message.splitlines() == [
-        "Bad mesh.",
-        "  expected: 8",
-        "  got: 6",
-        "  try: mesh (2, 3)",
-    ]
-
-
-def test_who_typed_a_command_is_told_commands():
-    found = errors.PlanMismatch(
-        "Another step.", attempt="cfp.plan", commands="cfp plan TARGET -o FILE"
+def test_known_names_begin_with_the_nearest():
+    known = ["fully_sharded", "zero1"]
+    listed = "There are: fully_sharded, zero1."
+    assert errors.known_names("fuly-sharded", known) == (
+        f"Did you mean 'fully_sharded'? {listed}"
     )
-    for error in (found, pickle.loads(pickle.dumps(found))):
-        assert str(error) == "Another step.\n  try: cfp.plan"
-        assert error.for_commands() == "Another step.\n  try: cfp plan TARGET -o FILE"
-    alone = errors.PlanMismatch("Another step.", commands="cfp doctor")
-    assert str(alone) == "Another step."
-    assert alone.for_commands() == "Another step.\n  try: cfp doctor"
-    plain = errors.PlanMismatch("Another step.", attempt="cfp doctor")
-    assert plain.for_commands() == str(plain)
+    assert errors.known_names("fsdp", known) == listed
+    with_alias = errors.known_names("fsdp", known, {"fsdp": "fully_sharded"})
+    assert with_alias == f"Did you mean 'fully_sharded'? {listed}"
+    assert errors.known_names("fsdp", []) == "There are: none."
 
 
 def test_memory_budget_error_lists_the_largest_first_and_survives_pickling():

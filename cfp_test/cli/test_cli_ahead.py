@@ -101,13 +101,13 @@ def test_without_a_plans_devices_only_what_helps_there_is_suggested(tmp_path):
     assert there.code == 0, there.err
     assert "is for 4 of NVIDIA H200, and ran on 4 of cpu" in there.out
     assert "of its rate" not in there.out
-    assert "4 devices of NVIDIA H200 for the mesh x=4\n  got: 1 of" in verified.err
-    assert "try: cfp verify on a machine with the devices that the" in verified.err
+    assert "x=4 needs 4 of NVIDIA H200, and here are 1 of" in verified.err
+    assert "Run cfp verify on a machine with the plan's devices" in verified.err
     # On virtual devices alone it would be refused for these.
     here = "--platform cpu --other-devices"
-    assert f"; {here}, to time it here all the same, on 4 virtual" in verified.err
+    assert f"or give {here} to time it here on 4 virtual" in verified.err
     assert "--devices" not in verified.err and verified.err.count("--platform") == 1
-    assert "try: this command on a machine with the plan's devices; or" in ran.err
+    assert "Run this command on a machine with the plan's devices, or" in ran.err
     assert "--devices" not in ran.err
     [here] = run_batch([[*verify, *here.split(), "-q"]], tmp_path, JAX_PLATFORMS="cpu")
     assert here.code == 0 and "times of these are not compared" in here.out, here.err

@@ -88,7 +88,7 @@ def test_the_plan_runs_with_its_own_microbatches_only(saved_data, folder):
     assert "Check passed" in right.out
     assert wrong.code == 2
     assert "program is not the one that was planned" in wrong.err
-    assert "or plan again: cfp plan TARGET -o FILE" in wrong.err
+    assert "or plan again." in wrong.err
 
 
 def test_variants_are_shown_the_fastest_first(saved_data, folder):

@@ -95,7 +95,7 @@ def test_a_plan_is_made_on_a_cluster_as_it_is_made_here(tmp_path):
     here = keys(tmp_path / "here/profiles.sqlite")
     assert there == here and len(here) > 4
     assert "The runner has too few devices" in found["said"]
-    assert "4 devices" in found["said"] and "got: 2" in found["said"]
+    assert "needs 4, and there are 2 of" in found["said"]
 
 
 def test_what_a_mesh_needs_of_a_node():

@@ -162,23 +162,23 @@ def test_an_interrupt_between_variants_ends_all(place, tmp_path):
 def assert_both_tell(ended: list[Ended], what: str, remedy: str) -> None:
     for one in ended:
         text = message(one)
-        assert f"The processes of this program differ in {what}." in text
-        assert re.search(r"got: .* in process 0; .* in process 1", text)
+        assert f"The processes of this program differ in {what}: " in text
+        assert re.search(r": .* in process 0; .* in process 1", text)
         assert remedy in text
 
 
 @pytest.mark.nightly
 def test_processes_that_differ_otherwise(more_told):
-    assert_both_tell(more_told["other-mesh", "1"], "the mesh", "make the same mesh")
+    assert_both_tell(more_told["other-mesh", "1"], "the mesh", "Make the same mesh")
     jax_version = "the version of jax"
-    remedy = "install the same versions"
+    remedy = "Install the same versions"
     assert_both_tell(more_told["other-jax", "1"], jax_version, remedy)
 
 
 def test_kinds_of_devices_that_differ_are_named():
     facts = [{"device kind": "H100"}, {"device kind": "A100"}, {"device kind": "H100"}]
     found = str(differing(facts))
-    assert "got: H100 in process 0, 2; A100 in process 1" in found
+    assert ": H100 in process 0, 2; A100 in process 1" in found
     assert "devices of one kind" in found
     assert differing(facts[::2]) is None
     assert isinstance(differing([{}, {"mesh": "x"}]), ProcessError)
@@ -195,7 +195,7 @@ def test_a_process_alone_with_a_time_budget_is_named():
     assert differing(facts[:2]) is None
     found = str(differing(facts[1:]))
     assert "differ in the time budget" in found
-    assert "got: some in process 0; none in process 1" in found
+    assert ": some in process 0; none in process 1" in found
 
 
 def test_versions_are_compared_though_cfp_is_not_installed(monkeypatch):
@@ -274,9 +274,9 @@ def test_commands_that_differ_in_their_devices(tmp_path):
     choose = f"{script}repr({words!r}))[int(os.environ['CFP_PROCESS_ID'])]])"
     found = run_all(["-c", choose], tmp_path, (1, 1), CFP_JOIN_SECONDS="600")
     text = message(found[0])
-    assert "There are too few devices." in text
-    assert "got: 3 of platform cpu: 2 in process 0, 1 in process 1" in text
-    assert "The mesh leaves out processes of this program." in message(found[1])
+    assert "There are too few devices: " in text
+    assert "here are 3 of platform cpu: 2 in process 0, 1 in process 1" in text
+    assert "leaves out processes" in message(found[1])
 
 
 @pytest.mark.explained("A program failed in this process of several")
@@ -302,7 +302,7 @@ def test_a_process_that_fails_alone(all_endings):
 
 @pytest.mark.explained("The processes of this program differ")
 def test_processes_with_other_programs(all_endings):
-    remedy = "call cfp with the same step"
+    remedy = "Call cfp with the same step"
     assert_both_tell(all_endings["other-program", "1"], "the program", remedy)
 
 

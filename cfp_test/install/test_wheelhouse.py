@@ -60,7 +60,7 @@ def test_wheels_exist_for_all_but_three():
             try:
                 platform_of(name, architecture, "3.12")
             except CfpError as error:
-                assert "\n  try: " in str(error)
+                assert str(error).count(". ") == 1
                 refused.append((name, architecture))
     assert refused == [
         ("cpu", "ppc64le"),
@@ -100,7 +100,7 @@ def test_what_cannot_be_is_refused(words, said):
 def test_the_seed_command_means_cuda(tmp_path, capsys):
     words = ["--enable_cuda", "--dev_install", "--architecture", "s390x"]
     assert build.main(words) == 2
-    assert "got: s390x" in capsys.readouterr().err
+    assert "no wheels for s390x" in capsys.readouterr().err
 
 
 def test_each_accelerator_has_constraints():
@@ -308,5 +308,5 @@ def test_what_cannot_be_built_is_refused_with_the_reason(
     monkeypatch.setattr(source.platform, "machine", lambda: "ppc64le")
     assert "docs/install/ppc64le.md" in refusal(checkout, tmp_path)
     (checkout / "jax" / "version.py").write_text('_version = "0.4.6"\n')
-    assert "got: 0.4.6" in refusal(checkout, tmp_path)
+    assert "got 0.4.6" in refusal(checkout, tmp_path)
     assert "no checkout of JAX" in refusal(tmp_path, tmp_path)

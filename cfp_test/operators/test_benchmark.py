@@ -208,7 +208,7 @@ def test_tables_fit_the_columns_that_are_given(width, rows):
         (["--dtypes", "int8"], "called 'int8'"),
         (["--compare", "nowhere.json"], "holds no results of operators"),
         (["--fail-if-regression", "5%"], "needs --compare"),
-        (["--lst"], "Unrecognized arguments: --lst.   try: cfp operators --help"),
+        (["--lst"], "Unrecognized arguments: --lst. cfp operators --help"),
         (["--seconds", "long"], "--seconds: invalid float value: 'long'"),
     ],
 )
@@ -221,9 +221,9 @@ def test_wrong_use_of_the_command_is_one_message(words, said, capsys):
 
 def test_wrong_use_of_functions_is_one_message():
     x = jnp.ones((2, 8))
-    with pytest.raises(CfpError, match="try: layer_norm"):
+    with pytest.raises(CfpError, match="Did you mean 'layer_norm'"):
         find("layernorm")
-    with pytest.raises(CfpError, match=r"expected: scale \[h=8\]"):
+    with pytest.raises(CfpError, match=r"not \[h=8\]"):
         layer_norm(x, jnp.ones(4), jnp.ones(8))
     with pytest.raises(CfpError, match="takes 3 arguments"):
         layer_norm(x)
@@ -232,7 +232,7 @@ def test_wrong_use_of_functions_is_one_message():
     with pytest.raises(CfpError, match="no implementation of layer_norm"):
         layer_norm(x, jnp.ones(8), jnp.ones(8), implementation="cuda")
     q = jnp.ones((1, 8, 2, 4))
-    with pytest.raises(CfpError, match=r"by cudnn does not take.*\n.*NVIDIA GPU"):
+    with pytest.raises(CfpError, match=r"by cudnn does not take.*NVIDIA GPU"):
         gpt_attention(q, q, q, implementation="cudnn")
     with pytest.raises(CfpError, match="head's width 3 is odd"):
         find("rotary_embedding")(jnp.ones((1, 2, 1, 3)))

@@ -208,13 +208,13 @@ def test_bind_takes_what_plan_takes(loaded):
     [
         ({"memory_budget": "1GiB"}, "memory_budget decides how a step is planned"),
         ({"donate": 0}, "Neither the step nor plan.bind has an argument 'donate'"),
-        ({"donate_argnames": "x"}, "donates other arguments"),
+        ({"donate_argnames": "x"}, "is asked to donate"),
     ],
     ids=["planning", "unknown", "donation"],
 )
 def test_bind_says_so_of_other_keywords(loaded, more, words):
     plan, args = loaded
-    kind = cfp.PlanMismatch if "donates" in words else cfp.OptionError
+    kind = cfp.PlanMismatch if "asked" in words else cfp.OptionError
     with pytest.raises(kind, match=words):
         plan.bind(step_fn, *args, **more)
 

@@ -112,11 +112,8 @@ def test_a_number_in_place_of_an_array_is_named_where_it_makes_other_types(
 
 def test_another_number_of_devices_is_named(plan):
     two = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-    with pytest.raises(
-        cfp.PlanMismatch, match=r"is for a mesh .*\n.* plan again"
-    ) as no:
+    with pytest.raises(cfp.PlanMismatch, match=r"is for a mesh .* or plan again"):
         plan.on(two)
-    assert "cfp plan TARGET -o FILE" in no.value.for_commands()
 
 
 def program_of(step, mesh):

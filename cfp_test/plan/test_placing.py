@@ -73,12 +73,16 @@ def test_an_argument_is_known_by_its_shape_or_name(plan):
 @pytest.mark.parametrize(
     ("batch", "argument", "reason"),
     [
-        ({"x": np.ones((8, 4))}, None, "does not look like an argument"),
-        (np.ones(3), "batch", "does not look like an argument"),
+        ({"x": np.ones((8, 4))}, None, "looks like none of the plan's arguments"),
+        (np.ones(3), "batch", "looks like none of the plan's arguments"),
         (np.ones(3), "labels", "no argument 'labels' with arrays"),
-        (np.ones(3, np.float32), None, r"expected: float32\[4,4\]"),
-        (np.ones((4, 4), int), "w", r"got: int64\[4,4\]"),
-        (jnp.ones(3), None, r"got: float32\[3\]"),
+        (
+            np.ones(3, np.float32),
+            None,
+            r"is float32\[3\], and the plan's float32\[4,4\]",
+        ),
+        (np.ones((4, 4), int), "w", r"w is int64\[4,4\]"),
+        (jnp.ones(3), None, r"is float32\[3\]"),
         ({**host_batch(), "x": np.ones((6, 4))}, None, r"float32\[8,4\]"),
     ],
 )
@@ -89,10 +93,10 @@ def test_what_does_not_fit_is_refused(plan, batch, argument, reason):
 
 def test_a_wrong_argument_is_told_what_to_name():
     known = Arguments(("w", "batch/x"), ("float32[4]",) * 2, ((), ()), ("", ""), MESH)
-    for name, hint in (("batches", "did you mean 'batch'? "), ("zzz", "")):
+    for name, hint in (("batches", "Did you mean 'batch'? "), ("zzz", "")):
         with pytest.raises(cfp.PlanMismatch) as caught:
             placed(known, np.ones(4), name)
-        assert f"try: {hint}plan.place(batch) takes the first" in str(caught.value)
+        assert f"{hint}There are: w, batch. Without argument=" in str(caught.value)
 
 
 def test_a_plan_is_saved_into_a_folder_that_is_missing(plan, tmp_path):

@@ -87,10 +87,8 @@ def register_policy(policy: _P) -> _P:
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise CfpError(
-            f"{policy!r} is no policy.",
-            expected="a class derived from cfp.operators.inject.Policy",
-            got=type(policy).__name__,
-            attempt="class MyPolicy(Policy): with match and build",
+            f"{policy!r} is no policy. Derive a class from "
+            "cfp.operators.inject.Policy, with match and build."
         )
     for name in policy.operators:
         find(name)
@@ -171,8 +169,7 @@ class Report:
         """
         if self.strict and not self.replaced:
             raise CfpError(
-                "Nothing was replaced.",
-                expected="a part that a policy matches",
-                got="; ".join(self.text().splitlines()[:6]),
-                attempt="@register_policy for this model, or strict=False",
+                "Nothing was replaced, since no policy matches a part: "
+                f"{'; '.join(self.text().splitlines()[:6])}. Add a policy for this "
+                "model with @register_policy, or pass strict=False."
             )

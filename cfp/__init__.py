@@ -25,19 +25,17 @@ if TYPE_CHECKING:
     )
     from cfp.plan.plan import Plan
     from cfp.planner_settings import PlannerSettings
-    from cfp.variants import Basis, Fastest, Outcome, Variant, plan_fastest
+    from cfp.variants import Fastest, Variant, plan_fastest
 
     # Names that `plan(..., preset=...)` knows on a mesh of any shape.
     PRESETS: tuple[str, ...]
 
 __all__ = [
     "PRESETS",
-    "Basis",
     "CfpError",
     "Fastest",
     "MemoryBudgetError",
     "OptionError",
-    "Outcome",
     "ParallelStep",
     "Plan",
     "PlanMismatch",
@@ -63,7 +61,7 @@ _HOMES = {
     "cfp.devices.joining": ("join",),
     "cfp.plan.plan": ("Plan",),
     "cfp.planner_settings": ("PlannerSettings",),
-    "cfp.variants": ("Basis", "Fastest", "Outcome", "Variant", "plan_fastest"),
+    "cfp.variants": ("Fastest", "Variant", "plan_fastest"),
 }
 _HOME_OF = dict.fromkeys(__all__, "cfp.errors") | {
     name: home for home, names in _HOMES.items() for name in names

@@ -1,17 +1,19 @@
 """The fastest of several variants of one step: other meshes, other microbatches.
 
-They are planned in turn (`cfp.variant_turns`). What won is then timed once more, all of
-them in turn in one race, because times of different races do not compare: clocks drift,
-and neighbours come and go.
+All are estimated, the best two are planned, and their plans run in one race: times of
+different races do not compare, since clocks drift. If all lack memory, part of the
+state goes to host memory, then leaner variants are planned.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import isfinite
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,21 @@ import jax
 from jax.sharding import Mesh
 
 from cfp.context import agreement_of, device_memory, settings_or_defaults
-from cfp.errors import CfpError
-from cfp.find import FoundPlan, PlanOptions
-from cfp.outcomes import Basis, Outcome, Variant, with_variants
-from cfp.passes.pipeline import Pins, analyze_step
+from cfp.devices.described import DescribedMesh
+from cfp.errors import CfpError, MemoryBudgetError, ProcessError, StepNotTraceable
+from cfp.find import (
+    FoundPlan,
+    PlanOptions,
+    estimate_plan,
+    find_plan,
+    find_with_state_in_host,
+)
+from cfp.passes.pipeline import Analyzed, Pins, analyze_step
 from cfp.plan.figures import (
     GIVEN_SECONDS,
+    UNPLANNED,
     VARIANTS_SECONDS,
+    VariantFigures,
 )
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
@@ -33,49 +43,54 @@ from cfp.profiling.builder import BuildEnvironment, Job
 from cfp.profiling.coordination import END, Coordination, coordinated_planning
 from cfp.profiling.followers import follow
 from cfp.profiling.key import alike_parts, environment_parts
-from cfp.profiling.options import MeasureOptions
-from cfp.profiling.processes import meet, talk_of_all
-from cfp.profiling.store import ProfileStore, store_path
+from cfp.profiling.processes import differing, leading, meet, talk_of_all
+from cfp.profiling.store import store_path
+from cfp.profiling.tasks import Progress
 from cfp.program.graph import Program
-from cfp.program.meaning import unchecked
-from cfp.program.step import flatten_step
+from cfp.program.meaning import check_settings, unchecked
+from cfp.program.step import FlatStep, flatten_step
 from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram, RaceResult, Skipped, race_row
+from cfp.race.shortage import least_short
 from cfp.race.turns import race_programs
 from cfp.search.jobs import whole_job
+from cfp.settings import ESTIMATES_SHARE
+from cfp.solution import Estimate
 from cfp.units import parse_bytes
-from cfp.variant_turns import Tried, now, plan_best
 from cfp.view.progress import shown
+
+now = time.monotonic  # Of the time that all variants share.
+_PLANNED = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to run a step.
+
+    Attributes:
+        args: its arguments, arrays or ``jax.ShapeDtypeStruct`` s.
+        microbatches: number of parts of the batch, if variants differ in that.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...] = field(repr=False)
+    mesh: Mesh | DescribedMesh
+    kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    microbatches: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fastest:
-    """The fastest variant, and what came of the others.
-
-    Attributes:
-        outcomes: of all variants, in their order.
-        basis: raced together; measured, but each in a race of its own, so that small
-            differences say nothing; or predicted.
-    """
+    """The fastest variant's name and plan, whose figures have the times of all."""
 
     name: str
     plan: Plan
-    outcomes: tuple[Outcome, ...]
-    basis: Basis
-
-    def __repr__(self) -> str:
-        lines = [f"  {outcome}" for outcome in self.outcomes]
-        title = f"Fastest of {len(lines)} variants, {self.basis}: {self.name}"
-        return "\n".join([title, *lines, repr(self.plan)])
 
 
 def plan_fastest(
     variants: Sequence[Variant],
     *,
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-    donate_argnums: int | Sequence[int] = (),
-    donate_argnames: str | Sequence[str] = (),
     memory_budget: int | str | None = None,
     pins: Pins | None = None,
     preset: str | None = None,
@@ -83,25 +98,18 @@ def plan_fastest(
     settings: PlannerSettings | None = None,
     quiet: bool = False,
     leaner: Callable[[], Iterable[Variant]] = tuple,
+    **calls: Any,
 ) -> Fastest:
     """Plans the best variants of a step, and keeps the fastest that fits in memory.
 
-    All are estimated, and the best two planned; where choices are made by estimates
-    anyway, the best; with a preset, all. A variant that cannot be planned is out, and
-    the next takes its turn. When time is over, it makes do with those that are
-    finished.
+    With a preset all are planned. If one cannot be planned, the next takes its turn.
 
     Args:
-        variants: what to choose from; each has a name of its own. They may differ in
-            the mesh, the step and the arguments.
-        static_argnums, static_argnames, donate_argnums, donate_argnames: as for
-            :func:`cfp.plan`, for every variant.
-        memory_budget, pins, preset, cache_dir, settings: the same.
-            ``settings.seconds`` holds for all variants together.
-        quiet: whether no progress is shown, as for :func:`cfp.plan`.
-        leaner: makes further variants, of which the first that can be planned is taken
-            where none of the others fits in memory, unless one with a part of its
-            state in host memory is faster.
+        variants: each with a name of its own, and another mesh, step or arguments.
+        memory_budget, pins, preset, cache_dir, settings, quiet: as for
+            :func:`cfp.plan`; ``settings.seconds`` holds for all variants together.
+        leaner: makes further variants, planned in turn until one fits if no other does.
+        calls: static and donated arguments, as for :func:`cfp.plan`.
 
     Raises:
         CfpError: no variant can be planned.
@@ -109,31 +117,22 @@ def plan_fastest(
     """
     names = [variant.name for variant in variants]
     if not names or len(set(names)) < len(names):
-        raise CfpError(f"Expected variants with a name each, got {names}.")
-    several = len(names) > 1
-    if several and preset is not None and settings is not None and not settings.race:
+        raise CfpError(f"The variants are {names}. Give each a name of its own.")
+    if names[1:] and preset is not None and settings is not None and not settings.race:
         raise CfpError(
-            f"Without a race nothing says which of {', '.join(names)} is the fastest "
-            f"under the preset {preset!r}. Have a race, or take one of them."
+            f"Without a race, times under the preset {preset!r} are not known. Have a "
+            f"race, or take one of {', '.join(names)}."
         )
-
-    calls = {
-        "static_argnums": static_argnums,
-        "static_argnames": static_argnames,
-        "donate_argnums": donate_argnums,
-        "donate_argnames": donate_argnames,
-        "precision": settings_or_defaults(settings).precision,
-    }
-    name = getattr(variants[0].fn, "__name__", "a step")
-    variants_text = f"variants of a step: {', '.join(names)}"
-    doing = f"planning {variants_text if several else f'how to shard {name!r}'}"
-    silence = "quiet=True says nothing"
-    shared = _shared(variants)
+    doing = f"planning how to shard {getattr(variants[0].fn, '__name__', 'a step')!r}"
+    if names[1:]:
+        doing = f"planning variants of a step: {', '.join(names)}"
+    meshes = [one.mesh for one in variants if isinstance(one.mesh, Mesh)]
+    mesh = next((one for one in meshes if not agreement_of(one).alone), None)
     with (
-        shown(settings, doing, silence, quiet) as how,
-        coordinated_planning(alone=shared is None),
+        shown(settings, doing, "quiet=True says nothing", quiet) as how,
+        coordinated_planning(alone=mesh is None),
     ):
-        settings_or_defaults(how)
+        calls["precision"] = settings_or_defaults(how).precision
         options = PlanOptions(
             memory_budget=memory_budget,
             pins=pins,
@@ -141,88 +140,27 @@ def plan_fastest(
             cache_dir=cache_dir,
             settings=how,
         )
-        if shared is None:
-            return _fastest(variants, calls, options, leaner)
+        planning = _Planning(variants, calls, options, leaner)
+        if mesh is None:
+            return planning.fastest()
         talk = talk_of_all()
-        meet(talk, _facts(variants, shared, options), device_memory(shared) or 0)
+        meet(talk, facts_of(meshes, options), device_memory(mesh) or 0)
         if not talk.leads:
-            return _followed(talk, variants, calls, options, leaner)
-        fastest = _fastest(variants, calls, options, leaner)
+            return planning.followed(talk)
+        fastest = planning.fastest()
         # All compile it alike: the others have it as a file does.
         plan = replace(fastest.plan, raced=None)
-        talk.say(END, (fastest.name, str(fastest.basis), plan.as_in_file().to_json()))
+        talk.say(END, (fastest.name, plan.as_in_file().to_json()))
         return replace(fastest, plan=plan)
 
 
-def _fastest(
-    variants: Sequence[Variant],
-    calls: Mapping[str, Any],
-    options: PlanOptions,
-    leaner: Callable[[], Iterable[Variant]],
-) -> Fastest:
-    """Plans variants in turn, and compares what won."""
-    began, seconds = now(), options.settings.seconds
-    tried = {
-        one.variant.name: one for one in plan_best(variants, calls, options, leaner)
-    }
-    found = {name: one.found for name, one in tried.items() if one.found is not None}
-    notes = {name: one.note or str(one.error or "") for name, one in tried.items()}
-    basis, times = _own_times(found)
-    if basis is Basis.MEASURED and len(times) > 1 and now() - began < seconds:
-        entrants = [(name, found[name]) for name in times]
-        results = _race_winners(entrants, options, began + seconds)
-        ran = {n: r for n, r in results.items() if isfinite(r.time_ms)}
-        raced = {name: result.time_ms for name, result in ran.items()}
-        # Without what there was no time for it does not say what is fastest.
-        outcomes = [one.outcome for one in results.values()]
-        is_whole = not any(isinstance(one, Skipped) for one in outcomes)
-        if raced and is_whole:
-            basis, times = Basis.RACED, raced
-            notes |= {name: race_row(r).note for name, r in results.items()}
-    best = min(times, key=times.__getitem__, default=next(iter(found)))
-    outcomes = tuple(
-        Outcome(
-            name=name,
-            plan=one.found and one.found.plan,
-            step_ms=times.get(name),
-            seconds=_seconds(one),
-            note=notes[name],
-            estimated_ms=one.estimate and one.estimate.time_ms,
-            is_too_large=one.is_short,
-        )
-        for name, one in tried.items()
-    )
-    plan = found[best].plan
-    took = {VARIANTS_SECONDS: now() - began} if len(tried) > 1 else {}
-    given = {GIVEN_SECONDS: seconds} if isfinite(seconds) else {}
-    plan = replace(plan, search={**plan.search, **took, **given})
-    every = [one.variant for one in tried.values()]
-    plan = with_variants(plan, best, every, outcomes, basis)
-    outcomes = tuple(
-        replace(one, plan=plan) if one.name == best else one for one in outcomes
-    )
-    return Fastest(name=best, plan=plan, outcomes=outcomes, basis=basis)
-
-
-def _shared(variants: Sequence[Variant]) -> Mesh | None:
-    """The first mesh of variants that several processes have devices of."""
-    meshes = [one.mesh for one in variants if isinstance(one.mesh, Mesh)]
-    return next((one for one in meshes if not agreement_of(one).alone), None)
-
-
-def _facts(
-    variants: Sequence[Variant], mesh: Mesh, options: PlanOptions
-) -> dict[str, str]:
-    """Facts of planning that are to be the same in all processes."""
+def facts_of(meshes: Sequence[Mesh], options: PlanOptions) -> dict[str, str]:
+    """Facts of planning that have to be the same in all processes."""
     settings = settings_or_defaults(options.settings)
-    meshes = [
-        f"{dict(one.mesh.shape)} of {[d.id for d in one.mesh.devices.flat]}"
-        for one in variants
-        if isinstance(one.mesh, Mesh)
-    ]
+    shapes = (f"{dict(one.shape)} of {one.device_ids.tolist()}" for one in meshes)
     return {
-        "mesh": "; ".join(meshes),
-        **alike_parts([*mesh.devices.flat]),
+        "mesh": "; ".join(shapes),
+        **alike_parts([*meshes[0].devices.flat]),
         "memory budget": str(parse_bytes(options.memory_budget)),
         # Process 0 says when time is over, if it ever is.
         "time budget": "some" if isfinite(settings.seconds) else "none",
@@ -231,98 +169,299 @@ def _facts(
     }
 
 
-def _followed(
-    talk: Coordination,
-    variants: Sequence[Variant],
-    calls: Mapping[str, Any],
-    options: PlanOptions,
-    leaner: Callable[[], Iterable[Variant]],
-) -> Fastest:
-    """The leader's plan, of whose planning this process does its part."""
-    by_name = {one.name: one for one in variants}
+@dataclass(slots=True)
+class _Tried:
+    """A variant, and what is known of it: an estimate, a plan, or why there is none."""
 
-    def trace(name: str, in_host: Sequence[tuple[int, int]]) -> Program:
-        if name not in by_name:
-            by_name.update((one.name, one) for one in leaner())
-        one = by_name[name]
-        step = flatten_step(one.fn, one.args, one.kwargs, **calls)
-        step = step.with_state_in_host(in_host)
+    variant: Variant
+    estimate: Estimate | None = None
+    found: FoundPlan | None = None
+    error: CfpError | None = None
+    note: str = ""
+    seconds: float = 0.0
+
+    @property
+    def lacks(self) -> MemoryBudgetError:
+        """The error of a variant that does not fit in memory."""
+        assert isinstance(self.error, MemoryBudgetError)
+        return self.error
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sort key: what fits by estimate, the fastest first; unknown ones last."""
+        known = self.estimate
+        return (not known.fits, known.time_ms) if known else (True, inf)
+
+
+class _Planning:
+    """Plans variants in turn, in the time that all of them share."""
+
+    def __init__(
+        self,
+        variants: Sequence[Variant],
+        calls: Mapping[str, Any],
+        options: PlanOptions,
+        leaner: Callable[[], Iterable[Variant]],
+    ) -> None:
+        self.variants, self.calls, self.options = variants, calls, options
+        self.leaner = leaner
+        self.began, self.seconds = now(), options.settings.seconds
+        self.known: dict[str, tuple[FlatStep, Analyzed]] = {}
+        self.broken: dict[int, StepNotTraceable] = {}
+
+    def is_over(self, share: float = 1.0) -> bool:
+        """True if a share of the time is over."""
+        return now() - self.began >= share * self.seconds
+
+    def fastest(self) -> Fastest:
+        """Plans the best, races their plans, and completes that of the fastest."""
+        tried = self.tried()
+        found = {one.variant.name: one.found for one in tried if one.found}
+        plans = {name: one.plan for name, one in found.items()}
+        measured = {n: f for n, f in found.items() if f.plan.measured_ms is not None}
+        # A measured time beats all predictions.
+        times = {name: one.plan.measured_ms for name, one in measured.items()}
+        times = times or {name: one.predicted_ms for name, one in plans.items()}
+        is_raced = False
+        if len(measured) > 1 and not self.is_over():
+            results = self.raced(measured)
+            # Without what there was no time for it does not say what is fastest.
+            late = any(isinstance(one.outcome, Skipped) for one in results.values())
+            raced = {n: r.time_ms for n, r in results.items() if isfinite(r.time_ms)}
+            if is_raced := bool(raced) and not late:
+                times = raced
+                for one in tried:
+                    if result := results.get(one.variant.name):
+                        one.note = race_row(result).note
+        best = min(plans, key=lambda name: times.get(name) or inf)
+        took = {VARIANTS_SECONDS: now() - self.began} if len(tried) > 1 else {}
+        given = {GIVEN_SECONDS: self.seconds} if isfinite(self.seconds) else {}
+        plan = replace(plans[best], search={**plans[best].search, **took, **given})
+        if len(tried) > 1 and plan.figures is not None:
+            variants = tuple(
+                VariantFigures(
+                    name=name,
+                    step_ms=times.get(name),
+                    estimated_ms=one.estimate and one.estimate.time_ms,
+                    note=(one.note or str(one.error or "")).partition("\n")[0],
+                    taken=name == best,
+                )
+                for one in tried
+                for name in [one.variant.name]
+            )
+            figures = replace(plan.figures, variants=variants, variants_raced=is_raced)
+            plan = replace(plan, figures=figures)
+        return Fastest(name=best, plan=plan)
+
+    def tried(self) -> list[_Tried]:
+        """Estimates all variants, and plans the best; if none fits, leaner ones.
+
+        Raises:
+            CfpError: none can be planned.
+        """
+        every = [_Tried(one) for one in self.variants]
+        order, most, is_free = every, len(every), self.options.preset is None
+        if most > 1 and is_free:
+            for place, one in enumerate(every, start=1):
+                if place == 1 or not self.is_over(ESTIMATES_SHARE):
+                    self.estimate(one)
+            order = sorted(every, key=lambda one: one.rank)
+            best = order[0].estimate
+            most = 1 if best and best.is_final else _PLANNED
+        left = most
+        for place, one in enumerate(order, start=1):
+            if not left:
+                one.note = f"behind {order[0].variant.name} by estimate"
+            elif place > 1 and self.is_over():
+                one.note = UNPLANNED
+            else:
+                # The last race takes a share of the time, too.
+                self.plan(one, left + (most > 1))
+                left -= one.found is not None
+        if all(isinstance(one.error, MemoryBudgetError) for one in every):
+            every += self.lean(every)
+        if any(one.found for one in every):
+            return every
+        raise _no_plan(every)
+
+    def lean(self, short: Sequence[_Tried]) -> list[_Tried]:
+        """Plans with state in host memory, or else leaner variants, until one fits.
+
+        Args:
+            short: all variants, which lack memory.
+        """
+        if self.options.preset is None:
+            least = min(short, key=lambda one: one.lacks.smallest_feasible_bytes)
+            self.plan(least, 1, in_host=True)
+            if least.found:
+                return []
+        more = []
+        for one in map(_Tried, self.leaner()):
+            more.append(one)
+            if self.is_over():
+                one.note = UNPLANNED
+                break
+            self.estimate(one)
+            if one.estimate and one.estimate.fits:
+                self.plan(one, 1)
+            if one.found:
+                break
+        return more
+
+    def estimate(self, one: _Tried) -> None:
+        """Estimates a variant's best plan; what cannot be fails as a plan, too."""
+        told = self.told(one.variant.name)
+        if told.progress is not None:
+            told.progress("reading the step")
+        try:
+            analyzed = self.analyzed(one.variant)[1]
+            one.estimate = estimate_plan(analyzed, replace(self.options, settings=told))
+        except ProcessError:
+            raise
+        except CfpError as error:
+            one.error = error
+
+    def plan(self, one: _Tried, shares: int, *, in_host: bool = False) -> None:
+        """Plans a variant in a share of the time that is left."""
+        started = now()
+        end = started + max(0.0, self.began + self.seconds - started) / shares
+        try:
+            step, analyzed = self.analyzed(one.variant)
+            made = one.estimate and one.estimate.profiles
+            if made is not None:
+                seconds = analyzed.seconds + made.counts["estimate_seconds"]
+                analyzed = replace(analyzed, profiles=made, seconds=seconds)
+            told = self.told(one.variant.name)
+            settings = replace(told, seconds=max(0.0, end - now()))
+            options = replace(self.options, settings=settings)
+            if in_host:
+                analyze = partial(self.analyze, one.variant)
+                one.found = find_with_state_in_host(
+                    step, one.lacks, end, analyzed, options, analyze
+                )
+            else:
+                one.found = find_plan(step, one.variant.mesh, options, analyzed)
+            one.error = None
+        except ProcessError:
+            raise
+        except CfpError as error:
+            one.error = error
+        one.seconds += now() - started
+
+    def analyzed(self, variant: Variant) -> tuple[FlatStep, Analyzed]:
+        """The step of a variant, traced once, and analysed once on its mesh.
+
+        Raises:
+            CfpError: it cannot be; a step that JAX cannot trace is tried once.
+        """
+        if variant.name not in self.known:
+            if (error := self.broken.get(id(variant.fn))) is not None:
+                raise error
+            try:
+                step = flatten_step(
+                    variant.fn, variant.args, variant.kwargs, **self.calls
+                )
+                # Of several meshes the step is the same, and traced once.
+                before = (one for one, _ in self.known.values() if one == step)
+                step = next(before, step)
+                check_settings()
+                self.known[variant.name] = step, self.analyze(variant, step)
+            except StepNotTraceable as error:
+                self.broken[id(variant.fn)] = error
+                raise
+        return self.known[variant.name]
+
+    def analyze(self, variant: Variant, step: FlatStep) -> Analyzed:
+        """Analyses a variant's step, in all processes that have devices of its mesh."""
+        mesh = variant.mesh
+        talk = leading(mesh) if isinstance(mesh, Mesh) else None
+        number = talk.say("trace", variant.name, step.in_host) if talk else 0
         with unchecked():
-            return analyze_step(step, one.mesh, options.pins).analysis.frame.program
+            made = analyze_step(step, mesh, self.options.pins)
+        if talk is not None:
+            mine = made.analysis.frame.program.fingerprint
+            facts = [{"program": one[:12]} for one in (mine, *talk.answers(number))]
+            if (difference := differing(facts)) is not None:
+                raise difference
+        return made
 
-    environment = BuildEnvironment.beside(store_path(options.cache_dir))
-    platform = jax.local_devices()[0].platform
-    name, basis, text = follow(talk, trace, environment, platform)
-    data, one = json.loads(text), by_name[name]
-    assert isinstance(one.mesh, Mesh), "its devices are there"
-    plan = Plan.from_json(data, allowed_options=tuple(data["options"]))
-    # What else decides, such as the precision, is in the plan.
-    bound = {name: how for name, how in calls.items() if "_arg" in name}
-    plan = plan.bind(one.fn, *one.args, mesh=one.mesh, **bound, **one.kwargs)
-    plan = replace(plan, tuned=environment)
-    return Fastest(name=name, plan=plan, outcomes=(), basis=Basis(basis))
+    def told(self, name: str) -> PlannerSettings:
+        """Settings whose events say which variant they are about."""
+        settings = self.options.settings
+        if (progress := settings.progress) is None or len(self.variants) == 1:
+            return settings
+
+        def tell(event: Progress | str) -> None:
+            if isinstance(event, Progress):
+                progress(replace(event, label=f"{name}: {event.label}".rstrip(": ")))
+            else:
+                progress(f"{name}: {event}")
+
+        return replace(settings, progress=tell)
+
+    def raced(self, found: Mapping[str, FoundPlan]) -> dict[str, RaceResult]:
+        """Times the plans in turn, until time is over."""
+        plain = sorted(_job(name, one).key.digest for name, one in found.items())
+        # Kept apart from their own races, and from those against other variants.
+        field = hashlib.sha256("".join(plain).encode()).hexdigest()
+        programs: list[RaceProgram] = []
+        built = {}
+        for name, one in found.items():
+            program = RaceProgram(
+                candidate=replace(
+                    one.winner, name=name, predicted_ms=one.plan.measured_ms
+                ),
+                job=_job(name, one, ("race", f"between variants {field}")),
+                stands_on=(one.analysis.frame.program, _mesh(one)),
+            )
+            programs.append(program)
+            # Of programs that are alike the last runs, on its own devices.
+            built.pop(program.identity, None)
+            if one.plan.raced is not None:
+                built[program.identity] = one.plan.raced.built
+        first = next(iter(found.values()))
+        with self.options.context(_mesh(first)) as context:
+            builder = Builder(
+                program=first.analysis.frame.program,
+                mesh=context.mesh,
+                store=context.store,
+                budget_bytes=context.budget_bytes,
+                options=context.measure,
+                end=self.began + self.seconds,
+                built=built,
+            )
+            return {one.name: one for one in race_programs(builder, programs)}
+
+    def followed(self, talk: Coordination) -> Fastest:
+        """The leader's plan, of whose planning this process does its part."""
+        by_name = {one.name: one for one in self.variants}
+
+        def trace(name: str, in_host: Sequence[tuple[int, int]]) -> Program:
+            if name not in by_name:
+                by_name.update((one.name, one) for one in self.leaner())
+            one = by_name[name]
+            step = flatten_step(one.fn, one.args, one.kwargs, **self.calls)
+            step = step.with_state_in_host(in_host)
+            with unchecked():
+                made = analyze_step(step, one.mesh, self.options.pins)
+            return made.analysis.frame.program
+
+        environment = BuildEnvironment.beside(store_path(self.options.cache_dir))
+        platform = jax.local_devices()[0].platform
+        name, text = follow(talk, trace, environment, platform)
+        data, one = json.loads(text), by_name[name]
+        assert isinstance(one.mesh, Mesh), "its devices are there"
+        plan = Plan.from_json(data, allowed_options=tuple(data["options"]))
+        # What else decides, such as the precision, is in the plan.
+        bound = {name: how for name, how in self.calls.items() if "_arg" in name}
+        plan = plan.bind(one.fn, *one.args, mesh=one.mesh, **bound, **one.kwargs)
+        plan = replace(plan, tuned=environment)
+        return Fastest(name=name, plan=plan)
 
 
-def _seconds(one: Tried) -> float:
-    """Returns what planning a variant took: in all, as its plan has it, if it has."""
-    taken = {} if one.found is None else one.found.plan.search
-    return taken.get("planning_seconds", one.seconds)
-
-
-def _own_times(found: Mapping[str, FoundPlan]) -> tuple[Basis, dict[str, float]]:
-    """Step times as the plans have them; a measured one beats all predictions."""
-    measured = {name: one.plan.measured_ms for name, one in found.items()}
-    predicted = {name: one.plan.predicted_ms for name, one in found.items()}
-    for basis, times in ((Basis.MEASURED, measured), (Basis.PREDICTED, predicted)):
-        known = {name: ms for name, ms in times.items() if ms is not None}
-        if known:
-            return basis, known
-    return Basis.PREDICTED, {}
-
-
-def _race_winners(
-    found: Sequence[tuple[str, FoundPlan]],
-    options: PlanOptions,
-    end: float,
-) -> dict[str, RaceResult]:
-    """Times what won each variant's own race, in turn, until time is over."""
-    settings = options.settings
-    plain = sorted(_job(name, one).key.digest for name, one in found)
-    # Kept apart from their own races, and from those against other variants: only
-    # times of one run compare.
-    field = hashlib.sha256("".join(plain).encode()).hexdigest()
-    programs = [
-        RaceProgram(
-            candidate=replace(one.winner, name=name, predicted_ms=one.plan.measured_ms),
-            job=_job(name, one, ("race", f"between variants {field}")),
-            stands_on=(one.analysis.frame.program, _mesh(one)),
-        )
-        for name, one in found
-    ]
-    places = zip(programs, found, strict=True)
-    meshes = {program.identity: _mesh(one) for program, (_, one) in places}
-    mesh = _mesh(found[0][1])
-    with ProfileStore(store_path(options.cache_dir)) as store:
-        builder = Builder(
-            program=found[0][1].analysis.frame.program,
-            mesh=mesh,
-            store=store,
-            budget_bytes=parse_bytes(options.memory_budget) or device_memory(mesh),
-            options=MeasureOptions(
-                retry_failures=settings.retry_failures,
-                progress=settings.progress,
-                limits=settings.limits,
-            ),
-            end=end,
-            built={
-                program.identity: one.plan.raced.built
-                for program, (_, one) in zip(programs, found, strict=True)
-                # Of programs that are alike the last runs, on its own devices.
-                if one.plan.raced is not None and meshes[program.identity] == _mesh(one)
-            },
-        )
-        results = race_programs(builder, programs)
-    return {result.name: result for result in results}
+def _mesh(found: FoundPlan) -> Mesh:
+    assert found.plan.mesh is not None, "a new plan has a mesh"
+    return found.plan.mesh
 
 
 def _job(name: str, found: FoundPlan, *where: tuple[str, str]) -> Job:
@@ -330,14 +469,23 @@ def _job(name: str, found: FoundPlan, *where: tuple[str, str]) -> Job:
     return whole_job(
         found.analysis,
         winner.choice,
-        (*environment_parts(list(_mesh(found).devices.flat)), *where),
+        (*environment_parts([*_mesh(found).devices.flat]), *where),
         f"{name}: {winner.name}",
         winner.level,
         winner.options,
     )
 
 
-def _mesh(found: FoundPlan) -> Mesh:
-    mesh = found.plan.mesh
-    assert mesh is not None, "a new plan has a mesh"
-    return mesh
+def _no_plan(tried: Sequence[_Tried]) -> CfpError:
+    """The error if all variants failed; of the one that needs least if none fits."""
+    errors = {one.variant.name: one.error for one in tried if one.error}
+    short = {n: one for n, one in errors.items() if isinstance(one, MemoryBudgetError)}
+    if len(short) == len(errors):
+        return least_short(short, [t.variant.name for t in tried if t.note])
+    by_text: dict[str, list[str]] = {}
+    for name, error in errors.items():
+        by_text.setdefault(str(error), []).append(name)
+    if len(by_text) == 1:
+        return next(iter(errors.values()))
+    lines = [f"{', '.join(names)}: {text}" for text, names in by_text.items()]
+    return CfpError("\n".join(["None of the variants can be planned.", *lines]))

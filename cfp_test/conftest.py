@@ -185,6 +185,6 @@ def analyzed_once():
         return known[-1][1]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("find", "variant_turns"):
+        for module in ("find", "variants"):
             patch.setattr(f"cfp.{module}.analyze_step", analyze_once)
         yield

@@ -204,28 +204,6 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
     return list(shapes), _ALL in texts or is_open
 
 
-# ---------------------------------------------------------------------------- output
-
-
-def variants_data(found: Fastest) -> dict[str, Any]:
-    """The variants as plain data."""
-    return {
-        "fastest": found.name,
-        "basis": str(found.basis),
-        "outcomes": [
-            {
-                "name": outcome.name,
-                "plan": outcome.plan.winner if outcome.plan is not None else None,
-                "step_ms": outcome.step_ms,
-                "peak_bytes": outcome.plan.peak_bytes if outcome.plan else None,
-                "seconds": outcome.seconds,
-                "note": outcome.note,
-            }
-            for outcome in found.outcomes
-        ],
-    }
-
-
 @o.command(
     *("target", "devices", "mesh", "described", "platform", "memory_budget"),
     *("time_budget", "preset", "choose", "pin", "donate", "output"),
@@ -288,12 +266,9 @@ def plan(ctx: typer.Context, given: Any) -> None:
     check_writable(given.output)
     with only_json(given.as_json) as print_json:
         found = find(ctx) if given.ray is None else find_on_ray(ctx)
-        several = bool(given.mesh_shapes or given.microbatches)
-        several = several or len(found.outcomes) > 1
         save(found.plan, given.output, say=not given.as_json)
         if given.as_json:
-            more = {"variants": variants_data(found)} if several else {}
-            print_json(plan_data(found.plan) | more)
+            print_json(plan_data(found.plan))
             return
         print_plan(found.plan)
         _, _, count = found.name.partition(", microbatches ")
@@ -348,10 +323,7 @@ def _find_there(
         os.chdir(folder)
     given = SimpleNamespace(params=params | {"workdir": workdir}, args=args, obj=obj)
     found = find(given)
-    outcomes = tuple(
-        replace(one, plan=one.plan and one.plan.as_in_file()) for one in found.outcomes
-    )
-    return replace(found, plan=found.plan.as_in_file(), outcomes=outcomes)
+    return replace(found, plan=found.plan.as_in_file())
 
 
 # -------------------------------------------------------------- modes without a search

@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.flow import scope_path
@@ -115,15 +114,12 @@ def no_winner(
 def least_short(
     errors: Mapping[str, MemoryBudgetError],
     late: Sequence[str] = (),
-    too_large: Mapping[str, int] = MappingProxyType({}),
 ) -> MemoryBudgetError:
     """The error of several variants of which none fits: that of the smallest need.
 
     Args:
         errors: by the variants' names.
         late: variants that there was no time for.
-        too_large: variants that were estimated alone, with what they need by that, in
-            bytes.
     """
     needs = {name: one.smallest_feasible_bytes for name, one in errors.items()}
     best = min(needs, key=needs.__getitem__)
@@ -136,16 +132,6 @@ def least_short(
     if others:
         least = least.with_line(
             f"That is {best}. Others need as much or more: {others}.", behind_first=True
-        )
-    if too_large:
-        name = min(too_large, key=too_large.__getitem__)
-        size = format_bytes(too_large[name], up=True)
-        least = least.with_line(
-            f"Least of all needs {name}, which was not compiled: {size} or more, by "
-            "prediction."
-            if too_large[name] < least.smallest_feasible_bytes
-            else f"By prediction {name} does not need less: {size}.",
-            behind_first=True,
         )
     if late:
         least = least.with_line(

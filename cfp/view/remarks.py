@@ -173,8 +173,7 @@ def _gains(is_measured: bool) -> Callable[[Plan], Values]:
     def values(plan: Plan) -> Values:
         parts = []
         for one in _worth(plan):
-            of_variants = one.name in (Dimension.MESH, Dimension.MICROBATCHES)
-            is_noise = is_measured and words.is_rough(plan) and not of_variants
+            is_noise = is_measured and words.is_rough(plan)
             is_sharding = one.name == Dimension.SHARDING
             is_whole = words.runs_whole(plan) or not words.is_sharded(plan)
             is_other = one.is_measured is not is_measured

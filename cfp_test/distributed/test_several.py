@@ -10,7 +10,6 @@ from importlib import metadata
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import cfp
@@ -19,7 +18,7 @@ from cfp.devices.joining import Membership
 from cfp.errors import ProcessError
 from cfp.find import PlanOptions
 from cfp.profiling.processes import differing
-from cfp.variants import _facts
+from cfp.variants import facts_of
 from cfp_test.distributed.several import Ended, described, ends, run_all, start
 from cfp_test.support.covering import at_night
 from cfp_test.support.waiting import end_group
@@ -187,9 +186,8 @@ def test_kinds_of_devices_that_differ_are_named():
 def test_a_process_alone_with_a_time_budget_is_named():
     """The time left differs by their clocks, and process 0 says it."""
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-    one = cfp.Variant(name="x=2", fn=jnp.sum, args=(), mesh=mesh)
     facts = [
-        _facts([one], mesh, PlanOptions(settings=cfp.PlannerSettings(seconds=seconds)))
+        facts_of([mesh], PlanOptions(settings=cfp.PlannerSettings(seconds=seconds)))
         for seconds in (60.0, 59.5, math.inf)
     ]
     assert differing(facts[:2]) is None

@@ -106,7 +106,7 @@ SOME_ARGUMENTS = replace(
 )
 GAINS = Figures(
     worth=(
-        *(worth(name, 9.0, 11.0, is_measured=True) for name in ("storage", "mesh")),
+        worth("storage", 9.0, 11.0, is_measured=True),
         worth("remat", 9.0, 11.0),
     )
 )
@@ -363,25 +363,6 @@ def test_plans_are_still_equal_by_what_they_hold():
     other = replace(plan, fingerprint="1")
     assert repr(other) == repr(plan)
     assert other != plan
-
-
-def test_the_fastest_of_variants_prints_as_a_list_and_its_plan():
-    plan = make_plan(layers([0, 0]), RACE)
-    fastest = cfp.Fastest(
-        name="line",
-        plan=plan,
-        outcomes=(
-            cfp.Outcome(name="line", plan=plan, step_ms=10.25, seconds=3.0),
-            cfp.Outcome(name="flat", seconds=1.0, note="interrupted"),
-        ),
-        basis=cfp.Basis.RACED,
-    )
-    assert repr(fastest).splitlines() == [
-        "Fastest of 2 variants, raced: line",
-        "  line: 10.250 ms per step",
-        "  flat: interrupted",
-        *repr(plan).splitlines(),
-    ]
 
 
 def test_what_else_a_user_holds_prints_in_a_line(tmp_path):

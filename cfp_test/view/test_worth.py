@@ -15,9 +15,7 @@ from cfp.passes.search import search
 from cfp.planner_settings import PlannerSettings
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
-from cfp.settings import Dimension
 from cfp.solution import Candidate
-from cfp.variants import Variant, plan_fastest
 from cfp.view.evidence import worth
 from cfp_test.models.tiny import TINY
 
@@ -100,22 +98,6 @@ def test_what_raced_with_and_without_is_measured(searched):
 
 def step(w, x):
     return jnp.tanh(x @ w["a"]) @ w["b"]
-
-
-def test_the_gain_of_a_mesh_is_that_over_one_axis(tmp_path):
-    args = ({"a": jnp.ones((64, 128)), "b": jnp.ones((128, 64))}, jnp.ones((64, 64)))
-    variants = [
-        Variant(name=name, fn=step, args=args, mesh=cfp.described("4xh100", **mesh))
-        for name, mesh in (("x=4", {"x": 4}), ("x=2,y=2", {"x": 2, "y": 2}))
-    ]
-    settings = PlannerSettings(choose=tuple(Dimension))
-    found = plan_fastest(variants, cache_dir=tmp_path, settings=settings, quiet=True)
-    times = {one.name: one.estimated_ms for one in found.outcomes}
-    [gain] = [one for one in found.plan.figures.worth if one.name == "mesh"]
-    assert gain.with_ms == min(times.values())
-    assert gain.without_ms == times["x=4"]
-    assert not gain.is_measured
-    assert found.plan.figures.chosen == tuple(map(str, Dimension))
 
 
 def test_a_plan_says_what_it_chose_among_if_that_is_not_all(tmp_path):

@@ -19,9 +19,9 @@ from cfp.errors import CfpError
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.coordination import coordination
 from cfp.profiling.key import Parts, environment_parts
-from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import Agreement, is_shared
 from cfp.profiling.store import ProfileStore, store_path
+from cfp.profiling.tasks import MeasureOptions
 from cfp.settings import (
     LIMITED_MEMORY,
     ConstraintLevel,

@@ -28,9 +28,8 @@ from cfp.presets.presets import presets
 from cfp.printable import counted
 from cfp.profiling.builder import Built, Job
 from cfp.profiling.key import Parts, ProfileKey, environment_parts
-from cfp.profiling.options import MeasureOptions
 from cfp.profiling.store import ProfileStore, store_path
-from cfp.profiling.tasks import Progress
+from cfp.profiling.tasks import MeasureOptions, Progress
 from cfp.program.outline import other_program
 from cfp.program.step import FlatStep
 from cfp.race.compile import Builder

@@ -39,9 +39,9 @@ from cfp.planner_settings import PlannerSettings
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.exported import read_export
 from cfp.profiling.key import environment_parts, other_kind
-from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, store_path
+from cfp.profiling.tasks import MeasureOptions
 from cfp.search.requests import Profiles
 from cfp.units import parse_bytes
 from cfp.view import passes

@@ -113,12 +113,6 @@ class BuildEnvironment:
             executables_dir=store_path.parent / "executables",
         )
 
-    @property
-    def learnt_dir(self) -> Path:
-        """The folder of autotuning results, in files named by jobs."""
-        assert self.autotune_dir is not None, "there is a directory for autotuning"
-        return self.autotune_dir / "learnt"
-
     def is_untuned(self, platform: str) -> bool:
         """True if the compiler tunes kernels for a platform, and has not yet."""
         tuned = self.autotune_dir

@@ -37,17 +37,16 @@ from cfp.profiling.builder import (
     place_of,
     share_build,
 )
-from cfp.profiling.compile_pool import default_threads, overlaps
+from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.inputs import InputKind, generator
+from cfp.profiling.jobs import run_jobs
 from cfp.profiling.key import GPU_PLATFORMS, Parts, ProfileKey, environment_parts
-from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import is_shared
 from cfp.profiling.rates import KINDS, Rates, axis_groups, rising
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import execute
-from cfp.profiling.scheduler import run_tasks
+from cfp.profiling.runner import check_devices, execute
 from cfp.profiling.store import ProfileStore
-from cfp.profiling.tasks import Task
+from cfp.profiling.tasks import MeasureOptions, Task
 from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp.program.constrain import partition_spec
 from cfp.program.trace import planning_mesh
@@ -364,29 +363,42 @@ def measure_rates(
     """
     options = options or MeasureOptions()
     mesh, by_key = _probes_by_key(mesh)
-    platform = mesh.devices.flat[0].platform
-    is_gpu = platform in GPU_PLATFORMS
-
-    def open_links(task: Task, built: Built) -> None:
-        # What fails here fails in its turn, and is recorded there.
-        _run(by_key[task.key], mesh, built, _ONCE)
-
-    summary = run_tasks(
+    place = _Probing(mesh, by_key)
+    is_gpu = mesh.devices.flat[0].platform in GPU_PLATFORMS
+    found = run_jobs(
+        place,
         [Task(key=key, label=probe.label) for key, probe in by_key.items()],
         store,
-        build=lambda task: build_probe(task.key, by_key[task.key], mesh),
-        run=lambda task, built: _run(by_key[task.key], mesh, built),
-        threads=default_threads(platform),
-        overlap=overlaps(platform),
-        retry_failures=options.retry_failures,
-        progress=options.tell_of_rates,
-        limits=options.limits,
+        options.of_rates,
         # Libraries of collectives open links between GPUs for seconds.
-        open_links=open_links if is_gpu and not is_shared(mesh) else None,
+        open_links=place.open_links if is_gpu and not is_shared(mesh) else None,
     )
-    return _rates(
-        mesh, [(probe, summary.records[key.digest]) for key, probe in by_key.items()]
-    )
+    return _rates(mesh, [(probe, found[k.digest]) for k, probe in by_key.items()])
+
+
+@dataclass(frozen=True, slots=True)
+class _Probing:
+    """The place of probes: the devices of a mesh."""
+
+    mesh: Mesh
+    probes: Mapping[ProfileKey, RateProbe]
+
+    @property
+    def threads(self) -> int:
+        return default_threads(self.mesh.devices.flat[0].platform)
+
+    def build(self, task: Task) -> Built | ProfileRecord:
+        return build_probe(task.key, self.probes[task.key], self.mesh)
+
+    def run(self, task: Task, built: Built) -> ProfileRecord:
+        return _run(self.probes[task.key], self.mesh, built)
+
+    def open_links(self, task: Task, built: Built) -> None:
+        # What fails here fails in its turn, and is recorded there.
+        _run(self.probes[task.key], self.mesh, built, _ONCE)
+
+    def check(self, crash: ProfileRecord) -> None:
+        check_devices(self.mesh, crash)
 
 
 def known_rates(mesh: Mesh, store: ProfileStore) -> Rates | None:

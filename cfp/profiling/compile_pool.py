@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
 import jax
 
-from cfp.profiling.key import GPU_PLATFORMS
 from cfp.program.meaning import unchecked
 
 _MOST_THREADS = 24
@@ -48,14 +47,6 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def overlaps(platform: str) -> bool:
-    """Returns True if builds leave the devices idle, so that others may be timed.
-
-    CPUs build and run with the same cores; on GPUs compilers try out kernels.
-    """
-    return platform != "cpu" and platform not in GPU_PLATFORMS
-
-
 class CompilePool:
     """Threads that compile until the pool is closed.
 
@@ -81,25 +72,17 @@ class CompilePool:
         self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def start(
-        self,
-        label: str,
-        compiled: Callable[[], _T],
-        after: Sequence[Future[_T]] = (),
-    ) -> Future[_T]:
+    def start(self, label: str, compiled: Callable[[], _T]) -> Future[_T]:
         """Compiles as soon as a thread is free.
 
         Args:
             label: of the program, which an error is noted with.
-            after: compiles that it waits for, which were started before it: threads
-                begin what was started first, so that these have begun.
 
         Returns:
             The outcome; it is cancelled if the pool is closed before it begins.
         """
 
         def run() -> _T:
-            wait(after)
             if self._is_closed:
                 raise CancelledError
             with jax.enable_x64(self._x64), unchecked():

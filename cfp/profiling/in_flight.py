@@ -311,19 +311,14 @@ class InFlight:
         label: str,
         doing: Doing,
         expected_ms: float = 0.0,
-        *,
-        then_wait: bool = False,
     ) -> Iterator[None]:
-        """Notes something for as long as the body takes.
-
-        Args:
-          then_wait: note it as waiting afterwards.
-        """
+        """Notes something for as long as the body takes; what is claimed waits then."""
+        is_claimed = key.digest in self._mine
         self._set(key, self._begin(key, label, doing, expected_ms))
         try:
             yield
         finally:
-            self._set(key, self._begin(key, label, "wait", 0.0) if then_wait else None)
+            self._set(key, self._begin(key, label, "wait", 0.0) if is_claimed else None)
 
     def release(self, key: ProfileKey) -> None:
         """Ends the operation with a key."""

@@ -24,21 +24,20 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from functools import partial
 from queue import SimpleQueue
 
 import numpy as np
 from jax.sharding import Mesh
 
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build
-from cfp.profiling.compile_pool import CompilePool, default_threads
-from cfp.profiling.files import make_private_folder
+from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.in_flight import InFlight, settle
-from cfp.profiling.options import MeasureOptions
+from cfp.profiling.jobs import build_all, run_jobs
 from cfp.profiling.processes import is_shared
 from cfp.profiling.record import ProfileRecord, is_to_retry
-from cfp.profiling.runner import profile
+from cfp.profiling.runner import Devices
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.tasks import MeasureOptions
 from cfp.program.graph import Program
 
 
@@ -52,14 +51,11 @@ def tune_kernels(
 ) -> dict[str, Built]:
     """Builds jobs, one on each device, for what the compiler learns from them.
 
-    Nothing runs, and nothing is kept in the store unless a process died of a build;
-    that job is then left out. So is what was built for this before: a file beside what
-    the compiler has learnt says so. Nothing is built where the compiler has nothing to
-    try out.
+    Nothing runs, and nothing is kept in the store. Nothing is built where the compiler
+    has nothing to try out.
 
     Args:
       store: beside it lies what the compiler has learnt.
-      options: how to build; what a process died of is a failure.
 
     Returns:
       What was built for the mesh itself, by key: it need not be built again.
@@ -69,51 +65,29 @@ def tune_kernels(
     platform = mesh.devices.flat[0].platform
     if not jobs or not environment.options(platform):
         return {}
-    settle(store)
-    known = store.get_many({job.key.digest for job in jobs})
-    fatal = {
-        k
-        for k, record in known.items()
-        if not is_to_retry(record, options.retry_failures)
-    }
-    learnt = environment.learnt_dir
-    make_private_folder(learnt.parent)
-    make_private_folder(learnt)
-    wanted = {job.key.digest: job for job in jobs}
-    todo = [
-        job
-        for key, job in wanted.items()
-        if key not in fatal and not (learnt / key).exists()
-    ]
+    threads = min(mesh.devices.size, default_threads(platform))
+    threads = 1 if is_shared(mesh) else threads
+    orders, built = SimpleQueue[Mesh](), dict[str, Built]()
+    for count in range(threads):
+        orders.put(_rolled(mesh, count))
+
+    def learn(job: Job) -> None:
+        order = orders.get()
+        try:
+            # What cannot be built is found out, and recorded, where it is needed.
+            outcome = build(program, order, job, environment)
+        finally:
+            orders.put(order)
+        if order == mesh and isinstance(outcome, Built):
+            built[job.key.digest] = outcome
+
+    def tell(job: Job, number: int, left: int, seconds: float) -> None:
+        if not seconds:
+            which = f"{job.label}, {number} of {len(jobs)}"
+            options.tell(f"tuning kernels for {which}")
+
     with InFlight(store, options.limits, program.name) as in_flight:
-        orders = SimpleQueue[Mesh]()
-        built: dict[str, Built] = {}
-        most = min(mesh.devices.size, default_threads(platform))
-        most = 1 if is_shared(mesh) else in_flight.at_once(wanted, most)
-        for count in range(most):
-            orders.put(_rolled(mesh, count))
-
-        def learn(job: Job) -> None:
-            if is_late():
-                return
-            order = orders.get()
-            try:
-                with in_flight.doing(job.key, job.label, "build"):
-                    # What cannot be built is found out, and recorded, where it is
-                    # needed.
-                    outcome = build(program, order, job, environment)
-            finally:
-                orders.put(order)
-            if order == mesh and isinstance(outcome, Built):
-                built[job.key.digest] = outcome
-            (learnt / job.key.digest).touch()
-
-        with CompilePool(most) as pool:
-            builds = [pool.start(job.label, partial(learn, job)) for job in todo]
-            for place, (job, one) in enumerate(zip(todo, builds, strict=True), 1):
-                which = f"{job.label}, {place} of {len(todo)}"
-                options.tell(f"tuning kernels for {which}")
-                one.result()
+        build_all(jobs, learn, in_flight, threads=threads, tell=tell, is_late=is_late)
     return built
 
 
@@ -202,22 +176,25 @@ class Measurer:
         Args:
             ignore_end: whether to measure after the end, too.
         """
-        digests = {job.key.digest for job in jobs}
-        where, how = (self._program, self._mesh), self._options
+        # By how processes died before, something may be in the store by now.
+        settle(self._store)
         known = self.look_up(jobs)
-        answered = known.keys()
         if not self._measure:
             return known
-        self._measured |= digests - answered
-        is_late = (lambda: False) if ignore_end else (lambda: self.is_over)
-        new_jobs = [job for job in jobs if job.key.digest not in answered]
-        first = first_of_kernels(new_jobs, self._tuned)
+        new = [job for job in jobs if job.key.digest not in known]
+        self._measured |= {job.key.digest for job in new}
+
+        def is_late() -> bool:
+            return not ignore_end and self.is_over
+
+        first = first_of_kernels(new, self._tuned)
         self._tuned |= {job.kernels for job in first}
-        return profile(
-            *where,
-            jobs,
-            self._store,
-            options=how,
-            is_late=is_late,
-            built=tune_kernels(*where, first, self._store, how, is_late),
-        ).records
+        where, store, options = (self._program, self._mesh), self._store, self._options
+        devices = Devices(
+            program=self._program,
+            mesh=self._mesh,
+            environment=BuildEnvironment.beside(store.path),
+            built=tune_kernels(*where, first, store, options, is_late),
+        )
+        name = self._program.name
+        return run_jobs(devices, jobs, store, options, program=name, is_late=is_late)

@@ -1,15 +1,14 @@
-"""Runs what was built on the devices, and profiles whole lists of jobs.
+"""Runs what was built on the devices.
 
-The layers below know nothing of each other: `cfp.profiling.builder` builds,
-`run` here runs, `cfp.profiling.store` keeps, and `cfp.profiling.scheduler` brings
-them together.
+The layers know nothing of each other: `cfp.profiling.builder` builds, `run` here runs,
+`cfp.profiling.store` keeps, and `cfp.profiling.jobs` brings them together.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,65 +25,56 @@ from cfp.profiling.builder import (
     place_of,
     reason_of,
 )
-from cfp.profiling.compile_pool import default_threads, overlaps
+from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.inputs import (
     InputKind,
     generator,
     input_kinds,
     make_inputs,
 )
-from cfp.profiling.options import MeasureOptions
 from cfp.profiling.processes import leading
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.scheduler import run_tasks
-from cfp.profiling.store import ProfileStore
-from cfp.profiling.tasks import ProfileSummary
 from cfp.profiling.timing import ON_CPUS, TimingOptions, measure
 from cfp.program.graph import Program
 
 
-def profile(
-    program: Program,
-    mesh: Mesh,
-    jobs: Iterable[Job],
-    store: ProfileStore,
-    options: MeasureOptions | None = None,
-    *,
-    timing: TimingOptions | None = None,
-    is_late: Callable[[], bool] | None = None,
-    built: dict[str, Built] | None = None,
-) -> ProfileSummary:
-    """Measures the jobs that the store has no record of.
+@dataclass(slots=True, kw_only=True)
+class Devices:
+    """The place of jobs that are parts of a program: devices, and what compiles.
 
-    Args:
-      jobs: what to measure; jobs with equal keys are measured once.
-      options: how to measure.
+    Where they are of several processes, the others build and run the same.
+
+    Attributes:
       built: what was built for this mesh before, by key; it is taken out.
-
-    Returns:
-      A record for each key, failures included, but for what there was no time for.
-
-    Raises:
-      CfpError: if the devices answer no more after something crashed on them.
     """
-    options = options or MeasureOptions()
-    platform = mesh.devices.flat[0].platform
-    environment = BuildEnvironment.beside(store.path)
-    # The scheduler keeps each record before the next run.
-    run_next = StopOnDeviceLoss(run)
-    return run_tasks(
-        jobs,
-        store,
-        build=lambda job: _build(program, mesh, job, environment, built or {}),
-        run=lambda job, built: run_next(built, job, program, mesh, timing=timing),
-        threads=default_threads(platform),
-        overlap=overlaps(platform),
-        retry_failures=options.retry_failures,
-        progress=options.progress,
-        limits=options.limits,
-        program=program.name,
-        is_late=is_late,
-    )
+
+    program: Program
+    mesh: Mesh
+    environment: BuildEnvironment
+    timing: TimingOptions | None = None
+    built: dict[str, Built] = field(default_factory=dict)
+
+    @property
+    def threads(self) -> int:
+        """The number of jobs that are built side by side."""
+        return default_threads(self.mesh.devices.flat[0].platform)
+
+    def build(self, job: Job) -> Built | ProfileRecord:
+        """Builds a job, and what makes its inputs."""
+        outcome = self.built.pop(job.key.digest, None)
+        if outcome is None:
+            outcome = build(self.program, self.mesh, job, self.environment)
+        if isinstance(outcome, Built):
+            compile_generators(self.program, self.mesh, job)
+        return outcome
+
+    def run(self, job: Job, built: Built) -> ProfileRecord:
+        """Times a built job, on inputs made for it."""
+        return run(built, job, self.program, self.mesh, timing=self.timing)
+
+    def check(self, crash: ProfileRecord) -> None:
+        """Raises CfpError if the devices did not survive a crash."""
+        check_devices(self.mesh, crash)
 
 
 def timing_on(mesh: Mesh, **limits: Any) -> TimingOptions:
@@ -171,21 +161,6 @@ def execute_here(
     )
 
 
-def _build(
-    program: Program,
-    mesh: Mesh,
-    job: Job,
-    environment: BuildEnvironment,
-    built: dict[str, Built],
-) -> Built | ProfileRecord:
-    outcome = built.pop(job.key.digest, None)
-    if outcome is None:
-        outcome = build(program, mesh, job, environment)
-    if isinstance(outcome, Built):
-        compile_generators(program, mesh, job)
-    return outcome
-
-
 def compile_generators(program: Program, mesh: Mesh, job: Job) -> None:
     """Compiles what makes a job's inputs: in a thread, not while the devices wait."""
     # What goes wrong will go wrong again, and be recorded, when the inputs are made.
@@ -194,48 +169,12 @@ def compile_generators(program: Program, mesh: Mesh, job: Job) -> None:
             generator(kind, mesh)
 
 
-@dataclass(slots=True)
-class StopOnDeviceLoss:
-    """Times programs one after another until the devices are lost.
+def check_devices(mesh: Mesh, crash: ProfileRecord) -> None:
+    """Makes sure that devices still answer after something crashed on them.
 
-    On some devices nothing runs any more after a crash. Every further record would be
-    a lie.
-
-    Attributes:
-        run: times a program, as `run` here does.
-        keep: keeps the record of the crash that the devices did not survive.
+    Raises:
+        CfpError: they do not.
     """
-
-    run: Callable[..., ProfileRecord]
-    keep: Callable[[ProfileRecord], object] = lambda crash: None
-    _crash: ProfileRecord | None = field(default=None, init=False)
-
-    def __call__(
-        self,
-        built: Built,
-        job: Job,
-        program: Program,
-        mesh: Mesh,
-        *,
-        timing: TimingOptions | None = None,
-    ) -> ProfileRecord:
-        """Does what `run` does.
-
-        Raises:
-            CfpError: the devices answer no more since what ran before crashed.
-        """
-        if self._crash is not None:
-            try:
-                _check_devices(mesh, self._crash)
-            except CfpError:
-                self.keep(self._crash)
-                raise
-        record = self.run(built, job, program, mesh, timing=timing)
-        self._crash = record if record.status == "crashed" else None
-        return record
-
-
-def _check_devices(mesh: Mesh, crash: ProfileRecord) -> None:
     probe = InputKind((8,), "float32", ((),))
     try:
         jax.block_until_ready(make_inputs([probe], mesh))

@@ -1,16 +1,18 @@
-"""Measurement tasks, their progress and their summary.
+"""Measurement tasks, their options and their progress.
 
-How tasks are measured is in `cfp.profiling.scheduler`.
+How tasks are measured is in `cfp.profiling.jobs`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Literal
 
+from cfp.profiling.in_flight import Limits
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.record import ProfileRecord
 
 Phase = Literal["look up", "build", "run", "wait", "done"]
 
@@ -23,15 +25,14 @@ class Task:
       key: what its record is kept under. Tasks with equal keys are taken for the same.
       label: what progress shows, such as "segment 1: 3 of 24".
       expected_ms: how long one execution should take; 0 where it is not known.
-      after: digests of tasks that share its kernels: if they are built at the same
-        time, it waits for them, and the compiler tries those kernels out once. Of these
-        none may wait itself.
+      is_last: it is built after others, whose kernels it has, so that the compiler
+        tries these out once.
     """
 
     key: ProfileKey
     label: str
     expected_ms: float = 0.0
-    after: frozenset[str] = frozenset()
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,24 +66,32 @@ class Progress:
     awaited_seconds: float = 0.0
 
 
-ProgressCallback = Callable[[Progress], object]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileSummary:
-    """Summary of all tasks.
+class MeasureOptions:
+    """Options of builds and timings.
 
     Attributes:
-      records: by key digest, in the order of the tasks.
-      measured: built, run and timed now.
-      cached: answered from the store, whether good or failures.
-      failed: failed now. The three add up to the number of records.
-      build_seconds: of all builds, side by side ones added up.
+        retry_failures: whether what failed before is tried again, or what failed before
+            a moment: a process that was started again keeps to the first start's.
+        progress: called with what is being done.
     """
 
-    records: Mapping[str, ProfileRecord]
-    measured: int
-    cached: int
-    failed: int
-    build_seconds: float
-    run_seconds: float
+    retry_failures: bool | datetime = False
+    limits: Limits = field(default_factory=Limits)
+    progress: Callable[[Progress | str], None] | None = None
+
+    def tell(self, event: Progress | str) -> None:
+        """Passes an event on."""
+        if self.progress is not None:
+            self.progress(event)
+
+    @property
+    def of_rates(self) -> MeasureOptions:
+        """These, for timing devices: of different probes there is no best."""
+
+        def tell(event: Progress | str) -> None:
+            assert isinstance(event, Progress)
+            label = f"rates of the devices: {event.label}" if event.label else ""
+            self.tell(replace(event, label=label, best_ms=math.inf))
+
+        return replace(self, progress=tell)

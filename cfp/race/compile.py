@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import count
 
 from jax.sharding import Mesh
 
 from cfp.devices.described import DescribedMesh
 from cfp.devices.elsewhere import build_elsewhere
-from cfp.profiling.builder import BuildEnvironment, Built, build
-from cfp.profiling.compile_pool import (
-    CompilePool,
-    awaited,
-    default_threads,
-)
+from cfp.profiling.builder import BuildEnvironment, Built, Job, build
+from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.in_flight import InFlight, settle
-from cfp.profiling.options import MeasureOptions
+from cfp.profiling.jobs import build_all
 from cfp.profiling.record import CompiledBytes, ProfileRecord, is_to_retry
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.tasks import MeasureOptions
 from cfp.program.graph import Program
 from cfp.race.programs import (
     TOO_LATE,
@@ -117,78 +112,50 @@ def build_each(
     was before.
     """
     wanted = {one.job.key.digest: one for one in programs}
-    if not wanted:
-        return {}
-    built, options = builder.built, builder.options
-    most_bytes, most = builder.budget_bytes, builder.at_once
-    environment = BuildEnvironment.beside(builder.store.path)
-    pairs = [(digest, built.get(one.identity)) for digest, one in wanted.items()]
-    there = {digest: ready for digest, ready in pairs if ready is not None}
-    is_untuned = environment.is_untuned(builder.platform)
-    begun, lock = list[str](), threading.Lock()
+    built, most_bytes, threads = builder.built, builder.budget_bytes, builder.at_once
+    there = {
+        digest: replace(ready, key=one.job.key)
+        for digest, one in wanted.items()
+        if (ready := built.get(one.identity)) is not None
+    }
+    jobs = [one.job for digest, one in wanted.items() if digest not in there]
+    batches, begun, over = [jobs], count(), count(1)
+    if BuildEnvironment.beside(builder.store.path).is_untuned(builder.platform):
+        threads = min(TUNING_AT_ONCE, threads)
+        batches = [jobs[:TUNED_FIRST], jobs[TUNED_FIRST:]]
 
-    def may_race(digest: str, outcome: Built | ProfileRecord) -> bool:
-        """True if it was built, and is small enough."""
-        return isinstance(outcome, Built) and fits(outcome, most_bytes)
+    def is_late() -> bool:
+        return bool(there or next(begun)) and time.monotonic() > builder.end
 
-    done = [digest for digest, one in there.items() if may_race(digest, one)]
-
-    def may_begin(digest: str) -> bool:
-        """True if a program may be built now; others know that it is begun."""
-        with lock:
-            if (done or there or begun) and time.monotonic() > builder.end:
-                return False
-            begun.append(digest)
-        return True
-
-    def build_in_time(digest: str) -> Built | ProfileRecord | None:
-        one = wanted[digest]
-        if (ready := there.get(digest)) is not None:
-            return replace(ready, key=one.job.key)
-        if not may_begin(digest):
-            return None
-        with in_flight.doing(one.job.key, one.job.label, "build"):
-            outcome = builder.build(one)
+    def build_one(job: Job) -> Built | ProfileRecord:
+        one = wanted[job.key.digest]
+        outcome = builder.build(one)
         if isinstance(outcome, Built):
             built[one.identity] = outcome
-        if may_race(digest, outcome):
-            done.append(digest)
         return outcome
 
+    def tell(job: Job, number: int, left: int, seconds: float) -> None:
+        if not seconds:
+            which = f", {next(over)} of {len(jobs)}" if len(jobs) > 1 else ""
+            builder.options.tell(f"compiling {job.label}{which}")
+        elif left == 1:
+            builder.options.tell(waiting_text(job.label, seconds))
+
+    outcomes: dict[str, Built | ProfileRecord] = {**there}
+    for batch in batches:
+        outcomes |= build_all(
+            batch, build_one, in_flight, threads=threads, tell=tell, is_late=is_late
+        )
     found: dict[str, Built | ProfileRecord] = {}
-    first = 0
-    if is_untuned:
-        first, most = TUNED_FIRST, min(TUNING_AT_ONCE, most)
-    with CompilePool(in_flight.at_once(wanted, most)) as pool:
-        builds: dict[str, Future[Built | ProfileRecord | None]] = {}
-        for digest, one in wanted.items():
-            builds[digest] = pool.start(
-                one.job.label,
-                partial(build_in_time, digest),
-                after=[*builds.values()][:first],
-            )
-        over = 0
-
-        def say_last(label: str, seconds: float) -> None:
-            """Says that one program is awaited, if it is one."""
-            if sum(not built.done() for built in builds.values()) == 1:
-                options.tell(waiting_text(label, seconds))
-
-        for digest, one in wanted.items():
-            if digest not in there:
-                total = len(wanted) - len(there)
-                which = f", {over + 1} of {total}" if total > 1 else ""
-                options.tell(f"compiling {one.job.label}{which}")
-                over += 1
-            say = partial(say_last, one.job.label)
-            if (outcome := awaited(builds[digest], say)) is None:
-                continue
-            if isinstance(outcome, Built) and not fits(outcome, most_bytes):
-                reason = f"needs {outcome.peak_bytes} bytes of {most_bytes}"
-                outcome = outcome.record("out_of_memory", reason=reason)
-            if isinstance(outcome, ProfileRecord):
-                outcome = replace(outcome, choice=one.job.choice)
-            found[digest] = outcome
+    for digest, one in wanted.items():
+        if (outcome := outcomes.get(digest)) is None:
+            continue
+        if isinstance(outcome, Built) and not fits(outcome, most_bytes):
+            reason = f"needs {outcome.peak_bytes} bytes of {most_bytes}"
+            outcome = outcome.record("out_of_memory", reason=reason)
+        if isinstance(outcome, ProfileRecord):
+            outcome = replace(outcome, choice=one.job.choice)
+        found[digest] = outcome
     return found
 
 

@@ -14,7 +14,7 @@ from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.in_flight import InFlight
 from cfp.profiling.record import ProfileRecord, utc_now
-from cfp.profiling.runner import StopOnDeviceLoss, compile_generators, run
+from cfp.profiling.runner import check_devices, compile_generators, run
 from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp.race.candidates import variants
 from cfp.race.compile import (
@@ -193,7 +193,6 @@ class _Turns:
         rounds: number of turns, at most.
         in_turns: records of turns alone, by key.
         fastest_ms: by the key of what was left out the time of the fastest then.
-        run_next: times a program on devices that are there.
     """
 
     builder: Builder
@@ -205,11 +204,6 @@ class _Turns:
     rounds: int
     in_turns: dict[str, ProfileRecord] = field(default_factory=dict)
     fastest_ms: dict[str, float] = field(default_factory=dict)
-    run_next: StopOnDeviceLoss = field(init=False)
-
-    def __post_init__(self):
-        store = self.builder.store
-        self.run_next = StopOnDeviceLoss(run, lambda crash: keep([crash], store))
 
     @property
     def platform(self) -> str:
@@ -331,7 +325,11 @@ class _Turns:
         where = one.stands_on or (self.builder.program, self.builder.devices)
         expected_ms = one.candidate.predicted_ms or 0.0
         with self.in_flight.doing(one.job.key, one.job.label, "run", expected_ms):
-            return self.run_next(self.ready[digest], one.job, *where, timing=timing)
+            record = run(self.ready[digest], one.job, *where, timing=timing)
+        if record.status == "crashed":
+            keep([record], self.builder.store)
+            check_devices(where[1], record)
+        return record
 
 
 def _timing(platform: str, fastest_ms: float | None) -> TimingOptions:

@@ -297,7 +297,7 @@ class RequestBuilder:
         alone = replace(alone, label=label)
         picks = {index: candidate, near: neighbour}
         pair = part_job(analysis, picks, self.environment, f"{label}, in context")
-        pair = replace(pair, after=frozenset((job.key.digest, alone.key.digest)))
+        pair = replace(pair, is_last=True)
         return MeasurementRequest(
             kind, candidate, (job, alone, pair), (near, neighbour), reshard_ms
         )
@@ -355,7 +355,7 @@ def rematerialize(
     picks = {index: candidate, near: neighbour}
     together = part_job(analysis, picks, environment, f"{label}, in context")
     # They share most kernels, which are then tried out once.
-    together = replace(together, after=frozenset((base.jobs[0].key.digest,)))
+    together = replace(together, is_last=True)
     jobs = (*base.jobs[:2], together)
     return replace(base, candidate=candidate, jobs=jobs, base=base)
 

@@ -1,16 +1,19 @@
 """A small training step, and jobs that measure it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh
 
-from cfp.profiling.builder import Job
+from cfp.profiling.builder import BuildEnvironment, Job
+from cfp.profiling.jobs import run_jobs
 from cfp.profiling.key import ProfileKey
+from cfp.profiling.runner import Devices
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp.program.constrain import Constraints
@@ -83,6 +86,17 @@ class Case:
             "feedback": feedback,
         }
         return Job(**{**fields, **changes})
+
+
+def profile(case: Case, jobs: list[Job], store: ProfileStore) -> Mapping[str, Any]:
+    """Measures jobs that the store does not know; returns records by key."""
+    devices = Devices(
+        program=case.program,
+        mesh=case.mesh,
+        environment=BuildEnvironment(),
+        timing=QUICK,
+    )
+    return run_jobs(devices, jobs, store)
 
 
 @pytest.fixture(scope="session")

@@ -190,9 +190,8 @@ def test_kernels_are_untuned_until_the_compiler_has_kept_some(tmp_path):
     assert environment.is_untuned("gpu")
     assert not environment.is_untuned("cpu")
     assert not BuildEnvironment().is_untuned("gpu")
-    environment.learnt_dir.mkdir(parents=True)
+    (tmp_path / "autotune" / "device").mkdir(parents=True)
     assert environment.is_untuned("gpu")
-    (tmp_path / "autotune" / "device").mkdir()
     (tmp_path / "autotune" / "device" / "fusion").touch()
     assert not environment.is_untuned("gpu")
 

@@ -11,9 +11,9 @@ from cfp.profiling import collectives
 from cfp.profiling.builder import Built
 from cfp.profiling.collectives import ProbeSizes, build_probe, measure_rates
 from cfp.profiling.inputs import make_inputs
-from cfp.profiling.options import MeasureOptions
 from cfp.profiling.rates import KINDS, Rates
 from cfp.profiling.store import ProfileStore
+from cfp.profiling.tasks import MeasureOptions
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

@@ -40,9 +40,8 @@ def test_what_ends_the_body_begins_nothing_else_and_leaves_no_thread(error):
         compiled.append("first")
 
     # It is not waited for: the thread goes on until `over`.
-    with pytest.raises(error), CompilePool(2) as pool:
+    with pytest.raises(error), CompilePool(1) as pool:
         one = pool.start("first", first)
-        waiting = pool.start("waiting", lambda: compiled.append("waiting"), [one])
         rest = [pool.start(f"{n}", lambda: compiled.append("rest")) for n in range(9)]
         begun.wait(GUARD_SECONDS)
         raise error
@@ -50,7 +49,7 @@ def test_what_ends_the_body_begins_nothing_else_and_leaves_no_thread(error):
     over.set()
     until(lambda: not threads())
     assert compiled == ["first"]
-    for one in (waiting, *rest):
+    for one in rest:
         with pytest.raises(CancelledError):
             one.result()
 
@@ -65,23 +64,6 @@ def test_an_error_names_its_program():
         with pytest.raises(AssertionError, match="a bug") as raised:
             outcomes[1].result()
     assert raised.value.__notes__ == ["While segment 1: 3 was compiled."]
-
-
-def test_what_is_compiled_after_others_waits_for_them():
-    compiled, go = [], threading.Event()
-
-    def first():
-        assert go.wait(GUARD_SECONDS)
-        compiled.append("first")
-
-    with CompilePool(3) as pool:
-        one = pool.start("first", first)
-        last = pool.start("last", lambda: compiled.append("last"), [one])
-        pool.start("other", lambda: compiled.append("other")).result()
-        assert compiled == ["other"]
-        go.set()
-        last.result()
-    assert compiled == ["other", "first", "last"]
 
 
 def test_threads_have_the_settings_of_what_made_the_pool():

@@ -160,8 +160,8 @@ import os
 import sys
 import jax
 from cfp.profiling.builder import Built
+from cfp.profiling.jobs import run_jobs
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.scheduler import run_tasks
 from cfp.profiling.tasks import Task
 from cfp.profiling.store import ProfileStore
 
@@ -171,16 +171,19 @@ def task(name):
     key = ProfileKey((("name", name), ("mesh", "x=4")))
     return Task(key=key, label=f"task {name}")
 
-def build(task):
-    return Built(key=task.key, compiled=compiled)
+class Here:
+    threads = 1
 
-def run(task, built):
-    if task.label == f"task {sys.argv[2]}":
-        os.abort()
-    return built.record("ok", samples_ms=[1.0])
+    def build(self, task):
+        return Built(key=task.key, compiled=compiled)
+
+    def run(self, task, built):
+        if task.label == f"task {sys.argv[2]}":
+            os.abort()
+        return built.record("ok", samples_ms=[1.0])
 
 with ProfileStore(sys.argv[1]) as store:
-    run_tasks([task(name) for name in "abc"], store, build=build, run=run)
+    run_jobs(Here(), [task(name) for name in "abc"], store)
 """
 
 

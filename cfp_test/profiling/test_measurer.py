@@ -1,12 +1,10 @@
 """Answers of the store, and measurements of the rest."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from cfp.profiling.measurer import Measurer
-from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import ProfileRecord
+from cfp.profiling.tasks import MeasureOptions
 
 
 @pytest.fixture
@@ -14,7 +12,7 @@ def look(case, store, monkeypatch):
     """Makes what looks jobs up, and a list of what was measured."""
     measured = []
 
-    def profile(program, mesh, jobs, store, *, options, **_):
+    def run_jobs(place, jobs, store, options, **_):
         retry_failures = options.retry_failures
         records = store.get_many({job.key.digest for job in jobs})
         for job in jobs:
@@ -22,9 +20,9 @@ def look(case, store, monkeypatch):
             if digest not in records or (retry_failures and not records[digest].ok):
                 measured.append(job.label)
                 records[digest] = record_of(job, "ok")
-        return SimpleNamespace(records=records)
+        return records
 
-    monkeypatch.setattr("cfp.profiling.measurer.profile", profile)
+    monkeypatch.setattr("cfp.profiling.measurer.run_jobs", run_jobs)
 
     def make(measure=True, **options):
         where = (case.program, case.mesh, store)

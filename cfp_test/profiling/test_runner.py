@@ -10,8 +10,9 @@ from cfp.errors import CfpError
 from cfp.profiling import runner
 from cfp.profiling.builder import Built, build
 from cfp.profiling.inputs import make_inputs
-from cfp.profiling.runner import profile, run
+from cfp.profiling.runner import run
 from cfp.profiling.timing import measure as timing_measure
+from cfp_test.profiling.conftest import profile
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -156,21 +157,14 @@ def jobs_of(case):
     ]
 
 
-def test_the_second_time_nothing_is_measured(case, store, quick):
+def test_the_second_time_nothing_is_measured(case, store, quick, monkeypatch):
     jobs = jobs_of(case)
-    first = profile(case.program, case.mesh, jobs, store, timing=quick)
-    assert (first.measured, first.cached, first.failed) == (2, 0, 1)
-    assert [record.status for record in first.records.values()] == [
-        "ok",
-        "ok",
-        "compile_error",
-    ]
-    assert list(first.records) == [job.key.digest for job in jobs]
-    assert 0 < first.build_seconds
-    again = profile(case.program, case.mesh, jobs, store, timing=quick)
-    assert (again.measured, again.cached, again.failed) == (0, 3, 0)
-    assert again.records == first.records
-    assert (again.build_seconds, again.run_seconds) == (0.0, 0.0)
+    first = profile(case, jobs, store)
+    assert [record.status for record in first.values()] == ["ok", "ok", "compile_error"]
+    assert list(first) == [job.key.digest for job in jobs]
+    assert all(0 < record.build_seconds for record in first.values())
+    monkeypatch.setattr(runner, "build", None)
+    assert profile(case, jobs, store) == first
 
 
 # ------------------------------------------------------------------------- lost devices
@@ -179,8 +173,8 @@ def test_the_second_time_nothing_is_measured(case, store, quick):
 def test_a_crash_does_not_end_a_profile(case, store, quick, monkeypatch):
     monkeypatch.setattr(runner, "measure", failing("INTERNAL: boom"))
     jobs = [case.job("a"), case.job("b")]
-    summary = profile(case.program, case.mesh, jobs, store, timing=quick)
-    assert [r.status for r in summary.records.values()] == ["crashed", "ok"]
+    found = profile(case, jobs, store)
+    assert [r.status for r in found.values()] == ["crashed", "ok"]
 
 
 def test_lost_devices_end_a_profile(case, store, quick, monkeypatch):
@@ -199,6 +193,6 @@ def test_lost_devices_end_a_profile(case, store, quick, monkeypatch):
     monkeypatch.setattr(runner, "make_inputs", make)
     jobs = [case.job("a"), case.job("b"), case.job("c")]
     with pytest.raises(CfpError, match="illegal address"):
-        profile(case.program, case.mesh, jobs, store, timing=quick)
+        profile(case, jobs, store)
     # What crashed is known; of the others nothing was said.
     assert [record.key for record in store.records()] == [jobs[0].key.digest]

@@ -10,7 +10,7 @@ import pytest
 from cfp.profiling import measurer
 from cfp.profiling.builder import BuildEnvironment, build_failure
 from cfp.profiling.measurer import Measurer, first_of_kernels, tune_kernels
-from cfp.profiling.options import MeasureOptions
+from cfp.profiling.tasks import MeasureOptions
 from cfp.program.signature import cut_part
 from cfp_test.support.waiting import GUARD_SECONDS
 
@@ -68,37 +68,18 @@ def test_as_many_as_there_are_devices_are_built_at_once(
     assert all(x64 for _, x64 in seen), "threads have the settings of their caller"
 
 
-def test_what_was_learnt_is_not_built_again(case, store, tunable):
-    tune_kernels(case.program, case.mesh, [case.job("a")], store)
-    jobs = [case.job("a"), case.job("b")]
-    tune_kernels(case.program, case.mesh, jobs, store)
-    tune_kernels(case.program, case.mesh, jobs, store)
-    assert sorted(tunable) == ["a", "b"]
-
-
-def test_what_a_process_died_of_is_left_out(case, store, tunable):
-    jobs = [case.job(name) for name in ("a", "b")]
-    store.put(build_failure(jobs[0].key, RuntimeError("died"), build_seconds=1.0))
-    tune_kernels(case.program, case.mesh, jobs, store)
-    assert tunable == ["b"]
-    tune_kernels(
-        case.program, case.mesh, jobs, store, MeasureOptions(retry_failures=True)
-    )
-    assert tunable == ["b", "a"]
-
-
 def test_the_first_of_those_that_share_kernels_is_tuned_for_each_round(
     case, store, tunable, monkeypatch
 ):
     """Whatever is measured, not presets alone; what is known, or shared, is not."""
     rounds = []
 
-    def profile(program, mesh, jobs, store, **_):
+    def run_jobs(*_, **__):
         rounds.append(sorted(tunable))
         tunable.clear()
-        return SimpleNamespace(records={})
+        return {}
 
-    monkeypatch.setattr(measurer, "profile", profile)
+    monkeypatch.setattr(measurer, "run_jobs", run_jobs)
     look = Measurer(case.program, case.mesh, store, True, MeasureOptions())
     look([case.job("a", kernels=1), case.job("pair"), case.job("b", kernels=1)])
     store.put(build_failure(case.job("c").key, RuntimeError("no"), build_seconds=1.0))

@@ -11,8 +11,8 @@ from cfp.analysis.layout import Choice
 from cfp.errors import CfpError
 from cfp.profiling import runner
 from cfp.profiling.builder import Built
-from cfp.profiling.options import MeasureOptions
 from cfp.profiling.record import ProfileRecord
+from cfp.profiling.tasks import MeasureOptions
 from cfp.profiling.timing import measure
 from cfp.race import compile as building
 from cfp.race import turns as room

@@ -2,20 +2,18 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from cfp.profiling import compile_pool, scheduler
+from cfp.profiling import compile_pool, jobs
 from cfp.profiling.builder import Built
-from cfp.profiling.compile_pool import overlaps
 from cfp.profiling.in_flight import InFlight
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.tasks import Progress, Task
+from cfp.profiling.tasks import MeasureOptions, Progress, Task
 from cfp.view.progress import progress_text
 from cfp_test.support.at_work import alone, at_work, leave, operation
 from cfp_test.support.waiting import GUARD_SECONDS, until
@@ -29,11 +27,45 @@ class Work(Task):
     run: Callable[[Built], ProfileRecord]
 
 
-run_tasks = partial(
-    scheduler.run_tasks,
-    build=lambda work: work.build(),  # pyright: ignore
-    run=lambda work, built: work.run(built),  # pyright: ignore
-)
+@dataclass(frozen=True)
+class AnyPlace:
+    """A place of work."""
+
+    threads: int
+
+    def build(self, job: Work) -> Built | ProfileRecord:
+        return job.build()
+
+    def run(self, job: Work, built: Built) -> ProfileRecord:
+        return job.run(built)
+
+    def check(self, crash: ProfileRecord) -> None:
+        assert crash.status == "crashed"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Records of jobs, and the counts of the last progress."""
+
+    records: dict[str, ProfileRecord]
+    measured: int
+    cached: int
+    failed: int
+
+
+def run_tasks(
+    tasks, store, *, threads=1, retry_failures=False, progress=lambda event: None, **how
+) -> Ended:
+    last = []
+
+    def tell(event):
+        last[:] = [event]
+        progress(event)
+
+    options = MeasureOptions(retry_failures=retry_failures, progress=tell)
+    found = jobs.run_jobs(AnyPlace(threads), tasks, store, options, **how)
+    [end] = last
+    return Ended(found, end.done - end.cached - end.failed, end.cached, end.failed)
 
 
 def key_of(name: str) -> ProfileKey:
@@ -64,6 +96,7 @@ class Workshop:
     most_waiting: int = 0
     overlapped: bool = False
     building: int = 0
+    most_building: int = 0
     running: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -82,6 +115,7 @@ class Workshop:
         assert threading.current_thread() is not threading.main_thread()
         with self.lock:
             self.building += 1
+            self.most_building = max(self.most_building, self.building)
             self.overlapped |= self.running
         self.on_build.get(name, self._pause)()
         with self.lock:
@@ -138,28 +172,23 @@ def digests(names: str) -> list[str]:
     return [key_of(name).digest for name in names]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_when_time_is_over_nothing_else_is_begun(compiled, store, overlap):
+def test_when_time_is_over_nothing_else_is_begun(compiled, store):
     shop, late = Workshop(compiled), threading.Event()
     shop.on_run["b"] = late.set
-    found = run_tasks(
-        shop.tasks("abcdef"), store, overlap=overlap, threads=2, is_late=late.is_set
-    )
+    found = run_tasks(shop.tasks("abcdef"), store, threads=2, is_late=late.is_set)
     assert shop.ran == ["a", "b"]
     assert {key_of(name).digest for name in "ab"} == found.records.keys()
     assert (found.measured, found.failed) == (2, 0)
     shop.ends()
     # What was not measured is unclaimed: it can be measured at once.
-    again = run_tasks(shop.tasks("abcdef"), store, overlap=overlap)
+    again = run_tasks(shop.tasks("abcdef"), store)
     assert shop.ran == [*"abcdef"] and again.cached == 2
 
 
 def test_what_waits_to_be_built_is_not_built_when_time_is_over(compiled, store):
     shop, late = Workshop(compiled), threading.Event()
     shop.on_build["a"] = late.set
-    found = run_tasks(
-        shop.tasks("abc"), store, overlap=False, threads=1, is_late=late.is_set
-    )
+    found = run_tasks(shop.tasks("abc"), store, threads=1, is_late=late.is_set)
     assert (shop.built, shop.ran, dict(found.records)) == (["a"], [], {})
 
 
@@ -169,14 +198,14 @@ def test_records_come_in_the_order_of_the_tasks(shop, store):
     assert shop.ran == list("cab")
     assert all(record.ok for record in summary.records.values())
     assert (summary.measured, summary.cached, summary.failed) == (3, 0, 0)
-    assert (summary.build_seconds, summary.run_seconds) == (0.75, 6.0)
     assert store.get_many(digests("abc")).keys() == summary.records.keys()
 
 
 def test_suspects_are_built_one_at_a_time(shop, store):
     leave(store, operation(key_of("c"), "c", deaths=1))
+    shop.pause_seconds = 0.005
     run_tasks(shop.tasks("abcde"), store, threads=4)
-    assert shop.most_waiting == 1
+    assert shop.most_building == 1
     run_tasks(shop.tasks("c"), store)
     assert at_work(store) == {}
 
@@ -253,28 +282,11 @@ def test_a_good_record_is_never_replaced_by_a_failure(shop, store):
     assert store.get(good.key) == good
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_builds_are_not_far_ahead(shop, store, threads):
-    names = "abcdefghijklmnopqrst"
-    shop.pause_seconds = 0.001
-    run_tasks(shop.tasks(names), store, threads=threads)
-    assert shop.ran == list(names)
-    # Those that wait, those that are built, and the one that runs.
-    assert shop.most_waiting <= threads + 2 + 1
-
-
-def test_builds_and_runs_overlap(shop, store):
-    together = threading.Barrier(2, timeout=GUARD_SECONDS)
-    shop.on_run["a"] = shop.on_build["b"] = together.wait
-    run_tasks(shop.tasks("abcdef"), store, threads=1)
-    assert shop.overlapped
-
-
 @pytest.mark.parametrize(("threads", "batch"), [(1, 1), (2, 7), (4, 10)])
-def test_builds_and_runs_keep_apart_if_asked(shop, store, threads, batch):
+def test_builds_and_runs_keep_apart(shop, store, threads, batch):
     shop.pause_seconds = 0.005
     names = "abcdefghijklmnopqrst"
-    summary = run_tasks(shop.tasks(names), store, threads=threads, overlap=False)
+    summary = run_tasks(shop.tasks(names), store, threads=threads)
     assert not shop.overlapped
     assert shop.ran == list(names)
     assert summary.measured == len(names)
@@ -294,7 +306,7 @@ def test_links_are_opened_by_the_first_while_others_are_built(shop, store):
         opened.set()
 
     tasks = shop.tasks("abc")
-    how = {"threads": 2, "overlap": False, "open_links": open_links}
+    how = {"threads": 2, "open_links": open_links}
     summary = run_tasks(tasks, store, **how)
     assert did == [("task a", key_of("a"), "run", [])]
     assert shop.ran == ["a", "b", "c"] and summary.measured == 3
@@ -302,42 +314,22 @@ def test_links_are_opened_by_the_first_while_others_are_built(shop, store):
     assert len(did) == 1, "what is known opens nothing"
 
 
-def test_links_are_not_opened_beside_runs(shop, store):
-    opened = []
-    how = {"overlap": True, "open_links": lambda *_: opened.append(1)}
-    run_tasks(shop.tasks("ab"), store, threads=2, **how)
-    assert not opened and shop.ran == ["a", "b"]
-
-
 def test_what_could_not_be_built_opens_no_links(shop, store):
     shop.unbuildable = {"a"}
     opened = []
-    how = {"overlap": False, "open_links": lambda *_: opened.append(1)}
+    how = {"open_links": lambda *_: opened.append(1)}
     summary = run_tasks(shop.tasks("ab"), store, threads=2, **how)
     assert not opened and summary.measured == 1
 
 
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_what_shares_kernels_is_built_last_and_run_in_its_turn(
-    shop, store, threads, overlap
-):
-    shop.pause_seconds = 0.02
-    first, *others = shop.tasks("abc")
-    names = [key_of(name).digest for name in "bcx"]
-    waiting = replace(first, after=frozenset(names))
-    run_tasks([waiting, *others], store, threads=threads, overlap=overlap)
-    together = threads > 1 or overlap
-    assert shop.built.index("a") == (2 if together else 0)
-    assert shop.ran == ["a", "b", "c"]
-
-
-def test_what_waits_for_a_build_that_failed_is_built(shop, store):
-    shop.unbuildable = {"b"}
-    first, second = shop.tasks("ab")
-    waiting = replace(first, after=frozenset({second.key.digest}))
-    summary = run_tasks([waiting, second], store, threads=2, overlap=False)
-    assert (summary.measured, summary.failed) == (1, 1)
+def test_what_shares_kernels_is_built_last_and_run_in_its_turn(shop, store, threads):
+    begun = []
+    shop.on_build = {name: lambda name=name: begun.append(name) for name in "abcd"}
+    first, *others = shop.tasks("abcd")
+    run_tasks([replace(first, is_last=True), *others], store, threads=threads)
+    assert begun.index("a") == (3 if threads > 1 else 0)
+    assert shop.ran == [*"abcd"]
 
 
 @pytest.mark.parametrize(
@@ -358,7 +350,6 @@ def test_batches_are_of_one_size(shop, store, names, sizes):
         shop.tasks(names),
         store,
         threads=3,
-        overlap=False,
         progress=note,
     )
     assert waiting == [left for size in sizes for left in range(size, 0, -1)]
@@ -367,8 +358,7 @@ def test_batches_are_of_one_size(shop, store, names, sizes):
 # ----------------------------------------------------------------------------- progress
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_progress_adds_up(shop, store, overlap):
+def test_progress_adds_up(shop, store):
     run_tasks(shop.tasks("ax"), store)
     shop.times_ms = {"b": 5.0, "c": 0.5, "d": 3.0}
     shop.unbuildable, shop.crashing = {"e"}, {"f"}
@@ -377,7 +367,6 @@ def test_progress_adds_up(shop, store, overlap):
         shop.tasks("abcdefa"),
         store,
         threads=2,
-        overlap=overlap,
         progress=events.append,
     )
     assert {event.total for event in events} == {6}
@@ -401,9 +390,8 @@ def test_progress_adds_up(shop, store, overlap):
 # --------------------------------------------------------------------------- interrupts
 
 
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("phase", ["build", "run", "done"])
-def test_an_interrupt_keeps_what_was_measured(shop, store, phase, overlap):
+def test_an_interrupt_keeps_what_was_measured(shop, store, phase):
     stopped = threading.Event()
 
     def stop(event):
@@ -415,7 +403,7 @@ def test_an_interrupt_keeps_what_was_measured(shop, store, phase, overlap):
         shop.on_build["c"] = lambda: until(stopped.is_set)
 
     with pytest.raises(KeyboardInterrupt):
-        run_tasks(shop.tasks("abcdef"), store, overlap=overlap, progress=stop)
+        run_tasks(shop.tasks("abcdef"), store, progress=stop)
     measured = "abc" if phase == "done" else "ab"
     assert store.get_many(digests("abcdef")).keys() == set(digests(measured))
     shop.ran.clear()
@@ -448,19 +436,7 @@ def test_failures_to_build_are_kept_at_once(shop, store):
 # ------------------------------------------------------------------------------ threads
 
 
-def test_only_what_leaves_devices_in_peace_overlaps():
-    assert [overlaps(platform) for platform in ("cpu", "gpu", "cuda", "tpu")] == [
-        False,
-        False,
-        False,
-        True,
-    ]
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_the_last_compile_says_that_it_alone_is_awaited(
-    compiled, store, overlap, monkeypatch
-):
+def test_the_last_compile_says_that_it_alone_is_awaited(compiled, store, monkeypatch):
     monkeypatch.setattr(compile_pool, "_TELL_SECONDS", 0.0)
     shop, told, is_told = Workshop(compiled), [], threading.Event()
     shop.on_build["c"] = lambda: is_told.wait(GUARD_SECONDS)
@@ -470,9 +446,7 @@ def test_the_last_compile_says_that_it_alone_is_awaited(
         if (event.label, event.awaited) == (shop.task("c").label, 1):
             is_told.set()
 
-    found = run_tasks(
-        shop.tasks("abc"), store, overlap=overlap, threads=2, progress=progress
-    )
+    found = run_tasks(shop.tasks("abc"), store, threads=2, progress=progress)
     assert found.measured == 3 and is_told.is_set()
     text = progress_text(next(e for e in told if e.awaited == 1 and "c" in e.label))
     assert "waiting for 1 program to compile, 0:0" in text

@@ -1,0 +1,281 @@
+"""Builds and runs jobs: answers from the store what it knows, and measures the rest.
+
+Building, running and keeping are three things that know nothing of each other. Jobs are
+built in threads, in batches, and run one at a time in the order given: what compiles
+beside a run slows it (docs/decisions.md, "Building does not overlap running").
+
+What is about to be built or run is noted in the store, so that a process that dies of
+it leaves a record (`cfp.profiling.in_flight`), and so that two processes with one store
+share the work instead of doing it twice.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from cfp.profiling.builder import Built
+from cfp.profiling.compile_pool import CompilePool, awaited
+from cfp.profiling.in_flight import InFlight
+from cfp.profiling.record import ProfileRecord, is_to_retry
+from cfp.profiling.store import ProfileStore
+from cfp.profiling.tasks import MeasureOptions, Phase, Progress, Task
+
+# At the end of each batch of builds fewer and fewer threads have something to do: on 2
+# H200, with 12 of them, the last two of 26 programs took 5 s after a batch of 24. So
+# batches are of one size, at most this.
+_BUILT_BY_EACH_THREAD = 4
+_LOOK_AGAIN_SECONDS = 0.2
+
+AnyTask = TypeVar("AnyTask", bound=Task)
+Outcome = Built | ProfileRecord
+
+
+class Place(Protocol):
+    """A place where jobs are built and run, such as `cfp.profiling.runner.Devices`."""
+
+    @property
+    def threads(self) -> int:
+        """The number of jobs that it builds side by side."""
+        ...
+
+    def build(self, job: Any, /) -> Outcome:
+        """Builds a job, in a thread; a record if it cannot be built."""
+        ...
+
+    def run(self, job: Any, built: Built, /) -> ProfileRecord:
+        """Runs what was built."""
+        ...
+
+    def check(self, crash: ProfileRecord, /) -> None:
+        """Raises CfpError if nothing runs any more since something crashed."""
+        ...
+
+
+def run_jobs(
+    place: Place,
+    jobs: Iterable[Task],
+    store: ProfileStore,
+    options: MeasureOptions | None = None,
+    *,
+    program: str = "",
+    is_late: Callable[[], bool] = lambda: False,
+    open_links: Callable[[Any, Built], object] | None = None,
+) -> dict[str, ProfileRecord]:
+    """Measures what the store does not know.
+
+    Every record is put into the store the moment it exists, so that an interrupt
+    (`KeyboardInterrupt`, which passes through) loses only what is being measured.
+
+    Args:
+      jobs: what to measure. Of jobs with one key the first is taken.
+      program: whose jobs they are, for messages.
+      is_late: whether time is over, so that nothing else is begun: what was not
+        measured by then has no record.
+      open_links: called with the first job once it is built, in its thread, while
+        others are built: the first run on devices may take seconds before it begins.
+
+    Returns:
+      Records by key, in the order of the jobs, failures included.
+
+    Raises:
+      CfpError: the devices answer no more after something crashed on them.
+    """
+    options = options or MeasureOptions()
+    by_key: dict[str, Task] = {}
+    for job in jobs:
+        by_key.setdefault(job.key.digest, job)
+    with InFlight(store, options.limits, program) as in_flight:
+        run = _Run(place, by_key, store, in_flight, options, is_late, open_links)
+        run.look_up()
+        run.measure()
+    return {key: run.records[key] for key in by_key if key in run.records}
+
+
+def build_all(
+    jobs: Sequence[AnyTask],
+    build: Callable[[AnyTask], Outcome | None],
+    in_flight: InFlight,
+    *,
+    threads: int,
+    tell: Callable[[AnyTask, int, int, float], object],
+    is_late: Callable[[], bool] = lambda: False,
+) -> dict[str, Outcome]:
+    """Builds jobs side by side, and one at a time if a process may have died of one.
+
+    Args:
+      tell: called when a job begins to be awaited, and now and then while it is: with
+        the job, its number, how many are not built yet, and the seconds so far.
+      is_late: asked before each; what is late has no outcome.
+
+    Returns:
+      Outcomes by key.
+    """
+
+    def built(job: AnyTask) -> Outcome | None:
+        if is_late():
+            return None
+        with in_flight.doing(job.key, job.label, "build"):
+            return build(job)
+
+    found: dict[str, Outcome] = {}
+    threads = in_flight.at_once([job.key.digest for job in jobs], threads)
+    with CompilePool(threads) as pool:
+        builds = [pool.start(job.label, partial(built, job)) for job in jobs]
+
+        def say(job: AnyTask, number: int, seconds: float) -> None:
+            tell(job, number, sum(not one.done() for one in builds), seconds)
+
+        for number, (job, building) in enumerate(zip(jobs, builds, strict=True), 1):
+            say(job, number, 0.0)
+            outcome = awaited(building, partial(say, job, number))
+            if outcome is not None:
+                found[job.key.digest] = outcome
+    return found
+
+
+def _batch(threads: int, jobs: int) -> int:
+    """Returns the number of programs that are built before they run."""
+    if threads == 1:
+        return 1
+    batches = math.ceil(jobs / (_BUILT_BY_EACH_THREAD * threads))
+    return math.ceil(jobs / max(1, batches))
+
+
+@dataclass(slots=True)
+class _Run:
+    place: Place
+    jobs: Mapping[str, Task]
+    store: ProfileStore
+    in_flight: InFlight
+    options: MeasureOptions
+    is_late: Callable[[], bool]
+    open_links: Callable[[Any, Built], object] | None
+    records: dict[str, ProfileRecord] = field(default_factory=dict)
+    to_retry: dict[str, ProfileRecord] = field(default_factory=dict)
+    cached: int = 0
+    failed: int = 0
+    best_ms: float = math.inf
+    started: float = field(default_factory=time.perf_counter)
+
+    def look_up(self) -> None:
+        """Answers what the store knows, but for failures that are tried again."""
+        known = self.store.get_many(self.jobs)
+        again = self.options.retry_failures
+        self.to_retry = {d: r for d, r in known.items() if is_to_retry(r, again)}
+        for digest, record in known.items():
+            if digest not in self.to_retry:
+                self._answer(record)
+        self.tell("", "look up")
+
+    def _answer(self, record: ProfileRecord) -> None:
+        self.records[record.key] = record
+        self.cached += 1
+        self.best_ms = min(self.best_ms, record.time_ms)
+
+    def measure(self) -> None:
+        """Builds batches, and runs each before the next is built."""
+        waiting = [
+            job for digest, job in self.jobs.items() if digest not in self.records
+        ]
+        size = _batch(self.place.threads, len(waiting))
+        first = next(iter(waiting), None)
+
+        def build(job: Task) -> Outcome:
+            return self._build(job, opens=job is first)
+
+        def say(job: Task, number: int, left: int, seconds: float) -> None:
+            self.tell(job.label, "build", left if seconds else 0, seconds)
+
+        while waiting and not self.is_late():
+            batch = self._claim(waiting, size)
+            built = build_all(
+                sorted(batch, key=lambda job: job.is_last),
+                build,
+                self.in_flight,
+                threads=self.place.threads,
+                tell=say,
+                is_late=self.is_late,
+            )
+            for job in batch:
+                if self.is_late():
+                    return
+                # No name here: what was built goes when its turn is over.
+                self._take_turn(job, built.pop(job.key.digest))
+
+    def _claim(self, waiting: list[Task], count: int) -> list[Task]:
+        """Takes jobs that no other process is at out of the queue, to be built.
+
+        What another process has measured meanwhile is answered.
+        """
+        # What was claimed is no other process's, so that this is final.
+        claimed = self.in_flight.claim([job.key for job in waiting], count)
+        ours = {key.digest for key in claimed}
+        if not ours:
+            self.tell(waiting[0].label, "wait")
+            time.sleep(_LOOK_AGAIN_SECONDS)
+        known = {
+            digest: record
+            for digest, record in self.store.get_many(ours).items()
+            if record != self.to_retry.get(digest)
+        }
+        taken = [job for job in waiting if job.key.digest in ours]
+        for job in taken:
+            waiting.remove(job)
+            if job.key.digest in known:
+                self._answer(known[job.key.digest])
+                self.in_flight.release(job.key)
+                self.tell(job.label, "done")
+        return [job for job in taken if job.key.digest not in known]
+
+    def _build(self, job: Task, opens: bool) -> Outcome:
+        """Builds a job, in a thread, and opens links by it where that is asked for."""
+        outcome = self.place.build(job)
+        if isinstance(outcome, ProfileRecord):
+            self._keep(outcome)
+        elif opens and self.open_links is not None:
+            with self.in_flight.doing(job.key, job.label, "run"):
+                self.open_links(job, outcome)
+        return outcome
+
+    def _take_turn(self, job: Task, outcome: Outcome) -> None:
+        if isinstance(outcome, Built):
+            self.tell(job.label, "run")
+            with self.in_flight.doing(job.key, job.label, "run", job.expected_ms):
+                outcome = self.place.run(job, outcome)
+            self._keep(outcome)
+        self.in_flight.release(job.key)
+        self.records[job.key.digest] = outcome
+        self.failed += not outcome.ok
+        self.best_ms = min(self.best_ms, outcome.time_ms)
+        self.tell(job.label, "done")
+        if outcome.status == "crashed":
+            # If nothing runs any more every further record would be a lie.
+            self.place.check(outcome)
+
+    def _keep(self, record: ProfileRecord) -> None:
+        # A newer failure takes the place of the older one that was tried again.
+        kept = self.store.get(record.key) if self.options.retry_failures else None
+        self.store.put(record, replace=kept is not None and not kept.ok)
+
+    def tell(
+        self, label: str, phase: Phase, awaited: int = 0, awaited_seconds: float = 0.0
+    ) -> None:
+        self.options.tell(
+            Progress(
+                done=len(self.records),
+                cached=self.cached,
+                failed=self.failed,
+                total=len(self.jobs),
+                best_ms=self.best_ms,
+                label=label,
+                phase=phase,
+                elapsed_seconds=time.perf_counter() - self.started,
+                awaited=awaited,
+                awaited_seconds=awaited_seconds,
+            )
+        )

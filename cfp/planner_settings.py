@@ -23,42 +23,42 @@ _OPTIONS = {"time_budget": "seconds"}
 class PlannerSettings:
     """Settings of measuring, search and race.
 
+    The first sentence on each is the help of the command line's option, too.
+
     Attributes:
-        per_kind: how many strategies to measure for each kind of segment, at most.
-        others: how many of them beside the presets' parts, the best by estimate. Where
-            memory keeps out faster ones, more are measured in rounds, while some will
-            probably make the plan faster by 2 %.
-        seconds: planning ends after about this long: then no program joins the race or
-            is timed again. Once every kind of segment has a measurement, nothing else
-            is measured after 0.6 of it, or after all where nothing races. Where none
-            fits in memory at the end one more is compiled, the most likely to fit.
+        per_kind: strategies to measure for each kind of segment, at most.
+        others: strategies of each kind of segment to measure beside those of the
+            presets. They are the best by estimate. Where memory keeps out faster ones,
+            more are measured in rounds, while some will probably make the plan faster
+            by 2 %.
+        seconds: stop planning after about this long, race included, also if nothing
+            fits in memory yet. Then no program joins the race or is timed again. Once
+            every kind of segment has a measurement, nothing else is measured after 0.6
+            of it, or after all where nothing races. Where none fits in memory at the
+            end one more is compiled, the most likely to fit.
         compiler_options: sets of compiler options by the name that the race is to give
             them; the fastest is raced with each, too. By default a short list for the
             platform, of which all race with the first where no budget was asked for.
-        attention: kernels that may take the place of the step's attentions, the
-            preferred first, such as ("cudnn", "chunked"); () keeps attentions as they
-            are written. By default on GPUs cuDNN's, which computes in the dtype of the
-            attention; and everywhere chunks where memory decides.
-        choose: kinds of choices to make, such as ("sharding", "kernels"); by default
-            all: mesh, sharding, storage, remat, kernels, compiler_options,
-            microbatches and host_memory. The others are left as usual: one mesh axis,
-            data parallel, parameters stored as they are used, nothing rematerialized,
-            the step as it is written, no options, state on the devices.
-        race: whether the best plan and the presets are timed on the whole program;
-            otherwise the prediction decides; and under a budget the best that fits is
-            found by compiling, which runs nothing.
-        compile: whether the best few for described devices are compiled, and must fit.
-        precision: "fp8" computes large 16-bit products of parameters in FP8, which
-            changes results; "fp8,-*/router" leaves some out. See docs/fp8.md.
-        measure: whether strategies are measured; False uses stored measurements only.
-            By default they are, but not on virtual CPU devices, whose times say nothing
-            about those of GPUs: there choices are made by estimates, and the plan and
-            two presets race.
-        retry_failures: whether what failed before is tried again; or what failed
-            before a moment, which a process that is started again keeps to.
+        attention: kernels of attention to try, such as cudnn and chunked, the preferred
+            first; by default cudnn on GPUs, and chunked if memory decides. () keeps
+            attentions as they are written, and so does none on the command line.
+        choose: kinds of choices to make among mesh, sharding, storage, remat, kernels,
+            compiler-options, microbatches and host-memory; by default all. The others
+            are left as usual: one mesh axis, data parallel, parameters as used, the
+            step as it is written, no options, state on the devices.
+        race: time the best plan and the presets on the whole program. Otherwise the
+            prediction decides, and under a budget what compiles to fit.
+        compile: compile the best few for described devices (takes cfp[tpu] or
+            cfp[cuda]), and drop those that do not fit.
+        precision: compute large 16-bit products of parameters in FP8, which changes
+            results: fp8, or fp8,-*/router to leave some out by path. See docs/fp8.md.
+        measure: measure strategies on virtual CPU devices, too; by default choices
+            there are by estimates, and the plan and two presets race. False uses stored
+            measurements only.
+        retry_failures: measure again what failed before. It may be a moment, too.
         progress: called with every event, a :class:`Progress` or a line of text.
-        ray: address of a Ray cluster to plan on: "auto", "host:port", or "local",
-            which starts one here; see docs/ray.md.
+        ray: address of a Ray cluster to plan on: auto, host:port, or local, which
+            starts one here. See docs/ray.md.
 
     Raises:
         CfpError: no strategy to measure, no number of seconds,

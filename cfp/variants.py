@@ -69,7 +69,6 @@ class Variant:
 
     Attributes:
         args: its arguments, arrays or ``jax.ShapeDtypeStruct`` s.
-        microbatches: number of parts of the batch, if variants differ in that.
     """
 
     name: str
@@ -77,7 +76,6 @@ class Variant:
     args: tuple[Any, ...] = field(repr=False)
     mesh: Mesh | DescribedMesh
     kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    microbatches: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,9 +63,9 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
             target does not take these microbatches.
     """
     given = ctx.params
-    chosen = dimensions_of(given["choose"].split(",")) if given.get("choose") else None
+    chosen = dimensions_of((given.get("choose") or ",".join(Dimension)).split(","))
     for option, dimension in _VARIED.items():
-        if given[option] and chosen is not None and dimension not in chosen:
+        if given[option] and dimension not in chosen:
             flag = f"--{option.replace('_', '-')}"
             raise CfpError(
                 f"{flag} is for what --choose leaves out. Add {dimension} to --choose, "
@@ -74,7 +73,6 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
             )
     counts = _counts(given["microbatches"])
     shapes, every = shapes_of(given)
-    every = every and (chosen is None or Dimension.MESH in chosen)
     cluster = _cluster(given)
     platform.select("cpu" if cluster else given["platform"], shapes[0])
     leave_printing_to_process_0()
@@ -88,7 +86,7 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
         )
 
     # The targets first: to say that they do not exist takes no device.
-    targets = [find(count) for count in counts]
+    targets = {count: find(count) for count in counts}
 
     def make(axes: platform.Axes | None) -> Mesh | DescribedMesh:
         if cluster is None:
@@ -96,29 +94,24 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
         return mesh_of(cluster, axes)
 
     meshes = [make(shape) for shape in shapes]
-    if every:
+    if every and Dimension.MESH in chosen:
         known = [tuple(mesh.shape.items()) for mesh in meshes]
-        count = prod(size for _, size in known[0])
         most = 3 if given["mesh_shapes"] else 2
-        shapes = [axes for axes in platform.mesh_shapes(count) if len(axes) <= most]
-        shapes = [axes for axes in shapes if not cluster or cluster.has(axes)]
-        meshes = [make(axes) for axes in dict.fromkeys([*shapes, *known])]
+        more = [
+            axes
+            for axes in platform.mesh_shapes(prod(size for _, size in known[0]))
+            if len(axes) <= most and (not cluster or cluster.has(axes))
+        ]
+        meshes = [make(axes) for axes in dict.fromkeys([*more, *known])]
 
     def vary(mesh: Mesh | DescribedMesh, count: int | None, target: Target) -> Variant:
         parts = "" if count is None else f", microbatches {count}"
-        return Variant(
-            name=mesh_text(mesh.shape.items()) + parts,
-            fn=target.step,
-            args=target.args,
-            mesh=mesh,
-            microbatches=count,
-        )
+        name = mesh_text(mesh.shape.items()) + parts
+        return Variant(name=name, fn=target.step, args=target.args, mesh=mesh)
 
     def leaner() -> Iterator[Variant]:
         asked = MICROBATCHES.flag in (word.partition("=")[0] for word in ctx.args)
-        if given["microbatches"] is not None or asked:
-            return
-        if chosen is not None and Dimension.MICROBATCHES not in chosen:
+        if asked or counts != [None] or Dimension.MICROBATCHES not in chosen:
             return
         for count in _MORE_MICROBATCHES:
             try:
@@ -127,22 +120,16 @@ def variants_of(ctx: typer.Context) -> dict[str, Any]:
                 continue
             yield from (vary(mesh, count, target) for mesh in meshes)
 
-    numbered = zip(counts, targets, strict=True)
     return {
-        "variants": [vary(mesh, *one) for mesh, one in product(meshes, numbered)],
-        "static_argnums": targets[0].static,
-        "donate_argnums": targets[0].donate,
+        "variants": [vary(mesh, *one) for mesh in meshes for one in targets.items()],
+        "static_argnums": targets[counts[0]].static,
+        "donate_argnums": targets[counts[0]].donate,
         "leaner": leaner,
     }
 
 
-_OF_MESHES = ("devices", "mesh", "mesh_shapes")
 # Options that name variants, and what these are of.
-_VARIED = {
-    "mesh_shapes": Dimension.MESH,
-    "microbatches": Dimension.MICROBATCHES,
-}
-
+_VARIED = {"mesh_shapes": Dimension.MESH, "microbatches": Dimension.MICROBATCHES}
 # Numbers of microbatches that are tried where nothing fits otherwise.
 _MORE_MICROBATCHES = (2, 4, 8)
 
@@ -150,20 +137,16 @@ _MORE_MICROBATCHES = (2, 4, 8)
 def _cluster(given: dict[str, Any]) -> Cluster | None:
     """Reads --for, if it was given."""
     text = given.get("described")
-    if text is None:
-        if given.get("compile"):
-            raise CfpError(
-                "--compile is for devices that --for describes. Leave it out."
-            )
-        return None
-    for option in ("platform", "devices", "measure"):
+    if text is None and given.get("compile"):
+        raise CfpError("--compile is for devices that --for describes. Leave it out.")
+    for option in ("platform", "devices", "measure", "ray") if text else ():
         if given.get(option):
             value = "" if given[option] is True else f" {given[option]}"
             raise CfpError(
                 f"--{option}{value} does not go with --for {text}. Leave it out, or "
                 "give --mesh for other axes than the cluster's own."
             )
-    return cluster_of(text)
+    return text and cluster_of(text)
 
 
 def _counts(text: str | None) -> list[int | None]:
@@ -188,37 +171,22 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
     if mesh is not None and texts:
         raise CfpError("Give --mesh for one mesh or --mesh-shapes for more, not both.")
     named = [text for text in texts if text != _ALL] or [mesh]
-    shapes = dict.fromkeys(platform.parse_mesh(devices, text) for text in named)
-    sizes = {
-        mesh_text(axes): prod(size for _, size in axes)
-        for axes in shapes
-        if axes is not None
-    }
-    if len(set(sizes.values())) > 1:
-        found = "; ".join(f"{text} of {n}" for text, n in sizes.items())
+    shapes = [*dict.fromkeys(platform.parse_mesh(devices, text) for text in named)]
+    if len({prod(size for _, size in axes or ()) for axes in shapes}) > 1:
         raise CfpError(
-            f"The mesh shapes are not of equally many devices: {found}. "
+            f"The mesh shapes {'; '.join(texts)} are not of equally many devices. "
             "--mesh-shapes all with --devices N plans all of N devices."
         )
-    is_open = not any(given[name] for name in (*_OF_MESHES, "preset"))
-    return list(shapes), _ALL in texts or is_open
+    is_open = not (devices or mesh or texts or given["preset"])
+    return shapes, _ALL in texts or is_open
 
 
 @o.command(
     *("target", "devices", "mesh", "described", "platform", "memory_budget"),
     *("time_budget", "preset", "choose", "pin", "donate", "output"),
     *("presets", "mesh_shapes", "microbatches", "static", "attention"),
-    *(
-        "precision",
-        "per_kind",
-        "others",
-        "quick",
-        "measure",
-        "no_race",
-        "compile",
-        "ray",
-        "retry_failures",
-    ),
+    *("precision", "per_kind", "others", "quick", "measure", "no_race", "compile"),
+    *("ray", "retry_failures"),
     *("run_timeout", "build_timeout", "workdir", "as_json", "quiet"),
     presets=o.Option(
         bool,
@@ -240,14 +208,6 @@ def shapes_of(given: dict[str, Any]) -> tuple[list[platform.Axes | None], bool]:
         "microbatches.",
         under=o.VARIANTS,
         metavar="N,N",
-    ),
-    ray=o.Option(
-        str,
-        "Plan on a Ray cluster: auto, host:port, or local, which starts one here. "
-        "Programs are compiled and run on the node with the devices; measurements "
-        "come back to --workdir in the end.",
-        under=o.MEASURING,
-        metavar="ADDRESS",
     ),
 )
 def plan(ctx: typer.Context, given: Any) -> None:
@@ -300,8 +260,7 @@ def find(given: Any) -> Fastest:
 def find_on_ray(ctx: typer.Context) -> Fastest:
     """Runs all passes on the devices of a node of a Ray cluster."""
     options = ctx.params
-    if options["described"] is not None:
-        raise CfpError("--ray does not go with --for: described devices never run.")
+    _cluster(options)
     shapes, _ = shapes_of(options)
     return plan_on_ray(
         partial(_find_there, dict(options), list(ctx.args), ctx.obj, os.getcwd()),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from functools import partial
 from inspect import Parameter, Signature
+from math import isfinite
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -99,9 +103,6 @@ def leave_printing_to_process_0() -> None:
         sys.stdout = io.StringIO()
 
 
-USUAL = PlannerSettings()  # Where options say nothing.
-
-
 VARIANTS = "Meshes, batches and arguments"
 KERNELS = "Kernels"
 MEASURING = "Measuring and racing"
@@ -181,7 +182,27 @@ TARGET_TEXT = (
 )
 _POSITIONS = {"metavar": "N", "parser": _positions, "callback": _together}
 _VIRTUAL = "cpu, with as many virtual devices as needed, or cuda; "
-# Options that several commands have; defaults are those of the settings.
+
+
+def _setting(
+    of: Any, name: str, kind: Any, under: str = MEASURING, **how: Any
+) -> Option:
+    """The option of a setting: its default and the first sentence of its docs.
+
+    Args:
+        of: an object with all defaults.
+    """
+    text = re.search(rf" {name}: (.*?\.)\s", inspect.getdoc(of) or "", re.DOTALL)
+    usual = getattr(of, name)
+    default = usual if "min" in how and isfinite(usual) else None
+    words = " ".join(text[1].split()) if text else ""
+    return Option(kind, sentence(words), default=default, under=under, **how)
+
+
+_USUAL = PlannerSettings()
+_of_settings = partial(_setting, _USUAL)
+_of_limits = partial(_setting, _USUAL.limits, kind=float, metavar="SECONDS", min=1)
+# Options that several commands have.
 OPTIONS: Mapping[str, Option] = {
     "path": Argument(Path, "PLAN", "A saved plan."),
     "target": Argument(str, "TARGET", TARGET_TEXT),
@@ -204,25 +225,11 @@ OPTIONS: Mapping[str, Option] = {
         "it are left for the allocator.",
         metavar="SIZE",
     ),
-    "time_budget": Option(
-        float,
-        "Stop planning after about this long, race included, also where nothing fits "
-        "in memory yet.",
-        metavar="SECONDS",
-        min=0,
-    ),
+    "time_budget": _of_settings("seconds", float, None, metavar="SECONDS", min=0),
     "preset": Option(
         str,
         "Take a preset instead of searching; --presets of cfp plan lists them.",
         metavar="NAME",
-    ),
-    "choose": Option(
-        str,
-        "Kinds of choices to make, such as sharding,kernels, of: mesh, sharding, "
-        "storage, remat, kernels, compiler-options, microbatches, host-memory. All, if "
-        "not given.",
-        under=MEASURING,
-        metavar="NAMES",
     ),
     "pin": Option(
         list[str],
@@ -246,51 +253,20 @@ OPTIONS: Mapping[str, Option] = {
         under=VARIANTS,
         **_POSITIONS,
     ),
-    "attention": Option(
-        str,
-        "Kernels of attention to try, such as cudnn,chunked, the preferred first; none "
-        "keeps it as written. By default cuDNN's on GPUs, chunks where memory decides.",
-        under=KERNELS,
-        metavar="KERNELS",
-    ),
-    "compile": Option(
-        bool,
-        "With --for: compile the best few for these devices (takes cfp[tpu] or "
-        "cfp[cuda]), and drop those that do not fit.",
-        under=MEASURING,
-    ),
-    "precision": Option(
-        str,
-        "fp8: compute large 16-bit products of parameters in FP8, which changes "
-        "results; fp8,-*/router leaves some out, by path. By default as written.",
-        under=KERNELS,
-        metavar="PRECISION",
-    ),
-    "per_kind": Option(
-        int,
-        "Strategies to measure for each kind of segment, at most.",
-        default=USUAL.per_kind,
-        under=MEASURING,
-        metavar="N",
-        min=1,
-    ),
-    "others": Option(
-        int,
-        "Strategies of each kind of segment to measure beside those of the presets.",
-        default=USUAL.others,
-        under=MEASURING,
-        metavar="COUNT",
-        min=0,
-    ),
+    "choose": _of_settings("choose", str, metavar="NAMES"),
+    "attention": _of_settings("attention", str, KERNELS, metavar="KERNELS"),
+    "precision": _of_settings("precision", str, KERNELS, metavar="PRECISION"),
+    "compile": _of_settings("compile", bool),
+    "per_kind": _of_settings("per_kind", int, metavar="N", min=1),
+    "others": _of_settings("others", int, metavar="COUNT", min=0),
+    "measure": _of_settings("measure", bool),
+    "retry_failures": _of_settings("retry_failures", bool),
+    "ray": _of_settings("ray", str, metavar="ADDRESS"),
+    "run_timeout": _of_limits("run_seconds"),
+    "build_timeout": _of_limits("build_seconds"),
     "quick": Option(
         bool,
         "Measure less: segments alone, and each plan with all values constrained.",
-        under=MEASURING,
-    ),
-    "measure": Option(
-        bool,
-        "Measure strategies on virtual CPU devices, too. By default choices there are "
-        "by estimates, and the plan and two presets race.",
         under=MEASURING,
     ),
     "no_race": Option(
@@ -298,25 +274,6 @@ OPTIONS: Mapping[str, Option] = {
         "Choose by prediction; do not time whole programs. With --memory-budget the "
         "plan is compiled, to see whether it fits.",
         under=MEASURING,
-    ),
-    "retry_failures": Option(
-        bool, "Measure again what failed before.", under=MEASURING
-    ),
-    "run_timeout": Option(
-        float,
-        "Stop a run after SECONDS plus 20 times its expected time.",
-        default=USUAL.limits.run_seconds,
-        under=MEASURING,
-        metavar="SECONDS",
-        min=1,
-    ),
-    "build_timeout": Option(
-        float,
-        "Stop a compilation after SECONDS.",
-        default=USUAL.limits.build_seconds,
-        under=MEASURING,
-        metavar="SECONDS",
-        min=1,
     ),
     "workdir": Option(
         Path,
@@ -406,6 +363,13 @@ def supervise(
         ctx.obj.enter(store_path(workdir), more_done)
 
 
+# How the text of an option is read, where it has another type than the setting.
+_READ: Mapping[str, Callable[[str], Any]] = {
+    "choose": lambda text: tuple(sorted(dimensions_of(text.split(",")))),
+    "attention": lambda text: tuple(n for n in text.split(",") if n != "none"),
+}
+
+
 def settings(
     ctx: typer.Context | None = None,
     *,
@@ -417,25 +381,21 @@ def settings(
     Args:
         other: options that it does not have, or has otherwise.
     """
-    given = {**(ctx.params if ctx is not None else {}), **other}
-    names = ("per_kind", "others", "precision", "compile")
-    found = {name: given.get(name) for name in names}
-    found |= {"race": not given.get("no_race"), "seconds": given.get("time_budget")}
-    found |= {"measure": given.get("measure", True) or None}
-    if given.get("retry_failures"):
-        supervision = ctx.obj if ctx is not None else None
-        is_supervised = isinstance(supervision, Supervision)
-        found["retry_failures"] = supervision.started if is_supervised else True
-    if given.get("choose") is not None:
-        found["choose"] = tuple(sorted(dimensions_of(given["choose"].split(","))))
-    if given.get("attention") is not None:
-        names = given["attention"].split(",")
-        found["attention"] = tuple(name for name in names if name != "none")
+    given = {"measure": True, **(ctx.params if ctx is not None else {}), **other}
+    given |= {"seconds": given.get("time_budget"), "ray": None}
+    found = {
+        one.name: _READ.get(one.name, lambda value: value)(given[one.name])
+        for one in fields(PlannerSettings)
+        if given.get(one.name) is not None
+    }
+    found |= {"race": not given.get("no_race"), "measure": given["measure"] or None}
+    if given.get("retry_failures") and ctx is not None:
+        is_supervised = isinstance(ctx.obj, Supervision)
+        found["retry_failures"] = ctx.obj.started if is_supervised else True
     if "run_timeout" in given:
         found["limits"] = Limits(
             run_seconds=given["run_timeout"], build_seconds=given["build_timeout"]
         )
-    found = {name: value for name, value in found.items() if value is not None}
     if given.get("quick"):
         found |= {"in_context": False, "plans": 1}
         found["constraint_levels"] = (ConstraintLevel.EVERYTHING,)

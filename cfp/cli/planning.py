@@ -29,7 +29,7 @@ from cfp.cli.session import (
     dump_session,
     open_session,
 )
-from cfp.context import PlanContext, open_context
+from cfp.context import open_context
 from cfp.devices.device_kind import description_of
 from cfp.errors import CfpError
 from cfp.find import FoundPlan, complete_plan
@@ -276,19 +276,19 @@ def search_stored(
         if not len(context.store):
             raise _profile_first(f"{context.store.path} holds no measurements yet.")
         profiles = profile_segments(context, analysis)
-        _check_complete(context, profiles)
+        _check_complete(profiles)
     with open_context(mesh, workdir, budget_bytes, settings) as context:
         solution = search_choices(context, analysis, profiles)
         return complete_plan(context, session.step, session, solution, profiles)
 
 
-def _check_complete(context: PlanContext, profiles: Profiles) -> None:
+def _check_complete(profiles: Profiles) -> None:
     wanted = {job.key.digest: job for item in profiles.rounds[0] for job in item.jobs}
     missing = [job for key, job in wanted.items() if key not in profiles.records]
     if missing:
         raise _profile_first(
             f"{len(missing)} of {len(wanted)} things to measure have not been "
-            f"measured. For the first of them, {context.store.explain(missing[0].key)}"
+            f"measured, the first of them {missing[0].label!r}."
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from math import isfinite
 from typing import Any
@@ -26,7 +26,7 @@ from cfp.cli.session import analyse, check_writable, target_of
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.units import parse_bytes
-from cfp.view.console import Row, Rows, print_view, wrapped
+from cfp.view.console import Rows, print_view, row_of, wrapped
 from cfp.view.progress import Display
 from cfp.view.text import print_plan
 from cfp.view.throughput import throughput
@@ -129,10 +129,11 @@ def _elsewhere_text(plan: Plan, mesh: Mesh) -> str:
 
 def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
     """Makes plain data of a trial."""
-    largest, rates = (
-        next(iter(trial.every.leaves), None),
-        throughput(plan, trial.median_ms),
-    )
+    rates = throughput(plan, trial.median_ms)
+    largest = [
+        _finite({"path": one.path, "relative_l2": one.relative_l2})
+        for one in trial.every.leaves[:1]
+    ]
     return {
         "plan": plan.winner,
         "peak_bytes": plan.peak_bytes,
@@ -149,8 +150,7 @@ def trial_data(trial: Trial, plan: Plan) -> dict[str, Any]:
         "checked_against": reference_text(trial.preset) if trial.checked else None,
         "passed": not trial.failures if trial.checked else None,
         "tolerance": trial.tolerance,
-        "largest_difference": largest
-        and _finite({"path": largest.path, "relative_l2": largest.relative_l2}),
+        "largest_difference": next(iter(largest), None),
         "failures": [*map(_finite, list_failures(trial))],
         "from_as_written": _finite(trial.steps[-1].comparison.rounded),
         "compared_by_norm_alone": sorted(map(trial.named, trial.undecided)),
@@ -178,9 +178,9 @@ def list_failures(trial: Trial) -> list[dict[str, Any]]:
     ]
 
 
-def _trial_rows(trial: Trial) -> Rows:
-    """The steps as a table."""
+def _print_trial(trial: Trial) -> None:
     headings = ["step", "ms", *trial.steps[0].metrics]
+    headings += ["off by", "of allowed", "in"] if trial.checked else []
     rows = []
     for number, step in enumerate(trial.steps):
         row = [str(number), f"{step.time_ms:.2f}"]
@@ -188,15 +188,8 @@ def _trial_rows(trial: Trial) -> Rows:
         if (nearest := step.comparison.nearest) is not None:
             off, share = nearest.relative_l2, nearest.relative_l2 / nearest.allowed
             row += [f"{off:.2g}", f"{share:.0%}", trial.named(nearest.path)]
-        elif trial.checked:
-            row += ["", "", ""]
-        rows.append(Row(cells=tuple(row)))
-    headings += ["off by", "of allowed", "in"] if trial.checked else []
-    return Rows(title="", headings=tuple(headings), rows=rows)
-
-
-def _print_trial(trial: Trial) -> None:
-    print_view(_trial_rows(trial).table)
+        rows.append(row_of(*row, *[""] * (len(headings) - len(row))))
+    print_view(Rows(title="", headings=tuple(headings), rows=rows).table)
     if trial.drawn and any(step.metrics for step in trial.steps):
         print(wrapped(_DRAWN))
     print(f"Median step time: {trial.median_ms:.3f} ms")
@@ -206,21 +199,30 @@ def _print_trial(trial: Trial) -> None:
 
 def check_text(trial: Trial) -> str:
     """Formats the outcome of a check."""
+    return "\n".join(_check_lines(trial))
+
+
+def _check_lines(trial: Trial) -> Iterator[str]:
     if not trial.every.leaves:
-        return "Check: the step returns nothing to compare."
+        yield "Check: the step returns nothing to compare."
+        return
     against, largest = reference_text(trial.preset), trial.every.leaves[0]
     if failures := list_failures(trial):
-        shown = [
-            f"step {one['step']}: {one['path']} is off by {one['relative_l2']:.2g}, "
-            f"may be by {one['allowed']:.2g}"
-            for one in failures
-        ]
-        return (
+        yield (
             f"Check FAILED: largest relative L2 difference from {against}: "
             f"{largest.relative_l2:.2g} in {trial.named(largest.path)}, tolerance "
-            f"{trial.tolerance:g}\n  {few(shown, f'{chr(10)}  ', _FAILURES_SHOWN)}"
+            f"{trial.tolerance:g}"
         )
-    text = f"all results equal those of {against} within rounding"
+        for one in failures[:_FAILURES_SHOWN]:
+            yield (
+                f"  step {one['step']}: {one['path']} is off by "
+                f"{one['relative_l2']:.2g}, may be by {one['allowed']:.2g}"
+            )
+        if (more := len(failures) - _FAILURES_SHOWN) > 0:
+            yield f"  and {more} more"
+        return
+    rounding = _rounding_text(trial)
+    text = f"Check passed: all results equal those of {against} within rounding"
     if (nearest := trial.every.nearest) is not None:
         share = nearest.relative_l2 / nearest.allowed
         text += (
@@ -228,36 +230,37 @@ def check_text(trial: Trial) -> str:
             f"{nearest.relative_l2:.2g} (relative L2), {share:.0%} of what is allowed"
         )
         if nearest.relative_l2 > trial.tolerance:
-            rounding = f"no more than rounding does there {_where(trial)}"
-            text += f"; above {trial.tolerance:g}, but {rounding}"
+            text += (
+                f"; above {trial.tolerance:g}, but no more than rounding does there "
+            )
+            text += rounding
+    yield text
     if undecided := sorted(map(trial.named, trial.undecided)):
-        text += (
-            f"\nThese leaves are dominated by rounding {_where(trial)}; only "
-            f"their norms were compared: {few(undecided, most=_FAILURES_SHOWN)}"
+        names = few(undecided, most=_FAILURES_SHOWN)
+        yield (
+            f"These leaves are dominated by rounding {rounding}; only their norms were "
+            f"compared: {names}"
         )
     if trial.preset == AS_WRITTEN:
-        text += (
-            "\nThe step's code names devices, and does not run on one: the plan's was "
+        yield (
+            "The step's code names devices, and does not run on one: the plan's was "
             "compared with the step as written on the same devices. The check is of "
             "what cfp shards around that code; where that is nothing, both differ by 0."
         )
     elif trial.preset:
-        text += (
-            "\nThe step has no room unsharded: the plan's was compared with the same "
+        yield (
+            "The step has no room unsharded: the plan's was compared with the same "
             f"step as written, sharded over the same devices by {trial.preset}."
         )
-    return f"Check passed: {text}{_rounded_text(trial)}"
+    if off := trial.steps[-1].comparison.rounded:
+        texts = (f"{trial.named(path)} by {far:.2g}" for path, far in off.items())
+        yield (
+            "From the step without FP8 differ most, of state by its change: "
+            f"{', '.join(texts)}"
+        )
 
 
-def _rounded_text(trial: Trial) -> str:
-    """Says how far FP8 is from the step as written; "" without FP8."""
-    off = trial.steps[-1].comparison.rounded.items()
-    texts = [f"{trial.named(path)} by {distance:.2g}" for path, distance in off]
-    text = "\nFrom the step without FP8 differ most, of state by its change: "
-    return text + ", ".join(texts) if texts else ""
-
-
-def _where(trial: Trial) -> str:
+def _rounding_text(trial: Trial) -> str:
     """Says in which runs it was found out what rounding does."""
     if trial.narrow:
         return "in the plan's kernels"

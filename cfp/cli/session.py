@@ -41,11 +41,7 @@ ELSEWHERE = (
 def target_of(
     ctx: typer.Context, plan: Plan | None = None, remedy: str = ELSEWHERE
 ) -> tuple[Target, Mesh]:
-    """The target and the devices that a command was given.
-
-    Raises:
-        CfpError: there is no such target, mesh, platform or number of devices.
-    """
+    """The target and the devices that a command was given; see `open_target`."""
     given = ctx.params
     return open_target(
         given["target"],
@@ -78,44 +74,29 @@ def open_target(
         remedy: what to do where the plan's devices are missing.
 
     Raises:
-        CfpError: there is no such target, platform or number of devices.
+        CfpError: there is no such target, platform or number of devices, or the target
+            cannot be the plan's step.
     """
-    of_plan = plan is not None and axes is None
-    kind = ""
+    of_plan, kind = plan is not None and axes is None, ""
     if plan is not None:
         kind = "" if platform_name else plan.environment.get("device_kind", "")
         axes = axes or plan.mesh_axes
         on_cpu = plan.environment.get("platform") == "cpu"
         platform_name = platform_name or ("cpu" if on_cpu else None)
+        known = [i for i in plan.static or () if isinstance(i, int)]
+        if known and not static and text in NAMES:
+            raise CfpError(
+                f"The plan's step has static arguments {known}, and {text} has none. "
+                "Give the function that was planned, file.py:function."
+            )
+        static = static or known
     platform.select(platform_name, axes)
     leave_printing_to_process_0()
     # The target first: to say that it does not exist takes no device.
-    target = planned_target(text, options, plan, donate=donate, static=static)
+    target = resolve(text, options, donate=donate, static=static)
     if not of_plan:
         return target, platform.make_asked_mesh(axes)
     return target, platform.make_mesh(axes, device_kind=kind, remedy=remedy)
-
-
-def planned_target(
-    text: str,
-    options: Sequence[str],
-    plan: Plan | None,
-    *,
-    donate: Sequence[int] = (),
-    static: Sequence[int] = (),
-) -> Target:
-    """Finds a target, with a plan's static arguments where none are given.
-
-    Raises:
-        CfpError: there is no such target, or it cannot be the plan's step.
-    """
-    known = [i for i in (plan and plan.static) or () if isinstance(i, int)]
-    if known and not static and text in NAMES:
-        raise CfpError(
-            f"The plan is of a step with static arguments at {known}, and {text} has "
-            "none. Give the function that was planned, file.py:function."
-        )
-    return resolve(text, options, donate=donate, static=static or known)
 
 
 def analyse(
@@ -185,15 +166,9 @@ def parse_pins(texts: Sequence[str] | None) -> dict[str, PartitionSpec]:
                 "None for each dim, such as --pin 'state/params/*/kernel=None,x'."
             )
         entries = [part.strip() for part in spec.split(",")] if spec.strip() else []
+        dims = (() if e in ("None", "-", "") else tuple(e.split("+")) for e in entries)
         pins[pattern] = PartitionSpec(
-            *(
-                None
-                if entry in ("None", "-", "")
-                else tuple(entry.split("+"))
-                if "+" in entry
-                else entry
-                for entry in entries
-            )
+            *(d[0] if len(d) == 1 else d or None for d in dims)
         )
     return pins
 
@@ -206,13 +181,10 @@ def check_writable(path: Path | None, option: str = "-o") -> None:
     """
     if path is None or is_follower():
         return
-    if str(path).startswith("-"):
-        raise CfpError(
-            f"{option} expects a file, got {path}, which looks like an option. A file "
-            f"of that name is ./{path}."
-        )
     folder = path.parent
-    if path.is_dir() or not folder.is_dir():
+    if str(path).startswith("-"):
+        problem = f"it looks like an option; a file of that name is ./{path}"
+    elif path.is_dir() or not folder.is_dir():
         problem = "is a folder" if path.is_dir() else f"{folder} is no folder"
     elif not os.access(path if path.exists() else folder, os.W_OK):
         problem = "it is not writable"

@@ -46,10 +46,10 @@ class Limits:
     """Time limits after which a build or a run counts as hung.
 
     Attributes:
-      run_seconds: for making the inputs of one thing and running it, besides
-        `run_expected` times what it is expected to take.
-      run_expected: see above. The expectation is an estimate, and a run repeats.
-      build_seconds: for compiling one thing. Large programs take many minutes.
+      run_seconds: stop a run, with making its inputs, after SECONDS plus 20 times its
+        expected time.
+      run_expected: those 20 times. The expectation is an estimate, and a run repeats.
+      build_seconds: stop a compilation after SECONDS. Large programs take many minutes.
     """
 
     run_seconds: float = 60.0

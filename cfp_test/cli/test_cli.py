@@ -231,7 +231,6 @@ def test_show_and_search_know_what_was_found(planned, folder):
     assert "Race" not in searched.out
     assert missing.code == 2
     assert "have not been measured" in missing.err
-    assert "shardings" in missing.err
 
 
 def test_measurements_travel(planned, folder):

@@ -13,13 +13,13 @@ from cfp.cli.options import mode_of
 from cfp.cli.session import check_writable, target_of
 from cfp.plan.plan import Plan
 from cfp.view.diff import diff_data, diff_text
-from cfp.view.explain import explain_data, explain_text
+from cfp.view.explain import explain_text
 from cfp.view.python import python_text
 from cfp.view.text import print_plan
 
 # Options of `cfp show` that go with each mode, by parameter.
 _SHOW_TAKES = {
-    "explain": ("path", "block", "as_json"),
+    "explain": ("path", "block"),
     "diff": ("path", "as_json"),
     "html": ("path",),
     "python": ("path",),
@@ -29,7 +29,7 @@ _SHOW_TAKES = {
 @o.command(
     *("path", "explain", "block", "diff", "html", "python", "as_json"),
     explain=o.Option(
-        bool, "Explain the choice for each block, and the cost of the runner-up."
+        bool, "Explain each block, with the cost of all strategies for it."
     ),
     block=o.Option(
         str,
@@ -79,10 +79,7 @@ def show(ctx: typer.Context, given: Any) -> None:
     elif given.python:
         print(python_text(plan), end="")
     elif given.explain:
-        if given.as_json:
-            print(json.dumps(explain_data(plan, given.block), indent=1))
-        else:
-            print(explain_text(plan, given.block), end="")
+        print(explain_text(plan, given.block), end="")
     elif given.as_json:
         print(plan.to_json())
     else:

@@ -173,11 +173,11 @@ def _gains(is_measured: bool) -> Callable[[Plan], Values]:
     def values(plan: Plan) -> Values:
         parts = []
         for one in _worth(plan):
-            is_noise = is_measured and words.is_rough(plan)
             is_sharding = one.name == Dimension.SHARDING
             is_whole = words.runs_whole(plan) or not words.is_sharded(plan)
-            is_other = one.is_measured is not is_measured
-            if is_other or is_noise or (is_sharding and is_whole):
+            is_noise = is_measured and words.is_rough(plan)
+            is_known = one.is_measured is is_measured and not is_noise
+            if not is_known or (is_sharding and is_whole):
                 continue
             if one.without_ms is None:
                 parts.append(f"{one.name}, without which nothing fits")
@@ -189,19 +189,22 @@ def _gains(is_measured: bool) -> Callable[[Plan], Values]:
     return values
 
 
-def _left(plan: Plan) -> tuple[LeftFigures, ...]:
-    return plan.figures.left if plan.figures else ()
+def _left(has_kernel: bool) -> Callable[[Plan], Values]:
+    """Attentions as they are written, or kernels that cannot, each with the reason."""
+
+    def values(plan: Plan) -> Values:
+        every = plan.figures.left if plan.figures else ()
+        refused = any(one.kernel for one in every)  # They say it of each kernel.
+        some = [o for o in every if not (refused and o.reason == words.NONE_CAN)]
+        return few([_left_text(o) for o in some if bool(o.kernel) == has_kernel], "; ")
+
+    return values
 
 
-def _as_written(plan: Plan) -> Values:
-    reasons = [one.reason for one in _left(plan) if not one.kernel]
-    if any(one.kernel for one in _left(plan)):  # They say it of each kernel.
-        reasons = [one for one in reasons if one != words.NONE_CAN]
-    return few(reasons, "; ")
-
-
-def _refused(plan: Plan) -> Values:
-    return few([f"by {o.kernel}: {o.reason}" for o in _left(plan) if o.kernel], "; ")
+def _left_text(one: LeftFigures) -> str:
+    by = f"by {one.kernel}: " if one.kernel else ""
+    at = f"{one.count} at {one.source}" if one.count > 1 else one.source
+    return f"{by}{one.reason}" + f" ({at})" * bool(one.source)
 
 
 def _count(name: str, one: str, many: str) -> Callable[[Plan], Values]:
@@ -314,8 +317,8 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (_chosen_among, "chosen among {} alone, as choose= (--choose) asks"),
     (_gains(is_measured=True), "worth as measured: {}"),
     (_gains(is_measured=False), "worth by prediction: {}"),
-    (_as_written, "attention as written: {}"),
-    (_refused, "attention not {}"),
+    (_left(has_kernel=False), "attention as written: {}"),
+    (_left(has_kernel=True), "attention not {}"),
     (
         _count("constraints_left_out", "sharding constraint", "sharding constraints"),
         "left out: {} of the step's own, since the plan decides",

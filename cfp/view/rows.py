@@ -386,25 +386,8 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
             "each launched by itself.",
         ),
     )
-    for kind in plan.figures.kinds if plan.figures else ():
-        yield Rows(
-            title=f"Strategies {words.known_how(plan)}: {kind.name}",
-            headings=(
-                *("strategy", "what it does", "step ms", "memory", "segment ms"),
-                "taken by",
-            ),
-            rows=[
-                row_of(
-                    *(one.name, words.strategy_text(one.strategy)),
-                    *(ms_text(one.step_ms), format_bytes(one.memory_bytes)),
-                    *(ms_text(one.segment_ms), str(one.taken)),
-                    bar=one.step_ms,
-                    won=bool(one.taken),
-                )
-                for one in sorted(kind.options, key=lambda one: one.step_ms)
-            ],
-            notes=("Of the step if all these segments took it, all others as now.",),
-        )
+    kinds = plan.figures.kinds if plan.figures else ()
+    yield from (strategies_rows(plan, kind) for kind in range(len(kinds)))
     arguments = zip(
         *(plan.arg_names, plan.arg_types, plan.arg_specs, plan.donated), strict=True
     )
@@ -426,6 +409,35 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
         headings=("what", "which"),
         rows=[row_of(*pair) for pair in made_with.items()],
     )
+
+
+def strategies_rows(plan: Plan, kind: int) -> Rows:
+    """The strategies of a kind of segments, the fastest first; the plan's marked."""
+    figures = plan.figures
+    assert figures is not None
+    rows, budget = [], figures.budget_bytes
+    for one in sorted(figures.kinds[kind].options, key=lambda one: one.step_ms):
+        is_too_large = budget is not None and one.memory_bytes > budget
+        rows.append(
+            row_of(
+                "*" if one.taken else "",
+                *(one.name, words.strategy_text(one.strategy)),
+                *(ms_text(one.step_ms), format_bytes(one.memory_bytes)),
+                *(ms_text(one.segment_ms), str(one.taken)),
+                "does not fit" * is_too_large,
+                bar=one.step_ms,
+                won=bool(one.taken),
+            )
+        )
+    notes = ["Of the step if all these segments took it, all others as now."]
+    notes += ["The plan's own was not measured by itself."] * (not figures.picks)
+    headings = ("strategy", "what it does", "step ms", "memory", "segment ms")
+    return Rows(
+        title=f"Strategies {words.known_how(plan)}: {figures.kinds[kind].name}",
+        headings=(" ", *headings, "taken by", "note"),
+        rows=rows,
+        notes=notes,
+    ).filled()
 
 
 def memory_rows(plan: Plan) -> Rows:

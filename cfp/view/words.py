@@ -60,41 +60,16 @@ def kernels_text(kernels: SegmentKernels) -> str:
     return f"{attention} attention" if attention else ""
 
 
-def strategy_text(
-    strategy: StrategyFigures, base: StrategyFigures | None = None
-) -> str:
-    """Describes a strategy: what it shards, and how parameters are kept.
-
-    Args:
-        base: another strategy of the same kind, of which only differences are named;
-            "" if there are none.
-    """
-    groups = base.blocks if base else ()
-    before = {name: alike.strategy for alike in groups for name in alike.names}
+def strategy_text(strategy: StrategyFigures) -> str:
+    """Describes a strategy: what it shards, and how parameters are kept."""
     by_text: dict[str, list[str]] = {}
     for alike in strategy.blocks:
-        text = roles_text(alike.strategy)
-        for name in alike.names:
-            was = before.get(name)
-            if was != alike.strategy:
-                # Dims of one size read alike.
-                reads_alike = was is not None and roles_text(was) == text
-                other = text + ", another dim of that size" * reads_alike
-                by_text.setdefault(other, []).append(name)
-    parts = [
-        f"{few([*map(elided, names)]) if base else ', '.join(names)} {text}"
-        for text, names in by_text.items()
-    ]
-    if strategy.storage is not None and (
-        base is None or base.storage != strategy.storage
-    ):
+        by_text.setdefault(roles_text(alike.strategy), []).extend(alike.names)
+    parts = [f"{few([*map(elided, names)])} {text}" for text, names in by_text.items()]
+    if strategy.storage is not None:
         parts.append(f"parameters {STORAGE_WORDS[strategy.storage]}")
-    if strategy.kernels and (base is None or base.kernels != strategy.kernels):
-        parts.append(kernels_text(strategy.kernels))
-    elif base is not None and base.kernels and not strategy.kernels:
-        parts.append("computed as it is written")
-    if strategy.rematerialized != (base is not None and base.rematerialized):
-        parts.append("not " * (not strategy.rematerialized) + REMATERIALIZED)
+    parts += [kernels_text(strategy.kernels)] if strategy.kernels else []
+    parts += [REMATERIALIZED] if strategy.rematerialized else []
     return "; ".join(parts)
 
 

@@ -10,16 +10,14 @@ from enum import StrEnum
 from math import prod
 from pathlib import Path
 
-import jax
 from jax.sharding import Mesh
 
 from cfp.devices.described import DescribedMesh
 from cfp.devices.elsewhere import check_compiler
 from cfp.errors import CfpError
 from cfp.planner_settings import DetailedSettings, PlannerSettings
-from cfp.profiling.coordination import coordination
+from cfp.profiling.coordination import coordination, is_shared
 from cfp.profiling.key import Parts, environment_parts
-from cfp.profiling.processes import Agreement, is_shared
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.tasks import MeasureOptions
 from cfp.settings import (
@@ -226,26 +224,6 @@ def _rules(
         replacing_for_memory=replace(usual.replacing_for_memory, **asked),
         dimensions=settings.dimensions,
     )
-
-
-def agreement_of(mesh: Mesh | DescribedMesh | None) -> Agreement:
-    """Returns the agreement of the processes that have a mesh's devices.
-
-    Raises:
-        CfpError: some processes have none of them.
-    """
-    if not isinstance(mesh, Mesh):
-        return Agreement(alone=True)
-    agreement = Agreement.of(mesh)
-    if not agreement.alone:
-        theirs = {device.process_index for device in mesh.devices.flat}
-        if without := sorted(set(range(jax.process_count())) - theirs):
-            raise CfpError(
-                f"The mesh {dict(mesh.shape)} leaves out processes {without} of this "
-                f"program. Pass a mesh of all {jax.device_count()} devices, or start "
-                "fewer processes."
-            )
-    return agreement
 
 
 def device_memory(mesh: Mesh | DescribedMesh) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,9 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
-from cfp.context import agreement_of, device_memory, settings_or_defaults
+from cfp.context import device_memory, settings_or_defaults
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MemoryBudgetError, ProcessError, StepNotTraceable
 from cfp.find import (
@@ -40,10 +40,9 @@ from cfp.plan.figures import (
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Job
-from cfp.profiling.coordination import END, Coordination, coordinated_planning
-from cfp.profiling.followers import follow
+from cfp.profiling.coordination import Coordination, check_alike, coordinated, leading
+from cfp.profiling.followers import follow, meet
 from cfp.profiling.key import alike_parts, environment_parts
-from cfp.profiling.processes import differing, leading, meet, talk_of_all
 from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress
 from cfp.program.graph import Program
@@ -125,10 +124,9 @@ def plan_fastest(
     if names[1:]:
         doing = f"planning variants of a step: {', '.join(names)}"
     meshes = [one.mesh for one in variants if isinstance(one.mesh, Mesh)]
-    mesh = next((one for one in meshes if not agreement_of(one).alone), None)
     with (
         shown(settings, doing, "quiet=True says nothing", quiet) as how,
-        coordinated_planning(alone=mesh is None),
+        coordinated(meshes) as talk,
     ):
         calls["precision"] = settings_or_defaults(how).precision
         options = PlanOptions(
@@ -139,16 +137,16 @@ def plan_fastest(
             settings=how,
         )
         planning = _Planning(variants, calls, options, leaner)
-        if mesh is None:
+        if talk is None:
             return planning.fastest()
-        talk = talk_of_all()
-        meet(talk, facts_of(meshes, options), device_memory(mesh) or 0)
+        facts = facts_of(meshes, options), device_memory(meshes[0]) or 0
         if not talk.leads:
-            return planning.followed(talk)
+            return planning.followed(talk, *facts)
+        meet(talk, *facts)
         fastest = planning.fastest()
         # All compile it alike: the others have it as a file does.
         plan = replace(fastest.plan, raced=None)
-        talk.say(END, (fastest.name, plan.as_in_file().to_json()))
+        talk.broadcast((fastest.name, plan.as_in_file().to_json()))
         return replace(fastest, plan=plan)
 
 
@@ -157,6 +155,7 @@ def facts_of(meshes: Sequence[Mesh], options: PlanOptions) -> dict[str, str]:
     settings = settings_or_defaults(options.settings)
     shapes = (f"{dict(one.shape)} of {one.device_ids.tolist()}" for one in meshes)
     return {
+        "version of cfp": sys.modules["cfp"].__version__,
         "mesh": "; ".join(shapes),
         **alike_parts([*meshes[0].devices.flat]),
         "memory budget": str(parse_bytes(options.memory_budget)),
@@ -378,9 +377,8 @@ class _Planning:
             made = analyze_step(step, mesh, self.options.pins)
         if talk is not None:
             mine = made.analysis.frame.program.fingerprint
-            facts = [{"program": one[:12]} for one in (mine, *talk.answers(number))]
-            if (difference := differing(facts)) is not None:
-                raise difference
+            for process, other in enumerate(talk.answers(number), start=1):
+                check_alike({"program": mine[:12]}, {"program": other[:12]}, process)
         return made
 
     def told(self, name: str) -> PlannerSettings:
@@ -430,7 +428,9 @@ class _Planning:
             )
             return {one.name: one for one in race_programs(builder, programs)}
 
-    def followed(self, talk: Coordination) -> Fastest:
+    def followed(
+        self, talk: Coordination, facts: Mapping[str, str], memory_bytes: int
+    ) -> Fastest:
         """The leader's plan, of whose planning this process does its part."""
         by_name = {one.name: one for one in self.variants}
 
@@ -445,8 +445,7 @@ class _Planning:
             return made.analysis.frame.program
 
         environment = BuildEnvironment.beside(store_path(self.options.cache_dir))
-        platform = jax.local_devices()[0].platform
-        name, text = follow(talk, trace, environment, platform)
+        name, text = follow(talk, facts, memory_bytes, trace, environment)
         data, one = json.loads(text), by_name[name]
         assert isinstance(one.mesh, Mesh), "its devices are there"
         plan = Plan.from_json(data, allowed_options=tuple(data["options"]))

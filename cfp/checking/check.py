@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_structure
 
 from cfp.checking.reference import Reference
-from cfp.profiling.processes import Agreement
 from cfp.program.fixed import fixed, released
 from cfp.program.memory import fetch, in_host, on_device, put
 from cfp.program.widen import wide_dtype, with_dtype
@@ -60,8 +59,6 @@ CHANGE_MARGIN = 1000.0
 NUDGES = 3
 # And from how many more, at most, before a check fails.
 MORE_NUDGES = 13
-
-_ALONE = Agreement(alone=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +162,7 @@ class Check:
         planned: CompiledStep,
         reference: Reference,
         feedback: Mapping[int, int | None],
-        agreement: Agreement = _ALONE,
+        agree: Callable[[bool], bool] = bool,
         tolerance: float | None = None,
     ) -> None:
         """Takes both sides as :func:`cfp.checking.reference.both_sides` compiles them.
@@ -175,13 +172,13 @@ class Check:
             reference: the step to compare it with.
             feedback: for each argument that is state the result that replaces it; None
                 for all of it.
-            agreement: of the processes whose devices the plan has.
+            agree: makes an answer the same in all processes that run the check.
             tolerance: in place of the one for what the plan's step computes in.
         """
         self.planned = planned
         self.reference = reference
         self._feedback = feedback
-        self._agreement = agreement
+        self._agree = agree
         self._static = {key for key, _ in reference.step.step.static}
         self._args: list[Any] = []
         self._perturbed: CompiledStep | None = None
@@ -259,8 +256,7 @@ class Check:
         for seed in range(NUDGES + MORE_NUDGES):
             if seed == 0 or seed >= NUDGES:
                 # Reruns of the plan's step take all processes, and each compares alone.
-                passes = [not made(seed).failures]
-                if self._agreement.everywhere(passes, "whether a check passes")[0]:
+                if self._agree(not made(seed).failures):
                     return self._ended(made(seed), expected)
             most = NUDGES if seed < NUDGES else NUDGES + MORE_NUDGES
             tell(f"finding what rounding changes, run {seed + 1} of at most {most}")

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cfp.analysis.layout import lay_out
-from cfp.context import agreement_of
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.passes.pipeline import analyze_step
 from cfp.plan.plan import Plan
@@ -106,6 +105,7 @@ def both_sides(
     plan: Plan,
     compiled: CompiledStep | None = None,
     tell: Callable[[str], None] = lambda _: None,
+    agree: Callable[[bool], bool] = bool,
 ) -> tuple[CompiledStep, Reference]:
     """Compiles a plan's step, with the plan's compiler options, and its reference.
 
@@ -116,13 +116,14 @@ def both_sides(
         compiled: its step as it is, if it is there: the plan's side where it computes
             in no less than float32, with precise products.
         tell: called with what is being done, where that is more than usual.
+        agree: makes an answer the same in all processes of the mesh.
 
     Raises:
         CfpError: neither one device nor all of them have room for the check.
     """
     step, mesh = plan.step, plan.mesh
     assert step is not None and mesh is not None
-    device, agreement = mesh.local_devices[0], agreement_of(mesh)
+    device = mesh.local_devices[0]
     lowered = load_or_lower(
         step,
         mesh,
@@ -162,9 +163,9 @@ def both_sides(
     for name, found in references():
         need = needed_bytes(planned, found) if found is not None else None
         fits = found is not None and (not need or not limit or need <= limit)
-        # All processes compare with the same.
-        [everywhere] = agreement.everywhere([fits], "room for a check")
-        if everywhere and found is not None:
+        if agree(fits):
+            if found is None:
+                break  # In another process alone it fits.
             is_rounded = step.precision and not name
             plain = replace(step, precision="")
             unrounded = compile_alone(plain, device) if is_rounded else None

@@ -21,13 +21,11 @@ from cfp.checking.check import (
     feed_back,
 )
 from cfp.checking.reference import both_sides, no_room, reference_text
-from cfp.context import agreement_of
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import is_out_of_memory
-from cfp.profiling.coordination import coordinated_planning
+from cfp.profiling.coordination import coordinated
 from cfp.profiling.overwritten import count_rematerialized
-from cfp.profiling.processes import Agreement
 from cfp.program.fixed import fixed
 from cfp.program.step import FlatStep
 from cfp.runtime.execute import CompiledStep
@@ -146,9 +144,9 @@ def run_trial(
         ProcessError: another process has failed, or is gone.
         CfpError: it cannot run more than once.
     """
-    agreement = agreement_of(plan.mesh)
     tell = progress or (lambda _: None)
-    with coordinated_planning(agreement.alone):
+    with coordinated(filter(None, [plan.mesh])) as talk:
+        agree = bool if talk is None else talk.broadcast
         step = target.flatten()
         # With the step a plan that was loaded knows the static arguments.
         bound = replace(plan, step=step).bind(
@@ -165,15 +163,15 @@ def run_trial(
                     "with precise products in float32, compiled where they are not "
                     "there already"
                 )
-                with _room_for_check(agreement):
-                    sides = both_sides(bound, compiled, tell)
-                    checking = Check(*sides, feedback, agreement, tolerance)
+                with _room_for_check():
+                    sides = both_sides(bound, compiled, tell, agree)
+                    checking = Check(*sides, feedback, agree, tolerance)
             tell("making the arguments, by programs that are compiled for their shapes")
             args = list(target.make_args(bound.in_shardings, seed))
             if checking is not None:
                 which = reference_text(checking.reference.preset)
                 tell(f"copying the arguments, for the check against {which}")
-                with _room_for_check(agreement):
+                with _room_for_check():
                     checking.start(args)
             results = []
             for number in range(steps):
@@ -189,11 +187,10 @@ def run_trial(
             if checking is not None:
                 for number, one in enumerate(results):
                     at = f"checking step {number + 1} of {steps}"
-                    with _room_for_check(agreement):
+                    with _room_for_check():
                         made = checking.step(lambda what, at=at: tell(f"{at}: {what}"))
                     results[number] = replace(one, comparison=made)
         except jax.errors.JaxRuntimeError as error:
-            agreement.end_of_run(str(error).strip())
             raise CfpError(
                 "The step failed on the devices: "
                 f"{str(error).strip().splitlines()[0]}. "
@@ -217,14 +214,13 @@ def run_trial(
 
 
 @contextmanager
-def _room_for_check(agreement: Agreement) -> Iterator[None]:
+def _room_for_check() -> Iterator[None]:
     """Says of memory that runs out here that a check needs more."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        agreement.end_of_run(str(error).strip())
         raise no_room("more memory of the devices", str(error)) from error
 
 

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 
 import jax
 
 from cfp.errors import ProcessError
 from cfp.profiling.coordination import coordination
-from cfp.profiling.processes import differing
 
 COORDINATOR, PROCESSES, PROCESS_ID = (
     "CFP_COORDINATOR",
@@ -103,8 +100,7 @@ def join(
         lost_seconds: how long a process may give no sign of life until all end.
 
     Raises:
-        ProcessError: there is no coordinator, not all processes come, or they run
-            different versions.
+        ProcessError: there is no coordinator, or not all processes come.
     """
     member = Membership.of(coordinator, processes, process_id, os.environ)
     end = time.monotonic() + join_seconds
@@ -154,7 +150,6 @@ def join(
     if (talk := coordination()) is not None:
         # Before the heartbeats are missed: there is more to say here.
         talk.after_failure = min(talk.after_failure, 0.6 * lost_seconds)
-    _compare_versions()
 
 
 def _look(member: Membership, end: float, join_seconds: int) -> None:
@@ -183,20 +178,6 @@ def _look(member: Membership, end: float, join_seconds: int) -> None:
         f"{reason}. Start process 0 of {member.processes}, too; give the address that "
         "this host reaches it by; see that no firewall keeps the port shut."
     )
-
-
-def _compare_versions() -> None:
-    talk = coordination()
-    if talk is None:
-        return
-    # Of cfp its own word: it need not be installed, but may be on PYTHONPATH.
-    versions = {
-        "version of jax": jax.__version__,
-        "version of jaxlib": metadata.version("jaxlib"),
-        "version of cfp": sys.modules["cfp"].__version__,
-    }
-    if (difference := differing(talk.gathered("versions", versions))) is not None:
-        raise difference
 
 
 def _number(name: str, given: int | None, environment: Mapping[str, str]) -> int | None:

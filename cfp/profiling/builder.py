@@ -19,10 +19,10 @@ from jax.sharding import Mesh, Sharding
 from jax.tree_util import tree_leaves
 
 from cfp.profiling.compiled import compile_right
+from cfp.profiling.coordination import leading
 from cfp.profiling.files import make_private_folder
 from cfp.profiling.hlo import collectives_in
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
-from cfp.profiling.processes import leading
 from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Status
 from cfp.profiling.tasks import Task
 from cfp.program.constrain import Constraints
@@ -141,10 +141,10 @@ class Shared:
     """The same program in other processes, until nothing here refers to it.
 
     Attributes:
-      name: of what they have built.
+      number: of the job in which they built it.
     """
 
-    name: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,8 +222,8 @@ def share_build(
     if (talk := leading(mesh)) is None:
         return lambda mine: mine
     number = talk.say(job, *arguments)
-    shared = Shared(name=talk.name(number))
-    weakref.finalize(shared, talk.drop, shared.name).atexit = False
+    shared = Shared(number=number)
+    weakref.finalize(shared, talk.drop, number).atexit = False
 
     def joined(mine: Built | ProfileRecord) -> Built | ProfileRecord:
         failures = [one for one in talk.answers(number) if one is not None]

@@ -38,10 +38,10 @@ from cfp.profiling.builder import (
     share_build,
 )
 from cfp.profiling.compile_pool import default_threads
+from cfp.profiling.coordination import is_shared
 from cfp.profiling.inputs import InputKind, generator
 from cfp.profiling.jobs import run_jobs
 from cfp.profiling.key import GPU_PLATFORMS, Parts, ProfileKey, environment_parts
-from cfp.profiling.processes import is_shared
 from cfp.profiling.rates import KINDS, Rates, axis_groups, rising
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import check_devices, execute

@@ -2,8 +2,8 @@
 
 All must run the same programs equally often: a collective waits for every device, and
 for ever if one does not come. So process 0 plans as if it were alone. It says each job
-to the others before it does its own part, and reads their answers after it. Each
-message has a number, and is waited for with a deadline.
+to the others before it does its own part, and reads their answers after it. A job has a
+number; its messages are deleted once all have answered.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from cfp.errors import ProcessError
 from cfp.program.channel import Channel, open_channel
@@ -33,15 +34,14 @@ from cfp.program.channel import Channel, open_channel
 TIMEOUT_SECONDS = 2400.0
 # Or once something failed here: it fails there, too, or the other is gone.
 AFTER_A_FAILURE_SECONDS = 15.0
-END = "the end"
+_END = "the end"
 _LOOK_SECONDS = 1.0
 _SAY_SECONDS = 5.0
 # From hearing that another has failed to the end of a process that does not react:
 # its devices wait for the other's, which nothing can interrupt.
 _GRACE_SECONDS = 5.0
-_ROOT = "cfp"
 _FAILED = "failed"
-_AGAIN = "then start all processes again: what was measured is kept"
+_AGAIN = "Then start all processes again: records are kept."
 
 _log = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ class Coordination:
     """The messages of all processes in turn; one for each client of `jax.distributed`.
 
     Attributes:
-        epoch: how many times planning began.
-        number: how many things were said in this epoch.
+        epoch: how many times processes began to work together.
+        number: how many jobs there were in this epoch.
         depth: how many plans are being made, one within another.
         hosts: names of all processes' hosts, once they have met.
         least_bytes: the least memory of any process's device; 0 if not known.
@@ -70,72 +70,13 @@ class Coordination:
     depth: int = 0
     hosts: tuple[str, ...] = ()
     least_bytes: int = 0
-    _dropped: list[str] = field(default_factory=list)
+    _dropped: list[int] = field(default_factory=list)
     _lock: Any = field(default_factory=threading.Lock)
 
     @property
     def leads(self) -> bool:
         """True if this process decides."""
         return self.channel.process == 0
-
-    def gathered(
-        self,
-        what: str,
-        value: Any,
-        seconds: float | None = None,
-        number: int | None = None,
-    ) -> list[Any]:
-        """All processes' values, in order; each calls it at the same point.
-
-        Args:
-            number: of the job that the values are of, if it is one.
-
-        Raises:
-            ProcessError: another has failed, is gone, or is at another point.
-        """
-        number, me = number or self._next(), self.channel.process
-        self._put(f"{number}/{me}", (what, value))
-        values = []
-        for other in range(self.channel.count):
-            theirs, found = self._read(f"{number}/{other}", other, what, seconds)
-            if theirs != what:
-                raise ProcessError(
-                    "The processes of this program are not at the same point: "
-                    f"{what} in process {me}, {theirs} in process {other}. Run the "
-                    "same program in all processes; if it is, please report this."
-                )
-            values.append(found)
-        return values
-
-    def settle(self, failure: str, number: int | None = None) -> None:
-        """Makes sure that a run failed in all processes, or in none.
-
-        Where one fails alone the others wait for its devices, maybe for ever.
-
-        Args:
-            failure: what it failed with here; "" if it did not.
-            number: of the job, if it is one.
-
-        Raises:
-            ProcessError: it failed in some only, or another process is gone.
-        """
-        soon = self.after_failure if failure else None
-        try:
-            found = self.gathered("the outcome of a run", failure, soon, number)
-        except ProcessError as error:
-            if not failure:
-                raise
-            raise ProcessError(
-                "A program failed in this process of several: "
-                f"{failure.splitlines()[0]}. {str(error).splitlines()[0]} See what the "
-                f"other processes printed; {_AGAIN}."
-            ) from error
-        failed = [n for n, text in enumerate(found) if text]
-        if 0 < len(failed) < len(found):
-            raise ProcessError(
-                f"A program failed in process {_numbers(failed)}, and ran in the "
-                f"others: {found[failed[0]]}. Free the memory of all devices; {_AGAIN}."
-            )
 
     # ------------------------------------------------------------------- the leader
 
@@ -147,45 +88,80 @@ class Coordination:
             self._put(f"{number}/job", (job, arguments, dropped))
         return number
 
-    def name(self, number: int) -> str:
-        """The name of what is built for a job."""
-        return f"{self.epoch}.{number}"
-
-    def drop(self, name: str) -> None:
-        """Has followers forget what they built, with the next job."""
-        self._dropped.append(name)
-
     def answers(self, number: int, seconds: float | None = None) -> list[Any]:
         """Reads all followers' answers to a job, in order."""
         others = range(1, self.channel.count)
-        what = "the outcome of a job"
-        found = [self._read(f"{number}/{n}", n, what, seconds) for n in others]
+        found = [self._read(f"{number}/{n}", n, "an answer", seconds) for n in others]
         self.channel.forget(f"{self._folder}/{number}")
         return found
+
+    def drop(self, number: int) -> None:
+        """Has followers forget what they built for a job, with the next one."""
+        self._dropped.append(number)
+
+    def settle(self, number: int, failure: str) -> None:
+        """Makes sure that a run failed in all processes, or in none.
+
+        Args:
+            failure: of the run in this process; "" if it did not fail.
+
+        Raises:
+            ProcessError: it failed in some only, or another process is gone.
+        """
+        if failure:
+            self._put(f"{number}/{_FAILED}", failure)
+        try:
+            found = self.answers(number, self.after_failure if failure else None)
+        except ProcessError as error:
+            if not failure:
+                raise
+            raise ProcessError(
+                "A program failed in this process of several, which cannot go on "
+                f"without the others: {failure.splitlines()[0]}. {error}"
+            ) from error
+        found.insert(0, failure)
+        failed = [str(n) for n, text in enumerate(found) if text]
+        if 0 < len(failed) < len(found):
+            raise ProcessError(
+                f"A program failed in process {', '.join(failed)}, and ran in the "
+                f"others: {''.join(found)}. Free the memory of all devices. {_AGAIN}"
+            )
 
     # ----------------------------------------------------------------- the followers
 
     def follow(
-        self, jobs: Mapping[str, Callable[..., None]], forget: Callable[[str], object]
+        self, jobs: Mapping[str, Callable[..., Any]], forget: Callable[[int], object]
     ) -> Any:
         """Does what the leader says until the end, and returns what that has.
 
         Args:
-            jobs: take a job's number and arguments, and answer it.
-            forget: forgets what was built, by name.
+            jobs: take a job's number and arguments, and answer it. They return why a
+                run failed here: soon the leader goes on, or its devices wait for ever.
+            forget: forgets what was built, by number.
         """
+        failure = ""
         while True:
-            number = self._next()
-            job, arguments, dropped = self._read(f"{number}/job", 0, "the next job")
+            number, seconds = self._next(), self.after_failure if failure else None
+            job, arguments, dropped = self._read(f"{number}/job", 0, "a job", seconds)
             for one in dropped:
                 forget(one)
-            if job == END:
+            if job == _END:
+                self.answer(number, None)
                 return arguments[0]
-            jobs[job](number, *arguments)
+            failure = jobs[job](number, *arguments)
 
     def answer(self, number: int, value: Any) -> None:
         """Answers a job."""
         self._put(f"{number}/{self.channel.process}", value)
+
+    # --------------------------------------------------------------------- both
+
+    def broadcast(self, value: Any) -> Any:
+        """The leader's value, in all processes; it ends the followers' loops."""
+        if self.leads:
+            self.answers(self.say(_END, value))
+            return value
+        return self.follow({}, id)
 
     def pace(self, number: int) -> Callable[[float], float]:
         """The leader's durations in a run: how often all execute follows from them."""
@@ -196,16 +172,22 @@ class Coordination:
             if self.leads:
                 self._put(place, duration)
                 return duration
-            return self._read(place, 0, "a duration", unless=f"{number}/0")
+            return self._read(place, 0, "a duration", unless=f"{number}/{_FAILED}")
 
         return agreed
 
-    # --------------------------------------------------------------------- messages
+    def check_others(self) -> None:
+        """Checks that no other process has failed in this epoch.
 
-    def failures(self) -> dict[int, str]:
-        """Reads the failures of other processes in this epoch, by number."""
-        found = self.channel.below(f"{self._folder}/{_FAILED}")
-        return {int(n): t for n, t in found.items() if int(n) != self.channel.process}
+        Raises:
+            ProcessError: one has.
+        """
+        for number, text in self.channel.below(f"{self._folder}/{_FAILED}").items():
+            if int(number) != self.channel.process:
+                raise ProcessError(
+                    f"Process {number} of this program has failed, and so this one "
+                    f"ends: {text}. See what it printed. {_AGAIN}"
+                )
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process fails."""
@@ -219,7 +201,7 @@ class Coordination:
 
     @property
     def _folder(self) -> str:
-        return f"{_ROOT}/{self.epoch}"
+        return f"cfp/{self.epoch}"
 
     def _next(self) -> int:
         self.number += 1
@@ -248,41 +230,40 @@ class Coordination:
         """
         began, said = time.monotonic(), not self.leads
         most = self.timeout_seconds if seconds is None else seconds
-        folder = self._folder
+        folder, count = self._folder, self.channel.count
         while (text := self.channel.get(f"{folder}/{place}", _LOOK_SECONDS)) is None:
+            self.check_others()
             waited = time.monotonic() - began
-            if failed := self.failures():
-                raise lost(failed)
             if unless and self.channel.get(f"{folder}/{unless}", 0.001) is not None:
                 raise LeaderFailed
             if waited > most:
                 raise ProcessError(
-                    f"Process {other} of {self.channel.count} has not answered for "
-                    f"{waited:.0f} s with {what}: it is gone, or hangs. See what it "
-                    f"printed; {_AGAIN}."
+                    f"Process {other} of {count} does not answer: it gave no word of "
+                    f"{what} for {waited:.0f} s, is gone, or hangs. See what it "
+                    f"printed. {_AGAIN}"
                 )
             if waited > _SAY_SECONDS and not said:
                 said = True
-                _log.warning(
-                    "waiting for process %d of %d, for %s. If it has ended, this "
-                    "process ends, too, when its heartbeats are missed",
-                    other,
-                    self.channel.count,
-                    what,
-                )
+                _log.warning("waiting for process %d of %d, for %s", other, count, what)
         return pickle.loads(base64.b64decode(text))
 
 
-def _numbers(processes: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(processes)))
+def check_alike(
+    leaders: Mapping[str, str], facts: Mapping[str, str], process: int
+) -> None:
+    """Compares facts of the leader with those of another process.
 
-
-def lost(failed: Mapping[int, str]) -> ProcessError:
-    """The error of a process when others have failed."""
-    return ProcessError(
-        f"Process {_numbers(failed)} of this program has failed, and so this "
-        f"one ends: {failed[min(failed)]}\nSee what it printed; {_AGAIN}."
-    )
+    Raises:
+        ProcessError: they differ in one.
+    """
+    for name in dict.fromkeys((*leaders, *facts)):
+        one, other = leaders.get(name, "nothing"), facts.get(name, "nothing")
+        if one != other:
+            raise ProcessError(
+                f"The processes of this program differ in the {name}: {one} in process "
+                f"0; {other} in process {process}. Start all alike: the same step, "
+                "shapes, mesh, options, versions, and kind of devices."
+            )
 
 
 def coordination() -> Coordination | None:
@@ -297,31 +278,69 @@ def _of_channel(channel: Channel) -> Coordination:
     return Coordination(channel)
 
 
+def is_shared(mesh: Mesh) -> bool:
+    """True if other processes of this program have devices of a mesh."""
+    theirs = {device.process_index for device in mesh.devices.flat}
+    return not theirs <= {jax.process_index()}
+
+
+def talk_of(mesh: Mesh) -> Coordination | None:
+    """The messages to the others of a mesh; None if all devices are this process's.
+
+    Raises:
+        ProcessError: some processes have no device, or cannot be talked to.
+    """
+    if not is_shared(mesh):
+        return None
+    theirs = {device.process_index for device in mesh.devices.flat}
+    if len(theirs) < jax.process_count():
+        raise ProcessError(
+            "The mesh leaves out processes of this program: its devices are of "
+            f"processes {sorted(theirs)} of {jax.process_count()}. Make a mesh of all "
+            f"{jax.device_count()} devices, or start fewer processes."
+        )
+    if (talk := coordination()) is None:
+        raise ProcessError(
+            "The mesh has devices of processes that cannot be talked to. Call "
+            "cfp.join() or jax.distributed.initialize() in every process, before any "
+            "other use of JAX."
+        )
+    return talk
+
+
+def leading(mesh: Mesh) -> Coordination | None:
+    """The messages to followers; None if all devices of a mesh are this process's.
+
+    Raises:
+        ProcessError: nothing is planned by all of them now.
+    """
+    talk = talk_of(mesh)
+    if talk is not None and (talk.depth == 0 or not talk.leads):
+        raise ProcessError(
+            "The mesh has devices of several processes. Plan for it with cfp.plan, or "
+            "cfp plan, in all of them."
+        )
+    return talk
+
+
 @contextlib.contextmanager
-def coordinated_planning(alone: bool) -> Iterator[None]:
-    """Runs planning in all processes together: each hears of another's failure.
+def coordinated(meshes: Iterable[Mesh]) -> Iterator[Coordination | None]:
+    """Has processes with devices of one of some meshes work together.
 
     Meanwhile a thread watches for a failure. A process that does not react to one,
     because its devices wait for the failed one's, is ended with a message.
     """
-    talk = None if alone else coordination()
-    if talk is None:
-        yield
+    talks = map(talk_of, meshes)
+    if (talk := next((one for one in talks if one is not None), None)) is None:
+        yield None
         return
-    if talk.depth == 0:
-        talk.epoch += 1
-        talk.number = 0
-    talk.depth += 1
     done = threading.Event()
-    if talk.depth == 1:
-        arguments = (talk, done.wait)
-        threading.Thread(target=_watch, args=arguments, daemon=True).start()
+    if talk.depth == 0:
+        talk.epoch, talk.number = talk.epoch + 1, 0
+        threading.Thread(target=_watch, args=(talk, done.wait), daemon=True).start()
+    talk.depth += 1
     try:
-        yield
-        if talk.depth == 1:
-            talk.gathered(END, None)
-            if talk.leads:  # All have read what was said in the epoch before.
-                talk.channel.forget(f"{_ROOT}/{talk.epoch - 1}")
+        yield talk
     except BaseException as error:
         talk.fail(error)
         raise
@@ -333,11 +352,10 @@ def coordinated_planning(alone: bool) -> Iterator[None]:
 def _watch(talk: Coordination, is_done: Callable[[float], bool]) -> None:
     while not is_done(_LOOK_SECONDS):
         try:
-            failed = talk.failures()
+            talk.check_others()
         except jax.errors.JaxRuntimeError:
             return  # The coordinator is gone: jax.distributed ends this process.
-        if not failed:
-            continue
-        if not is_done(_GRACE_SECONDS):
-            print(f"error: {lost(failed)}", file=sys.stderr, flush=True)
-            os._exit(1)
+        except ProcessError as error:
+            if not is_done(_GRACE_SECONDS):
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                os._exit(1)

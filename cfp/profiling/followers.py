@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,52 +15,80 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cfp.errors import CfpError
-from cfp.profiling.builder import (
-    BuildEnvironment,
-    Built,
-    Job,
-    Place,
-    build_here,
-)
+from cfp.profiling.builder import BuildEnvironment, Built, Job, Place, build_here
 from cfp.profiling.collectives import build_probe_here, probe_of
 from cfp.profiling.compile_pool import CompilePool, default_threads
-from cfp.profiling.coordination import Coordination, LeaderFailed
-from cfp.profiling.inputs import InputKind
+from cfp.profiling.coordination import Coordination, LeaderFailed, check_alike
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.runner import compile_generators, execute_here, shortage
-from cfp.profiling.timing import TimingOptions
 from cfp.program.graph import Program
 
 # Makes a program of the name of a variant, and of what of its state is in the host.
 Trace = Callable[[str, Sequence[tuple[int, int]]], Program]
 
 
+def meet(talk: Coordination, facts: Mapping[str, str], memory_bytes: int) -> None:
+    """Compares facts of the leader and its followers, and learns their hosts.
+
+    Args:
+        memory_bytes: of a device; 0 if it does not say.
+
+    Raises:
+        ProcessError: one differs.
+    """
+    theirs = talk.answers(talk.say("meet", facts))
+    hosts, sizes = zip((socket.gethostname(), memory_bytes), *theirs, strict=True)
+    talk.hosts, talk.least_bytes = hosts, min(sizes)
+    talk.answers(talk.say("learn", talk.hosts, talk.least_bytes))
+
+
 def follow(
-    talk: Coordination, trace: Trace, environment: BuildEnvironment, platform: str
+    talk: Coordination,
+    facts: Mapping[str, str],
+    memory_bytes: int,
+    make: Trace,
+    environment: BuildEnvironment,
 ) -> Any:
     """Does the leader's jobs until the end, and returns the leader's outcome."""
-    with CompilePool(default_threads(platform)) as pool:
-        follower = _Follower(talk, trace, environment, pool)
-        jobs = {
-            "trace": follower.trace,
-            "build": follower.build,
-            "probe": follower.probe,
-            "run": follower.run,
-        }
-        return talk.follow(jobs, lambda name: follower.built.pop(name, None))
+    with CompilePool(default_threads(jax.local_devices()[0].platform)) as pool:
+        follower = Follower(talk, facts, memory_bytes, make, environment, pool)
+        return follower.follow()
 
 
 @dataclass(slots=True)
-class _Follower:
-    """A follower, with the programs that it has traced, and what it has built."""
+class Follower:
+    """A process that follows, with the programs that it has traced, and built.
+
+    Attributes:
+        facts: those that are to be the leader's, too.
+        memory_bytes: of a device; 0 if it does not say.
+    """
 
     talk: Coordination
+    facts: Mapping[str, str]
+    memory_bytes: int
     make: Trace
     environment: BuildEnvironment
     pool: CompilePool
     programs: dict[str, Program] = field(default_factory=dict)
-    built: dict[str, Future[Built | ProfileRecord]] = field(default_factory=dict)
+    built: dict[int, Future[Built | ProfileRecord]] = field(default_factory=dict)
+
+    def follow(self) -> Any:
+        """Does the leader's jobs until the end, and returns the leader's outcome."""
+        jobs = (self.meet, self.learn, self.trace, self.build, self.probe, self.run)
+        by_name = {job.__name__: job for job in jobs}
+        return self.talk.follow(by_name, lambda number: self.built.pop(number, None))
+
+    def meet(self, number: int, facts: Mapping[str, str]) -> None:
+        """Compares facts; answers with this process's host and memory."""
+        check_alike(facts, self.facts, self.talk.channel.process)
+        self.talk.answer(number, (socket.gethostname(), self.memory_bytes))
+
+    def learn(self, number: int, hosts: tuple[str, ...], least_bytes: int) -> None:
+        """Learns the hosts of all processes, and their least memory."""
+        self.talk.hosts, self.talk.least_bytes = hosts, least_bytes
+        self.talk.answer(number, None)
 
     def trace(self, number: int, name: str, in_host: Sequence[tuple[int, int]]) -> None:
         """Traces a variant; answers with the fingerprint of its program."""
@@ -71,13 +100,7 @@ class _Follower:
         self.programs[program.fingerprint] = program
         self.talk.answer(number, program.fingerprint)
 
-    def build(
-        self,
-        number: int,
-        fingerprint: str,
-        place: Place,
-        job: Job,
-    ) -> None:
+    def build(self, number: int, fingerprint: str, place: Place, job: Job) -> None:
         """Builds a part of a program; answers with why there is none, or None."""
         program, mesh = self.programs[fingerprint], _mesh(place)
 
@@ -91,17 +114,12 @@ class _Follower:
 
     def probe(self, number: int, place: Place, label: str) -> None:
         """Builds a probe of the devices; answers as `build` does."""
-        mesh = _mesh(place)
-        key = ProfileKey((("probe", label),))
-        what = probe_of(mesh, label)
-        self._start(number, label, mesh, partial(build_probe_here, key, what, mesh))
+        mesh, key = _mesh(place), ProfileKey((("probe", label),))
+        build = partial(build_probe_here, key, probe_of(mesh, label), mesh)
+        self._start(number, label, mesh, build)
 
     def _start(
-        self,
-        number: int,
-        label: str,
-        mesh: Mesh,
-        build: Callable[[], Built | ProfileRecord],
+        self, number: int, label: str, mesh: Mesh, build: Callable[[], Any]
     ) -> None:
         def answered() -> Built | ProfileRecord:
             try:
@@ -115,27 +133,19 @@ class _Follower:
             self.talk.answer(number, None if is_built else (made.status, made.reason))
             return made
 
-        name = self.talk.name(number)
-        self.built[name] = self.pool.start(label, answered)
+        self.built[number] = self.pool.start(label, answered)
 
-    def run(
-        self,
-        number: int,
-        name: str,
-        place: Place,
-        kinds: Sequence[InputKind],
-        feedback: Sequence[tuple[int, int]],
-        timing: TimingOptions,
-    ) -> None:
-        """Runs what was built; answers with what it failed with, or ""."""
-        built = self.built[name].result()
+    def run(self, number: int, what: int, place: Place, *how: Any) -> str:
+        """Runs what was built for a job; answers with why it failed, or ""."""
+        built = self.built[what].result()
         assert isinstance(built, Built), "the leader runs what all have built"
-        how = _mesh(place), feedback, timing, self.talk.pace(number)
-        failure = ""
+        kinds, feedback, timing = how
+        pace, failure = self.talk.pace(number), ""
         with contextlib.suppress(LeaderFailed):
-            record = execute_here(built, kinds, *how)
+            record = execute_here(built, kinds, _mesh(place), feedback, timing, pace)
             failure = "" if record.ok else record.reason
-        self.talk.settle(failure, number)
+        self.talk.answer(number, failure)
+        return failure
 
 
 def _mesh(place: Place) -> Mesh:

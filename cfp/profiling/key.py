@@ -19,7 +19,6 @@ from typing import Any
 import jax
 
 from cfp.profiling.coordination import coordination
-from cfp.profiling.processes import are_several
 from cfp.profiling.topology import gpu_parts
 from cfp.program.meaning import compiler_settings
 
@@ -125,7 +124,7 @@ def environment_parts(devices: Sequence[Any]) -> Parts:
         parts["processor"] = f"{_processor()}, {os.cpu_count()} cores"
     talk = coordination()
     processes = {device.process_index for device in devices}
-    if talk is not None and talk.hosts and are_several(processes):
+    if talk is not None and talk.hosts and processes != {jax.process_index()}:
         known = list(dict.fromkeys(talk.hosts))
         # What lies between two hosts is slower than what lies inside of one.
         parts["hosts"] = ",".join(

@@ -31,9 +31,9 @@ from jax.sharding import Mesh
 
 from cfp.profiling.builder import BuildEnvironment, Built, Job, build
 from cfp.profiling.compile_pool import default_threads
+from cfp.profiling.coordination import is_shared
 from cfp.profiling.in_flight import InFlight, settle
 from cfp.profiling.jobs import build_all, run_jobs
-from cfp.profiling.processes import is_shared
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.runner import Devices
 from cfp.profiling.store import ProfileStore

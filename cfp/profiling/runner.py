@@ -26,13 +26,13 @@ from cfp.profiling.builder import (
     reason_of,
 )
 from cfp.profiling.compile_pool import default_threads
+from cfp.profiling.coordination import leading
 from cfp.profiling.inputs import (
     InputKind,
     generator,
     input_kinds,
     make_inputs,
 )
-from cfp.profiling.processes import leading
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.timing import ON_CPUS, TimingOptions, measure
 from cfp.program.graph import Program
@@ -121,10 +121,10 @@ def execute(
         return execute_here(built, kinds, mesh, feedback, timing)
     assert built.shared is not None, "it was built in all processes"
     what = place_of(mesh), tuple(kinds), tuple(feedback), timing
-    number = talk.say("run", built.shared.name, *what)
+    number = talk.say("run", built.shared.number, *what)
     pace = talk.pace(number)
     record = execute_here(built, kinds, mesh, feedback, timing, pace)
-    talk.settle("" if record.ok else record.reason, number)
+    talk.settle(number, "" if record.ok else record.reason)
     return record
 
 

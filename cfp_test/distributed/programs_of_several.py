@@ -21,6 +21,7 @@ import cfp
 from cfp.profiling import collectives, followers
 from cfp.profiling.collectives import ProbeSizes
 from cfp.profiling.coordination import Coordination
+from cfp.program.channel import open_channel
 
 ROWS, WIDTH = 12, 6
 
@@ -86,6 +87,10 @@ def main(folder: Path, fault: str) -> None:
         step, *shapes, mesh=mesh, preset="data_parallel", cache_dir=folder / "cache"
     )
     measured = cfp.plan(step, *shapes, mesh=mesh, cache_dir=folder / "cache")
+    if (channel := open_channel()) is not None and channel.process == 0:
+        assert channel.below("cfp") == {}, (
+            "messages are deleted once all have read them"
+        )
     w = plan.init(lambda key: jax.random.normal(key, (WIDTH, WIDTH)), jax.random.key(0))
     rows = np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH) / 100
     first = sum(d.process_index < jax.process_index() for d in mesh.devices.flat)

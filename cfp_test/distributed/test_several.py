@@ -6,18 +6,15 @@ import math
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from importlib import metadata
-from types import SimpleNamespace
 
 import jax
 import pytest
 
 import cfp
-from cfp.devices import joining
 from cfp.devices.joining import Membership
 from cfp.errors import ProcessError
 from cfp.find import PlanOptions
-from cfp.profiling.processes import differing
+from cfp.profiling.coordination import check_alike
 from cfp.variants import facts_of
 from cfp_test.distributed.several import Ended, described, ends, run_all, start
 from cfp_test.support.covering import at_night
@@ -158,29 +155,18 @@ def test_an_interrupt_between_variants_ends_all(place, tmp_path):
     assert "PLANNED" not in other.out + interrupted.out
 
 
-def assert_both_tell(ended: list[Ended], what: str, remedy: str) -> None:
+def assert_both_tell(ended: list[Ended], what: str) -> None:
     for one in ended:
         text = message(one)
         assert f"The processes of this program differ in {what}: " in text
         assert re.search(r": .* in process 0; .* in process 1", text)
-        assert remedy in text
+        assert "Start all alike: the same step" in text
 
 
 @pytest.mark.nightly
 def test_processes_that_differ_otherwise(more_told):
-    assert_both_tell(more_told["other-mesh", "1"], "the mesh", "Make the same mesh")
-    jax_version = "the version of jax"
-    remedy = "Install the same versions"
-    assert_both_tell(more_told["other-jax", "1"], jax_version, remedy)
-
-
-def test_kinds_of_devices_that_differ_are_named():
-    facts = [{"device kind": "H100"}, {"device kind": "A100"}, {"device kind": "H100"}]
-    found = str(differing(facts))
-    assert ": H100 in process 0, 2; A100 in process 1" in found
-    assert "devices of one kind" in found
-    assert differing(facts[::2]) is None
-    assert isinstance(differing([{}, {"mesh": "x"}]), ProcessError)
+    assert_both_tell(more_told["other-mesh", "1"], "the mesh")
+    assert_both_tell(more_told["other-jax", "1"], "the jax version")
 
 
 def test_a_process_alone_with_a_time_budget_is_named():
@@ -190,30 +176,12 @@ def test_a_process_alone_with_a_time_budget_is_named():
         facts_of([mesh], PlanOptions(settings=cfp.PlannerSettings(seconds=seconds)))
         for seconds in (60.0, 59.5, math.inf)
     ]
-    assert differing(facts[:2]) is None
-    found = str(differing(facts[1:]))
-    assert "differ in the time budget" in found
-    assert ": some in process 0; none in process 1" in found
-
-
-def test_versions_are_compared_though_cfp_is_not_installed(monkeypatch):
-    """It may be on PYTHONPATH."""
-    version = metadata.version
-
-    def installed(name):
-        if name == "cfp":
-            raise metadata.PackageNotFoundError(name)
-        return version(name)
-
-    def gathered(what, mine):
-        return [mine, {**mine, "version of cfp": "0.0.9"}]
-
-    monkeypatch.setattr(metadata, "version", installed)
-    talk = SimpleNamespace(gathered=gathered)
-    monkeypatch.setattr(joining, "coordination", lambda: talk)
-    with pytest.raises(ProcessError, match="differ in the version of cfp") as error:
-        joining._compare_versions()
-    assert f"{cfp.__version__} in process 0; 0.0.9 in process 1" in str(error.value)
+    check_alike(facts[0], facts[1], 1)
+    with pytest.raises(ProcessError, match="differ in the time budget: ") as error:
+        check_alike(facts[1], facts[2], 1)
+    assert "some in process 0; none in process 1" in str(error.value)
+    # cfp need not be installed: it may be on PYTHONPATH.
+    assert facts[0]["version of cfp"] == cfp.__version__
 
 
 @pytest.mark.explained("There is no coordinator")
@@ -300,8 +268,7 @@ def test_a_process_that_fails_alone(all_endings):
 
 @pytest.mark.explained("The processes of this program differ")
 def test_processes_with_other_programs(all_endings):
-    remedy = "Call cfp with the same step"
-    assert_both_tell(all_endings["other-program", "1"], "the program", remedy)
+    assert_both_tell(all_endings["other-program", "1"], "the program")
 
 
 @pytest.mark.parametrize(

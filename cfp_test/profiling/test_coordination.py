@@ -8,8 +8,8 @@ import pytest
 
 from cfp.errors import ProcessError
 from cfp.profiling import coordination
-from cfp.profiling.coordination import END, Coordination, coordinated_planning
-from cfp.profiling.processes import meet
+from cfp.profiling.coordination import Coordination, check_alike, coordinated
+from cfp.profiling.followers import Follower, meet
 
 
 class Shared:
@@ -66,6 +66,11 @@ def both(lead, follow):
         return [one.exception() or one.result() for one in made]
 
 
+def said(talk):
+    """Keys of messages that are there."""
+    return [*talk.channel.shared.said]
+
+
 def test_a_follower_does_what_it_is_told_until_the_end(talks):
     leader, follower = talks
     did, dropped = [], []
@@ -73,8 +78,8 @@ def test_a_follower_does_what_it_is_told_until_the_end(talks):
     def lead():
         number = leader.say("double", 21)
         found = leader.answers(number)
-        leader.drop(leader.name(number))
-        leader.say(END, "the plan")
+        leader.drop(number)
+        leader.broadcast("the plan")
         return found
 
     def double(number, value):
@@ -83,74 +88,105 @@ def test_a_follower_does_what_it_is_told_until_the_end(talks):
 
     found = both(lead, lambda: follower.follow({"double": double}, dropped.append))
     assert found == [[42], "the plan"]
-    assert (did, dropped) == ([21], ["1.1"])
-    # Both are at the same point, and what was answered is gone.
+    assert (did, dropped) == ([21], [1])
+    # Both are at the same point, and no message is left.
     assert leader.number == follower.number == 2
-    assert [*leader.channel.shared.said] == ["cfp/1/2/job"]
+    assert said(leader) == []
+
+
+def test_the_leader_decides_for_all(talks):
+    leader, follower = talks
+    found = both(lambda: leader.broadcast(True), lambda: follower.broadcast(False))
+    assert found == [True, True] and said(leader) == []
+
+
+def run_of(talks, ours, theirs):
+    """Both run what fails so: their outcomes, the failures that the follower saw."""
+    leader, follower = talks
+
+    def lead():
+        number = leader.say("run")
+        pace = leader.pace(number)
+        found = [] if ours else [pace(0.25), pace(0.5)]
+        leader.settle(number, ours)
+        leader.broadcast("the plan")
+        return found
+
+    def run(number):
+        pace = follower.pace(number)
+        if not theirs:
+            try:
+                assert [pace(9.0), pace(9.0)] == [0.25, 0.5]
+            except coordination.LeaderFailed:
+                return follower.answer(number, "")
+        return follower.answer(number, theirs) or theirs
+
+    return both(lead, lambda: follower.follow({"run": run}, id))
 
 
 def test_the_leader_sets_the_pace(talks):
-    mine, theirs = (talk.pace(7) for talk in talks)
-    found = both(lambda: [mine(0.25), mine(0.5)], lambda: [theirs(9.0), theirs(9.0)])
-    assert found == [[0.25, 0.5]] * 2
+    assert run_of(talks, "", "") == [[0.25, 0.5], "the plan"]
+    assert said(talks[0]) == []
 
 
 def test_a_run_that_failed_in_all_is_a_failure_like_any_other(talks):
-    leader, follower = talks
-    found = both(
-        lambda: leader.settle("no memory", 1), lambda: follower.settle("no room", 1)
-    )
-    assert found == [None, None]
+    assert run_of(talks, "no memory", "no room") == [[], "the plan"]
+    assert said(talks[0]) == []
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("", "no room"), ("no memory", "")])
 def test_a_run_that_failed_in_one_process_ends_planning(talks, ours, theirs):
-    leader, follower = talks
-    found = both(lambda: leader.settle(ours, 1), lambda: follower.settle(theirs, 1))
+    error, other = run_of(talks, ours, theirs)
     which = 1 if theirs else 0
-    for error in found:
-        assert isinstance(error, ProcessError)
-        assert f"failed in process {which}, and ran in the others" in str(error)
-        assert ours + theirs in str(error)
+    assert isinstance(error, ProcessError)
+    assert f"failed in process {which}, and ran in the others" in str(error)
+    assert ours + theirs in str(error)
+    # No word of the leader's is to come: its devices may wait for this one's.
+    assert isinstance(other, ProcessError)
+    assert "Process 0 of 2 does not answer" in str(other)
 
 
 def test_a_run_that_fails_while_the_other_waits_for_devices_says_why(talks):
-    leader, follower = talks
-    for number, one in enumerate((follower, leader), start=1):
-        with pytest.raises(ProcessError, match="in this process of several") as error:
-            one.settle("no memory", number)
-        assert ": no memory. Process" in str(error.value)
+    leader, _ = talks
+    with pytest.raises(ProcessError, match="cannot go on without the others") as error:
+        leader.settle(leader.say("run"), "no memory")
+    assert "no memory. Process 1 of 2 does not answer" in str(error.value)
 
 
-def test_a_follower_in_a_run_hears_that_the_leader_failed_in_it(talks):
-    leader, follower = talks
-    leader._put("1/0", "no memory")
-    with pytest.raises(coordination.LeaderFailed):
-        follower.pace(1)(0.0)
+def follower_of(talk, facts, memory):
+    return Follower(talk, facts, memory, None, None, None)  # pyright: ignore
 
 
 def test_processes_meet_where_they_are_started_alike(talks):
-    facts = {"mesh": "x=2"}
-    assert both(*(lambda t=t: meet(t, facts, 80) for t in talks)) == [None, None]
-    assert talks[0].hosts == talks[1].hosts and talks[0].least_bytes == 80
-    found = both(*(lambda n=n: meet(talks[n], {"mesh": f"x={n}"}, 8) for n in (0, 1)))
-    for error in found:
-        assert "differ in the mesh" in str(error)
-        assert ": x=0 in process 0; x=1 in process 1" in str(error)
-
-
-def test_processes_at_other_points_find_out(talks):
     leader, follower = talks
-    found = both(lambda: leader.gathered("a", 1), lambda: follower.gathered("b", 1))
-    assert all("not at the same point" in str(error) for error in found)
+
+    def lead():
+        meet(leader, {"mesh": "x=2"}, 80)
+        leader.broadcast("the plan")
+
+    found = both(lead, follower_of(follower, {"mesh": "x=2"}, 60).follow)
+    assert found == [None, "the plan"]
+    assert leader.hosts == follower.hosts and len(leader.hosts) == 2
+    assert leader.least_bytes == follower.least_bytes == 60
+    with pytest.raises(ProcessError, match="differ in the mesh: ") as error:
+        both_differ = follower_of(follower, {"mesh": "x=4"}, 60)
+        both_differ.meet(9, {"mesh": "x=2"})
+    assert "x=2 in process 0; x=4 in process 1" in str(error.value)
+
+
+def test_facts_that_one_process_has_are_compared():
+    check_alike({"mesh": "x"}, {"mesh": "x"}, 1)
+    for facts in ({}, {"mesh": "x", "kind": "H100"}):
+        with pytest.raises(ProcessError, match=r"differ in the (mesh|kind)"):
+            check_alike({"mesh": "x"}, facts, 2)
 
 
 def test_what_ends_one_process_ends_the_other(talks, monkeypatch):
     leader, follower = talks
 
     def interrupted():
-        monkeypatch.setattr(coordination, "coordination", lambda: follower)
-        with coordinated_planning(alone=False):
+        monkeypatch.setattr(coordination, "talk_of", lambda _: follower)
+        with coordinated(["a mesh"]):  # pyright: ignore
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -164,6 +200,6 @@ def test_what_ends_one_process_ends_the_other(talks, monkeypatch):
 def test_one_that_does_not_answer_is_named(talks):
     leader, _ = talks
     began = time.monotonic()
-    with pytest.raises(ProcessError, match="Process 1 of 2 has not answered"):
+    with pytest.raises(ProcessError, match="Process 1 of 2 does not answer"):
         leader.answers(leader.say("anything"), 0.1)
     assert time.monotonic() - began < 5.0

@@ -153,10 +153,8 @@ def packages() -> str:
 
 def folders() -> str:
     """The folders for the cache and for temporary files are writable, with space."""
-    if (cache := cache_dir()) is None:
-        raise Failure("neither CFP_CACHE_DIR, XDG_CACHE_HOME nor a home directory")
     found = []
-    for folder in (cache, Path(tempfile.gettempdir())):
+    for folder in (cache_dir(), Path(tempfile.gettempdir())):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder) as file:
             file.write(b"x" * 4096)

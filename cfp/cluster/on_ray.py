@@ -22,9 +22,10 @@ from jax.sharding import AbstractMesh, Mesh
 from cfp.errors import CfpError
 from cfp.plan.plan import Plan
 from cfp.planner_settings import DetailedSettings, PlannerSettings
+from cfp.profiling.files import cache_dir
 from cfp.profiling.in_flight import is_late
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.store import ProfileStore, default_cache_dir, store_path
+from cfp.profiling.store import ProfileStore, store_path
 
 LOCAL = "local"
 # How often a runner is started again. Each program that ends one is not run again, so
@@ -92,7 +93,7 @@ class Runner:
 
     def __init__(self, planning: str) -> None:
         digest = hashlib.sha256(planning.encode()).hexdigest()[:16]
-        self._folder = default_cache_dir() / "ray" / digest
+        self._folder = cache_dir() / "ray" / digest
 
     def plan(
         self, work: Callable[[Path], Any], known: Sequence[str]

@@ -48,9 +48,6 @@ class Job(Task):
       kernels: what its kernels follow from. The first of those that have this in common
         is built before the others, for the compiler to try kernels out; None if the
         compiler has tried its kernels out for other programs.
-
-    Raises:
-      ValueError: if specs or positions do not fit the part or each other.
     """
 
     part: Part
@@ -63,24 +60,12 @@ class Job(Task):
     kernels: Hashable = None
 
     def __post_init__(self):
-        found = (len(self.in_specs), len(self.out_specs))
-        wanted = (len(self.part.inputs), len(self.part.outputs))
-        if found != wanted:
-            raise ValueError(
-                f"{self.label}: expected specs for {wanted[0]} inputs and {wanted[1]} "
-                f"outputs, got {found[0]} and {found[1]}"
-            )
-        for side, positions in enumerate(zip(*self.feedback, strict=True)):
-            if len(set(positions)) != len(positions):
-                raise ValueError(f"{self.label}: feedback has a position twice")
-            if not all(0 <= place < wanted[side] for place in positions):
-                raise ValueError(f"{self.label}: feedback is out of range")
+        assert len(self.in_specs) == len(self.part.inputs), self.label
+        assert len(self.out_specs) == len(self.part.outputs), self.label
+        for positions in zip(*self.feedback, strict=True):
+            assert len(set(positions)) == len(positions), f"{self.label}: twice"
         for put, got in self.feedback:
-            if self.in_specs[put] != self.out_specs[got]:
-                raise ValueError(
-                    f"{self.label}: expected feedback into input {put} sharded "
-                    f"{self.in_specs[put]}, got output {got}: {self.out_specs[got]}"
-                )
+            assert self.in_specs[put] == self.out_specs[got], f"{self.label}: feedback"
 
     @property
     def donated(self) -> tuple[int, ...]:
@@ -97,43 +82,37 @@ class BuildEnvironment:
     what was tuned they do not.
 
     Attributes:
-      autotune_dir: XLA's per-fusion autotuning results.
-      executables_dir: executables of whole steps under plans; see
-        `cfp.runtime.executables`.
+      folder: what they are in, beside a profile store; None keeps nothing.
     """
 
-    autotune_dir: Path | None = None
-    executables_dir: Path | None = None
+    folder: Path | None = None
 
     @classmethod
     def beside(cls, store_path: Path) -> BuildEnvironment:
         """Directories next to a profile store."""
-        return cls(
-            autotune_dir=store_path.parent / "autotune",
-            executables_dir=store_path.parent / "executables",
-        )
+        return cls(folder=store_path.parent)
+
+    @property
+    def executables_dir(self) -> Path | None:
+        """Executables of whole steps under plans; see `cfp.runtime.executables`."""
+        return self.folder and self.folder / "executables"
+
+    def autotune_dir(self, platform: str) -> Path | None:
+        """XLA's autotuning results; None where it tunes no kernels, or keeps none."""
+        is_gpu = platform in GPU_PLATFORMS
+        return self.folder / "autotune" if is_gpu and self.folder else None
 
     def is_untuned(self, platform: str) -> bool:
         """True if the compiler tunes kernels for a platform, and has not yet."""
-        tuned = self.autotune_dir
-        if tuned is None or not self.tunes(platform):
-            return False
-        return not any(one.is_file() for one in tuned.rglob("*"))
-
-    def tunes(self, platform: str) -> bool:
-        """True if the compiler tunes kernels for a platform, and keeps them."""
-        return platform in GPU_PLATFORMS and self.autotune_dir is not None
+        tuned = self.autotune_dir(platform)
+        return bool(tuned) and not any(one.is_file() for one in tuned.rglob("*"))
 
     def options(self, platform: str) -> dict[str, str]:
         """Compiler options for a platform: where to keep what was tuned, if at all."""
-        if platform not in GPU_PLATFORMS or self.autotune_dir is None:
+        if (tuned := self.autotune_dir(platform)) is None:
             return {}
-        return {"xla_gpu_per_fusion_autotune_cache_dir": str(self.autotune_dir)}
-
-    def prepare(self, platform: str) -> None:
-        """Makes the directories that `options` names: XLA refuses missing ones."""
-        if self.autotune_dir is not None and platform in GPU_PLATFORMS:
-            make_private_folder(self.autotune_dir)
+        make_private_folder(tuned)  # XLA refuses one that is missing.
+        return {"xla_gpu_per_fusion_autotune_cache_dir": str(tuned)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -241,7 +220,6 @@ def build_here(
     """Does what `build` does, in this process alone."""
     started = time.perf_counter()
     platform = mesh.devices.flat[0].platform
-    environment.prepare(platform)
     usual = {**environment.options(platform), **options_of(program.rewritten)}
     options = {**usual, **dict(job.options)}
     try:

@@ -415,7 +415,10 @@ def _probes_by_key(mesh: Mesh) -> tuple[Mesh, dict[ProfileKey, RateProbe]]:
     mesh = planning_mesh(mesh)
     every = ",".join(name for name, size in mesh.shape.items() if size > 1)
     shape = mesh_text(mesh.shape.items())
-    where = (*_processes(mesh), *environment_parts(list(mesh.devices.flat)))
+    where = environment_parts(list(mesh.devices.flat))
+    owners = [str(device.process_index) for device in mesh.devices.flat]
+    if len(set(owners)) > 1:  # A link between two processes is slower.
+        where = (("process_of_device", ",".join(owners)), *where)
 
     def key(probe: RateProbe) -> ProfileKey:
         # What each device does by itself, or all together, is timed once for all shapes
@@ -435,14 +438,6 @@ def _sizes(mesh: Mesh) -> ProbeSizes:
     """Sizes of the probes for a mesh's platform."""
     is_large = mesh.devices.flat[0].platform in (*GPU_PLATFORMS, "tpu")
     return LARGE if is_large else SMALL
-
-
-def _processes(mesh: Mesh) -> Parts:
-    """Returns the process of each device: a link between two processes is slower."""
-    owners = [str(device.process_index) for device in mesh.devices.flat]
-    if len(set(owners)) == 1:
-        return ()
-    return (("process_of_device", ",".join(owners)),)
 
 
 def _run(
@@ -471,7 +466,10 @@ def _rates(mesh: Mesh, measured: list[tuple[RateProbe, ProfileRecord]]) -> Rates
     points: dict[tuple[str, tuple[str, ...]], list[tuple[int, float]]] = {}
     flops = dict(fallback.matmul_flops_per_ms)
     memory = fallback.memory_bytes_per_ms
-    write_ms = _write_ms(measured)
+    write_ms = 0.0  # To write one number into an array.
+    for probe, record in measured:
+        if record.ok and probe.parts[0] == ("what", "write"):
+            write_ms = record.time_ms / probe.count
     for probe, record in measured:
         if not record.ok:
             continue
@@ -494,11 +492,3 @@ def _rates(mesh: Mesh, measured: list[tuple[RateProbe, ProfileRecord]]) -> Rates
         matmul_flops_per_ms=flops,
         memory_bytes_per_ms=memory,
     )
-
-
-def _write_ms(measured: list[tuple[RateProbe, ProfileRecord]]) -> float:
-    """Derives the time to write one number into an array."""
-    for probe, record in measured:
-        if dict(probe.parts)["what"] == "write" and record.ok:
-            return record.time_ms / probe.count
-    return 0.0

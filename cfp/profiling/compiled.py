@@ -43,10 +43,9 @@ def compile_right(
     if miscompile_reason(text) is None:
         return compiled, text
     off = filter(None, [options.get(_OFF), _PASS])
-    without = {**options, _OFF: ",".join(off)}
-    compiled = lowered.compile(compiler_options=without)
+    compiled = lowered.compile(compiler_options={**options, _OFF: ",".join(off)})
     text = compiled.as_text() or ""
-    if (found := _late(text)[0]) is not None:
+    if has_rematerialized(text) and (found := miscompile_reason(text)):
         raise CfpError(
             "XLA compiled a program that computes something else than it should: "
             f"{found}. Install another version of jaxlib, or plan with more memory."
@@ -79,20 +78,14 @@ def miscompile_reason(hlo_text: str) -> str | None:
             return f"it calls a computation that it does not contain: {min(absent)}"
     if not modules:
         return "there is no program in its text"
-    found, unreadable = _late(hlo_text)
-    return found or unreadable
+    try:
+        return read_after_overwritten(hlo_text)
+    except (AssertionError, LookupError, RecursionError, ValueError) as error:
+        # The text has a form that is not known here.
+        return f"its text cannot be followed ({type(error).__name__}: {error})"
 
 
 def _called(module: Module) -> set[str]:
     """Names of the computations that a module's instructions refer to."""
     every = [one for found in module.computations.values() for one in found]
     return {name for one in every for name in called_by(one) if name}
-
-
-def _late(hlo_text: str) -> tuple[str | None, str | None]:
-    """Returns the first use after an overwrite, or the reason why it is unknown."""
-    try:
-        return read_after_overwritten(hlo_text), None
-    except (AssertionError, LookupError, RecursionError, ValueError) as error:
-        # The text has a form that is not known here.
-        return None, f"its text cannot be followed ({type(error).__name__}: {error})"

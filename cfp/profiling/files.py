@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-try:
-    import fcntl
-except ImportError:  # Not on Windows.
-    fcntl = None
+from cfp.errors import CfpError
 
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
-_OTHERS = 0o077
 # In C from end to end: an interrupt in a function of Python would lose the open file.
 _opener = partial(os.open, mode=_FILE_MODE)
 
 
-def cache_dir() -> Path | None:
+def cache_dir() -> Path:
     """`$CFP_CACHE_DIR`, else `$XDG_CACHE_HOME/cfp`, else `~/.cache/cfp`.
 
-    None if none of them says where.
+    Raises:
+      CfpError: none of them says where.
     """
     if chosen := os.environ.get("CFP_CACHE_DIR"):
         return Path(chosen).expanduser()
@@ -38,8 +36,11 @@ def cache_dir() -> Path | None:
         return Path(base) / "cfp"
     try:
         return Path.home() / ".cache" / "cfp"
-    except RuntimeError:  # The user has no entry in the password database.
-        return None
+    except RuntimeError as error:  # The user has no entry in the password database.
+        raise CfpError(
+            "There is no home directory for the profile cache. Set CFP_CACHE_DIR to a "
+            "directory that can be written."
+        ) from error
 
 
 def make_private_folder(path: Path) -> None:
@@ -75,18 +76,10 @@ def make_private(path: Path) -> None:
     try:
         open_private(path, "xb").close()
     except FileExistsError:
-        if path.is_file():
-            close_to_others(path)
-
-
-def close_to_others(path: Path) -> None:
-    """Makes a file or folder that cfp made, maybe long ago, the owner's alone.
-
-    Another user's, and one on a file system without modes, stay as they are.
-    """
-    with contextlib.suppress(OSError):
-        if (old := path.stat().st_mode & 0o777) & _OTHERS:
-            path.chmod(old & ~_OTHERS)
+        # Another user's, and one on a file system without modes, stays as it is.
+        with contextlib.suppress(OSError):
+            if path.is_file():
+                path.chmod(_FILE_MODE)
 
 
 # ------------------------------------------------------------------------------- locks
@@ -97,10 +90,8 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 def lock_file(file: IO[bytes]) -> None:
     """Locks an open file for its opener alone, until it is closed.
 
-    Where there are no file locks (Windows, some network file systems) it does nothing.
+    Where there are no file locks (some network file systems) it does nothing.
     """
-    if fcntl is None:
-        return
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:

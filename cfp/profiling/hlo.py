@@ -125,14 +125,6 @@ def called_by(one: Instruction) -> Iterator[str]:
             yield name.strip().lstrip("%")
 
 
-def calls(one: Instruction) -> Iterator[tuple[str, int]]:
-    """The computations that an instruction calls, and how often each."""
-    if one.opcode.partition("-start")[0] in KINDS:
-        return  # An asynchronous form may name its own twin.
-    for name in called_by(one):
-        yield name, one.trips
-
-
 def _runs(module: Module) -> Counter[str]:
     """Counts the runs of each computation in one run of the module."""
     found: Counter[str] = Counter()
@@ -140,12 +132,14 @@ def _runs(module: Module) -> Counter[str]:
     while waiting:
         name, times = waiting.pop()
         found[name] += times
-        waiting += [
-            (called, times * trips)
-            for one in module.computations[name]
-            for called, trips in calls(one)
-            if called in module.computations
-        ]
+        for one in module.computations[name]:
+            # An asynchronous collective may name its own twin.
+            if one.opcode.partition("-start")[0] not in KINDS:
+                waiting += [
+                    (called, times * one.trips)
+                    for called in called_by(one)
+                    if called in module.computations
+                ]
     return found
 
 
@@ -164,12 +158,9 @@ def shape_bytes(shape: str) -> int:
     """Bytes of a shape, of all parts if it is a tuple's."""
     total = 0
     for element, dims in _ARRAY.findall(shape):
-        total += -(-prod(_sizes(dims)) * _element_bits(element) // 8)
+        sizes = [int(dim.strip(" <=")) for dim in dims.split(",") if dim.strip()]
+        total += -(-prod(sizes) * _element_bits(element) // 8)
     return total
-
-
-def _sizes(dims: str) -> list[int]:
-    return [int(dim.strip(" <=")) for dim in dims.split(",") if dim.strip()]
 
 
 def _element_bits(element: str) -> int:

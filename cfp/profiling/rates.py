@@ -57,39 +57,21 @@ class Rates:
     launch_ms: float = 0.0
 
     @classmethod
-    def default(cls, mesh: Axes) -> Rates:
-        """Plausible rates without any device, for tests and for looking only."""
-        # About what one host of GPUs with fast links between them does.
-        return cls._alike(
-            mesh,
-            latency_ms=0.02,
-            link_bytes_per_ms=150e6,
-            flops_per_ms={"float32": 100e9, "bfloat16": 400e9},
-            memory_bytes_per_ms=2e9,
-        )
-
-    @classmethod
-    def of_virtual_devices(cls, mesh: Axes) -> Rates:
-        """About what the virtual devices of one CPU do; measures nothing."""
-        # As four of them on two cores do, November 2026.
-        return cls._alike(
-            mesh,
-            latency_ms=0.05,
-            link_bytes_per_ms=3e6,
-            flops_per_ms={"float32": 45e6, "bfloat16": 30e6},
-            memory_bytes_per_ms=9e6,
-        )
-
-    @classmethod
-    def _alike(
+    def default(
         cls,
         mesh: Axes,
-        latency_ms: float,
-        link_bytes_per_ms: float,
-        flops_per_ms: Mapping[str, float],
-        memory_bytes_per_ms: float,
+        latency_ms: float = 0.02,
+        link_bytes_per_ms: float = 150e6,
+        flops_per_ms: tuple[float, float] = (100e9, 400e9),
+        memory_bytes_per_ms: float = 2e9,
     ) -> Rates:
-        """Rates of devices whose links are all alike, by rings of neighbours."""
+        """Plausible rates without any device: one host of GPUs with fast links.
+
+        All links are alike, and collectives go by rings of neighbours.
+
+        Args:
+          flops_per_ms: of float32, and of bfloat16.
+        """
         axes = tuple(mesh.shape.items() if isinstance(mesh, Mesh) else mesh)
         sizes = dict(axes)
         curves = {}
@@ -103,9 +85,17 @@ class Rates:
         return cls(
             mesh=axes,
             curves=curves,
-            matmul_flops_per_ms=dict(flops_per_ms),
+            matmul_flops_per_ms=dict(
+                zip(("float32", "bfloat16"), flops_per_ms, strict=True)
+            ),
             memory_bytes_per_ms=memory_bytes_per_ms,
         )
+
+    @classmethod
+    def of_virtual_devices(cls, mesh: Axes) -> Rates:
+        """About what the virtual devices of one CPU do; measures nothing."""
+        # As four of them on two cores do, November 2026.
+        return cls.default(mesh, 0.05, 3e6, (45e6, 30e6), 9e6)
 
     def collective_ms(self, kind: str, axes: tuple[str, ...], size: float) -> float:
         """The time of one collective, run by all groups of devices at once.

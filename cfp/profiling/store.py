@@ -19,7 +19,6 @@ from cfp.errors import CfpError
 from cfp.profiling.exported import read_export
 from cfp.profiling.files import (
     cache_dir,
-    close_to_others,
     lock_file,
     make_private,
     make_private_folder,
@@ -42,36 +41,13 @@ _KEYS_PER_QUERY = 500
 _log = logging.getLogger(__name__)
 
 
-def default_cache_dir() -> Path:
-    """The folder that `cfp.profiling.files.cache_dir` names.
-
-    Raises:
-      CfpError: nothing names one.
-    """
-    if (found := cache_dir()) is not None:
-        return found
-    raise CfpError(
-        "There is no home directory for the profile cache. Set CFP_CACHE_DIR "
-        "to a directory that can be written."
-    )
-
-
 def store_path(folder: str | os.PathLike[str] | None = None) -> Path:
     """Returns the path of the store in a folder, or in the default one.
 
     Raises:
       CfpError: if there is no default one.
     """
-    return Path(folder if folder is not None else default_cache_dir()) / STORE_NAME
-
-
-def _own_store() -> Path | None:
-    """The store in the folder that cfp named itself; None if the user named one."""
-    if os.environ.get("CFP_CACHE_DIR"):
-        return None
-    with contextlib.suppress(CfpError):
-        return store_path()
-    return None
+    return Path(folder if folder is not None else cache_dir()) / STORE_NAME
 
 
 class ProfileStore:
@@ -92,8 +68,6 @@ class ProfileStore:
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         with self._explained():
-            if self.path == _own_store():
-                close_to_others(self.path.parent)
             self._connection = _open(self.path)
 
     def __enter__(self) -> ProfileStore:

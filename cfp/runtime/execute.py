@@ -377,7 +377,6 @@ def load_or_lower(
         is_same = found.unchanged and not lowering.calls_host
     platform = mesh.devices.flat[0].platform
     environment = environment or BuildEnvironment()
-    environment.prepare(platform)
     how = {**environment.options(platform), **options_of(lowering.rewritten)}
     how |= options or {}
     if wide and platform in GPU_PLATFORMS:

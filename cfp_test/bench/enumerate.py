@@ -180,8 +180,7 @@ def compiled(
         "volume_bytes": theoretical_volume(analysis, choice),
     }
     where = session.mesh.devices.flat[0].platform
-    environment = BuildEnvironment(autotune_dir=args.workdir / "autotune")
-    environment.prepare(where)
+    environment = BuildEnvironment(folder=args.workdir)
     candidate = Candidate(str(row["sval"]), choice, level=ConstraintLevel.EVERYTHING)
     try:
         made = make_choice(session, candidate, environment.options(where))

@@ -348,7 +348,6 @@ class Maker:
         self._sizes = piece.options(tiny)
         where = session.mesh.devices.flat[0].platform
         environment = BuildEnvironment.beside(store_path(work))
-        environment.prepare(where)
         self.options = environment.options(where)
         untuned = {"xla_gpu_autotune_level": "0"}
         self._start_options = {} if where == "cpu" else untuned

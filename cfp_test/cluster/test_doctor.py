@@ -175,7 +175,12 @@ def no_nvidia_smi(machine):
 
 
 def no_place(machine):
-    machine.patch.setattr(doctor, "cache_dir", lambda: None)
+    def homeless():
+        raise RuntimeError("no home directory")
+
+    machine.patch.delenv("CFP_CACHE_DIR", raising=False)
+    machine.patch.delenv("XDG_CACHE_HOME", raising=False)
+    machine.patch.setattr(doctor.Path, "home", homeless)
 
 
 def unwritable(machine):
@@ -194,7 +199,7 @@ def full_disk(machine):
         (updated_driver, "driver", "mismatch", "restart"),
         (no_gpu_given, "driver", "lists no GPU", "--gres=gpu:1"),
         (no_nvidia_smi, "driver", "not on the PATH", "Docker"),
-        (no_place, "folders", "neither", "CFP_CACHE_DIR"),
+        (no_place, "folders", "no home directory", "CFP_CACHE_DIR"),
         (unwritable, "folders", "/sys/cfp", "CFP_CACHE_DIR"),
         (full_disk, "folders", "MiB free of", "TMPDIR"),
     ],

@@ -33,7 +33,7 @@ def test_folders_and_files_are_the_owners_alone(tmp_path):
                     key=key.digest, parts=key.parts, status="ok", samples_ms=(1.0,)
                 )
             )
-            BuildEnvironment.beside(store.path).prepare("cuda")
+            BuildEnvironment.beside(store.path).options("cuda")
             made = [folder, *folder.rglob("*")]
             kinds = {path.suffix for path in made}
             assert {".sqlite", ".lock", ".sqlite-wal"} <= kinds
@@ -42,16 +42,9 @@ def test_folders_and_files_are_the_owners_alone(tmp_path):
                 assert mode(path) == (0o700 if path.is_dir() else 0o600), path
 
 
-def test_what_an_earlier_version_made_is_closed(tmp_path, monkeypatch):
-    monkeypatch.delenv("CFP_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "cfp"
+def test_what_the_user_made_is_as_the_user_made_it(tmp_path):
+    folder = tmp_path / "work"
     folder.mkdir(mode=0o755)
     (folder / STORE_NAME).touch(mode=0o644)
     ProfileStore(folder / STORE_NAME).close()
-    assert (mode(folder), mode(folder / STORE_NAME)) == (0o700, 0o600)
-    # What the user made is as the user made it.
-    other = tmp_path / "work"
-    other.mkdir(mode=0o755)
-    ProfileStore(other / STORE_NAME).close()
-    assert (mode(other), mode(other / STORE_NAME)) == (0o755, 0o600)
+    assert (mode(folder), mode(folder / STORE_NAME)) == (0o755, 0o600)

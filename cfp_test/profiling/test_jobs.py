@@ -323,12 +323,19 @@ def test_what_could_not_be_built_opens_no_links(shop, store):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_what_shares_kernels_is_built_last_and_run_in_its_turn(shop, store, threads):
-    begun = []
-    shop.on_build = {name: lambda name=name: begun.append(name) for name in "abcd"}
+def test_what_shares_kernels_is_built_last_and_run_in_its_turn(
+    shop, store, threads, monkeypatch
+):
+    begun, start = [], compile_pool.CompilePool.start
+
+    def note(pool, label, compiled):
+        begun.append(label)
+        return start(pool, label, compiled)
+
+    monkeypatch.setattr(compile_pool.CompilePool, "start", note)
     first, *others = shop.tasks("abcd")
     run_tasks([replace(first, is_last=True), *others], store, threads=threads)
-    assert begun.index("a") == (3 if threads > 1 else 0)
+    assert begun.index("task a") == (3 if threads > 1 else 0)
     assert shop.ran == [*"abcd"]
 
 

@@ -2,7 +2,6 @@ import dataclasses
 import json
 import math
 import statistics
-from datetime import UTC, datetime
 
 import pytest
 from hypothesis import given, settings
@@ -95,33 +94,14 @@ def test_defaults_are_a_plain_failure_made_now():
     assert ProfileRecord.from_json(record.to_json()) == record
 
 
-@given(
-    st.datetimes(
-        min_value=datetime(2026, 1, 1), max_value=datetime(2026, 1, 1, 0, 0, 2)
-    ),
-    st.datetimes(
-        min_value=datetime(2026, 1, 1), max_value=datetime(2026, 1, 1, 0, 0, 2)
-    ),
-)
-def test_moments_sort_as_text_with_those_to_the_second(one, other):
-    one, other = (moment.replace(tzinfo=UTC) for moment in (one, other))
-    coarse = other.replace(microsecond=0)
-
-    def written(moment: datetime, timespec: str = "microseconds") -> str:
-        return moment.isoformat(timespec=timespec)
-
-    assert (written(one) < written(other)) == (one < other)
-    assert (written(one) >= written(coarse, "seconds")) == (one >= coarse)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"status": "fine"}, "status"),
         ({"samples_ms": ()}, "samples_ms"),
-        ({"samples_ms": (math.nan,)}, "finite"),
-        ({"samples_ms": (math.inf,)}, "finite"),
-        ({"build_seconds": -1.0}, "finite"),
+        ({"samples_ms": (math.nan,)}, "samples_ms"),
+        ({"samples_ms": (math.inf,)}, "samples_ms"),
+        ({"build_seconds": -1.0}, "build_seconds"),
         ({"created": "yesterday"}, "created"),
         ({"created": "2026-01-02T03:04:05"}, "created"),
         ({"created": "2026-01-02T03:04:05+01:00"}, "created"),
@@ -129,7 +109,7 @@ def test_moments_sort_as_text_with_those_to_the_second(one, other):
 )
 def test_contradictions_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(OK, **changes)
+        ProfileRecord.from_json(json.dumps(json.loads(OK.to_json()) | changes))
 
 
 def test_no_field_may_be_unknown_and_none_without_a_default_missing():

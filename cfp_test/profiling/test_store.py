@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from cfp.errors import CfpError
+from cfp.profiling.files import cache_dir
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.record import Collective, ProfileRecord, Status
-from cfp.profiling.store import ProfileStore, default_cache_dir
+from cfp.profiling.store import ProfileStore
 
 
 def make(name: str, *, value: float = 1.0, status: Status = "ok") -> ProfileRecord:
@@ -299,11 +300,11 @@ def test_default_cache_dir(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("CFP_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert default_cache_dir() == tmp_path / ".cache" / "cfp"
+    assert cache_dir() == tmp_path / ".cache" / "cfp"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert default_cache_dir() == tmp_path / ".cache" / "cfp"
+    assert cache_dir() == tmp_path / ".cache" / "cfp"
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert default_cache_dir() == Path("/xdg/cfp")
+    assert cache_dir() == Path("/xdg/cfp")
     monkeypatch.setenv("CFP_CACHE_DIR", "~/mine")
-    assert default_cache_dir() == tmp_path / "mine"
+    assert cache_dir() == tmp_path / "mine"
     assert not (tmp_path / "mine").exists()

@@ -165,7 +165,7 @@ class Subject:
             arg_specs,
             output_specs,
             constraints,
-            environment=BuildEnvironment(executables_dir=executables),
+            environment=BuildEnvironment(folder=executables),
         )
 
     def quickly_compiled(

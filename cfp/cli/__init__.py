@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from importlib import import_module
 from typing import Any
 
 import typer
@@ -16,7 +17,6 @@ from cfp.cli.options import command as one_message
 from cfp.cli.supervise import Supervision
 from cfp.cluster.doctor import main as doctor
 from cfp.devices.joining import COORDINATOR, JOIN, PROCESS_ID, PROCESSES
-from cfp.models import load
 
 
 class Commands(TyperGroup):
@@ -66,7 +66,7 @@ def _doctor(context: typer.Context) -> None:
 @one_message()
 def _operators(context: typer.Context, _: Any) -> None:
     """Check and time implementations of the operators of models."""
-    raise typer.Exit(load("cfp.operators.command").main(context.args))
+    raise typer.Exit(import_module("cfp.operators.command").main(context.args))
 
 
 def _print_version(wanted: bool) -> None:

@@ -5,18 +5,13 @@
     y = layer_norm(x, scale, bias)  # The first implementation that takes them.
     y = gpt_attention(q, k, v, implementation="cudnn")
 
-As modules: `cfp.operators.linen` and `cfp.operators.nnx`. Put into a model that is
-there already: `cfp.operators.inject`. What each takes: ``python -m cfp.operators``.
+Put into a model that is there already: `cfp.operators.inject`. All of them:
+``python -m cfp.operators --list``.
 """
 
 from typing import TYPE_CHECKING
 
-from cfp.operators.operator import (
-    Argument,
-    Implementation,
-    Operator,
-    known,
-)
+from cfp.operators.operator import Argument, Operator, Refused, known
 from cfp.operators.table import OPERATORS
 
 # Each operator, by its name.
@@ -26,14 +21,7 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Operator: ...
 
 
-__all__ = [
-    "OPERATORS",
-    "Argument",
-    "Implementation",
-    "Operator",
-    "find",
-    "matching",
-]
+__all__ = ["OPERATORS", "Argument", "Operator", "Refused", "find", "matching"]
 
 
 def find(name: str) -> Operator:
@@ -58,7 +46,7 @@ def matching(words: str) -> list[Operator]:
     wanted = [word.strip() for word in words.split(",") if word.strip()]
     for word in wanted:
         if not any(word in name for name in OPERATORS):
-            known("operator", word, OPERATORS)
+            find(word)
     return [
         one
         for name, one in OPERATORS.items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from cfp.errors import CfpError
-from cfp.operators.operator import Argument, Operator
+from cfp.operators.operator import Argument, Operator, Refused
 
 EXPERTS = 8
 # Relative differences of norms, by type. On GPUs products of float32 are computed in
@@ -51,8 +52,8 @@ class Shape:
             numbers = []
         if len(numbers) != 5 or min(numbers) < 1 or numbers[2] % numbers[3]:
             raise CfpError(
-                f"{text!r} is no shape. Give batch,seq,hidden,heads,vocab with hidden "
-                "a multiple of heads, such as --shapes 8,1024,1024,16,50257."
+                f"{text!r} is no shape: give batch,seq,hidden,heads,vocab, five whole "
+                "numbers above 0, with hidden a multiple of heads."
             )
         names = ("batch", "seq", "hidden", "heads", "vocab")
         return cls(**dict(zip(names, numbers, strict=True)))
@@ -96,9 +97,19 @@ def abstract(
     )
 
 
+def refusal(operator: Operator, name: str, shape: Shape, dtype: str) -> str:
+    """Why an implementation does not take a case; empty if it does."""
+    call = partial(operator.implementations[name], **operator.options)
+    try:
+        jax.eval_shape(call, *abstract(operator, shape, dtype))
+    except Refused as reason:
+        return str(reason)
+    return ""
+
+
 def output(operator: Operator, args: Sequence[Any]) -> jax.ShapeDtypeStruct:
     """Shape and type of what an operator makes of some arguments."""
-    return jax.eval_shape(lambda *a: operator.oracle(*a, **operator.options), *args)
+    return jax.eval_shape(partial(operator.oracle, **operator.options), *args)
 
 
 def sample(

@@ -1,17 +1,23 @@
 """Formulas of operators: plain ones, which are the oracles, and those of libraries.
 
 Statistics and softmaxes are computed in float32, whatever the arguments are. Queries,
-keys and values are [batch, tokens, heads, head_dim].
+keys and values are [batch, tokens, heads, head_dim]. A function raises `Refused` for
+arguments or options that it does not take.
 """
 
 from __future__ import annotations
 
 from math import pi, sqrt
+from typing import Literal
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from cfp.attention.kernels import KERNELS
+from cfp.attention.problem import problem_of
+from cfp.errors import CfpError
+from cfp.operators.operator import Refused
 
 _LEAST = -1e30  # Finite: a row without any key has no not-a-number.
 
@@ -35,14 +41,11 @@ def rms_norm(x: Array, scale: Array, *, eps: float) -> Array:
     return (y * jax.lax.rsqrt(mean + eps) * scale).astype(x.dtype)
 
 
-def rms_norm_flax(x: Array, scale: Array, *, eps: float) -> Array:
-    params = {"params": {"scale": scale}}
-    return nn.RMSNorm(epsilon=eps, dtype=x.dtype).apply(params, x)  # type: ignore
-
-
 def dropout_add_layer_norm(
     x, residual, scale, bias, key, *, rate: float, eps: float, norm=layer_norm
 ) -> Array:
+    if not 0.0 <= rate < 1.0:
+        raise Refused(f"rate={rate} is not in [0, 1)")
     keep = jax.random.bernoulli(jax.random.wrap_key_data(key), 1.0 - rate, x.shape)
     dropped = jnp.where(keep, x / (1.0 - rate), jnp.zeros_like(x))
     return norm(residual + dropped, scale, bias, eps=eps)
@@ -110,6 +113,8 @@ def qkv_batched(x: Array, kernel: Array, bias: Array) -> Array:
 def _angles(x: Array, base: float) -> tuple[Array, Array]:
     """Cosine and sine, [tokens, 1, head_dim / 2]."""
     half = x.shape[-1] // 2
+    if x.shape[-1] % 2:
+        raise Refused(f"the head's width {x.shape[-1]} is odd")
     rates = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * rates
     return jnp.cos(angles), jnp.sin(angles)
@@ -133,11 +138,6 @@ def take(table: Array, tokens: Array) -> Array:
     return jnp.take(table, tokens, axis=0)
 
 
-def take_float32(table: Array, tokens: Array) -> Array:
-    # The gradients of a token that occurs often are then added up in float32.
-    return jnp.take(table.astype(jnp.float32), tokens, axis=0).astype(table.dtype)
-
-
 def all_scores(query, key, value, *, mask=None, bias=None, scale=None) -> Array:
     """Softmax of all scores, which are stored."""
     factor = query.shape[-1] ** -0.5 if scale is None else scale
@@ -153,11 +153,21 @@ def all_scores(query, key, value, *, mask=None, bias=None, scale=None) -> Array:
     return jnp.einsum("bnqk,bknd->bqnd", weights, value)
 
 
-def attention_flax(query, key, value, *, mask=None, bias=None, scale=None) -> Array:
-    if scale is not None:  # It always divides by the root of the head's width.
-        query = query * (scale * query.shape[-1] ** 0.5)
-    return nn.dot_product_attention(
-        query, key, value, bias=bias, mask=mask, force_fp32_for_softmax=True
+def attention_jax_nn(
+    query, key, value, *, implementation: Literal["xla", "cudnn"], **how
+) -> Array:
+    """`jax.nn.dot_product_attention`, by XLA or cuDNN."""
+    given = {"causal": how.get("is_causal", False)}
+    given |= {name: how.get(name) for name in ("bias", "scale")}
+    try:
+        problem = problem_of(query, key, value, **given)
+    except CfpError as error:
+        raise Refused(str(error)) from error
+    if implementation == "cudnn":
+        if reason := KERNELS["cudnn"].refusal(problem, jax.default_backend()):
+            raise Refused(reason)
+    return jax.nn.dot_product_attention(
+        query, key, value, implementation=implementation, **how
     )
 
 
@@ -172,12 +182,10 @@ def one_by_one(x: Array, kernels: Array, groups: Array) -> Array:
     return found
 
 
-def ragged_dot(x: Array, kernels: Array, groups: Array) -> Array:
-    return jax.lax.ragged_dot(x, kernels, groups)
-
-
 def _gates(scores: Array, choices: int) -> tuple[Array, Array]:
     """Weights and experts of each token, [tokens, choices]."""
+    if not 1 <= choices <= scores.shape[1]:
+        raise Refused(f"choices={choices} of {scores.shape[1]} experts")
     best, experts = jax.lax.top_k(scores.astype(jnp.float32), choices)
     return jax.nn.softmax(best), experts
 
@@ -198,8 +206,8 @@ def sorted_experts(x, scores, up, down, *, choices: int) -> Array:
     weights, experts = _gates(scores, choices)
     order = jnp.argsort(experts.reshape(-1), stable=True)
     groups = jnp.bincount(experts.reshape(-1), length=up.shape[0]).astype(jnp.int32)
-    inner = jax.nn.gelu(ragged_dot(x[order // choices], up, groups))
-    made = ragged_dot(inner, down, groups)
+    inner = jax.nn.gelu(jax.lax.ragged_dot(x[order // choices], up, groups))
+    made = jax.lax.ragged_dot(inner, down, groups)
     back = made[jnp.argsort(order)].reshape(x.shape[0], choices, -1)
     mixed = jnp.einsum("tk,tkh->th", weights, back.astype(jnp.float32))
     return mixed.astype(x.dtype)
@@ -242,6 +250,8 @@ def _part(x: Array, kernel: Array, first: Array, labels: Array) -> tuple[Array, 
 
 
 def chunked_vocabulary(x, kernel, labels, *, chunks: int) -> Array:
+    if not 1 <= chunks <= kernel.shape[0]:
+        raise Refused(f"a vocabulary of {kernel.shape[0]} has no {chunks} parts")
     size = kernel.shape[0] // chunks
     whole = size * chunks
 
@@ -255,14 +265,3 @@ def chunked_vocabulary(x, kernel, labels, *, chunks: int) -> Array:
         rest, also = _part(x, kernel[whole:], jnp.asarray(whole), labels)
         sums, chosen = jnp.concatenate([sums, rest[None]]), chosen + also
     return (jax.nn.logsumexp(sums, axis=0) - chosen).mean()
-
-
-def chunked_tokens(x, kernel, labels, *, chunks: int) -> Array:
-    @jax.checkpoint
-    def step(total, part):
-        return total + linear_cross_entropy(part[0], kernel, part[1], chunks=1), None
-
-    size = x.shape[0] // chunks
-    parts = (x.reshape(chunks, size, -1), labels.reshape(chunks, size))
-    total, _ = jax.lax.scan(step, jnp.float32(0.0), parts)
-    return total / chunks

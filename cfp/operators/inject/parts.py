@@ -7,33 +7,47 @@ Modules of HF's kind are known by the names of their classes, in linen
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from cfp.operators.inject.policy import Policy, Refused, register_policy
+from cfp.operators.inject.policy import Policy
+from cfp.operators.operator import Refused
+
+_LAYER_NORM, _RMS_NORM = ("layer_norm", "scale", "bias"), ("rms_norm", "scale")
 
 
-class _Norm(Policy):
-    """A norm over the last dim, of these classes of linen and NNX."""
+class FlaxNorm(Policy):
+    """`LayerNorm` and `RMSNorm` of `flax.linen` and `flax.nnx`, over the last dim.
 
-    kinds: tuple[type, ...] = ()
-    parameters: tuple[str, ...] = ()
+    Attributes:
+        norms: operators with their parameters, by the class.
+    """
+
+    norms: ClassVar = {
+        nn.LayerNorm: _LAYER_NORM,
+        nnx.LayerNorm: _LAYER_NORM,
+        nn.RMSNorm: _RMS_NORM,
+        nnx.RMSNorm: _RMS_NORM,
+    }
 
     def match(self, part: Any) -> bool:
         """By the class."""
-        return type(part) in self.kinds
+        return type(part) in self.norms
 
     def build(self, part: Any) -> Callable[..., Any]:
         """The operator with the part's epsilon."""
+        operator, *names = next(
+            norm for kind, norm in self.norms.items() if isinstance(part, kind)
+        )
         if part.reduction_axes != -1 or part.feature_axes != -1:
             raise Refused("does not normalise the last dim alone")
         if part.axis_name is not None:
             raise Refused("takes its statistics across devices")
-        for name in self.parameters:
+        for name in names:
             if not getattr(part, f"use_{name}"):
                 raise Refused(f"has no {name}")
 
@@ -41,31 +55,13 @@ class _Norm(Policy):
             """Computes in one type for all, and gives the type that flax would give."""
             if mask is not None:
                 raise Refused("is called with a mask")
-            given = [x, *(parameters[name] for name in self.parameters)]
+            given = [x, *(parameters[name] for name in names)]
             result = part.dtype or jnp.result_type(*given)
             inner = jnp.result_type(x, result)
             args = (y.astype(inner) for y in given)
-            return self.call(*self.operators, *args, eps=part.epsilon).astype(result)
+            return self.call(operator, *args, eps=part.epsilon).astype(result)
 
         return replacement
-
-
-@register_policy
-class FlaxLayerNorm(_Norm):
-    """`flax.linen.LayerNorm` and `flax.nnx.LayerNorm`."""
-
-    operators = ("layer_norm",)
-    kinds = (nn.LayerNorm, nnx.LayerNorm)
-    parameters = ("scale", "bias")
-
-
-@register_policy
-class FlaxRMSNorm(_Norm):
-    """`flax.linen.RMSNorm` and `flax.nnx.RMSNorm`."""
-
-    operators = ("rms_norm",)
-    kinds = (nn.RMSNorm, nnx.RMSNorm)
-    parameters = ("scale",)
 
 
 def _dense(parameters: Any, x: Array, dtype: Any) -> tuple[Array, Array]:
@@ -142,12 +138,10 @@ def _heads(part: Any, *arrays: Array) -> list[Array]:
     raise Refused("has no number of heads in its configuration")
 
 
-@register_policy
 class HFGPT2Attention(_OfHF):
     """Self-attention of a GPT-2."""
 
     kind = "GPT2Attention"
-    operators = ("gpt_attention",)
     takes = ("hidden_states", "key_value_states", "attention_mask", "deterministic")
     drops = ("attn_pdrop", "resid_pdrop")
 
@@ -165,12 +159,10 @@ class HFGPT2Attention(_OfHF):
         return (made + bias,)
 
 
-@register_policy
 class HFGPT2MLP(_OfHF):
     """The MLP of a GPT-2."""
 
     kind = "GPT2MLP"
-    operators = ("bias_gelu",)
     takes = ("hidden_states", "deterministic")
     drops = ("resid_pdrop",)
 
@@ -186,12 +178,10 @@ class HFGPT2MLP(_OfHF):
         return made + bias
 
 
-@register_policy
 class HFBertSelfAttention(_OfHF):
     """Self-attention of a BERT: its three projections become one."""
 
     kind = "BertSelfAttention"
-    operators = ("qkv_projection", "bert_attention")
     takes = ("hidden_states", "attention_mask", "layer_head_mask", "key_value_states")
     drops = ("attention_probs_dropout_prob",)
 
@@ -208,3 +198,6 @@ class HFBertSelfAttention(_OfHF):
         if mask is not None:
             lengths = mask.astype(jnp.int32).sum(-1)
         return (self.call("bert_attention", *qkv, lengths).reshape(hidden.shape),)
+
+
+POLICIES = (FlaxNorm, HFGPT2Attention, HFGPT2MLP, HFBertSelfAttention)

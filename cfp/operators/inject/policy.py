@@ -9,39 +9,31 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from jax import Array
 
-from cfp.errors import CfpError
 from cfp.operators import find
 
 
-class Refused(Exception):
-    """A part, or a call of it, that a policy matches but does not replace."""
-
-
+@dataclass
 class Policy(ABC):
     """The replacement of one kind of part.
 
     A policy is made once for an injection. It must not keep arrays: a replacement gets
     the part's parameters when it is called.
 
-    Args:
+    Attributes:
         implementations: names by operator; the first that takes the arguments for the
             others.
         right_padded: says that masks of padding that are given to attention mask ends
             of sequences only.
-
-    Attributes:
-        operators: names of the operators that it puts in.
+        used: names of the implementations that were called, by operator.
     """
 
-    operators: tuple[str, ...] = ()
-
-    def __init__(self, implementations: Mapping[str, str], right_padded: bool):
-        self.implementations, self.right_padded = implementations, right_padded
-        self._used: dict[str, str] = {}
+    implementations: Mapping[str, str]
+    right_padded: bool = False
+    used: dict[str, str] = field(default_factory=dict)
 
     @abstractmethod
     def match(self, part: Any) -> bool:
@@ -60,45 +52,10 @@ class Policy(ABC):
 
     def call(self, operator: str, *args: Any, **options: Any) -> Array:
         """Calls an operator by the implementation that the user chose."""
-        found, wanted = find(operator), self.implementations.get(operator)
-        name = found.choose(*args, implementation=wanted, **options)
-        self._used[operator] = name
-        return found(*args, implementation=name, **options)
-
-    def __str__(self) -> str:
-        """The operators with the implementations that were taken or are wanted."""
-        taken = {**self.implementations, **self._used}
-        return ", ".join(
-            f"{name} by {taken.get(name, 'the first that takes the arguments')}"
-            for name in self.operators
-        )
-
-
-_P = TypeVar("_P", bound=type[Policy])
-registered: list[type[Policy]] = []
-
-
-def register_policy(policy: _P) -> _P:
-    """Adds a policy to those that every injection uses; the newest is asked first.
-
-    Raises:
-        CfpError: it is no policy.
-        CfpError: it names an operator that there is not.
-    """
-    if not (isinstance(policy, type) and issubclass(policy, Policy)):
-        raise CfpError(
-            f"{policy!r} is no policy. Derive a class from "
-            "cfp.operators.inject.Policy, with match and build."
-        )
-    for name in policy.operators:
-        find(name)
-    registered.insert(0, policy)
-    return policy
-
-
-def unregister_policy(policy: type[Policy]) -> None:
-    """Takes a policy out again."""
-    registered.remove(policy)
+        wanted = self.implementations.get(operator)
+        found = find(operator).by_first(*args, implementation=wanted, **options)
+        self.used[operator], made = found
+        return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,70 +63,44 @@ class Part:
     """One part of a model.
 
     Attributes:
-        path: its place; empty for the model itself.
         kind: its class.
         policy: that matched; empty if none did.
-        operators: its replacement, in words; empty if it has none.
-        reason: why it was not replaced.
+        operators: the implementations of its last call, by operator.
+        reason: why it was not replaced; empty if it was.
     """
 
-    path: str
     kind: str
     policy: str
-    operators: str
-    reason: str
+    operators: Mapping[str, str] = field(default_factory=dict)
+    reason: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Report:
-    """The parts of a model, as far as they were seen.
+    """The parts of a model by their paths, as far as they were seen.
 
     Parts of modules of linen are seen when the model is called.
     """
 
-    strict: bool = False
     parts: dict[str, Part] = field(default_factory=dict)
-
-    def add(self, path: str, part: Any, policy: Policy | None, why: str = "") -> None:
-        """Notes a part that was replaced, or why it was not."""
-        self.parts[path] = Part(
-            path=path,
-            kind=type(part).__name__,
-            policy=type(policy).__name__ if policy else "",
-            operators="" if why else str(policy),
-            reason=why,
-        )
 
     @property
     def replaced(self) -> list[Part]:
         """Parts that were replaced."""
-        return [part for part in self.parts.values() if part.operators]
+        return [part for part in self.parts.values() if not part.reason]
 
     @property
     def left(self) -> list[Part]:
         """Parts that were not."""
-        return [part for part in self.parts.values() if not part.operators]
+        return [part for part in self.parts.values() if part.reason]
 
-    def text(self) -> str:
-        """A line for each part."""
+    def __str__(self) -> str:
+        """A line for each part, those that were left last."""
         lines = [f"{len(self.replaced)} parts replaced, {len(self.left)} left"]
-        for part in (*self.replaced, *self.left):
-            now = f"{part.operators} [{part.policy}]"
-            now = now if part.operators else f"left, {part.reason}"
-            lines.append(f"{part.path or '.'} ({part.kind}): {now}")
+        for path, part in sorted(
+            self.parts.items(), key=lambda one: one[1].reason != ""
+        ):
+            used = "".join(f", {name} by {one}" for name, one in part.operators.items())
+            now = f"left, {part.reason}" if part.reason else f"{part.policy}{used}"
+            lines.append(f"{path or '.'} ({part.kind}): {now}")
         return "\n".join(lines)
-
-    __str__ = text
-
-    def check(self) -> None:
-        """Checks that something was replaced, if the injection is strict.
-
-        Raises:
-            CfpError: nothing was.
-        """
-        if self.strict and not self.replaced:
-            raise CfpError(
-                "Nothing was replaced, since no policy matches a part: "
-                f"{'; '.join(self.text().splitlines()[:6])}. Add a policy for this "
-                "model with @register_policy, or pass strict=False."
-            )

@@ -98,7 +98,7 @@ def abstract(
 
 
 def refusal(operator: Operator, name: str, shape: Shape, dtype: str) -> str:
-    """Why an implementation does not take a case; empty if it does."""
+    """The reason why an implementation does not take a case; empty if it does."""
     call = partial(operator.implementations[name], **operator.options)
     try:
         jax.eval_shape(call, *abstract(operator, shape, dtype))

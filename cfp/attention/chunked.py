@@ -31,10 +31,8 @@ _Arrays = tuple[Array, ...]
 
 def refusal(problem: AttentionProblem, platform: str) -> str | None:
     """Refuses what is as large as all scores."""
-    if problem.dense_mask:
-        return "it takes no mask of queries by keys, which is as large as the scores"
     if problem.bias:
-        return "it has no bias, whose gradient is as large as the scores"
+        return "it takes no bias or mask of queries by keys, as large as the scores"
     return None
 
 

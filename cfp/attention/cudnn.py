@@ -57,8 +57,6 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
             f"it adds a bias in {problem.dtype}, which would round this one; it would "
             f"with the bias cast to {problem.dtype}"
         )
-    if problem.open_bias:
-        return "a bias that the step computes may hide all keys of a query"
     if problem.rounds_output:
         return (
             f"it makes its output in {problem.dtype}, which would round this one; it "
@@ -66,7 +64,7 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
         )
     is_odd = problem.queries % 2 or problem.keys % 2
     if is_odd and (problem.bias or problem.hides_keys):
-        return f"with a {problem.bias_text} its lengths are even"
+        return "with a bias or mask its lengths are even"
     return None
 
 

@@ -53,13 +53,6 @@ def refusal(problem: AttentionProblem, platform: str) -> str | None:
     return None
 
 
-def float32_oracle(q: Array, k: Array, v: Array, scores: Scores, mask: Mask) -> Array:
-    """Computes attention in float32 throughout."""
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    with jax.default_matmul_precision("float32"):
-        return attend(q, k, v, scores, mask)[0]
-
-
 def gradients(
     q: Array,
     k: Array,

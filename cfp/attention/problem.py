@@ -162,13 +162,10 @@ class AttentionProblem:
       left: how many positions back a query sees; None has no bound.
       right: how many positions ahead; None has no bound.
       segments: whether tokens have segment ids.
-      same_segments: whether queries and keys have the same ids.
       hides_keys: whether segments hide keys from all queries, as padding, and do
         nothing else.
-      bias: whether something is added to the scores.
-      dense_mask: whether that is a mask of queries by keys, and nothing else.
+      bias: whether something is added to the scores, or a mask is of queries by keys.
       rounds_bias: whether the dtype would round it.
-      open_bias: whether it may hide all keys of a query.
       rounds_output: whether the step keeps the output in a wider dtype.
       scale: of the products of queries and keys.
       softcap: bound of a score, or None.
@@ -186,12 +183,9 @@ class AttentionProblem:
     left: int | None = None
     right: int | None = None
     segments: bool = False
-    same_segments: bool = True
     hides_keys: bool = False
     bias: bool = False
-    dense_mask: bool = False
     rounds_bias: bool = False
-    open_bias: bool = False
     rounds_output: bool = False
     scale: float
     softcap: float | None = None
@@ -200,11 +194,6 @@ class AttentionProblem:
     @property
     def scores(self) -> Scores:
         return Scores(scale=self.scale, softcap=self.softcap)
-
-    @property
-    def bias_text(self) -> str:
-        """The bias in words."""
-        return "mask of queries by keys" if self.dense_mask else "bias"
 
     @property
     def window(self) -> bool:
@@ -279,7 +268,6 @@ def problem_of(
         left=left,
         right=right,
         segments=query_ids is not None or key_lengths is not None,
-        same_segments=query_ids is key_ids,
         hides_keys=key_lengths is not None,
         bias=bias is not None,
         rounds_bias=bias is not None and bias.dtype not in (q.dtype, jnp.bool_),

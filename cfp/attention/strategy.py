@@ -136,8 +136,8 @@ class AttentionStrategy:
             return None
         if problem.bias:
             return (
-                f"a {problem.bias_text} has a column for each key: keys stay "
-                "together for it"
+                "a bias or dense mask has a column for each key: keys stay together "
+                "for it"
             )
         return self._refused_by(kernel, problem)
 

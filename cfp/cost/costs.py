@@ -15,7 +15,6 @@ from cfp.analysis.layout import Choice, Layout
 from cfp.analysis.strategies import Spec
 from cfp.attention import chunked
 from cfp.attention.kernels import KERNELS, ScoreMemory
-from cfp.attention.matching.found import Found, Pass
 from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import (
     GATHERED,
@@ -161,7 +160,7 @@ class Costs:
         sites = kernel_sites(layout, ops, candidate.kernels)
         for match, way in sites:
             share = share_at_once(way, sizes)
-            shares |= dict.fromkeys(match.found.between, share)
+            shares |= dict.fromkeys(match.between, share)
         shares |= dict.fromkeys(self._results, 0.0)  # They are counted already.
         shares |= dict.fromkeys(host_results(layout.frame.program), 0.0)
 
@@ -192,11 +191,11 @@ class Costs:
         """Computes the memory during an attention, besides its results."""
         sizes = dict(self.analysis.frame.mesh)
         for match, way in sites:
-            if match.found.op == span.match and _in_chunks(way):
+            if match.op == span.match and _in_chunks(way):
                 needed = working_bytes(match.problem, way, sizes, span.is_backward)
-                backward = match.found.backward
-                if span.is_backward and backward is not None:
-                    needed -= sum(size_of(t.value) for t in backward.makes.values())
+                if span.is_backward:
+                    [made] = (x.one.makes for x in match.passes if x.one.is_backward)
+                    needed -= sum(size_of(t.value) for t in made.values())
                 return max(0, needed)
         return 0
 
@@ -267,7 +266,7 @@ class Costs:
         program, spans = frame.program, list[Span]()
         if in_chunks:
             for match in attentions(program).among(program, ops):
-                spans += spans_of(program, match.found)
+                spans += spans_of(program, match)
         places = [(one.first, one.last) for one in spans]
         return spans, steps_of(program, ops, residuals(frame, ops), places)
 
@@ -448,17 +447,16 @@ class Span:
     is_backward: bool
 
 
-def spans_of(program: Program, found: Found) -> list[Span]:
+def spans_of(program: Program, match: Match) -> list[Span]:
     """Finds the passes in which a program computes an attention."""
-
-    def span(one: Pass, is_backward: bool) -> Span:
+    spans = []
+    for one in (proved.one for proved in match.passes):
         readers = [t.use[0] for t in one.reads.values() if t.use is not None]
         makers = [program.values[t.value].producer for t in one.makes.values()]
         first, last = min(readers + makers), max(makers)
-        return Span(match=found.op, first=first, last=last, is_backward=is_backward)
-
-    spans = [span(one, False) for one in found.forward]
-    return spans + ([span(found.backward, True)] if found.backward else [])
+        span = Span(match=match.op, first=first, last=last, is_backward=one.is_backward)
+        spans.append(span)
+    return spans
 
 
 def working_bytes(

@@ -110,7 +110,7 @@ def values_eliminated_by_kernel(
     """Values that are not in memory any more where kernels compute some ops."""
     sites = kernel_sites(layout, ops, kernels)
     less = (match for match, way in sites if not keeps_scores(way))
-    return set().union(*(match.found.between for match in less))
+    return set().union(*(match.between for match in less))
 
 
 # ------------------------------------------------------------------------- bytes

@@ -21,7 +21,7 @@ from jax.tree_util import keystr, tree_leaves, tree_leaves_with_path, tree_unfla
 
 from cfp.analysis.strategies import Spec
 from cfp.attention.matching.functions import NAME, Way
-from cfp.attention.matching.matches import attentions, cannot, replacements
+from cfp.attention.matching.matches import attentions, refusal_of, replacements
 from cfp.devices.joining import is_follower
 from cfp.errors import PlanMismatch
 from cfp.printable import counted
@@ -519,10 +519,10 @@ def _attention(
         )
     way = Way.read(how)
     platform = mesh.devices.flat[0].platform
-    reason = cannot(match, way, dict(mesh.shape), platform)
+    reason = refusal_of(match.problem, way, dict(mesh.shape), platform)
     if reason is not None:
         raise PlanMismatch(
-            f"The plan computes the attention at {match.found.source} by {way}, which "
+            f"The plan computes the attention at {match.source} by {way}, which "
             f"these devices do not: {reason}. Plan again."
         )
     return replacements(program, match, way)

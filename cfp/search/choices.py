@@ -20,7 +20,7 @@ from cfp.analysis.layout import Choice, QuerySpread, SegmentKernels, Storage
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import Strategy
 from cfp.attention.matching.functions import Way
-from cfp.attention.matching.matches import attentions, cannot, way_of
+from cfp.attention.matching.matches import attentions, refusal_of, way_of
 from cfp.cost.choice import SegmentChoice, layout_of, segment_candidate
 from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.terms import Terms
@@ -275,11 +275,10 @@ def kernel_variants(
 
     def can(kernels: SegmentKernels) -> bool:
         """True if they can compute all attentions that they apply to."""
-        ways = [(m, way_of(program, m, kernels, layout.axes)) for m in matches]
-        able = [(match, way) for match, way in ways if isinstance(way, Way)]
-        return bool(able) and not any(
-            cannot(match, way, sizes, replacing.platform) for match, way in able
-        )
+        ways = [(m.problem, way_of(program, m, kernels, layout.axes)) for m in matches]
+        able = [(problem, way) for problem, way in ways if isinstance(way, Way)]
+        reasons = (refusal_of(*one, sizes, replacing.platform) for one in able)
+        return bool(able) and not any(reasons)
 
     kernels = []
     for spread in _SPREADS:

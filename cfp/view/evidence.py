@@ -13,11 +13,10 @@ from cfp.analysis.storage import effective_storage
 from cfp.attention.matching.matches import (
     Match,
     attentions,
-    cannot,
+    refusal_of,
     was_searched,
     way_of,
 )
-from cfp.attention.matching.ways import refusal_of
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.plan.describe import axis_roles, sharded_kernels
 from cfp.plan.figures import (
@@ -100,7 +99,7 @@ def _kernels(
         way = way_of(program, match, kernel, layout.axes)
         if isinstance(way, str):
             return way
-        reason = cannot(match, way, *where)
+        reason = refusal_of(match.problem, way, *where)
         if reason is None or match.problem.dtype != "float32":
             return reason
         narrow = replace(match.problem, dtype="bfloat16")
@@ -114,7 +113,7 @@ def _kernels(
         taken, names = own.attention, [*replacing.attention]
         preferred = names[: names.index(taken)] if taken in names else names
         for match in attentions(program).among(program, segment.ops):
-            source = short_source(match.found.source)
+            source = short_source(match.source)
             way = way_of(program, match, own, layout.axes) if taken else ""
             if taken and isinstance(way, str):
                 yield "", source, way

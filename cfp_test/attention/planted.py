@@ -26,7 +26,7 @@ def _any_float() -> AbstractContextManager[Any]:
 
 def _sampled() -> AbstractContextManager[Any]:
     """Reads a mask at one of eight positions."""
-    whole = meaning._Reader._window
+    whole = meaning.Reader._window_of
 
     def window(self: Any, seen: np.ndarray) -> Any:
         if seen.ndim != 2 or seen.shape[0] != seen.shape[1]:
@@ -35,7 +35,7 @@ def _sampled() -> AbstractContextManager[Any]:
         is_causal = np.array_equal(seen[some], np.tri(len(seen), dtype=bool)[some])
         return (True, None) if is_causal else whole(self, seen)
 
-    return patch.object(meaning._Reader, "_window", window)
+    return patch.object(meaning.Reader, "_window_of", window)
 
 
 def _one_index() -> AbstractContextManager[Any]:
@@ -49,7 +49,7 @@ def _one_index() -> AbstractContextManager[Any]:
 
 def _rows_without_keys() -> AbstractContextManager[Any]:
     """Takes it that each query sees a key."""
-    return patch.object(meaning._Reader, "_empty", lambda self: "")
+    return patch.object(meaning.Reader, "_empty", lambda self: "")
 
 
 def _not_compared() -> AbstractContextManager[Any]:
@@ -63,17 +63,11 @@ def _any_function() -> AbstractContextManager[Any]:
     return patch.multiple(proof, **always)
 
 
-def _any_operands() -> AbstractContextManager[Any]:
-    """Takes it that scores are of the keys that gradients are of."""
-    return patch.object(proof, "_is_of_roots", lambda core: True)
-
-
 FAULTS: dict[str, Planted] = {
     "any float": _any_float,
     "sampled positions": _sampled,
     "one index": _one_index,
     "rows without keys": _rows_without_keys,
-    "any operands": _any_operands,
     "not compared": _not_compared,
     "any function": _any_function,
 }

@@ -13,8 +13,13 @@ from jax.sharding import Mesh
 from cfp.analysis.analyze import build_frame
 from cfp.analysis.layout import Frame, constraints, lay_out
 from cfp.attention.matching.functions import Way
-from cfp.attention.matching.matches import Match, attentions, replacements, way_of
-from cfp.attention.matching.ways import refusal_of
+from cfp.attention.matching.matches import (
+    Match,
+    attentions,
+    refusal_of,
+    replacements,
+    way_of,
+)
 from cfp.checking.check import Check, Leaf
 from cfp.checking.reference import Reference, compile_alone
 from cfp.presets.presets import DATA_PARALLEL, plainest, presets

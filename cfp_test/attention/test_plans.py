@@ -12,8 +12,7 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.attention import chunked
 from cfp.attention.matching.functions import Way
-from cfp.attention.matching.matches import attentions, replacements
-from cfp.attention.matching.ways import refusal_of
+from cfp.attention.matching.matches import attentions, refusal_of, replacements
 from cfp.attention.problem import AttentionProblem
 from cfp.checking.check import Check
 from cfp.checking.reference import both_sides

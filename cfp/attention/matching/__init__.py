@@ -5,7 +5,6 @@ region     Program -> Region: all between contractions, dims named; its passes
 core       Region + Pass -> Core: the steps of a pass, on arrays of named dims
 proof      Core -> Table: the softmax's argument by states of masks; then the proof
 meaning    Core + Table -> Proved: mask, bias, lengths as a kernel takes them
-matches    Match = Found + Proved passes + Problem; and Match + layout -> Way
-ways       Found + Proved + Way -> Replacement, as `cfp.program.replace` puts in place;
-found      records of what is found; functions: Meaning, Way, and what is computed
+matches    Match = Proved passes + problem; Match + layout -> Way -> Replacement
+found      tensors and passes; functions: Meaning, Way, and what is computed
 """

@@ -7,24 +7,22 @@ run on a few positions, which stand for all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from cfp.attention.matching.found import ORDER, Letters, Pass, aligned
-from cfp.attention.matching.region import LARGEST, VIEWS, Region
-from cfp.attention.matching.values import FLOATS, At, Node
+from cfp.attention.matching.found import ORDER, Letters, Pass
+from cfp.attention.matching.region import FREE, LARGEST, VIEWS, Region, carried
+from cfp.attention.matching.values import FLOATS, Node
 from cfp.program.graph import Op, numpy_dtype
 from cfp.program.replace import Different, Use
 
-SCORES, GRADIENT = "scores", "gradient of weights"
 KEYS = ORDER.index("k")
-_FREE = {"out": "e", "dv": "e", "dq": "d", "dk": "d"}  # of what is mixed
 
 Key = tuple[int, Letters]  # a value's number, and what its dims run over
-Arg = Key | float | int | str  # an operand or side, a constant, a step, a contraction
+Arg = Key | float | int  # an operand or side, a constant, a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +31,12 @@ class Step:
 
     Attributes:
         sums: whether it is the sum, or the largest, along keys.
-        is_row: whether the result is the same for all keys.
         is_pointwise: whether nothing is summed before it.
     """
 
     op: Op
     args: tuple[Arg, ...]
     sums: bool
-    is_row: bool
     is_pointwise: bool
 
 
@@ -65,7 +61,7 @@ class Core:
     Attributes:
         steps: by number, each behind what it reads.
         roots: queries, keys, values, and the output's gradient.
-        dots: the operands of the contractions that steps begin with.
+        scores: the step that makes the scores.
         mixes: for each output what is contracted: a step, and an operand.
     """
 
@@ -80,33 +76,21 @@ class Core:
         self.steps: dict[int, Step] = {}
         self.sides: dict[Key, Side] = {}
         self.mixes: dict[str, tuple[Arg, Key]] = {}
-        self._ats: dict[str, At] = {}
-        self._dots = {region.scores.results[0]: SCORES}
-        self._results = {SCORES: region.scores.results[0]}
-        if region.weights_gradient is not None:
-            [result] = region.weights_gradient.results
-            self._dots[result], self._results[GRADIENT] = GRADIENT, result
-        makers = [self.program.values[t.value].producer for t in one.makes.values()]
-        self.parent = self.program.ops[makers[0]].parent
-        for (name, _), maker in zip(one.makes.items(), makers, strict=True):
-            dot, [index] = self.program.ops[maker], region.sinks[maker]
-            other = region.operand(dot, 1 - index, index, _FREE[name])
+        for name, made in one.makes.items():
+            assert made.use is not None, "a contraction makes it"
+            dot, index = self.program.ops[made.use[0]], made.use[1]
+            other = region.operand(dot, 1 - index, index, FREE[name])
+            self.parent = dot.parent
             arg = self._collected(dot.operands[index])
             self.mixes[name] = arg, self._root((other.value, ()), other.letters)
         self.roots = {
             name: self._root((read.value, ()), read.letters)
             for name, read in one.reads.items()
         }
-        self.dots = {SCORES: self._operands(region.scores, SCORES)}
-        if region.weights_gradient is not None and GRADIENT in self._ats:
-            self.dots[GRADIENT] = self._operands(region.weights_gradient, GRADIENT)
-
-    def _operands(self, dot: Op, name: str) -> tuple[Key, Key]:
-        """A contraction's operands, in the iteration that it is of."""
-        other, at = "d" if name == SCORES else "e", self._ats.get(name, ())
-        read = [self.region.operand(dot, i, None, other) for i in (0, 1)]
-        left, right = (self._root((t.value, at), t.letters) for t in read)
-        return left, right
+        scores = [n for n, one in self.steps.items() if one.op is region.scores]
+        if len(scores) != 1:
+            raise Different("scores of two iterations of a loop enter it")
+        [self.scores] = scores
 
     # -- steps -------------------------------------------------------------------------
 
@@ -116,54 +100,39 @@ class Core:
         while stack:
             node = stack[-1]
             number = self.values.number(node)
-            if number in self.steps or node[0] in self._dots:
-                self._arg_of_member(node)
+            if number in self.steps:
                 stack.pop()
                 continue
             op = self.program.maker(node[0])
             assert op is not None, "members are made by ops"
             reads = [self.values.source((x, node[1])) for x in op.operands]
             inner = [x for x in reads if x[0] in self.region.members]
-            missing = [
-                x
-                for x in inner
-                if x[0] not in self._dots and self.values.number(x) not in self.steps
-            ]
+            missing = [x for x in inner if self.values.number(x) not in self.steps]
             stack += missing
             if not missing:
                 self.steps[number] = self._step(op, node, reads)
-        return self._arg_of_member(start)
-
-    def _arg_of_member(self, node: Node) -> Arg:
-        name = self._dots.get(node[0])
-        if name is None:
-            return self.values.number(node)
-        if self._ats.setdefault(name, node[1]) != node[1]:
-            raise Different("scores of two iterations of a loop enter it")
-        return name
+        return self.values.number(start)
 
     def _step(self, op: Op, node: Node, reads: list[Node]) -> Step:
-        args = tuple(self._arg(op, i, node, x) for i, x in enumerate(reads))
+        args: tuple[Arg, ...]
+        if op.kind == "dot_general":
+            other = "d" if op is self.region.scores else "e"
+            read = (self.region.operand(op, i, None, other) for i in (0, 1))
+            args = tuple(self._root((t.value, node[1]), t.letters) for t in read)
+        else:
+            args = tuple(self._arg(op, i, node, x) for i, x in enumerate(reads))
         if op.kind == "reduce":
             args = args[:1]
         before = [self.steps[a] for a in args if isinstance(a, int)]
         shape = self.program.shape(op.operands[0])
         dims = op.integers("dimensions") if op.kind == "reduce" else ()
         sums = any(shape[d] > 1 for d in dims)
-        is_row = sums or all(
-            self.steps[a].is_row
-            if isinstance(a, int)
-            else "k" not in a[1]
-            if isinstance(a, tuple)
-            else isinstance(a, float)
-            for a in args
-        )
         is_pointwise = not sums and all(s.is_pointwise for s in before)
-        return Step(op, args, sums, is_row, is_pointwise)
+        return Step(op, args, sums, is_pointwise)
 
     def _arg(self, op: Op, index: int, node: Node, read: Node) -> Arg:
         if read[0] in self.region.members:
-            return self._arg_of_member(read)
+            return self.values.number(read)
         v = op.operands[index]
         if (number := self.values.number_of_constant(v)) is not None:
             return number
@@ -212,22 +181,17 @@ class Core:
         self, op: Op, letters: Letters, views: frozenset[str]
     ) -> Letters | None:
         """Letters of the operand of a view; None for other ops."""
-        if op.kind not in views:
+        rule, dtypes = op.rule, {self.program.values[v].dtype for v in op.reads}
+        if op.kind not in views or rule is None:
             return None
-        before, after = (self.program.shape(v) for v in (op.operands[0], op.results[0]))
-        if op.kind == "convert":
-            dtypes = {self.program.values[v].dtype for v in (*op.operands, *op.results)}
-            return letters if dtypes <= FLOATS else None
-        if op.kind == "transpose":
-            order = op.integers("permutation")
-            return tuple(letters[order.index(d)] for d in range(len(order)))
-        if op.kind == "broadcast_in_dim":
-            places = op.integers("broadcast_dimensions")
-            pairs = zip(places, before, strict=True)
-            return tuple(letters[d] if n == after[d] else "" for d, n in pairs)
-        if [n for n in before if n > 1] != [n for n in after if n > 1]:
+        dtypes |= {self.program.values[v].dtype for v in op.results}
+        if op.kind == "convert" and not dtypes <= FLOATS:
             return None
-        return aligned(letters, before)
+        [before], [after] = rule.operands, rule.results
+        if any(sum(rule.sizes[f] > 1 for f in dim) > 1 for dim in (*before, *after)):
+            return None
+        found = carried(rule, letters, after, before)
+        return None if "?" in found else found
 
     # -- evaluation --------------------------------------------------------------------
 
@@ -241,21 +205,20 @@ class Core:
         """Computes the steps.
 
         Args:
-            known: operands and sides, with a dim for each letter of `ORDER`; the
-                contractions' results are computed, unless they are given.
+            known: operands and sides, with a dim for each letter of `ORDER`; and
+                results of steps that need not be computed.
             cast: whether results have the program's dtypes.
             only_pointwise: whether to leave out all behind a sum.
         """
         made: dict[Arg, Any] = dict(known)
-        for name, (left, right) in self.dots.items():
-            if name not in made and left in made and right in made:
-                made[name] = contracted(made[left], made[right], name)
-                made[name] = self._rounded(made[name], self._results[name], cast)
         for number, step in self.steps.items():
-            if only_pointwise and not step.is_pointwise:
+            if number in made or (only_pointwise and not step.is_pointwise):
                 continue
             reads = [a if isinstance(a, float) else made[a] for a in step.args]
-            found = _applied(step, reads)
+            if step.op.kind == "dot_general":
+                found = contracted(*reads, {*self.region.letters(step.op.results[0])})
+            else:
+                found = _applied(step, reads)
             made[number] = self._rounded(found, step.op.results[0], cast)
         return made
 
@@ -269,7 +232,7 @@ class Core:
     def outputs(self, made: Mapping[Arg, Any]) -> dict[str, Any]:
         """The pass's outputs, by the results of `run`."""
         return {
-            name: contracted(made[arg], made[other], name, self.letters(name))
+            name: contracted(made[arg], made[other], self.letters(name))
             for name, (arg, other) in self.mixes.items()
         }
 
@@ -278,11 +241,10 @@ class Core:
         return frozenset(self.one.makes[name].letters) - {""}
 
 
-def contracted(x: Any, y: Any, name: str, kept: frozenset[str] | None = None) -> Any:
-    """The sum of products over what a contraction sums."""
-    summed = {"d" if name == SCORES else "e"} if kept is None else {*ORDER} - kept
+def contracted(x: Any, y: Any, kept: Collection[str]) -> Any:
+    """The sum of products over all letters but some."""
     sizes = np.broadcast_shapes(x.shape, y.shape)
-    out = [d for d, a in enumerate(ORDER) if a not in summed and sizes[d] > 1]
+    out = [d for d, a in enumerate(ORDER) if a in kept and sizes[d] > 1]
     terms: list[Any] = []
     for one in (x, y):
         dims = [d for d, n in enumerate(one.shape) if n > 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cfp.program.replace import Use
 
@@ -34,34 +34,3 @@ class Pass:
     def is_backward(self) -> bool:
         """True if gradients are made."""
         return "dout" in self.reads
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The place of an attention in a program.
-
-    Attributes:
-        op: the contraction that makes the scores.
-        source: the line that it is from.
-        scores: what it makes.
-        sizes: of each letter.
-        between: ids of the values between contractions, scores, weights and their
-            gradients, so that none is made by a kernel.
-        forward, backward: the passes; a backward pass has all three gradients.
-        ops: all ops that belong to it.
-    """
-
-    op: int
-    source: str
-    scores: Tensor
-    forward: tuple[Pass, ...]
-    backward: Pass | None
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    between: frozenset[int] = frozenset()
-    ops: frozenset[int] = frozenset()
-
-
-def aligned(letters: Letters, shape: tuple[int, ...]) -> Letters:
-    """Letters of a value that equals one with these letters, but for dims of size 1."""
-    names = iter([x for x in letters if x])
-    return tuple(next(names) if n > 1 else "" for n in shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import prod
@@ -23,27 +23,13 @@ from cfp.attention.strategy import ROLES
 from cfp.errors import PlanMismatch
 
 
-def real(letters: Sequence[str]) -> list[str]:
-    """The letters of dims that are not of size 1."""
-    return [letter for letter in letters if letter]
-
-
-def squeezed(x: Any, letters: Sequence[str]) -> Any:
-    """An array without the dims that have no letter."""
-    return x.reshape([n for n, letter in zip(x.shape, letters, strict=True) if letter])
-
-
-def turned(x: Any, have: Sequence[str], want: Sequence[str]) -> Any:
-    """An array with its dims in another order; dims of size 1 are left out."""
-    names = real(have)
-    return squeezed(x, have).transpose([names.index(a) for a in real(want)])
-
-
 def placed(x: Any, have: Sequence[str], want: Sequence[str]) -> Any:
     """An array with a dim for each of some letters, of size 1 for those it lacks."""
-    x = turned(x, have, [a for a in want if a in have])
+    names = [a for a in have if a]
+    x = x.reshape([n for n, a in zip(x.shape, have, strict=True) if a])
+    x = x.transpose([names.index(a) for a in want if a in names])
     sizes = iter(x.shape)
-    return x.reshape([next(sizes) if a in have else 1 for a in want])
+    return x.reshape([next(sizes) if a in names else 1 for a in want])
 
 
 # Sides: a mask of keys, which hides them from all queries; how many keys each sequence
@@ -78,8 +64,6 @@ class Meaning:
         visible: states of masks with which a key is seen.
         empty: what a query has that sees no key; "" if there is none.
         passes_hidden: whether gradients then pass to all scores.
-        rounds_bias: whether the dtype of queries would round what is added to scores.
-        open_bias: whether that may hide all keys of a query.
     """
 
     tokens: str
@@ -90,8 +74,6 @@ class Meaning:
     visible: tuple[tuple[float, ...], ...] = ()
     empty: str = ""
     passes_hidden: bool = False
-    rounds_bias: bool = False
-    open_bias: bool = False
 
     @property
     def is_dense(self) -> bool:
@@ -203,7 +185,7 @@ class AttentionFunctions:
     def _compute(self, mesh: Mesh, one: PassShapes) -> Any:
         """The attention of what a pass reads, in the dims that it reads."""
         q_letters, k_letters, v_letters = (letters for _, _, letters in one.reads[:3])
-        out_shape, _, out_letters = one.out
+        out_letters = one.out[2]
 
         def compute(q: Array, k: Array, v: Array, *rest: Array) -> Any:
             sizes = self._sizes(one)
@@ -221,7 +203,7 @@ class AttentionFunctions:
             out = out[..., :own]
             names = [x for group in self._order(sizes, "q", "e") for x in group]
             out = out.reshape([sizes[name] for name in names])
-            return turned(out, tuple(names), out_letters).reshape(out_shape)
+            return placed(out, names, out_letters)
 
         return compute
 
@@ -255,43 +237,29 @@ class AttentionFunctions:
         """Masks and biases, by kind, in the dims that kernels take."""
         meaning, order = self.meaning, self._order(sizes, "q")
         batch, [tokens], heads, _ = order
-        read = [
-            (side, _narrowed(x, letters, side.letters))
-            for side, x, (_, _, letters) in zip(
-                meaning.sides, rest, shapes, strict=False
-            )
-        ]
+        own = {a for side in meaning.sides for a in side.letters}
+        dense = [x if own & {*x} else [] for x in (batch, heads)] + [[tokens], ["k"]]
+        groups = {KEYS: [batch, ["k"]], LENGTHS: [batch]}
         found: dict[str, Array] = {}
-        by_key = {KEYS: [batch, ["k"]], LENGTHS: [batch]}
-        for side, (x, letters) in read:
-            if side.kind in by_key:
-                found[side.kind] = _spread(x, letters, by_key[side.kind], sizes)
-        if not meaning.is_dense:
-            return found
-        own = {a for side, _ in read for a in side.letters}
-        groups = [
-            [*batch] if own & {*batch} else [],
-            [*heads] if own & {*heads} else [],
-            [tokens],
-            ["k"],
-        ]
-        whole = [(side, _spread(*x, groups, sizes)) for side, x in read]
-        masks = [x for side, x in whole if side.kind == MASK]
+        masks: list[Array] = []
+        for side, x, (_, _, letters) in zip(meaning.sides, rest, shapes, strict=False):
+            x = _narrowed(x, letters, side.letters)
+            x = _spread(*x, groups.get(side.kind, dense), sizes)
+            masks += [x] if side.kind == MASK else []
+            is_bias = side.kind == BIAS
+            found[side.kind] = (side.factor * x).astype(jnp.float32) if is_bias else x
         if masks:
-            found[MASK] = _seen(masks, meaning.visible)
-        biases = [side.factor * x for side, x in whole if side.kind == BIAS]
-        if biases:
-            found[BIAS] = sum(biases[1:], biases[0]).astype(jnp.float32)
+            found[MASK] = shown(masks, meaning.visible)
         return found
 
 
-def _seen(masks: Sequence[Array], visible: Sequence[tuple[float, ...]]) -> Array:
+def shown(masks: Sequence[Any], visible: Iterable[tuple[float, ...]]) -> Any:
     """True where a key is seen: where masks have one of some states."""
 
-    def has(x: Array, state: float) -> Array:
-        if x.dtype == jnp.bool_:
+    def has(x: Any, state: float) -> Any:
+        if x.dtype == bool:
             return x if state else ~x
-        return x == jnp.asarray(state, x.dtype)
+        return x == x.dtype.type(state)
 
     each = [reduce(and_, map(has, masks, states)) for states in visible]
     return reduce(or_, each)
@@ -328,10 +296,10 @@ def _backward(compute: Any, one: PassShapes, given: Sequence[Array]) -> list[Arr
     else:
         pull = pulled(*inputs)
     result = jax.eval_shape(compute, *inputs)
-    dout = turned(dout, one.reads[-1][2], one.out[2]).reshape(result.shape)
+    dout = placed(dout, one.reads[-1][2], one.out[2])
     grads = pull(dout.astype(result.dtype))
     return [
-        turned(grad, read[2], made[2]).reshape(made[0]).astype(jnp.dtype(made[1]))
+        placed(grad, read[2], made[2]).astype(jnp.dtype(made[1]))
         for grad, read, made in zip(grads, one.reads, one.makes, strict=False)
     ]
 
@@ -360,8 +328,7 @@ def _attend(
     if mask is not None:
         bias = jnp.where(mask, 0.0 if bias is None else bias, _MASKED)
     if bias is not None:
-        narrow = bias.dtype != q.dtype and not meaning.rounds_bias
-        more["bias"] = finite_bias(bias, q.dtype) if narrow else bias
+        more["bias"] = finite_bias(bias, q.dtype)
 
     def compute(q: Array, k: Array, v: Array, **rest: Any) -> Array:
         return attention(

@@ -25,8 +25,10 @@ from cfp.attention.matching.functions import (
     NAN,
     Meaning,
     SideMeaning,
+    placed,
+    shown,
 )
-from cfp.attention.matching.proof import MASKED, Table
+from cfp.attention.matching.proof import MASKED, States, Table
 from cfp.program.graph import numpy_dtype
 from cfp.program.replace import Different, Use
 
@@ -38,6 +40,7 @@ _NOT_READ = (
     "a mask or bias is not read in the loop that computes its gradients, as it would "
     "be with jax.checkpoint around the loop's body"
 )
+_HIDES = "may hide all keys of a query"
 Read = tuple[int, Use, Letters]
 Window = tuple[bool, int | None]  # causal, and how many keys to the left
 
@@ -67,19 +70,9 @@ def heads_of(one: Pass) -> str:
     return own[-1] if own else ""
 
 
-def proved_pass(
-    core: Core, table: Table, sizes: Mapping[str, int], passes_hidden: bool
-) -> Proved:
-    """A kernel's view of a pass.
+class Reader:
+    """Reads a pass that is proved as a kernel takes it."""
 
-    Raises:
-        Different: a mask is not read where the pass is, or a query may see no key, and
-            has what no kernel makes.
-    """
-    return _Reader(core, table, sizes).proved(passes_hidden)
-
-
-class _Reader:
     def __init__(self, core: Core, table: Table, sizes: Mapping[str, int]) -> None:
         self.core, self.table, self.sizes = core, table, sizes
         self.values, self.program = core.values, core.program
@@ -88,82 +81,83 @@ class _Reader:
         self.heads = heads_of(core.one)
 
     def proved(self, passes_hidden: bool) -> Proved:
+        """A kernel's view of the pass.
+
+        Raises:
+            Different: a mask is not read where the pass is, or a query may see no key,
+                and has what no kernel makes.
+        """
         table, core = self.table, self.core
-        fixed = [k for k in table.masks if self._is_leaf(core.sides[k])]
+        self._check_biases()
+        fixed = [k for k in table.masks if self.values.is_leaf(core.sides[k].node[0])]
         free = [key for key in table.masks if key not in fixed]
-        window, is_full = self._fixed(fixed)
-        if table.biases:
-            window = None
-        sides, reads = [], []
-        if window and free:
-            sides, reads, window = self._by_key(free, window)
-        if window is None or (free and not sides):
-            sides, reads = self._whole()
-            window = (False, None)
+        own, others = self._states(fixed), self._states(free)
+        constants = [(core.sides[k].node[0], core.sides[k].letters) for k in fixed]
+        by_key: list[Read] = []
+        window, is_full = None, False
+        if len(own) * len(others) == len(table.visible):
+            if others == {(1.0,)}:
+                more, by_key = self._by_key(core.sides[free[0]])
+                constants += more
+                own = {(*one, *[1.0] * len(more)) for one in own}
+            window, is_full = self._window(constants, own)
+        if window is None or table.biases or (free and not by_key):
+            window, (sides, reads) = (False, None), self._whole()
+        else:
+            sides, reads = [], []
+        if not sides and by_key:
+            sides, reads = self._keys_or_lengths(by_key[0], window)
         may_be_empty = bool(free) or not is_full
-        causal, left = window
         return Proved(
             core.one,
             core,
             Meaning(
                 tokens=self.tokens,
                 scale=table.scale,
-                causal=causal,
-                left=left,
+                causal=window[0],
+                left=window[1],
                 sides=tuple(sides),
                 visible=table.visible if any(s.kind == MASK for s in sides) else (),
                 empty=self._empty() if may_be_empty else "",
                 passes_hidden=passes_hidden and may_be_empty,
-                rounds_bias=self._rounds_bias(),
-                open_bias=self._is_open(),
             ),
             tuple(Tensor(v, use, letters) for v, use, letters in reads),
         )
 
-    def _is_leaf(self, side: Side) -> bool:
-        return self.values.is_leaf(side.node[0])
+    def _states(self, keys: Sequence[Key]) -> set[States]:
+        """The states of some masks with which a key may be seen."""
+        places = [[*self.table.masks].index(key) for key in keys]
+        return {tuple(one[i] for i in places) for one in self.table.visible}
 
     # -- masks that are constants ------------------------------------------------------
 
-    def _fixed(self, fixed: Sequence[Key]) -> tuple[Window | None, bool]:
+    def _window(
+        self, reads: Sequence[tuple[int, Letters]], states: set[States]
+    ) -> tuple[Window | None, bool]:
         """The window that constants leave, and whether each query sees a key in it.
 
-        None if it is none, or other masks decide what constants mean.
+        Args:
+            states: those of the constants that show a key.
         """
-        table = self.table
-        places = [[*table.masks].index(key) for key in fixed]
-        own = {tuple(states[i] for i in places) for states in table.visible}
-        others = {
-            tuple(x for i, x in enumerate(states) if i not in places)
-            for states in table.visible
-        }
-        if len(own) * len(others) != len(table.visible):
-            return None, False
-        sides = [self.core.sides[key] for key in fixed]
-        reads = [(side.node[0], side.letters) for side in sides]
-        if not fixed or (
-            own in ({(0.0,)}, {(1.0,)}) and self._is_causal(*reads[0], (1.0,) in own)
-        ):
-            return (bool(fixed), None), True
-        form = ("window", tuple(fixed), tuple(sorted(own)))
+        if not reads:
+            return (False, None), True
+        if states in ({(0.0,)}, {(1.0,)}):
+            [(v, letters)] = reads
+            if self._is_causal(v, letters, (1.0,) in states):
+                return (True, None), True
+        numbers = [(self.values.number((v, ())), own) for v, own in reads]
+        form = ("window", self.tokens, *numbers, *sorted(states))
         if form not in self.values.known:
-            seen = self._seen(reads, own)
-            found = self._window(seen), bool(seen.any(axis=-1).all())
-            self.values.known[form] = found
+            arrays = [placed(self.values.dense(v), own, ORDER) for v, own in reads]
+            rows = self._rows(shown(arrays, states))
+            own = self._window_of(rows[0]) if (rows == rows[0]).all() else None
+            self.values.known[form] = own, bool(rows.any(axis=-1).all())
         return self.values.known[form]
 
-    def _seen(
-        self, reads: Sequence[tuple[int, Letters]], visible: set[tuple[float, ...]]
-    ) -> np.ndarray:
-        """The keys that constants with some states show: see `_squeezed`."""
-        seen: np.ndarray = np.zeros([1] * len(ORDER), bool)
-        arrays = [in_order(self.values.dense(v), letters) for v, letters in reads]
-        for states in visible:
-            both = np.ones([1] * len(ORDER), bool)
-            for array, state in zip(arrays, states, strict=True):
-                both = both & (array == state)
-            seen = seen | both
-        return _squeezed(seen, (self.tokens, "k"))
+    def _rows(self, x: np.ndarray) -> np.ndarray:
+        """[others, queries, keys] of an array with a dim for each of `ORDER`."""
+        x = np.moveaxis(x, [ORDER.index(self.tokens), _KEYS], [-2, -1])
+        return x.reshape(-1, *x.shape[-2:])
 
     def _is_causal(self, v: int, letters: Letters, shows: bool) -> bool:
         """True of a comparison of places, each row of which ends at its own place.
@@ -171,84 +165,54 @@ class _Reader:
         Along rising numbers a comparison changes once, so that two keys of each row
         tell all of it, of whatever length.
         """
-        values, keys = self.values, self.sizes["k"]
-        op = self.program.maker(values.same(v))
-        if op is None or op.kind != "compare":
+        op, count = self.program.maker(self.values.same(v)), self.sizes["k"]
+        if op is None or op.kind != "compare" or op.direction not in _ORDERS:
             return False
-        if op.direction not in _ORDERS or self.sizes.get(self.tokens) != keys:
+        arrays = (placed(self.values.dense(x), letters, ORDER) for x in op.operands)
+        places = [self._rows(x) for x in arrays]
+        along = [x for x in places if x.shape == (1, 1, count)]
+        if count == 1 or sorted(x.shape for x in places) != [
+            (1, 1, count),
+            (1, count, 1),
+        ]:
             return False
-        places = [in_order(values.dense(x), letters) for x in op.operands]
-        sizes = [[n for n in x.shape if n > 1] for x in places]
-        if sizes != [[keys], [keys]]:
+        if (along[0][0, 0, 1:] < along[0][0, 0, :-1]).any():
             return False
-        key_first = places[0].shape[_KEYS] == keys
-        query, key_places = places[::-1] if key_first else places
-        is_by_query = query.shape[ORDER.index(self.tokens)] == keys
-        if not is_by_query or key_places.shape[_KEYS] != keys:
-            return False
-        query, key_places = query.reshape(-1), key_places.reshape(-1)
-        if not (key_places[1:] >= key_places[:-1]).all():
-            return False
-        compare = _ORDERS[op.direction]
+        pairs = [np.broadcast_to(x[0], (count, count)) for x in places]
+        own, after = (
+            _ORDERS[op.direction](*(x.diagonal(k) for x in pairs)) == shows
+            for k in (0, 1)
+        )
+        return bool(own.all() and not after.any())
 
-        def seen(query: np.ndarray, key: np.ndarray) -> np.ndarray:
-            found = compare(key, query) if key_first else compare(query, key)
-            return found == shows
-
-        at = seen(query, key_places).all()
-        return bool(at and not seen(query[:-1], key_places[1:]).any())
-
-    def _window(self, seen: np.ndarray) -> Window | None:
+    def _window_of(self, seen: np.ndarray) -> Window | None:
         """Rule 2: whether a mask is none, or causal with so many keys to the left."""
         if seen.all():
             return False, None
-        queries, keys = (self.sizes.get(x, 1) for x in (self.tokens, "k"))
-        if seen.shape != (queries, keys) or queries != keys:
+        count = self.sizes["k"]
+        if seen.shape != (count, count):
             return None
-        count, last = len(seen), int(seen[-1].sum()) - 1
-        place = np.arange(count)
-        away = place[:, None] - place
-        if not np.array_equal(seen, (away >= 0) & (away <= last)):
+        last = int(seen[-1].sum()) - 1
+        causal, before = np.tri(count, dtype=bool), np.tri(count, k=-last - 1)
+        if not np.array_equal(seen, causal & (before == 0)):
             return None
         return True, None if last >= count - 1 else last
 
     # -- masks that the program computes -----------------------------------------------
 
-    def _by_key(
-        self, free: Sequence[Key], window: Window
-    ) -> tuple[list[SideMeaning], list[Read], Window]:
-        """A mask of keys, or lengths, if that and a window are all; else nothing.
-
-        A mask that is several ones at once counts as these.
-        """
-        nothing: tuple[list[SideMeaning], list[Read], Window] = [], [], window
-        side = self.core.sides[free[0]]
-        is_bool = self.program.values[side.node[0]].dtype == "i1"
-        place = [*self.table.masks].index(free[0])
-        if len(free) > 1 or not side.reads or not is_bool:
-            return nothing
-        if any(not states[place] for states in self.table.visible):
-            return nothing
+    def _by_key(self, side: Side) -> tuple[list[tuple[int, Letters]], list[Read]]:
+        """The constants, and the mask of keys, that a mask is all of at once."""
+        if not side.reads or self.program.values[side.node[0]].dtype != "i1":
+            return [], []
         fixed, others = self._conjuncts(side.reads[-1])
-        if len(others) != 1 or (fixed and window != (False, None)):
-            return nothing
-        for read in fixed:
-            if len(fixed) == 1 and self._is_causal(read[0], read[2], True):
-                window = (True, None)
-            else:
-                found = self._window(self._seen([(read[0], read[2])], {(1.0,)}))
-                if found is None or len(fixed) > 1:
-                    return nothing
-                window = found
-        batch = {x for x in self.sizes if x[0] == "b" and x != self.heads}
-        [read] = others
-        own = {x for x in read[2] if x}
-        if "k" not in own or not own <= batch | {"k"}:
-            return nothing
-        lengths = self._lengths(read, batch) if window[1] is None else None
-        kind, read = (LENGTHS, lengths) if lengths else (KEYS, read)
-        letters = tuple(x for x in ORDER if x in read[2])
-        return [SideMeaning(kind, letters=letters)], [read], window
+        own = {x for _, _, letters in others for x in letters if x}
+        if len(others) > 1 or "k" not in own or not own <= self._batch | {"k"}:
+            return [], []
+        return [(v, letters) for v, _, letters in fixed], others
+
+    @property
+    def _batch(self) -> set[str]:
+        return {x for x in self.sizes if x[0] == "b" and x != self.heads}
 
     def _conjuncts(self, read: Read) -> tuple[list[Read], list[Read]]:
         """The masks that all have to show a key: constants, and others."""
@@ -264,7 +228,15 @@ class _Reader:
                 (fixed if self.values.is_leaf(one[0]) else others).append(one)
         return fixed, others
 
-    def _lengths(self, read: Read, batch: set[str]) -> Read | None:
+    def _keys_or_lengths(
+        self, read: Read, window: Window
+    ) -> tuple[list[SideMeaning], list[Read]]:
+        lengths = self._lengths(read) if window[1] is None else None
+        kind, read = (LENGTHS, lengths) if lengths else (KEYS, read)
+        letters = tuple(x for x in ORDER if x in read[2])
+        return [SideMeaning(kind, letters=letters)], [read]
+
+    def _lengths(self, read: Read) -> Read | None:
         """The lengths that a mask compares keys' places with, if it does."""
         v, _, letters = read
         op = self.program.maker(v)
@@ -275,13 +247,13 @@ class _Reader:
         place, length = (0, 1) if op.direction == "LT" else (1, 0)
         if not self.values.is_leaf(op.operands[place]):
             return None
-        counted = in_order(self.values.dense(op.operands[place]), letters)
+        counted = placed(self.values.dense(op.operands[place]), letters, ORDER)
         shape = [self.sizes["k"] if x == "k" else 1 for x in ORDER]
         if not np.array_equal(counted, np.arange(self.sizes["k"]).reshape(shape)):
             return None
         last = self.core.reads_of(op, length, letters)[-1]
         is_i32 = self.program.values[last[0]].dtype == "i32"
-        return last if is_i32 and {x for x in last[2] if x} <= batch else None
+        return last if is_i32 and {x for x in last[2] if x} <= self._batch else None
 
     def _whole(self) -> tuple[list[SideMeaning], list[Read]]:
         """All masks and biases, as they are read."""
@@ -297,31 +269,28 @@ class _Reader:
             reads.append(side.reads[-1])
         return sides, reads
 
-    def _rounds_bias(self) -> bool:
-        """Tell whether the dtype of queries rounds what is added to scores."""
-        query = self.program.values[self.core.one.reads["q"].value].dtype
+    def _check_biases(self) -> None:
+        """Raises if a kernel would round what is added to scores.
+
+        It rounds scores, and so decides weights, where all keys of a query are low.
+        """
+        dtype = self.program.values[self.core.one.reads["q"].value].dtype
         for key, factor in self.table.biases.items():
             v = self.core.sides[key].node[0]
-            op = self.program.maker(v)
-            narrow = v if op is None or op.kind != "convert" else op.operands[0]
-            is_exact = query in (self.program.values[x].dtype for x in (v, narrow))
-            if not is_exact and self.values.is_leaf(v):
-                x = self.values.dense(v)
-                is_exact = bool((x.astype(numpy_dtype(query)) == x).all())
-            if not is_exact or np.frexp(abs(factor))[0] != 0.5:
-                return True
-        return len(self.table.biases) > 1
-
-    def _is_open(self) -> bool:
-        """True if a bias may be so low for all keys that rounding decides weights."""
-        for key in self.table.biases:
-            v = self.core.sides[key].node[0]
             if not self.values.is_leaf(v):
-                return True
-            x = self.values.dense(v).astype(np.float64) * self.table.biases[key]
-            if not (np.abs(x) < -MASKED).all():
-                return True
-        return False
+                raise Different(
+                    "a bias that the step computes may hide all keys of a query"
+                )
+            x = self.values.dense(v)
+            is_exact = (x.astype(numpy_dtype(dtype)) == x).all()
+            if not is_exact or np.frexp(abs(factor))[0] != 0.5:
+                raise Different(
+                    f"a kernel adds a bias in {dtype}, which rounds this one"
+                )
+            if not (np.abs(x.astype(np.float64) * factor) < -MASKED).all():
+                raise Different(f"a bias {_HIDES}")
+        if len(self.table.biases) > 1:
+            raise Different("two biases are rounded apart from their sum")
 
     # -- rule 5: rows without keys -----------------------------------------------------
 
@@ -339,25 +308,3 @@ class _Reader:
                 f"a query may see no key, and {fill:g} added to its scores hides none"
             )
         return MEAN
-
-
-def in_order(x: np.ndarray, letters: Letters) -> np.ndarray:
-    """An array with a dim for each of `ORDER`."""
-    names = [a for a in letters if a]
-    x = x.reshape([n for n, a in zip(x.shape, letters, strict=True) if a])
-    x = x.transpose(sorted(range(len(names)), key=lambda i: ORDER.index(names[i])))
-    sizes = iter(x.shape)
-    return x.reshape([next(sizes) if a in names else 1 for a in ORDER])
-
-
-def _squeezed(x: np.ndarray, kept: Sequence[str]) -> np.ndarray:
-    """[query, key], with further dims before if it differs along these."""
-    for d, letter in enumerate(ORDER):
-        if letter not in kept and x.shape[d] > 1:
-            same = x == x.take([0], axis=d)
-            x = x.take([0], axis=d) if same.all() else x
-    rest = [d for d, a in enumerate(ORDER) if a not in kept and x.shape[d] > 1]
-    places = [*rest, *(ORDER.index(a) for a in kept)]
-    return x.transpose(places + [d for d in range(x.ndim) if d not in places]).reshape(
-        [x.shape[d] for d in places]
-    )

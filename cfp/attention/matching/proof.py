@@ -8,25 +8,25 @@ of them, of numbers of all kinds, must be what an attention with this argument m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from cfp.attention.matching.core import (
-    GRADIENT,
     KEYS,
-    SCORES,
     Arg,
     Core,
     Key,
     contracted,
 )
 from cfp.attention.matching.found import ORDER
+from cfp.attention.matching.functions import shown
 from cfp.attention.matching.region import ELEMENTWISE, VIEWS
-from cfp.attention.matching.values import Node
+from cfp.attention.matching.values import Values
 from cfp.program.constants import NotConstant
 from cfp.program.graph import numpy_dtype
 from cfp.program.replace import Different
@@ -68,13 +68,8 @@ class Table:
 
     def seen(self, given: Mapping[Any, Any]) -> Any:
         """True where a key is seen, by the values of masks."""
-        found: Any = np.zeros([1] * len(ORDER), bool) if self.masks else np.True_
-        for states in self.visible if self.masks else ():
-            both: Any = np.True_
-            for key, state in zip(self.masks, states, strict=True):
-                both = both & (given[key] == state)
-            found = found | both
-        return found
+        masks = [given[key] for key in self.masks]
+        return shown(masks, self.visible) if masks else np.True_
 
 
 @np.errstate(all="ignore")
@@ -87,37 +82,21 @@ def prove(core: Core) -> tuple[Table, bool]:
     Raises:
         Different: it computes something else.
     """
-    if not _is_of_roots(core):
-        raise Different("its gradients are of other queries or keys")
     states = {key: states_of(core, key) for key in core.sides}
     argument = _argument(core)
     table = _table(core, argument, states)
     form = _form(core, argument, states)
     known = core.values.known
     if form not in known:
-        known[form] = _passes_hidden(core, argument, table, states)
+        try:
+            _compare(core, argument, table, states, passes_hidden=False)
+            known[form] = False
+        except Different:
+            if not core.one.is_backward:
+                raise
+            _compare(core, argument, table, states, passes_hidden=True)
+            known[form] = True
     return table, known[form]
-
-
-def _is_of_roots(core: Core) -> bool:
-    """True if scores are made of the queries and keys that a kernel reads."""
-    key_side, scores = core.region.key_side, core.dots[SCORES]
-    wanted = core.roots["q"], core.roots["k"]
-    return (scores[1 - key_side], scores[key_side]) == wanted
-
-
-def _passes_hidden(
-    core: Core, argument: Arg, table: Table, states: Mapping[Key, States | None]
-) -> bool:
-    """Proves a pass; returns whether gradients pass through hidden scores."""
-    try:
-        _compare(core, argument, table, states, passes_hidden=False)
-        return False
-    except Different:
-        if not core.one.is_backward:
-            raise
-        _compare(core, argument, table, states, passes_hidden=True)
-        return True
 
 
 def _form(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> tuple:
@@ -127,7 +106,7 @@ def _form(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> tup
     def place(arg: Arg) -> Any:
         if isinstance(arg, tuple):
             return places.setdefault(arg, len(places)), arg[1], states.get(arg, ())
-        return arg if isinstance(arg, (float, str)) else places[arg]
+        return arg if isinstance(arg, float) else places[arg]
 
     program, form = core.program, []
     for number, step in core.steps.items():
@@ -136,7 +115,6 @@ def _form(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> tup
         form.append((step.op.kind, step.op.attributes, dtype, step.sums, args))
         places[number] = len(places)
     ends = [(n, place(a), place(b)) for n, (a, b) in core.mixes.items()]
-    ends += [(n, *map(place, pair), "") for n, pair in core.dots.items()]
     ends += [(n, place(key), "") for n, key in core.roots.items()]
     dtypes = [program.values[t.value].dtype for t in core.one.reads.values()]
     return (*form, *ends, place(argument), *dtypes, _pairs(core))
@@ -153,16 +131,12 @@ def states_of(core: Core, key: Key) -> States | None:
     """
     values, v = core.values, core.sides[key].node[0]
     dtype = core.program.values[v].dtype
-    if dtype == "i1":
-        return (0.0, 1.0)
-    if dtype not in _ROUNDED:
+    if dtype != "i1" and dtype not in _ROUNDED:
         raise Different(f"a value in {dtype} enters between its contractions")
     try:
-        if not values.is_leaf(v):
-            return _made_of_bools(core, key)
-        if ("states", key) not in values.known:
-            values.known["states", key] = _distinct(values.dense(v))
-        return values.known["states", key]
+        if dtype != "i1" and values.is_leaf(v):
+            return _distinct(values.dense(v))
+        return _made_of_bools(values, v)
     except NotConstant as error:
         raise Different(f"a mask or bias of it is made by {error}") from error
 
@@ -176,44 +150,47 @@ def _distinct(x: np.ndarray) -> States | None:
     return tuple(sorted(found)) if not rest.size else None
 
 
-def _made_of_bools(core: Core, key: Key) -> States | None:
+def _made_of_bools(values: Values, v: int) -> States | None:
     """The values of a float that is made of bools alone, at each position.
 
-    A bool of two iterations, or that is turned in two ways, may differ from itself.
+    Each bool that is read counts as one of its own: another iteration's, or another
+    position's, may differ from it.
     """
-    values, program = core.values, core.program
-    stack: list[tuple[Node, tuple]] = [(values.source(core.sides[key].node), ())]
-    seen: dict[int, tuple[Node, tuple]] = {}
+    stack, states = [v := values.same(v)], values.states
     while stack:
-        (v, at), turns = one = stack.pop()
-        is_bool, op = program.values[v].dtype == "i1", program.maker(v)
-        if seen.get(v) == one:
-            continue
-        if not is_bool and values.number_of_constant(v) is not None:
-            continue
-        if v in seen:
-            return None
-        seen[v] = one
-        if is_bool:
-            continue
-        if op is None or op.kind not in ELEMENTWISE | VIEWS:
-            return None
-        if op.kind in VIEWS - {"convert"}:
-            turns = (*turns, (op.kind, op.attributes, program.shape(v)))
-        stack += [(values.source((x, at)), turns) for x in op.operands]
-    bools = [v for v in seen if program.values[v].dtype == "i1"]
-    if len(bools) > _MOST_SIDES:
+        one, op = stack[-1], values.program.maker(stack[-1])
+        if values.program.values[one].dtype == "i1":
+            states[one] = (0.0, 1.0)
+        elif (number := values.number_of_constant(one)) is not None:
+            states[one] = (number,)
+        elif op is None or op.kind not in ELEMENTWISE | VIEWS:
+            states[one] = None
+        else:
+            reads = [values.same(x) for x in op.operands]
+            if missing := [x for x in reads if x not in states]:
+                stack += missing
+                continue
+            states[one] = _combined(values, one, reads)
+        stack.pop()
+    return states[v]
+
+
+def _combined(values: Values, v: int, reads: Sequence[int]) -> States | None:
+    """The values of an op's result, by those of its operands.
+
+    An operand that is read twice may be of two iterations.
+    """
+    own = [values.states[x] or () for x in reads]
+    is_apart = len({*reads}) == len(reads)
+    if not is_apart or not 0 < prod(map(len, own)) <= 2**_MOST_SIDES:
         return None
     found: set[float] = set()
-    for combination in product((False, True), repeat=len(bools)):
+    for combination in product(*own):
         given = {
-            b: np.full([1] * len(program.shape(b)), x)
-            for b, x in zip(bools, combination, strict=True)
+            x: np.full([1] * len(values.program.shape(x)), number)
+            for x, number in zip(reads, combination, strict=True)
         }
-        made = values.dense(core.sides[key].node[0], given)
-        if made.size != 1:
-            return None
-        found.add(float(made.reshape(-1)[0]))
+        found.add(float(values.dense(v, given).reshape(-1)[0]))
     return tuple(sorted(found))
 
 
@@ -229,7 +206,8 @@ def _argument(core: Core) -> Arg:
         [arg] = step.args
         while isinstance(arg, int):
             own = core.steps[arg]
-            is_shifted = own.op.kind == "subtract" and _is_row(core, own.args[1])
+            shift = own.args[1] if own.op.kind == "subtract" else None
+            is_shifted = isinstance(shift, int) and not core.steps[shift].is_pointwise
             if own.op.kind not in VIEWS and not is_shifted:
                 break
             arg = own.args[0]
@@ -237,17 +215,19 @@ def _argument(core: Core) -> Arg:
     if len(found) != 1:
         raise Different("it is not one softmax of scores")
     [arg] = found
-    if arg != SCORES and not (isinstance(arg, int) and core.steps[arg].is_pointwise):
+    if not (isinstance(arg, int) and core.steps[arg].is_pointwise):
         raise Different("its scores are combined before the softmax")
     return arg
 
 
 def _degree(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> int:
     """The degree in scores and biases together; at least 2 of what is not linear."""
-    found: dict[Arg, int] = {SCORES: 1}
+    found: dict[Arg, int] = {core.scores: 1}
     found |= {key: int(own is None) for key, own in states.items()}
     for number, step in core.steps.items():
         own = [0 if isinstance(a, float) else found.get(a, 2) for a in step.args]
+        if number == core.scores:
+            continue
         if step.op.kind == "multiply":
             found[number] = sum(own)
         elif step.op.kind == "divide":
@@ -255,10 +235,6 @@ def _degree(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> i
         else:
             found[number] = (1 if step.op.kind in _LINEAR else 2) * max(own)
     return found[argument]
-
-
-def _is_row(core: Core, arg: Arg) -> bool:
-    return isinstance(arg, int) and core.steps[arg].is_row
 
 
 def _table(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> Table:
@@ -275,13 +251,15 @@ def _table(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> Ta
     for place in range(len(biases)):
         probes.append((0.0, [float(i == place) for i in range(len(biases))]))
     rows = [(c, s, f) for c in combinations for s, f in probes]
-    given = {SCORES: [s for _, s, _ in rows], GRADIENT: [0.0] * len(rows)}
+    dots = [n for n, step in core.steps.items() if step.op.kind == "dot_general"]
+    given: dict[Arg, list[float]] = {n: [0.0] * len(rows) for n in dots}
+    given[core.scores] = [s for _, s, _ in rows]
     given |= {key: [c[i] for c, _, _ in rows] for i, key in enumerate(masks)}
     given |= {key: [f[i] for _, _, f in rows] for i, key in enumerate(biases)}
     made = core.run(
         {name: _along_keys(x) for name, x in given.items()}, only_pointwise=True
     )
-    x = np.broadcast_to(made[argument], _along_keys(given[SCORES]).shape)
+    x = np.broadcast_to(made[argument], _along_keys(given[core.scores]).shape)
     x = x.reshape(len(combinations), len(probes))
     is_seen = x[:, 0] > MASKED
     if not is_seen.any():
@@ -329,16 +307,13 @@ def _drawn(
 ) -> dict[Key, np.ndarray]:
     """Random masks and biases; each query sees a key, or the first one none."""
     found: dict[Key, np.ndarray] = {}
+    plain = dict(zip(table.masks, table.visible[0], strict=True))
     for tried in range(200):
-        found = {
-            key: random.normal(size=_shape(key[1]))
-            if own is None
-            else random.choice(np.array(own), size=_shape(key[1]))
-            for key, own in states.items()
-        }
-        if tried == 199:
-            for key, state in zip(table.masks, table.visible[0], strict=True):
-                found[key][:] = state
+        for key, own in states.items():
+            shape = _shape(key[1])
+            x = random.choice(own, shape) if own else random.normal(size=shape)
+            is_shown = random.random(shape) < tried / 200
+            found[key] = np.where(is_shown, plain.get(key, x), x)
         seen = np.broadcast_to(table.seen(found), _shape(_pairs(core)))
         if hidden or seen.any(axis=KEYS).all():
             break
@@ -362,12 +337,9 @@ def _draws(core: Core, table: Table) -> Iterator[tuple[str, dict[Key, np.ndarray
     Rule 4: what cannot be shown equal has other numbers, in each contraction.
     """
     random, roots = np.random.default_rng(7), core.roots
-    every = [
-        *core.dots.values(),
-        core.roots.values(),
-        (k for _, k in core.mixes.values()),
-    ]
-    operands = dict.fromkeys(key for keys in every for key in keys)
+    dots = [step.args for step in core.steps.values() if step.op.kind == "dot_general"]
+    operands = {key for keys in (*dots, roots.values()) for key in keys}
+    operands |= {key for _, key in core.mixes.values()}
     q, k = roots["q"], roots["k"]
     for kind, size in _KINDS.items():
         found = {key: random.normal(size=_shape(key[1])) for key in sorted(operands)}
@@ -403,11 +375,8 @@ def _compare(
                     for s in core.steps.values()
                 }
                 close = max(_ROUNDED[one] for one in dtypes)
-            made = core.run(known)
-            want = _reference(core, made, argument, table, passes_hidden)
-            if kind == "rounded":
-                made = core.run(known, cast=True)
-            found = core.outputs(made)
+            want = _reference(core, known, argument, table, passes_hidden)
+            found = core.outputs(core.run(known, cast=kind == "rounded"))
             # An output that is zero, as the gradient of equal scores, has noise.
             usual = max(float(np.linalg.norm(x[np.isfinite(x)])) for x in want.values())
             for name, got in found.items():
@@ -437,25 +406,27 @@ def _equal(got: np.ndarray, want: np.ndarray, close: float, least: float) -> boo
 
 def _reference(
     core: Core,
-    made: Mapping[Arg, Any],
+    known: Mapping[Key, Any],
     argument: Arg,
     table: Table,
     passes_hidden: bool,
 ) -> dict[str, np.ndarray]:
-    """Output and gradients by the textbook, of the argument that steps make."""
-    roots = {name: made[key] for name, key in core.roots.items()}
+    """Output and gradients by the textbook, of the scores that a kernel makes."""
+    roots = {name: known[key] for name, key in core.roots.items()}
+    scores = contracted(roots["q"], roots["k"], _pairs(core))
+    made = core.run({**known, core.scores: scores}, only_pointwise=True)
     x = np.broadcast_to(made[argument], _shape(_pairs(core)))
     weights = np.exp(x - x.max(axis=KEYS, keepdims=True))
     weights = weights / weights.sum(axis=KEYS, keepdims=True)
 
     def mixed(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        return contracted(x, y, name, core.letters(name))
+        return contracted(x, y, core.letters(name))
 
     if not core.one.is_backward:
         return {"out": mixed("out", weights, roots["v"])}
-    dp = contracted(roots["dout"], roots["v"], GRADIENT)
+    dp = contracted(roots["dout"], roots["v"], _pairs(core))
     dx = weights * (dp - (weights * dp).sum(axis=KEYS, keepdims=True))
-    passed = True if passes_hidden else table.seen(made)
+    passed = True if passes_hidden else table.seen(known)
     ds = np.where(passed, table.scale * dx, 0.0)
     return {
         "dq": mixed("dq", ds, roots["k"]),

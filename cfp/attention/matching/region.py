@@ -9,15 +9,17 @@ but what sums over keys combines positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from math import prod
 
 from cfp.analysis.contractions import UnionFind
 from cfp.attention.matching.found import Letters, Pass, Tensor
 from cfp.attention.matching.values import FLOATS, Values
-from cfp.program.graph import Op
+from cfp.program.graph import Op, reached
 from cfp.program.replace import Different
+from cfp.program.rules import Dims, Rule
 
 # Rule 1: the ops that may stand between contractions; `_is_closed` says how.
 ELEMENTWISE = frozenset(
@@ -31,11 +33,11 @@ LARGEST, SUM = "stablehlo.maximum(%0,%1; )", "stablehlo.add(%0,%1; )"
 _LEAST = float("-inf")
 _MOST_OPS = 400
 _BATCH, _QUERY, _KEY = "b", "q", "k"
-_FINDS = {
-    "tanh": "its scores are capped by tanh, which cuDNN's kernel does not",
-}
-
-
+_ENDS = frozenset({"dot_general", "reduce", "exponential"})
+_GRADIENTS = ("dq", "dk", "dv")
+# What a result's contraction reads, and the letter of what this has besides.
+_OTHER = {"out": "v", "dq": "k", "dk": "q", "dv": "dout"}
+FREE = {"out": "e", "dv": "e", "dq": "d", "dk": "d"}
 _RANDOM = frozenset({"bitcast_convert", "rng", "rng_bit_generator"})
 
 
@@ -51,7 +53,7 @@ class Region:
     Attributes:
         scores: the contraction.
         inside: ids of the ops between contractions.
-        members: ids of their values, and of scores.
+        members: their values, and scores, before these are passed on.
         late: those that depend on the weights' gradient.
         weights_gradient: the contraction that makes it.
         sinks: contractions that read members, each with the operands' indices.
@@ -67,6 +69,15 @@ class Region:
     sinks: dict[int, list[int]] = field(default_factory=dict)
     stacks: set[int] = field(default_factory=set)
 
+    @property
+    def between(self) -> set[int]:
+        """All values that no kernel makes."""
+        return {w for v in self.members | self.stacks for w in self.values.standing(v)}
+
+    def has(self, v: int) -> bool:
+        """True of a member, or what it is passed on as."""
+        return self.values.same(v) in self.members
+
     def __post_init__(self) -> None:
         self.program = self.values.program
         self._same = UnionFind()
@@ -81,30 +92,14 @@ class Region:
         self._follow(self.scores.results[0], late=False)
         for op in [self.program.ops[i] for i in self.inside]:
             for v in op.operands:
-                if v not in self.members and self._is_whole(v):
-                    self._add_gradient(v)
+                for dot in contractions(self.values, v, self._size):
+                    if self.has(dot.results[0]):
+                        continue
+                    if self.weights_gradient not in (None, dot):
+                        raise Different("more than two contractions enter it")
+                    self.weights_gradient = dot
+                    self._follow(dot.results[0], late=True)
         self._name_dims()
-
-    def _is_whole(self, v: int) -> bool:
-        return prod(self.program.shape(v)) == self._size and not self.values.is_leaf(v)
-
-    def _add_gradient(self, v: int) -> None:
-        """Adds the contraction that a value is computed of, if one of this size is."""
-        stack, steps = [v], 0
-        while stack and steps < _MOST_OPS:
-            steps += 1
-            op = self.program.maker(self.values.same(stack.pop()))
-            if op is None or not op.results or not self._is_whole(op.results[0]):
-                continue
-            if op.kind == "dot_general":
-                if op.results[0] in self.members:
-                    continue
-                if self.weights_gradient not in (None, op):
-                    raise Different("more than two contractions enter it")
-                self.weights_gradient = op
-                self._follow(op.results[0], late=True)
-            elif op.kind in ELEMENTWISE | VIEWS:
-                stack += op.operands
 
     def _follow(self, start: int, late: bool) -> None:
         stack = [(start, late)]
@@ -121,81 +116,50 @@ class Region:
 
     def _made_of(self, v: int) -> Iterator[int]:
         program = self.program
-        if v in program.outputs:
+        if not {*program.outputs}.isdisjoint(self.values.standing(v)):
             raise Different(
                 "the step returns the scores, the weights, or what is computed of them"
             )
-        for user, index in program.users[v]:
-            op = program.ops[user]
+        for op, index, w in self.values.readers(v):
             if op.kind == "dot_general":
-                found = self.sinks.setdefault(user, [])
+                found = self.sinks.setdefault(op.id, [])
                 found += [] if index in found else [index]
-            elif op.kind == "optimization_barrier":
-                yield self._alias(v, op.results[index])
-            elif op.kind == "while" and index < len(op.operands):
-                yield from (self._alias(v, w) for w in self._passed_on(op, index))
             elif op.kind == "dynamic_update_slice" and index == 1:
-                yield from (self._alias(v, w) for w in self._unstacked(op))
+                self._add_stack(op, v)
+            elif op.parent != self.values.parent(w):
+                raise Different("a branch or another loop reads its scores or weights")
+            elif op.kind == "tanh":
+                raise Different(
+                    "its scores are capped by tanh, which cuDNN's kernel does not"
+                )
+            elif not self.is_closed(op):
+                raise Different(
+                    f"{op.kind} at {where(op)} reads the scores or the weights"
+                )
             else:
-                self._check_closed(op, v)
-                if user not in self.inside:
-                    self.inside[user] = None
+                if op.id not in self.inside:
+                    self.inside[op.id] = None
                     self._join(op)
                 yield from op.results
 
-    def _passed_on(self, loop: Op, index: int) -> Iterator[int]:
-        """A value that a loop passes on unchanged, in its body and behind it."""
-        for v in (*loop.entered(index), loop.results[index]):
-            if self.values.same(v) != self.values.same(loop.operands[index]):
-                raise Different("a loop carries its scores or weights")
-            yield v
-
-    def _unstacked(self, update: Op) -> Iterator[int]:
-        """The slices of a stack that a loop makes."""
-        program = self.program
+    def _add_stack(self, update: Op, v: int) -> None:
+        """Adds a stack that a loop makes of a member, and of which slices are read."""
+        program, values, [made] = self.program, self.values, update.results
         loop = program.ops[update.parent] if update.parent >= 0 else None
-        [made] = update.results
         if loop is None or loop.kind != "while" or made not in loop.yields:
             raise Different("its scores or weights are written into an array")
-        place = loop.yields.index(made)
-        if self.values.update_of(loop, place) != update or len(program.users[made]) > 1:
+        stack = loop.results[place := loop.yields.index(made)]
+        if values.update_of(loop, place) is not update:
             raise Different("its scores or weights are written into an array")
-        stack, seen = [loop.results[place]], set[int]()
-        while stack:
-            v = stack.pop()
-            if v in seen:
-                continue
-            seen.add(v)
-            if v in program.outputs:
-                raise Different("the step returns its scores or weights")
-            for user, index in program.users[v]:
-                op = program.ops[user]
-                if op.kind == "dynamic_slice" and index == 0:
-                    yield op.results[0]
-                elif op.kind == "while" and index < len(op.operands):
-                    stack += self._passed_on(op, index)
-                elif op.kind == "optimization_barrier":
-                    stack.append(op.results[index])
-                elif not op.has_regions:
-                    raise Different(
-                        f"{op.kind} at {where(op)} reads its stacked scores"
-                    )
-        self.stacks |= seen | {made, update.operands[0]}
+        if not {*program.outputs}.isdisjoint(values.standing(stack)):
+            raise Different("the step returns its scores or weights")
+        for op, _, w in (*values.readers(stack), *values.readers(made)):
+            is_slice = op.kind == "dynamic_slice" and values.same(op.results[0]) == v
+            if not is_slice and (w != made or op is not loop):
+                raise Different(f"{op.kind} at {where(op)} reads its stacked scores")
+        self.stacks |= {stack, made, update.operands[0]}
 
     # -- rule 1: a closed list of ops --------------------------------------------------
-
-    def _check_closed(self, op: Op, v: int) -> None:
-        if op.parent != self._parent(v):
-            raise Different("a branch or another loop reads its scores or weights")
-        if not self.is_closed(op):
-            reason = _FINDS.get(op.kind)
-            raise Different(
-                reason or f"{op.kind} at {where(op)} reads the scores or the weights"
-            )
-
-    def _parent(self, v: int) -> int:
-        op = self.program.maker(v)
-        return op.parent if op is not None else self.values.loop_of(v)
 
     def is_closed(self, op: Op) -> bool:
         """True if an op is one of those that are proved."""
@@ -211,7 +175,7 @@ class Region:
         if op.kind == "maximum":  # of a softmax's largest score, which is no clip
             return any(self.values.number_of_constant(x) == _LEAST for x in op.operands)
         if op.kind == "select":
-            return op.operands[0] not in self.members
+            return not self.has(op.operands[0])
         if op.kind == "convert":
             return program.values[op.operands[0]].dtype in FLOATS
         return op.kind in ELEMENTWISE | VIEWS
@@ -219,12 +183,7 @@ class Region:
     # -- rule 3: dims run over the same ------------------------------------------------
 
     def _node(self, v: int, d: int) -> tuple[int, int]:
-        return v, sum(n > 1 for n in self.program.shape(v)[:d])
-
-    def _alias(self, v: int, w: int) -> int:
-        for d in range(sum(n > 1 for n in self.program.shape(v))):
-            self._same.union((v, d), (w, d))
-        return w
+        return self.values.same(v), d
 
     def _join(self, op: Op) -> None:
         """Joins the dims of members that an op's rule gives one factor."""
@@ -234,7 +193,7 @@ class Region:
             (*op.operands, *op.results), (*rule.operands, *rule.results), strict=False
         )
         for v, dims in tensors:
-            if v not in self.members and v not in op.results:
+            if not self.has(v) and v not in op.results:
                 continue
             for d, factors in enumerate(dims):
                 large = [f for f in factors if rule.sizes[f] > 1]
@@ -249,28 +208,22 @@ class Region:
         for op in [self.program.ops[i] for i in self.inside]:
             self._join(op)  # Again: more are members now.
         of = [{rule.major(f) for f in dims} - {None} for dims in rule.operands[:2]]
-        key = self._summed()
+        key, named = self._summed(), list[str]()
         self._names: dict[object, str] = {}
-        counts, sides = {_BATCH: 0, _QUERY: 0}, set[int]()
+        sides: dict[str, set[int]] = {_BATCH: set(), _QUERY: set(), _KEY: set()}
         for d, factors in enumerate(rule.results[0]):
-            major = rule.major(factors)
-            if major is None:
+            if (major := rule.major(factors)) is None:
                 continue
             root = self._same.find(self._node(result, d))
-            name = _BATCH if major in of[0] and major in of[1] else _QUERY
-            if root == key:
-                if name == _BATCH:
-                    raise Different("the softmax is not over keys alone")
-                name, self.key_side = _KEY, int(major in of[1])
-            elif name == _QUERY:
-                sides.add(int(major in of[1]))
-            if name != _KEY:
-                counts[name] += 1
-                name += str(counts[name] - 1)
+            own = {side for side in (0, 1) if major in of[side]}
+            kind = _KEY if root == key else _BATCH if len(own) > 1 else _QUERY
+            sides[kind] |= own
+            name = kind if kind == _KEY else f"{kind}{named.count(kind)}"
+            named.append(kind)
             if root in self._names:
                 raise Different("its scores are combined with those of other positions")
             self._names[root] = name
-        if _KEY not in self._names.values() or sides != {1 - self.key_side}:
+        if {len(sides[_KEY]), len(sides[_QUERY])} != {1} or sides[_KEY] & sides[_QUERY]:
             raise Different("the softmax is not over keys alone")
 
     def _summed(self) -> object:
@@ -310,15 +263,13 @@ class Region:
         """
         rule = op.known_rule
         member = op.results[0] if of is None else op.operands[of]
-        dims = rule.results[0] if of is None else rule.operands[of]
-        known = {
-            f: letter
-            for factors, letter in zip(dims, self.letters(member), strict=True)
-            if (f := rule.major(factors)) is not None
-        }
-        wanted = rule.results[0] if index < 0 else rule.operands[index]
-        majors = [rule.major(factors) for factors in wanted]
-        names = tuple("" if f is None else known.get(f, other) for f in majors)
+        names = carried(
+            rule,
+            self.letters(member),
+            rule.results[0] if of is None else rule.operands[of],
+            rule.results[0] if index < 0 else rule.operands[index],
+            other,
+        )
         real = [x for x in names if x]
         if "?" in real or len({*real}) < len(real):
             raise Different("dims of a contraction or a mask are mixed up")
@@ -334,15 +285,21 @@ class Region:
             if len(indices) > 1:
                 raise Different("a contraction reads two tensors of the attention")
             found.setdefault(self._role(op, indices[0]), []).append((op, indices[0]))
-        forward = [self._forward(*one) for one in found.pop("mix", ())]
-        backward = self._backward(found)
-        return forward if backward is None else [*forward, backward]
+        forward = [self._pass({"out": one}) for one in found.pop("mix", ())]
+        dot = self.weights_gradient
+        if not found and dot is None:
+            return forward
+        if dot is None or sorted(found) != ["dk", "dq", "dv"]:
+            raise Different("not all gradients of queries, keys and values are there")
+        if any(len(of) > 1 for of in found.values()):
+            raise Different("gradients are computed more than once")
+        return [*forward, self._pass({name: found[name][0] for name in _GRADIENTS})]
 
     def _role(self, op: Op, index: int) -> str:
         own = {x for x in self.letters(op.operands[index]) if x}
         out = {*self.letters_of(op, -1, index, "e")}
         queries = {x for x in own if x[0] == _QUERY}
-        late = op.operands[index] in self.late
+        late = self.values.same(op.operands[index]) in self.late
         if own - out == {_KEY}:
             return "dq" if late else "mix"
         if queries and own - out == queries:
@@ -356,81 +313,76 @@ class Region:
             raise Different(f"{where(op)} multiplies in another dtype")
         return Tensor(op.operands[index], (op.id, index), letters)
 
-    def _forward(self, mix: Op, index: int) -> Pass:
-        if mix.parent != self.scores.parent:
-            raise Different("scores and mix are computed in different loops")
-        q, k = 1 - self.key_side, self.key_side
-        reads = {
-            "q": self.operand(self.scores, q, None, "d"),
-            "k": self.operand(self.scores, k, None, "d"),
-            "v": self.operand(mix, 1 - index, index, "e"),
-        }
-        return Pass(reads, {"out": self._made(mix, index, "e")})
-
-    def _made(self, op: Op, index: int, other: str) -> Tensor:
-        return Tensor(op.results[0], None, self.letters_of(op, -1, index, other))
-
-    def _backward(self, sinks: dict[str, list[tuple[Op, int]]]) -> Pass | None:
-        dot = self.weights_gradient
-        if not sinks and dot is None:
-            return None
-        if dot is None or sorted(sinks) != ["dk", "dq", "dv"]:
-            raise Different("not all gradients of queries, keys and values are there")
-        if any(len(of) > 1 for of in sinks.values()):
-            raise Different("gradients are computed more than once")
-        [(dk, of_dk)], [(dq, of_dq)], [(dv, of_dv)] = (sinks[n] for n in sorted(sinks))
-        if len({one.parent for one in (dq, dk, dv, dot)}) > 1:
-            raise Different("its gradients are computed in different loops")
-        sides = [self.letters_of(dot, i, None, "e") for i in (0, 1)]
-        given = int(any(x[:1] == _QUERY for x in sides[1]))
-        reads = {
-            "q": self.operand(dk, 1 - of_dk, of_dk, "d"),
-            "k": self.operand(dq, 1 - of_dq, of_dq, "d"),
-            "v": self.operand(dot, 1 - given, None, "e"),
-            "dout": self.operand(dot, given, None, "e"),
-        }
-        makes = {
-            "dq": self._made(dq, of_dq, "d"),
-            "dk": self._made(dk, of_dk, "d"),
-            "dv": self._made(dv, of_dv, "e"),
-        }
+    def _pass(self, sinks: Mapping[str, tuple[Op, int]]) -> Pass:
+        """A pass, by the contractions that make its results, and their operands."""
+        dot, names = self.scores, ("q", "k")
+        if "out" not in sinks:
+            assert self.weights_gradient is not None, "there are gradients"
+            dot, names = self.weights_gradient, ("dout", "v")
+        if {op.parent for op, _ in sinks.values()} != {dot.parent}:
+            raise Different("its contractions are computed in different loops")
+        reads: dict[str, Tensor] = {}
+        makes: dict[str, Tensor] = {}
+        for index in (0, 1):
+            one = self.operand(dot, index, None, "d" if dot is self.scores else "e")
+            reads[names["k" in one.letters]] = one
+        for name, (op, index) in sinks.items():
+            other = self.operand(op, 1 - index, index, FREE[name])
+            reads.setdefault(_OTHER[name], other)
+            letters = self.letters_of(op, -1, index, FREE[name])
+            makes[name] = Tensor(op.results[0], (op.id, index), letters)
         return Pass(reads, makes)
+
+
+def carried(
+    rule: Rule, letters: Letters, dims: Dims, wanted: Dims, other: str = "?"
+) -> Letters:
+    """Letters of a tensor's dims, by those of another one and an op's rule."""
+    majors = map(rule.major, dims)
+    known = {f: a for f, a in zip(majors, letters, strict=True) if f is not None}
+    found = (rule.major(factors) for factors in wanted)
+    return tuple("" if f is None else known.get(f, other) for f in found)
+
+
+def contractions(values: Values, v: int, size: int) -> Iterator[Op]:
+    """The contractions of a size that a value is computed of, position by position."""
+    program = values.program
+
+    def before(v: int) -> Iterator[int]:
+        op = program.maker(v)
+        if op is not None and op.rule is not None and op.kind not in _ENDS:
+            yield from map(values.same, op.operands if is_whole(v) else ())
+
+    def is_whole(v: int) -> bool:
+        is_whole = prod(program.shape(v)) == size and not values.is_leaf(v)
+        return is_whole and program.values[v].dtype != "i1"
+
+    for one in islice(reached([values.same(v)], before), _MOST_OPS):
+        op = program.maker(one)
+        if op is not None and op.kind == "dot_general" and is_whole(one):
+            yield op
 
 
 def scores_of(values: Values, exponential: Op) -> Op | None:
     """The contraction whose result a softmax may be of."""
-    program = values.program
-    size = prod(program.shape(exponential.results[0]))
-    stack, steps = [exponential.operands[0]], 0
-    while stack and steps < 64:
-        steps += 1
-        v = values.same(stack.pop())
-        op = program.maker(v)
-        if op is None or prod(program.shape(v)) != size or values.is_leaf(v):
-            continue
-        if op.kind == "dot_general":
-            return op if _is_batched(op) else None
-        if op.rule is not None and op.kind not in ("reduce", "exponential"):
-            stack += reversed(op.operands)
-    return None
+    [v], size = exponential.operands, prod(values.program.shape(exponential.results[0]))
+    dot = next(contractions(values, v, size), None)
+    return dot if dot is not None and _is_batched(dot) else None
 
 
 def has_dropout(region: Region) -> bool:
     """True if random numbers enter between contractions."""
     program, values = region.program, region.values
-    reads = (v for i in region.inside for v in program.ops[i].operands)
-    stack, seen = [v for v in reads if v not in region.members], set[int]()
-    while stack and len(seen) < _MOST_OPS:
-        v = values.same(stack.pop())
+
+    def before(v: int) -> Iterable[int]:
         op = program.maker(v)
-        if op is None or v in seen or v in region.members or values.is_leaf(v):
-            continue
-        seen.add(v)
-        if op.kind in _RANDOM:
-            return True
-        if not op.has_regions and op.kind not in ("dot_general", "custom_call"):
-            stack += op.operands
-    return False
+        is_end = op is None or op.has_regions or op.kind in (*_ENDS, "custom_call")
+        return () if op is None or is_end else map(values.same, op.operands)
+
+    reads = (v for i in region.inside for v in program.ops[i].operands)
+    start = [values.same(v) for v in reads if not region.has(v)]
+    makers = map(program.maker, islice(reached(start, before), _MOST_OPS))
+    return any(op is not None and op.kind in _RANDOM for op in makers)
 
 
 def _is_batched(dot: Op) -> bool:

@@ -36,7 +36,8 @@ class Values:
         self._loop_of: dict[int, int] = {}  # of arguments of loops' bodies
         self._passed_on: set[int] = set()
         self._counters: dict[int, frozenset[int]] = {}
-        self.known: dict[tuple, Any] = {}  # of equal layers: proofs, windows, states
+        self.known: dict[tuple, Any] = {}  # of equal layers: proofs, windows
+        self.states: dict[int, tuple[float, ...] | None] = {}  # that values may have
         self._held: dict[int, int] = {}  # indices, and among how many places
         self.indices: dict[int, dict[int, None]] = {}  # by which stacks are read
         for op in program.ops:
@@ -76,30 +77,53 @@ class Values:
             return None
         return float(found.reshape(-1)[0]) if found.size == 1 else None
 
-    def loop_of(self, v: int) -> int:
-        """The loop or branch that a value is an argument of; -1 of the program's."""
-        return self._loop_of.get(v, -1)
+    def parent(self, v: int) -> int:
+        """The loop or branch that a value is in; -1 of the program's."""
+        op = self.program.maker(v)
+        return op.parent if op is not None else self._loop_of.get(v, -1)
 
     def same(self, v: int) -> int:
         """The value that another is, whatever the iteration."""
         return self.source((v, _HERE))[0]
 
+    @cached_property
+    def _standing(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for value in self.program.values:
+            found.setdefault(self.same(value.id), []).append(value.id)
+        return found
+
+    def standing(self, v: int) -> list[int]:
+        """All values that barriers, loops and stacks make of one, and itself."""
+        return self._standing[self.same(v)]
+
+    def readers(self, v: int) -> Iterator[tuple[Op, int, int]]:
+        """The ops that read a value and do not pass it on, with the operand.
+
+        Yields:
+            (op, index, the operand); an index behind the operands counts into yields.
+        """
+        for w in self.standing(v):
+            for user, index in self.program.users[w]:
+                op = self.program.ops[user]
+                if op.kind == "optimization_barrier":
+                    continue
+                if op.kind == "while":
+                    if self.same(op.results[index % len(op.operands)]) == self.same(v):
+                        continue
+                yield op, index, w
+
     def _counters_of(self, loop: Op) -> frozenset[int]:
         """The body's arguments that count 0, 1, 2... in a loop of known length."""
-        program, count, found = self.program, len(loop.operands), set[int]()
-        tests = [program.ops[i] for i in loop.body if program.ops[i].parent == loop.id]
-        tested = {
-            one.operands[0]
-            for one in tests
-            if one.kind == "compare" and one.direction == "LT"
-        }
-        for place, start in enumerate(loop.operands):
-            entry, step = loop.entries[count + place], program.maker(loop.yields[place])
-            if loop.entries[place] not in tested or loop.uncounted or step is None:
+        found = set[int]()
+        entries = loop.entries[len(loop.operands) :]
+        for start, entry, v in zip(loop.operands, entries, loop.yields, strict=True):
+            step = self.program.maker(v)
+            if loop.uncounted or step is None or step.kind != "add":
                 continue
-            if step.kind != "add" or step.operands[0] != entry:
+            if step.operands[0] != entry or self._integer(step.operands[1]) != 1:
                 continue
-            if self._integer(start) == 0 and self._integer(step.operands[1]) == 1:
+            if self._integer(start) == 0:
                 found.add(entry)
         return frozenset(found)
 
@@ -155,8 +179,7 @@ class Values:
 
     def _around(self, v: int) -> Iterator[int]:
         """The loops and branches that a value is in."""
-        op = self.program.maker(v)
-        parent = op.parent if op is not None else self._loop_of.get(v, -1)
+        parent = self.parent(v)
         while parent >= 0:
             yield parent
             parent = self.program.ops[parent].parent

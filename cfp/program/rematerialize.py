@@ -25,7 +25,7 @@ from cfp.program.shardy import clone_with, integer, make_barrier, owner_of
 VERSION = "3"
 TAG = "cfp.of"  # on a clone: the number of the op that it goes along with
 _CONSTRAINT = "sdy.sharding_constraint"
-_NOT_REPEATABLE = ("custom_call", "rng", "optimization_barrier")
+_NOT_REPEATABLE = ("custom_call", "rng")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,7 @@ from cfp.analysis.analyze import Analysis
 from cfp.analysis.host_state import enough_state
 from cfp.analysis.layout import lay_out
 from cfp.checking.sites import check_sites
-from cfp.context import (
-    PlanContext,
-    device_memory,
-    open_context,
-)
+from cfp.context import PlanContext, device_memory, open_context
 from cfp.cost.memory import host_bytes
 from cfp.devices.described import DescribedMesh
 from cfp.errors import MemoryBudgetError
@@ -35,11 +31,7 @@ from cfp.program.step import FlatStep
 from cfp.race.programs import NoneFits, RaceOutcome, kernels_not_timed
 from cfp.search.problem import Problem
 from cfp.search.requests import UNMEASURED_STRATEGIES, Profiles
-from cfp.settings import (
-    HOST_BYTES_PER_MS,
-    Dimension,
-    defaults_of,
-)
+from cfp.settings import HOST_BYTES_PER_MS, Dimension, defaults_of
 from cfp.solution import Candidate, Estimate, Solution
 from cfp.units import format_bytes, parse_bytes
 from cfp.view.evidence import with_figures
@@ -194,7 +186,9 @@ def _find_plan(step: FlatStep, analyzed: Analyzed, options: PlanOptions) -> Foun
         else:
             profiles = analyzed.profiles or profile(context, analysis)
             solution = search(context, analysis, profiles)
-        may_measure_more = _may_measure_more(context, profiles)
+        # Presets that were left out may need less memory.
+        has_more = profiles is not None and not profiles.has_all_presets
+        may_measure_more = has_more and not context.is_over
         parts = context, step, analyzed
         found, seconds_before = None, 0.0
         try:
@@ -240,13 +234,6 @@ def _with_checked_sites(
     notes = tuple(str(one) for one in checks if one.is_wrong or one.reason)
     notes = tuple(dict.fromkeys((*notes, *found.plan.site_checks)))
     return replace(found, plan=replace(found.plan, site_checks=notes))
-
-
-def _may_measure_more(context: PlanContext, profiles: Profiles | None) -> bool:
-    """True if presets were left out that may need less memory, and there is time."""
-    if profiles is None or profiles.has_all_presets:
-        return False
-    return not context.is_over
 
 
 def complete_plan(

@@ -7,7 +7,7 @@ a tied embedding, an encoder's output and the skips of a U-net pass further.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -94,15 +94,20 @@ def _nearest(
 
 
 def build_frame(
-    program: Program, mesh: Mesh, pins: Mapping[int, Spec] | None = None
+    program: Program,
+    mesh: Mesh,
+    pins: Mapping[int, Spec] | None = None,
+    outer: Set[str] = frozenset(),
 ) -> Frame:
     """Finds the blocks and the state of a program.
 
     Args:
         mesh: names and sizes of the mesh's axes; axes of size 1 are left out.
         pins: shardings of arguments, by position, that every layout keeps.
+        outer: axes of the mesh along which devices are on different hosts.
     """
     axes = tuple((name, size) for name, size in mesh if size > 1)
+    far = outer & {name for name, _ in axes}
     canonical, paired, groups, blocks = _blocks_and_state(program)
     block_of = [-1] * len(program.ops)
     for block in blocks:
@@ -111,6 +116,7 @@ def build_frame(
     return Frame(
         program=program,
         mesh=axes,
+        outer=frozenset(far if len(far) < len(axes) else ()),
         blocks=blocks,
         groups=groups,
         paired=paired,
@@ -182,10 +188,13 @@ class Analysis:
 
 
 def analyze(
-    program: Program, mesh: Mesh, pins: Mapping[int, Spec] | None = None
+    program: Program,
+    mesh: Mesh,
+    pins: Mapping[int, Spec] | None = None,
+    outer: Set[str] = frozenset(),
 ) -> Analysis:
     """Finds the blocks, the state and the segments of a program on a mesh."""
-    frame = open_loops(build_frame(program, mesh, pins))
+    frame = open_loops(build_frame(program, mesh, pins, outer))
     return Analysis(frame, find_segments(frame))
 
 

@@ -15,8 +15,9 @@ from typing import Any, Literal
 from cfp.analysis.blocks import Block
 from cfp.analysis.contractions import DimClasses, is_contraction
 from cfp.analysis.flow import passes
+from cfp.analysis.numbering import squeeze
 from cfp.analysis.ragged import model_flops
-from cfp.analysis.storage import Storage, StorageGroup, even_spec, stored_spec
+from cfp.analysis.storage import Storage, StorageGroup, even_spec, extend_spec
 from cfp.analysis.strategies import (
     BlockSharding,
     FactorAxes,
@@ -81,10 +82,16 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The parts that all layouts of one program on one mesh share."""
+    """The parts that all layouts of one program on one mesh share.
+
+    Attributes:
+        outer: axes along which devices are further apart than along the others, from
+            host to host; none where all are, or no others.
+    """
 
     program: Program
     mesh: Mesh
+    outer: frozenset[str]
     blocks: tuple[Block, ...]
     groups: tuple[StorageGroup, ...]
     paired: tuple[int | None, ...]
@@ -105,6 +112,26 @@ class Frame:
     result_specs: dict[
         tuple[int, FactorAxes], tuple[tuple[Spec, ...], tuple[str, ...]]
     ] = field(init=False, default_factory=dict, compare=False, repr=False)
+
+    def stored_spec(self, group: StorageGroup, mode: Storage, used: Spec) -> Spec:
+        """The widest sharding of a storage group.
+
+        Args:
+            used: how the first block that reads its parameter wants it.
+        """
+        largest = mode is Storage.LARGEST and group.args[0] not in self.pins
+        if mode is Storage.USED or (largest and len(squeeze(group.shape)) < 2):
+            return used
+        used = ((),) * len(group.shape) if largest else used
+        kept = self.outer if mode is Storage.INNER else frozenset[str]()
+        whole = group.whole_dims
+        return extend_spec(used, group.shape, self.mesh, whole, kept, largest=largest)
+
+    def effective(self, mode: Storage, groups: Iterable[StorageGroup]) -> Storage:
+        """The first of the modes that store some groups as this one does."""
+        if mode is Storage.OPTIMIZER and not any(group.has_update for group in groups):
+            return Storage.USED
+        return Storage.SHARDED if mode is Storage.INNER and not self.outer else mode
 
 
 class Layout:
@@ -233,12 +260,12 @@ class Layout:
         self, group: StorageGroup, mode: Storage
     ) -> tuple[Spec, dict[int, Spec]]:
         """Finds the sharding of a group and of its arguments, before it is laid out."""
-        mesh, pins = self.frame.mesh, self.frame.pins
-        first = group.args[0]
+        first, pins = group.args[0], self.frame.pins
         used = self.read_spec(self.frame.program.args[first])
-        used = even_spec(used or ((),) * len(group.shape), group.shape, mesh)
+        used = used or ((),) * len(group.shape)
+        used = even_spec(used, group.shape, self.frame.mesh)
         used = pins.get(first, used)
-        wide = stored_spec(group, mode, used, mesh, first in pins)
+        wide = self.frame.stored_spec(group, mode, used)
         kept = {first, *group.read_args} if mode is Storage.OPTIMIZER else set[int]()
         return wide, {p: pins.get(p, used if p in kept else wide) for p in group.args}
 
@@ -247,7 +274,7 @@ class Layout:
         wide, stored = self.stored_specs(group, mode)
         for position, spec in stored.items():
             self.value_spec[self.frame.program.args[position]] = spec
-        if mode in (Storage.SHARDED, Storage.LARGEST):
+        if mode not in (Storage.USED, Storage.OPTIMIZER):
             # Casts and slices a sharded parameter before it is gathered, not after.
             for op_id, axes in sharding.group_axes(wide, reads=True).items():
                 if op_id in self.axes:

@@ -7,7 +7,7 @@ independently of how the blocks use the parameter (ZeRO, arXiv 1910.02054).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Set
+from collections.abc import Hashable, Set
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
@@ -31,20 +31,22 @@ class Storage(StrEnum):
 
     USED: as its blocks use it. OPTIMIZER: the parameter as used, everything else and
     the update sharded further (ZeRO-1). SHARDED: all of it sharded further, gathered
-    before use (ZeRO-3, fully sharded data parallel). LARGEST: matrices sharded along
-    their largest dims, however their blocks use them, as people shard them by hand, or
-    along their first where the dims before the largest are as large together; the rest
-    as used.
+    before use (ZeRO-3, fully sharded data parallel). INNER: the same along the inner
+    axes alone, those within a host (HSDP). LARGEST: matrices sharded along their
+    largest dims, however their blocks use them, as people shard them by hand, or along
+    their first where the dims before the largest are as large together; the rest as
+    used.
     """
 
     USED = "used"
     OPTIMIZER = "optimizer"
     SHARDED = "sharded"
+    INNER = "inner"
     LARGEST = "largest"
 
 
 # What is tried of every strategy; parts of whole choices may be stored otherwise.
-USUAL_STORAGE = (Storage.USED, Storage.OPTIMIZER, Storage.SHARDED)
+USUAL_STORAGE = (Storage.USED, Storage.OPTIMIZER, Storage.SHARDED, Storage.INNER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +83,6 @@ class StorageGroup:
     whole_dims: frozenset[int] = frozenset()
     read_args: frozenset[int] = frozenset()
     has_update: bool = True
-
-
-def effective_storage(mode: Storage, groups: Iterable[StorageGroup]) -> Storage:
-    """A mode of some groups: as used where an update is to be sharded, and none is."""
-    if mode is Storage.OPTIMIZER and not any(group.has_update for group in groups):
-        return Storage.USED
-    return mode
 
 
 def find_storage(
@@ -382,15 +377,9 @@ class _Finder:
                 if op.id in inside or op.id in found or index or op.rule is None:
                     continue
                 if op.kind == "dynamic_slice" and op.parent >= 0:
-                    sizes = program.shape(op.results[0])
-                    full = program.shape(op.operands[0])
-                    cut = {
-                        d
-                        for d, (a, b) in enumerate(zip(full, sizes, strict=True))
-                        if a != b
-                    }
-                    sliced = (dims[d] for d in cut)
-                    whole.update(d for d in sliced if d is not None)
+                    shapes = map(program.shape, (op.operands[0], op.results[0]))
+                    sizes = zip(dims, *shapes, strict=True)
+                    whole.update(d for d, a, b in sizes if a != b and d is not None)
                 elif op.kind not in (*_VIEWS, *rounds) or is_dequantized(program, op):
                     continue
                 found.add(op.id)
@@ -526,17 +515,18 @@ def extend_spec(
     shape: tuple[int, ...],
     mesh: Mesh,
     whole_dims: Set[int] = frozenset(),
+    without: Set[str] = frozenset(),
     *,
     largest: bool = False,
 ) -> Spec:
     """Shards a tensor over the axes that its spec leaves unused, where one fits.
 
     Each axis goes to the first dim that it divides, or to the largest, those in
-    ``whole_dims`` apart. If the dims before the largest are as large together, and all
-    axes divide the first, it takes the largest's place: the gradient of what is sharded
-    there is not transposed.
+    ``whole_dims`` apart; those in ``without`` stay unused. If the dims before the
+    largest are as large together, and all axes divide the first, it takes the largest's
+    place: the gradient of what is sharded there is not transposed.
     """
-    used = {name for names in spec for name in names}
+    used = {*without, *(name for names in spec for name in names)}
     dims = [list(names) for names in spec]
     sizes = dict(mesh)
     order = [*range(len(dims))]
@@ -557,25 +547,3 @@ def extend_spec(
                 names.append(name)
                 break
     return tuple(tuple(names) for names in dims)
-
-
-def stored_spec(
-    group: StorageGroup,
-    mode: Storage,
-    used: Spec,
-    mesh: Mesh,
-    is_pinned: bool,
-) -> Spec:
-    """The widest sharding of a storage group.
-
-    Args:
-        used: how the first block that reads its parameter wants it.
-        is_pinned: whether the user has said how its parameter is sharded.
-    """
-    if mode is Storage.USED:
-        return used
-    largest = mode is Storage.LARGEST and not is_pinned
-    if largest and len(squeeze(group.shape)) < 2:
-        return used
-    used = ((),) * len(group.shape) if largest else used
-    return extend_spec(used, group.shape, mesh, group.whole_dims, largest=largest)

@@ -196,8 +196,6 @@ class BlockSharding:
             rule = self.program.ops[op_id].known_rule
             for dims in (*rule.operands, *rule.results):
                 for dim in dims:
-                    if len(dim) < 2:
-                        continue
                     found = [classes.of_factor(op_id, factor) for factor in dim]
                     if any(a in one and b in other for a, b in pairwise(found)):
                         return True

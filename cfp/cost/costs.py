@@ -290,7 +290,7 @@ class Costs:
             group = self._terms.gradients.get(self._terms.same(v))
             if group is not None and value.producer in maker.axes:
                 move = value.size_bytes, *self._made(maker, v), want
-                total += turns * self._terms.state_move_ms(group, *move)
+                total += turns * self._terms.transition_ms(*move, group)
                 continue
             if have == want:
                 continue

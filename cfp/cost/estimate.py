@@ -16,7 +16,7 @@ import numpy as np
 
 from cfp.analysis.layout import Storage
 from cfp.analysis.segments import Segment
-from cfp.analysis.storage import USUAL_STORAGE, effective_storage
+from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import Spec, Strategy, block_strategies
 from cfp.cost.choice import SegmentChoice
 from cfp.cost.terms import BlockTerms, Made, Terms
@@ -71,7 +71,7 @@ def estimate_segment(
         among: for each block the strategies to choose among; None for all.
         modes: ways to store its parameters to choose among.
     """
-    every = among or [None] * len(segment.blocks)
+    frame, every = terms.frame, among or [None] * len(segment.blocks)
     numbered = [
         _numbered(terms, *one) for one in zip(segment.blocks, every, strict=True)
     ]
@@ -93,7 +93,7 @@ def estimate_segment(
             for row, moved, groups in zip(blocks, inside, owned, strict=True)
         ]
         for mode in Storage
-        if mode in modes
+        if mode in modes and frame.effective(mode, frame.groups) is mode
     }
     edges = {
         (a, b): matrix
@@ -116,9 +116,9 @@ def estimate_segment(
             place = min(a, b), max(a, b)
             with_twin[place] = with_twin.get(place, 0.0) + matrix
     numbers = tuple(numbers for _, numbers in numbered)
-    groups = [terms.frame.groups[g] for g in segment.groups]
+    groups = [frame.groups[g] for g in segment.groups]
     usual = USUAL_STORAGE if groups else (Storage.USED,)
-    usual = tuple(mode for mode in usual if effective_storage(mode, groups) is mode)
+    usual = tuple(m for m in usual if frame.effective(m, groups) is m)
     return SegmentEstimate(
         segment, strategies, node_ms, with_twin, edges, numbers, usual
     )

@@ -17,7 +17,7 @@ from math import prod
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Frame, Storage
-from cfp.analysis.storage import StorageGroup, even_spec, spec_ways, stored_spec
+from cfp.analysis.storage import StorageGroup, even_spec, spec_ways
 from cfp.analysis.strategies import (
     FactorAxes,
     Mesh,
@@ -151,10 +151,9 @@ class Terms:
                 (*op.operands, *op.results),
                 strict=False,
             )
-            sizes = dict(self.frame.mesh)
             touched = sum(
                 program.values[v].size_bytes
-                / spec_ways(tensor_spec(rule, dims, axes, sizes), self.frame.mesh)
+                / spec_ways(tensor_spec(rule, dims, axes, self._sizes), self.frame.mesh)
                 for dims, v in tensors
             )
             least_ms = max(self.rates.memory_ms(touched), self.rates.launch_ms)
@@ -170,18 +169,16 @@ class Terms:
         """
         if op.manual is None:
             return 0.0
-        inner, flops = op.manual.program, dict[str, int]()
-        total, moved = 0.0, moved_bytes(inner)
+        inner, total = op.manual.program, 0.0
+        moved = moved_bytes(inner)
         for one in inner.ops:
             if one.manual is not None:
                 total += self.manual_ms(one)
             elif is_contraction(one):
-                dtype = product_dtype(inner, one)
-                flops[dtype] = flops.get(dtype, 0) + op_flops(inner, one)
+                flops, dtype = op_flops(inner, one), product_dtype(inner, one)
+                total += self.rates.matmul_ms(flops, dtype)
             else:
                 total += one.repeat * self.rates.memory_ms(moved.get(one.id, 0.0))
-        dtypes = flops.items()
-        total += sum(self.rates.matmul_ms(number, dtype) for dtype, number in dtypes)
         return op.repeat * total
 
     def _share(self, rule: Rule, axes: FactorAxes) -> float:
@@ -194,31 +191,20 @@ class Terms:
         return share
 
     def _transition_ms(
-        self, size: float, have: Spec, unreduced: tuple[str, ...], want: Spec
-    ) -> float:
-        """The estimated time of a transition of a tensor of so many bytes."""
-        if have == want and not unreduced:
-            return 0.0
-        steps = transition(size, have, unreduced, want, self.frame.mesh)
-        return sum(self.rates.collective_ms(*step) for step in steps)
-
-    def state_move_ms(
         self,
-        index: int,
         size: float,
         have: Spec,
         unreduced: tuple[str, ...],
         want: Spec,
+        group: int | None = None,
     ) -> float:
-        """The same for a parameter or its gradient, of which the program has several.
+        """The estimated time of a transition of a tensor of so many bytes.
 
-        They do not depend on each other, and those of one computation are combined.
+        Args:
+            group: storage group of a parameter or its gradient. Of one computation's
+                several, which do not depend on each other, some are combined.
         """
-        if have == want and not unreduced:
-            return 0.0
-        if not self.rates.combined_bytes:
-            return self.transition_ms(size, have, unreduced, want)
-        count = self._alike_state[self._state_key(index)]
+        count = 1 if group is None else self._alike_state[self._state_key(group)]
         steps = transition(size, have, unreduced, want, self.frame.mesh)
         return sum(self.rates.combined_ms(*step, count) for step in steps)
 
@@ -266,10 +252,7 @@ class Terms:
         size = self.frame.program.values[value].size_bytes
         group = self.gradients.get(value)
         moves = [(*made, wants[0]), *((wants[0], (), want) for want in wants[1:])]
-        if group is None:
-            total = sum(self.transition_ms(size, *move) for move in moves)
-        else:
-            total = sum(self.state_move_ms(group, size, *move) for move in moves)
+        total = sum(self.transition_ms(size, *move, group) for move in moves)
         return total * self._repeats.get(value, 1)
 
     # -- state ---------------------------------------------------------------
@@ -305,13 +288,13 @@ class Terms:
         main = program.args[group.args[0]]
         used, wide = self.stored_specs(index, wants, mode)
         size, moves = program.values[main].size_bytes, 0.0
-        if mode in (Storage.SHARDED, Storage.LARGEST):
+        if mode is Storage.OPTIMIZER:
+            moves = self.transition_ms(size, wide, (), used, index)
+        elif mode is not Storage.USED:
             read = size * self._narrowed(group.reads, main)
             for want in wants or (used,):
-                once = self.state_move_ms(index, read, wide, (), want)
+                once = self.transition_ms(read, wide, (), want, index)
                 moves += self.turns(main) * once
-        elif mode is Storage.OPTIMIZER:
-            moves = self.state_move_ms(index, size, wide, (), used)
         state = sum(program.values[program.args[a]].size_bytes for a in group.args)
         updates = group.ops or group.inner_ops[:1]
         turns = max(map(program.turns, updates), default=1)
@@ -339,7 +322,7 @@ class Terms:
         if len(made[0]) != len(wide):
             return 0.0
         size = self.frame.program.values[v].size_bytes
-        return self.turns(v) * self.state_move_ms(index, size, *made, wide)
+        return self.turns(v) * self.transition_ms(size, *made, wide, index)
 
     def _host_ms(self, group: StorageGroup) -> float:
         """Estimates the time to move what the host has of a group, there and back."""
@@ -362,8 +345,7 @@ class Terms:
         used = wants[0] if wants else ((),) * len(group.shape)
         used = even_spec(used, group.shape, frame.mesh)
         used = frame.pins.get(group.args[0], used)
-        is_pinned = group.args[0] in frame.pins
-        return used, stored_spec(group, mode, used, frame.mesh, is_pinned)
+        return used, frame.stored_spec(group, mode, used)
 
     def _narrowed(self, reads: Sequence[int], main: int) -> float:
         """Returns the factor by which a cast shrinks a parameter before its use."""

@@ -112,6 +112,13 @@ class DescribedMesh:
         return tuple(n for n, s in self.axes if s > 1 and self._within((n,)) < s)
 
     @property
+    def outer(self) -> frozenset[str]:
+        """Axes along which hosts differ, of a slice of several hosts the first."""
+        several = self.cluster.count > self.cluster.kind.devices_per_host
+        first = [n for n, s in self.axes if s > 1][: bool(self.cluster.torus) * several]
+        return frozenset(self.crossing or first)
+
+    @property
     def environment(self) -> dict[str, str]:
         """The environment on which plans and estimates depend, as of real devices."""
         known, of = self.cluster.kind, "x".join(map(str, self.cluster.torus))

@@ -18,11 +18,9 @@ import jax
 from cfp.errors import ProcessError
 from cfp.profiling.coordination import coordination
 
-COORDINATOR, PROCESSES, PROCESS_ID = (
-    "CFP_COORDINATOR",
-    "CFP_PROCESSES",
-    "CFP_PROCESS_ID",
-)
+COORDINATOR = "CFP_COORDINATOR"
+PROCESSES = "CFP_PROCESSES"
+PROCESS_ID = "CFP_PROCESS_ID"
 # Asks commands to join without saying what.
 JOIN = "CFP_JOIN"
 # How long others may take to come, and to give a sign of life.

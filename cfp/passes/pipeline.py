@@ -18,14 +18,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.analysis.analyze import Analysis, analyze, resolve_pins
 from cfp.context import PlanContext
-from cfp.devices.described import DescribedMesh
+from cfp.devices.described import DescribedMesh, slice_of
 from cfp.plan.compose import compose_plan
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.key import environment_parts
 from cfp.program.graph import PARTITIONED
 from cfp.program.step import FlatStep
 from cfp.program.trace import Lowering, planning_mesh, trace
@@ -74,13 +76,26 @@ def analyze_step(
         calls = (op.manual or PARTITIONED.search(op.attributes) for op in program.ops)
         if not any(calls):
             step.programs[devices] = program, lowering  # Nothing is for one mesh.
-    analysis = analyze(program, axes, resolve_pins(pins or {}, program, axes))
+    pinned = resolve_pins(pins or {}, program, axes)
+    analysis = analyze(program, axes, pinned, outer_axes(mesh))
     return Analyzed(
         mesh=mesh,
         lowering=lowering,
         analysis=analysis,
         seconds=time.perf_counter() - started,
     )
+
+
+def outer_axes(mesh: Mesh | DescribedMesh) -> frozenset[str]:
+    """Axes along which hosts differ, of a slice of several hosts the first."""
+    if isinstance(mesh, DescribedMesh):
+        return mesh.outer
+    devices = [*mesh.devices.flat]
+    known = dict(environment_parts(devices)).get("hosts", "0")  # None of one process.
+    hosts = np.resize(known.split(","), mesh.devices.shape)
+    names = enumerate(mesh.axis_names)
+    found = [n for i, n in names if (hosts != hosts.take([0], i)).any()]
+    return frozenset(found[:1] if slice_of(devices) else found)
 
 
 def decide(

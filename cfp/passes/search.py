@@ -8,9 +8,8 @@ from dataclasses import replace
 from statistics import median
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice
+from cfp.analysis.layout import Choice, Storage
 from cfp.context import DecidedBy, PlanContext
-from cfp.cost.choice import SegmentChoice
 from cfp.cost.costs import Costs
 from cfp.devices.described import DescribedMesh
 from cfp.errors import OptionError, known_names
@@ -42,7 +41,7 @@ from cfp.race.remembered import compiled_before
 from cfp.race.shortage import over_budget
 from cfp.search.choices import estimate_kinds, picks_of, whole_choice
 from cfp.search.expected import build_problem, expect
-from cfp.search.problem import Option, Problem, scale_memory
+from cfp.search.problem import Problem, scale_memory
 from cfp.search.requests import Profiles, measured_options
 from cfp.search.solver import best_solutions
 from cfp.settings import COMPILED_TO_PREDICTED, PRESETS_BY_ESTIMATE, Dimension
@@ -61,8 +60,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     started = time.perf_counter()
     context.measure.tell("searching for the fastest plan")
     known = profiles.presets.items()
-    presets_there = {name: c for name, c in known if name not in PROPAGATED}
-    named = {**presets_there}
+    named = {name: c for name, c in known if name not in PROPAGATED}
     decided_by = context.decided_by
     compiled = decided_by is not DecidedBy.PREDICTION
     # With times in context, and with times alone; or with estimates.
@@ -169,7 +167,8 @@ def search_as_compiled(
     options = []
     for kind, row in enumerate(problem.options):
         there = {one.candidate for one in row}
-        again = [one for one in map(_again, row) if one not in there]
+        every = (replace(option.candidate, remat=True) for option in row)
+        again = [one for one in every if one not in there]
         if again and costs.can_rematerialize(kind):
             row = [*row, *expect(costs, kind, estimates[kind], row, again)]
         options.append(row)
@@ -235,9 +234,12 @@ def _no_preset(
         role, storage = PRESETS[own]
         alike = preset(analysis.frame, (role,) * len(here), storage)
         same = next(other for other, choice in known.items() if choice == alike)
+        why = "it finds nothing of its own to shard"
+        if storage is Storage.INNER:
+            why = "the mesh has no axis within hosts beside one from host to host"
         return OptionError(
-            f"The preset {own!r} shards this program as {same!r} does, since it finds "
-            f"nothing of its own to shard. Use {same!r}."
+            f"The preset {own!r} shards this program as {same!r} does, since {why}. "
+            f"Use {same!r}."
         )
     axes = [part.partition("=")[0] for part in name.split(",") if "=" in part]
     text = f"There is no preset {name!r} for this program"
@@ -280,10 +282,6 @@ def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solu
     if best != written and runs:
         candidates.append(Candidate(f"{name} (as written)", written))
     return Solution(candidates, rates=rates)
-
-
-def _again(option: Option) -> SegmentChoice:
-    return replace(option.candidate, remat=True)
 
 
 def _fastest(

@@ -14,7 +14,7 @@ from cfp.analysis.contractions import DimClasses, is_contraction, is_product
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out, program_flops
 from cfp.analysis.segments import Segment, group_readers
-from cfp.analysis.storage import effective_storage, even_spec, spec_ways
+from cfp.analysis.storage import even_spec, spec_ways
 from cfp.analysis.strategies import NONE, Spec, Strategy
 from cfp.analysis.work import long_branches, uncounted_loops
 from cfp.cost.choice import segment_candidate
@@ -54,14 +54,15 @@ def plan_segments(
     analysis: Analysis, choice: Choice, problem: Problem | None
 ) -> tuple[PlanSegment, ...]:
     """Returns the choice for each segment, with its time as far as that is known."""
-    readers = group_readers(analysis.frame)
+    frame = analysis.frame
+    readers = group_readers(frame)
 
     def stored(groups: Iterable[int]) -> tuple[StoredParameter, ...]:
-        every = [analysis.frame.groups[g] for g in groups]
+        every = [frame.groups[g] for g in groups]
         return tuple(
             StoredParameter(
                 argument=group.args[0],
-                storage=effective_storage(choice.storage[group.index], every),
+                storage=frame.effective(choice.storage[group.index], every),
             )
             for group in every
         )

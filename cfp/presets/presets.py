@@ -18,7 +18,6 @@ from itertools import product
 
 from cfp.analysis.blocks import Block
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, lay_out
-from cfp.analysis.storage import USUAL_STORAGE, effective_storage, stored_spec
 from cfp.analysis.strategies import (
     NONE,
     AxisChoice,
@@ -43,6 +42,7 @@ PRESETS = {
     DATA_PARALLEL: ("data", Storage.USED),
     ZERO1: ("data", Storage.OPTIMIZER),
     "fully_sharded": ("data", Storage.SHARDED),
+    "hsdp": ("data", Storage.INNER),
     "tensor_parallel": ("tensor", Storage.USED),
     "tensor_sequence_parallel": ("sequence", Storage.USED),
     "expert_parallel": ("expert", Storage.USED),
@@ -61,7 +61,6 @@ ALIASES = {
     "fsdp2": "fully_sharded",
     "zero3": "fully_sharded",
     "zero_3": "fully_sharded",
-    "hsdp": "fully_sharded",
     "tp": "tensor_parallel",
     "megatron": "tensor_parallel",
     "model_parallel": "tensor_parallel",
@@ -122,7 +121,7 @@ def preset(frame: Frame, roles: Sequence[str], storage: Storage) -> Choice:
 
     Where a step has no update, there is none to shard: its state is as used.
     """
-    storage = effective_storage(storage, frame.groups)
+    storage = frame.effective(storage, frame.groups)
     axes = zip(frame.mesh, roles, strict=True)
     columns = [axis_walk(frame, role, size) for (_, size), role in axes]
     strategies = tuple(
@@ -199,9 +198,7 @@ def propagated(frame: Frame) -> Mapping[str, Choice]:
     arguments = [layout.arg_spec(position) for position in range(len(program.args))]
     for group in frame.groups:
         used = arguments[group.args[0]]
-        wide = stored_spec(
-            group, Storage.LARGEST, used, frame.mesh, group.args[0] in frame.pins
-        )
+        wide = frame.stored_spec(group, Storage.LARGEST, used)
         for position in group.args:
             arguments[position] = frame.pins.get(position, wide)
     outputs: list[Spec | None] = [None] * len(program.outputs)
@@ -230,8 +227,7 @@ def _stored_usually(frame: Frame, strategies: tuple[Strategy, ...]) -> Choice:
         return [layout.stored_specs(group, mode)[1] for group in frame.groups]
 
     largest = stored(Storage.LARGEST)
-    alike = (mode for mode in USUAL_STORAGE if stored(mode) == largest)
-    mode = next(alike, Storage.LARGEST)
+    mode = next(mode for mode in Storage if stored(mode) == largest)
     return Choice(strategies, (mode,) * len(frame.groups))
 
 

@@ -253,8 +253,7 @@ def axis_walk(
     if role not in ROLES:
         raise ValueError(f"unknown role {role!r}; the roles are {', '.join(ROLES)}")
     if role == "expert" and not _has_experts(frame):
-        role = "data"
-        return axis_walk(frame, role, axis_size, dim)
+        return axis_walk(frame, "data", axis_size, dim)
     weight, computed = made_of_parameters(frame), _computed(frame)
     return _walked(_Common(frame, role, axis_size, weight, computed), dim)
 

@@ -9,7 +9,6 @@ from types import MappingProxyType
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import Choice, Layout, SegmentKernels, Storage, lay_out
-from cfp.analysis.storage import effective_storage
 from cfp.attention.matching.matches import (
     Match,
     attentions,
@@ -369,7 +368,7 @@ def strategy_figures(
             AlikeBlocks(names=tuple(members), strategy=strategy)
             for (_, strategy), members in alike.items()
         ),
-        storage=effective_storage(candidate.storage, groups) if groups else None,
+        storage=frame.effective(candidate.storage, groups) if groups else None,
         kernels=candidate.kernels,
         rematerialized=candidate.remat,
     )

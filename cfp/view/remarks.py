@@ -15,7 +15,7 @@ from cfp.plan.figures import (
     LeftFigures,
     WorthFigures,
 )
-from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN, MoveFigure
+from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN
 from cfp.plan.plan import Plan
 from cfp.printable import counted, merged_alike
 from cfp.program.fp8 import TAKEN
@@ -230,17 +230,15 @@ def precision_text(plan: Plan) -> str:
 
 
 def _crossing(plan: Plan) -> Values:
-    """Axes that cross hosts; bytes and time of their collectives, and of all others."""
-    across = plan.environment.get("crosses_hosts", "")
-    moves = [move for row in plan.rows for move in row.moves]
-    sides: list[list[MoveFigure]] = [[], []]
-    for move in moves:
-        sides[{*across.split(",")}.isdisjoint(move.axes)].append(move)
-    texts = (
-        f"{format_bytes(sum(one.total_bytes for one in side))} and "
-        f"{sum(one.time_ms or 0.0 for one in side):.3g} ms a step"
-        for side in sides
-    )
+    """Axes that cross hosts; bytes of all groups, and time, there and of the rest."""
+    across, sizes = plan.environment.get("crosses_hosts", ""), dict(plan.mesh_axes)
+    totals = {side: [0, 0.0] for side in (True, False)}
+    for move in (move for row in plan.rows for move in row.moves):
+        groups = prod(sizes.values()) // prod(map(sizes.__getitem__, move.axes))
+        total = totals[not {*across.split(",")}.isdisjoint(move.axes)]
+        total[0] += move.total_bytes * groups
+        total[1] += move.time_ms or 0.0
+    texts = (f"{format_bytes(n)} and {ms:.3g} ms a step" for n, ms in totals.values())
     return (across, *texts) if across else ()
 
 

@@ -18,6 +18,7 @@ STORAGE_WORDS = {
     Storage.USED: "as used",
     Storage.OPTIMIZER: "as used, update sharded",
     Storage.SHARDED: "sharded",
+    Storage.INNER: "sharded along inner axes",
     Storage.LARGEST: "sharded along their largest dims",
 }
 _NONE_OF_ITS_OWN = "none of its own"

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 import cfp
 from cfp.analysis.analyze import analyze
+from cfp.analysis.storage import Storage
 from cfp.checking.verify import check_devices, verified_data, verified_text, verify
 from cfp.errors import CfpError, MemoryBudgetError, PlanMismatch
 from cfp.planner_settings import DetailedSettings
@@ -20,9 +21,12 @@ from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 from cfp.race.programs import TOO_LATE
 from cfp.settings import ConstraintLevel
+from cfp.units import format_bytes
 from cfp.view.text import plan_text
 from cfp.view.words import VERIFIED
 from cfp_test.api.updown import SHAPES, arguments, step
+
+WEIGHTS = sum(4 * rows * columns for rows, columns in SHAPES.values())
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +107,64 @@ def test_slow_links_change_what_is_chosen_between_hosts(folder):
     across = [m for row in plain.rows for m in row.moves if "x" in m.axes]
     text = " ".join(repr(plain).split())
     assert across and f"{sum(m.time_ms for m in across):.3g} ms a step; " in text
+
+
+@pytest.fixture(scope="module")
+def sharded_within(folder):
+    """Plans by two presets that shard all state, over all devices and within a host."""
+    how = {"mesh": cfp.described("4x8xh100"), "cache_dir": folder, "donate_argnums": 0}
+    names = "fully_sharded", "hsdp"
+    return {n: cfp.plan(step, *arguments(4096), preset=n, **how) for n in names}
+
+
+def test_sharded_within_hosts_only_sums_of_pieces_cross(sharded_within):
+    sent = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), 0)
+    over = {"all-gather": ("y",), "reduce-scatter": ("y",), "all-reduce": ("x",)}
+    for move in (m for row in sharded_within["hsdp"].rows for m in row.moves):
+        if move.total_bytes > 64:  # The loss is summed, too.
+            assert move.axes == over[move.kind]
+            sent[move.kind] += move.total_bytes
+    assert sent == {k: WEIGHTS // (8 if k == "all-reduce" else 1) for k in over}
+    # A piece crosses from each of a host's devices.
+    text = " ".join(repr(sharded_within["hsdp"]).split())
+    assert f"goes from host to host: x, {format_bytes(WEIGHTS)} and" in text
+    assert f"; {format_bytes(4 * 2 * WEIGHTS)} and " in text
+    text = " ".join(repr(sharded_within["fully_sharded"]).split())
+    assert f"goes from host to host: x, {format_bytes(2 * WEIGHTS)} and" in text
+    assert "; 0 B and 0 ms a step stay within hosts" in text
+
+
+def test_a_plan_that_shards_within_hosts_is_saved(sharded_within, folder):
+    plan = sharded_within["hsdp"]
+    assert {axis for axes in plan.arg_specs[0] for axis in axes} == {"y"}
+    plan.save(folder / "within.json")
+    loaded = cfp.Plan.from_json(json.loads((folder / "within.json").read_text()))
+    modes = {one.storage for part in loaded.segments for one in part.parameters}
+    assert modes == {Storage.INNER} and loaded.arg_specs == plan.arg_specs
+    assert "sharded along inner axes" in plan_text(loaded, width=200)
+
+
+def test_it_is_a_candidate_and_has_all_of_the_state_on_each_host(folder):
+    where = {"mesh": cfp.described("4x8xh100"), "cache_dir": folder}
+    found = cfp.plan(step, *arguments(4096), donate_argnums=0, **where)
+    rows = {row.name: row for row in found.race}
+    every, within = rows["fully_sharded"], rows["hsdp"]
+    assert found.predicted_ms == pytest.approx(min(r.predicted_ms for r in found.race))
+    assert every.predicted_ms < within.predicted_ms < 1.5 * every.predicted_ms
+    more = within.peak_bytes - every.peak_bytes
+    # Parameters and their gradients, or what is gathered of them.
+    assert WEIGHTS * (1 / 8 - 1 / 32) <= more <= 2 * WEIGHTS
+
+
+@pytest.mark.parametrize("text", ["8xh100", "4x8xh100"])
+def test_without_hosts_and_devices_within_it_is_another_name(folder, text):
+    axes = {"x": 2, "y": 4} if text == "8xh100" else {"x": 32}
+    mesh = cfp.described(text, **axes)
+    with pytest.raises(CfpError, match="no axis within hosts") as caught:
+        cfp.plan(step, *arguments(), mesh=mesh, preset="hsdp", cache_dir=folder)
+    assert "Use 'fully_sharded'" in str(caught.value)
+    found = cfp.plan(step, *arguments(), mesh=mesh, cache_dir=folder)
+    assert "hsdp" not in {row.name for row in found.race}
 
 
 @pytest.fixture(scope="module")

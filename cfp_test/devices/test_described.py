@@ -15,6 +15,7 @@ import cfp
 from cfp.devices.described import cluster_of
 from cfp.devices.device_kind import description_of, kind, kinds
 from cfp.errors import CfpError
+from cfp.passes.pipeline import outer_axes
 from cfp.profiling.rates import Rates, sent_share
 
 _WANTED = ("a100", "h100", "h200", "b200", "l40s", "v5e", "v5p", "v6e")
@@ -89,6 +90,24 @@ def test_axes_that_cross_hosts_are_priced_with_the_network():
     assert both < 0.5 * rates.collective_ms("all-reduce", ("x",), size)
     turned = cfp.described("2x8xh100", x=8, y=2)
     assert turned.crossing == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("text", "axes", "outer"),
+    [
+        ("8x8xh100", {"x": 8, "y": 8}, "x"),
+        ("8x8xh100", {"x": 2, "y": 4, "z": 8}, "xy"),
+        ("2x8xh100", {"x": 1, "y": 2, "z": 8}, "y"),
+        ("8xh100", {"x": 2, "y": 4}, ""),
+        # Of a slice of several hosts the first: its links are all alike.
+        ("v5e:16x16", {"x": 16, "y": 16}, "x"),
+        ("v6e:4x4", {"x": 4, "y": 4}, "x"),
+        ("v5e:2x4", {"x": 2, "y": 4}, ""),
+    ],
+)
+def test_outer_axes_are_those_from_host_to_host(text, axes, outer):
+    mesh = cfp.described(text, **axes)
+    assert mesh.outer == outer_axes(mesh) == {*outer}
 
 
 def test_slower_links_and_less_memory_are_those_of_the_kind():

@@ -94,6 +94,29 @@ def test_collectives_of_tpus_are_counted_once():
     assert kinds == {("all-gather", 256, 8, 1), ("reduce-scatter", 256, 8, 1)}
 
 
+def test_collectives_in_a_loop_of_a_tpu_count_as_often_as_it_turns():
+    """Its text has no trip counts, but a condition with the bound of the counter."""
+    text = (
+        "HloModule m, is_scheduled=true, num_partitions=8\n\n"
+        "%other (p: (s32[], f32[8])) -> pred[] {\n"
+        "  %p = (s32[]{:T(128)}, f32[8]{0}) parameter(0)\n"
+        "  ROOT %sum = f32[]{:T(128)} add(%p#1, %p#1)\n}\n\n"
+        "%ends (q: (s32[], f32[8])) -> pred[] {\n"
+        "  %turns = s32[]{:T(128)} constant(12)\n"
+        "  %q = (s32[]{:T(128)}, f32[8]{0}) parameter(0)\n"
+        "  ROOT %lt = pred[]{:T(512)} compare(%q#0, %turns), direction=LT\n}\n\n"
+        "%body (r: (s32[], f32[8])) -> (s32[], f32[8]) {\n"
+        "  %sum.1 = f32[8]{0} all-reduce(%r#1), replica_groups={{0,1,2,3,4,5,6,7}}\n"
+        "}\n\n"
+        "ENTRY %main (a: f32[8]) -> f32[8] {\n"
+        "  %all = f32[16]{0} all-reduce(%a), replica_groups={{0,1,2,3,4,5,6,7}}\n"
+        "  %w = (s32[], f32[8]) while(%t), condition=%ends, body=%body, metadata={}\n"
+        "}\n"
+    )
+    found = collectives_in(elsewhere._with_trip_counts(text))
+    assert {one.bytes: one.count for one in found} == {32: 12, 64: 1}
+
+
 @needs_libtpu
 def test_the_best_few_are_compiled_for_a_slice(tmp_path):
     plan = planned("v5e:2x4", tmp_path)

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import cfp
@@ -16,6 +17,7 @@ from cfp.errors import ProcessError
 from cfp.find import PlanOptions
 from cfp.profiling.coordination import check_alike
 from cfp.variants import facts_of
+from cfp_test.distributed.hosts_of_several import ROWS, WIDTH, numbers, train_step
 from cfp_test.distributed.several import Ended, described, ends, run_all, start
 from cfp_test.support.covering import at_night
 from cfp_test.support.waiting import end_group
@@ -60,6 +62,24 @@ def test_processes_with_unequal_devices_plan_and_run_alike(tmp_path):
     )
     kept = sorted(path.name for path in (tmp_path / "cache").iterdir())
     assert kept[0] == "profiles.sqlite"
+
+
+def test_state_is_sharded_within_each_of_two_hosts(tmp_path):
+    program = ["-m", "cfp_test.distributed.hosts_of_several", str(tmp_path)]
+    found = run_all(program, tmp_path, (2, 2))
+    assert [one.code for one in found] == [0, 0], described(found)
+    said = [re.findall("(?:LOSS|PLAN) .*", one.out) for one in found]
+    assert said[0] == said[1]
+    *losses, plan = said[0]
+    w = jnp.asarray(numbers(WIDTH))
+    for text in losses:
+        w, loss = train_step(w, jnp.asarray(numbers(ROWS)))
+        assert float(text.split()[1]) == pytest.approx(float(loss), rel=1e-5)
+    # Weights are gathered within a host, and halves of the gradient summed across.
+    size = 4 * WIDTH**2
+    assert plan.startswith("PLAN (('y',), ())")
+    assert f"('all-gather', 2, {size})" in plan
+    assert f"('all-reduce', 2, {size // 2})" in plan
 
 
 def begin(faults: Iterable[tuple[str, str]], make_folder: Callable) -> Begun:

@@ -18,10 +18,10 @@ def rates_of(sizes):
     return Rates.default(make_mesh(sizes))
 
 
-def estimated(fn, args, sizes, **given):
+def estimated(fn, args, sizes, outer=frozenset(), **given):
     """A step's analysis on a mesh, and estimates of its kinds of segments."""
     program, _ = trace(flatten_step(fn, args, {}, **given), make_mesh(sizes))
-    analysis = analyze(program, sizes)
+    analysis = analyze(program, sizes, outer=outer)
     return analysis, estimate_kinds(analysis, rates_of(sizes))
 
 

@@ -37,10 +37,9 @@ from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.collectives import measure_rates
-from cfp.profiling.exported import read_export
 from cfp.profiling.key import environment_parts, other_kind
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.store import ProfileStore, store_path
+from cfp.profiling.store import ProfileStore, read_export, store_path
 from cfp.profiling.tasks import MeasureOptions
 from cfp.search.requests import Profiles
 from cfp.units import parse_bytes

@@ -18,11 +18,11 @@ import jax
 from jax.sharding import Mesh, Sharding
 from jax.tree_util import tree_leaves
 
-from cfp.profiling.compiled import compile_right
 from cfp.profiling.coordination import leading
 from cfp.profiling.files import make_private_folder
 from cfp.profiling.hlo import collectives_in
 from cfp.profiling.key import GPU_PLATFORMS, ProfileKey
+from cfp.profiling.overwritten import compile_right
 from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Status
 from cfp.profiling.tasks import Task
 from cfp.program.constrain import Constraints

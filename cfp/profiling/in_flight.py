@@ -58,12 +58,9 @@ class Limits:
 
     def seconds(self, doing: Doing, expected_ms: float) -> float | None:
         """The limit of something; None for waiting, which has none."""
-        match doing:
-            case "run":
-                return self.run_seconds + self.run_expected * expected_ms / 1e3
-            case "build":
-                return self.build_seconds
-        return None
+        if doing == "run":
+            return self.run_seconds + self.run_expected * expected_ms / 1e3
+        return self.build_seconds if doing == "build" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,14 +156,13 @@ def settle(
     suspects: list[Operation] = []
     with store.transaction() as connection:
         every = operations(connection)
-        deaths: dict[str, int] = {}
-        for one in every.get(_DEAD, ()):
-            deaths[one.key] = one.deaths
+        deaths = {one.key: one.deaths for one in every.get(_DEAD, ())}
+        for one in every.pop(_DEAD, ()):
             if _is_done(store, one):
                 _write(connection, _DEAD, one.key, None)
         for owner, mine in every.items():
-            is_asked = pid is not None and owner.rsplit(":", 3)[1:2] == [str(pid)]
-            if owner == _DEAD or (is_alive(owner) and not is_asked):
+            is_asked = pid is not None and owner.rsplit(":", 3)[1] == str(pid)
+            if is_alive(owner) and not is_asked:
                 continue
             connection.execute("DELETE FROM in_flight WHERE owner = ?", (owner,))
             if is_asked:
@@ -177,15 +173,13 @@ def settle(
             if why is None and guilty and all(one.overdue for one in guilty):
                 why = "timeout", f"no end after {guilty[0].limit_seconds or 0.0:.0f} s"
             for one in guilty:
-                count = deaths.get(one.key, 0) + 1
-                if why is None and count >= _MOST_DEATHS and len(guilty) == 1:
-                    why = "crashed", f"the process died {count} times"
+                dead = replace(one, deaths=deaths.get(one.key, 0) + 1, overdue=False)
+                if why is None and dead.deaths >= _MOST_DEATHS:
+                    why = "crashed", f"the process died {dead.deaths} times"
                 if why is not None and len(guilty) == 1:
                     _record(store, one, why)
-                    _write(connection, _DEAD, one.key, None)
-                else:
-                    dead = replace(one, deaths=count, overdue=False)
-                    _write(connection, _DEAD, one.key, dead)
+                    dead = None
+                _write(connection, _DEAD, one.key, dead)
     return suspects
 
 
@@ -223,30 +217,24 @@ def _is_done(store: ProfileStore, one: Operation) -> bool:
 
 
 def _record(store: ProfileStore, one: Operation, why: Cause) -> None:
-    status, reason = why
-    record = ProfileRecord(
-        key=one.key,
-        parts=one.parts,
-        status=status,
-        reason=f"{reason} while {one.words} it",
-    )
+    status, reason = why[0], f"{why[1]} while {one.words} it"
+    record = ProfileRecord(key=one.key, parts=one.parts, status=status, reason=reason)
     store.put(record, replace=True)
     _log.warning(
         "%s is left out: %s: %s "
         "(PlannerSettings(retry_failures=True), --retry-failures: try again)",
         f"{one.label} of {one.program}" if one.program else one.label,
-        record.status.replace("_", " "),
-        record.reason,
+        status.replace("_", " "),
+        reason,
     )
 
 
 def _write(connection: Connection, owner: str, key: str, one: Operation | None) -> None:
-    if one is None:
-        where = "DELETE FROM in_flight WHERE owner = ? AND key = ?"
-        connection.execute(where, (owner, key))
-    else:
+    where = "DELETE FROM in_flight WHERE owner = ? AND key = ?"
+    connection.execute(where, (owner, key))
+    if one is not None:
         row = key, owner, json.dumps(asdict(one))
-        connection.execute("INSERT OR REPLACE INTO in_flight VALUES (?, ?, ?)", row)
+        connection.execute("INSERT INTO in_flight VALUES (?, ?, ?)", row)
 
 
 class InFlight:
@@ -357,14 +345,13 @@ class InFlight:
             lost = now - looked if now - looked > _STOPPED_SECONDS else 0.0
             looked = now
             with self._lock:
-                for digest, one in [*self._mine.items()]:
+                for one in [*self._mine.values()]:
                     if one.deadline is None or one.overdue or self._closed.is_set():
                         continue
                     late = now > one.deadline + lost
                     if late or lost:
                         moved = replace(one, deadline=one.deadline + lost, overdue=late)
                         self._set(ProfileKey(one.parts), moved)
-                        assert self._mine[digest] is moved
                     if late:
                         _log.warning(
                             "%s: %s for more than %.0f s; it may hang. If this process "

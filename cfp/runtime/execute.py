@@ -26,9 +26,9 @@ from cfp.devices.joining import is_follower
 from cfp.errors import PlanMismatch
 from cfp.printable import counted
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.compiled import compile_right
 from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.key import GPU_PLATFORMS, environment_parts
+from cfp.profiling.overwritten import compile_right
 from cfp.program.callbacks import Alarm
 from cfp.program.constrain import Constraints, constrain, misfit, uneven
 from cfp.program.dispatch import Dispatch, Look

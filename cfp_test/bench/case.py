@@ -16,10 +16,10 @@ from cfp.errors import CfpError
 from cfp.models.options import Scalar
 from cfp.plan.compose import compose_plan
 from cfp.profiling.builder import Built
-from cfp.profiling.compiled import miscompile_reason
 from cfp.profiling.hlo import collectives_in
 from cfp.profiling.inputs import InputKind
 from cfp.profiling.key import ProfileKey
+from cfp.profiling.overwritten import miscompile_reason
 from cfp.race.programs import RaceOutcome
 from cfp.runtime.execute import compile_step
 from cfp.solution import Candidate

@@ -8,8 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 from cfp.errors import CfpError
-from cfp.profiling.compiled import compile_right, miscompile_reason
-from cfp.profiling.overwritten import count_rematerialized, read_after_overwritten
+from cfp.profiling.overwritten import (
+    compile_right,
+    count_rematerialized,
+    miscompile_reason,
+    read_after_overwritten,
+)
 
 GEMM = (
     "%{name} = (f32[8,4]{{1,0}}, s8[64]{{0}}) custom-call(%a, %b, %{onto}), "

@@ -22,7 +22,7 @@ from cfp.find import PlanOptions, find_plan
 from cfp.passes.pipeline import Analyzed, analyze_step
 from cfp.planner_settings import DetailedSettings
 from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.compiled import compile_right
+from cfp.profiling.overwritten import compile_right
 from cfp.program.constrain import Constraints, constrain, partition_spec
 from cfp.program.memory import in_memory
 from cfp.program.step import FlatStep, flatten_step

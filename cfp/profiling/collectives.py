@@ -37,14 +37,13 @@ from cfp.profiling.builder import (
     place_of,
     share_build,
 )
-from cfp.profiling.compile_pool import default_threads
 from cfp.profiling.coordination import is_shared
 from cfp.profiling.inputs import InputKind, generator
 from cfp.profiling.jobs import run_jobs
 from cfp.profiling.key import GPU_PLATFORMS, Parts, ProfileKey, environment_parts
 from cfp.profiling.rates import KINDS, Rates, axis_groups, rising
 from cfp.profiling.record import ProfileRecord
-from cfp.profiling.runner import check_devices, execute
+from cfp.profiling.runner import Place, execute
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import MeasureOptions, Task
 from cfp.profiling.timing import ON_CPUS, TimingOptions
@@ -363,42 +362,23 @@ def measure_rates(
     """
     options = options or MeasureOptions()
     mesh, by_key = _probes_by_key(mesh)
-    place = _Probing(mesh, by_key)
     is_gpu = mesh.devices.flat[0].platform in GPU_PLATFORMS
     found = run_jobs(
-        place,
+        Place(
+            mesh=mesh,
+            build=lambda task: build_probe(task.key, by_key[task.key], mesh),
+            run=lambda task, built: _run(by_key[task.key], mesh, built),
+        ),
         [Task(key=key, label=probe.label) for key, probe in by_key.items()],
         store,
         options.of_rates,
-        # Libraries of collectives open links between GPUs for seconds.
-        open_links=place.open_links if is_gpu and not is_shared(mesh) else None,
+        # Libraries of collectives open links between GPUs for seconds. What fails here
+        # fails in its turn, and is recorded there.
+        open_links=(lambda task, built: _run(by_key[task.key], mesh, built, _ONCE))
+        if is_gpu and not is_shared(mesh)
+        else None,
     )
     return _rates(mesh, [(probe, found[k.digest]) for k, probe in by_key.items()])
-
-
-@dataclass(frozen=True, slots=True)
-class _Probing:
-    """The place of probes: the devices of a mesh."""
-
-    mesh: Mesh
-    probes: Mapping[ProfileKey, RateProbe]
-
-    @property
-    def threads(self) -> int:
-        return default_threads(self.mesh.devices.flat[0].platform)
-
-    def build(self, task: Task) -> Built | ProfileRecord:
-        return build_probe(task.key, self.probes[task.key], self.mesh)
-
-    def run(self, task: Task, built: Built) -> ProfileRecord:
-        return _run(self.probes[task.key], self.mesh, built)
-
-    def open_links(self, task: Task, built: Built) -> None:
-        # What fails here fails in its turn, and is recorded there.
-        _run(self.probes[task.key], self.mesh, built, _ONCE)
-
-    def check(self, crash: ProfileRecord) -> None:
-        check_devices(self.mesh, crash)
 
 
 def known_rates(mesh: Mesh, store: ProfileStore) -> Rates | None:

@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from cfp.profiling.builder import Built
 from cfp.profiling.compile_pool import CompilePool, awaited
 from cfp.profiling.in_flight import InFlight
 from cfp.profiling.record import ProfileRecord, is_to_retry
+from cfp.profiling.runner import Place
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import MeasureOptions, Phase, Progress, Task
 
@@ -33,27 +34,6 @@ _LOOK_AGAIN_SECONDS = 0.2
 
 AnyTask = TypeVar("AnyTask", bound=Task)
 Outcome = Built | ProfileRecord
-
-
-class Place(Protocol):
-    """A place where jobs are built and run, such as `cfp.profiling.runner.Devices`."""
-
-    @property
-    def threads(self) -> int:
-        """The number of jobs that it builds side by side."""
-        ...
-
-    def build(self, job: Any, /) -> Outcome:
-        """Builds a job, in a thread; a record if it cannot be built."""
-        ...
-
-    def run(self, job: Any, built: Built, /) -> ProfileRecord:
-        """Runs what was built."""
-        ...
-
-    def check(self, crash: ProfileRecord, /) -> None:
-        """Raises CfpError if nothing runs any more since something crashed."""
-        ...
 
 
 def run_jobs(

@@ -35,7 +35,7 @@ from cfp.profiling.coordination import is_shared
 from cfp.profiling.in_flight import InFlight, settle
 from cfp.profiling.jobs import build_all, run_jobs
 from cfp.profiling.record import ProfileRecord, is_to_retry
-from cfp.profiling.runner import Devices
+from cfp.profiling.runner import place_of_parts
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.tasks import MeasureOptions
 from cfp.program.graph import Program
@@ -190,11 +190,10 @@ class Measurer:
         first = first_of_kernels(new, self._tuned)
         self._tuned |= {job.kernels for job in first}
         where, store, options = (self._program, self._mesh), self._store, self._options
-        devices = Devices(
-            program=self._program,
-            mesh=self._mesh,
-            environment=BuildEnvironment.beside(store.path),
+        place = place_of_parts(
+            *where,
+            BuildEnvironment.beside(store.path),
             built=tune_kernels(*where, first, store, options, is_late),
         )
         name = self._program.name
-        return run_jobs(devices, jobs, store, options, program=name, is_late=is_late)
+        return run_jobs(place, jobs, store, options, program=name, is_late=is_late)

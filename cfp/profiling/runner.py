@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -38,43 +38,55 @@ from cfp.profiling.timing import ON_CPUS, TimingOptions, measure
 from cfp.program.graph import Program
 
 
-@dataclass(slots=True, kw_only=True)
-class Devices:
-    """The place of jobs that are parts of a program: devices, and what compiles.
-
-    Where they are of several processes, the others build and run the same.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A place where jobs run: this process's devices, and those of its followers.
 
     Attributes:
-      built: what was built for this mesh before, by key; it is taken out.
+      build: builds a job, in a thread; a record if it cannot be built.
+      run: runs what was built.
     """
 
-    program: Program
     mesh: Mesh
-    environment: BuildEnvironment
-    timing: TimingOptions | None = None
-    built: dict[str, Built] = field(default_factory=dict)
+    build: Callable[[Any], Built | ProfileRecord]
+    run: Callable[[Any, Built], ProfileRecord]
 
     @property
     def threads(self) -> int:
         """The number of jobs that are built side by side."""
         return default_threads(self.mesh.devices.flat[0].platform)
 
-    def build(self, job: Job) -> Built | ProfileRecord:
-        """Builds a job, and what makes its inputs."""
-        outcome = self.built.pop(job.key.digest, None)
-        if outcome is None:
-            outcome = build(self.program, self.mesh, job, self.environment)
-        if isinstance(outcome, Built):
-            compile_generators(self.program, self.mesh, job)
-        return outcome
-
-    def run(self, job: Job, built: Built) -> ProfileRecord:
-        """Times a built job, on inputs made for it."""
-        return run(built, job, self.program, self.mesh, timing=self.timing)
-
     def check(self, crash: ProfileRecord) -> None:
         """Raises CfpError if the devices did not survive a crash."""
         check_devices(self.mesh, crash)
+
+
+def place_of_parts(
+    program: Program,
+    mesh: Mesh,
+    environment: BuildEnvironment,
+    *,
+    timing: TimingOptions | None = None,
+    built: dict[str, Built] | None = None,
+) -> Place:
+    """Returns the place of jobs that are parts of a program.
+
+    Args:
+      built: what was built for this mesh before, by key; it is taken out.
+    """
+    ready = built or {}
+
+    def build_job(job: Job) -> Built | ProfileRecord:
+        outcome = ready.pop(job.key.digest, None)
+        outcome = outcome or build(program, mesh, job, environment)
+        if isinstance(outcome, Built):
+            compile_generators(program, mesh, job)
+        return outcome
+
+    def run_job(job: Job, built: Built) -> ProfileRecord:
+        return run(built, job, program, mesh, timing=timing)
+
+    return Place(mesh=mesh, build=build_job, run=run_job)
 
 
 def timing_on(mesh: Mesh, **limits: Any) -> TimingOptions:

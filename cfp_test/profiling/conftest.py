@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from cfp.profiling.builder import BuildEnvironment, Job
 from cfp.profiling.jobs import run_jobs
 from cfp.profiling.key import ProfileKey
-from cfp.profiling.runner import Devices
+from cfp.profiling.runner import place_of_parts
 from cfp.profiling.store import ProfileStore
 from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp.program.constrain import Constraints
@@ -90,13 +90,8 @@ class Case:
 
 def profile(case: Case, jobs: list[Job], store: ProfileStore) -> Mapping[str, Any]:
     """Measures jobs that the store does not know; returns records by key."""
-    devices = Devices(
-        program=case.program,
-        mesh=case.mesh,
-        environment=BuildEnvironment(),
-        timing=QUICK,
-    )
-    return run_jobs(devices, jobs, store)
+    where = case.program, case.mesh, BuildEnvironment()
+    return run_jobs(place_of_parts(*where, timing=QUICK), jobs, store)
 
 
 @pytest.fixture(scope="session")

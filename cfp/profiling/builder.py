@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -218,45 +219,41 @@ def build_here(
     program: Program, mesh: Mesh, job: Job, environment: BuildEnvironment
 ) -> Built | ProfileRecord:
     """Does what `build` does, in this process alone."""
-    started = time.perf_counter()
     platform = mesh.devices.flat[0].platform
     usual = {**environment.options(platform), **options_of(program.rewritten)}
-    options = {**usual, **dict(job.options)}
+    lower = partial(
+        lower_part,
+        program,
+        job.part,
+        mesh,
+        job.constraints,
+        job.in_specs,
+        job.out_specs,
+        job.donated,
+    )
+    return build_lowered(job.key, lower, {**usual, **dict(job.options)})
+
+
+def build_lowered(
+    key: ProfileKey,
+    lower: Callable[[], jax.stages.Lowered],
+    options: Mapping[str, str],
+) -> Built | ProfileRecord:
+    """Lowers and compiles a program, and reads what the compiler says about it."""
+    started = time.perf_counter()
     try:
-        lowered = lower_part(
-            program,
-            job.part,
-            mesh,
-            job.constraints,
-            job.in_specs,
-            job.out_specs,
-            job.donated,
-        )
-        return compile_lowered(job.key, lowered, options, started=started)
+        compiled, text = compile_right(lower(), options)
     except AssertionError:
         raise  # A bug of ours says nothing about the part.
     except Exception as error:  # The compiler's errors have no type in common.
-        seconds = time.perf_counter() - started
-        return build_failure(job.key, error, build_seconds=seconds)
-
-
-def compile_lowered(
-    key: ProfileKey,
-    lowered: jax.stages.Lowered,
-    options: Mapping[str, str],
-    *,
-    started: float,
-) -> Built:
-    """Compiles a lowering and reads what the compiler says about it.
-
-    Args:
-      started: when its build began, as of `time.perf_counter`.
-
-    Raises:
-      CfpError: it does not compute what it should.
-    """
-    compiled, text = compile_right(lowered, options)
-    build_seconds = time.perf_counter() - started
+        return ProfileRecord(
+            key=key.digest,
+            parts=key.parts,
+            status="out_of_memory" if is_out_of_memory(error) else "compile_error",
+            reason=reason_of(error),
+            build_seconds=time.perf_counter() - started,
+        )
+    seconds = time.perf_counter() - started
     memory = compiled.memory_analysis()
     sizes: dict[str, int] = {}
     if memory is not None:  # Not every backend keeps account.
@@ -272,14 +269,10 @@ def compile_lowered(
             for name, size in _bytes_in_host(compiled).items():
                 sizes[name] -= size
     # Some backends state -1 for what they do not know.
-    size = CompiledBytes(**{name: max(0, int(one)) for name, one in sizes.items()})
-    return Built(
-        key=key,
-        compiled=compiled,
-        collectives=collectives_in(text),
-        build_seconds=build_seconds,
-        **asdict(size),
-    )
+    found: dict[str, Any] = {name: max(0, int(size)) for name, size in sizes.items()}
+    collectives = collectives_in(text)
+    made = {"key": key, "compiled": compiled, "collectives": collectives}
+    return Built(**made, **found, build_seconds=seconds)
 
 
 def _bytes_in_host(compiled: jax.stages.Compiled) -> dict[str, int]:
@@ -288,18 +281,14 @@ def _bytes_in_host(compiled: jax.stages.Compiled) -> dict[str, int]:
     ins = tree_leaves(compiled.input_shardings)
     if len(ins) != len(arguments):  # What is not read is not passed.
         return {}
-    found: dict[str, int] = {"argument_bytes": 0, "output_bytes": 0, "alias_bytes": 0}
-    for info, sharding in zip(arguments, ins, strict=True):
-        size = _host_bytes(info, sharding)
-        found["argument_bytes"] += size
-        found["alias_bytes"] += size * info.donated
-    results = zip(
-        tree_leaves(compiled.out_info),
-        tree_leaves(compiled.output_shardings),
-        strict=True,
-    )
-    found["output_bytes"] = sum(_host_bytes(*result) for result in results)
-    return found
+    results = tree_leaves(compiled.out_info), tree_leaves(compiled.output_shardings)
+    given = [*map(_host_bytes, arguments, ins)]
+    donated = [n for n, one in zip(given, arguments, strict=True) if one.donated]
+    return {
+        "argument_bytes": sum(given),
+        "alias_bytes": sum(donated),
+        "output_bytes": sum(map(_host_bytes, *results)),
+    }
 
 
 def _host_bytes(info: Any, sharding: Sharding) -> int:
@@ -308,27 +297,12 @@ def _host_bytes(info: Any, sharding: Sharding) -> int:
     return prod(sharding.shard_shape(info.shape)) * info.dtype.itemsize
 
 
-def build_failure(
-    key: ProfileKey, error: Exception, *, build_seconds: float
-) -> ProfileRecord:
-    """The record of something that could not be built."""
-    return ProfileRecord(
-        key=key.digest,
-        parts=key.parts,
-        status="out_of_memory" if is_out_of_memory(error) else "compile_error",
-        reason=reason_of(error),
-        build_seconds=build_seconds,
-    )
-
-
 def is_out_of_memory(error: Exception) -> bool:
     """Returns True if a compiler's or runtime's error means too little memory."""
-    if isinstance(error, MemoryError):
-        return True
     # JAX gives XLA's status codes as the first word of the message.
-    return isinstance(error, jax.errors.JaxRuntimeError) and (
-        "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
-    )
+    said = str(error) if isinstance(error, jax.errors.JaxRuntimeError) else ""
+    is_said = "RESOURCE_EXHAUSTED" in said or "out of memory" in said.lower()
+    return isinstance(error, MemoryError) or is_said
 
 
 def reason_of(error: Exception) -> str:

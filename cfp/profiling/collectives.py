@@ -16,7 +16,6 @@ tells how much.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -32,8 +31,7 @@ from cfp.errors import CfpError
 from cfp.printable import mesh_text
 from cfp.profiling.builder import (
     Built,
-    build_failure,
-    compile_lowered,
+    build_lowered,
     place_of,
     share_build,
 )
@@ -116,7 +114,6 @@ class RateProbe:
       function: what each device does to its piece of the input: everything.
       count: how many of the thing it does.
       work: bytes or operations of one.
-      writes: whether a number is written after each.
       reads: whether the input is read to the end, so that the result needs room.
     """
 
@@ -125,7 +122,6 @@ class RateProbe:
     function: Step
     count: int
     work: float
-    writes: bool = False
     reads: bool = False
 
     @property
@@ -193,7 +189,6 @@ def _collective(
         function=function,
         count=count,
         work=4.0 * elements,
-        writes=kind in ("all-gather", "reduce-scatter"),
     )
 
 
@@ -281,7 +276,6 @@ def build_probe_here(
     key: ProfileKey, probe: RateProbe, mesh: Mesh
 ) -> Built | ProfileRecord:
     """Compiles a probe: a failure if the compiler made something else of it."""
-    started = time.perf_counter()
     sharding = NamedSharding(mesh, partition_spec(probe.kind.spec))
     local = jax.shard_map(
         probe.function,
@@ -296,22 +290,22 @@ def build_probe_here(
     def program(*inputs: jax.Array) -> tuple[jax.Array]:
         return (local(inputs[0]),)
 
-    avals = [jax.ShapeDtypeStruct(k.shape, jnp.dtype(k.dtype)) for k in probe.inputs]
-    try:
-        lowered = jax.jit(
+    def lower() -> jax.stages.Lowered:
+        generator(probe.kind, mesh)
+        kinds = probe.inputs
+        avals = [jax.ShapeDtypeStruct(k.shape, jnp.dtype(k.dtype)) for k in kinds]
+        return jax.jit(
             program,
             in_shardings=(sharding,) * len(avals),
             out_shardings=(sharding,),
             donate_argnums=(len(avals) - 1,),
             keep_unused=True,
         ).lower(*avals)
-        is_gpu = mesh.devices.flat[0].platform in GPU_PLATFORMS
-        options = _ON_GPUS if is_gpu else {}
-        built = compile_lowered(key, lowered, options, started=started)
-        generator(probe.kind, mesh)
-    except jax.errors.JaxRuntimeError as error:
-        seconds = time.perf_counter() - started
-        return build_failure(key, error, build_seconds=seconds)
+
+    is_gpu = mesh.devices.flat[0].platform in GPU_PLATFORMS
+    built = build_lowered(key, lower, _ON_GPUS if is_gpu else {})
+    if isinstance(built, ProfileRecord):
+        return built
     parts = dict(probe.parts)
     wanted = {parts["kind"]: probe.count} if parts["what"] == "collective" else {}
     found = Counter[str]()
@@ -349,9 +343,7 @@ _CPU_TIMING = replace(
 
 
 def measure_rates(
-    mesh: Mesh,
-    store: ProfileStore,
-    options: MeasureOptions | None = None,
+    mesh: Mesh, store: ProfileStore, options: MeasureOptions | None = None
 ) -> Rates:
     """Times collectives on each axis of a mesh, and on all together, and compute.
 
@@ -423,9 +415,8 @@ def _sizes(mesh: Mesh) -> ProbeSizes:
 def _run(
     probe: RateProbe, mesh: Mesh, built: Built, timing: TimingOptions | None = None
 ) -> ProfileRecord:
-    if timing is None:
-        is_cpu = mesh.devices.flat[0].platform == "cpu"
-        timing = _CPU_TIMING if is_cpu else _TIMING
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    timing = timing or (_CPU_TIMING if is_cpu else _TIMING)
     return execute(built, probe.inputs, mesh, feedback=probe.feedback, timing=timing)
 
 
@@ -455,7 +446,7 @@ def _rates(mesh: Mesh, measured: list[tuple[RateProbe, ProfileRecord]]) -> Rates
             continue
         parts = dict(probe.parts)
         time_ms = max(record.time_ms, 1e-6) / probe.count
-        if probe.writes:
+        if parts.get("kind") in ("all-gather", "reduce-scatter"):
             # Noise must not make a collective free.
             time_ms = max(time_ms - write_ms, time_ms / 2)
         if parts["what"] == "collective":

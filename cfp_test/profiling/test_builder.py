@@ -14,12 +14,13 @@ from cfp.profiling.builder import (
     Built,
     Job,
     build,
-    compile_lowered,
+    build_lowered,
     is_out_of_memory,
     reason_of,
 )
 from cfp.profiling.inputs import input_kinds, make_inputs
 from cfp.profiling.key import ProfileKey
+from cfp.profiling.overwritten import compile_right
 from cfp.profiling.record import ProfileRecord
 from cfp.program.signature import cut_part
 
@@ -198,11 +199,11 @@ def test_kernels_are_untuned_until_the_compiler_has_kept_some(tmp_path):
 def test_what_the_compiler_gets(case, tmp_path, monkeypatch, platform):
     passed = []
 
-    def note(key, lowered, options, *, started):
+    def note(lowered, options):
         passed.append(dict(options))
-        return compile_lowered(key, lowered, {}, started=started)
+        return compile_right(lowered, {})
 
-    monkeypatch.setattr(builder, "compile_lowered", note)
+    monkeypatch.setattr(builder, "compile_right", note)
     monkeypatch.setattr(
         BuildEnvironment,
         "options",
@@ -231,7 +232,7 @@ def test_a_compiler_that_keeps_no_account(case):
             asked.append(compiler_options)
             return Silent()
 
-    built = compile_lowered(KEY, Lowered(), {}, started=0.0)  # type: ignore[arg-type]
+    built = build_lowered(KEY, Lowered, {})  # type: ignore[arg-type]
     assert built.peak_bytes == 0
     assert built.collectives == ()
     # What has no text is not known to be right as it came first.

@@ -8,8 +8,9 @@ import jax
 import pytest
 
 from cfp.profiling import measurer
-from cfp.profiling.builder import BuildEnvironment, build_failure
+from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.measurer import Measurer, first_of_kernels, tune_kernels
+from cfp.profiling.record import ProfileRecord
 from cfp.profiling.tasks import MeasureOptions
 from cfp.program.signature import cut_part
 from cfp_test.support.waiting import GUARD_SECONDS
@@ -82,7 +83,9 @@ def test_the_first_of_those_that_share_kernels_is_tuned_for_each_round(
     monkeypatch.setattr(measurer, "run_jobs", run_jobs)
     look = Measurer(case.program, case.mesh, store, True, MeasureOptions())
     look([case.job("a", kernels=1), case.job("pair"), case.job("b", kernels=1)])
-    store.put(build_failure(case.job("c").key, RuntimeError("no"), build_seconds=1.0))
+    key = case.job("c").key
+    failed = {"status": "compile_error", "reason": "no"}
+    store.put(ProfileRecord(key=key.digest, parts=key.parts, **failed))
     look([case.job("a", kernels=1), case.job("c", kernels=2), case.job("d", kernels=3)])
     look([case.job("e", kernels=3), case.job("f", kernels=2)])
     assert rounds == [["a"], ["d"], ["f"]]

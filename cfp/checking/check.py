@@ -54,11 +54,10 @@ SIZE_MARGIN = 100.0
 # wrong.
 CHANGE_MARGIN = 1000.0
 
-# From how many arguments in their neighbourhood that is found out. Where it is one
-# number of a leaf that varies, one try may happen to be a hundred times too small.
-NUDGES = 3
-# And from how many more, at most, before a check fails.
-MORE_NUDGES = 13
+# From how many arguments in their neighbourhood rounding is measured, at most, before a
+# check fails. Where it is one number of a leaf that varies, one try may happen to be a
+# hundred times too small.
+NUDGES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +149,6 @@ class Check:
     could not be checked.
 
     Attributes:
-        reference: what the step is compared with, on one device or sharded otherwise.
-        planned: the step under a plan, in wide types: as it runs, where it computes in
-            these anyway.
         tolerance: relative L2 distance that always passes: more than float32's where
             the step calls kernels that compute in less.
     """
@@ -190,7 +186,6 @@ class Check:
     def start(self, args: Sequence[Any]) -> None:
         """Copies the arguments, which the plan's step is about to overwrite."""
         self._args = list(args)
-
         shardings = iter(self.reference.step.in_shardings)
 
         # One after another: of all that is copied a device has one leaf at a time.
@@ -205,9 +200,8 @@ class Check:
     def step(self, tell: Callable[[str], None] = lambda _: None) -> Comparison:
         """Runs a step on both sides.
 
-        What rounding does is found out where leaves are further off than always passes,
-        and more closely where they are further off than it explains: of few tries the
-        mean square may happen to be far too small.
+        Rounding is measured where leaves are further off than always passes, until it
+        explains the difference: of few tries the mean square may be far too small.
 
         Args:
             tell: called with what is being done.
@@ -216,59 +210,54 @@ class Check:
         expected = self._reference(fresh)
         own = {d.path: d.size for d in compare(expected, expected)}
         expected = in_host(expected)  # The other runs need the room.
-        rounding: Sequence[Difference] = ()
-        if (plain := self.reference.unrounded) is not None:
-            tell("running the step without FP8")
-            rounding = compare(expected, on_device(plain(*self._each(fresh))))
+        before = compare(self._before(expected), expected)
+        changed = {d.path: d.relative_l2 for d in before}
+        rounded = self._rounded(expected, changed, tell)
         tell("running the plan's step, and comparing results")
         found = self._under_plan(self.planned, fresh)
         differences = compare(found, expected)
-        changes = compare(self._before(expected), expected)
-        changed = {d.path: d.relative_l2 for d in changes}
-        off = sorted((d.relative_l2 / (changed[d.path] or 1), d.path) for d in rounding)
-        rounded = {changed[path] > 0: (path, distance) for distance, path in off}
         # The runs to come are of the side that rounds most. Their distances are in
         # terms of the reference's size: else a result that is wrong, and nothing but
         # rounding, would be taken for one of which nothing else can be expected.
         is_narrow = self.planned.perturbed is not None
         usual = in_host(found) if is_narrow else expected
-        sizes = {d.path: d.size for d in differences} if is_narrow else own
         del found
-        squares = dict.fromkeys(own, 0.0)
-        norms = {path: [size] for path, size in own.items()}
+        near: dict[str, list[Difference]] = {path: [] for path in own}
 
-        def made(tries: int) -> Comparison:
-            leaves = [
-                Leaf(
-                    path=d.path,
-                    relative_l2=d.relative_l2,
-                    size=d.size,
-                    rounding=sqrt(squares[d.path] / max(tries, 1)),
-                    change=changed[d.path],
-                    norms=tuple(norms[d.path]),
-                    tolerance=self.tolerance,
-                    margin=self._margin,
-                )
-                for d in differences
-            ]
-            return Comparison(tuple(leaves), dict(rounded.values()))
+        def leaf(d: Difference) -> Leaf:
+            scale = (d.size or 1.0) / (own[d.path] or 1.0) if is_narrow else 1.0
+            squares = [one.relative_l2**2 for one in near[d.path]]
+            return Leaf(
+                path=d.path,
+                relative_l2=d.relative_l2,
+                size=d.size,
+                rounding=scale * sqrt(sum(squares) / max(len(squares), 1)),
+                change=changed[d.path],
+                norms=(own[d.path], *(one.size for one in near[d.path])),
+                tolerance=self.tolerance,
+                margin=self._margin,
+            )
 
-        for seed in range(NUDGES + MORE_NUDGES):
-            if seed == 0 or seed >= NUDGES:
-                # Reruns of the plan's step take all processes, and each compares alone.
-                if self._agree(not made(seed).failures):
-                    return self._ended(made(seed), expected)
-            most = NUDGES if seed < NUDGES else NUDGES + MORE_NUDGES
-            tell(f"finding what rounding changes, run {seed + 1} of at most {most}")
+        for seed in range(NUDGES + 1):
+            made = Comparison(tuple(map(leaf, differences)), rounded)
+            if seed == NUDGES or self._agree(not made.failures):
+                break
+            tell(f"measuring rounding, run {seed + 1} of at most {NUDGES}")
             for d in compare(self._nudged(seed, tell), usual):
-                scale = (sizes[d.path] or 1.0) / (own[d.path] or 1.0)
-                squares[d.path] += (d.relative_l2 * scale) ** 2
-                norms[d.path].append(d.size)
-        return self._ended(made(NUDGES + MORE_NUDGES), expected)
-
-    def _ended(self, made: Comparison, expected: Any) -> Comparison:
+                near[d.path].append(d)
         feed_back(self._args, expected, self._feedback)
         return made
+
+    def _rounded(
+        self, expected: Any, changed: Mapping[str, float], tell: Callable[[str], None]
+    ) -> dict[str, float]:
+        """The largest distances from the step without FP8: of state, and of others."""
+        if (plain := self.reference.unrounded) is None:
+            return {}
+        tell("running the step without FP8")
+        found = compare(expected, on_device(plain(*self._each(fresh))))
+        off = sorted((d.relative_l2 / (changed[d.path] or 1), d.path) for d in found)
+        return dict({changed[n] > 0: (n, distance) for distance, n in off}.values())
 
     def _under_plan(self, step: CompiledStep, change: Callable[[Any], Any]) -> Any:
         """Results of a step under the plan for arguments like these.

@@ -140,7 +140,8 @@ def both_sides(
     limit = {name: v for name, v in plan.options.items() if name == MEMORY_SHARE}
     unsharded = ""
     try:
-        alone_lowered = _lower_alone(step, device, limit if mesh.size == 1 else {})
+        limit = limit if mesh.size == 1 else {}
+        alone_lowered = _lower_whole(step, _mesh_of(device), limit)
     except StepNotTraceable as error:
         if mesh.size == 1 or OTHER_DEVICES not in str(error):
             raise
@@ -205,42 +206,40 @@ def _sharded(plan: Plan) -> Iterator[tuple[str, Callable[[], LoweredStep]]]:
     step, mesh = plan.step, plan.mesh
     assert step is not None and mesh is not None
     analysis = analyze_step(step, mesh).analysis
-    frame = analysis.frame
-    program, known = frame.program, presets(frame)
+    program, known = analysis.frame.program, presets(analysis.frame)
     sizes = [program.values[value].size_bytes for value in program.args]
-    found = []
-    for name in _FRUGAL:
-        if name not in known:
-            continue
-        layout = lay_out(frame, known[name])
-        specs = [layout.arg_spec(position) for position in range(len(sizes))]
-        triples = zip(specs, plan.arg_specs, sizes, strict=True)
-        other_bytes = sum(size for spec, own, size in triples if spec != own)
-        if other_bytes:
-            lower = partial(
-                load_or_lower,
-                step,
-                mesh,
-                program.fingerprint,
-                specs,
-                layout.output_specs(),
-                constraints_of(analysis, known[name], ConstraintLevel.EVERYTHING),
-                wide=True,
+    layouts = {n: lay_out(analysis.frame, known[n]) for n in _FRUGAL if n in known}
+    specs = {n: [*map(layouts[n].arg_spec, range(len(sizes)))] for n in layouts}
+
+    def alike(name: str) -> float:
+        """The share of bytes that a preset shards as the plan does."""
+        triples = zip(specs[name], plan.arg_specs, sizes, strict=True)
+        return sum(size for spec, own, size in triples if spec == own) / sum(sizes)
+
+    for name in sorted(specs, key=lambda name: alike(name) > 0.5):
+        if alike(name) < 1:
+            yield (
+                name,
+                partial(
+                    load_or_lower,
+                    step,
+                    mesh,
+                    program.fingerprint,
+                    specs[name],
+                    layouts[name].output_specs(),
+                    constraints_of(analysis, known[name], ConstraintLevel.EVERYTHING),
+                    wide=True,
+                ),
             )
-            found.append((2 * other_bytes < sum(sizes), name, lower))
-    for _, name, lower in sorted(found, key=lambda one: one[0]):
-        yield name, lower
 
 
 def compile_alone(step: FlatStep, device: Any) -> CompiledStep:
     """Compiles a step for one device, in float32."""
-    return _lower_alone(step, device, {}).compile()
+    return _lower_whole(step, _mesh_of(device), {}).compile()
 
 
-def _lower_alone(
-    step: FlatStep, device: Any, options: Mapping[str, str]
-) -> LoweredStep:
-    return _lower_whole(step, Mesh(np.array([device]), ("alone",)), options)
+def _mesh_of(device: Any) -> Mesh:
+    return Mesh(np.array([device]), ("alone",))
 
 
 def _lower_whole(step: FlatStep, mesh: Mesh, options: Mapping[str, str]) -> LoweredStep:

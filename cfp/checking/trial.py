@@ -145,58 +145,48 @@ def run_trial(
         CfpError: it cannot run more than once.
     """
     tell = progress or (lambda _: None)
-    with coordinated(filter(None, [plan.mesh])) as talk:
-        agree = bool if talk is None else talk.broadcast
+    meshes = [] if plan.mesh is None else [plan.mesh]
+    with coordinated(meshes) as talk, _no_failure_on_devices():
         step = target.flatten()
         # With the step a plan that was loaded knows the static arguments.
         bound = replace(plan, step=step).bind(
             target.step, *target.args, donate_argnums=target.donate
         )
         feedback, names = _feedback(target, step, plan, steps)
-        try:
-            tell("compiling")
-            compiled = bound.compile_bound(tell)
-            checking = None
-            if check:
-                tell(
-                    "preparing the check: the step under the plan and as written, "
-                    "with precise products in float32, compiled where they are not "
-                    "there already"
-                )
-                with _room_for_check():
-                    sides = both_sides(bound, compiled, tell, agree)
-                    checking = Check(*sides, feedback, agree, tolerance)
-            tell("making the arguments, by programs that are compiled for their shapes")
-            args = list(target.make_args(bound.in_shardings, seed))
-            if checking is not None:
-                which = reference_text(checking.reference.preset)
-                tell(f"copying the arguments, for the check against {which}")
-                with _room_for_check():
-                    checking.start(args)
-            results = []
-            for number in range(steps):
-                tell(f"step {number + 1} of {steps}")
-                result, time_ms = _one_step(compiled, args)
-                metrics = _metrics(result, feedback)
-                feed_back(args, result, feedback)
-                del result
-                results.append(StepResult(time_ms=time_ms, metrics=metrics))
-            # The check begins with arguments of its own. What it moves to and fro would
-            # be in the times of steps between.
-            args.clear()
-            if checking is not None:
-                for number, one in enumerate(results):
-                    at = f"checking step {number + 1} of {steps}"
-                    with _room_for_check():
-                        made = checking.step(lambda what, at=at: tell(f"{at}: {what}"))
-                    results[number] = replace(one, comparison=made)
-        except jax.errors.JaxRuntimeError as error:
-            raise CfpError(
-                "The step failed on the devices: "
-                f"{str(error).strip().splitlines()[0]}. "
-                "Try a plan with a memory budget (--memory-budget, memory_budget=), a "
-                "smaller batch, or more devices."
-            ) from error
+        tell("compiling")
+        compiled = bound.compile_bound(tell)
+        checking = None
+        if check:
+            tell(
+                "preparing the check: steps, compiled where they are not there already"
+            )
+            agree = bool if talk is None else talk.broadcast
+            with _room_for_check():
+                sides = both_sides(bound, compiled, tell, agree)
+                checking = Check(*sides, feedback, agree, tolerance)
+        tell("making the arguments, by programs that are compiled for their shapes")
+        args = list(target.make_args(bound.in_shardings, seed))
+        if checking is not None:
+            which = reference_text(checking.reference.preset)
+            tell(f"copying the arguments, for the check against {which}")
+            with _room_for_check():
+                checking.start(args)
+        results = []
+        for number in range(steps):
+            tell(f"step {number + 1} of {steps}")
+            result, time_ms = _one_step(compiled, args)
+            metrics = _metrics(result, feedback)
+            feed_back(args, result, feedback)
+            del result
+            results.append(StepResult(time_ms=time_ms, metrics=metrics))
+        # The check begins with arguments of its own. What it moves to and fro would be
+        # in the times of steps between.
+        args.clear()
+        for number, one in enumerate(results if checking is not None else ()):
+            at = f"checking step {number + 1} of {steps}"
+            with _room_for_check():
+                made = checking.step(lambda what, at=at: tell(f"{at}: {what}"))
+            results[number] = replace(one, comparison=made)
     programs = [compiled] if checking is None else [compiled, checking.planned]
     return Trial(
         steps=tuple(results),
@@ -222,6 +212,18 @@ def _room_for_check() -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise no_room("more memory of the devices", str(error)) from error
+
+
+@contextmanager
+def _no_failure_on_devices() -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise CfpError(
+            f"The step failed on the devices: {str(error).strip().splitlines()[0]}. "
+            "Try a plan with a memory budget (--memory-budget, memory_budget=), a "
+            "smaller batch, or more devices."
+        ) from error
 
 
 def _one_step(compiled: CompiledStep, args: list[Any]) -> tuple[Any, float]:

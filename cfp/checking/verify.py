@@ -26,7 +26,7 @@ from cfp.plan.parts import check_arguments, constraints_to_json
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
 from cfp.printable import counted
-from cfp.profiling.builder import Built, Job
+from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey, environment_parts
 from cfp.profiling.store import ProfileStore, store_path
 from cfp.profiling.tasks import MeasureOptions, Progress
@@ -164,21 +164,14 @@ def verify(
             built=built,
         )
         results = race_programs(builder, [mine, *others], _ROUNDS)
-    best = min(results, key=lambda result: result.time_ms)
+    best, own = min(results, key=lambda result: result.time_ms), results[0]
     if not best.ran:
         reasons = "; ".join(f"{r.name}: {r.reason}" for r in results)
         raise CfpError(
             "Neither the plan nor a preset runs on these devices: "
             f"{reasons[:2000]}. Plan these devices with cfp plan."
         )
-    own = results[0]
-    rows = tuple(map(race_row, results))
-    # The environment of what was verified is that of these devices.
-    is_described = "described" in plan.environment or WAS_DESCRIBED in plan.search
-    source = {VERIFIED: 1.0} | ({WAS_DESCRIBED: 1.0} if is_described else {})
-    kinds = {plan.environment.get("device_kind"), dict(environment)["device_kind"]}
-    if OTHER_DEVICES in plan.search or len(kinds - {None}) > 1:
-        source |= {OTHER_DEVICES: 1.0}
+    rows, counts = tuple(map(race_row, results)), _counts(plan, dict(environment))
     if best is own:
         made = replace(
             plan,
@@ -186,7 +179,7 @@ def verify(
             peak_bytes=own.peak_bytes,
             rung="measured",
             race=rows,
-            search={**plan.search, **source},
+            search={**plan.search, **counts},
             environment=dict(environment),
             mesh=mesh,
         )
@@ -197,7 +190,7 @@ def verify(
             peak_bytes=best.peak_bytes,
             built=built.get(best.program.identity),
             rows=rows,
-            counts={"race_seconds": time.monotonic() - started, **source},
+            counts={"race_seconds": time.monotonic() - started, **counts},
         )
         made = compose_plan(analysis, mesh, dict(environment), outcome)
     return Verified(
@@ -209,20 +202,32 @@ def verify(
     )
 
 
+def _counts(plan: Plan, here: Mapping[str, str]) -> dict[str, float]:
+    """Marks of a plan that these devices have verified: where it came from."""
+    kind = plan.environment.get("device_kind", here["device_kind"])
+    marks = {
+        VERIFIED: True,
+        WAS_DESCRIBED: "described" in plan.environment or WAS_DESCRIBED in plan.search,
+        OTHER_DEVICES: OTHER_DEVICES in plan.search or kind != here["device_kind"],
+    }
+    return {name: 1.0 for name, holds in marks.items() if holds}
+
+
 def _others(mine: RaceProgram, analysis: Analysis, environment: Parts) -> list:
     """The presets' programs, but for the plan's own under another name."""
+
+    def content(program: RaceProgram) -> tuple:
+        job = program.job
+        return job.in_specs, job.out_specs, job.options, job.constraints
+
     found = []
     for name, choice in presets(analysis.frame).items():
         one = Candidate(name, choice)
         levels = [one, *(replace(one, level=level) for level in ConstraintLevel)]
         program, *same = programs_of(analysis, levels, environment)
-        if all(_content(each.job) != _content(mine.job) for each in same):
+        if content(mine) not in map(content, same):
             found.append(program)
     return found
-
-
-def _content(job: Job) -> tuple:
-    return job.in_specs, job.out_specs, job.options, job.constraints
 
 
 def _program(
@@ -272,49 +277,42 @@ def verified_data(found: Verified) -> Mapping[str, Any]:
         "predicted_bytes": found.plan.predicted_bytes,
         "peak_bytes": found.best.peak_bytes if found.holds else None,
         "seconds": found.seconds,
-        "rows": [_row(row) for row in found.rows],
-    }
-
-
-def _row(row: RaceResult) -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "predicted_ms": row.candidate.predicted_ms,
-        "samples_ms": list(row.samples_ms),
-        "peak_bytes": row.peak_bytes,
-        "note": race_row(row).note,
+        "rows": [
+            {
+                "name": row.name,
+                "predicted_ms": row.candidate.predicted_ms,
+                "samples_ms": list(row.samples_ms),
+                "peak_bytes": row.peak_bytes,
+                "note": race_row(row).note,
+            }
+            for row in found.rows
+        ],
     }
 
 
 def verified_text(found: Verified) -> Sequence[str]:
     """Formats a verification in a few lines."""
-    plan, off = found.plan, found.off
-    lines = []
-    if found.measured_ms is None:
-        lines.append(f"The plan {plan.winner!r} does not run here.")
-    else:
-        lines.append(f"The plan {plan.winner!r} takes {found.measured_ms:.3f} ms.")
-    if plan.predicted_ms is not None and found.measured_ms is not None:
-        how_far = (
-            f"off by {off:+.1%}"
-            if off is not None
-            else "of other devices, with which times of these are not compared"
-        )
+    plan, off, time_ms = found.plan, found.off, found.measured_ms
+    does = "does not run here" if time_ms is None else f"takes {time_ms:.3f} ms"
+    lines = [f"The plan {plan.winner!r} {does}."]
+    if plan.predicted_ms is not None and time_ms is not None:
+        how_far = "of other devices, with which times of these are not compared"
+        how_far = how_far if off is None else f"off by {off:+.1%}"
         lines.append(
             f"Predicted were {plan.predicted_ms:.3f} ms, {basis_text(plan)}: {how_far}."
         )
-    others = sum(row.ran for row in found.rows) - (found.measured_ms is not None)
+    others = sum(row.ran for row in found.rows) - (time_ms is not None)
     if late := [row for row in found.rows if isinstance(row.outcome, Skipped)]:
         count = counted(len(late), "other was", "others were")
         lines.append(f"{count} not compiled: --seconds gives more time.")
-    if found.holds and not others:
-        lines.append("Nothing else ran, so that nothing is known to be faster.")
-    elif found.holds:
-        what = "The other one" if others == 1 else f"Each of the {others} others"
-        lines.append(f"{what} that ran is slower, or as fast.")
-    else:
+    if not found.holds:
         lines.append(
             f"Faster is {found.best.winner!r}: {found.best.measured_ms:.3f} ms. It is "
             "what -o writes."
         )
+    elif others:
+        what = "The other one" if others == 1 else f"Each of the {others} others"
+        lines.append(f"{what} that ran is slower, or as fast.")
+    else:
+        lines.append("Nothing else ran, so that nothing is known to be faster.")
     return lines

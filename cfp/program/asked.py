@@ -28,6 +28,7 @@ from jax.extend.mlir.dialects import sdy
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from cfp.errors import summary_of
+from cfp.program.graph import axes_of
 from cfp.program.rules import Rule
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -61,12 +62,19 @@ class Callbacks:
         """The operands, then the results."""
         return (*self.operands, *self.results)
 
-    def partitioned(self, mesh: Mesh | AbstractMesh, dims: Dims) -> tuple[Dims, str]:
-        """The dims that the op keeps sharded of those it is asked for.
+    def sharded(self, mesh: Mesh | AbstractMesh, dims: Dims) -> tuple[Any, Any]:
+        """Operands and results with the shardings of some dims."""
+        shaped = []
+        for number, t in enumerate(self.tensors):
+            parts = (dims.get((number, dim)) for dim in range(len(t.shape)))
+            spec = PartitionSpec(*(p[0] if p and len(p) == 1 else p for p in parts))
+            shaped.append(Shape(t.shape, t.dtype, sharding=NamedSharding(mesh, spec)))
+        count = len(self.operands)
+        ins, outs = shaped[:count], shaped[count:]
+        return self.in_tree.unflatten(ins), self.out_tree.unflatten(outs)
 
-        Returns:
-            The sharded dims of operands and results, and the program of one device as
-            text.
+    def local_program(self, mesh: AbstractMesh, dims: Dims) -> str:
+        """The program of one device, as text, where some dims are sharded.
 
         Raises:
             Refused: a callback raises, or answers with what does not fit together.
@@ -74,38 +82,27 @@ class Callbacks:
         count = len(self.operands)
         try:
             _, local, out, ins = self.partition(mesh, *self.sharded(mesh, dims))
-            shardings = (
+            answered = [
                 *self.in_tree.flatten_up_to(ins),
                 *self.out_tree.flatten_up_to(out),
-            )
-            kept = _kept(self.tensors, shardings)
-            tiles = [_tile(t, kept, i, mesh) for i, t in enumerate(self.tensors)]
+            ]
+            pairs = [*zip(answered, self.tensors, strict=True)]
+            kept = [axes_of(sharding.spec, len(t.shape)) for sharding, t in pairs]
+            tiles = [Shape(one.shard_shape(t.shape), t.dtype) for one, t in pairs]
             closed = jax.make_jaxpr(local, axis_env=list(mesh.shape.items()))(
                 *self.in_tree.unflatten(tiles[:count])
             )
         except Exception as error:  # Callbacks raise whatever they like.
             raise Refused(summary_of(error)) from error
+        places = {(n, d): a for n, s in enumerate(kept) for d, a in enumerate(s) if a}
+        if places != dims:
+            raise Refused("its operands are to be whole along that dim")
         made: list[Any] = [*closed.out_avals]
         found = [(tuple(a.shape), a.dtype) for a in made]
         wanted = [(t.shape, t.dtype) for t in tiles[count:]]
         if found != wanted:
             raise Refused(f"it computes {found} on one device, where {wanted} belong")
-        return kept, _ADDRESS.sub("", str(closed)) + _constants(closed)
-
-    def sharded(self, mesh: Mesh | AbstractMesh, dims: Dims) -> tuple[Any, Any]:
-        """Operands and results with the shardings of some dims."""
-        shaped = [
-            Shape(
-                t.shape,
-                t.dtype,
-                sharding=NamedSharding(mesh, spec_of(dims, number, len(t.shape))),
-            )
-            for number, t in enumerate(self.tensors)
-        ]
-        count = len(self.operands)
-        return self.in_tree.unflatten(shaped[:count]), self.out_tree.unflatten(
-            shaped[count:]
-        )
+        return _ADDRESS.sub("", str(closed)) + _constants(closed)
 
 
 def _constants(value: Any) -> str:
@@ -114,9 +111,7 @@ def _constants(value: Any) -> str:
         inside = [*getattr(value, "consts", ())]
         for eqn in value.eqns:
             inside += [*eqn.invars, *eqn.params.values()]
-        return "".join(
-            map(_constants, (*inside, *getattr(value, "jaxpr", value).outvars))
-        )
+        value = (*inside, *getattr(value, "jaxpr", value).outvars)
     if isinstance(value, Literal):
         return _constants(value.val)
     if isinstance(value, tuple | list):
@@ -127,42 +122,19 @@ def _constants(value: Any) -> str:
     return ""
 
 
-def spec_of(dims: Dims, tensor: int, rank: int) -> PartitionSpec:
-    """The sharding of a tensor, with an entry for each of its dims."""
-    parts = (dims.get((tensor, dim), ()) for dim in range(rank))
-    return PartitionSpec(
-        *(None if not p else p[0] if len(p) == 1 else p for p in parts)
-    )
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A factor that may be sharded.
 
+    Attributes:
+        places: its dims.
+        size: they are split into so many pieces at most.
+        is_sum: true if it is summed over.
+    """
 
-def _kept(tensors: Sequence[Shape], shardings: Sequence[Any]) -> Dims:
-    """The sharded dims of what a callback answers with."""
-    found: Dims = {}
-    for number, (tensor, sharding) in enumerate(zip(tensors, shardings, strict=True)):
-        if not isinstance(sharding, NamedSharding):
-            raise ValueError(f"expected a NamedSharding, got {sharding!r}")
-        for dim, names in enumerate(sharding.spec):
-            if names is None:
-                continue
-            if not isinstance(names, str | tuple):
-                raise ValueError(f"expected axes of the mesh, got {names!r}")
-            axes = (names,) if isinstance(names, str) else names
-            if axes and dim < len(tensor.shape):
-                found[number, dim] = axes
-    return found
-
-
-def _tile(
-    tensor: Shape, dims: Dims, number: int, mesh: Mesh | AbstractMesh
-) -> jax.ShapeDtypeStruct:
-    """The part of a tensor that one device has."""
-    shape = []
-    for dim, size in enumerate(tensor.shape):
-        ways = math.prod(mesh.shape[a] for a in dims.get((number, dim), ()))
-        if size % ways:
-            raise ValueError(f"{ways} devices cannot share a dim of size {size}")
-        shape.append(size // ways)
-    return Shape(tuple(shape), tensor.dtype)
+    places: tuple[OpDim, ...]
+    size: int
+    is_sum: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,16 +142,12 @@ class CallbackRule:
     """A rule as an op's callbacks keep it.
 
     Attributes:
-        groups: for each factor that may be sharded its dims.
-        sizes: of these factors: dims are split into so many pieces at most.
-        reduction: those of them that are summed over.
+        factors: those that may be sharded.
         refusals: why others may not, each once.
         locals: what computes each on one device, as text.
     """
 
-    groups: tuple[tuple[OpDim, ...], ...]
-    sizes: tuple[int, ...]
-    reduction: frozenset[int]
+    factors: tuple[Factor, ...]
     refusals: tuple[str, ...]
     locals: tuple[str, ...]
 
@@ -199,8 +167,6 @@ _CUDNN = {
 _CUDNN_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 _CUDNN_LAYOUTS = ("BTNH", "BNTH")
 _CUDNN_LAYOUT_ARGUMENT = 5  # Of the static ones.
-
-Factor = tuple[tuple[OpDim, ...], int, bool]
 
 
 def factors_of_cudnn(
@@ -222,14 +188,12 @@ def factors_of_cudnn(
             for dim, own in enumerate(layout if letters == _HEADS else letters)
             if own == letter and tensor.shape[dim] > 1
         )
-        found.append((places, _common(tensors, places), False))
+        found.append(Factor(places, _common(tensors, places)))
     return found
 
 
 def factors_of(rule: Rule | None, tensors: Sequence[Shape]) -> Iterator[Factor]:
-    """Yields the dims of each factor that a rule lets be sharded, its size, and
-    whether it is summed over.
-    """
+    """Yields the factors that a rule lets be sharded."""
     if rule is None:
         return
     for factor, size in enumerate(rule.sizes):
@@ -243,7 +207,7 @@ def factors_of(rule: Rule | None, tensors: Sequence[Shape]) -> Iterator[Factor]:
         if is_sum or (len(places) > 1 and places[-1][0] >= len(rule.operands)):
             # Dims alone limit it, unless pieces of them are to stay whole.
             common = _common(tensors, places, size if in_pieces else 0)
-            yield tuple(places), common, is_sum
+            yield Factor(tuple(places), common, is_sum)
 
 
 def _common(tensors: Sequence[Shape], places: Iterable[OpDim], pieces: int = 0) -> int:
@@ -262,49 +226,35 @@ def kept_rule(
             sizes.
     """
     axis = next(name for name, size in mesh.shape.items() if size > 1)
-    found: list[Factor] = []
-    texts, refusals = [], {}
-    for places, size, is_sum in factors:
-        ways = next((n for n in range(2, size + 1) if size % n == 0), 0)
+    found: dict[Factor, str] = {}
+    refusals: dict[str, None] = {}
+    for factor in factors:
+        ways = next((n for n in range(2, factor.size + 1) if factor.size % n == 0), 0)
         if not ways:
             continue
-        sizes = [ways if name == axis else 1 for name in mesh.shape]
-        dims: Dims = dict.fromkeys(places, (axis,))
+        sizes = tuple(ways if name == axis else 1 for name in mesh.shape)
+        shape = AbstractMesh(sizes, tuple(mesh.shape))
+        dims: Dims = dict.fromkeys(factor.places, (axis,))
         try:
-            kept, text = callbacks.partitioned(
-                AbstractMesh(tuple(sizes), tuple(mesh.shape)), dims
-            )
+            found[factor] = callbacks.local_program(shape, dims)
         except Refused as error:
             refusals[str(error)] = None
-            continue
-        if kept != dims:
-            refusals["its operands are to be whole along that dim"] = None
-            continue
-        found.append((places, size, is_sum))
-        texts.append(text)
-    return CallbackRule(
-        tuple(places for places, _, _ in found),
-        tuple(size for _, size, _ in found),
-        frozenset(n for n, (_, _, is_sum) in enumerate(found) if is_sum),
-        tuple(refusals),
-        tuple(texts),
-    )
+    return CallbackRule(tuple(found), tuple(refusals), tuple(found.values()))
 
 
 def written(asked: CallbackRule, tensors: Sequence[Shape], count: int) -> ir.Attribute:
     """A rule as Shardy has it; dims that may not be sharded have factors alone."""
-    sizes = [*asked.sizes]
-    of = {place: n for n, group in enumerate(asked.groups) for place in group}
-
-    def new(size: int) -> int:
-        sizes.append(size)
-        return len(sizes) - 1
+    sizes = [factor.size for factor in asked.factors]
+    shared = len(sizes)
+    of = {place: n for n, one in enumerate(asked.factors) for place in one.places}
 
     def factors(place: OpDim, whole: int) -> list[int]:
-        if (shared := of.get(place)) is None:
-            return [new(whole)]
-        rest = whole // sizes[shared]
-        return [shared, new(rest)] if rest > 1 else [shared]
+        known = [of[place]] if place in of else []
+        rest = whole // sizes[of[place]] if known else whole
+        if known and rest == 1:
+            return known
+        sizes.append(rest)
+        return [*known, len(sizes) - 1]
 
     mappings = [
         sdy.TensorMappingAttr.get(
@@ -315,12 +265,11 @@ def written(asked: CallbackRule, tensors: Sequence[Shape], count: int) -> ir.Att
         )
         for tensor, aval in enumerate(tensors)
     ]
-    own = [n for n in range(len(asked.sizes), len(sizes)) if sizes[n] > 1]
     return sdy.OpShardingRuleAttr.get(
         sizes,
         mappings[:count],
         mappings[count:],
-        sorted(asked.reduction),
-        own,
+        [n for n, factor in enumerate(asked.factors) if factor.is_sum],
+        [n for n in range(shared, len(sizes)) if sizes[n] > 1],
         is_custom=True,
     )

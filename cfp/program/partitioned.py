@@ -54,7 +54,7 @@ from cfp.program.asked import (
 from cfp.program.graph import PARTITIONED, Spec, axes_of, inner_flops
 from cfp.program.jaxprs import closed_with, with_equations, with_inner
 from cfp.program.read import read_program
-from cfp.program.rules import Rule, rule_of
+from cfp.program.rules import rule_of
 
 TARGET = "CustomSPMDPartitioning"
 _CONFIG = "backend_config"
@@ -79,7 +79,6 @@ class PartitionedCall:
         callbacks: the op's own.
         asked: the factors that the callbacks keep.
         rule: the same as Shardy writes it.
-        factors: the same as programs have it.
         whole: what it computes, on one device.
         platforms: that it was lowered for.
     """
@@ -88,7 +87,6 @@ class PartitionedCall:
     callbacks: Callbacks
     asked: CallbackRule
     rule: str
-    factors: Rule
     whole: ClosedJaxpr
     platforms: tuple[str, ...]
 
@@ -305,15 +303,13 @@ def _described(
     platforms: tuple[str, ...],
 ) -> PartitionedCall:
     asked = kept_rule(callbacks, factors, mesh)
-    kept = written(asked, callbacks.tensors, len(callbacks.operands))
-    text = str(kept)
+    text = str(written(asked, callbacks.tensors, len(callbacks.operands)))
     inside, flops = _inside(call, platforms)
     parts = (inside, text, asked.locals, asked.refusals, str(callbacks.in_tree))
     digest = hashlib.sha256(repr((*parts, platforms)).encode()).hexdigest()[:24]
     label = re.sub(r"\W", "_", str(call.jaxpr.debug_info.func_name))
     name = f"{_PREFIX}:{label}:{flops}:{digest}"
-    read = rule_of(kept)
-    found = PartitionedCall(name, callbacks, asked, text, read, call, platforms)
+    found = PartitionedCall(name, callbacks, asked, text, call, platforms)
     with _LOCK:
         _CALLS[name] = found
     return found
@@ -463,11 +459,11 @@ def _settled(call: PartitionedCall, mesh: Mesh, given: Sequence[Spec]) -> Dims:
     """Shards all dims of a factor as the first of them that is, and no others."""
     found: Dims = {}
     used: set[str] = set()
-    for group, size in zip(call.asked.groups, call.asked.sizes, strict=True):
-        wanted = (given[tensor][dim] for tensor, dim in group)
+    for factor in call.asked.factors:
+        wanted = (given[tensor][dim] for tensor, dim in factor.places)
         axes = next((names for names in wanted if names), ())
-        ways = int(np.prod([mesh.shape[name] for name in axes]))
-        if axes and not used.intersection(axes) and size % ways == 0:
+        ways = math.prod(mesh.shape[name] for name in axes)
+        if axes and not used.intersection(axes) and factor.size % ways == 0:
             used.update(axes)
-            found.update((place, axes) for place in group)
+            found.update((place, axes) for place in factor.places)
     return found

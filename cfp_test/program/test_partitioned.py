@@ -44,9 +44,13 @@ def calls_of(fn, args, mesh):
     return program, [call for call in found if call is not None]
 
 
+def places_of(call):
+    return tuple(factor.places for factor in call.asked.factors)
+
+
 def groups_of(op, *shapes, sizes=MESHES["x2y2"]):
     _, (call,) = calls_of(lambda *args: op(*args), shapes, make_mesh(sizes))
-    return call.asked.groups, call.asked.refusals
+    return places_of(call), call.asked.refusals
 
 
 # ------------------------------------------------------------------------------ rules
@@ -113,7 +117,7 @@ def test_a_factor_that_is_summed_over():
     )
     x, y = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 4), (4, 6)))
     program, (call,) = calls_of(product, (x, y), make_mesh(MESHES["x2y2"]))
-    assert call.asked.groups == (((0, 0), (2, 0)), ((0, 1), (1, 0)))
+    assert places_of(call) == (((0, 0), (2, 0)), ((0, 1), (1, 0)))
     (op,) = (op for op in program.ops if op.kind == "custom_call")
     assert op.rule is not None
     assert [op.rule.sizes[f] for f in op.rule.reduction] == [4]
@@ -204,7 +208,7 @@ def test_names_tell_arrays_that_a_device_computes_with():
         op.def_partition(partition=partition, sharding_rule="i j -> i j")
         shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
         _, (call,) = calls_of(op, (shape,), make_mesh(MESHES["x4"]))
-        assert call.asked.groups == (((0, 0), (1, 0)),)
+        assert places_of(call) == (((0, 0), (1, 0)),)
         found.add(call.name)
     assert len(found) == 2
 
@@ -488,7 +492,7 @@ def test_rules_of_cudnn_attention(cudnn, heads, bias):
     program, calls = calls_of(attention_step, args, mesh)
     forward, backward = calls
     with_rows, with_heads = ((3, 0),) * (bias == 8), ((3, 1),) * bool(bias)
-    assert forward.asked.groups == (
+    assert places_of(forward) == (
         ((0, 0), (1, 0), (2, 0), *with_rows, (10, 0), (11, 0)),
         ((0, 2), (1, 2), (2, 2), *with_heads, (10, 2), (11, 1)),
     )
@@ -497,7 +501,7 @@ def test_rules_of_cudnn_attention(cudnn, heads, bias):
     rows = ((0, 0), (1, 0), (2, 0), *with_rows, (10, 0), (11, 0), (12, 0), *results)
     results = [(13, 2), (14, 2), (15, 2)] + [(16, 1)] * bool(bias)
     columns = ((0, 2), (1, 2), (2, 2), *with_heads, (10, 1), (11, 2), (12, 2))
-    assert backward.asked.groups == (rows, (*columns, *results))
+    assert places_of(backward) == (rows, (*columns, *results))
     scores = 8 * n * 128 * 128
     assert program_flops(program) == int(3.5 * 2 * scores * (64 + 64))
 

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import jax
 import typer
 
 from cfp import platform as platforms
+from cfp.analysis.dump import segment_records
 from cfp.cli import options as o
 from cfp.cli.options import (
     mode_of,
@@ -38,7 +39,6 @@ from cfp.passes.search import search as search_choices
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.collectives import measure_rates
 from cfp.profiling.key import environment_parts, other_kind
-from cfp.profiling.record import ProfileRecord
 from cfp.profiling.store import ProfileStore, read_export, store_path
 from cfp.profiling.tasks import MeasureOptions
 from cfp.search.requests import Profiles
@@ -47,16 +47,6 @@ from cfp.view import passes
 from cfp.view.console import print_view
 from cfp.view.progress import Display
 from cfp.view.text import print_plan
-
-# Options that go with each mode, by parameter.
-TAKES = {
-    "export": ("workdir",),
-    "imported": ("workdir",),
-    "curves": (
-        *("devices", "mesh", "platform", "workdir", "link", "describe"),
-        *("as_json", "quiet"),
-    ),
-}
 
 
 def export_profiles(given: Any) -> None:
@@ -75,20 +65,14 @@ def export_profiles(given: Any) -> None:
 def import_profiles(given: Any) -> None:
     """Adds measurements of other stores to those stored here."""
     with ProfileStore(store_path(given.workdir)) as store:
+        here = environment_parts(jax.devices())
         for file in given.imported:
             print(f"{store.merge(file)} measurements added from {file}")
-            for line in _list_foreign(read_export(file)):
-                print(line)
+            kinds = Counter(other_kind(one.parts, here) for one in read_export(file))
+            for how, count in kinds.items():
+                if how:
+                    print(f"  {count} of another kind of machine, kept apart: {how}")
         print(f"{len(store)} in {store.path}")
-
-
-def _list_foreign(records: Sequence[ProfileRecord]) -> Iterator[str]:
-    """Yields a line for each other kind of machine among records."""
-    here = environment_parts(jax.devices())
-    found = Counter(other_kind(record.parts, here) for record in records)
-    for how, count in found.items():
-        if how:
-            yield f"  {count} of another kind of machine, kept apart: {how}"
 
 
 def measure_curves(given: Any) -> None:
@@ -119,10 +103,23 @@ def measure_curves(given: Any) -> None:
             print_view(passes.curves_rows(rates, link).table)
 
 
-RUN = {
-    "export": export_profiles,
-    "imported": import_profiles,
-    "curves": measure_curves,
+# Modes of cfp profile, by parameter, with the options that go with each.
+_MODES = {
+    "export": (export_profiles, ("workdir",)),
+    "imported": (import_profiles, ("workdir",)),
+    "curves": (
+        measure_curves,
+        (
+            "devices",
+            "mesh",
+            "platform",
+            "workdir",
+            "link",
+            "describe",
+            "as_json",
+            "quiet",
+        ),
+    ),
 }
 
 
@@ -138,10 +135,11 @@ def analyze(ctx: typer.Context, given: Any) -> None:
     with only_json(given.as_json) as print_json:
         session = open_session(ctx)
         folder = dump_session(session, given.workdir)
+        data = passes.analysis_data(session.analysis, session.seconds)
         if given.as_json:
-            print_json(passes.analysis_data(session.analysis, session.seconds))
+            print_json(data)
             return
-        print_view(lambda b: passes.analysis_view(session.analysis, session.seconds, b))
+        print_view(partial(passes.analysis_view, data))
         if folder is not None:
             print(f"Details: {folder}")
 
@@ -202,8 +200,8 @@ def profile(ctx: typer.Context, given: Any) -> None:
 
     Example: cfp profile --curves --mesh x=4 --link 450
     """
-    of_curves = ("link", "describe")
-    mode = mode_of(ctx, TAKES, {name: "curves" for name in of_curves})
+    modes = {name: takes for name, (_, takes) in _MODES.items()}
+    mode = mode_of(ctx, modes, {"link": "curves", "describe": "curves"})
     if mode is None and given.target is None:
         raise CfpError(
             "Name a step to profile: cfp profile TARGET; or give --export, --import or "
@@ -212,7 +210,7 @@ def profile(ctx: typer.Context, given: Any) -> None:
     if mode in (None, "curves"):
         o.supervise(ctx, given.workdir)
     if mode is not None:
-        RUN[mode](given)
+        _MODES[mode][0](given)
         return
     budget = parse_bytes(given.memory_budget)
     with only_json(given.as_json) as print_json:
@@ -222,11 +220,13 @@ def profile(ctx: typer.Context, given: Any) -> None:
             with open_context(session.mesh, given.workdir, budget, settings) as context:
                 kept = context.store.path
                 found = profile_segments(context, session.analysis, races=False)
+        data = passes.profiles_data(session.analysis, found)
         if given.as_json:
-            print_json(passes.profiles_data(session.analysis, found))
-        else:
-            print_view(lambda b: passes.profiles_view(session.analysis, found, b))
-            print(f"Kept in {kept}")
+            print_json(data)
+            return
+        segments = segment_records(session.analysis)
+        print_view(partial(passes.profiles_view, data, segments))
+        print(f"Kept in {kept}")
 
 
 @o.command(
@@ -272,8 +272,6 @@ def search_stored(
     stored_only = replace(settings, measure=False)
     mesh = session.mesh
     with open_context(mesh, workdir, budget_bytes, stored_only) as context:
-        if not len(context.store):
-            raise _profile_first(f"{context.store.path} holds no measurements yet.")
         profiles = profile_segments(context, analysis)
         _check_complete(profiles)
     with open_context(mesh, workdir, budget_bytes, settings) as context:
@@ -285,15 +283,10 @@ def _check_complete(profiles: Profiles) -> None:
     wanted = {job.key.digest: job for item in profiles.rounds[0] for job in item.jobs}
     missing = [job for key, job in wanted.items() if key not in profiles.records]
     if missing:
-        raise _profile_first(
+        raise CfpError(
             f"{len(missing)} of {len(wanted)} things to measure have not been "
-            f"measured, the first of them {missing[0].label!r}."
+            f"measured, the first of them {missing[0].label!r}.\nRun the profile pass "
+            "(cfp profile) first, with the same target, mesh, --quick, --per-kind, "
+            "--pin and --workdir; or cfp plan, which does all (on virtual CPU devices "
+            "with --measure)."
         )
-
-
-def _profile_first(problem: str) -> CfpError:
-    return CfpError(
-        f"{problem}\nRun the profile pass (cfp profile) first, with the same target, "
-        "mesh, --quick, --per-kind, --pin and --workdir; or cfp plan, which does all "
-        "(on virtual CPU devices with --measure)."
-    )

@@ -92,9 +92,9 @@ def _kernels(
     program = analysis.frame.program
     if not was_searched(program) or not (replacing.attention or choice.kernels):
         return
+    where = dict(analysis.frame.mesh), replacing.platform
 
     def refusal(match: Match, kernel: SegmentKernels) -> str | None:
-        where = (dict(analysis.frame.mesh), replacing.platform)
         way = way_of(program, match, kernel, layout.axes)
         if isinstance(way, str):
             return way
@@ -108,8 +108,8 @@ def _kernels(
     for one in attentions(program).left_alone:
         yield "", short_source(one.source), one.reason
     for segment in analysis.segments:
-        own = choice.kernels_of(segment.index)
-        taken, names = own.attention, [*replacing.attention]
+        own, names = choice.kernels_of(segment.index), [*replacing.attention]
+        taken = own.attention
         preferred = names[: names.index(taken)] if taken in names else names
         for match in attentions(program).among(program, segment.ops):
             source = short_source(match.source)
@@ -120,19 +120,17 @@ def _kernels(
             reasons = {
                 name: refusal(match, replace(own, attention=name)) for name in preferred
             }
-            for name, reason in reasons.items():
-                if reason is not None:
-                    yield name, source, reason
+            yield from ((name, source, why) for name, why in reasons.items() if why)
             if not taken:
                 able = [name for name, reason in reasons.items() if reason is None]
-                yield "", source, _unused(able, failed, segment.kind, problem)
+                options = problem.options[segment.kind] if problem else None
+                yield "", source, _unused(able, failed, options)
 
 
 def _unused(
     able: Sequence[str],
     failed: Mapping[SegmentKernels, str],
-    kind: int,
-    problem: Problem | None,
+    options: Sequence[Option] | None,
 ) -> str:
     """Says why an attention is as it is written that some kernels can compute."""
     if not able:
@@ -141,16 +139,15 @@ def _unused(
         if why := failed.get(SegmentKernels(attention=name)):
             return f"{name} {why.partition(chr(10))[0]}"
     text = f"{' or '.join(able)} can compute it; "
-    if problem is None:
+    if options is None:
         return f"{text}nothing was searched for this plan"
-    times = {True: list[float](), False: list[float]()}
-    for option in problem.options[kind]:
-        is_used = option.candidate.kernels.attention in able
-        times[is_used].append(option.time_ms)
-    if not times[True]:
+    with_it = [o for o in options if o.candidate.kernels.attention in able]
+    if not with_it:
         return f"{text}no strategy was tried with it"
-    without = f", {min(times[False]):.3f} ms without" if times[False] else ""
-    return f"{text}a segment takes {min(times[True]):.3f} ms with it{without}"
+    best_ms = min(one.time_ms for one in with_it)
+    others = [o.time_ms for o in options if o.candidate.kernels.attention not in able]
+    without = f", {min(others):.3f} ms without" if others else ""
+    return f"{text}a segment takes {best_ms:.3f} ms with it{without}"
 
 
 # ----------------------------------------------------------------------------- search
@@ -230,73 +227,63 @@ def worth(
     makes use of are left out.
     """
     plain = plainest(presets(analysis.frame))
-    segments = range(len(analysis.segments))
-    shared = {
-        (analysis.segments[i].kind, segment_candidate(analysis, i, plain).strategies)
-        for i in segments
-    }
+    kinds = [segment.kind for segment in analysis.segments]
+
+    def parts_of(choice: Choice) -> list[tuple[int, SegmentChoice]]:
+        return [
+            (k, segment_candidate(analysis, i, choice)) for i, k in enumerate(kinds)
+        ]
+
+    shared = {(kind, one.strategies) for kind, one in parts_of(plain)}
 
     def goes_without(name: str, kind: int, one: SegmentChoice) -> bool:
         if name == SHARDING:
             return (kind, one.strategies) in shared
         return _OF_SEGMENTS[name](one)
 
-    def is_without(name: str, one: Candidate) -> bool:
-        if name == OPTIONS:
-            return not one.options
-        parts = ((i, segment_candidate(analysis, i, one.choice)) for i in segments)
-        return all(
-            goes_without(name, analysis.segments[i].kind, part) for i, part in parts
-        )
-
     found = []
     for name in (SHARDING, *_OF_SEGMENTS, OPTIONS):
-        without = [ms for one, ms in raced if is_without(name, one)]
-        if without and len(without) < len(raced):
-            best_ms = min(ms for _, ms in raced)
+        without = [
+            ms
+            for one, ms in raced
+            if (
+                not one.options
+                if name == OPTIONS
+                else all(goes_without(name, *part) for part in parts_of(one.choice))
+            )
+        ]
+        times = None
+        is_measured = 0 < len(without) < len(raced)
+        if is_measured:
+            times = min(ms for _, ms in raced), min(without)
+        elif name != OPTIONS:
+            kept = [
+                [i for i, o in enumerate(row) if goes_without(name, kind, o.candidate)]
+                for kind, row in enumerate(problem.options)
+            ]
+            times = _predicted(problem, kept)
+        if times is not None:
             found.append(
                 WorthFigures(
                     name=name,
-                    with_ms=best_ms,
-                    without_ms=min(without),
-                    is_measured=True,
+                    with_ms=times[0],
+                    without_ms=times[1],
+                    is_measured=is_measured,
                 )
             )
-        elif name != OPTIONS:
-            kept = [
-                [
-                    place
-                    for place, one in enumerate(options)
-                    if goes_without(name, kind, one.candidate)
-                ]
-                for kind, options in enumerate(problem.options)
-            ]
-            found += _predicted(problem, name, kept)
     return tuple(found)
 
 
 def _predicted(
-    problem: Problem, name: str, kept: Sequence[Sequence[int]]
-) -> list[WorthFigures]:
-    """Predicts the gain of what some options make use of.
-
-    Args:
-        kept: for each kind of segment the options that go without it.
-    """
+    problem: Problem, kept: Sequence[Sequence[int]]
+) -> tuple[float, float | None] | None:
+    """The best predicted times with all options, and with those that are kept."""
     if [*map(len, kept)] == [*map(len, problem.options)]:
-        return []
-    best = solve(problem)
-    if best is None:
-        return []
+        return None
+    if (best := solve(problem)) is None:
+        return None
     without = solve(problem.among(kept)) if all(kept) else None
-    return [
-        WorthFigures(
-            name=name,
-            with_ms=best.cost_ms,
-            without_ms=without and without.cost_ms,
-            is_measured=False,
-        )
-    ]
+    return best.cost_ms, without and without.cost_ms
 
 
 # ----------------------------------------------------- names and words for choices

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import RenderableType
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.dump import opaque_lines, opaque_ops, segment_records
+from cfp.analysis.dump import opaque_lines, segment_records
 from cfp.analysis.layout import Choice, lay_out, program_flops
 from cfp.analysis.segments import Segment
 from cfp.analysis.storage import spec_ways
@@ -20,7 +20,7 @@ from cfp.printable import counted
 from cfp.profiling.rates import Rates, sent_share
 from cfp.search.requests import Profiles
 from cfp.units import format_bytes, format_flops
-from cfp.view.console import Row, Rows, sheet
+from cfp.view.console import Row, Rows, row_of, sheet
 from cfp.view.words import STRATEGIES
 
 _MOST_OPAQUE = 5
@@ -46,45 +46,8 @@ def search_space(analysis: Analysis, segment: Segment) -> list[int]:
     ]
 
 
-def _members(analysis: Analysis, kind: int) -> str:
-    return ", ".join(str(s.index) for s in analysis.segments if s.kind == kind)
-
-
-def analysis_view(
-    analysis: Analysis, seconds: float, border: box.Box
-) -> RenderableType:
-    """Kinds of segments, the blocks of each, and the ops that cannot be sharded."""
-    frame, program = analysis.frame, analysis.frame.program
-    head = (
-        f"{counted(len(program.ops), 'op', 'ops')}, "
-        f"{counted(len(frame.blocks), 'block', 'blocks')}, "
-        f"{counted(len(analysis.segments), 'segment', 'segments')} of "
-        f"{counted(len(analysis.representatives), 'kind', 'kinds')}, "
-        f"{format_flops(program_flops(program))} per step; analysed in {seconds:.2f} s"
-    )
-    rows = []
-    for kind, index in enumerate(analysis.representatives):
-        segment = analysis.segments[index]
-        first = str(kind), _members(analysis, kind)
-        sizes = search_space(analysis, segment)
-        for b, size in zip(segment.blocks, sizes, strict=True):
-            block = frame.blocks[b]
-            op = op_text(program, program.ops[block.anchor])
-            ends = b == segment.blocks[-1]
-            rows.append(Row(cells=(*first, block.name, op, str(size)), ends=ends))
-            first = "", ""
-    headings = ("kind", "segments", "block", "operation", "strategies")
-    opaque = [*opaque_lines(program)] if opaque_ops(program) else []
-    lines = opaque[: _MOST_OPAQUE + 1]
-    if len(opaque) > _MOST_OPAQUE + 1:
-        lines.append(f"and {len(opaque) - _MOST_OPAQUE - 1} more")
-    return sheet(
-        border, head, [Rows(title="Segments", headings=headings, rows=rows)], lines
-    )
-
-
 def analysis_data(analysis: Analysis, seconds: float) -> dict[str, Any]:
-    """The same as plain data."""
+    """Kinds of segments, the blocks of each, and the ops that cannot be sharded."""
     program = analysis.frame.program
     return {
         "ops": len(program.ops),
@@ -103,32 +66,42 @@ def analysis_data(analysis: Analysis, seconds: float) -> dict[str, Any]:
     }
 
 
-def profiles_view(
-    analysis: Analysis, profiles: Profiles, border: box.Box
-) -> RenderableType:
-    """For each kind of segment what was measured, the best and the worst."""
-    rows, records = [], profiles.records
-    for kind in range(len(analysis.representatives)):
-        mine = (w for w in profiles.requests if w.kind == kind)
-        known = [w for w in mine if w.outcome(records) is not None]
-        times = [w.alone_ms(records) for w in known if w.is_measured(records)]
-        counts = str(len(times)), str(len(known) - len(times))
-        ends = [f"{most(times):.3f} ms" if times else "-" for most in (min, max)]
-        rows.append(Row(cells=(str(kind), _members(analysis, kind), *counts, *ends)))
-    headings = ("kind", "segments", "measured", "failed", "best", "worst")
-    counts = profiles.counts
-    line = (
-        f"{counted(counts['strategies_measured'], *STRATEGIES)} measured, "
-        f"{counts['strategies_cached']} from the cache, "
-        f"{counts['strategies_failed']} failed; {counts['profile_seconds']:.1f} s"
+def analysis_view(data: dict[str, Any], border: box.Box) -> RenderableType:
+    """The same as a table of the blocks of each kind of segment."""
+    blocks, segments, opaque = data["blocks"], data["segments"], data["opaque_ops"]
+    kinds = [one for one in segments if one["representative"]]
+    head = (
+        f"{counted(data['ops'], 'op', 'ops')}, "
+        f"{counted(len(blocks), 'block', 'blocks')}, "
+        f"{counted(len(segments), 'segment', 'segments')} of "
+        f"{counted(len(kinds), 'kind', 'kinds')}, {format_flops(data['flops'])} per "
+        f"step; analysed in {data['seconds']:.2f} s"
     )
+    rows = []
+    for one in kinds:
+        first = str(one["kind"]), _members(segments, one["kind"])
+        start, end = one["blocks"]
+        for block, count in zip(blocks[start:end], one["strategies"], strict=True):
+            cells = (*first, block["name"], block["op"], str(count))
+            rows.append(Row(cells=cells, ends=block is blocks[end - 1]))
+            first = "", ""
+    headings = ("kind", "segments", "block", "operation", "strategies")
+    lines = opaque[:_MOST_OPAQUE]
+    if opaque:
+        lines.insert(0, f"{len(opaque)} ops have no sharding rule and run replicated")
+    if (more := len(opaque) - _MOST_OPAQUE) > 0:
+        lines.append(f"and {more} more")
     return sheet(
-        border, "", [Rows(title="Profiles", headings=headings, rows=rows)], [line]
+        border, head, [Rows(title="Segments", headings=headings, rows=rows)], lines
     )
+
+
+def _members(segments: list[dict[str, Any]], kind: int) -> str:
+    return ", ".join(str(one["index"]) for one in segments if one["kind"] == kind)
 
 
 def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
-    """All records as plain data; strategies are numbers in each block's own list."""
+    """All records; strategies are numbers in each block's own list."""
     found, records = [], profiles.records
     for wanted in profiles.requests:
         segment = analysis.segments[analysis.representatives[wanted.kind]]
@@ -159,6 +132,28 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
     }
 
 
+def profiles_view(
+    data: dict[str, Any], segments: list[dict[str, Any]], border: box.Box
+) -> RenderableType:
+    """The same for each kind of segment: what was measured, the best and the worst."""
+    rows = []
+    for kind in sorted({one["kind"] for one in segments}):
+        mine = [one for one in data["profiles"] if one["kind"] == kind]
+        times = [one["time_ms"] for one in mine if one["time_ms"] is not None]
+        missing = sum(one["status"] == "missing" for one in mine)
+        counts = str(len(times)), str(len(mine) - len(times) - missing)
+        ends = [f"{most(times):.3f} ms" if times else "-" for most in (min, max)]
+        rows.append(row_of(str(kind), _members(segments, kind), *counts, *ends))
+    headings = ("kind", "segments", "measured", "failed", "best", "worst")
+    line = (
+        f"{counted(data['measured'], *STRATEGIES)} measured, {data['cached']} from the "
+        f"cache, {data['failed']} failed; {data['seconds']:.1f} s"
+    )
+    return sheet(
+        border, "", [Rows(title="Profiles", headings=headings, rows=rows)], [line]
+    )
+
+
 def presets_data(
     analysis: Analysis, presets: Mapping[str, Choice]
 ) -> list[dict[str, Any]]:
@@ -187,7 +182,7 @@ def presets_rows(found: list[dict[str, Any]]) -> Rows:
         sent = sorted(item["collective_bytes"].items(), key=lambda pair: -pair[1])
         sends = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sent) or "-"
         held = format_bytes(item["argument_bytes"])
-        rows.append(Row(cells=(item["name"], held, sends)))
+        rows.append(row_of(item["name"], held, sends))
     headings = ("name", "arguments per device", "collectives in a step")
     return Rows(title="Presets", headings=headings, rows=rows)
 
@@ -229,11 +224,8 @@ def curves_rows(rates: Rates, link_gb_per_s: float | None) -> Rows:
     rows = []
     for point in curve_points(rates):
         sent = point["sent_gb_per_s"]
-        cells = [point["kind"], ",".join(point["axes"])]
-        cells += [format_bytes(point["size_bytes"]), f"{point['time_ms']:.4f}"]
-        cells += [
-            f"{sent:.1f}",
-            f"{sent / link_gb_per_s:.0%}" if link_gb_per_s else "-",
-        ]
-        rows.append(Row(cells=tuple(cells)))
+        share = f"{sent / link_gb_per_s:.0%}" if link_gb_per_s else "-"
+        cells = (format_bytes(point["size_bytes"]), f"{point['time_ms']:.4f}")
+        axes = ",".join(point["axes"])
+        rows.append(row_of(point["kind"], axes, *cells, f"{sent:.1f}", share))
     return Rows(title="Collectives", headings=headings, rows=rows).filled()

@@ -15,7 +15,6 @@ from cfp.plan.figures import (
     LeftFigures,
     WorthFigures,
 )
-from cfp.plan.parts import INDIVISIBLE, NOT_CHOSEN
 from cfp.plan.plan import Plan
 from cfp.printable import counted, merged_alike
 from cfp.program.fp8 import TAKEN
@@ -57,29 +56,21 @@ def _unmeasured(plan: Plan) -> Values:
     return counted(count, *words.STRATEGIES) if count else ()
 
 
-def _is_whole(plan: Plan) -> bool:
+def _nothing_sharded(plan: Plan) -> Values:
+    """The part that runs in full, the number of devices, and data parallel times."""
     devices = prod(size for _, size in plan.mesh_axes)
-    return devices > 1 and bool(plan.arg_specs) and not words.is_sharded(plan)
-
-
-def _no_faster(plan: Plan) -> tuple[str, ...]:
-    devices = prod(size for _, size in plan.mesh_axes)
+    what = "all blocks run whole on each device"
+    if devices > 1 and plan.arg_specs and not words.is_sharded(plan):
+        what = "nothing is sharded"
+    elif not words.runs_whole(plan):
+        return ()
     others = [
         f" (the best with all blocks data parallel: {one.without_ms:.3f} ms, this one "
         f"{one.with_ms:.3f}, {'measured' if one.is_measured else 'predicted'})"
         for one in _worth(plan)
         if one.name == Dimension.SHARDING and one.without_ms is not None
     ]
-    return str(devices), "".join(others)
-
-
-def _nothing_sharded(plan: Plan) -> Values:
-    return _no_faster(plan) if _is_whole(plan) else ()
-
-
-def _all_whole(plan: Plan) -> Values:
-    is_so = words.runs_whole(plan) and not _is_whole(plan)
-    return _no_faster(plan) if is_so else ()
+    return what, str(devices), "".join(others)
 
 
 def _mostly_launches(plan: Plan) -> Values:
@@ -134,12 +125,6 @@ def _in_host(plan: Plan) -> Values:
         parts.append(f"the fastest that does not fit: {unfit_ms:.3f} ms, predicted")
     names = few(merged_alike([plan.arg_names[i] for i, _ in plan.in_host]))
     return f"{'; '.join(parts)} ({names})"
-
-
-def _foreign(plan: Plan) -> Values:
-    kernels = [text for text in plan.replicated_ops if text.startswith("custom_")]
-    unexplained = [o for o in kernels if INDIVISIBLE not in o and NOT_CHOSEN not in o]
-    return few(unexplained)
 
 
 _PLURALS = {"attention": "attentions"}
@@ -242,8 +227,6 @@ def _crossing(plan: Plan) -> Values:
     return (across, *texts) if across else ()
 
 
-_SLOW = "{} devices are no faster than one for this step{}"
-_INSTEAD = "use one, or a larger batch"
 _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (unplanned_text, "{}"),
     (
@@ -253,13 +236,8 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     ),
     (
         _nothing_sharded,
-        f"nothing is sharded: {_SLOW}, and every device runs in full what one would: "
-        f"{_INSTEAD}",
-    ),
-    (
-        _all_whole,
-        "all blocks run whole on each device: but for the update of what is stored in "
-        f"parts, {_SLOW}: {_INSTEAD}",
+        "{}: {} devices are no faster than one for this step{}: use one, or a larger "
+        "batch",
     ),
     (_crossing, "goes from host to host: {}, {}; {} stay within hosts"),
     (
@@ -292,12 +270,8 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     ),
     (
         lambda plan: few(plan.replicated_ops),
-        "every device runs in full, with its share of all bytes made: {}",
-    ),
-    (
-        _foreign,
-        "whole, since they bring no rule: {}; custom_partitioning with sharding_rule=, "
-        "or shard_map, shards a kernel: see docs/performance.md",
+        "every device runs in full, with its share of all bytes made: {} (kernels: see "
+        "docs/performance.md)",
     ),
     (
         lambda plan: few(plan.figures.kernels) if plan.figures else (),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
+from operator import itemgetter
 
-from cfp.plan.figures import VariantFigures
 from cfp.plan.parts import MoveFigure, PlanRow, PlanSegment, TensorFigure, roles_text
 from cfp.plan.plan import Plan
 from cfp.printable import counted, merged_name, span_text
@@ -17,7 +17,7 @@ from cfp.race.programs import RaceRow
 from cfp.settings import ALIKE
 from cfp.units import format_bytes
 from cfp.view import words
-from cfp.view.console import Row, Rows, row_of
+from cfp.view.console import Rows, row_of
 
 _SIZE = re.compile(r" [\d.]+ (B|[KMG]iB)")
 # With fewer samples nothing is said of their spread.
@@ -172,27 +172,21 @@ def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
     """The blocks, those of segments that are alike once."""
     rows = []
     for segment in segments:
-        count, time = len(segment.indices), ms_text(segment.time_ms, ".3g")
-        first, times = span_text([*segment.indices]), ""
-        if count > 1:
-            first += f" ({count} x)"
-            times = f"{count} x " * (segment.time_ms is not None)
-        cells = [
-            (b.path, b.sharded, b.collectives)
-            for b in segment.blocks
-            if not b.row.updates
-        ]
+        count, time_ms = len(segment.indices), segment.time_ms
+        first = span_text([*segment.indices]) + f" ({count} x)" * (count > 1)
+        times = f"{count} x " * (count > 1 and time_ms is not None)
+        plain = [block for block in segment.blocks if not block.row.updates]
+        cells = [(one.path, one.sharded, one.collectives) for one in plain]
         if updates := [block for block in segment.blocks if block.row.updates]:
             cells.append(update_texts(updates))
-        made, ends = [], (segment.parameters, times + time)
+        made, last = [], (segment.parameters, times + ms_text(time_ms, ".3g"))
         for (path, sharded, moved), alike in groupby(cells):
             same = len([*alike])
             path += f" ({same} blocks)" * (same > 1)
-            made.append((first, path, sharded, ends[0], moved, ends[1]))
-            first, ends = "", ("", "")
-        rows += [Row(cells=one) for one in made[:-1]]
-        total_ms = count * segment.time_ms if segment.time_ms is not None else None
-        rows += [Row(cells=one, ends=segment.ends, bar=total_ms) for one in made[-1:]]
+            made.append(row_of(first, path, sharded, last[0], moved, last[1]))
+            first, last = "", ("", "")
+        total_ms = count * time_ms if time_ms is not None else None
+        rows += [*made[:-1], replace(made[-1], ends=segment.ends, bar=total_ms)]
     headings = ("segment", "block", "sharded", "parameters", "collectives that follow")
     return Rows(title="Blocks", headings=(*headings, "segment ms"), rows=rows)
 
@@ -204,14 +198,14 @@ def merged_moves(moves: Iterable[MoveFigure]) -> tuple[MoveFigure, ...]:
         groups.setdefault((move.kind, move.axes), []).append(move)
     found = []
     for (kind, axes), alike in groups.items():
-        times = [move.time_ms for move in alike if move.time_ms is not None]
+        times = [move.time_ms for move in alike]
         found.append(
             MoveFigure(
                 kind=kind,
                 axes=axes,
                 count=sum(move.count for move in alike),
                 total_bytes=sum(move.total_bytes for move in alike),
-                time_ms=sum(times) if len(times) == len(alike) else None,
+                time_ms=None if None in times else sum(filter(None, times)),
             )
         )
     return tuple(sorted(found, key=lambda move: (-move.total_bytes, move.kind)))
@@ -266,14 +260,11 @@ def candidates_of(plan: Plan) -> tuple[CandidateView, ...]:
 
 def chosen_text(plan: Plan) -> str:
     """Says how a plan was chosen: by a race, by prediction or by name."""
-    ran = [
-        one
-        for one in candidates_of(plan)
-        if one.row.time_ms is not None and not one.row.note
-    ]
+    every = candidates_of(plan)
+    ran = [o for o in every if o.row.time_ms is not None and not o.row.note]
     own = next((one for one in ran if one.won), None)
-    same = f", the same program as {' and '.join(own.others)}" if own else ""
-    same *= own is not None and bool(own.others)
+    twins = own.others if own else ()
+    same = f", the same program as {' and '.join(twins)}" if twins else ""
     some_over = any(row.note and row.time_ms is not None for row in plan.race)
     if len(ran) > 1:
         rival = next(one for one in ran if not one.won)
@@ -340,21 +331,22 @@ def race_rows(plan: Plan) -> Rows:
 def variants_rows(plan: Plan) -> Rows:
     """The meshes and microbatches that a plan was chosen among."""
     figures = plan.figures
-
-    def place(one: VariantFigures) -> tuple[float, float]:
-        times = (one.step_ms, one.estimated_ms)
-        first, second = (float("inf") if ms is None else ms for ms in times)
-        return first, second
-
-    every = sorted(figures.variants, key=place) if figures else []
+    every = figures.variants if figures else ()
+    times = [one.estimated_ms if one.step_ms is None else one.step_ms for one in every]
+    places = [
+        (one.step_ms is None, ms is None, ms or 0.0)
+        for one, ms in zip(every, times, strict=True)
+    ]
     rows = [
         row_of(
             *("*" if one.taken else "", one.name, ms_text(one.estimated_ms)),
             *(ms_text(one.step_ms), one.note),
             won=one.taken,
-            bar=one.estimated_ms if one.step_ms is None else one.step_ms,
+            bar=ms,
         )
-        for one in every
+        for _, ms, one in sorted(
+            zip(places, times, every, strict=True), key=itemgetter(0)
+        )
     ]
     headings = (" ", "variant", "estimated before ms", "step ms", "note")
     alone = "Step times: of each plan's own race or prediction."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -26,19 +25,14 @@ class Throughput:
     """Rates of a step's computation.
 
     Attributes:
-        model_tflop: of one step, as the program has them; rematerialized ones of the
-            step or the plan do not count.
-        uncounted_loops: number of loops of unknown length, of which one iteration is
-            counted.
+        model_tflop: of one step, without what the step or the plan rematerializes.
+        uncounted_loops: loops of unknown length, of which one iteration is counted.
         step_ms: the time that the rates are of: measured if there is one.
-        tflop_per_s: of each device, by its share of the model, or all of it; None
-            where loops are not counted in full.
+        tflop_per_s: of each device; None if loops are not counted in full.
         runs_whole: whether all devices compute the same.
         rate_share: of the devices' nominal matrix rates, by the types of the products;
-            None for kinds that are not shipped, and for products of float32 that are
-            not computed in TF32, and where there is no rate.
-        rate_dtypes: the types that these rates are of: "bfloat16", "float32 (TF32)" or
-            both; "" where there is no share.
+            None for kinds that are not shipped, and float32 that is not TF32.
+        rate_dtypes: the types that these rates are of, such as "float32 (TF32)".
         tokens_per_s: None where the batch does not show tokens.
         samples_per_s: None where it does, or the batch is not known.
     """
@@ -60,9 +54,9 @@ class Throughput:
             unknown = f"{loops} whose length the program does not say"
             parts = [f"{flop} with one iteration of {unknown}"]
         else:
-            same = "on each of the devices, which all compute the same"
-            rate = f"{format_flops(1e12 * self.tflop_per_s)}/s "
-            rate += same if self.runs_whole else "on each device"
+            same = " of the devices, which all compute the same" * self.runs_whole
+            where = f"on each{same or ' device'}"
+            rate = f"{format_flops(1e12 * self.tflop_per_s)}/s {where}"
             if self.rate_share is not None:
                 small = self.rate_share <= 5e-4
                 percent = "under 0.1%" if small else f"{self.rate_share:.1%}"
@@ -87,8 +81,7 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
     seconds, is_whole = step_ms / 1e3, runs_whole(plan)
     devices = 1 if is_whole else prod(size for _, size in plan.mesh_axes)
     rate = flops / seconds / devices / 1e12
-    tokens = search.get("batch_tokens")
-    samples = search.get("batch_samples") if tokens is None else None
+    tokens, samples = search.get("batch_tokens"), search.get("batch_samples")
     loops = round(search.get("uncounted_loops", 0.0))
     share, dtypes = (None, "") if loops else _share_of_rate(plan, rate)
     return Throughput(
@@ -99,30 +92,24 @@ def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
         runs_whole=is_whole,
         rate_share=share,
         rate_dtypes=dtypes,
-        tokens_per_s=None if tokens is None else tokens / seconds,
-        samples_per_s=None if samples is None else samples / seconds,
+        tokens_per_s=tokens and tokens / seconds,
+        samples_per_s=samples / seconds if samples and tokens is None else None,
     )
 
 
 def _share_of_rate(plan: Plan, tflop_per_s: float) -> tuple[float | None, str]:
     """The share of a device's nominal rate, and the types of products it is of."""
-    kind = kind_of(plan.environment.get("device_kind", ""))
-    narrow = plan.search.get("narrow_share", 0.0)
+    environment, narrow = plan.environment, plan.search.get("narrow_share", 0.0)
+    kind = kind_of(environment.get("device_kind", ""))
     shares = {"bfloat16": narrow, "float32": 1.0 - narrow}
     used = {dtype: part for dtype, part in shares.items() if part > 0}
-    if kind is None or ("float32" in used and not _is_tf32(plan.environment)):
+    # In JAX's default precision: what a product asks for itself is not seen.
+    is_tf32 = environment.get("matmul_precision", "None") in _TF32
+    is_tf32 &= "NVIDIA_TF32_OVERRIDE=0" not in environment.get("cuda", "")
+    if kind is None or ("float32" in used and not is_tf32):
         return None, ""
     share = sum(
         part * tflop_per_s / kind.specified(f"{dtype}_tflop_per_s")
         for dtype, part in used.items()
     )
     return share, " and ".join(_RATES.get(dtype, dtype) for dtype in used)
-
-
-def _is_tf32(environment: Mapping[str, str]) -> bool:
-    """True if products of float32 are in TF32 with what a plan was made with.
-
-    That is JAX's default precision: what a product asks for itself is not seen.
-    """
-    is_off = "NVIDIA_TF32_OVERRIDE=0" in environment.get("cuda", "")
-    return environment.get("matmul_precision", "None") in _TF32 and not is_off

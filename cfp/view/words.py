@@ -145,10 +145,6 @@ def figure_texts(plan: Plan) -> list[str]:
     parts = []
     if plan.measured_ms is not None:
         parts.append(_measured_text(plan, plan.measured_ms))
-        figures = plan.figures
-        for one in figures.variants if figures and figures.variants_raced else ():
-            if one.taken and one.step_ms is not None:
-                parts.append(f"{one.step_ms:.3f} ms in the race of the variants")
     if plan.predicted_ms is not None:
         parts.append(f"{plan.predicted_ms:.3f} ms {_predicted_how(plan)}")
     return [*parts, *filter(None, [memory_text(plan)])]

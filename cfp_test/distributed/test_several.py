@@ -128,7 +128,7 @@ def message(ended: Ended) -> str:
 
 def silent(text: str, process: int) -> bool:
     """Returns True if a text says that a process gave no sign of life any more."""
-    ours = f"Process {process} of 2 does not answer"
+    ours = f"Process {process} of 2 has not answered"
     return ours in text or bool(
         re.search(rf"stopped sending heartbeats\):\s+{process}\b", text)
         or f"Task {process} heartbeat timeout" in text

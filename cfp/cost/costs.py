@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -73,7 +73,7 @@ class Costs:
 
     Attributes:
         fixed_bytes: what arguments and results that are no state take on each device.
-        fixed_ms: estimated time of regions that the user sharded by hand.
+        fixed_ms: estimated time of regions sharded by hand; 0 if these are measured.
     """
 
     def __init__(
@@ -85,25 +85,19 @@ class Costs:
         measured: bool = True,
     ) -> None:
         self.analysis, self.rates, self._measured = analysis, rates, measured
-        program = analysis.frame.program
         arguments, self._new_fixed_bytes = fixed_bytes(analysis)
         self._copied = copied_results(analysis.frame)
         self.fixed_bytes = arguments + self._new_fixed_bytes
         self._results = results_beside(analysis.frame)
         self._renewed = set(self._results.values())
         self._terms = Terms(analysis.frame, rates)
-        self.fixed_ms = sum(map(self._terms.manual_ms, program.ops))
-        # Candidates by number, those laid out alike once: their hashes take time.
-        self._numbers: dict[SegmentChoice, int] = {}
-        self._plain: list[SegmentChoice] = []
+        by_hand = () if measured else analysis.frame.program.ops
+        self.fixed_ms = sum(map(self._terms.manual_ms, by_hand))
         self._kinds = [analysis.segments[i] for i in analysis.representatives]
-        self._able = [
-            may_rematerialize and can_rematerialize(analysis.frame, one)
-            for one in self._kinds
-        ]
-        self._laid_out = cache(lambda i, n: layout_of(analysis, {i: self._plain[n]}))
+        frame, may = analysis.frame, may_rematerialize
+        self._able = [may and can_rematerialize(frame, one) for one in self._kinds]
+        self._laid_out = cache(lambda i, plain: layout_of(analysis, {i: plain}))
         self._steps = cache(self._find_steps)
-        self._pass_ms = cache(self._find_pass_ms)
         self.least_bytes = cache(self._least_bytes)
 
     def can_rematerialize(self, kind: int) -> bool:
@@ -171,7 +165,8 @@ class Costs:
             spec = layout.read_spec(v) or _updating_spec(layout, v)
             return round(shares.get(v, 1.0) * value_bytes(layout, v, spec))
 
-        spans, steps = self._steps(kind, any(_in_chunks(way) for _, way in sites))
+        scores = {KERNELS[way.implementation].scores for _, way in sites}
+        spans, steps = self._steps(kind, ScoreMemory.CHUNKS in scores)
         needed = peak_bytes(steps, size_of)
         return max(0, needed - self.least_bytes(kind, candidate.plain).residual_bytes)
 
@@ -191,7 +186,8 @@ class Costs:
         """Computes the memory during an attention, besides its results."""
         sizes = dict(self.analysis.frame.mesh)
         for match, way in sites:
-            if match.op == span.match and _in_chunks(way):
+            is_chunked = KERNELS[way.implementation].scores is ScoreMemory.CHUNKS
+            if match.op == span.match and is_chunked:
                 needed = working_bytes(match.problem, way, sizes, span.is_backward)
                 if span.is_backward:
                     [made] = (x.one.makes for x in match.passes if x.one.is_backward)
@@ -248,18 +244,25 @@ class Costs:
         after: Iterable[SegmentChoice],
     ) -> list[list[float]]:
         """``[choice][choice]`` milliseconds between two segments, there and back."""
-        rows, columns = [*map(self._number, before)], [*map(self._number, after)]
-        return [[self._pass_ms(left, right, m, n) for n in columns] for m in rows]
+        passing = self.analysis.passing
+        ahead, back = passing.get((left, right), ()), passing.get((right, left), ())
 
-    def _number(self, candidate: SegmentChoice) -> int:
-        number = self._numbers.setdefault(candidate.plain, len(self._plain))
-        if number == len(self._plain):
-            self._plain.append(candidate.plain)
-        return number
+        def laid_out(index: int, of: Iterable[SegmentChoice]) -> list[Layout]:
+            """One layout for all choices that shard alike what passes."""
+            every, first = (self._laid_out(index, o.plain) for o in of), {}
+            return [first.setdefault(self._ends(o, (*ahead, *back)), o) for o in every]
+
+        pass_ms = cache(
+            lambda here, there: (
+                self._one_way_ms(here, there, ahead)
+                + self._one_way_ms(there, here, back)
+            )
+        )
+        rows, columns = laid_out(left, before), laid_out(right, after)
+        return [[pass_ms(here, there) for there in columns] for here in rows]
 
     def _layout(self, kind: int, candidate: SegmentChoice) -> Layout:
-        index = self.analysis.representatives[kind]
-        return self._laid_out(index, self._number(candidate))
+        return self._laid_out(self.analysis.representatives[kind], candidate.plain)
 
     def _find_steps(self, kind: int, in_chunks: bool) -> tuple[list[Span], list[Step]]:
         frame, ops = self.analysis.frame, self._kinds[kind].ops
@@ -269,12 +272,6 @@ class Costs:
                 spans += spans_of(program, match)
         places = [(one.first, one.last) for one in spans]
         return spans, steps_of(program, ops, residuals(frame, ops), places)
-
-    def _find_pass_ms(self, left: int, right: int, m: int, n: int) -> float:
-        here, there = self._laid_out(left, m), self._laid_out(right, n)
-        passing = self.analysis.passing
-        ahead = self._one_way_ms(here, there, passing.get((left, right), ()))
-        return ahead + self._one_way_ms(there, here, passing.get((right, left), ()))
 
     def _one_way_ms(
         self, maker: Layout, reader: Layout, values: Sequence[int]
@@ -305,6 +302,13 @@ class Costs:
             total += turns * self._terms.transition_ms(size, have, (), want)
         return total
 
+    def _ends(self, one: Layout, values: Sequence[int]) -> Hashable:
+        """Shardings of values in a segment: all that their resharding depends on."""
+        program = self.analysis.frame.program
+        own = (v for v in values if program.values[v].producer in one.axes)
+        specs = ((one.spec(v), one.read_spec(v), _wanted(one, v)) for v in values)
+        return tuple(specs), tuple(self._made(one, v) for v in own)
+
     def _made(self, maker: Layout, v: int) -> Made:
         """Returns how a segment hands on a gradient: where it is measured, summed."""
         op = maker.frame.program.ops[maker.frame.program.values[v].producer]
@@ -313,10 +317,6 @@ class Costs:
         natural = maker.natural_spec(op, op.results.index(v))
         assert natural is not None, "the segment lays out its ops"
         return natural, maker.unreduced(op)
-
-
-def _in_chunks(way: Way) -> bool:
-    return KERNELS[way.implementation].scores is ScoreMemory.CHUNKS
 
 
 def _updating_spec(layout: Layout, v: int) -> Spec | None:

@@ -7,7 +7,7 @@ there are results of heavy ops, what heavy ops read, and what enters from outsid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from math import ceil
 
 from cfp.analysis.analyze import Analysis
@@ -19,13 +19,14 @@ from cfp.attention.matching.functions import Way
 from cfp.attention.matching.matches import Match, attentions, keeps_scores, way_of
 from cfp.cost.fusion import uses_through
 from cfp.presets.presets import data_parallel
-from cfp.program.graph import Program
+from cfp.program.graph import Program, searched_once
 from cfp.program.rematerialize import CHEAP, makeable, rematerializable
 
 # Of these the reader reads the tensor itself.
 _MOVING = frozenset({"convert", "reshape", "transpose"})
 
 
+@searched_once
 def turning_point(frame: Frame) -> int:
     """The id of the first op of the backward pass; behind all ops if there is none."""
     derived = [m.op for b in frame.blocks for m in b.members if m.derived]
@@ -44,14 +45,15 @@ def can_rematerialize(frame: Frame, segment: Segment) -> bool:
 
 def residuals_under(
     layout: Layout, segment: Segment, remat: bool, kernels: SegmentKernels
-) -> set[int]:
+) -> Set[int]:
     """Values that a segment keeps for the backward pass under a choice."""
     return residuals(layout.frame, segment.ops, remat) - values_eliminated_by_kernel(
         layout, segment.ops, kernels
     )
 
 
-def residuals(frame: Frame, ops: Sequence[int], remat: bool = False) -> set[int]:
+@searched_once
+def residuals(frame: Frame, ops: tuple[int, ...], remat: bool = False) -> Set[int]:
     """Values that some ops keep from the forward to the backward pass.
 
     Args:

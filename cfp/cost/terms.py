@@ -120,9 +120,7 @@ class Terms:
         """The same of one op under one sharding."""
         program = self.frame.program
         op = program.ops[op_id]
-        rule = op.rule
-        assert rule is not None
-        sizes = dict(self.frame.mesh)
+        rule, sizes = op.known_rule, self._sizes
         unreduced = reduced_axes(rule, axes)
         makes = {
             self.same(v): (tensor_spec(rule, dims, axes, sizes), unreduced)
@@ -138,8 +136,7 @@ class Terms:
 
     def compute_ms(self, op: Op, axes: FactorAxes) -> tuple[float, float]:
         """Time as a contraction, and of what else waits for memory."""
-        rule, program = op.rule, self.frame.program
-        assert rule is not None
+        rule, program = op.known_rule, self.frame.program
         share = self._share(rule, axes)
         if is_contraction(op):
             flops = op_flops(program, op) / op.repeat * share

@@ -18,7 +18,7 @@ from cfp.profiling.collectives import measure_rates
 from cfp.profiling.measurer import Measurer
 from cfp.profiling.rates import Rates
 from cfp.search.choices import estimate_among, leading_presets, preset_times
-from cfp.search.expected import build_problem, estimate_options
+from cfp.search.expected import estimate_options
 from cfp.search.guided import measure_candidates
 from cfp.search.requests import (
     UNMEASURED_STRATEGIES,
@@ -206,10 +206,8 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
     """Estimates what the best choice for a program takes; of it nothing runs."""
     started = time.perf_counter()
     profiles = _estimated(context, analysis, started, context.budget_bytes)
-    may = Dimension.REMAT in context.rules.dimensions
-    costs = Costs(analysis, profiles.rates, may, measured=False)
-    options, budget = profiles.estimated, context.budget_bytes
-    problem = build_problem(costs, options, budget, fixed_ms=costs.fixed_ms)
+    problem = profiles.problem
+    assert problem is not None, "estimates decide"
     best = solve(problem)
     found = best or leanest(problem)
     return Estimate(
@@ -256,8 +254,10 @@ def _estimated(
     found = options_of(rules.replacing)
     if found.memory_bound and rules.replacing_for_memory != rules.replacing:
         found = options_of(rules.replacing_for_memory)
+    problem = found.problem
+    assert problem is not None, "estimates decide"
     counts = {
-        "strategies_estimated": sum(map(len, found.estimated)),
+        "strategies_estimated": sum(map(len, problem.options)),
         "estimate_seconds": time.perf_counter() - started,
     }
     return replace(found, counts=counts)

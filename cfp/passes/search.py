@@ -64,36 +64,27 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
     decided_by = context.decided_by
     compiled = decided_by is not DecidedBy.PREDICTION
     # With times in context, and with times alone; or with estimates.
-    may = Dimension.REMAT in context.rules.dimensions
-    measured, wanted = not context.rules.estimates, profiles.requests
-    costs = Costs(analysis, profiles.rates, may, measured=measured)
-    sets = (
-        [profiles.estimated]
-        if profiles.estimated
-        else [
-            measured_options(costs, wanted, profiles.records, alone)
-            for alone in (False, True)
-        ]
-    )
-    fixed_ms = costs.fixed_ms if profiles.estimated else 0.0
-    problems = [
-        build_problem(costs, one, context.budget_bytes, fixed_ms=fixed_ms)
-        for one in sets
-    ]
+    costs, wanted = profiles.costs, profiles.requests
+    problems = [profiles.problem] if profiles.problem else []
+    for alone in () if problems else (False, True):
+        options = measured_options(costs, wanted, profiles.records, alone)
+        problems.append(build_problem(costs, options, context.budget_bytes))
     problem, tight, plans = problems[0], profiles.memory_bound, context.rules.plans
-    if profiles.estimated and decided_by is DecidedBy.RACE:
+    if profiles.problem and decided_by is DecidedBy.RACE:
         named = _fastest(analysis, named, problem)
     named |= {name: c for name, c in known if name in PROPAGATED}
     named = plain = with_kernels(analysis, problem, named)
     # Of each problem, with its memory as predicted or scaled, how many of the best.
     ways = [(1.0, plans)]
-    if tight and not (profiles.estimated and plans == 1):
+    if tight and not (profiles.problem and plans == 1):
         ways = [(1.0, max(1, plans - 1))]
         if compiled:
             # Programs that rematerialize may turn out smaller than predicted.
             ways.append((COMPILED_TO_PREDICTED, 1))
     searches = [
-        (scale_memory(p, share), count) for p in problems for share, count in ways
+        (p if share == 1.0 else scale_memory(p, share), count)
+        for p in problems
+        for share, count in ways
     ]
     found = dict.fromkeys(
         whole_choice(analysis, one, best)
@@ -141,7 +132,7 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         unraced=unraced,
         problem=problem,
         counts={**profiles.counts, "search_seconds": time.perf_counter() - started},
-        rates=profiles.rates,
+        rates=costs.rates,
         named=plain,
     )
 
@@ -173,8 +164,7 @@ def search_as_compiled(
             row = [*row, *expect(costs, kind, estimates[kind], row, again)]
         options.append(row)
     is_wider = [*map(len, options)] != [*map(len, problem.options)]
-    budget, fixed_ms = problem.budget_bytes, problem.fixed_ms
-    problem = build_problem(costs, options, budget, fixed_ms=fixed_ms)
+    problem = build_problem(costs, options, problem.budget_bytes)
     more = _fitting_as_compiled(context, analysis, problem, solution)
     if not (more or is_wider):
         return None

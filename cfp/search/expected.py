@@ -132,7 +132,8 @@ def estimate_options(
         return expect(costs, kind, own, (), mine)
 
     options = [expected(kind, False) for kind in range(len(estimates))]
-    fastest = solve_within(build_problem(costs, options, None), None)
+    problem = build_problem(costs, options, budget_bytes)
+    fastest = solve_within(problem, None)
     tight = budget_bytes is not None and (
         fastest.memory_bytes > SAFE_ESTIMATED_MEMORY_SHARE * budget_bytes
     )
@@ -140,11 +141,12 @@ def estimate_options(
         for kind, found in enumerate(options):
             if costs.can_rematerialize(kind):
                 found += expected(kind, True)
+        problem = build_problem(costs, options, budget_bytes)
     return Profiles(
         presets=presets,
-        rates=costs.rates,
+        costs=costs,
         memory_bound=tight,
-        estimated=tuple(map(tuple, options)),
+        problem=problem,
         replacing=replacing,
     )
 
@@ -156,15 +158,11 @@ def build_problem(
     costs: Costs,
     options: Sequence[Sequence[Option]],
     budget_bytes: int | None,
-    *,
-    fixed_ms: float = 0.0,
 ) -> Problem:
     """The search problem over some options of every kind of segment.
 
     Args:
         options: for each kind what may be chosen.
-        fixed_ms: time that every choice takes, beside that of its segments: of
-            estimated ones `Costs.fixed_ms`, which is part of measured ones.
     """
     analysis = costs.analysis
     segments, kinds = analysis.segments, [s.kind for s in analysis.segments]
@@ -185,7 +183,7 @@ def build_problem(
             for (a, b), pair in pairs.items()
         },
         far_ms={pair: rows for pair, rows in far.items() if any(map(any, rows))},
-        fixed_ms=fixed_ms,
+        fixed_ms=costs.fixed_ms,
         fixed_bytes=costs.fixed_bytes,
         budget_bytes=budget_bytes,
     )

@@ -92,7 +92,7 @@ def measure_candidates(
         records.update(measurer(_jobs(asked)))
     return Profiles(
         presets=maker.presets,
-        rates=maker.costs.rates,
+        costs=maker.costs,
         memory_bound=tight,
         rounds=rounds,
         records=records,
@@ -285,13 +285,12 @@ class _Round:
 
     def _propose(self, likely: Sequence[Sequence[Option]], goal_ms: float) -> None:
         """Adds what the search picks of what is likely, until none beats a time."""
-        measured = self._problem.options
+        measured, budget_bytes = self._problem.options, self._problem.budget_bytes
         while len(self._found) < ROUND_SIZE:
             options = [
                 [*known, *(o for o in likely[kind] if self._may_add(kind, o.candidate))]
                 for kind, known in enumerate(measured)
             ]
-            budget_bytes = self._problem.budget_bytes
             problem = build_problem(self._maker.costs, options, budget_bytes)
             lowest = solve(problem)
             if lowest is None or lowest.cost_ms >= goal_ms:

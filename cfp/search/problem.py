@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cfp.cost.choice import SegmentChoice
 
@@ -57,6 +58,7 @@ class Problem:
     fixed_bytes: int = 0
     budget_bytes: int | None = None
     kept: tuple[tuple[int, ...], ...] | None = None
+    looked_for: dict[Any, Any] = field(init=False, default_factory=dict, compare=False)
 
     def with_options(self, change: Callable[[Option], Option]) -> Problem:
         """The problem with something else in the place of each option."""

@@ -21,7 +21,6 @@ from cfp.cost.estimate import SegmentEstimate
 from cfp.errors import CfpError
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts
-from cfp.profiling.rates import Rates
 from cfp.profiling.record import ProfileRecord
 from cfp.search.choices import (
     first_candidates,
@@ -30,7 +29,7 @@ from cfp.search.choices import (
     ranked_candidates,
 )
 from cfp.search.jobs import part_job
-from cfp.search.problem import Option
+from cfp.search.problem import Option, Problem
 from cfp.settings import LEAST_ADDED_SHARE, SMALL_SHARE, Replacing
 
 # Of a plan's counts the strategies for which time was too short.
@@ -174,22 +173,22 @@ class Profiles:
 
     Attributes:
         presets: those presets that are worth measuring.
+        costs: costs of segments, by which these were chosen.
         has_all_presets: whether these are all that may fit; otherwise those that are
             estimated to be far behind are left out.
         memory_bound: memory decides, so that segments may be rematerialized.
         rounds: what was asked for, in order: before any search, and by each.
         records: what is known of it, by key.
-        estimated: for each kind of segment its options by estimates, where nothing is
-            to be measured.
+        problem: the search problem by estimates, where nothing is to be measured.
         counts: of strategies, and the seconds that the pass took, as plans keep them.
     """
 
     presets: Mapping[str, Choice] = field(repr=False)
-    rates: Rates = field(repr=False)
+    costs: Costs = field(repr=False)
     memory_bound: bool
     rounds: Sequence[Sequence[MeasurementRequest]] = field(default=((),), repr=False)
     records: Mapping[str, ProfileRecord] = field(default_factory=dict, repr=False)
-    estimated: tuple[tuple[Option, ...], ...] = field(default=(), repr=False)
+    problem: Problem | None = field(default=None, repr=False)
     replacing: Replacing = field(default_factory=Replacing)
     counts: Mapping[str, float] = field(default_factory=dict)
     has_all_presets: bool = True

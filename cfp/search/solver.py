@@ -36,6 +36,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cfp.program.graph import searched_once
 from cfp.search.problem import Assignment, Problem
 
 # Costs that differ by less, of the cost, are the same sum in another order.
@@ -250,6 +251,7 @@ _MORE_SLACK = 2.0
 _FEW_ROWS = 64
 
 
+@searched_once
 def solve(problem: Problem) -> Assignment | None:
     """The cheapest choice that fits, or None if none does.
 
@@ -310,7 +312,7 @@ def best_solutions(problem: Problem, count: int) -> list[Assignment]:
     found: list[Assignment] = []
     kept = [list(problem.allowed(kind)) for kind in range(len(problem.options))]
     while len(found) < count and all(kept):
-        best = solve(problem.among(kept))
+        best = solve(problem.among(kept) if found else problem)
         if best is None:
             break
         found.append(best)

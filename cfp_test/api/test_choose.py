@@ -99,7 +99,7 @@ def _layers(analyzed, tmp_path, choose, budget):
     settings = PlannerSettings(choose=choose)
     with open_context(analyzed.mesh, tmp_path, budget, settings) as context:
         found = profile(context, analyzed.analysis)
-    return [option for row in found.estimated for option in row]
+    return [option for row in found.problem.options for option in row]
 
 
 def test_unknown_names_are_refused_with_the_nearest():

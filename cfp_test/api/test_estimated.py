@@ -73,9 +73,11 @@ def test_the_best_of_all_options_is_found(parts):
     analysis, estimates, presets, costs = parts
     given = {"per_kind": 2, "budget_bytes": None, "replacing": Replacing()}
     found = estimate_options(estimates, presets, costs, **given)
-    problem = build_problem(costs, found.estimated, None)
+    problem = build_problem(costs, found.problem.options, None)
     best = solve(problem)
-    ways = itertools.product(*(range(len(found.estimated[k])) for k in problem.kinds))
+    ways = itertools.product(
+        *(range(len(found.problem.options[k])) for k in problem.kinds)
+    )
     assert best.cost_ms == pytest.approx(min(map(problem.cost_ms, ways)))
     assert not found.memory_bound
     # A choice alike in all segments costs what the estimate of each says, its twin's
@@ -84,7 +86,7 @@ def test_the_best_of_all_options_is_found(parts):
         total = 0.0
         picks = []
         for segment in analysis.segments:
-            options = found.estimated[segment.kind]
+            options = found.problem.options[segment.kind]
             own = [
                 i
                 for i, option in enumerate(options)
@@ -108,7 +110,7 @@ def test_what_follows_a_segment_is_not_counted_twice(parts):
     _, estimates, presets, costs = parts
     given = {"per_kind": 2, "budget_bytes": None, "replacing": Replacing()}
     found = estimate_options(estimates, presets, costs, **given)
-    for kind, options in enumerate(found.estimated):
+    for kind, options in enumerate(found.problem.options):
         alone = replace(estimates[kind], edge_ms=estimates[kind].own_edge_ms)
         for option in options:
             assert option.time_ms == pytest.approx(alone.total_ms(option.candidate))
@@ -121,15 +123,15 @@ def test_where_memory_decides_segments_may_be_rematerialized(parts):
     plenty = estimate_options(*where, budget_bytes=2**40, **given)
     small = estimate_options(*where, budget_bytes=1, **given)
     assert not plenty.memory_bound and small.memory_bound
-    assert not any(o.candidate.remat for kind in plenty.estimated for o in kind)
-    for kind, options in enumerate(small.estimated):
+    assert not any(o.candidate.remat for kind in plenty.problem.options for o in kind)
+    for kind, options in enumerate(small.problem.options):
         again = [o for o in options if o.candidate.remat]
         assert bool(again) == costs.can_rematerialize(kind)
         for option in again:
             plain = next(o for o in options if o.candidate == option.candidate.plain)
             assert option.time_ms > plain.time_ms
             assert option.residual_bytes <= plain.residual_bytes
-    assert len(analysis.representatives) == len(small.estimated)
+    assert len(analysis.representatives) == len(small.problem.options)
 
 
 @pytest.fixture

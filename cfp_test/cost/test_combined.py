@@ -127,7 +127,7 @@ def test_gradients_summed_in_two_steps_and_of_tables_are_launched_once():
             budget_bytes=None,
             replacing=Replacing(),
         )
-        problem = build_problem(costs, found.estimated, None)
+        problem = build_problem(costs, found.problem.options, None)
         return prediction_of(analysis, problem, choice).time_ms
 
     gradients = sum(leaf.size * 4 for leaf in jax.tree.leaves(args[0]))

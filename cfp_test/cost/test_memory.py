@@ -34,7 +34,7 @@ def kept_shapes(loss):
     program, _ = trace(flatten_step(step, (weights, x)), make_mesh(SIZES))
     analysis = analyze(program, SIZES)
     top = [op.id for op in program.ops if op.parent < 0]
-    kept = residuals(analysis.frame, top)
+    kept = residuals(analysis.frame, tuple(top))
     return sorted(
         (program.values[v].shape, program.ops[program.values[v].producer].kind)
         for v in kept

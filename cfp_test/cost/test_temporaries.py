@@ -61,7 +61,7 @@ def kept_and_needed(remat, name):
     kept = needed = 0
     for segment in analysis.segments:
         key = segment_candidate(analysis, segment.index, choice)
-        options = found.estimated[segment.kind]
+        options = found.problem.options[segment.kind]
         [option] = [o for o in options if o.candidate == key]
         kept += option.residual_bytes
         needed = max(needed, kept + option.temp_bytes)

@@ -37,7 +37,7 @@ def found():
     costs = Costs(analysis, rates_of(SQUARE))
     given = {"per_kind": 2, "budget_bytes": None, "replacing": Replacing()}
     options = estimate_options(estimates, named, costs, **given)
-    return analysis, named, build_problem(costs, options.estimated, None)
+    return analysis, named, build_problem(costs, options.problem.options, None)
 
 
 def test_presets_that_fit_race_before_faster_ones_that_do_not(found):

@@ -118,7 +118,7 @@ def test_a_choice_is_one_option_of_each_segment_and_the_options_are_the_choice(s
     found = estimate_options(
         estimates, named, costs, per_kind=2, budget_bytes=None, replacing=Replacing()
     )
-    problem = build_problem(costs, found.estimated, None)
+    problem = build_problem(costs, found.problem.options, None)
     for choice in named.values():
         picks = picks_of(analysis, problem, choice)
         assert picks is not None

@@ -32,7 +32,7 @@ from cfp.cli.session import (
     open_session,
     parse_pins,
 )
-from cfp.cluster.on_ray import RunnerNeeds, plan_on_ray
+from cfp.cluster.on_ray import plan_on_ray
 from cfp.devices.described import Cluster, DescribedMesh, cluster_of, mesh_of
 from cfp.errors import CfpError
 from cfp.planner_settings import dimensions_of
@@ -266,7 +266,7 @@ def find_on_ray(ctx: typer.Context) -> Fastest:
         partial(_find_there, dict(options), list(ctx.args), ctx.obj, os.getcwd()),
         address=options["ray"],
         store=store_path(options["workdir"]),
-        needs=RunnerNeeds.of(options["platform"], shapes[0]),
+        needs=(options["platform"], shapes[0]),
     )
 
 

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -42,42 +42,23 @@ _LOOK_SECONDS = 1.0
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerNeeds:
-    """Resources that the host of a runner must have.
+Axes = Sequence[tuple[str, int]]
 
-    Attributes:
-        gpus: devices of its mesh; 0 for virtual CPU devices; None for all of a node.
-        optional: virtual CPU devices will do where no node has a GPU.
+
+def gpus_for(
+    platform: str | None, axes: Axes | None, nodes: Iterable[Mapping[str, Any]]
+) -> int:
+    """GPUs that the host of a runner must have; 0 for virtual CPU devices.
+
+    Args:
+        platform: "cpu", "cuda", or None: GPUs, if the cluster has any.
+        axes: of the mesh; None for all devices of the node with the most.
+        nodes: the cluster's, as Ray lists them.
     """
-
-    gpus: int | None = 0
-    optional: bool = False
-
-    @classmethod
-    def of(
-        cls, platform: str | None, axes: Sequence[tuple[str, int]] | None
-    ) -> RunnerNeeds:
-        """Derives the resources that a mesh needs.
-
-        Args:
-            platform: "cpu", "cuda", or None: GPUs, if the cluster has any.
-            axes: of the mesh; None for all devices of the node with the most.
-        """
-        count = prod(size for _, size in axes) if axes else None
-        return cls(gpus=0 if platform == "cpu" else count, optional=platform is None)
-
-    def within(self, nodes: Iterable[Mapping[str, Any]]) -> RunnerNeeds:
-        """Settles open needs by a cluster's nodes, as Ray lists them."""
-        most = max((int(n["Resources"].get("GPU", 0)) for n in nodes), default=0)
-        if self.gpus is None or (self.optional and not most):
-            return RunnerNeeds(gpus=most)
-        return self
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """As Ray's placement groups have it."""
-        return {"CPU": 1.0, **({"GPU": float(self.gpus)} if self.gpus else {})}
+    most = max((int(node["Resources"].get("GPU", 0)) for node in nodes), default=0)
+    if platform == "cpu" or (platform is None and not most):
+        return 0
+    return most if axes is None else prod(size for _, size in axes)
 
 
 class Runner:
@@ -96,32 +77,27 @@ class Runner:
         self._folder = cache_dir() / "ray" / digest
 
     def plan(
-        self, work: Callable[[Path], Any], known: Sequence[str]
-    ) -> tuple[Any, str | None, list[str]]:
+        self, work: Callable[[Path], Any], known: Sequence[ProfileRecord]
+    ) -> tuple[Any, list[ProfileRecord]]:
         """Does the work.
 
         Args:
-            known: records of the driver's store, as JSON.
+            known: records of the driver's store.
 
         Returns:
-            What came of it, or what is wrong, and all records of this store.
+            The outcome, or the error, and all records of this store.
         """
-        path, made, problem = store_path(self._folder), None, None
-        with ProfileStore(path) as store:
-            store.put_all(_records(known))
+        with ProfileStore(store_path(self._folder)) as store:
+            store.put_all(known)
             ends = threading.Event()
             arguments = (store, ends)
             threading.Thread(target=_end_if_late, args=arguments, daemon=True).start()
             try:
                 made = work(self._folder)
             except CfpError as error:
-                problem = str(error)
+                made = CfpError(str(error))
             ends.set()
-            return made, problem, [record.to_json() for record in store.records()]
-
-
-def _records(lines: Sequence[str]) -> list[ProfileRecord]:
-    return [ProfileRecord.from_json(line) for line in lines]
+            return made, [*store.records()]
 
 
 def _end_if_late(store: ProfileStore, ends: threading.Event) -> None:
@@ -136,7 +112,7 @@ def plan_on_ray(
     *,
     address: str,
     store: Path,
-    needs: RunnerNeeds | None = None,
+    needs: tuple[str | None, Axes | None],
 ) -> _Result:
     """Has a runner of a Ray cluster do some planning.
 
@@ -146,6 +122,7 @@ def plan_on_ray(
         address: of the cluster, as `ray.init` has it ("auto", "host:port"), or
             "local", which starts one on this machine.
         store: gets the runner's records in the end.
+        needs: the platform and the axes of the mesh, as in `gpus_for`.
 
     Raises:
         CfpError: what the planning says, or there is no Ray, no cluster, no such node.
@@ -153,19 +130,21 @@ def plan_on_ray(
     with ProfileStore(store) as kept, connected(address) as ray:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        needs = (needs or RunnerNeeds()).within(ray.nodes())
+        gpus = gpus_for(*needs, ray.nodes())
         here = ray.get_runtime_context().get_node_id()
-        group = ray.util.placement_group([needs.bundle], strategy="STRICT_PACK")
+        # A runner that is started again is on the same node, where its store is.
+        bundle = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}
+        group = ray.util.placement_group([bundle], strategy="STRICT_PACK")
         ready, _ = ray.wait([group.ready()], timeout=_NODE_SECONDS)
         if not ready:
             ray.util.remove_placement_group(group)
-            raise _no_node(needs, ray.nodes())
+            raise _no_node(gpus, ray.nodes())
         given = {k: v for k, v in os.environ.items() if k.startswith(_FORWARDED)}
         runner = (
             ray.remote(Runner)
             .options(
                 num_cpus=1,
-                num_gpus=needs.gpus,
+                num_gpus=gpus,
                 max_restarts=RUNNER_RESTARTS,
                 # Until the actor is dead for good.
                 max_task_retries=-1,
@@ -174,9 +153,8 @@ def plan_on_ray(
             )
             .remote(f"{here} {store.resolve()}")
         )
-        known = [record.to_json() for record in kept.records()]
         try:
-            made, problem, lines = ray.get(runner.plan.remote(work, known))
+            made, found = ray.get(runner.plan.remote(work, [*kept.records()]))
         except ray.exceptions.RayActorError as error:
             raise CfpError(
                 f"{RUNNER_RESTARTS + 1} runners crashed in a row: {error}. See whether "
@@ -186,9 +164,9 @@ def plan_on_ray(
         finally:
             ray.kill(runner)
             ray.util.remove_placement_group(group)
-        kept.put_all(_records(lines))
-    if problem is not None:
-        raise CfpError(problem)
+        kept.put_all(found)
+    if isinstance(made, CfpError):
+        raise made
     return made
 
 
@@ -232,13 +210,13 @@ def connected(address: str) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _no_node(needs: RunnerNeeds, nodes: list[dict[str, Any]]) -> CfpError:
+def _no_node(gpus: int, nodes: list[dict[str, Any]]) -> CfpError:
     found = [node["Resources"] for node in nodes if node["Alive"]]
     shown = "; ".join(
         f"{one.get('CPU', 0):.0f} CPUs, {one.get('GPU', 0):.0f} GPUs" for one in found
     )
     return CfpError(
-        f"No node of the Ray cluster has {needs.gpus} free GPUs and a free CPU: "
+        f"No node of the Ray cluster has {gpus} free GPUs and a free CPU: "
         f"nodes have {shown}, some maybe in use. Plan for fewer devices; for a "
         "mesh of several hosts see docs/launching.md."
     )
@@ -276,7 +254,7 @@ def plan_step(
         partial(_plan_there, call, axes, detailed),
         address=address,
         store=store_path(cache_dir),
-        needs=RunnerNeeds.of(platform, axes),
+        needs=(platform, axes),
     )
     made = made.on(mesh) if isinstance(mesh, Mesh) else made
     return made.bind(fn, *args, **kwargs)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cfp.cluster.on_ray import RunnerNeeds
+from cfp.cluster.on_ray import gpus_for
 from cfp.profiling.store import ProfileStore
 from cfp_test.cli.cli_runner import environment
 from cfp_test.support.waiting import GUARD_SECONDS
@@ -104,10 +104,8 @@ def test_what_a_mesh_needs_of_a_node():
 
     cpus, gpus = node(CPU=8.0), node(CPU=16.0, GPU=4.0)
     two = (("x", 2),)
-    assert RunnerNeeds.of("cpu", two).within([gpus]).bundle == {"CPU": 1.0}
-    wanted = {"CPU": 1.0, "GPU": 2.0}
-    assert RunnerNeeds.of("cuda", two).within([cpus]).bundle == wanted
-    assert RunnerNeeds.of(None, two).within([cpus, gpus]).bundle == wanted
-    assert RunnerNeeds.of(None, two).within([cpus]).bundle == {"CPU": 1.0}
-    every = RunnerNeeds.of("cuda", None).within([cpus, gpus])
-    assert every.bundle == {"CPU": 1.0, "GPU": 4.0}
+    assert gpus_for("cpu", two, [gpus]) == 0
+    assert gpus_for("cuda", two, [cpus]) == 2
+    assert gpus_for(None, two, [cpus, gpus]) == 2
+    assert gpus_for(None, two, [cpus]) == 0
+    assert gpus_for("cuda", None, [cpus, gpus]) == 4

@@ -31,9 +31,6 @@ from cfp.program.step import FlatStep
 from cfp.runtime.execute import CompiledStep
 from cfp.targets import Target
 
-# A structure, and the types of its leaves.
-_Types = tuple[Any, list[jax.ShapeDtypeStruct]]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -146,13 +143,13 @@ def run_trial(
     """
     tell = progress or (lambda _: None)
     meshes = [] if plan.mesh is None else [plan.mesh]
-    with coordinated(meshes) as talk, _no_failure_on_devices():
+    with coordinated(meshes) as talk, _explained(is_check=False):
         step = target.flatten()
         # With the step a plan that was loaded knows the static arguments.
         bound = replace(plan, step=step).bind(
             target.step, *target.args, donate_argnums=target.donate
         )
-        feedback, names = _feedback(target, step, plan, steps)
+        feedback, state = _feedback(target, step, plan, steps)
         tell("compiling")
         compiled = bound.compile_bound(tell)
         checking = None
@@ -161,7 +158,7 @@ def run_trial(
                 "preparing the check: steps, compiled where they are not there already"
             )
             agree = bool if talk is None else talk.broadcast
-            with _room_for_check():
+            with _explained(is_check=True):
                 sides = both_sides(bound, compiled, tell, agree)
                 checking = Check(*sides, feedback, agree, tolerance)
         tell("making the arguments, by programs that are compiled for their shapes")
@@ -169,7 +166,7 @@ def run_trial(
         if checking is not None:
             which = reference_text(checking.reference.preset)
             tell(f"copying the arguments, for the check against {which}")
-            with _room_for_check():
+            with _explained(is_check=True):
                 checking.start(args)
         results = []
         for number in range(steps):
@@ -184,7 +181,7 @@ def run_trial(
         args.clear()
         for number, one in enumerate(results if checking is not None else ()):
             at = f"checking step {number + 1} of {steps}"
-            with _room_for_check():
+            with _explained(is_check=True):
                 made = checking.step(lambda what, at=at: tell(f"{at}: {what}"))
             results[number] = replace(one, comparison=made)
     programs = [compiled] if checking is None else [compiled, checking.planned]
@@ -195,30 +192,21 @@ def run_trial(
         preset=checking.reference.preset if checking is not None else "",
         rematerialized=tuple(count_rematerialized(p.as_text()) for p in programs),
         narrow=checking is not None and bool(checking.planned.narrow),
-        state={
-            "" if place is None else str(place): names[position]
-            for position, place in feedback.items()
-        },
+        state=state,
         drawn=target.draws,
     )
 
 
 @contextmanager
-def _room_for_check() -> Iterator[None]:
-    """Says of memory that runs out here that a check needs more."""
+def _explained(is_check: bool) -> Iterator[None]:
+    """Says what to do about a program that failed: of a check, for want of memory."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
+        if is_check and is_out_of_memory(error):
+            raise no_room("more memory of the devices", str(error)) from error
+        if is_check:
             raise
-        raise no_room("more memory of the devices", str(error)) from error
-
-
-@contextmanager
-def _no_failure_on_devices() -> Iterator[None]:
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
         raise CfpError(
             f"The step failed on the devices: {str(error).strip().splitlines()[0]}. "
             "Try a plan with a memory budget (--memory-budget, memory_budget=), a "
@@ -233,16 +221,13 @@ def _one_step(compiled: CompiledStep, args: list[Any]) -> tuple[Any, float]:
     return result, (time.perf_counter() - started) * 1000
 
 
-# ---------------------------------------------------------------- what goes back in
-
-
 def _feedback(
     target: Target, step: FlatStep, plan: Plan, steps: int
-) -> tuple[dict[int, int | None], dict[int, str]]:
+) -> tuple[dict[int, int | None], dict[str, str]]:
     """For each argument that is state the result that replaces it; None for all of it.
 
     Returns:
-        That, and the arguments' names.
+        That, and the arguments' names by the places of these results; "" is all.
 
     Raises:
         CfpError: a donated argument has no successor, and there is a second step.
@@ -252,7 +237,7 @@ def _feedback(
     parts |= dict(enumerate(out)) if isinstance(out, tuple | list) else {}
     left = {place: _types(part, tree_leaves(part)) for place, part in parts.items()}
     found: dict[int, int | None] = {}
-    names: dict[int, str] = {}
+    state: dict[str, str] = {}
     start = 0
     for position, arg in enumerate(target.args):
         if position in target.static:
@@ -261,27 +246,26 @@ def _feedback(
         count = len(tree_leaves(arrays))
         wanted = _types(arrays, step.avals[start : start + count])
         name = step.arg_names[start].partition("/")[0] if count else ""
-        names[position] = name
         donated = any(plan.donated[start : start + count])
         start += count
         if not donated and count < 2:
             continue  # An array of the same shape need not be the same thing.
         matches = [place for place, types in left.items() if types == wanted]
         if matches:
-            found[position] = matches[0]
-            del left[matches[0]]
+            found[position] = place = matches[0]
+            state["" if place is None else str(place)] = name
+            del left[place]
         elif donated and steps > 1:
             raise CfpError(
                 f"Argument {position} ({name}) is donated, and the step returns "
                 "nothing of its structure, shapes and types to take its place, so it "
                 "can run only once. Use --steps 1, or plan without donating it."
             )
-    return found, names
+    return found, state
 
 
-def _types(tree: Any, avals: Sequence[Any]) -> _Types:
-    kinds = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    return tree_structure(tree), kinds
+def _types(tree: Any, avals: Sequence[Any]) -> tuple[Any, ...]:
+    return tree_structure(tree), *((aval.shape, aval.dtype) for aval in avals)
 
 
 def _metrics(result: Any, feedback: Mapping[int, int | None]) -> dict[str, float]:

@@ -187,14 +187,12 @@ def connected(address: str) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray  # As it was connected before.
         return
-    options: dict[str, Any] = {"include_dashboard": False}
+    options: dict[str, Any] = {"address": address}
     if address == LOCAL:
         options["num_cpus"] = max(_LEAST_CPUS, os.cpu_count() or 1)
-        options["address"] = LOCAL
         # Ray has workers stand back for others; what is timed must not.
         options["_system_config"] = {"worker_niceness": 0}
-    else:
-        options = {"address": address}
+        options["include_dashboard"] = False
     try:
         ray.init(logging_level=logging.WARNING, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:

@@ -120,8 +120,6 @@ class Option:
         how: further arguments of `typer.Option`, or of `typer.Argument`.
     """
 
-    maker = staticmethod(typer.Option)
-
     def __init__(
         self,
         kind: Any,
@@ -129,11 +127,12 @@ class Option:
         *flags: str,
         default: Any = None,
         under: str | None = None,
+        maker: Callable[..., Any] = typer.Option,
         **how: Any,
     ) -> None:
         default = False if kind is bool else default
         self.kind = kind if default is not None else kind | None
-        self.flags, self.default = flags, default
+        self.flags, self.default, self.maker = flags, default, maker
         self.how = {"help": text, "rich_help_panel": under, **how}
 
     def parameter(self, name: str) -> Parameter:
@@ -149,16 +148,11 @@ class Option:
         )
 
 
-class Argument(Option):
+def argument(metavar: str, text: str, kind: Any = str, default: Any = ...) -> Option:
     """An argument of a command, which has a place and no name."""
-
-    maker = staticmethod(typer.Argument)
-
-    def __init__(self, kind: Any, metavar: str, text: str, default: Any = ...) -> None:
-        default = Parameter.empty if default is ... else default
-        super().__init__(
-            kind, text, default=default, metavar=metavar, show_default=False
-        )
+    default = Parameter.empty if default is ... else default
+    how = {"maker": typer.Argument, "metavar": metavar, "show_default": False}
+    return Option(kind, text, default=default, **how)
 
 
 def _positions(text: str) -> tuple[int, ...]:
@@ -204,8 +198,8 @@ _of_settings = partial(_setting, _USUAL)
 _of_limits = partial(_setting, _USUAL.limits, kind=float, metavar="SECONDS", min=1)
 # Options that several commands have.
 OPTIONS: Mapping[str, Option] = {
-    "path": Argument(Path, "PLAN", "A saved plan."),
-    "target": Argument(str, "TARGET", TARGET_TEXT),
+    "path": argument("PLAN", "A saved plan.", Path),
+    "target": argument("TARGET", TARGET_TEXT),
     "saved": Option(Path, "A plan saved by cfp plan -o.", "--plan"),
     "devices": Option(
         int, "Number of devices: a mesh with one axis, x.", metavar="N", min=1

@@ -153,7 +153,7 @@ _CURVES = "Curves of links"
     *("donate", "export", "imported", "curves", "link", "describe"),
     *("static", "attention", "precision", "per_kind", "others", "quick"),
     *("retry_failures", "run_timeout", "build_timeout", "workdir", "as_json", "quiet"),
-    target=o.Argument(str, "TARGET", o.TARGET_TEXT, default=None),
+    target=o.argument("TARGET", o.TARGET_TEXT, default=None),
     export=o.Option(
         Path,
         "Write all stored measurements to a file, to be imported elsewhere.",

@@ -99,8 +99,7 @@ def _estimates(plan: Plan) -> Values:
     how = "what is raced, and the timed race the plan"
     if sum(bool(row.samples_ms) for row in plan.race) < 2:
         how = "the plan"
-    more = "(measure=True, --measure: more)"
-    return f": on virtual devices they choose {how} {more}"
+    return f": on virtual devices they choose {how} (measure=True, --measure: more)"
 
 
 def _undonated(plan: Plan) -> Values:

@@ -143,18 +143,14 @@ def headline(plan: Plan) -> str:
 def figure_texts(plan: Plan) -> list[str]:
     """Lists the time and the memory of a plan, with their sources."""
     parts = []
-    if plan.measured_ms is not None:
-        parts.append(_measured_text(plan, plan.measured_ms))
+    if (ms := plan.measured_ms) is not None:
+        rough, cached = is_rough(plan), bool(plan.search.get("race_cached"))
+        where = " of ".join(["one turn"] * rough + ["an earlier race"] * cached)
+        form = (".3g" if ms < 999.5 else ".0f") if rough else ".3f"
+        parts.append(f"{ms:{form}} ms per step, measured{where and f' in {where}'}")
     if plan.predicted_ms is not None:
         parts.append(f"{plan.predicted_ms:.3f} ms {_predicted_how(plan)}")
     return [*parts, *filter(None, [memory_text(plan)])]
-
-
-def _measured_text(plan: Plan, ms: float) -> str:
-    rough, cached = is_rough(plan), bool(plan.search.get("race_cached"))
-    where = " of ".join(["one turn"] * rough + ["an earlier race"] * cached)
-    form = (".3g" if ms < 999.5 else ".0f") if rough else ".3f"
-    return f"{ms:{form}} ms per step, measured" + (where and f" in {where}")
 
 
 def is_rough(plan: Plan) -> bool:
@@ -185,16 +181,14 @@ def known_how(plan: Plan) -> str:
 
 def basis_text(plan: Plan) -> str:
     """Returns the basis of a plan's predicted time: ``by estimates``."""
-    how = {"estimated": "by estimates", "measured": "by measured segments"}
     # A plan that raced on virtual devices is measured, its prediction is not.
-    rung = known_how(plan) if plan.rung == "measured" else plan.rung
-    return how[rung]
+    is_estimate = "estimated" in (plan.rung, known_how(plan))
+    return "by estimates" if is_estimate else "by measured segments"
 
 
 def summary_line(plan: Plan) -> str:
     """Counts measurements, and sums up the time of planning by pass."""
-    search, seconds = plan.search, "_seconds"
-    parts = []
+    search, seconds, parts = plan.search, "_seconds", []
     if "strategies_measured" in search:
         failed = search.get("strategies_failed")
         parts.append(
@@ -208,12 +202,9 @@ def summary_line(plan: Plan) -> str:
         for key, value in search.items()
         if key.endswith(seconds) and key not in (ALL_SECONDS, "compile_seconds")
     ]
-    if passes:
-        parts.append(", ".join(passes))
-    if ALL_SECONDS in search:
-        parts.append(f"{search[ALL_SECONDS]:.1f} s in all")
-    if VARIANTS_SECONDS in search:
-        parts.append(f"{search[VARIANTS_SECONDS]:.1f} s for all variants")
+    parts += [", ".join(passes)] if passes else []
+    for name, what in ((ALL_SECONDS, "in all"), (VARIANTS_SECONDS, "for all variants")):
+        parts += [f"{search[name]:.1f} s {what}"] if name in search else []
     # `cfp verify` leaves the seconds of the planning before it.
     return "before it was verified: " * (VERIFIED in search) + "; ".join(parts)
 

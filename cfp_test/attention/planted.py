@@ -63,11 +63,18 @@ def _any_function() -> AbstractContextManager[Any]:
     return patch.multiple(proof, **always)
 
 
+def _any_operands() -> AbstractContextManager[Any]:
+    """Takes it that a kernel's scores are those of the step, whatever it reads."""
+    own = lambda one, known: one.run(known, only_pointwise=True)[one.scores]  # noqa: E731
+    return patch.object(proof, "_scores", own)
+
+
 FAULTS: dict[str, Planted] = {
     "any float": _any_float,
     "sampled positions": _sampled,
     "one index": _one_index,
     "rows without keys": _rows_without_keys,
+    "any operands": _any_operands,
     "not compared": _not_compared,
     "any function": _any_function,
 }

@@ -2,7 +2,16 @@
 
 import pytest
 
-from cfp_test.attention.generate import Program, Term, check, draw, simpler, text_of
+from cfp_test.attention.generate import (
+    IN_GRADIENT,
+    Program,
+    Term,
+    check,
+    draw,
+    simpler,
+    text_of,
+)
+from cfp_test.attention.planted import FAULTS
 from cfp_test.support.covering import at_night
 
 
@@ -10,6 +19,14 @@ from cfp_test.support.covering import at_night
 def test_a_random_step_computes_what_is_written(number):
     result = check(draw(number))
     assert not result.wrong, text_of(result.program)
+
+
+def test_scores_are_of_what_gradients_are_of():
+    """A kernel that reads other keys for the gradient makes scores of them."""
+    other_keys = Program(changed=IN_GRADIENT[0])
+    assert not check(other_keys).wrong
+    with FAULTS["any operands"]():
+        assert check(other_keys).wrong
 
 
 def test_a_program_is_made_simpler_one_thing_at_a_time():

@@ -404,6 +404,12 @@ def _equal(got: np.ndarray, want: np.ndarray, close: float, least: float) -> boo
     return bool(np.linalg.norm((got - want)[finite]) <= close * (size + least))
 
 
+def _scores(core: Core, known: Mapping[Key, Any]) -> np.ndarray:
+    """Products of the queries and keys that a kernel reads."""
+    q, k = (known[core.roots[name]] for name in ("q", "k"))
+    return contracted(q, k, _pairs(core))
+
+
 def _reference(
     core: Core,
     known: Mapping[Key, Any],
@@ -413,8 +419,7 @@ def _reference(
 ) -> dict[str, np.ndarray]:
     """Output and gradients by the textbook, of the scores that a kernel makes."""
     roots = {name: known[key] for name, key in core.roots.items()}
-    scores = contracted(roots["q"], roots["k"], _pairs(core))
-    made = core.run({**known, core.scores: scores}, only_pointwise=True)
+    made = core.run({**known, core.scores: _scores(core, known)}, only_pointwise=True)
     x = np.broadcast_to(made[argument], _shape(_pairs(core)))
     weights = np.exp(x - x.max(axis=KEYS, keepdims=True))
     weights = weights / weights.sum(axis=KEYS, keepdims=True)

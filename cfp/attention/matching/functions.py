@@ -149,6 +149,7 @@ class AttentionFunctions:
     Attributes:
         meaning, way: what is computed, and how.
         heads: the letter that keys have their heads by, or "".
+        sizes: of each letter.
         passes: one for each stage.
         precision: of matrix products, as JAX names it.
         jax_version: kernels and their times may depend on it.
@@ -157,6 +158,7 @@ class AttentionFunctions:
     meaning: Meaning
     way: Way
     heads: str
+    sizes: tuple[tuple[str, int], ...]
     passes: tuple[PassShapes, ...]
     precision: str = "default"
     jax_version: str = jax.__version__
@@ -188,7 +190,7 @@ class AttentionFunctions:
         out_letters = one.out[2]
 
         def compute(q: Array, k: Array, v: Array, *rest: Array) -> Any:
-            sizes = self._sizes(one)
+            sizes = dict(self.sizes)
             dtype = jnp.result_type(q, k, v)
             q4 = _spread(q.astype(dtype), q_letters, self._order(sizes, "q"), sizes)
             k4 = _spread(k.astype(dtype), k_letters, self._order(sizes, "k"), sizes)
@@ -206,14 +208,6 @@ class AttentionFunctions:
             return placed(out, names, out_letters)
 
         return compute
-
-    def _sizes(self, one: PassShapes) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for shape, _, letters in (*one.reads, *one.makes):
-            found.update((x, n) for x, n in zip(letters, shape, strict=True) if x)
-        found.setdefault("k", 1)
-        found.setdefault(self.meaning.tokens, 1)
-        return found
 
     def _order(
         self, sizes: Mapping[str, int], of: str, features: str = "d"

@@ -115,12 +115,11 @@ def _written_out(program: Program) -> Iterator[Match | LeftAlone]:
         regions: list[Region] = []
         try:
             yield _match(program, values, own, regions)
-        except Different as error:
+        except (Different, NotConstant) as error:
             is_random = any(map(has_dropout, regions))
             reason = _DROPOUT if is_random else str(error)
-            yield LeftAlone(first, dots[first].source, reason)
-        except NotConstant as error:
-            reason = f"a constant of it is not evaluated: {error}"
+            if isinstance(error, NotConstant):
+                reason = f"a constant of it is not evaluated: {error}"
             yield LeftAlone(first, dots[first].source, reason)
 
 
@@ -343,6 +342,7 @@ def _replacement(
         passes[-1].meaning,
         way,
         heads_of(passes[0].one),
+        tuple(sorted(match.sizes.items())),
         tuple(passed),
         _precision(program, match),
     )

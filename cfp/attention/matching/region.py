@@ -228,13 +228,13 @@ class Region:
 
     def _summed(self) -> object:
         """The dim that all sums and largest scores are along."""
-        found = set()
-        for op in (self.program.ops[i] for i in self.inside):
-            if op.kind != "reduce":
-                continue
-            for d in op.integers("dimensions"):
-                if self.program.shape(op.operands[0])[d] > 1:
-                    found.add(self._same.find(self._node(op.operands[0], d)))
+        reductions = [self.program.ops[i] for i in self.inside]
+        found = {
+            self._same.find(self._node(op.operands[0], d))
+            for op in reductions
+            for d in op.integers("dimensions")
+            if op.kind == "reduce" and self.program.shape(op.operands[0])[d] > 1
+        }
         if not found:
             raise Different("nothing sums its exponentials")
         if len(found) > 1:

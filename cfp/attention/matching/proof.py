@@ -51,6 +51,8 @@ class Table:
     """The softmax's argument: scale * score + biases, or a number that hides a key.
 
     Attributes:
+        argument: the step that makes it.
+        states: of all sides: see `states_of`.
         masks: the sides that hide keys, and the states that each may have.
         visible, hidden: the states of all masks with which a key is, or is not, seen.
         biases: the sides that are added, and their factors.
@@ -58,6 +60,8 @@ class Table:
         adds: whether one of these is added to a score, and does not absorb it.
     """
 
+    argument: Arg
+    states: Mapping[Key, States | None]
     scale: float
     masks: Mapping[Key, States]
     visible: tuple[States, ...]
@@ -82,30 +86,31 @@ def prove(core: Core) -> tuple[Table, bool]:
     Raises:
         Different: it computes something else.
     """
-    states = {key: states_of(core, key) for key in core.sides}
-    argument = _argument(core)
-    table = _table(core, argument, states)
-    form = _form(core, argument, states)
-    known = core.values.known
+    table = _table(core)
+    form, known = _form(core, table), core.values.known
     if form not in known:
         try:
-            _compare(core, argument, table, states, passes_hidden=False)
+            _compare(core, table, passes_hidden=False)
             known[form] = False
         except Different:
             if not core.one.is_backward:
                 raise
-            _compare(core, argument, table, states, passes_hidden=True)
+            _compare(core, table, passes_hidden=True)
             known[form] = True
     return table, known[form]
 
 
-def _form(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> tuple:
+def _form(core: Core, table: Table) -> tuple:
     """All that a comparison depends on, without the numbers of values."""
     places: dict[Arg, int] = {}
 
     def place(arg: Arg) -> Any:
         if isinstance(arg, tuple):
-            return places.setdefault(arg, len(places)), arg[1], states.get(arg, ())
+            return (
+                places.setdefault(arg, len(places)),
+                arg[1],
+                table.states.get(arg, ()),
+            )
         return arg if isinstance(arg, float) else places[arg]
 
     program, form = core.program, []
@@ -117,7 +122,8 @@ def _form(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> tup
     ends = [(n, place(a), place(b)) for n, (a, b) in core.mixes.items()]
     ends += [(n, place(key), "") for n, key in core.roots.items()]
     dtypes = [program.values[t.value].dtype for t in core.one.reads.values()]
-    return (*form, *ends, place(argument), *dtypes, _pairs(core))
+    ends += [(place(core.scores), place(table.argument), _pairs(core))]
+    return (*form, *ends, *dtypes)
 
 
 # ------------------------------------------------------------------ rule 2: sides
@@ -237,8 +243,10 @@ def _degree(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> i
     return found[argument]
 
 
-def _table(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> Table:
+def _table(core: Core) -> Table:
     """Evaluates the argument for all states of masks, several scores, and biases."""
+    states = {key: states_of(core, key) for key in core.sides}
+    argument = _argument(core)
     another = "scores go through another function than a constant scale, masks, biases"
     if _degree(core, argument, states) > 1:
         raise Different(another)
@@ -275,6 +283,8 @@ def _table(core: Core, argument: Arg, states: Mapping[Key, States | None]) -> Ta
     if not _near(hidden[adds] - hidden[adds][:, :1], want):
         raise Different("a hidden score goes through another function")
     return Table(
+        argument=argument,
+        states=states,
         scale=float(f"{scale:.7g}"),
         masks=masks,
         visible=tuple(c for c, seen in zip(combinations, is_seen, strict=True) if seen),
@@ -299,17 +309,13 @@ def _near(x: Any, y: Any) -> bool:
 
 
 def _drawn(
-    core: Core,
-    table: Table,
-    states: Mapping[Key, States | None],
-    hidden: States | None,
-    random: np.random.Generator,
+    core: Core, table: Table, hidden: States | None, random: np.random.Generator
 ) -> dict[Key, np.ndarray]:
     """Random masks and biases; each query sees a key, or the first one none."""
     found: dict[Key, np.ndarray] = {}
     plain = dict(zip(table.masks, table.visible[0], strict=True))
     for tried in range(200):
-        for key, own in states.items():
+        for key, own in table.states.items():
             shape = _shape(key[1])
             x = random.choice(own, shape) if own else random.normal(size=shape)
             is_shown = random.random(shape) < tried / 200
@@ -354,19 +360,13 @@ def _draws(core: Core, table: Table) -> Iterator[tuple[str, dict[Key, np.ndarray
         yield kind, found
 
 
-def _compare(
-    core: Core,
-    argument: Arg,
-    table: Table,
-    states: Mapping[Key, States | None],
-    passes_hidden: bool,
-) -> None:
+def _compare(core: Core, table: Table, passes_hidden: bool) -> None:
     """Compares outputs with those of an attention with this argument."""
     random = np.random.default_rng(11)
     for kind, operands in _draws(core, table):
         empty = () if kind == "rounded" else table.hidden
         for hidden in (*[None] * _DRAWS, *empty):
-            known = operands | _drawn(core, table, states, hidden, random)
+            known = operands | _drawn(core, table, hidden, random)
             close = _CLOSE
             if kind == "rounded":
                 known = {key: _cast(core, key, x) for key, x in known.items()}
@@ -375,7 +375,7 @@ def _compare(
                     for s in core.steps.values()
                 }
                 close = max(_ROUNDED[one] for one in dtypes)
-            want = _reference(core, known, argument, table, passes_hidden)
+            want = _reference(core, known, table, passes_hidden)
             found = core.outputs(core.run(known, cast=kind == "rounded"))
             # An output that is zero, as the gradient of equal scores, has noise.
             usual = max(float(np.linalg.norm(x[np.isfinite(x)])) for x in want.values())
@@ -411,16 +411,12 @@ def _scores(core: Core, known: Mapping[Key, Any]) -> np.ndarray:
 
 
 def _reference(
-    core: Core,
-    known: Mapping[Key, Any],
-    argument: Arg,
-    table: Table,
-    passes_hidden: bool,
+    core: Core, known: Mapping[Key, Any], table: Table, passes_hidden: bool
 ) -> dict[str, np.ndarray]:
     """Output and gradients by the textbook, of the scores that a kernel makes."""
     roots = {name: known[key] for name, key in core.roots.items()}
     made = core.run({**known, core.scores: _scores(core, known)}, only_pointwise=True)
-    x = np.broadcast_to(made[argument], _shape(_pairs(core)))
+    x = np.broadcast_to(made[table.argument], _shape(_pairs(core)))
     weights = np.exp(x - x.max(axis=KEYS, keepdims=True))
     weights = weights / weights.sum(axis=KEYS, keepdims=True)
 

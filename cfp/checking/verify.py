@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -54,10 +53,10 @@ from cfp.view.words import (
 
 _ROUNDS = 2
 
-ELSEWHERE = "Run cfp verify on a machine with the plan's devices"
-_RANDOM = (
-    ", unless the step draws random numbers, which JAX lowers in another way for each "
-    "platform"
+ELSEWHERE = (
+    "Run cfp verify on a machine with the plan's devices; or time it here with "
+    "--other-devices (on virtual ones with --platform cpu), unless the step draws "
+    "random numbers, which JAX lowers in another way for each platform."
 )
 
 
@@ -92,17 +91,6 @@ class Verified:
         return self.best.winner == self.plan.winner
 
 
-def elsewhere(plan: Plan) -> str:
-    """Says what to do where a plan's devices are missing."""
-    if plan.environment.get("platform") == "cpu":
-        return f"{ELSEWHERE}."
-    count = prod(size for _, size in plan.mesh_axes)
-    return (
-        f"{ELSEWHERE}; or give --platform cpu --other-devices to time it here on "
-        f"{counted(count, 'virtual device', 'virtual devices')}{_RANDOM}."
-    )
-
-
 def check_devices(plan: Plan, mesh: Mesh) -> None:
     """Checks that devices are of the kind that a plan is for.
 
@@ -112,13 +100,9 @@ def check_devices(plan: Plan, mesh: Mesh) -> None:
     kinds = sorted({device.device_kind for device in mesh.devices.flat})
     wanted = plan.environment.get("device_kind", "")
     if wanted and kinds != [wanted]:
-        all_the_same = "give --other-devices to time it here all the same"
-        if plan.environment.get("platform") != mesh.devices.flat[0].platform:
-            all_the_same += _RANDOM
         raise CfpError(
             f"These are other devices than the plan is for: {mesh.size} of "
-            f"{', '.join(kinds)}, not of {wanted}. {ELSEWHERE}; plan these with "
-            f"cfp plan; or {all_the_same}."
+            f"{', '.join(kinds)}, not of {wanted}. {ELSEWHERE}"
         )
 
 

@@ -14,8 +14,8 @@ from cfp import api
 from cfp.checking.reference import AS_WRITTEN, reference_text
 from cfp.checking.trial import Trial, run_trial
 from cfp.checking.verify import (
+    ELSEWHERE,
     check_devices,
-    elsewhere,
     verified_data,
     verified_text,
 )
@@ -288,7 +288,7 @@ def verify(ctx: typer.Context, given: Any) -> None:
     with only_json(given.as_json) as print_json:
         plan = Plan.load(given.path)
         with Display(given.quiet) as display:
-            found, mesh = target_of(ctx, plan, elsewhere(plan))
+            found, mesh = target_of(ctx, plan, ELSEWHERE)
             if not given.other_devices:
                 check_devices(plan, mesh)
             session = analyse(found, mesh, plan=plan)

@@ -105,7 +105,7 @@ def test_without_a_plans_devices_only_what_helps_there_is_suggested(tmp_path):
     assert "Run cfp verify on a machine with the plan's devices" in verified.err
     # On virtual devices alone it would be refused for these.
     here = "--platform cpu --other-devices"
-    assert f"or give {here} to time it here on 4 virtual" in verified.err
+    assert "with --other-devices (on virtual ones with --platform cpu)" in verified.err
     assert "--devices" not in verified.err and verified.err.count("--platform") == 1
     assert "Run this command on a machine with the plan's devices, or" in ran.err
     assert "--devices" not in ran.err

@@ -7,9 +7,8 @@ segments, whole programs of a race, and operators.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,7 +24,6 @@ _CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
 )
-_TELL_SECONDS = 5.0  # While a compile is awaited.
 _X64_SETTING = "jax_enable_x64"
 
 _T = TypeVar("_T")
@@ -93,22 +91,6 @@ class CompilePool:
                     raise
 
         return self._threads.submit(run)
-
-
-def awaited(
-    future: Future[_T],
-    say: Callable[[float], None],
-    clock: Callable[[], float] = time.monotonic,
-) -> _T:
-    """Returns the outcome of a compile, and tells now and then how long that takes.
-
-    Args:
-        say: called with the seconds so far.
-    """
-    started = clock()
-    while not wait([future], timeout=_TELL_SECONDS).done:
-        say(clock() - started)
-    return future.result()
 
 
 def _host_bytes() -> int:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from cfp.profiling.builder import Built
-from cfp.profiling.compile_pool import CompilePool, awaited
+from cfp.profiling.compile_pool import CompilePool
 from cfp.profiling.in_flight import InFlight
 from cfp.profiling.record import ProfileRecord, is_to_retry
 from cfp.profiling.runner import Place
@@ -31,6 +32,7 @@ from cfp.profiling.tasks import MeasureOptions, Phase, Progress, Task
 # batches are of one size, at most this.
 _BUILT_BY_EACH_THREAD = 4
 _LOOK_AGAIN_SECONDS = 0.2
+_TELL_SECONDS = 5.0  # While a build is awaited.
 
 AnyTask = TypeVar("AnyTask", bound=Task)
 Outcome = Built | ProfileRecord
@@ -112,8 +114,10 @@ def build_all(
 
         for number, (job, building) in enumerate(zip(jobs, builds, strict=True), 1):
             say(job, number, 0.0)
-            outcome = awaited(building, partial(say, job, number))
-            if outcome is not None:
+            began = time.monotonic()
+            while not wait([building], timeout=_TELL_SECONDS).done:
+                say(job, number, time.monotonic() - began)
+            if (outcome := building.result()) is not None:
                 found[job.key.digest] = outcome
     return found
 

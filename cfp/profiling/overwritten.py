@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -176,27 +177,19 @@ class _Program:
             if one.opcode == "while"
             for name in _BODY.findall(one.attributes)
         }
-        self._known: dict[str, _Computation] = {}
-        self._unchanged: dict[str, frozenset[int]] = {}
+        self.computation = cache(partial(_Computation, self))
+        self.unchanged = cache(self._unchanged)
 
-    def computation(self, name: str) -> _Computation:
-        if name not in self._known:
-            instructions = self.module.computations.get(name, [])
-            self._known[name] = _Computation(self, name, instructions)
-        return self._known[name]
-
-    def unchanged(self, loop: Instruction) -> frozenset[int]:
+    def _unchanged(self, loop: Instruction) -> frozenset[int]:
         """Elements of a loop's state that its body passes on as they are."""
-        if loop.name not in self._unchanged:
-            found = _BODY.search(loop.attributes)
-            body = self.computation(found[1]) if found else None
-            self._unchanged[loop.name] = frozenset(
-                i
-                for i in range(len(elements(loop.shape)))
-                if body and body.root is not None and 0 in body.parameters
-                if body.value(body.root, (i,)) == (body.parameters[0], (i,))
-            )
-        return self._unchanged[loop.name]
+        found = _BODY.search(loop.attributes)
+        body = self.computation(found[1]) if found else None
+        return frozenset(
+            i
+            for i in range(len(elements(loop.shape)))
+            if body and body.root is not None and 0 in body.parameters
+            if body.value(body.root, (i,)) == (body.parameters[0], (i,))
+        )
 
 
 class _Computation:
@@ -206,16 +199,14 @@ class _Computation:
         root: the name of the result, if there is one.
     """
 
-    def __init__(
-        self, program: _Program, name: str, instructions: list[Instruction]
-    ) -> None:
+    def __init__(self, program: _Program, name: str) -> None:
+        instructions = program.module.computations.get(name, [])
         self._program = program
         self._name = name
         self._instructions = instructions
         self._here = {one.name: one for one in instructions}
         self._place = {one.name: i for i, one in enumerate(instructions)}
         self._values: dict[_Value, _Value] = {}
-        self._overwritten: dict[_Value, tuple[int, str]] | None = None
         self._before: dict[_Value, _Value] = {}
         self.root = next((one.name for one in instructions if one.root), None)
         self.parameters = {
@@ -225,20 +216,14 @@ class _Computation:
     def value(self, of: str, path: _Path = ()) -> _Value:
         """Finds the source of a result: the same memory, without a write since."""
         at: _Value = of, path
-        passed = []
-        while at not in self._values:
-            passed.append(at)
+        if at not in self._values:
             source = self._source(*at)
-            if source is None:
-                self._values[at] = at
-            else:
-                at = source
-        self._values.update(dict.fromkeys(passed, self._values[at]))
+            self._values[at] = at if source is None else self.value(*source)
         return self._values[at]
 
     def first_late(self) -> str | None:
         """The first value that is read too late, in words."""
-        overwritten = {**self.overwritten()}
+        overwritten = {**self.overwritten}
         for value, old in self._tied():
             new = value
             while new in self._before:  # It is written where another value has been.
@@ -264,23 +249,22 @@ class _Computation:
                         )
         return None
 
+    @cached_property
     def overwritten(self) -> dict[_Value, tuple[int, str]]:
-        """Finds buffers that may be read no longer, with their overwrites."""
-        if self._overwritten is None:
-            self._overwritten = {}
-            for one in self._instructions:
-                for out, operand, inner in self._written(one):
-                    old = self.value(one.operands[operand], inner)
-                    self._overwrite(self._overwritten, old, one.name)
-                    if out is not None:
-                        self._before[one.name, out] = old
-        return self._overwritten
+        """Buffers that may be read no longer, with their overwrites."""
+        found: dict[_Value, tuple[int, str]] = {}
+        for one in self._instructions:
+            for out, operand, inner in self._written(one):
+                old = self.value(one.operands[operand], inner)
+                self._overwrite(found, old, one.name)
+                if out is not None:
+                    self._before[one.name, out] = old
+        return found
 
     def spoilt(self) -> Iterator[tuple[int, _Path]]:
         """Parameters that are overwritten here, and the part of each."""
-        for of, path in self.overwritten():
-            number = self._here[of].number
-            if number is not None:
+        for of, path in self.overwritten:
+            if (number := self._here[of].number) is not None:
                 yield number, path
 
     # -- inside --------------------------------------------------------------

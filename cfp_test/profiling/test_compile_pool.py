@@ -1,5 +1,5 @@
 import threading
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import jax
@@ -9,7 +9,6 @@ import cfp
 from cfp.profiling import compile_pool
 from cfp.profiling.compile_pool import (
     CompilePool,
-    awaited,
     default_threads,
 )
 from cfp_test.support.waiting import GUARD_SECONDS, until
@@ -83,19 +82,6 @@ def test_the_memory_of_a_container_bounds_that_of_its_host(monkeypatch, tmp_path
     assert compile_pool._host_bytes() >= host
     limits[1].write_text(f"{2**30}\n")
     assert compile_pool._host_bytes() == 2**30
-
-
-def test_while_a_compile_is_awaited_its_seconds_are_told(monkeypatch):
-    monkeypatch.setattr(compile_pool, "_TELL_SECONDS", 0.0)
-    future, told, ticks = Future(), [], iter(range(0, 100, 5))
-
-    def say(seconds):
-        told.append(seconds)
-        if len(told) == 3:
-            future.set_result("compiled")
-
-    assert awaited(future, say, lambda: next(ticks)) == "compiled"
-    assert told == [5, 10, 15]
 
 
 def test_cores_are_those_that_this_process_may_use(monkeypatch):

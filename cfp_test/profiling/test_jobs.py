@@ -444,7 +444,7 @@ def test_failures_to_build_are_kept_at_once(shop, store):
 
 
 def test_the_last_compile_says_that_it_alone_is_awaited(compiled, store, monkeypatch):
-    monkeypatch.setattr(compile_pool, "_TELL_SECONDS", 0.0)
+    monkeypatch.setattr(jobs, "_TELL_SECONDS", 0.0)
     shop, told, is_told = Workshop(compiled), [], threading.Event()
     shop.on_build["c"] = lambda: is_told.wait(GUARD_SECONDS)
 

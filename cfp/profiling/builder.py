@@ -78,9 +78,8 @@ class Job(Task):
 class BuildEnvironment:
     """Caches of compilers, which speed up the next compile and change no result.
 
-    Tuning fusions on a GPU takes most of a compile and keeps the device busy, so
-    that compiles in several threads get in each other's way; with a directory of
-    what was tuned they do not.
+    Compiles in several threads get in each other's way while they tune fusions on one
+    GPU; with a directory of what was tuned they do not.
 
     Attributes:
       folder: what they are in, beside a profile store; None keeps nothing.
@@ -174,13 +173,8 @@ def build(
 ) -> Built | ProfileRecord:
     """Lowers and compiles a job, in all processes that have devices of the mesh.
 
-    May be called in several threads at once: compiling leaves Python to others.
-
-    Args:
-      environment: directories for the compiler.
-
-    Returns:
-      The compiled part, or the record of why there is none.
+    May be called in several threads at once: compiling leaves Python to others. What
+    cannot be built is a record.
     """
     where = program.fingerprint, place_of(mesh), job
     with_others = share_build(mesh, "build", *where)

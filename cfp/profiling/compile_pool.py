@@ -71,13 +71,9 @@ class CompilePool:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def start(self, label: str, compiled: Callable[[], _T]) -> Future[_T]:
-        """Compiles as soon as a thread is free.
+        """Compiles as soon as a thread is free, and notes an error with the label.
 
-        Args:
-            label: of the program, which an error is noted with.
-
-        Returns:
-            The outcome; it is cancelled if the pool is closed before it begins.
+        The outcome is cancelled if the pool is closed before it begins.
         """
 
         def run() -> _T:

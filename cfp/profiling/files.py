@@ -47,20 +47,13 @@ def make_private_folder(path: Path) -> None:
     """Makes a folder, and those above it, if it is missing; one that is there stays.
 
     Those above have the usual mode, as has one that the user made.
-
-    Raises:
-      OSError: it cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=_FOLDER_MODE, exist_ok=True)
 
 
 def open_private(path: Path, mode: str) -> IO[Any]:
-    """Opens a file to write; if it is new only its owner may read it.
-
-    Raises:
-      OSError: it cannot be opened.
-    """
+    """Opens a file to write; if it is new only its owner may read it."""
     return open(path, mode, opener=_opener)
 
 
@@ -69,9 +62,6 @@ def make_private(path: Path) -> None:
 
     A file that is there is not opened: to close it would end the locks that this
     process has on it, and SQLite relies on its own.
-
-    Raises:
-      OSError: it cannot be made.
     """
     try:
         open_private(path, "xb").close()

@@ -333,11 +333,7 @@ _CLOSING = ")]}"
 
 
 def _outside(text: str, wanted: str, start: int = 0) -> int:
-    """Finds the first of some letters that is in no brackets that open behind a place.
-
-    Returns:
-        Its place; the end of the text if there is none.
-    """
+    """Finds the first of some letters outside of brackets, or the end of the text."""
     depth = 0
     for place in range(start, len(text)):
         letter = text[place]

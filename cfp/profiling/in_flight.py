@@ -238,15 +238,11 @@ def _write(connection: Connection, owner: str, key: str, one: Operation | None) 
 
 
 class InFlight:
-    """The operations of this process, from `with` to its end.
-
-    May be used by several threads.
-    """
+    """The operations of this process and its threads, from `with` to its end."""
 
     def __init__(
         self, store: ProfileStore, limits: Limits | None = None, program: str = ""
     ):
-        """Settles what processes died of before."""
         self._store = store
         self._program = program
         self.limits = limits or Limits()
@@ -288,17 +284,12 @@ class InFlight:
             }
             ours = [key for key in keys if key.digest not in taken][:count]
             for key in ours:
-                self._mine[key.digest] = self._begin(key, "", "wait", 0.0)
-                _write(connection, self._owner, key.digest, self._mine[key.digest])
+                self._set(key, self._begin(key, "", "wait"))
         return ours
 
     @contextlib.contextmanager
     def doing(
-        self,
-        key: ProfileKey,
-        label: str,
-        doing: Doing,
-        expected_ms: float = 0.0,
+        self, key: ProfileKey, label: str, doing: Doing, expected_ms: float = 0.0
     ) -> Iterator[None]:
         """Notes something for as long as the body takes; what is claimed waits then."""
         is_claimed = key.digest in self._mine
@@ -306,7 +297,7 @@ class InFlight:
         try:
             yield
         finally:
-            self._set(key, self._begin(key, label, "wait", 0.0) if is_claimed else None)
+            self._set(key, self._begin(key, label, "wait") if is_claimed else None)
 
     def release(self, key: ProfileKey) -> None:
         """Ends the operation with a key."""
@@ -316,15 +307,13 @@ class InFlight:
         with self._lock:
             if self._closed.is_set():
                 return  # A build that an interrupt did not wait for.
-            if one is None:
-                self._mine.pop(key.digest, None)
-            else:
-                self._mine[key.digest] = one
+            self._mine.pop(key.digest, None)
+            self._mine |= {key.digest: one} if one else {}
             with self._store.transaction() as connection:
                 _write(connection, self._owner, key.digest, one)
 
     def _begin(
-        self, key: ProfileKey, label: str, doing: Doing, expected_ms: float
+        self, key: ProfileKey, label: str, doing: Doing, expected_ms: float = 0.0
     ) -> Operation:
         limit = self.limits.seconds(doing, expected_ms)
         return Operation(

@@ -48,11 +48,7 @@ _SAME = {
 
 
 def counts(program: Program, ops: tuple[int, ...]) -> dict[int, int]:
-    """For values that pick something, out of how many: the fewest, if of several.
-
-    Args:
-        ops: ids of top-level ops; their regions count, too.
-    """
+    """For values that pick something in top-level ops, out of how many at least."""
     inside = [inner for op in ops for inner in (op, *program.ops[op].body)]
     found: dict[int, int] = {}
     for op_id in inside:
@@ -279,11 +275,7 @@ _BARRIERS = frozenset(
 
 
 def above_zero(program: Program, ops: tuple[int, ...]) -> frozenset[int]:
-    """The values that must be above zero for some top-level ops to make sense.
-
-    Args:
-        ops: ids of top-level ops; their regions count, too.
-    """
+    """The values that must be above zero for some top-level ops to make sense."""
     inside = [inner for op in ops for inner in (op, *program.ops[op].body)]
     every = (program.ops[op_id] for op_id in inside)
     first = [op.operands[_DOMAINS[op.kind]] for op in every if op.kind in _DOMAINS]

@@ -155,12 +155,7 @@ _KIND = (
 
 
 def other_kind(parts: Parts, here: Parts) -> str:
-    """Names the first difference between two machines; "" if they are of one kind.
-
-    Args:
-      parts: of the measurement's key.
-      here: of the other machine's environment.
-    """
+    """Names the differences of a key's machine from another; "" if of one kind."""
     theirs, ours = dict(parts), dict(here)
     return "; ".join(
         f"{name}: {theirs.get(name, 'none')} there, {ours.get(name, 'none')} here"

@@ -24,6 +24,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 import numpy as np
@@ -51,11 +52,8 @@ def tune_kernels(
 ) -> dict[str, Built]:
     """Builds jobs, one on each device, for what the compiler learns from them.
 
-    Nothing runs, and nothing is kept in the store. Nothing is built where the compiler
-    has nothing to try out.
-
-    Args:
-      store: beside it lies what the compiler has learnt.
+    Nothing runs, and nothing is kept in the store: beside it lies what the compiler has
+    learnt. Nothing is built where the compiler has nothing to try out.
 
     Returns:
       What was built for the mesh itself, by key: it need not be built again.
@@ -98,10 +96,7 @@ def first_of_kernels(
 
     The largest come first, so that devices end together, and of equal ones those that
     share most with others: attention as it is written adds to the kernels that the same
-    has with a kernel for it.
-
-    Args:
-        tuned: kernels that the compiler has tried out.
+    has with a kernel for it. Those of `tuned` the compiler has tried out.
     """
     found: dict[Hashable, Job] = {}
     for job in jobs:
@@ -120,50 +115,40 @@ def _rolled(mesh: Mesh, count: int) -> Mesh:
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
+@dataclass(slots=True)
 class Measurer:
     """Looks jobs up, and measures those that the store does not know.
 
-    Args:
+    Attributes:
         measure: whether devices may be used.
         end: from this moment on (`time.monotonic`) nothing else is begun.
-
-    Attributes:
         known: keys of what the store answered; not of failures that are tried again.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        mesh: Mesh,
-        store: ProfileStore,
-        measure: bool,
-        options: MeasureOptions,
-        end: float = math.inf,
-    ) -> None:
-        self._program = program
-        self._mesh = mesh
-        self._store = store
-        self._measure = measure
-        self._options = options
-        self._end = end
-        self._measured: set[str] = set()
-        self._tuned: set[Hashable] = set()
-        self.known: set[str] = set()
+    program: Program
+    mesh: Mesh
+    store: ProfileStore
+    measure: bool
+    options: MeasureOptions
+    end: float = math.inf
+    known: set[str] = field(default_factory=set)
+    _measured: set[str] = field(default_factory=set)
+    _tuned: set[Hashable] = field(default_factory=set)
 
     @property
     def has_end(self) -> bool:
         """True if time may be over before all is measured."""
-        return math.isfinite(self._end)
+        return math.isfinite(self.end)
 
     @property
     def is_over(self) -> bool:
         """True if time is over."""
-        return time.monotonic() > self._end
+        return time.monotonic() > self.end
 
     def look_up(self, jobs: Iterable[Job]) -> dict[str, ProfileRecord]:
         """Records of the store, by key, but for failures that are tried again."""
-        known = self._store.get_many({job.key.digest for job in jobs})
-        again = self._options.retry_failures if self._measure else False
+        known = self.store.get_many({job.key.digest for job in jobs})
+        again = self.options.retry_failures if self.measure else False
         found = {d: one for d, one in known.items() if not is_to_retry(one, again)}
         self.known |= found.keys() - self._measured
         return found
@@ -171,15 +156,11 @@ class Measurer:
     def __call__(
         self, jobs: Sequence[Job], ignore_end: bool = False
     ) -> Mapping[str, ProfileRecord]:
-        """Records by key; what may not be measured and is not known has none.
-
-        Args:
-            ignore_end: whether to measure after the end, too.
-        """
+        """Records by key; what may not be measured and is not known has none."""
         # By how processes died before, something may be in the store by now.
-        settle(self._store)
+        settle(self.store)
         known = self.look_up(jobs)
-        if not self._measure:
+        if not self.measure:
             return known
         new = [job for job in jobs if job.key.digest not in known]
         self._measured |= {job.key.digest for job in new}
@@ -189,11 +170,8 @@ class Measurer:
 
         first = first_of_kernels(new, self._tuned)
         self._tuned |= {job.kernels for job in first}
-        where, store, options = (self._program, self._mesh), self._store, self._options
-        place = place_of_parts(
-            *where,
-            BuildEnvironment.beside(store.path),
-            built=tune_kernels(*where, first, store, options, is_late),
-        )
-        name = self._program.name
+        where, store, options = (self.program, self.mesh), self.store, self.options
+        built = tune_kernels(*where, first, store, options, is_late)
+        place = place_of_parts(*where, BuildEnvironment.beside(store.path), built=built)
+        name = self.program.name
         return run_jobs(place, jobs, store, options, program=name, is_late=is_late)

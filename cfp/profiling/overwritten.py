@@ -60,13 +60,10 @@ _SCHEDULED = "is_scheduled=true"
 def compile_right(
     lowered: jax.stages.Lowered, options: Mapping[str, Any]
 ) -> tuple[jax.stages.Compiled, str]:
-    """Compiles a program so that it computes what it says.
+    """Compiles a program so that it computes what it says; returns it with its text.
 
     Where that cannot be proved with XLA's rematerialization, it is compiled without,
     and needs more memory.
-
-    Returns:
-        The compiled program and its text, if there is one.
 
     Raises:
         CfpError: it is wrong nevertheless.
@@ -87,11 +84,7 @@ def compile_right(
 
 
 def miscompile_reason(hlo_text: str) -> str | None:
-    """Returns the reason why a compiled program may be wrong; None if it is right.
-
-    Args:
-        hlo_text: the program; "" if it has no text.
-    """
+    """Returns the reason why a compiled program may be wrong; None if it is right."""
     if not hlo_text.strip():
         return "it has no text"
     if not has_rematerialized(hlo_text):
@@ -137,9 +130,7 @@ def count_rematerialized(hlo_text: str) -> int | None:
 def read_after_overwritten(hlo_text: str) -> str | None:
     """The first value that is read too late, in words; None if there is none.
 
-    Args:
-        hlo_text: of a compiled program. One in which nothing was rematerialized is as
-            the compiler means it to be.
+    A program in which nothing was rematerialized is as the compiler means it to be.
     """
     if not has_rematerialized(hlo_text):
         return None
@@ -154,13 +145,7 @@ def read_after_overwritten(hlo_text: str) -> str | None:
 
 
 class _Program:
-    """A module's computations, each looked at when it is asked for.
-
-    Attributes:
-        module: what they are of.
-        inlined: names of those that have no memory of their own.
-        bodies: names of loops' bodies.
-    """
+    """A module's computations: `inlined` have no memory, `bodies` are of loops."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -193,11 +178,7 @@ class _Program:
 
 
 class _Computation:
-    """Owners of buffers, by instruction.
-
-    Attributes:
-        root: the name of the result, if there is one.
-    """
+    """Owners of buffers, by instruction."""
 
     def __init__(self, program: _Program, name: str) -> None:
         instructions = program.module.computations.get(name, [])

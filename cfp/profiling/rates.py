@@ -67,10 +67,8 @@ class Rates:
     ) -> Rates:
         """Plausible rates without any device: one host of GPUs with fast links.
 
-        All links are alike, and collectives go by rings of neighbours.
-
-        Args:
-          flops_per_ms: of float32, and of bfloat16.
+        All links are alike, and collectives go by rings of neighbours. `flops_per_ms`
+        are of float32 and of bfloat16.
         """
         axes = tuple(mesh.shape.items() if isinstance(mesh, Mesh) else mesh)
         sizes = dict(axes)

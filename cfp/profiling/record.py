@@ -145,11 +145,7 @@ class ProfileRecord(CompiledBytes):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ProfileRecord:
-        """Reads what `to_json` wrote, and nothing else.
-
-        Raises:
-          ValueError: on an unknown field, or one of the wrong type.
-        """
+        """Reads what `to_json` wrote; all else is a ValueError."""
         try:
             return _reader().validate_json(text)
         except ValidationError as error:
@@ -165,12 +161,7 @@ def _reader() -> TypeAdapter[ProfileRecord]:
 
 
 def is_to_retry(record: ProfileRecord, retry_failures: bool | datetime) -> bool:
-    """Returns True if a stored record is to be measured again.
-
-    Args:
-      record: what is in the store.
-      retry_failures: whether what failed is, or what failed before a moment.
-    """
+    """Returns True if a stored record failed, or failed before a moment."""
     if record.ok or not isinstance(retry_failures, datetime):
         return not record.ok and bool(retry_failures)
     return datetime.fromisoformat(record.created) < retry_failures

@@ -103,11 +103,7 @@ def run(
     *,
     timing: TimingOptions | None = None,
 ) -> ProfileRecord:
-    """Times a built job, on inputs made for it.
-
-    Returns:
-      Every sample, or why it could not run. Nothing stays on the devices.
-    """
+    """Times a built job, on inputs made for it; nothing stays on the devices."""
     kinds = input_kinds(program, job.part, job.in_specs)
     return execute(built, kinds, mesh, feedback=job.feedback, timing=timing)
 
@@ -148,11 +144,7 @@ def execute_here(
     timing: TimingOptions,
     pace: Callable[[float], float] = float,
 ) -> ProfileRecord:
-    """Does what `execute` does, in this process alone.
-
-    Args:
-      pace: the durations that all processes go by.
-    """
+    """Does what `execute` does, in this process alone, by durations of `pace`."""
     started = time.perf_counter()
     loop = _Loop(built.compiled, feedback, mesh)
     try:
@@ -182,11 +174,7 @@ def compile_generators(program: Program, mesh: Mesh, job: Job) -> None:
 
 
 def check_devices(mesh: Mesh, crash: ProfileRecord) -> None:
-    """Makes sure that devices still answer after something crashed on them.
-
-    Raises:
-        CfpError: they do not.
-    """
+    """Raises CfpError if devices answer no more after something crashed on them."""
     probe = InputKind((8,), "float32", ((),))
     try:
         jax.block_until_ready(make_inputs([probe], mesh))

@@ -47,16 +47,12 @@ _log = logging.getLogger(__name__)
 
 
 def store_path(folder: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the path of the store in a folder, or in the default one.
-
-    Raises:
-      CfpError: if there is no default one.
-    """
+    """Returns the path of the store in a folder, or in the default one."""
     return Path(folder if folder is not None else cache_dir()) / STORE_NAME
 
 
 class ProfileStore:
-    """Records by key, in one file.
+    """Records by key, in one file; CfpError is raised if it cannot be used.
 
     Several processes and threads may use one file at once; each process opens a
     store of its own. On a network file system only processes of one host may
@@ -64,11 +60,7 @@ class ProfileStore:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Opens the file, and makes it and its directory if they are missing.
-
-        Raises:
-          CfpError: if the directory or the file cannot be made or written.
-        """
+        """Opens the file, and makes it and its directory if they are missing."""
         self.path = Path(path)
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
@@ -90,11 +82,7 @@ class ProfileStore:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """A transaction, or the one that it is in: on an error nothing is written.
-
-        Raises:
-          CfpError: the file cannot be used.
-        """
+        """A transaction, or the one that it is in: on an error nothing is written."""
         with self._lock, self._explained():
             if self._connection is None:
                 raise ValueError("the store is closed")
@@ -137,27 +125,17 @@ class ProfileStore:
         return [*_records(rows).values()]
 
     def put(self, record: ProfileRecord, *, replace: bool = False) -> bool:
-        """Keeps a record, unless one that is as good is kept already.
+        """Keeps a record, unless one that is as good is there; returns True if it did.
 
         The first "ok" record of a key stays, and the first failure does until an
-        "ok" record comes.
-
-        Args:
-          replace: put it in the place of whatever is there.
-
-        Returns:
-          Whether the record was written.
+        "ok" record comes; with `replace` nothing does.
         """
         return self.put_all([record], replace=replace) == 1
 
     def put_all(
         self, records: Sequence[ProfileRecord], *, replace: bool = False
     ) -> int:
-        """Keeps records like `put`: all of them or, on an error, none.
-
-        Returns:
-          How many were written.
-        """
+        """Keeps records like `put`, all or none; returns how many were written."""
         written = 0
         with self.transaction() as connection:
             for record in records:
@@ -170,14 +148,7 @@ class ProfileStore:
         return written
 
     def export(self, path: str | os.PathLike[str]) -> int:
-        """Writes all records to a file of JSON lines, whole or not at all.
-
-        Returns:
-          How many there were.
-
-        Raises:
-          CfpError: if the file cannot be written.
-        """
+        """Writes all records to a file of JSON lines, or none; returns how many."""
         records = self.records()
         target = Path(path)
         unfinished = target.with_name(f"{target.name}.{os.getpid()}.unfinished")
@@ -195,14 +166,10 @@ class ProfileStore:
         return len(records)
 
     def merge(self, path: str | os.PathLike[str]) -> int:
-        """Adds the records of an exported file, all or, on an error, none.
-
-        Returns:
-          How many were new, or better than what was here.
+        """Adds the records of an exported file, all or none; returns how many were new.
 
         Raises:
-          CfpError: if a line is not a record, or asks for what no record may; see
-            `read_export`.
+          CfpError: see `read_export`.
         """
         return self.put_all(read_export(path))
 
@@ -236,11 +203,7 @@ def _records(rows: Iterable[tuple[str, str]]) -> dict[str, ProfileRecord]:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Opens a file, a fresh one if that which is there is no sound store.
-
-    Raises:
-      OSError, sqlite3.Error: if the file cannot be made, read or written.
-    """
+    """Opens a file, a fresh one if that which is there is no sound store."""
     make_private_folder(path.parent)
     # Two that find it damaged would otherwise both set it aside, the second one the
     # fresh file of the first.

@@ -91,7 +91,7 @@ def install() -> None:
 
     begin = InFlight._begin
 
-    def faulty_begin(log, key, label, doing, expected_ms) -> Operation:
+    def faulty_begin(log, key, label, doing, expected_ms=0.0) -> Operation:
         made = begin(log, key, label, doing, expected_ms)
         if FAULTS.get(label) == "overdue" and doing == "run":
             made = replace(made, deadline=time.monotonic())

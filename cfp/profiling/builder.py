@@ -176,15 +176,15 @@ def build(
     May be called in several threads at once: compiling leaves Python to others. What
     cannot be built is a record.
     """
-    where = program.fingerprint, place_of(mesh), job
+    where = program.fingerprint, plain_mesh(mesh), job
     with_others = share_build(mesh, "build", *where)
     return with_others(build_here(program, mesh, job, environment))
 
 
-Place = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]
+PlainMesh = tuple[tuple[tuple[str, int], ...], tuple[int, ...]]
 
 
-def place_of(mesh: Mesh) -> Place:
+def plain_mesh(mesh: Mesh) -> PlainMesh:
     """A mesh as plain data: its axes, and the ids of its devices."""
     return tuple(mesh.shape.items()), tuple(device.id for device in mesh.devices.flat)
 

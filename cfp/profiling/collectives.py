@@ -32,7 +32,7 @@ from cfp.printable import mesh_text
 from cfp.profiling.builder import (
     Built,
     build_lowered,
-    place_of,
+    plain_mesh,
     share_build,
 )
 from cfp.profiling.coordination import is_shared
@@ -263,7 +263,7 @@ _ON_GPUS = {"xla_gpu_enable_triton_gemm": "False"}
 
 def build_probe(key: ProfileKey, probe: RateProbe, mesh: Mesh) -> Built | ProfileRecord:
     """Compiles a probe, in all processes that have devices of the mesh."""
-    with_others = share_build(mesh, "probe", place_of(mesh), probe.label)
+    with_others = share_build(mesh, "probe", plain_mesh(mesh), probe.label)
     return with_others(build_probe_here(key, probe, mesh))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cfp.errors import CfpError
-from cfp.profiling.builder import BuildEnvironment, Built, Job, Place, build_here
+from cfp.profiling.builder import BuildEnvironment, Built, Job, PlainMesh, build_here
 from cfp.profiling.collectives import build_probe_here, probe_of
 from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.coordination import Coordination, LeaderFailed, check_alike
@@ -100,7 +100,7 @@ class Follower:
         self.programs[program.fingerprint] = program
         self.talk.answer(number, program.fingerprint)
 
-    def build(self, number: int, fingerprint: str, place: Place, job: Job) -> None:
+    def build(self, number: int, fingerprint: str, place: PlainMesh, job: Job) -> None:
         """Builds a part of a program; answers with why there is none, or None."""
         program, mesh = self.programs[fingerprint], _mesh(place)
 
@@ -112,7 +112,7 @@ class Follower:
 
         self._start(number, job.label, mesh, built)
 
-    def probe(self, number: int, place: Place, label: str) -> None:
+    def probe(self, number: int, place: PlainMesh, label: str) -> None:
         """Builds a probe of the devices; answers as `build` does."""
         mesh, key = _mesh(place), ProfileKey((("probe", label),))
         build = partial(build_probe_here, key, probe_of(mesh, label), mesh)
@@ -135,7 +135,7 @@ class Follower:
 
         self.built[number] = self.pool.start(label, answered)
 
-    def run(self, number: int, what: int, place: Place, *how: Any) -> str:
+    def run(self, number: int, what: int, place: PlainMesh, *how: Any) -> str:
         """Runs what was built for a job; answers with why it failed, or ""."""
         built = self.built[what].result()
         assert isinstance(built, Built), "the leader runs what all have built"
@@ -148,7 +148,7 @@ class Follower:
         return failure
 
 
-def _mesh(place: Place) -> Mesh:
+def _mesh(place: PlainMesh) -> Mesh:
     """The mesh of some devices of the program, by their ids."""
     axes, ids = place
     known = {device.id: device for device in jax.devices()}

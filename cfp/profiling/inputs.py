@@ -49,9 +49,8 @@ _SAME = {
 
 def counts(program: Program, ops: tuple[int, ...]) -> dict[int, int]:
     """For values that pick something in top-level ops, out of how many at least."""
-    inside = [inner for op in ops for inner in (op, *program.ops[op].body)]
     found: dict[int, int] = {}
-    for op_id in inside:
+    for op_id in program.with_bodies(ops):
         for value, count in _picks(program, program.ops[op_id]):
             for source in _sources(program, value):
                 found[source] = min(count, found.get(source, count))
@@ -276,8 +275,7 @@ _BARRIERS = frozenset(
 
 def above_zero(program: Program, ops: tuple[int, ...]) -> frozenset[int]:
     """The values that must be above zero for some top-level ops to make sense."""
-    inside = [inner for op in ops for inner in (op, *program.ops[op].body)]
-    every = (program.ops[op_id] for op_id in inside)
+    every = (program.ops[op_id] for op_id in program.with_bodies(ops))
     first = [op.operands[_DOMAINS[op.kind]] for op in every if op.kind in _DOMAINS]
 
     def before(v: int) -> Iterable[int]:

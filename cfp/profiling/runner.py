@@ -22,7 +22,7 @@ from cfp.profiling.builder import (
     Job,
     build,
     is_out_of_memory,
-    place_of,
+    plain_mesh,
     reason_of,
 )
 from cfp.profiling.compile_pool import default_threads
@@ -128,7 +128,7 @@ def execute(
     if (talk := leading(mesh)) is None:
         return execute_here(built, kinds, mesh, feedback, timing)
     assert built.shared is not None, "it was built in all processes"
-    what = place_of(mesh), tuple(kinds), tuple(feedback), timing
+    what = plain_mesh(mesh), tuple(kinds), tuple(feedback), timing
     number = talk.say("run", built.shared.number, *what)
     pace = talk.pace(number)
     record = execute_here(built, kinds, mesh, feedback, timing, pace)

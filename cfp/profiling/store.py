@@ -40,8 +40,6 @@ _TABLES = (
     "json TEXT NOT NULL, PRIMARY KEY (key, owner))",
 )
 _BUSY_SECONDS = 30.0  # For another process that is writing.
-# SQLite builds differ in how many variables a statement may have; all take these.
-_KEYS_PER_QUERY = 500
 
 _log = logging.getLogger(__name__)
 
@@ -111,12 +109,9 @@ class ProfileStore:
     def get_many(self, keys: Iterable[str]) -> dict[str, ProfileRecord]:
         """The records of those keys that have one."""
         wanted = list(dict.fromkeys(keys))
-        found: dict[str, ProfileRecord] = {}
-        for start in range(0, len(wanted), _KEYS_PER_QUERY):
-            some = wanted[start : start + _KEYS_PER_QUERY]
-            marks = ", ".join("?" * len(some))
-            query = f"SELECT key, json FROM records WHERE key IN ({marks})"
-            found |= _records(self._rows(query, some))
+        some = "SELECT value FROM json_each(?)"
+        query = f"SELECT key, json FROM records WHERE key IN ({some})"
+        found = _records(self._rows(query, [json.dumps(wanted)]))
         return {key: found[key] for key in wanted if key in found}
 
     def records(self) -> list[ProfileRecord]:
@@ -246,18 +241,18 @@ def _damage(connection: sqlite3.Connection) -> str:
             for statement in (*_TABLES, f"PRAGMA user_version = {SCHEMA_VERSION}"):
                 connection.execute(statement)
     except sqlite3.DatabaseError as error:
-        # Our statements are right, so a plain error means what the file says of itself.
-        if _is_damage(error) or error.sqlite_errorcode == sqlite3.SQLITE_ERROR:
+        # Errors from Python's side of sqlite3 have no code. The low byte is the error,
+        # the others say more about it. Our statements are right, so that a plain error
+        # means what the file says of itself.
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in (
+            sqlite3.SQLITE_CORRUPT,
+            sqlite3.SQLITE_NOTADB,
+            sqlite3.SQLITE_ERROR,
+        ):
             return str(error)
         raise
     return ""
-
-
-def _is_damage(error: sqlite3.Error) -> bool:
-    # Errors that come from Python's side of sqlite3 have no code. The low byte is the
-    # error, the others say more about it.
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def _set_aside(path: Path, why: str) -> None:

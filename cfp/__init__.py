@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cfp.api import ParallelStep, parallelize, plan
+    from cfp.api import Fastest, Variant, plan, plan_fastest
     from cfp.attention.call import attention, attention_options
     from cfp.checking.check import compare
     from cfp.devices.described import described
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
         ProcessError,
         StepNotTraceable,
     )
+    from cfp.parallel import ParallelStep, parallelize
     from cfp.plan.plan import Plan
     from cfp.planner_settings import PlannerSettings
-    from cfp.variants import Fastest, Variant, plan_fastest
 
     # Names that `plan(..., preset=...)` knows on a mesh of any shape.
     PRESETS: tuple[str, ...]
@@ -54,14 +54,14 @@ __all__ = [
 ]
 # Where public names are defined; those that are not here are errors.
 _HOMES = {
-    "cfp.api": ("ParallelStep", "parallelize", "plan"),
+    "cfp.api": ("Fastest", "Variant", "plan", "plan_fastest"),
     "cfp.attention.call": ("attention", "attention_options"),
     "cfp.devices.described": ("described",),
     "cfp.checking.check": ("compare",),
     "cfp.devices.joining": ("join",),
+    "cfp.parallel": ("ParallelStep", "parallelize"),
     "cfp.plan.plan": ("Plan",),
     "cfp.planner_settings": ("PlannerSettings",),
-    "cfp.variants": ("Fastest", "Variant", "plan_fastest"),
 }
 _HOME_OF = dict.fromkeys(__all__, "cfp.errors") | {
     name: home for home, names in _HOMES.items() for name in names

@@ -1,42 +1,93 @@
-"""The public functions that plan: `cfp.plan` and `cfp.parallelize`.
+"""The public functions that plan, and the passes in a row.
 
-They check options, resolve the mesh (several are variants, :mod:`cfp.variants`) and
-show progress. :mod:`cfp.find` runs the passes, which :mod:`cfp.passes.pipeline` lists.
+analyze   step + mesh             -> Analyzed     :mod:`cfp.passes.analyze`
+measure   Analyzed                -> Profiles     :mod:`cfp.passes.profile`
+search    Profiles                -> Solution     :mod:`cfp.passes.search`
+race      Solution                -> RaceOutcome  :mod:`cfp.race.race`
+complete  Analyzed + RaceOutcome  -> FoundPlan    :mod:`cfp.complete`
+
+`run_passes` runs them for one step on one mesh. Several meshes, and other variants of
+a step, are a loop around it (:mod:`cfp.variants`).
 """
 
 from __future__ import annotations
 
-import os
+import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from cfp.cluster.on_ray import plan_step
-from cfp.context import settings_or_defaults
+from cfp.complete import FoundPlan, complete_plan, wrong_kernels
+from cfp.context import PlanContext, settings_or_defaults
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError, OptionError, PlanMismatch, known_names
-from cfp.passes.pipeline import Pins
-from cfp.plan.parts import type_text
+from cfp.errors import CfpError
+from cfp.passes.analyze import Analyzed, Pins, PlanOptions
+from cfp.passes.profile import profile
+from cfp.passes.search import preset_solution, search, search_further
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings, dimensions_of
 from cfp.platform import all_meshes
-from cfp.profiling.builder import BuildEnvironment
-from cfp.profiling.store import store_path
 from cfp.program.calling import check_keywords
-from cfp.program.meaning import trace_context_key
-from cfp.program.step import FlatStep, flatten_step
-from cfp.runtime.execute import CompiledStep
+from cfp.program.meaning import unchecked
+from cfp.race.race import race
 from cfp.settings import Dimension
-from cfp.variants import Variant, plan_fastest
-from cfp.view.progress import shown
+from cfp.solution import Solution
+from cfp.variants import Fastest, Variant, find_fastest
+
+
+def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
+    """Plans an analysed step on its mesh.
+
+    Raises:
+        MemoryBudgetError: nothing fits in memory.
+        CfpError: nothing runs.
+    """
+    started = time.perf_counter()
+    if analyzed.step.inner_jit_donates:
+        warnings.warn(
+            "The jax.jit around the step donates arguments, which cfp ignores: give "
+            "cfp donate_argnums or donate_argnames, too.",
+            stacklevel=3,
+        )
+    analysis = analyzed.analysis
+    with unchecked(), options.context(analyzed.mesh) as context:
+        if options.preset is not None:
+            solution = preset_solution(context, analysis, options.preset)
+        else:
+            profiles = analyzed.profiles or profile(context, analysis)
+            solution = search(context, analysis, profiles)
+        found = race_until_fit(context, analyzed, solution)
+        wrong, notes = wrong_kernels(context, found)
+        if wrong:
+            every = context.rules.replacing.attention
+            kernels = tuple(name for name in every if name not in wrong)
+            settings = replace(options.settings, attention=kernels)
+            found = run_passes(analyzed, replace(options, settings=settings))
+    notes = tuple(dict.fromkeys((*notes, *found.plan.site_checks)))
+    seconds = analyzed.seconds + time.perf_counter() - started
+    counts = {**found.plan.search, "planning_seconds": seconds}
+    plan = replace(found.plan, site_checks=notes, search=counts)
+    return replace(found, plan=plan)
+
+
+def race_until_fit(
+    context: PlanContext, analyzed: Analyzed, solution: Solution
+) -> FoundPlan:
+    """Races candidates, and completes the plan of what won.
+
+    While nothing fits as compiled, a search that knows what was compiled finds others.
+    """
+    analysis = analyzed.analysis
+    outcome = race(context, analysis, solution)
+    while (again := search_further(context, analysis, outcome)) is not None:
+        outcome = race(context, analysis, again).after(outcome)
+    return complete_plan(context, analyzed, outcome)
 
 
 def plan(
@@ -98,285 +149,87 @@ def plan(
         KeyboardInterrupt: the user has interrupted. What was measured is kept, and the
             same call goes on from there.
     """
+    how = settings_or_defaults(settings)
     if choose is not None:
-        settings = settings_or_defaults(settings)
-        names = tuple(sorted(dimensions_of(choose)))
-        settings = replace(settings, choose=names)
+        how = replace(how, choose=tuple(sorted(dimensions_of(choose))))
     if precision is not None:
-        settings = replace(settings_or_defaults(settings), precision=precision)
-    options = {
-        "static_argnums": static_argnums,
-        "static_argnames": static_argnames,
-        "donate_argnums": donate_argnums,
-        "donate_argnames": donate_argnames,
-        "memory_budget": memory_budget,
-        "pins": pins,
-        "preset": preset,
-        "cache_dir": cache_dir,
-        "settings": settings,
-    }
-    if isinstance(settings, PlannerSettings) and settings.ray is not None:
-        if isinstance(mesh, DescribedMesh):
+        how = replace(how, precision=precision)
+    options = PlanOptions(
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+        memory_budget=memory_budget,
+        pins=pins,
+        preset=preset,
+        cache_dir=cache_dir,
+        settings=how,
+    )
+    if how.ray is not None:
+        if not isinstance(mesh, Mesh | AbstractMesh):
             raise CfpError(
-                "A described mesh cannot run, so it cannot be combined with "
-                "PlannerSettings(ray=...)."
-            )
-        if mesh is None:
-            raise CfpError(
-                "A plan on a Ray cluster needs its mesh: "
+                "A plan on a Ray cluster needs its mesh, which is not described: "
                 "mesh=jax.sharding.AbstractMesh((4,), ('x',))."
             )
-        return plan_step(plan, fn, args, kwargs, mesh, **options)
+        return plan_step(plan, fn, args, kwargs, mesh, **vars(options))
+    check_keywords(fn, kwargs, ["mesh", "quiet", *OPTIONS])
+    variants = [
+        Variant(name=name, fn=fn, args=args, kwargs=kwargs, mesh=one)
+        for name, one in _meshes(mesh, how, preset).items()
+    ]
+    return find_fastest(run_passes, variants, options, quiet=quiet).plan
+
+
+OPTIONS = tuple(signature(plan).parameters)[4:-1]  # not fn, args, mesh, quiet, kwargs
+
+
+def _meshes(
+    mesh: Mesh | DescribedMesh | AbstractMesh | None,
+    settings: PlannerSettings,
+    preset: str | None,
+) -> Mapping[str, Mesh | DescribedMesh]:
+    """The meshes to choose among, by name."""
     if isinstance(mesh, AbstractMesh):
         raise CfpError(
             "A mesh without devices is for PlannerSettings(ray=...). Pass a Mesh, or "
             "cfp.described(...) to plan for devices that are not here."
         )
-    check_keywords(fn, kwargs, ["mesh", "quiet", *_OPTIONS])
-    may = Dimension.MESH in settings_or_defaults(settings).dimensions
+    may = Dimension.MESH in settings.dimensions
     most_axes = 2 if may and preset is None else 1
-    meshes = {"": mesh} if mesh is not None else all_meshes(most_axes)
-    return plan_fastest(
-        [
-            Variant(name=name, fn=fn, args=args, kwargs=kwargs, mesh=one)
-            for name, one in meshes.items()
-        ],
-        **options,
-        quiet=quiet,
-    ).plan
+    return {"": mesh} if mesh is not None else all_meshes(most_axes)
 
 
-_OPTIONS = tuple(signature(plan).parameters)[4:-1]  # not fn, args, mesh, quiet, kwargs
-
-# What decides a plan; a saved one has decided.
-_DECIDES = {"memory_budget", "pins", "preset", "choose", "precision"}
-_SILENCE = "cfp.parallelize(..., quiet=True) says nothing"
-_OF_CALLS = {"static_argnums", "static_argnames", "donate_argnums", "donate_argnames"}
-# Names a plan's file for the steps of `parallelize` that are given none.
-PLAN_VARIABLE = "CFP_PLAN"
-
-
-def parallelize(
-    fn: Callable[..., Any] | None = None,
+def plan_fastest(
+    variants: Sequence[Variant],
     *,
-    mesh: Mesh | None = None,
-    plan: str | Path | Plan | None = None,
     quiet: bool = False,
+    leaner: Callable[[], Iterable[Variant]] = tuple,
+    settings: PlannerSettings | None = None,
     **options: Any,
-) -> Any:
-    """A step that plans itself at its first call, and then runs sharded.
+) -> Fastest:
+    """Plans the best variants of a step, and keeps the fastest that fits in memory.
 
-    Also a decorator: ``@cfp.parallelize(mesh=mesh, donate_argnums=0)``.
+    All are estimated, and the best two planned; where choices are made by estimates
+    anyway, the best; with a preset, all. A variant that cannot be planned is out, and
+    the next takes its turn. When time is over, it makes do with those that are
+    finished.
 
     Args:
-        fn: the step.
-        mesh: the devices; by default all that are there, as for :func:`plan`, or with a
-            plan the first of them.
-        plan: a saved plan, or its file, that is used as it is: nothing is planned, and
-            donated arguments need not be named. By default the file that the
-            environment variable ``CFP_PLAN`` names, if any.
-        quiet: whether planning shows nothing; by default its progress is shown on a
-            terminal, and elsewhere by a line now and then on standard error.
-        options: as for :func:`plan`.
-
-    Returns:
-        A callable like ``fn``; its ``plan`` is the plan of the latest call. Arguments
-        that do not have the plan's shardings are moved there at each call. Donated
-        state that is weakly typed, such as ``jnp.full(shape, 0.1)`` or a counter that
-        begins as ``0``, is taken as the step returns it, or a checkpoint restores it.
+        variants: what to choose from; each has a name of its own. They may differ in
+            the mesh, the step and the arguments.
+        quiet: whether no progress is shown, as for :func:`cfp.plan`.
+        leaner: makes further variants, of which the first that can be planned is taken
+            where none of the others fits in memory, unless one with a part of its
+            state in host memory is faster.
+        settings: as for :func:`cfp.plan`; its ``seconds`` hold for all together.
+        options: ``static_argnums``, ``static_argnames``, ``donate_argnums``,
+            ``donate_argnames``, ``memory_budget``, ``pins``, ``preset`` and
+            ``cache_dir``, as for :func:`cfp.plan`, for every variant.
 
     Raises:
-        OptionError: there is no such option, or a given plan has decided it already.
-        PlanMismatch: the file is no plan, or is not there.
+        CfpError: no variant can be planned.
+        ProcessError: the processes of this program do not plan together.
     """
-    unknown = sorted(options.keys() - set(_OPTIONS))
-    if unknown:
-        known = ["mesh", "plan", "quiet", *_OPTIONS]
-        raise OptionError(
-            f"cfp.parallelize has no option {', '.join(unknown)}. "
-            f"{known_names(unknown[0], known)}"
-        )
-    if plan is not None and (decided := sorted(options.keys() & _DECIDES)):
-        raise OptionError(
-            f"cfp.parallelize has a plan, which {', '.join(decided)} would decide. "
-            "Leave out the one or the other."
-        )
-    if plan is not None and not isinstance(plan, Plan):
-        plan = Plan.load(plan)
-    wrap = partial(ParallelStep, mesh=mesh, quiet=quiet, options=options, plan=plan)
-    return wrap if fn is None else wrap(fn)
-
-
-def _say_nothing(_: str) -> None:
-    pass
-
-
-class _Planned(NamedTuple):
-    """A plan, the step compiled under it, and JAX's configuration at that time."""
-
-    configuration: Hashable
-    plan: Plan
-    compiled: CompiledStep
-
-
-@contextmanager
-def _named_by_environment(may_be: bool) -> Iterator[None]:
-    """Has errors of a plan that the environment names say so."""
-    path = os.environ.get(PLAN_VARIABLE)
-    try:
-        yield
-    except PlanMismatch as error:
-        if not (may_be and path):
-            raise
-        raise type(error)(
-            f"{error}\nThe plan is {path}, which {PLAN_VARIABLE} names for each step "
-            "that cfp.parallelize is given without plan=. If there are several, give "
-            f"each its own plan, and unset {PLAN_VARIABLE}."
-        ) from error
-
-
-class ParallelStep:
-    """A step function that is planned at its first call; see :func:`parallelize`.
-
-    Arguments of other shapes or types are planned anew, like ``jax.jit`` compiles
-    anew, and so is every call under a configuration of JAX that changes what the step
-    means, such as ``jax.enable_x64(True)``.
-    """
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        mesh: Mesh | None,
-        quiet: bool,
-        options: Mapping[str, Any],
-        plan: Plan | None = None,
-    ) -> None:
-        self._fn = fn
-        self._given = plan
-        self._mesh = mesh
-        self._quiet = quiet
-        self._options = {**options}
-        self._steps: dict[Any, _Planned] = {}
-        self._latest: _Planned | None = None
-        self.__name__ = getattr(fn, "__name__", "step")
-        self.__doc__ = fn.__doc__
-        self.__wrapped__ = fn
-
-    def __repr__(self) -> str:
-        state = self._latest.plan if self._latest else "it is planned at its first call"
-        return f"ParallelStep of {self.__name__}: {state}"
-
-    @property
-    def plan(self) -> Plan:
-        """The plan of the latest call.
-
-        Raises:
-            AttributeError: there was none yet.
-        """
-        if self._latest is None:
-            raise AttributeError(
-                "The step is planned at its first call. Call it, or use "
-                "cfp.plan(step, *args, mesh=mesh) to plan without running."
-            )
-        return self._latest.plan
-
-    def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        """Binds a method to its object, as functions and ``jax.jit``'s do."""
-        return self if owner is None else MethodType(self, owner)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        latest, now = self._latest, trace_context_key()
-        if latest is not None and latest.configuration == now:
-            leaves = latest.compiled.step.leaves_of(args, kwargs)
-            if leaves is not None:
-                look = latest.compiled.dispatch.look(leaves)
-                if latest.compiled.dispatch.has_types(look):
-                    return latest.compiled.run(look)
-        options = self._options
-        static = {k: options[k] for k in options if k.startswith("static_")}
-        step = flatten_step(self._fn, args, kwargs, **static)
-        kinds = tuple(type(value) for _, value in step.static)
-        key = (step.in_tree, step.static, kinds, step.avals, now)
-        if key not in self._steps:
-            found = self._planned(args, kwargs, now, self._why_again(step, now))
-            avals = found.compiled.step.avals  # Of weakly typed state as returned.
-            as_returned = (step.in_tree, step.static, kinds, avals, now)
-            self._steps[key] = self._steps.setdefault(as_returned, found)
-        self._latest = self._steps[key]
-        return self._latest.compiled(*args, **kwargs)
-
-    def _saved(self) -> Plan | None:
-        """The plan that was given, or that the environment names; None if neither."""
-        if self._given is not None:
-            return self._given
-        path = os.environ.get(PLAN_VARIABLE)
-        return Plan.load(path) if path else None
-
-    def _as_saved(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: Hashable
-    ) -> _Planned | None:
-        """The saved plan for some arguments, with the step; None if there is none."""
-        if (saved := self._saved()) is None:
-            return None
-        # A plan that was given refuses these at once.
-        ignored = sorted(self._options.keys() & _DECIDES)
-        if ignored and not self._quiet:
-            warnings.warn(
-                f"{PLAN_VARIABLE} names a saved plan, which has decided what "
-                f"{', '.join(ignored)} would decide: not used.",
-                stacklevel=4,
-            )
-        bind = {k: v for k, v in self._options.items() if k in _OF_CALLS}
-        bound = saved.bind(self._fn, *args, mesh=self._mesh, **bind, **kwargs)
-        kept = BuildEnvironment.beside(store_path(self._options.get("cache_dir")))
-        bound = replace(bound, tuned=kept)
-        doing = f"loading {self.__name__!r}, compiled under its saved plan"
-        settings = self._options.get("settings")
-        with shown(settings, doing, _SILENCE, self._quiet) as how:
-            tell = how.progress or _say_nothing
-            return _Planned(now, bound, bound.compile_bound(tell))
-
-    def _why_again(self, step: FlatStep, now: Hashable) -> str:
-        """Says in what a call differs from the latest; "" of the first."""
-        if self._latest is None:
-            return ""
-        before = self._latest.compiled.step
-        if self._latest.configuration != now:
-            return "under another configuration of JAX"
-        if before.in_tree != step.in_tree or before.static != step.static:
-            return "for arguments of another structure, or other static ones"
-        pairs = zip(step.arg_names, before.avals, step.avals, strict=True)
-        changed = [
-            f"{name} of type {type_text(new)}, was {type_text(old)}"
-            for name, old, new in pairs
-            if type_text(old) != type_text(new)
-        ]
-        weakly = "for a number in place of an array, or the reverse"
-        more = f" and {len(changed) - 1} more" * (len(changed) > 1)
-        return f"for {changed[0]}{more}" if changed else weakly
-
-    def _planned(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        now: Hashable,
-        again: str,
-    ) -> _Planned:
-        """The plan for some arguments, and the step compiled under it."""
-        with _named_by_environment(self._given is None):
-            if (saved := self._as_saved(args, kwargs, now)) is not None:
-                return saved
-        when = f"again, {again}" if again else "once for its first call"
-        doing = f"planning how to shard {self.__name__!r}, {when}"
-        options = dict(self._options)
-        if taken := sorted(kwargs.keys() & {*_OPTIONS, "fn", "mesh", "quiet"}):
-            raise CfpError(
-                f"The step's keyword argument {taken[0]!r} has the name of an option "
-                "of cfp.plan. Pass it by position, or give it another name."
-            )
-        shows = shown(options.pop("settings", None), doing, _SILENCE, self._quiet)
-        with shows as how:
-            options |= {"settings": how, "quiet": True}
-            found = plan(self._fn, *args, mesh=self._mesh, **options, **kwargs)
-            tell = how.progress or _say_nothing
-            return _Planned(now, found, found.compile_bound(tell))
+    how = settings_or_defaults(settings)
+    given = PlanOptions(settings=how, **options)
+    return find_fastest(run_passes, variants, given, leaner, quiet)

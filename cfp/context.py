@@ -143,11 +143,9 @@ def open_context(
 ) -> Iterator[PlanContext]:
     """Opens the context of a plan; the store is closed at the end.
 
-    Args:
-        cache_dir: where measurements are kept; the user's cache by default.
-
     Raises:
-        CfpError: the budget is no more than what the allocator may add.
+        CfpError: the budget is no more than what the allocator may add, or programs
+            are to be compiled for described devices, and these are there.
     """
     settings = settings_or_defaults(settings)
     if isinstance(mesh, DescribedMesh):
@@ -155,6 +153,8 @@ def open_context(
         if settings.compile:
             check_compiler(mesh.cluster.kind)
             budget_bytes = budget_bytes or mesh.memory_bytes
+    elif settings.compile:
+        raise CfpError("compile=True is for described devices. Leave it out.")
     else:
         environment = environment_parts([*mesh.devices.flat])
     defaults = defaults_of(dict(environment)["platform"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from cfp.analysis.analyze import Analysis
@@ -58,6 +59,14 @@ class Candidate:
 RACE_SECONDS = "race_seconds"
 
 
+class Stage(StrEnum):
+    """The stages of a search while nothing fits as compiled."""
+
+    PREDICTED = "predicted"  # What fits by prediction.
+    CORRECTED = "corrected"  # What fits by what was compiled, too.
+    SMALLEST = "smallest"  # What needs least; candidates are compiled one by one.
+
+
 @dataclass(frozen=True)
 class Solution:
     """Result of the search.
@@ -71,6 +80,7 @@ class Solution:
         rates: the devices' rates; None where they are not known.
         named: presets and what propagation makes that are among the candidates, with
             their kernels and nothing rematerialized, by name.
+        profiles: what was searched; None for a preset that was taken by name.
     """
 
     candidates: Sequence[Candidate]
@@ -79,10 +89,8 @@ class Solution:
     counts: Mapping[str, float] = field(default_factory=dict)
     rates: Rates | None = field(default=None, repr=False)
     named: Mapping[str, Choice] = field(default_factory=dict, repr=False)
-
-    def after_race(self, seconds: float) -> Solution:
-        """The same, after a race that took some time and that nothing fitted in."""
-        return replace(self, counts={**self.counts, RACE_SECONDS: seconds})
+    profiles: Profiles | None = field(default=None, repr=False)
+    stage: Stage = Stage.PREDICTED
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,28 +15,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isfinite
-from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 
+from cfp.analysis.host_state import enough_state
+from cfp.analysis.layout import lay_out
+from cfp.complete import FoundPlan
 from cfp.context import device_memory, settings_or_defaults
+from cfp.cost.memory import host_bytes
 from cfp.devices.described import DescribedMesh
 from cfp.errors import CfpError, MemoryBudgetError, ProcessError, StepNotTraceable
-from cfp.find import (
-    FoundPlan,
-    PlanOptions,
-    estimate_plan,
-    find_plan,
-    find_with_state_in_host,
-)
-from cfp.passes.pipeline import Analyzed, Pins, analyze_step
-from cfp.plan.figures import (
-    GIVEN_SECONDS,
-    UNPLANNED,
-    VARIANTS_SECONDS,
-    VariantFigures,
-)
+from cfp.passes.analyze import Analyzed, PlanOptions, analyze_step
+from cfp.passes.profile import estimate
+from cfp.plan.figures import GIVEN_SECONDS, UNPLANNED, VARIANTS_SECONDS, VariantFigures
 from cfp.plan.plan import Plan
 from cfp.planner_settings import PlannerSettings
 from cfp.profiling.builder import BuildEnvironment, Job
@@ -47,19 +39,23 @@ from cfp.profiling.store import store_path
 from cfp.profiling.tasks import Progress
 from cfp.program.graph import Program
 from cfp.program.meaning import check_settings, unchecked
-from cfp.program.step import FlatStep, flatten_step
+from cfp.program.memory import has_host_memory
+from cfp.program.step import FlatStep
 from cfp.race.compile import Builder
 from cfp.race.programs import RaceProgram, RaceResult, Skipped, race_row
 from cfp.race.shortage import least_short
 from cfp.race.turns import race_programs
 from cfp.search.jobs import whole_job
-from cfp.settings import ESTIMATES_SHARE
+from cfp.settings import ESTIMATES_SHARE, HOST_BYTES_PER_MS, Dimension, defaults_of
 from cfp.solution import Estimate
-from cfp.units import parse_bytes
+from cfp.units import format_bytes, parse_bytes
 from cfp.view.progress import shown
 
 now = time.monotonic  # Of the time that all variants share.
 _PLANNED = 2
+
+# Plans an analysed step.
+RunPasses = Callable[[Analyzed, PlanOptions], FoundPlan]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,58 +81,36 @@ class Fastest:
     plan: Plan
 
 
-def plan_fastest(
+def find_fastest(
+    run_passes: RunPasses,
     variants: Sequence[Variant],
-    *,
-    memory_budget: int | str | None = None,
-    pins: Pins | None = None,
-    preset: str | None = None,
-    cache_dir: str | Path | None = None,
-    settings: PlannerSettings | None = None,
-    quiet: bool = False,
+    options: PlanOptions,
     leaner: Callable[[], Iterable[Variant]] = tuple,
-    **calls: Any,
+    quiet: bool = False,
 ) -> Fastest:
-    """Plans the best variants of a step, and keeps the fastest that fits in memory.
-
-    With a preset all are planned. If one cannot be planned, the next takes its turn.
+    """Plans the best variants of a step; see :func:`cfp.plan_fastest`.
 
     Args:
-        variants: each with a name of its own, and another mesh, step or arguments.
-        memory_budget, pins, preset, cache_dir, settings, quiet: as for
-            :func:`cfp.plan`; ``settings.seconds`` holds for all variants together.
-        leaner: makes further variants, planned in turn until one fits if no other does.
-        calls: static and donated arguments, as for :func:`cfp.plan`.
-
-    Raises:
-        CfpError: no variant can be planned.
-        ProcessError: the processes of this program do not plan together.
+        run_passes: plans an analysed step.
     """
     names = [variant.name for variant in variants]
     if not names or len(set(names)) < len(names):
         raise CfpError(f"The variants are {names}. Give each a name of its own.")
-    if names[1:] and preset is not None and settings is not None and not settings.race:
+    if names[1:] and options.preset is not None and not options.settings.race:
         raise CfpError(
-            f"Without a race, times under the preset {preset!r} are not known. Have a "
-            f"race, or take one of {', '.join(names)}."
+            f"Without a race, times under the preset {options.preset!r} are not known. "
+            f"Have a race, or take one of {', '.join(names)}."
         )
     doing = f"planning how to shard {getattr(variants[0].fn, '__name__', 'a step')!r}"
     if names[1:]:
         doing = f"planning variants of a step: {', '.join(names)}"
     meshes = [one.mesh for one in variants if isinstance(one.mesh, Mesh)]
     with (
-        shown(settings, doing, "quiet=True says nothing", quiet) as how,
+        shown(options.settings, doing, "quiet=True says nothing", quiet) as how,
         coordinated(meshes) as talk,
     ):
-        calls["precision"] = settings_or_defaults(how).precision
-        options = PlanOptions(
-            memory_budget=memory_budget,
-            pins=pins,
-            preset=preset,
-            cache_dir=cache_dir,
-            settings=how,
-        )
-        planning = _Planning(variants, calls, options, leaner)
+        options = replace(options, settings=how)
+        planning = _Planning(run_passes, variants, options, leaner)
         if talk is None:
             return planning.fastest()
         facts = facts_of(meshes, options), device_memory(meshes[0]) or 0
@@ -195,15 +169,15 @@ class _Planning:
 
     def __init__(
         self,
+        run_passes: RunPasses,
         variants: Sequence[Variant],
-        calls: Mapping[str, Any],
         options: PlanOptions,
         leaner: Callable[[], Iterable[Variant]],
     ) -> None:
-        self.variants, self.calls, self.options = variants, calls, options
-        self.leaner = leaner
+        self.run_passes, self.leaner = run_passes, leaner
+        self.variants, self.options = variants, options
         self.began, self.seconds = now(), options.settings.seconds
-        self.known: dict[str, tuple[FlatStep, Analyzed]] = {}
+        self.known: dict[str, Analyzed] = {}
         self.broken: dict[int, StepNotTraceable] = {}
 
     def is_over(self, share: float = 1.0) -> bool:
@@ -311,8 +285,10 @@ class _Planning:
         if told.progress is not None:
             told.progress("reading the step")
         try:
-            analyzed = self.analyzed(one.variant)[1]
-            one.estimate = estimate_plan(analyzed, replace(self.options, settings=told))
+            analyzed = self.analyzed(one.variant)
+            options = replace(self.options, settings=told)
+            with unchecked(), options.context(analyzed.mesh) as context:
+                one.estimate = estimate(context, analyzed.analysis)
         except ProcessError:
             raise
         except CfpError as error:
@@ -323,7 +299,7 @@ class _Planning:
         started = now()
         end = started + max(0.0, self.began + self.seconds - started) / shares
         try:
-            step, analyzed = self.analyzed(one.variant)
+            analyzed = self.analyzed(one.variant)
             made = one.estimate and one.estimate.profiles
             if made is not None:
                 seconds = analyzed.seconds + made.counts["estimate_seconds"]
@@ -331,13 +307,8 @@ class _Planning:
             told = self.told(one.variant.name)
             settings = replace(told, seconds=max(0.0, end - now()))
             options = replace(self.options, settings=settings)
-            if in_host:
-                analyze = partial(self.analyze, one.variant)
-                one.found = find_with_state_in_host(
-                    step, one.lacks, end, analyzed, options, analyze
-                )
-            else:
-                one.found = find_plan(step, one.variant.mesh, options, analyzed)
+            plan = partial(self.plan_in_host, one, end) if in_host else self.run_passes
+            one.found = plan(analyzed, options)
             one.error = None
         except ProcessError:
             raise
@@ -345,7 +316,51 @@ class _Planning:
             one.error = error
         one.seconds += now() - started
 
-    def analyzed(self, variant: Variant) -> tuple[FlatStep, Analyzed]:
+    def plan_in_host(
+        self, one: _Tried, end: float, analyzed: Analyzed, options: PlanOptions
+    ) -> FoundPlan:
+        """Plans a variant that does not fit with a part of its state in host memory.
+
+        State that only its own update reads, such as an optimizer's moments, is in the
+        memory of the host between steps: as much as is lacking by prediction, and all
+        of it if that is not enough.
+
+        Raises:
+            MemoryBudgetError: nothing fits then, time is over, or devices cannot use
+                the host's memory.
+        """
+        mesh, settings, error = analyzed.mesh, options.settings, one.lacks
+        most = parse_bytes(options.memory_budget) or device_memory(mesh)
+        may_move = Dimension.HOST_MEMORY in settings.dimensions
+        if most is None or not (may_move and _uses_host_memory(mesh)):
+            raise error
+        lacking = one.lacks.smallest_feasible_bytes - most
+        for some in enough_state(analyzed.analysis.frame, lacking):
+            if now() >= end:
+                raise error.with_line(
+                    "With a longer --time-budget there is time to plan with more state "
+                    "in the memory of the host, too."
+                )
+            size = format_bytes(sum(state.size_bytes for state in some))
+            if settings.progress is not None:
+                settings.progress(f"planning again with {size} of state in host memory")
+            pairs = [(state.argument, state.result) for state in some]
+            moved = self.analyze(one.variant, analyzed.step.with_state_in_host(pairs))
+            rest = replace(settings, seconds=max(0.0, end - now()))
+            try:
+                found = self.run_passes(
+                    moved, replace(options, preset=None, settings=rest)
+                )
+            except MemoryBudgetError as again:
+                error = again.with_line(
+                    f"That is with {size} of state in the memory of the host, all that "
+                    "only its own update reads."
+                )
+                continue
+            return _with_host_figures(found, one.lacks.fastest_ms)
+        raise error
+
+    def analyzed(self, variant: Variant) -> Analyzed:
         """The step of a variant, traced once, and analysed once on its mesh.
 
         Raises:
@@ -355,14 +370,13 @@ class _Planning:
             if (error := self.broken.get(id(variant.fn))) is not None:
                 raise error
             try:
-                step = flatten_step(
-                    variant.fn, variant.args, variant.kwargs, **self.calls
-                )
+                fn, args, kwargs = variant.fn, variant.args, variant.kwargs
+                step = self.options.flatten(fn, args, kwargs)
                 # Of several meshes the step is the same, and traced once.
-                before = (one for one, _ in self.known.values() if one == step)
+                before = (one.step for one in self.known.values() if one.step == step)
                 step = next(before, step)
                 check_settings()
-                self.known[variant.name] = step, self.analyze(variant, step)
+                self.known[variant.name] = self.analyze(variant, step)
             except StepNotTraceable as error:
                 self.broken[id(variant.fn)] = error
                 raise
@@ -438,7 +452,7 @@ class _Planning:
             if name not in by_name:
                 by_name.update((one.name, one) for one in self.leaner())
             one = by_name[name]
-            step = flatten_step(one.fn, one.args, one.kwargs, **self.calls)
+            step = self.options.flatten(one.fn, one.args, one.kwargs)
             step = step.with_state_in_host(in_host)
             with unchecked():
                 made = analyze_step(step, one.mesh, self.options.pins)
@@ -450,10 +464,29 @@ class _Planning:
         assert isinstance(one.mesh, Mesh), "its devices are there"
         plan = Plan.from_json(data, allowed_options=tuple(data["options"]))
         # What else decides, such as the precision, is in the plan.
-        bound = {name: how for name, how in self.calls.items() if "_arg" in name}
-        plan = plan.bind(one.fn, *one.args, mesh=one.mesh, **bound, **one.kwargs)
+        named = self.options.of_arguments
+        plan = plan.bind(one.fn, *one.args, mesh=one.mesh, **named, **one.kwargs)
         plan = replace(plan, tuned=environment)
         return Fastest(name=name, plan=plan)
+
+
+def _uses_host_memory(mesh: Mesh | DescribedMesh) -> bool:
+    """Returns True if what is in the host's memory is none of a device's."""
+    if isinstance(mesh, DescribedMesh):
+        return defaults_of(mesh.environment["platform"]).host_memory
+    device = mesh.local_devices[0]
+    return defaults_of(device.platform).host_memory and has_host_memory(device)
+
+
+def _with_host_figures(found: FoundPlan, unfit_ms: float | None) -> FoundPlan:
+    """Adds what state in host memory saves and costs to a plan's figures."""
+    layout = lay_out(found.analysis.frame, found.winner.choice)
+    kept, moved = host_bytes(layout, [argument for argument, _ in found.plan.in_host])
+    figures = {"host_bytes": kept, "host_ms": moved / HOST_BYTES_PER_MS}
+    if unfit_ms is not None:
+        figures["unfit_ms"] = unfit_ms
+    plan = replace(found.plan, search={**found.plan.search, **figures})
+    return replace(found, plan=plan)
 
 
 def _mesh(found: FoundPlan) -> Mesh:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from cfp.analysis.layout import lay_out
 from cfp.errors import CfpError, StepNotTraceable
-from cfp.passes.pipeline import analyze_step
+from cfp.passes.analyze import analyze_step
 from cfp.plan.plan import Plan
 from cfp.presets.presets import presets
 from cfp.profiling.builder import is_out_of_memory

@@ -43,7 +43,7 @@ from cfp.race.programs import (
 from cfp.race.turns import race_programs
 from cfp.runtime.execute import resolved
 from cfp.settings import ConstraintLevel
-from cfp.solution import Candidate
+from cfp.solution import Candidate, Solution
 from cfp.view.words import (
     OTHER_DEVICES,
     VERIFIED,
@@ -169,8 +169,9 @@ def verify(
         )
     else:
         outcome = RaceOutcome(
+            solution=Solution([best.candidate]),
             winner=best.candidate,
-            result=best,
+            time_ms=best.time_ms,
             peak_bytes=best.peak_bytes,
             built=built.get(best.program.identity),
             rows=rows,

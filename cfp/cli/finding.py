@@ -18,6 +18,7 @@ import typer
 from jax.sharding import Mesh
 
 from cfp import platform
+from cfp.api import Fastest, Variant, plan_fastest
 from cfp.cli import options as o
 from cfp.cli.options import (
     leave_printing_to_process_0,
@@ -42,7 +43,6 @@ from cfp.profiling.store import store_path
 from cfp.settings import Dimension
 from cfp.targets import MICROBATCHES, Target, resolve
 from cfp.units import parse_bytes
-from cfp.variants import Fastest, Variant, plan_fastest
 from cfp.view import passes
 from cfp.view.console import print_view
 from cfp.view.progress import Display

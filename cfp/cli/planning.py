@@ -16,6 +16,7 @@ import typer
 
 from cfp import platform as platforms
 from cfp.analysis.dump import segment_records
+from cfp.api import FoundPlan, race_until_fit
 from cfp.cli import options as o
 from cfp.cli.options import (
     mode_of,
@@ -33,7 +34,6 @@ from cfp.cli.session import (
 from cfp.context import open_context
 from cfp.devices.device_kind import description_of
 from cfp.errors import CfpError
-from cfp.find import FoundPlan, complete_plan
 from cfp.passes.profile import profile as profile_segments
 from cfp.passes.search import search as search_choices
 from cfp.planner_settings import PlannerSettings
@@ -276,7 +276,7 @@ def search_stored(
         _check_complete(profiles)
     with open_context(mesh, workdir, budget_bytes, settings) as context:
         solution = search_choices(context, analysis, profiles)
-        return complete_plan(context, session.step, session, solution, profiles)
+        return race_until_fit(context, session, solution)
 
 
 def _check_complete(profiles: Profiles) -> None:

@@ -16,10 +16,10 @@ from cfp.cli.options import leave_printing_to_process_0
 from cfp.devices.joining import is_follower
 from cfp.errors import CfpError
 from cfp.models import NAMES
-from cfp.passes.pipeline import Analyzed, Pins, analyze_step
+from cfp.passes.analyze import Analyzed, Pins, analyze_step
 from cfp.plan.parts import check_arguments, check_donated
 from cfp.plan.plan import Plan
-from cfp.program.step import FlatStep, typed_as_returned
+from cfp.program.step import typed_as_returned
 from cfp.targets import Target, resolve
 
 
@@ -28,7 +28,6 @@ class Session(Analyzed):
     """A target, analysed on devices that are there."""
 
     target: Target
-    step: FlatStep
     mesh: Mesh
 
 

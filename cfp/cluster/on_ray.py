@@ -241,8 +241,7 @@ def plan_step(
     Returns:
         The plan, for the step; on the mesh, if its devices are here.
     """
-    address = settings.ray
-    assert address is not None, "planning is for a Ray cluster"
+    assert settings.ray is not None, "planning is for a Ray cluster"
     given_args, given_kwargs = jax.tree.map(_shape_of, (args, dict(kwargs)))
     call = partial(plan, fn, *given_args, quiet=True, **options, **given_kwargs)
     axes = tuple(mesh.shape.items())
@@ -250,7 +249,7 @@ def plan_step(
     platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
     made = plan_on_ray(
         partial(_plan_there, call, axes, detailed),
-        address=address,
+        address=settings.ray,
         store=store_path(cache_dir),
         needs=(platform, axes),
     )

@@ -20,17 +20,9 @@ from cfp.profiling.rates import Rates
 from cfp.search.choices import estimate_among, leading_presets, preset_times
 from cfp.search.expected import estimate_options
 from cfp.search.guided import measure_candidates
-from cfp.search.requests import (
-    UNMEASURED_STRATEGIES,
-    Profiles,
-    RequestBuilder,
-)
+from cfp.search.requests import UNMEASURED_STRATEGIES, Profiles, RequestBuilder
 from cfp.search.solver import leanest, solve
-from cfp.settings import (
-    MEASURED_SHARE,
-    Dimension,
-    Replacing,
-)
+from cfp.settings import MEASURED_SHARE, Dimension, Replacing
 from cfp.solution import Estimate
 
 
@@ -41,7 +33,6 @@ def profile(
     races: bool = True,
 ) -> Profiles:
     """Measures options of every kind of segment, as the search asks for them.
-
 
     Args:
         all_presets: see `profile_segments`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -13,6 +13,7 @@ from cfp.context import DecidedBy, PlanContext
 from cfp.cost.costs import Costs
 from cfp.devices.described import DescribedMesh
 from cfp.errors import OptionError, known_names
+from cfp.passes.profile import profile
 from cfp.presets.presets import (
     ALIASES,
     DATA_PARALLEL,
@@ -28,15 +29,23 @@ from cfp.presets.presets import (
 from cfp.printable import mesh_text
 from cfp.profiling.collectives import known_rates
 from cfp.race.candidates import (
+    LESS_MEMORY,
     leanest_of,
     less_memory,
-    memory_factor,
     named_candidates,
     rematerialized,
     with_kernels,
     with_preferred_kernels,
 )
-from cfp.race.programs import SLOWER, TOO_LARGE, UNMEASURED, programs_of
+from cfp.race.programs import (
+    SLOWER,
+    TOO_LARGE,
+    UNMEASURED,
+    RaceOutcome,
+    RaceResult,
+    Skipped,
+    programs_of,
+)
 from cfp.race.remembered import compiled_before
 from cfp.race.shortage import over_budget
 from cfp.search.choices import estimate_kinds, picks_of, whole_choice
@@ -45,7 +54,7 @@ from cfp.search.problem import Problem, scale_memory
 from cfp.search.requests import Profiles, measured_options
 from cfp.search.solver import best_solutions
 from cfp.settings import COMPILED_TO_PREDICTED, PRESETS_BY_ESTIMATE, Dimension
-from cfp.solution import Candidate, Solution, prediction_of
+from cfp.solution import RACE_SECONDS, Candidate, Solution, Stage, prediction_of
 
 
 def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solution:
@@ -134,7 +143,41 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         counts={**profiles.counts, "search_seconds": time.perf_counter() - started},
         rates=costs.rates,
         named=plain,
+        profiles=profiles,
     )
+
+
+def search_further(
+    context: PlanContext, analysis: Analysis, outcome: RaceOutcome
+) -> Solution | None:
+    """The next solution after a race that nothing fits in; None if there is none.
+
+    First candidates are corrected by what others need, as compiled; so they are where
+    only what an earlier search has rematerialized fits, and this one saw no need. Then
+    presets are measured that were left out. At last come the smallest, and no others
+    once time is over.
+    """
+    solution, won = outcome.solution, outcome.winner
+    profiles, may_go_on = solution.profiles, not context.is_over
+    if won is not None:
+        saw_no_need = profiles is not None and not profiles.memory_bound
+        may_go_on = may_go_on and saw_no_need and bool(won.choice.remat)
+    found = None
+    if profiles is not None and may_go_on and solution.stage is Stage.PREDICTED:
+        found = search_as_compiled(context, analysis, solution)
+        if found is None and won is None and profiles.has_all_presets:
+            # What is known not to fit leaves room for other candidates.
+            found = replace(solution, stage=Stage.CORRECTED)
+    if won is None and found is None:
+        if profiles is not None and may_go_on and not profiles.has_all_presets:
+            profiles = profile(context, analysis, all_presets=True)
+            found = search(context, analysis, profiles)
+        elif solution.problem is not None and solution.stage is not Stage.SMALLEST:
+            found = _smallest(context, analysis, solution, outcome.results)
+    if found is None:
+        return None
+    spent = {RACE_SECONDS: outcome.counts.get(RACE_SECONDS, 0.0)}
+    return replace(found, counts={**found.counts, **spent})
 
 
 def search_as_compiled(
@@ -165,29 +208,38 @@ def search_as_compiled(
         options.append(row)
     is_wider = [*map(len, options)] != [*map(len, problem.options)]
     problem = build_problem(costs, options, problem.budget_bytes)
-    more = _fitting_as_compiled(context, analysis, problem, solution)
-    if not (more or is_wider):
+    solution = replace(solution, problem=problem, stage=Stage.CORRECTED)
+    known = {one.choice for one in solution.candidates}
+    plans, named = _fitting_as_compiled(context, analysis, solution, known)
+    if not (plans or named or is_wider):
         return None
-    return replace(solution, candidates=[*more, *solution.candidates], problem=problem)
+    return replace(solution, candidates=[*plans, *named, *solution.candidates])
 
 
 def _fitting_as_compiled(
     context: PlanContext,
     analysis: Analysis,
-    problem: Problem,
     solution: Solution,
-) -> list[Candidate]:
-    """New candidates that fit by what others need, as compiled; the plan first."""
-    candidates = solution.candidates
-    programs = programs_of(analysis, candidates, context.environment)
+    known: Collection[Choice],
+) -> tuple[list[Candidate], list[Candidate]]:
+    """New plans, and presets, that fit by what others need, as compiled.
+
+    Args:
+        known: choices that are not new.
+    """
+    problem, names = solution.problem, {one.name for one in solution.candidates}
+    programs = programs_of(analysis, solution.candidates, context.environment)
     factors = dict[Choice, float]()
     for (choice, *_), one in compiled_before(context, programs).items():
-        factor = memory_factor(analysis, problem, choice, one.peak_bytes)
-        if factor is not None:
+        # Compiled memory that is no state, as a multiple of what was predicted of it.
+        size = prediction_of(analysis, problem, choice).size
+        if size is not None and size.temp_bytes:
+            needed = max(0, one.peak_bytes - size.argument_bytes)
             # At another constraint level it may need more.
+            factor = needed / size.temp_bytes
             factors[choice] = min(factor, factors.get(choice, factor))
-    if problem.budget_bytes is None or not factors:
-        return []
+    if problem is None or problem.budget_bytes is None or not factors:
+        return [], []
     usual, most = median(factors.values()), max(factors.values())
     scaled = [scale_memory(problem, factor) for factor in dict.fromkeys((usual, most))]
     best = dict.fromkeys(
@@ -195,24 +247,44 @@ def _fitting_as_compiled(
         for one in scaled
         for found in best_solutions(one, context.rules.plans)
     )
-    share = context.usual_temp_share
-    reckonings = (scaled[0], scale_memory(scaled[0], share))
+    reckonings = (scaled[0], scale_memory(scaled[0], context.usual_temp_share))
     again = rematerialized(analysis, reckonings, solution.named)
-    there = {one.choice for one in candidates}
-    names = {one.name for one in candidates}
     presets = {
         f"{name} further" if name in names else name: choice
         for name, choice in again.items()
-        if choice not in there
+        if choice not in known
     }
-    plans = [choice for choice in best if choice not in there]
-    return [
-        replace(one, predicted_ms=prediction_of(analysis, problem, one.choice).time_ms)
-        for one in (
-            *(Candidate(less_memory(n), choice) for n, choice in enumerate(plans, 1)),
-            *named_candidates(presets, context.rules.levels),
-        )
-    ]
+
+    def predicted(one: Candidate) -> Candidate:
+        time_ms = prediction_of(analysis, problem, one.choice).time_ms
+        return replace(one, predicted_ms=time_ms)
+
+    first = 1 + sum(name.startswith(LESS_MEMORY) for name in names)
+    new = (choice for choice in best if choice not in known)
+    plans = [Candidate(less_memory(n), one) for n, one in enumerate(new, first)]
+    others = named_candidates(presets, context.rules.levels)
+    return [*map(predicted, plans)], [*map(predicted, others)]
+
+
+def _smallest(
+    context: PlanContext,
+    analysis: Analysis,
+    solution: Solution,
+    results: Sequence[RaceResult],
+) -> Solution | None:
+    """The best by what was compiled, and the leanest, if they were not compiled yet.
+
+    Args:
+        results: what was compiled, or was to be.
+    """
+    assert solution.problem is not None, "something was searched"
+    done = [r.candidate for r in results if not isinstance(r.outcome, Skipped)]
+    known = {one.choice for one in done}
+    plans, _ = _fitting_as_compiled(context, analysis, solution, known)
+    tried = {(one.choice, one.level) for one in done}
+    every = (*plans, leanest_of(analysis, solution.problem))
+    found = [one for one in every if (one.choice, one.level) not in tried]
+    return replace(solution, candidates=found, stage=Stage.SMALLEST) if found else None
 
 
 def _no_preset(

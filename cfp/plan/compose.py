@@ -25,13 +25,11 @@ from cfp.plan.plan import Plan
 from cfp.presets.roles import data_arguments
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.key import configuration
-from cfp.profiling.rates import Rates
 from cfp.program.outline import outline_of
 from cfp.program.signature import aval
 from cfp.race.programs import RaceOutcome, programs_of
 from cfp.runtime.executables import ReusableExecutable
 from cfp.search.jobs import constraints_of
-from cfp.search.problem import Problem
 from cfp.solution import prediction_of
 
 
@@ -40,9 +38,7 @@ def compose_plan(
     mesh: Mesh | DescribedMesh,
     environment: Mapping[str, str],
     outcome: RaceOutcome,
-    problem: Problem | None = None,
     tuned: BuildEnvironment | None = None,
-    rates: Rates | None = None,
 ) -> Plan:
     """The plan of what won.
 
@@ -50,10 +46,11 @@ def compose_plan(
         mesh: the devices, which may only be described.
         tuned: where what was tuned is kept.
     """
-    frame, winner, won = analysis.frame, outcome.winner, outcome.result
+    frame, winner = analysis.frame, outcome.winner
+    assert winner is not None, "something fits"
+    problem, rates = outcome.solution.problem, outcome.solution.rates
     program = frame.program
     layout = lay_out(frame, winner.choice)
-    timed = won is not None and won.is_timed
     search: dict[str, Any] = dict(outcome.counts)
     if count := program.rewritten.erased_constraints:
         search["constraints_left_out"] = count
@@ -82,7 +79,7 @@ def compose_plan(
         donated=tuple(a is not None for a in program.alias),
         winner=winner.name,
         predicted_ms=winner.predicted_ms,
-        measured_ms=won.time_ms if won is not None and timed else None,
+        measured_ms=outcome.time_ms,
         peak_bytes=outcome.peak_bytes,
         options=dict(winner.options),
         level=winner.level,
@@ -97,7 +94,7 @@ def compose_plan(
         outline=outline_of(program),
         search=search,
         products=program.rewritten.products,
-        rung="estimated" if estimated and not timed else "measured",
+        rung="estimated" if estimated and outcome.time_ms is None else "measured",
         predicted_bytes=size,
         mesh=mesh if isinstance(mesh, Mesh) else None,
         raced=raced,

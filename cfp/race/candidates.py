@@ -13,10 +13,10 @@ from cfp.cost.costs import Costs
 from cfp.presets.presets import BY_HAND, FROM_ARGUMENTS
 from cfp.profiling.rates import Rates
 from cfp.search.choices import kernel_variants, picks_of, whole_choice
-from cfp.search.problem import Option, Problem, scale_memory
+from cfp.search.problem import Option, Problem
 from cfp.search.solver import leanest, solve
 from cfp.settings import ConstraintLevel, PlatformDefaults, Replacing
-from cfp.solution import Candidate, prediction_of
+from cfp.solution import Candidate
 
 
 def level_name(name: str, level: ConstraintLevel) -> str:
@@ -96,53 +96,6 @@ def leanest_of(analysis: Analysis, problem: Problem) -> Candidate:
     within = replace(problem, budget_bytes=least.memory_bytes)
     best = solve(within) or least
     return Candidate("leanest", whole_choice(analysis, problem, best), best.cost_ms)
-
-
-def memory_factor(
-    analysis: Analysis, problem: Problem, choice: Choice, needed_bytes: int
-) -> float | None:
-    """Compiled memory that is no state, as a multiple of what was predicted of it.
-
-    Args:
-        needed_bytes: what the choice needs on a device, as compiled.
-
-    Returns:
-        None where nothing is predicted.
-    """
-    size = prediction_of(analysis, problem, choice).size
-    if size is None or not size.temp_bytes:
-        return None
-    return max(0, needed_bytes - size.argument_bytes) / size.temp_bytes
-
-
-def smaller_than(
-    analysis: Analysis,
-    problem: Problem,
-    compiled: Mapping[Choice, int],
-    most_bytes: int,
-    number: int = 1,
-) -> Candidate | None:
-    """The fastest choice that fits once its prediction is corrected.
-
-    In what was compiled, memory that is no state was larger than predicted by some
-    factor. The largest of these factors is applied to all choices.
-
-    Args:
-        compiled: choices, and what each needs on a device, as compiled.
-        most_bytes: memory that there is.
-        number: of choices that were searched for by what others need.
-
-    Returns:
-        None where nothing fits then.
-    """
-    factors = (memory_factor(analysis, problem, c, b) for c, b in compiled.items())
-    factor = max([1.0, *filter(None, factors)])
-    within = replace(problem, budget_bytes=most_bytes)
-    best = solve(scale_memory(within, factor))
-    if best is None:
-        return None
-    choice = whole_choice(analysis, problem, best)
-    return Candidate(less_memory(number), choice, best.cost_ms)
 
 
 def rematerialized(

@@ -17,7 +17,7 @@ from cfp.profiling.record import STATUSES, Collective, CompiledBytes, ProfileRec
 from cfp.program.graph import Program
 from cfp.search.jobs import whole_job
 from cfp.settings import ConstraintLevel
-from cfp.solution import Candidate
+from cfp.solution import Candidate, Solution
 from cfp.units import format_bytes
 
 # Why a candidate is not compiled, or not timed.
@@ -203,37 +203,45 @@ class RaceRow:
     rung: Rung = "measured"
 
 
-class NoneFits(Exception):
-    """No candidate fits, as compiled, and nothing smaller was tried.
-
-    Attributes:
-        seconds: how long that took to find out.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"after {seconds:.0f} s")
-        self.seconds = seconds
-
-
 @dataclass(frozen=True, kw_only=True)
 class RaceOutcome:
     """Outcome of a race.
 
     Attributes:
-        winner: what is to be run.
+        solution: what raced.
+        winner: what is to be run; None if nothing fits, or nothing runs.
+        time_ms: its step time, if it was timed.
         peak_bytes: what it needs on each device, if it was compiled.
         built: its whole program, if it was compiled just now.
         rows: what raced, and how it did.
+        results: what was compiled, whether it fits or not.
         counts: counts and seconds of all passes.
     """
 
-    winner: Candidate
-    result: RaceResult | None = None
+    solution: Solution
+    winner: Candidate | None = None
+    time_ms: float | None = None
     peak_bytes: int | None = None
     built: Built | None = field(default=None, repr=False)
     rows: tuple[RaceRow, ...] = ()
+    results: tuple[RaceResult, ...] = field(default=(), repr=False)
     counts: Mapping[str, float] = field(default_factory=dict)
-    raced: tuple[tuple[Candidate, float], ...] = field(default=(), repr=False)
+
+    @property
+    def raced(self) -> tuple[tuple[Candidate, float], ...]:
+        """Candidates that ran, with their step times; none if nothing was to run."""
+        if self.time_ms is None:
+            return ()
+        return tuple((one.candidate, one.time_ms) for one in self.results if one.ran)
+
+    def after(self, before: RaceOutcome) -> RaceOutcome:
+        """Adds what an earlier race has compiled, if that has no winner."""
+        if before.winner is not None:
+            return self
+        names = {row.name for row in self.rows}
+        earlier = (row for row in before.rows if row.name not in names)
+        results = (*self.results, *before.results)
+        return replace(self, rows=(*self.rows, *earlier), results=results)
 
 
 def is_compiled_too_large(record: ProfileRecord) -> bool:

@@ -15,15 +15,12 @@ ties        the simplest of the fastest wins
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice
 from cfp.context import DecidedBy, PlanContext
 from cfp.devices.described import DescribedMesh
-from cfp.errors import CfpError, MemoryBudgetError
 from cfp.profiling.builder import Built
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import CompiledBytes, ProfileRecord
@@ -34,20 +31,12 @@ from cfp.race.admission import (
     expected_ms,
     within_reach,
 )
-from cfp.race.candidates import (
-    LESS_MEMORY,
-    leanest_of,
-    smaller_than,
-    with_options,
-)
+from cfp.race.candidates import with_options
 from cfp.race.compile import Builder, compile_programs
 from cfp.race.programs import (
-    TOO_LATE,
-    NoneFits,
     RaceOutcome,
     RaceResult,
     RaceRow,
-    Skipped,
     compiled_row,
     left_out,
     not_run,
@@ -61,17 +50,16 @@ from cfp.race.remembered import (
     known_to_fit,
     question,
 )
-from cfp.race.shortage import no_winner
 from cfp.race.turns import Ranking, race_programs, second_race
-from cfp.settings import MOST_RACED, MOST_REFUSED, ConstraintLevel
-from cfp.solution import RACE_SECONDS, Candidate, Solution, prediction_of
+from cfp.settings import MOST_RACED, ConstraintLevel
+from cfp.solution import RACE_SECONDS, Candidate, Solution, Stage, prediction_of
 
 # A key of its own, so that this race cannot change the leaders of the first.
 SECOND: Parts = (("race", "with other compiler options"),)
 
 
 @dataclass(frozen=True)
-class Run:
+class Race:
     """A race, and what it has compiled."""
 
     context: PlanContext
@@ -134,7 +122,7 @@ class Run:
         rounds = 1 if rules.compiler_options or say_little else rules.rounds
         raced = self.time(candidates, rounds)
         first, new = second_race(raced, rules)
-        if not new or self.is_over():
+        if not new or self.context.is_over:
             return Ranking((), raced)
         names = {one.name for one in first}
         kept = {one.program.identity for one in raced if one.name in names}
@@ -150,50 +138,35 @@ class Run:
         others = [one for one in raced if one.name not in names]
         return Ranking(ran, others)
 
-    def attempts(
+    def batches(
         self,
         candidates: Sequence[Candidate],
-        known: Sequence[Candidate] = (),
+        known: Sequence[Candidate],
         one_is_enough: bool = False,
-        last_resort: bool = True,
     ) -> Iterator[Admitted]:
-        """Compiles candidates in batches: near ones first, more as long as asked for.
+        """Compiles candidates in batches: near ones first, slower ones if asked for.
 
-        If none of the near ones fits, slower ones follow, and then the smallest. An
-        error names the memory that the smallest needs. Where time is over, the first of
-        these is compiled, and no other.
+        The smallest are compiled one by one; once time is over, only the first is.
 
         Args:
             candidates: the best by prediction first.
-            known: what is known to fit; it is tried in any case.
+            known: earlier candidates that fit; they are compiled in any case.
             one_is_enough: whether one that fits is, without a race.
-            last_resort: whether the smallest are compiled where none of these fits; so
-                they are where time is over.
-
-        Raises:
-            NoneFits: none does, and the smallest are not to be compiled.
         """
+        if self.solution.stage is Stage.SMALLEST:
+            for number, one in enumerate(candidates):
+                if number and self.context.is_over:
+                    return
+                [made] = self.compile_all([one])
+                yield Admitted([made], []) if made.may_race else Admitted([], [made])
+            return
         keys = {one.key for one in known}
         new = [one for one in candidates if one.key not in keys]
         found = self._admit([*new, *known], keys, one_is_enough)
         yield found
-        refused = found.refused
         is_plain = self.context.memory is None and not one_is_enough
-        if is_plain and found.left and not self.is_over():
-            found = self._admit([one for one, _ in found.left])
-            yield found
-            refused = [*refused, *found.refused]
-        skipped = [o.outcome.reason for o in refused if isinstance(o.outcome, Skipped)]
-        is_late = TOO_LATE in {*skipped, *(why for _, why in found.left)}
-        is_late = is_late or self.is_over()
-        if not (last_resort or is_late):
-            raise NoneFits(self.seconds)
-        for number, one in enumerate(self.smaller(refused)):
-            if number and self.is_over():
-                return
-            [made] = self.compile_all([one])
-            fitting, large = ([made], []) if made.may_race else ([], [made])
-            yield Admitted(fitting, large, found.left)
+        if is_plain and found.left and not self.context.is_over:
+            yield self._admit([one for one, _ in found.left])
 
     def _admit(
         self,
@@ -215,48 +188,8 @@ class Run:
             known=known,
             compiled=self.sizes,
             at_once=self.builder.at_once,
-            is_over=self.is_over,
+            is_over=lambda: self.context.is_over,
         )
-
-    def is_over(self) -> bool:
-        """Returns True if the time for planning is over."""
-        return self.context.is_over
-
-    def smaller(
-        self, refused: Sequence[RaceResult], others: Sequence[Candidate] = ()
-    ) -> list[Candidate]:
-        """Returns candidates that may fit where none compiled so far does.
-
-        The best if memory is as far off as theirs, the leanest by prediction, and of
-        the others what is predicted to fit, the smallest first.
-        """
-        analysis, problem = self.analysis, self.solution.problem
-        if problem is None:
-            return []
-        ways = [leanest_of(analysis, problem)]
-        needs = defaultdict[Choice, int](int)
-        for one in refused:  # Without the memory limit, and with it.
-            choice = one.candidate.choice
-            needs[choice] = max(needs[choice], one.peak_bytes)
-        if (most := self.context.budget_bytes) is not None:
-            names = [one.name for one in self.solution.candidates]
-            again = sum(name.startswith(LESS_MEMORY) for name in names)
-            best = smaller_than(analysis, problem, needs, most, again + 1)
-            sizes = [
-                (prediction_of(analysis, problem, o.choice).size, o) for o in others
-            ]
-            known = [(size.peak_bytes, one) for size, one in sizes if size is not None]
-            fitting = [pair for pair in known if pair[0] <= most]
-            fitting.sort(key=lambda pair: pair[0])
-            ways = [*([best] if best else []), *ways, *(one for _, one in fitting)]
-        # What there was no time for yet is not refused.
-        done = [one for one in refused if not isinstance(one.outcome, Skipped)]
-        tried = {(one.candidate.choice, one.candidate.level) for one in done}
-        found = dict[Choice, Candidate]()
-        for one in ways:
-            if (one.choice, one.level) not in tried:
-                found.setdefault(one.choice, one)
-        return [*found.values()][:MOST_REFUSED]
 
     def remember(
         self, candidates: Sequence[Candidate]
@@ -266,169 +199,137 @@ class Run:
         What candidates need that were compiled before is noted.
         """
         context, problem = self.context, self.solution.problem
-        if context.memory is None or problem is None:
+        is_last = self.solution.stage is Stage.SMALLEST
+        if context.memory is None or problem is None or is_last:
             return [], None
         programs = programs_of(self.analysis, candidates, context.environment)
         asked = question(context, programs)
         self.sizes.update(compiled_before(context, programs))
         answer = answer_to(asked, context.store)
-        near = self.within_reach(candidates)
+        anyway = exempt_from_reach(candidates)
+        near = within_reach(candidates, anyway, context.rules.reach)
         known = known_to_fit(context, self.analysis, problem, near, answer)
         presets = {one.choice for one in candidates if one.is_preset}
         known = [replace(one, is_preset=one.choice in presets) for one in known]
         return known, asked
 
-    def within_reach(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Candidates that race if all fit."""
-        anyway = exempt_from_reach(candidates)
-        return within_reach(candidates, anyway, self.context.rules.reach)
-
-    def nothing_fits(self, results: Sequence[RaceResult]) -> CfpError:
-        """The error where none of what was compiled fits, or runs."""
-        memory = self.context.memory
-        reserve = memory.reserve_bytes if memory else 0
-        budget = self.context.budget_bytes
-        error = no_winner(self.analysis, results, budget, reserve)
-        if isinstance(error, MemoryBudgetError) and self.is_over():
-            return error.with_line(
-                "Time for planning was over before all that may need less was compiled:"
-                " with more of it (--time-budget, cfp.PlannerSettings(seconds=...)) a "
-                "plan may fit."
-            )
-        return error
-
-    def outcome(
-        self,
-        won: RaceResult,
-        rows: Sequence[RaceRow],
-        built: Built | None = None,
-        counts: Mapping[str, float] | None = None,
-        *,
-        results: Sequence[RaceResult],
-    ) -> RaceOutcome:
-        """Returns the outcome of a race that has a winner."""
+    def fastest(self) -> RaceOutcome:
+        """Whole programs, compiled until enough fit, and timed in turn."""
+        context, candidates = self.context, self.solution.candidates
+        if context.memory is None:  # These options may take memory.
+            first = context.rules.first_options
+            candidates = [(with_options(one, first) or [one])[0] for one in candidates]
+        known, asked = self.remember(candidates)
+        fitting, refused, left = [], [], []
+        ranking = Ranking((), ())
+        for made in self.batches(candidates, known):
+            refused += made.refused
+            left = made.left
+            if made.fitting:
+                fitting += [one.candidate for one in made.fitting]
+                ranking = self.rank(fitting)
+            if ranking.best is not None:
+                break
+        best, results = ranking.best, [*ranking.results, *refused]
         absent = self.solution.unraced.items()
-        counts = {**self.solution.counts, **(counts or {})}
-        if built is not None:
-            counts["compile_seconds"] = built.build_seconds
-        elif won.record is not None:
-            counts["compile_seconds"] = won.record.build_seconds
-        return RaceOutcome(
-            winner=won.candidate,
-            result=won,
-            peak_bytes=won.peak_bytes,
+        rows = [
+            *map(race_row, results),
+            *(left_out(one, why) for one, why in left),
+            *(RaceRow(name=name, predicted_ms=None, note=why) for name, why in absent),
+        ]
+        counts: dict[str, float] = {
+            **self.solution.counts,
+            RACE_SECONDS: self.seconds,
+            "race_cached": float(not self.fresh),
+        }
+        found = RaceOutcome(
+            solution=self.solution,
+            rows=tuple(rows),
+            results=tuple(results),
+            counts=counts,
+        )
+        if best is None:
+            return found
+        if asked is not None:
+            jobs = [one.job for one in programs_of(self.analysis, known, ())]
+            raced = [one.program.job.choice for one in ranking.results if one.ran]
+            choices = [job.choice for job in jobs]
+            keep_answer(asked, context.store, choices, best.samples_ms, raced)
+        times = {one.samples_ms: one.time_ms for one in ranking.ties}.values()
+        if len(times) > 1:
+            spread = max(times) / min(times) - 1.0
+            counts |= {"ties": len(times) - 1, "tie_spread": spread}
+        built = self.built.get(best.program.identity)
+        if (one := built or best.record) is not None:
+            counts["compile_seconds"] = one.build_seconds
+        return replace(
+            found,
+            winner=best.candidate,
+            time_ms=best.time_ms,
+            peak_bytes=best.peak_bytes,
             built=built,
-            rows=(
-                *rows,
-                *(RaceRow(name=n, predicted_ms=None, note=why) for n, why in absent),
-            ),
-            counts={
-                **counts,
-                RACE_SECONDS: self.seconds,
-                "race_cached": float(not self.fresh),
-            },
-            raced=tuple((one.candidate, one.time_ms) for one in results if one.ran),
         )
 
+    def first_that_fits(self) -> RaceOutcome:
+        """The best by prediction whose whole program, compiled, fits.
 
-def race(
-    context: PlanContext,
-    analysis: Analysis,
-    solution: Solution,
-    last_resort: bool = True,
-) -> RaceOutcome:
+        For described devices a few others are compiled, too, for the plan's table.
+        """
+        candidates, results = self.solution.candidates, list[RaceResult]()
+        known, _ = self.remember(candidates)
+        fits = None
+        for made in self.batches(candidates, known, one_is_enough=True):
+            results += [*made.fitting, *made.refused]
+            fits = next(iter(made.fitting), None)
+            if fits is not None:
+                break
+        rows, counts = self.estimated_rows(), {**self.solution.counts}
+        if rows:
+            seen = {one.candidate.key for one in results}
+            whole = ConstraintLevel.EVERYTHING
+            others = [o for o in candidates if o.level is whole and o.key not in seen]
+            others.sort(key=expected_ms)
+            some = others[: MOST_RACED - 1] if fits is not None else []
+            made = [*results[:1], *self.compile_all(some), *results[1:]]
+            rows |= {one.name: compiled_row(one) for one in made}
+            counts[RACE_SECONDS] = self.seconds
+        return RaceOutcome(
+            solution=self.solution,
+            winner=fits and fits.candidate,
+            peak_bytes=fits and fits.peak_bytes,
+            rows=tuple(rows.values()),
+            results=tuple(results),
+            counts=counts,
+        )
+
+    def estimated_rows(self) -> dict[str, RaceRow]:
+        """Rows of candidates for described devices, by name; none for others."""
+        if not isinstance(self.context.mesh, DescribedMesh):
+            return {}
+        candidates, problem = self.solution.candidates, self.solution.problem
+        needs = [
+            prediction_of(self.analysis, problem, one.choice).peak_bytes
+            for one in candidates
+        ]
+        rows = not_run(candidates, needs, self.context.budget_bytes)
+        return {row.name: row for row in rows}
+
+
+def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOutcome:
     """The fastest of the best by prediction, its rivals and the presets.
 
     Without a race that is the best by prediction; or, where a memory budget was asked
-    for, the best by prediction that fits when compiled.
-
-    Args:
-        last_resort: whether the smallest are compiled where no candidate fits.
-
-    Raises:
-        NoneFits: none does, and the smallest are not to be compiled.
-        MemoryBudgetError: none of them fits in memory.
-        CfpError: none of them runs.
+    for, the best by prediction that fits when compiled. If nothing fits or runs, the
+    outcome has no winner.
     """
-    run = Run(context, analysis, solution)
-    candidates = solution.candidates
-    decided_by = context.decided_by
-    if decided_by is DecidedBy.RACE:
-        return _race(run, candidates, last_resort)
-    rows: Collection[RaceRow] = ()
-    if isinstance(context.mesh, DescribedMesh):
-        said = (prediction_of(analysis, solution.problem, c.choice) for c in candidates)
-        needs = [one.peak_bytes for one in said]
-        rows = not_run(candidates, needs, context.budget_bytes)
-    counts = solution.counts
-    if decided_by is not DecidedBy.COMPILER:
-        return RaceOutcome(winner=candidates[0], rows=tuple(rows), counts=counts)
-    fits, refused = _first_that_fits(run, candidates, last_resort)
-    if rows:
-        seen = {one.candidate.key for one in (fits, *refused)}
-        whole = ConstraintLevel.EVERYTHING
-        others = [o for o in candidates if o.level is whole and o.key not in seen]
-        others.sort(key=expected_ms)
-        made = [fits, *run.compile_all(others[: MOST_RACED - 1]), *refused]
-        named = {row.name: row for row in rows}
-        rows = (named | {one.name: compiled_row(one) for one in made}).values()
-        counts = {**counts, RACE_SECONDS: run.seconds}
+    run = Race(context, analysis, solution)
+    if context.decided_by is DecidedBy.RACE:
+        return run.fastest()
+    if context.decided_by is DecidedBy.COMPILER:
+        return run.first_that_fits()
     return RaceOutcome(
-        winner=fits.candidate,
-        peak_bytes=fits.peak_bytes,
-        rows=tuple(rows),
-        counts=counts,
+        solution=solution,
+        winner=solution.candidates[0],
+        rows=tuple(run.estimated_rows().values()),
+        counts=solution.counts,
     )
-
-
-# ---------------------------------------------------------------------- whole programs
-
-
-def _race(run: Run, candidates: Sequence[Candidate], last_resort: bool) -> RaceOutcome:
-    """Whole programs, compiled until enough fit, and timed."""
-    run.built.clear()
-    if run.context.memory is None:  # These options may take memory.
-        first = run.context.rules.first_options
-        candidates = [(with_options(one, first) or [one])[0] for one in candidates]
-    known, asked = run.remember(candidates)
-    fitting, refused, left = [], [], []
-    ranking = Ranking((), ())
-    for made in run.attempts(candidates, known, last_resort=last_resort):
-        refused += made.refused
-        left = made.left
-        if made.fitting:
-            fitting += [one.candidate for one in made.fitting]
-            ranking = run.rank(fitting)
-        if ranking.best is not None:
-            break
-    best, results = ranking.best, [*ranking.results, *refused]
-    if asked is not None:
-        jobs = [one.job for one in programs_of(run.analysis, known, ())]
-        samples_ms = best.samples_ms if best else ()
-        raced = [one.program.job.choice for one in ranking.results if one.ran]
-        choices = [job.choice for job in jobs]
-        keep_answer(asked, run.context.store, choices, samples_ms, raced)
-    if best is None:
-        raise run.nothing_fits(results)
-    rows = [*map(race_row, results), *(left_out(one, why) for one, why in left)]
-    tied = {one.samples_ms: one.time_ms for one in ranking.ties}
-    counts = {}
-    if len(tied) > 1:
-        spread = max(tied.values()) / min(tied.values()) - 1.0
-        counts = {"ties": len(tied) - 1, "tie_spread": spread}
-    made = run.built.get(best.program.identity)
-    return run.outcome(best, rows, made, counts, results=results)
-
-
-def _first_that_fits(
-    run: Run, candidates: Sequence[Candidate], last_resort: bool
-) -> tuple[RaceResult, list[RaceResult]]:
-    """The best by prediction whose whole program, compiled, fits; and what did not."""
-    known, _ = run.remember(candidates)
-    refused: list[RaceResult] = []
-    attempts = run.attempts(candidates, known, True, last_resort)
-    for made in attempts:
-        refused += made.refused
-        if made.fitting:
-            return made.fitting[0], refused
-    raise run.nothing_fits(refused)

@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 
 from cfp.analysis.analyze import Analysis
-from cfp.analysis.layout import Choice, QuerySpread, SegmentKernels, Storage
+from cfp.analysis.layout import Choice, SegmentKernels, Storage
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.analysis.strategies import Strategy
 from cfp.attention.matching.functions import Way
@@ -254,11 +254,6 @@ def preset_times(
     }
 
 
-# ----------------------------------------------------------------------------- kernels
-
-_SPREADS: tuple[QuerySpread, ...] = ("", "ring")
-
-
 def kernel_variants(
     analysis: Analysis, kind: int, candidate: SegmentChoice, replacing: Replacing
 ) -> list[SegmentChoice]:
@@ -281,16 +276,9 @@ def kernel_variants(
         return bool(able) and not any(reasons)
 
     kernels = []
-    for spread in _SPREADS:
+    for spread in ("", "ring"):
         every = [
             SegmentKernels(attention=n, spread=spread) for n in replacing.attention
         ]
         kernels += [*islice(filter(can, every), 1)]
     return [replace(candidate, kernels=one) for one in kernels]
-
-
-def preferred_variant(
-    analysis: Analysis, kind: int, candidate: SegmentChoice, replacing: Replacing
-) -> SegmentChoice:
-    """A candidate with the kernels that it most likely has in a plan, if any."""
-    return [*kernel_variants(analysis, kind, candidate, replacing), candidate][0]

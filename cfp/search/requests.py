@@ -24,7 +24,7 @@ from cfp.profiling.key import Parts
 from cfp.profiling.record import ProfileRecord
 from cfp.search.choices import (
     first_candidates,
-    preferred_variant,
+    kernel_variants,
     preset_parts,
     ranked_candidates,
 )
@@ -285,8 +285,10 @@ class RequestBuilder:
             options = [candidate]
         elif preset is not None:
             options = [segment_candidate(analysis, near, preset)]
+        # With the kernels that it most likely has in a plan, if any.
         options = [
-            preferred_variant(analysis, other, one, self.replacing) for one in options
+            [*kernel_variants(analysis, other, one, self.replacing), one][0]
+            for one in options
         ]
         [moves] = self.costs.reshardings_ms(index, near, [candidate], options)
         ways = zip(moves, options, strict=True)

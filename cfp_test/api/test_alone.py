@@ -7,7 +7,7 @@ import pytest
 import cfp
 from cfp.context import _rules
 from cfp.models import build
-from cfp.passes.pipeline import analyze_step
+from cfp.passes.analyze import analyze_step
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import PRESETS, PROPAGATED, named_choices
 from cfp.program.step import flatten_step

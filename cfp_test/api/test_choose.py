@@ -13,7 +13,7 @@ from cfp.analysis.layout import Storage
 from cfp.context import open_context
 from cfp.errors import CfpError
 from cfp.models import build
-from cfp.passes.pipeline import analyze_step
+from cfp.passes.analyze import analyze_step
 from cfp.passes.profile import profile
 from cfp.passes.search import search
 from cfp.planner_settings import PlannerSettings, dimensions_of

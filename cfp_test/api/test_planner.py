@@ -11,8 +11,8 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice
 from cfp.context import open_context
 from cfp.errors import CfpError
-from cfp.passes.pipeline import decide
 from cfp.passes.search import preset_solution
+from cfp.plan.compose import compose_plan
 from cfp.planner_settings import DetailedSettings, PlannerSettings
 from cfp.profiling.builder import build
 from cfp.program.step import flatten_step
@@ -20,6 +20,7 @@ from cfp.program.trace import planning_mesh, trace
 from cfp.race import compile as building
 from cfp.race.admission import exempt_from_reach, within_reach
 from cfp.race.programs import TOO_LATE
+from cfp.race.race import race
 from cfp.settings import ConstraintLevel, defaults_of
 from cfp.solution import Candidate
 from cfp.view.remarks import remarks
@@ -170,12 +171,12 @@ def test_the_budget_is_passed_to_the_compiler(plan, lean_compiler, tmp_path, mes
 def test_the_budget_that_an_error_names_does(plan, lean_compiler, tmp_path):
     quick = {"cache_dir": tmp_path, "per_kind": 2, "compiler_options": {}}
     named = {}
-    for race in (True, False):
+    for races in (True, False):
         with pytest.raises(cfp.MemoryBudgetError) as caught:
-            plan(1024, race=race, **quick)
-        named[race] = caught.value.smallest_feasible_bytes
-        made = plan(named[race], race=race, **quick)
-        assert made.peak_bytes <= named[race] - RESERVE
+            plan(1024, race=races, **quick)
+        named[races] = caught.value.smallest_feasible_bytes
+        made = plan(named[races], race=races, **quick)
+        assert made.peak_bytes <= named[races] - RESERVE
     assert named[True] == named[False]
 
 
@@ -284,7 +285,8 @@ def test_a_plan_that_rematerializes_runs_and_is_kept(mesh, tmp_path):
         [best] = taken.candidates
         choice = replace(best.choice, remat=everything)
         solution = replace(taken, candidates=[replace(best, choice=choice)])
-        made, _ = decide(context, analysis, solution)
+        outcome = race(context, analysis, solution)
+        made = compose_plan(analysis, found, dict(context.environment), outcome)
     made = made.bound_to(flat, lowering.out_tree)
     assert made.constraints.rematerialized
     assert all(segment.rematerialized for segment in made.segments)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import cfp
+from cfp import api
 from cfp import variants as turns
 from cfp.errors import (
     CfpError,
@@ -87,16 +88,16 @@ def timed(monkeypatch):
 @pytest.fixture
 def altered(monkeypatch):
     """Alters what is found, in turn; gives the list of it."""
-    whole = turns.find_plan
+    whole = api.run_passes
     planned = []
 
     def start(change, **more):
-        def find(step, mesh, options, analyzed):
-            found = whole(step, mesh, replace(options, **more), analyzed)
+        def find(analyzed, options):
+            found = whole(analyzed, replace(options, **more))
             planned.append(change(found, len(planned)))
             return planned[-1]
 
-        monkeypatch.setattr(turns, "find_plan", find)
+        monkeypatch.setattr(api, "run_passes", find)
         return planned
 
     return start
@@ -113,21 +114,21 @@ class Clock:
     def __init__(self, monkeypatch):
         self.now = 100.0
         self.estimated, self.planned, self.given = [], [], []
-        self._patch, self._plan = monkeypatch, turns.find_plan
+        self._patch, self._plan = monkeypatch, api.run_passes
         self._patch.setattr(turns, "now", lambda: self.now)
 
     def estimates_take(self, seconds, time_ms=lambda analyzed: 1.0):
         """Has each estimate take some seconds, and say what a test says."""
 
-        def estimate(analyzed, options):
-            self.estimated.append(BY_AXES[len(analyzed.mesh.axis_names)])
+        def estimate(context, analysis):
+            self.estimated.append(BY_AXES[len(context.mesh.axis_names)])
             self.now += seconds
-            if options.settings.progress is not None:
-                options.settings.progress("estimating")
-            ms = time_ms(analyzed)
+            if context.settings.progress is not None:
+                context.settings.progress("estimating")
+            ms = time_ms(context)
             return Estimate(time_ms=ms, memory_bytes=1, fits=True, is_final=False)
 
-        self._patch.setattr(turns, "estimate_plan", estimate)
+        self._patch.setattr(turns, "estimate", estimate)
 
     def plans_take(self, *seconds, needing=None):
         """Has planning each variant take some seconds, the last of them again.
@@ -136,16 +137,16 @@ class Clock:
             needing: bytes that a variant lacks, by its mesh; of others it has enough.
         """
 
-        def find(step, mesh, options, analyzed):
-            name = BY_AXES[len(mesh.axis_names)]
+        def find(analyzed, options):
+            name = BY_AXES[len(analyzed.mesh.axis_names)]
             self.planned.append(name)
             self.given.append(options.settings.seconds)
             self.now += [*seconds, *seconds[-1:] * 9][len(self.planned) - 1]
             if (needed := (needing or {}).get(name)) is not None:
                 raise MemoryBudgetError(f"{needed} B.", smallest_feasible_bytes=needed)
-            return self._plan(step, mesh, options, analyzed)
+            return self._plan(analyzed, options)
 
-        self._patch.setattr(turns, "find_plan", find)
+        self._patch.setattr(api, "run_passes", find)
 
 
 @pytest.fixture
@@ -241,11 +242,11 @@ def test_without_a_race_predictions_decide(altered, monkeypatch, tmp_path):
 def estimating(monkeypatch, table, is_final=False):
     """Has variants be estimated as a test says: (milliseconds, whether it fits)."""
 
-    def say(analyzed, options):
-        time_ms, fits = table[BY_AXES[len(analyzed.mesh.axis_names)]]
+    def say(context, analysis):
+        time_ms, fits = table[BY_AXES[len(context.mesh.axis_names)]]
         return Estimate(time_ms=time_ms, memory_bytes=1, fits=fits, is_final=is_final)
 
-    monkeypatch.setattr(turns, "estimate_plan", say)
+    monkeypatch.setattr(turns, "estimate", say)
 
 
 def told(how):

@@ -15,13 +15,15 @@ import cfp
 from cfp.analysis.layout import Choice, Storage, lay_out
 from cfp.analysis.strategies import AxisChoice
 from cfp.context import open_context
-from cfp.passes.pipeline import analyze_step, decide
+from cfp.passes.analyze import analyze_step
+from cfp.plan.compose import compose_plan
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
 from cfp.program import shardy
 from cfp.program.partitioned import call_of
 from cfp.program.step import flatten_step
 from cfp.program.widen import widen
+from cfp.race.race import race
 from cfp.solution import Candidate, Solution
 from cfp_test.attention.called import cudnn_on_cpus
 from cfp_test.programs.common import normal
@@ -107,7 +109,8 @@ def planned_by_heads(step, args, folder):
     solution = Solution([Candidate("by hand", choice)])
     settings = cfp.PlannerSettings(race=False)
     with open_context(mesh, folder, None, settings) as context:
-        plan, _ = decide(context, analysis, solution)
+        outcome = race(context, analysis, solution)
+        plan = compose_plan(analysis, mesh, {}, outcome)
     return plan
 
 

@@ -22,7 +22,7 @@ from cfp.profiling.key import ProfileKey
 from cfp.profiling.overwritten import miscompile_reason
 from cfp.race.programs import RaceOutcome
 from cfp.runtime.execute import compile_step
-from cfp.solution import Candidate
+from cfp.solution import Candidate, Solution
 from cfp.targets import model_target
 
 
@@ -111,7 +111,12 @@ def make_choice(
       options: compiler options, besides the candidate's.
     """
     analysis, mesh = session.analysis, session.mesh
-    plan = compose_plan(analysis, mesh, {}, RaceOutcome(winner=candidate))
+    plan = compose_plan(
+        analysis,
+        mesh,
+        {},
+        RaceOutcome(winner=candidate, solution=Solution([candidate])),
+    )
     bound = plan.bound_to(session.step, session.lowering.out_tree)
 
     def compiled(chosen: Mapping[str, str]) -> Flat:

@@ -17,6 +17,7 @@ from cfp.devices.described import slice_of
 from cfp.devices.device_kind import kind
 from cfp.errors import CfpError
 from cfp.profiling.hlo import collectives_in
+from cfp_test.support.checking import make_mesh
 
 needs_libtpu = pytest.mark.skipif(
     find_spec("libtpu") is None, reason='takes libtpu: pip install -e ".[tpu]"'
@@ -51,6 +52,13 @@ def planned(text, folder, *args, **how):
         settings=settings,
         **how,
     )
+
+
+def test_devices_that_are_there_are_no_described_ones(tmp_path):
+    how = {"settings": cfp.PlannerSettings(compile=True), "cache_dir": tmp_path}
+    mesh = make_mesh((("x", 2),))
+    with pytest.raises(cfp.CfpError, match="compile=True is for described devices"):
+        cfp.plan(lambda x: 2 * x, jnp.ones(8), mesh=mesh, **how)
 
 
 def test_a_missing_compiler_is_named_with_the_command(monkeypatch, tmp_path):

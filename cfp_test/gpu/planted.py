@@ -63,15 +63,15 @@ def _plant_mask(put: Set) -> None:
 
 
 def _plant_budget(put: Set) -> None:
-    from cfp import find
+    from cfp.passes import analyze
 
-    parse = find.parse_bytes
+    parse = analyze.parse_bytes
 
     def parse_more(given: Any) -> int | None:
         found = parse(given)
         return None if found is None else found + GIGABYTE
 
-    put(find, "parse_bytes", parse_more)
+    put(analyze, "parse_bytes", parse_more)
 
 
 def _plant_store(put: Set) -> None:

@@ -180,8 +180,8 @@ def test_records_of_another_device_have_other_keys(monkeypatch):
 
 
 def test_a_budget_is_taken_for_more(monkeypatch):
-    from cfp import find
+    from cfp.passes import analyze
 
     FAULTS["budget"].plant(monkeypatch.setattr)
-    assert find.parse_bytes(None) is None
-    assert find.parse_bytes("1GB") == 2 * 10**9
+    assert analyze.parse_bytes(None) is None
+    assert analyze.parse_bytes("1GB") == 2 * 10**9

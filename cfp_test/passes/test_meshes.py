@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import cfp
-from cfp.find import PlanOptions, find_plan
-from cfp.passes.pipeline import analyze_step
+from cfp.api import run_passes
+from cfp.passes.analyze import PlanOptions, analyze_step
 from cfp.presets.presets import named_choices, propagated
 from cfp.program.step import flatten_step
 from cfp_test.programs.registry import PROGRAMS
@@ -55,7 +55,7 @@ def test_a_plan_on_the_second_mesh_computes_the_same(tmp_path):
     analyze_step(found, LINE)
     shared = analyze_step(found, SQUARE)
     options = PlanOptions(cache_dir=tmp_path)
-    plan = find_plan(found, SQUARE, options, shared).plan
+    plan = run_passes(shared, options).plan
     assert plan.mesh_axes == (("x", 2), ("y", 2))
     run = cfp.parallelize(step, mesh=SQUARE, plan=plan, quiet=True)
     for got, one in zip(run(*args), step(*args), strict=True):

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from cfp.cost.costs import Costs
-from cfp.passes.search import _fastest, search_as_compiled
+from cfp.passes.search import _fastest, _smallest, search_as_compiled
 from cfp.presets.presets import presets
 from cfp.profiling.record import CompiledBytes
 from cfp.race.candidates import less_memory
-from cfp.race.race import Run
 from cfp.search.choices import picks_of, whole_choice
 from cfp.search.expected import build_problem, estimate_options
 from cfp.search.problem import scale_memory
@@ -142,7 +141,7 @@ def test_a_search_as_compiled_finds_the_fastest_that_fits_then(
         assert fitted and one.is_preset and one.choice.remat
 
 
-def test_the_last_resort_is_named_like_no_candidate(found):
+def test_the_last_resort_is_named_like_no_candidate(found, monkeypatch):
     """There was no time to compile what the search as compiled has found."""
     analysis, _, free = found
     best = solve(free)
@@ -151,7 +150,16 @@ def test_the_last_resort_is_named_like_no_candidate(found):
     choice = whole_choice(analysis, problem, best)
     names = ["planned", less_memory(1), less_memory(2)]
     solution = Solution([Candidate(n, choice) for n in names], problem=problem)
-    context: Any = SimpleNamespace(budget_bytes=problem.budget_bytes)
-    first, *_ = Run(context, analysis, solution).smaller([])
+    monkeypatch.setattr(
+        "cfp.passes.search.compiled_before",
+        lambda _, programs: {
+            programs[0].candidate.key: CompiledBytes(temp_bytes=best.memory_bytes)
+        },
+    )
+    rules = SimpleNamespace(plans=1, levels=(ConstraintLevel.EVERYTHING,))
+    context: Any = SimpleNamespace(rules=rules, environment=(), usual_temp_share=1.0)
+    smallest = _smallest(context, analysis, solution, [])
+    assert smallest is not None
+    first, *_ = smallest.candidates
     assert first.name == "planned, less memory 3"
     assert first.choice == choice

@@ -18,8 +18,9 @@ import cfp
 from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import Choice, Storage
 from cfp.analysis.strategies import NONE
+from cfp.api import run_passes
 from cfp.checking.check import ROUNDING_MARGIN, nudge
-from cfp.find import PlanOptions, find_plan
+from cfp.passes.analyze import PlanOptions, analyze_step
 from cfp.plan.parts import Detail, roles_text
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
@@ -126,7 +127,7 @@ def check_program(
     step, mesh = flatten_step(fn, args, kwargs, **options), make_mesh(sizes)
     preset = _sharding_most(step, mesh) if sharding else None
     how = PlanOptions(preset=preset, cache_dir=cache, settings=settings)
-    plan = find_plan(step, mesh, how).plan
+    plan = run_passes(analyze_step(step, mesh), how).plan
     planned, alone = plan.apply(fn), jax.jit(fn, static_argnums=static)
     state = _copy(args, static)
     expected_state = _copy(args, static)

@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from cfp.analysis.analyze import Analysis
 from cfp.analysis.layout import lay_out
+from cfp.api import run_passes
 from cfp.errors import CfpError, MemoryBudgetError
-from cfp.find import PlanOptions, find_plan
-from cfp.passes.pipeline import Analyzed, analyze_step
+from cfp.passes.analyze import Analyzed, PlanOptions, analyze_step
 from cfp.planner_settings import DetailedSettings
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.overwritten import compile_right
@@ -232,7 +232,7 @@ class Subject:
             held += sum(to_host(leaf).nbytes for leaf in self.leaves)
             budget = max(4096, held * (way.seed % 8 + 1) // 8)
         options = PlanOptions(memory_budget=budget, settings=QUICK)
-        plan = find_plan(self.step, self.mesh, options, self.analyzed).plan
+        plan = run_passes(self.analyzed, options).plan
         return plan.arg_specs, plan.output_specs, plan.constraints
 
 

@@ -1,42 +1,68 @@
-"""The passes in a row: the first two and the last two are here, as functions.
-
-trace      step + arguments        -> Program
-analyze    Program + mesh          -> Analysis
-profile    Analysis                -> Profiles     :mod:`cfp.passes.profile`
-search     Analysis + Profiles     -> Solution     :mod:`cfp.passes.search`
-race       Analysis + Solution     -> RaceOutcome  :mod:`cfp.race.race`
-compose    Analysis + RaceOutcome  -> Plan         :mod:`cfp.plan.compose`
+"""The first pass: traces a step, and analyses it on a mesh.
 
 Of arguments types count, and the values of scalars and small masks
-(:mod:`cfp.program.step`). :mod:`cfp.find` runs the passes one after another.
+(:mod:`cfp.program.step`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from math import prod
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cfp.analysis.analyze import Analysis, analyze, resolve_pins
-from cfp.context import PlanContext
+from cfp.context import PlanContext, open_context
 from cfp.devices.described import DescribedMesh, slice_of
-from cfp.plan.compose import compose_plan
-from cfp.plan.plan import Plan
-from cfp.profiling.builder import BuildEnvironment
+from cfp.planner_settings import PlannerSettings
 from cfp.profiling.key import environment_parts
 from cfp.program.graph import PARTITIONED
-from cfp.program.step import FlatStep
+from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import Lowering, planning_mesh, trace
-from cfp.race.programs import RaceOutcome
-from cfp.race.race import race
 from cfp.search.requests import Profiles
-from cfp.solution import Solution
+from cfp.units import parse_bytes
 
 Pins = Mapping[str, PartitionSpec | NamedSharding]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of :func:`cfp.plan`; the same for all variants of a step."""
+
+    static_argnums: int | Sequence[int] = ()
+    static_argnames: str | Sequence[str] = ()
+    donate_argnums: int | Sequence[int] = ()
+    donate_argnames: str | Sequence[str] = ()
+    memory_budget: int | str | None = None
+    pins: Pins | None = None
+    preset: str | None = None
+    cache_dir: str | Path | None = None
+    settings: PlannerSettings = field(default_factory=PlannerSettings)
+
+    @property
+    def of_arguments(self) -> dict[str, Any]:
+        """The options that name static and donated arguments."""
+        return {name: value for name, value in vars(self).items() if "_arg" in name}
+
+    def flatten(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> FlatStep:
+        """A step over flat arguments."""
+        precision = self.settings.precision
+        return flatten_step(fn, args, kwargs, **self.of_arguments, precision=precision)
+
+    def context(
+        self, mesh: Mesh | DescribedMesh
+    ) -> AbstractContextManager[PlanContext]:
+        """Opens the context of all passes on a mesh."""
+        budget = parse_bytes(self.memory_budget)
+        return open_context(mesh, self.cache_dir, budget, self.settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +70,14 @@ class Analyzed:
     """A step, traced and analysed.
 
     Attributes:
+        step: the step over flat arguments.
         mesh: the devices, which may only be described.
         analysis: its blocks and segments.
         seconds: how long tracing and analysing took, and making the profiles.
         profiles: the profile pass's, if an estimate has made them.
     """
 
+    step: FlatStep
     mesh: Mesh | DescribedMesh
     lowering: Lowering
     analysis: Analysis
@@ -79,6 +107,7 @@ def analyze_step(
     pinned = resolve_pins(pins or {}, program, axes)
     analysis = analyze(program, axes, pinned, outer_axes(mesh))
     return Analyzed(
+        step=step,
         mesh=mesh,
         lowering=lowering,
         analysis=analysis,
@@ -96,32 +125,3 @@ def outer_axes(mesh: Mesh | DescribedMesh) -> frozenset[str]:
     names = enumerate(mesh.axis_names)
     found = [n for i, n in names if (hosts != hosts.take([0], i)).any()]
     return frozenset(found[:1] if slice_of(devices) else found)
-
-
-def decide(
-    context: PlanContext,
-    analysis: Analysis,
-    solution: Solution,
-    last_resort: bool = True,
-) -> tuple[Plan, RaceOutcome]:
-    """The race, and the plan of what has won it.
-
-    Args:
-        last_resort: whether the smallest are compiled where no candidate fits.
-
-    Raises:
-        NoneFits: none does, and the smallest are not to be compiled.
-        MemoryBudgetError: nothing fits in memory.
-        CfpError: nothing runs.
-    """
-    outcome = race(context, analysis, solution, last_resort)
-    plan = compose_plan(
-        analysis,
-        context.mesh,
-        dict(context.environment),
-        outcome,
-        solution.problem,
-        BuildEnvironment.beside(context.store.path),
-        solution.rates,
-    )
-    return plan, outcome

@@ -1,0 +1,109 @@
+"""The last pass: the plan of what has won a race, with its figures, and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from jax.sharding import Mesh
+
+from cfp.analysis.analyze import Analysis
+from cfp.checking.sites import check_sites
+from cfp.context import PlanContext
+from cfp.errors import CfpError, MemoryBudgetError
+from cfp.passes.analyze import Analyzed
+from cfp.plan.compose import compose_plan
+from cfp.plan.plan import Plan
+from cfp.profiling.builder import BuildEnvironment
+from cfp.program.callbacks import host_calls
+from cfp.race.programs import RaceOutcome, kernels_not_timed
+from cfp.race.shortage import no_winner
+from cfp.search.requests import UNMEASURED_STRATEGIES
+from cfp.solution import Candidate
+from cfp.view.evidence import with_figures
+from cfp.view.words import RESERVE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundPlan:
+    """A plan, and what of its making a comparison with other plans needs.
+
+    Attributes:
+        winner: what the plan decides.
+    """
+
+    plan: Plan
+    analysis: Analysis = field(repr=False)
+    winner: Candidate = field(repr=False)
+
+
+def complete_plan(
+    context: PlanContext, analyzed: Analyzed, outcome: RaceOutcome
+) -> FoundPlan:
+    """Completes the plan of what won.
+
+    Raises:
+        MemoryBudgetError: nothing fits in memory.
+        CfpError: nothing runs.
+    """
+    analysis, rules, winner = analyzed.analysis, context.rules, outcome.winner
+    if winner is None:
+        raise _nothing_fits(context, outcome, analysis)
+    kept = BuildEnvironment.beside(context.store.path)
+    environment = dict(context.environment)
+    made = compose_plan(analysis, context.mesh, environment, outcome, kept)
+    made = made.bound_to(analyzed.step, analyzed.lowering.out_tree)
+    if context.memory is not None and context.memory.reserve_bytes:
+        reserve = {RESERVE_BYTES: float(context.memory.reserve_bytes)}
+        made = replace(made, search={**made.search, **reserve})
+    made = replace(made, host_callbacks_skipped=host_calls(analysis.frame.program))
+    solution, profiles = outcome.solution, outcome.solution.profiles
+    made = with_figures(
+        made,
+        analysis,
+        winner.choice,
+        solution.problem,
+        profiles.replacing if profiles else rules.replacing,
+        profiles.failed_kernels
+        if profiles
+        else kernels_not_timed(solution.candidates, outcome.rows, context.budget_bytes),
+        outcome.raced,
+        dimensions=rules.dimensions,
+    )
+    late = profiles is not None and UNMEASURED_STRATEGIES in profiles.counts
+    if late and made.figures is not None:
+        # It may be that what goes without a kind of choice is what was not measured.
+        known = (one for one in made.figures.worth if one.without_ms is not None)
+        made = replace(made, figures=replace(made.figures, worth=tuple(known)))
+    return FoundPlan(plan=made, analysis=analysis, winner=winner)
+
+
+def _nothing_fits(
+    context: PlanContext, outcome: RaceOutcome, analysis: Analysis
+) -> CfpError:
+    """The error where none of what was compiled fits, or runs."""
+    reserve = context.memory.reserve_bytes if context.memory else 0
+    error = no_winner(analysis, outcome.results, context.budget_bytes, reserve)
+    if isinstance(error, MemoryBudgetError) and context.is_over:
+        return error.with_line(
+            "Time for planning was over before all that may need less was compiled:"
+            " with more of it (--time-budget, cfp.PlannerSettings(seconds=...)) a "
+            "plan may fit."
+        )
+    return error
+
+
+def wrong_kernels(
+    context: PlanContext, found: FoundPlan
+) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Compares replaced parts with the step: kernels that differ, and what to note.
+
+    Nothing runs for described devices; the devices of several processes are not used.
+    """
+    plan, mesh = found.plan, context.mesh
+    is_here = isinstance(mesh, Mesh) and len(mesh.local_devices) == mesh.size
+    if not plan.constraints.replaced or not is_here:
+        return frozenset(), ()
+    program = found.analysis.frame.program
+    checks = check_sites(context, program, plan.constraints)
+    wrong = frozenset(one.kernel for one in checks if one.is_wrong)
+    return wrong, tuple(str(one) for one in checks if one.is_wrong or one.reason)

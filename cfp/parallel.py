@@ -1,0 +1,252 @@
+"""`cfp.parallelize`: a step that plans itself at its first call."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from cfp.api import OPTIONS
+from cfp.api import plan as plan_anew
+from cfp.errors import CfpError, OptionError, PlanMismatch, known_names
+from cfp.plan.parts import type_text
+from cfp.plan.plan import Plan
+from cfp.profiling.builder import BuildEnvironment
+from cfp.profiling.store import store_path
+from cfp.program.meaning import trace_context_key
+from cfp.program.step import FlatStep, flatten_step
+from cfp.runtime.execute import CompiledStep
+from cfp.view.progress import shown
+
+# What decides a plan; a saved one has decided.
+_DECIDES = {"memory_budget", "pins", "preset", "choose", "precision"}
+_SILENCE = "cfp.parallelize(..., quiet=True) says nothing"
+_OF_CALLS = {"static_argnums", "static_argnames", "donate_argnums", "donate_argnames"}
+# Names a plan's file for the steps of `parallelize` that are given none.
+PLAN_VARIABLE = "CFP_PLAN"
+
+
+def parallelize(
+    fn: Callable[..., Any] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    plan: str | Path | Plan | None = None,
+    quiet: bool = False,
+    **options: Any,
+) -> Any:
+    """A step that plans itself at its first call, and then runs sharded.
+
+    Also a decorator: ``@cfp.parallelize(mesh=mesh, donate_argnums=0)``.
+
+    Args:
+        fn: the step.
+        mesh: the devices; by default all that are there, as for :func:`plan`, or with a
+            plan the first of them.
+        plan: a saved plan, or its file, that is used as it is: nothing is planned, and
+            donated arguments need not be named. By default the file that the
+            environment variable ``CFP_PLAN`` names, if any.
+        quiet: whether planning shows nothing; by default its progress is shown on a
+            terminal, and elsewhere by a line now and then on standard error.
+        options: as for :func:`plan`.
+
+    Returns:
+        A callable like ``fn``; its ``plan`` is the plan of the latest call. Arguments
+        that do not have the plan's shardings are moved there at each call. Donated
+        state that is weakly typed, such as ``jnp.full(shape, 0.1)`` or a counter that
+        begins as ``0``, is taken as the step returns it, or a checkpoint restores it.
+
+    Raises:
+        OptionError: there is no such option, or a given plan has decided it already.
+        PlanMismatch: the file is no plan, or is not there.
+    """
+    unknown = sorted(options.keys() - set(OPTIONS))
+    if unknown:
+        known = ["mesh", "plan", "quiet", *OPTIONS]
+        raise OptionError(
+            f"cfp.parallelize has no option {', '.join(unknown)}. "
+            f"{known_names(unknown[0], known)}"
+        )
+    if plan is not None and (decided := sorted(options.keys() & _DECIDES)):
+        raise OptionError(
+            f"cfp.parallelize has a plan, which {', '.join(decided)} would decide. "
+            "Leave out the one or the other."
+        )
+    if plan is not None and not isinstance(plan, Plan):
+        plan = Plan.load(plan)
+    wrap = partial(ParallelStep, mesh=mesh, quiet=quiet, options=options, plan=plan)
+    return wrap if fn is None else wrap(fn)
+
+
+class _Planned(NamedTuple):
+    """A plan, the step compiled under it, and JAX's configuration at that time."""
+
+    configuration: Hashable
+    plan: Plan
+    compiled: CompiledStep
+
+
+@contextmanager
+def _named_by_environment(may_be: bool) -> Iterator[None]:
+    """Has errors of a plan that the environment names say so."""
+    path = os.environ.get(PLAN_VARIABLE)
+    try:
+        yield
+    except PlanMismatch as error:
+        if not (may_be and path):
+            raise
+        raise type(error)(
+            f"{error}\nThe plan is {path}, which {PLAN_VARIABLE} names for each step "
+            "that cfp.parallelize is given without plan=. If there are several, give "
+            f"each its own plan, and unset {PLAN_VARIABLE}."
+        ) from error
+
+
+class ParallelStep:
+    """A step function that is planned at its first call; see :func:`parallelize`.
+
+    Arguments of other shapes or types are planned anew, like ``jax.jit`` compiles
+    anew, and so is every call under a configuration of JAX that changes what the step
+    means, such as ``jax.enable_x64(True)``.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh | None,
+        quiet: bool,
+        options: Mapping[str, Any],
+        plan: Plan | None = None,
+    ) -> None:
+        self._fn = fn
+        self._given = plan
+        self._mesh = mesh
+        self._quiet = quiet
+        self._options = {**options}
+        self._steps: dict[Any, _Planned] = {}
+        self._latest: _Planned | None = None
+        self.__name__ = getattr(fn, "__name__", "step")
+        self.__doc__ = fn.__doc__
+        self.__wrapped__ = fn
+
+    def __repr__(self) -> str:
+        state = self._latest.plan if self._latest else "it is planned at its first call"
+        return f"ParallelStep of {self.__name__}: {state}"
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the latest call.
+
+        Raises:
+            AttributeError: there was none yet.
+        """
+        if self._latest is None:
+            raise AttributeError(
+                "The step is planned at its first call. Call it, or use "
+                "cfp.plan(step, *args, mesh=mesh) to plan without running."
+            )
+        return self._latest.plan
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        """Binds a method to its object, as functions and ``jax.jit``'s do."""
+        return self if owner is None else MethodType(self, owner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        latest, now = self._latest, trace_context_key()
+        if latest is not None and latest.configuration == now:
+            leaves = latest.compiled.step.leaves_of(args, kwargs)
+            if leaves is not None:
+                look = latest.compiled.dispatch.look(leaves)
+                if latest.compiled.dispatch.has_types(look):
+                    return latest.compiled.run(look)
+        options = self._options
+        static = {k: options[k] for k in options if k.startswith("static_")}
+        step = flatten_step(self._fn, args, kwargs, **static)
+        kinds = tuple(type(value) for _, value in step.static)
+        key = (step.in_tree, step.static, kinds, step.avals, now)
+        if key not in self._steps:
+            found = self._planned(args, kwargs, now, self._why_again(step, now))
+            avals = found.compiled.step.avals  # Of weakly typed state as returned.
+            as_returned = (step.in_tree, step.static, kinds, avals, now)
+            self._steps[key] = self._steps.setdefault(as_returned, found)
+        self._latest = self._steps[key]
+        return self._latest.compiled(*args, **kwargs)
+
+    def _as_saved(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: Hashable
+    ) -> _Planned | None:
+        """The saved plan for some arguments, with the step; None if there is none."""
+        path, saved = os.environ.get(PLAN_VARIABLE), self._given
+        if saved is None and path:
+            saved = Plan.load(path)
+        if saved is None:
+            return None
+        # A plan that was given refuses these at once.
+        ignored = sorted(self._options.keys() & _DECIDES)
+        if ignored and not self._quiet:
+            warnings.warn(
+                f"{PLAN_VARIABLE} names a saved plan, which has decided what "
+                f"{', '.join(ignored)} would decide: not used.",
+                stacklevel=4,
+            )
+        bind = {k: v for k, v in self._options.items() if k in _OF_CALLS}
+        bound = saved.bind(self._fn, *args, mesh=self._mesh, **bind, **kwargs)
+        kept = BuildEnvironment.beside(store_path(self._options.get("cache_dir")))
+        bound = replace(bound, tuned=kept)
+        doing = f"loading {self.__name__!r}, compiled under its saved plan"
+        settings = self._options.get("settings")
+        with shown(settings, doing, _SILENCE, self._quiet) as how:
+            tell = how.progress or (lambda _: None)
+            return _Planned(now, bound, bound.compile_bound(tell))
+
+    def _why_again(self, step: FlatStep, now: Hashable) -> str:
+        """Says in what a call differs from the latest; "" of the first."""
+        if self._latest is None:
+            return ""
+        before = self._latest.compiled.step
+        if self._latest.configuration != now:
+            return "under another configuration of JAX"
+        if before.in_tree != step.in_tree or before.static != step.static:
+            return "for arguments of another structure, or other static ones"
+        pairs = zip(step.arg_names, before.avals, step.avals, strict=True)
+        changed = [
+            f"{name} of type {type_text(new)}, was {type_text(old)}"
+            for name, old, new in pairs
+            if type_text(old) != type_text(new)
+        ]
+        weakly = "for a number in place of an array, or the reverse"
+        more = f" and {len(changed) - 1} more" * (len(changed) > 1)
+        return f"for {changed[0]}{more}" if changed else weakly
+
+    def _planned(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        now: Hashable,
+        again: str,
+    ) -> _Planned:
+        """The plan for some arguments, and the step compiled under it."""
+        with _named_by_environment(self._given is None):
+            if (saved := self._as_saved(args, kwargs, now)) is not None:
+                return saved
+        when = f"again, {again}" if again else "once for its first call"
+        doing = f"planning how to shard {self.__name__!r}, {when}"
+        options = dict(self._options)
+        if taken := sorted(kwargs.keys() & {*OPTIONS, "fn", "mesh", "quiet"}):
+            raise CfpError(
+                f"The step's keyword argument {taken[0]!r} has the name of an option "
+                "of cfp.plan. Pass it by position, or give it another name."
+            )
+        shows = shown(options.pop("settings", None), doing, _SILENCE, self._quiet)
+        with shows as how:
+            options |= {"settings": how, "quiet": True}
+            found = plan_anew(self._fn, *args, mesh=self._mesh, **options, **kwargs)
+            tell = how.progress or (lambda _: None)
+            return _Planned(now, found, found.compile_bound(tell))

@@ -79,9 +79,8 @@ def needed_bytes(planned: CompiledStep, reference: CompiledStep) -> int | None:
     where other processes have parts of them, on the devices. Copies of one argument
     may take a little more.
     """
-    said = [step.compiled.memory_analysis() for step in (planned, reference)]
-    sizes = [size for size in said if size is not None]
-    if len(sizes) < len(said):
+    sizes = [step.compiled.memory_analysis() for step in (planned, reference)]
+    if None in sizes:
         return None
     arguments, results = (
         max(getattr(size, name) + getattr(size, f"host_{name}") for size in sizes)

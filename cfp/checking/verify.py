@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -262,16 +262,7 @@ def verified_data(found: Verified) -> Mapping[str, Any]:
         "predicted_bytes": found.plan.predicted_bytes,
         "peak_bytes": found.best.peak_bytes if found.holds else None,
         "seconds": found.seconds,
-        "rows": [
-            {
-                "name": row.name,
-                "predicted_ms": row.candidate.predicted_ms,
-                "samples_ms": list(row.samples_ms),
-                "peak_bytes": row.peak_bytes,
-                "note": race_row(row).note,
-            }
-            for row in found.rows
-        ],
+        "rows": [asdict(race_row(row)) for row in found.rows],
     }
 
 

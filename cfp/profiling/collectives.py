@@ -64,10 +64,7 @@ class ProbeSizes:
     Attributes:
       collective_bytes: of a group's tensor; see `Rates.collective_ms`.
       chain_bytes: what a chain of collectives goes through in all, about.
-      longest_chain: even for the smallest of them. A multiple of two, as the shortest,
-        which has two.
-      matmul_width: of square matrices, by dtype.
-      memory_bytes: what is read, and written.
+      longest_chain: even for the smallest of them; as the shortest a multiple of two.
     """
 
     collective_bytes: tuple[int, ...]

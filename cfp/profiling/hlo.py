@@ -44,9 +44,10 @@ _CALLING = (
     "branch_computations",
     "called_computations",
 )
-_CALLED = re.compile(rf"\b(?:{'|'.join(_CALLING)})=(\{{[^}}]*\}}|%?[\w.-]+)")
+_CALLED = re.compile(rf"\b({'|'.join(_CALLING)})=(\{{[^}}]*\}}|%?[\w.-]+)")
 # What sends, and what calls.
 _COUNTED = (*KINDS, *(f"{name}=" for name in _CALLING))
+_DEVICES = re.compile(r"\b(?:replica_count|num_partitions)=(\d+)")
 _MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 _MESH_AXIS = re.compile(r"'([^']*)'(?:=(\d+)|:\(\d+\)(\d+))?")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=")
@@ -71,10 +72,11 @@ def collectives_in(hlo_text: str) -> tuple[Collective, ...]:
     """
     total: Counter[_Sent] = Counter()
     for module in modules_in(_lines_that_count(hlo_text)):
-        devices, chains = devices_of(module), set[str]()
+        devices = prod(map(int, _DEVICES.findall(module.header)))
+        chains = set[str]()
         for name, runs in _runs(module).items():
             for one in module.computations[name]:
-                sent, chain = sent_by(one, devices), _CHAIN.search(one.attributes)
+                sent, chain = _sent_by(one, devices), _CHAIN.search(one.attributes)
                 if sent is None or (chain and chain[1] in chains):
                     continue
                 chains |= {chain[1]} if chain else set()
@@ -102,16 +104,7 @@ def _lines_that_count(hlo_text: str) -> str:
     )
 
 
-def devices_of(module: Module) -> int:
-    """Counts the devices of a program."""
-    devices = 1
-    for name in ("replica_count", "num_partitions"):
-        found = re.search(rf"\b{name}=(\d+)", module.header)
-        devices *= int(found[1]) if found else 1
-    return devices
-
-
-def sent_by(one: Instruction, devices: int) -> _Sent | None:
+def _sent_by(one: Instruction, devices: int) -> _Sent | None:
     """Kind, bytes and group size of the collective that an instruction starts."""
     kind, started, _ = one.opcode.partition("-start")
     if kind not in KINDS:
@@ -120,11 +113,12 @@ def sent_by(one: Instruction, devices: int) -> _Sent | None:
     return kind, _largest_side(kind, one.shape, bool(started), group), group
 
 
-def called_by(one: Instruction) -> Iterator[str]:
-    """Names of the computations that an instruction calls."""
-    for called in _CALLED.finditer(one.attributes):
-        for name in called[1].strip("{}").split(","):
-            yield name.strip().lstrip("%")
+def called_by(one: Instruction, *by: str) -> Iterator[str]:
+    """Names of the computations that an instruction calls, by some attributes."""
+    for attribute, names in _CALLED.findall(one.attributes):
+        if not by or attribute in by:
+            for name in names.strip("{}").split(","):
+                yield name.strip().lstrip("%")
 
 
 def _runs(module: Module) -> Counter[str]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache, cached_property, partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -44,13 +45,8 @@ _ALIASING = re.compile(r"output_to_operand_aliasing=\{(.*?\))\s*\}")
 _DONATED = re.compile(r"input_output_alias=\{(.*?\))\s*\}")
 _PAIR = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _INDEX = re.compile(r"\bindex=(\d+)")
-_BODY = re.compile(r"\bbody=%?([\w.-]+)")
-_CALLED = re.compile(r"\b(?:calls|to_apply)=%?([\w.-]+)")
-_BRANCHES = re.compile(
-    r"\b(?:true_computation|false_computation|branch_computations)="
-    r"(\{[^}]*\}|%?[\w.-]+)"
-)
-
+_CALLS = ("calls", "to_apply")
+_BRANCHES = ("true_computation", "false_computation", "branch_computations")
 
 _OFF = "xla_disable_hlo_passes"
 _PASS = "rematerialization"
@@ -150,25 +146,15 @@ class _Program:
     def __init__(self, module: Module) -> None:
         self.module = module
         every = [one for found in module.computations.values() for one in found]
-        self.inlined = {
-            name
-            for one in every
-            if not _is_call(one)
-            for name in _CALLED.findall(one.attributes)
-        }
-        self.bodies = {
-            name
-            for one in every
-            if one.opcode == "while"
-            for name in _BODY.findall(one.attributes)
-        }
+        fused = [called_by(one, *_CALLS) for one in every if not _is_call(one)]
+        self.inlined = {*chain(*fused)}
+        self.bodies = {*chain(*(called_by(one, "body") for one in every))}
         self.computation = cache(partial(_Computation, self))
         self.unchanged = cache(self._unchanged)
 
     def _unchanged(self, loop: Instruction) -> frozenset[int]:
         """Elements of a loop's state that its body passes on as they are."""
-        found = _BODY.search(loop.attributes)
-        body = self.computation(found[1]) if found else None
+        body = next(map(self.computation, called_by(loop, "body")), None)
         return frozenset(
             i
             for i in range(len(elements(loop.shape)))
@@ -314,17 +300,16 @@ class _Computation:
             for i in range(len(one.operands)):
                 yield (i,) if one.shape.startswith("(") else (), i, ()
         elif opcode == "fusion":
-            for name in _CALLED.findall(one.attributes):
+            for name in called_by(one, *_CALLS):
                 body = self._program.module.computations.get(name, [])
                 for out, operand in _written_by_fusion(body):
                     yield (*within, *out), operand, ()
         elif _is_call(one):
-            for name in _CALLED.findall(one.attributes):
+            for name in called_by(one, *_CALLS):
                 for number, inner in self._program.computation(name).spoilt():
                     yield None, number, inner
         elif one.opcode == "conditional":
-            named = ",".join(_BRANCHES.findall(one.attributes))
-            for i, name in enumerate(re.findall(r"[\w.-]+", named)):
+            for i, name in enumerate(called_by(one, *_BRANCHES)):
                 for _, inner in self._program.computation(name).spoilt():
                     yield None, 1 + i, inner
 

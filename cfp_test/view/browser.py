@@ -70,6 +70,7 @@ addEventListener("load", () => {
 # Where Chromium looks for accounts, updates and dictionaries in spite of all.
 _OWN = (
     "https://accounts.google.com/",
+    "https://www.google.com/async/",
     "https://redirector.gvt1.com/",
     "https://update.googleapis.com/",
     "http://update.googleapis.com/",

@@ -78,8 +78,6 @@ class Coordination:
         """True if this process decides."""
         return self.channel.process == 0
 
-    # ------------------------------------------------------------------- the leader
-
     def say(self, job: str, *arguments: Any) -> int:
         """Has all followers do a job; returns its number."""
         with self._lock:
@@ -127,8 +125,6 @@ class Coordination:
                 f"others: {''.join(found)}. Free the memory of all devices. {_AGAIN}"
             )
 
-    # ----------------------------------------------------------------- the followers
-
     def follow(
         self, jobs: Mapping[str, Callable[..., Any]], forget: Callable[[int], object]
     ) -> Any:
@@ -153,8 +149,6 @@ class Coordination:
     def answer(self, number: int, value: Any) -> None:
         """Answers a job."""
         self._put(f"{number}/{self.channel.process}", value)
-
-    # --------------------------------------------------------------------- both
 
     def broadcast(self, value: Any) -> Any:
         """The leader's value, in all processes; it ends the followers' loops."""

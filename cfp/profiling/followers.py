@@ -52,8 +52,10 @@ def follow(
 ) -> Any:
     """Does the leader's jobs until the end, and returns the leader's outcome."""
     with CompilePool(default_threads(jax.local_devices()[0].platform)) as pool:
-        follower = Follower(talk, facts, memory_bytes, make, environment, pool)
-        return follower.follow()
+        one = Follower(talk, facts, memory_bytes, make, environment, pool)
+        jobs = (one.meet, one.learn, one.trace, one.build, one.probe, one.run)
+        by_name = {job.__name__: job for job in jobs}
+        return talk.follow(by_name, lambda number: one.built.pop(number, None))
 
 
 @dataclass(slots=True)
@@ -73,12 +75,6 @@ class Follower:
     pool: CompilePool
     programs: dict[str, Program] = field(default_factory=dict)
     built: dict[int, Future[Built | ProfileRecord]] = field(default_factory=dict)
-
-    def follow(self) -> Any:
-        """Does the leader's jobs until the end, and returns the leader's outcome."""
-        jobs = (self.meet, self.learn, self.trace, self.build, self.probe, self.run)
-        by_name = {job.__name__: job for job in jobs}
-        return self.talk.follow(by_name, lambda number: self.built.pop(number, None))
 
     def meet(self, number: int, facts: Mapping[str, str]) -> None:
         """Compares facts; answers with this process's host and memory."""

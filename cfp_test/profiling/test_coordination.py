@@ -157,6 +157,12 @@ def follower_of(talk, facts, memory):
     return Follower(talk, facts, memory, None, None, None)  # pyright: ignore
 
 
+def following(talk, facts, memory):
+    """Only meets and learns."""
+    one = follower_of(talk, facts, memory)
+    return lambda: talk.follow({"meet": one.meet, "learn": one.learn}, id)
+
+
 def test_processes_meet_where_they_are_started_alike(talks):
     leader, follower = talks
 
@@ -164,7 +170,7 @@ def test_processes_meet_where_they_are_started_alike(talks):
         meet(leader, {"mesh": "x=2"}, 80)
         leader.broadcast("the plan")
 
-    found = both(lead, follower_of(follower, {"mesh": "x=2"}, 60).follow)
+    found = both(lead, following(follower, {"mesh": "x=2"}, 60))
     assert found == [None, "the plan"]
     assert leader.hosts == follower.hosts and len(leader.hosts) == 2
     assert leader.least_bytes == follower.least_bytes == 60

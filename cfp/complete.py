@@ -65,7 +65,7 @@ def complete_plan(
         profiles.replacing if profiles else rules.replacing,
         profiles.failed_kernels
         if profiles
-        else kernels_not_timed(solution.candidates, outcome.rows, context.budget_bytes),
+        else kernels_not_timed(outcome, context.budget_bytes),
         outcome.raced,
         dimensions=rules.dimensions,
     )

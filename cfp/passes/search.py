@@ -132,12 +132,8 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
         name: why_not(name) for name in every if name in PRESETS and name not in named
     }
 
-    def predicted(one: Candidate) -> Candidate:
-        time_ms = prediction_of(analysis, problem, one.choice).time_ms
-        return replace(one, predicted_ms=time_ms)
-
     return Solution(
-        [*map(predicted, candidates)],
+        _predicted(analysis, problem, candidates),
         unraced=unraced,
         problem=problem,
         counts={**profiles.counts, "search_seconds": time.perf_counter() - started},
@@ -255,15 +251,20 @@ def _fitting_as_compiled(
         if choice not in known
     }
 
-    def predicted(one: Candidate) -> Candidate:
-        time_ms = prediction_of(analysis, problem, one.choice).time_ms
-        return replace(one, predicted_ms=time_ms)
-
     first = 1 + sum(name.startswith(LESS_MEMORY) for name in names)
     new = (choice for choice in best if choice not in known)
     plans = [Candidate(less_memory(n), one) for n, one in enumerate(new, first)]
     others = named_candidates(presets, context.rules.levels)
-    return [*map(predicted, plans)], [*map(predicted, others)]
+    return _predicted(analysis, problem, plans), _predicted(analysis, problem, others)
+
+
+def _predicted(
+    analysis: Analysis, problem: Problem, candidates: Sequence[Candidate]
+) -> list[Candidate]:
+    """Candidates with their predicted times."""
+    times = [prediction_of(analysis, problem, one.choice).time_ms for one in candidates]
+    pairs = zip(candidates, times, strict=True)
+    return [replace(one, predicted_ms=time_ms) for one, time_ms in pairs]
 
 
 def _smallest(
@@ -272,17 +273,14 @@ def _smallest(
     solution: Solution,
     results: Sequence[RaceResult],
 ) -> Solution | None:
-    """The best by what was compiled, and the leanest, if they were not compiled yet.
-
-    Args:
-        results: what was compiled, or was to be.
-    """
+    """The best by what was compiled, and the leanest, if they were not compiled yet."""
     assert solution.problem is not None, "something was searched"
     done = [r.candidate for r in results if not isinstance(r.outcome, Skipped)]
     known = {one.choice for one in done}
     plans, _ = _fitting_as_compiled(context, analysis, solution, known)
     tried = {(one.choice, one.level) for one in done}
-    every = (*plans, leanest_of(analysis, solution.problem))
+    # By the largest correction, which comes last.
+    every = (*plans[-1:], leanest_of(analysis, solution.problem))
     found = [one for one in every if (one.choice, one.level) not in tried]
     return replace(solution, candidates=found, stage=Stage.SMALLEST) if found else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -13,7 +13,7 @@ from cfp.cost.costs import Costs
 from cfp.presets.presets import BY_HAND, FROM_ARGUMENTS
 from cfp.profiling.rates import Rates
 from cfp.search.choices import kernel_variants, picks_of, whole_choice
-from cfp.search.problem import Option, Problem
+from cfp.search.problem import Problem
 from cfp.search.solver import leanest, solve
 from cfp.settings import ConstraintLevel, PlatformDefaults, Replacing
 from cfp.solution import Candidate
@@ -103,15 +103,28 @@ def rematerialized(
 ) -> dict[str, Choice]:
     """Presets that fit with some of their segments rematerialized.
 
+    Presets with a part that is no option are left out. Where a preset has several
+    options for segments of one kind, its own is the one of the last of these.
+
     Args:
-        problems: what fits, at first by the strictest reckoning.
+        problems: what fits; the first in which anything does decides.
     """
-
-    def alike(_: int, option: Option, own: Option) -> bool:
-        return option.candidate.plain == own.candidate.plain
-
-    found = _best_around(analysis, problems, presets, alike)
-    return {f"{name}, rematerialized": again for name, again in found if again.remat}
+    problem, found = problems[0], dict[str, Choice]()
+    for name, choice in presets.items():
+        if (picks := picks_of(analysis, problem, choice)) is None:
+            continue
+        picked = zip(problem.kinds, picks, strict=True)
+        own = {k: problem.options[k][pick].candidate.plain for k, pick in picked}
+        kept = [
+            [i for i, o in enumerate(options) if o.candidate.plain == own[kind]]
+            for kind, options in enumerate(problem.options)
+        ]
+        solved = (solve(one.among(kept)) for one in problems)
+        if (best := next(filter(None, solved), None)) is not None:
+            again = whole_choice(analysis, problem, best)
+            if again.remat:
+                found[f"{name}, rematerialized"] = again
+    return found
 
 
 def with_kernels(
@@ -165,34 +178,3 @@ def with_preferred_kernels(
         for own in [segment_candidate(analysis, segment.index, choice)]
     ]
     return replace(choice, kernels=tuple(pair for pair in found if pair[1]))
-
-
-def _best_around(
-    analysis: Analysis,
-    problems: Sequence[Problem],
-    presets: Mapping[str, Choice],
-    may_take: Callable[[int, Option, Option], bool],
-) -> Iterator[tuple[str, Choice]]:
-    """For each preset the best choice of what may be taken in place of its own options.
-
-    Presets with a part that is no option are left out.
-
-    Args:
-        problems: the first in which anything fits decides.
-        may_take: whether an option of a kind may take the place of the preset's own.
-            Where a preset has several for segments of one kind, its own is the one of
-            the last of these.
-    """
-    problem = problems[0]
-    for name, choice in presets.items():
-        if (picks := picks_of(analysis, problem, choice)) is None:
-            continue
-        picked = zip(problem.kinds, picks, strict=True)
-        own = {kind: problem.options[kind][pick] for kind, pick in picked}
-        kept = [
-            [i for i, option in enumerate(options) if may_take(kind, option, own[kind])]
-            for kind, options in enumerate(problem.options)
-        ]
-        solved = (solve(one.among(kept)) for one in problems)
-        if (best := next(filter(None, solved), None)) is not None:
-            yield name, whole_choice(analysis, problem, best)

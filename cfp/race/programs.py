@@ -16,7 +16,6 @@ from cfp.profiling.key import Parts, ProfileKey
 from cfp.profiling.record import STATUSES, Collective, CompiledBytes, ProfileRecord
 from cfp.program.graph import Program
 from cfp.search.jobs import whole_job
-from cfp.settings import ConstraintLevel
 from cfp.solution import Candidate, Solution
 from cfp.units import format_bytes
 
@@ -30,7 +29,7 @@ BEHIND = "predicted behind those that raced"
 MANY_REFUSED = "not compiled, since so many others do not fit"
 OVER_BUDGET = "over the memory budget"
 LIMITED_ONCE = "not compiled: at another constraint level it has the memory limit"
-_NOT_RUN = "estimated; nothing was compiled or run"
+NOT_RUN = "estimated; nothing was compiled or run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,8 +239,10 @@ class RaceOutcome:
             return self
         names = {row.name for row in self.rows}
         earlier = (row for row in before.rows if row.name not in names)
+        # Rows of what was not compiled come last.
+        rows = sorted((*self.rows, *earlier), key=lambda row: not row.peak_bytes)
         results = (*self.results, *before.results)
-        return replace(self, rows=(*self.rows, *earlier), results=results)
+        return replace(self, rows=tuple(rows), results=results)
 
 
 def is_compiled_too_large(record: ProfileRecord) -> bool:
@@ -283,31 +284,26 @@ def left_out(candidate: Candidate, why: str) -> RaceRow:
 
 
 def kernels_not_timed(
-    candidates: Sequence[Candidate],
-    rows: Sequence[RaceRow],
-    budget_bytes: int | None,
+    outcome: RaceOutcome, budget_bytes: int | None
 ) -> dict[SegmentKernels, str]:
     """Kernels of which no candidate has a time within the budget.
 
     Args:
-        rows: of the race: each of the candidate with the longest name that it begins
-            with.
         budget_bytes: what a program may need on each device.
 
     Returns:
         For each the first reason, as a predicate: ``failed: ...``.
     """
-    kernels_of = {one.name: [k for _, k in one.choice.kernels] for one in candidates}
-    timed: set[SegmentKernels] = set()
-    for row in rows:
-        names = [name for name in kernels_of if f"{row.name}, ".startswith(f"{name}, ")]
-        if names and not row.note:
-            timed.update(kernels_of[max(names, key=len)])
-    reasons = {row.name: _not_timed(row, budget_bytes) for row in rows if row.note}
-    found: dict[SegmentKernels, str] = {}
-    for name, every in kernels_of.items():
-        for kernels in every if name in reasons else ():
-            found.setdefault(kernels, reasons[name])
+    choices = {one.name: one.choice for one in outcome.solution.candidates}
+    choices |= {one.name: one.candidate.choice for one in outcome.results}
+    timed, found = set[SegmentKernels](), dict[SegmentKernels, str]()
+    rows = {row.name: row for row in outcome.rows}
+    for name, choice in choices.items():
+        for _, kernels in choice.kernels if name in rows else ():
+            if rows[name].note:
+                found.setdefault(kernels, _not_timed(rows[name], budget_bytes))
+            else:
+                timed.add(kernels)
     return {kernels: why for kernels, why in found.items() if kernels not in timed}
 
 
@@ -320,22 +316,3 @@ def _not_timed(row: RaceRow, budget_bytes: int | None) -> str:
             f"on each device, and a plan may use {format_bytes(budget_bytes)}"
         )
     return f"was not timed: {row.note}"
-
-
-def not_run(
-    candidates: Sequence[Candidate],
-    needs: Sequence[int | None],
-    budget_bytes: int | None,
-) -> list[RaceRow]:
-    """Candidates for devices that are not there, as a plan keeps them.
-
-    Args:
-        needs: memory of each on a device, by prediction.
-    """
-    most = float("inf") if budget_bytes is None else budget_bytes
-    rows = []
-    for one, size in zip(candidates, needs, strict=True):
-        row = left_out(one, TOO_LARGE if (size or 0) > most else _NOT_RUN)
-        if one.level is ConstraintLevel.EVERYTHING:
-            rows.append(replace(row, peak_bytes=size or 0, rung="estimated"))
-    return rows

@@ -34,12 +34,13 @@ from cfp.race.admission import (
 from cfp.race.candidates import with_options
 from cfp.race.compile import Builder, compile_programs
 from cfp.race.programs import (
+    NOT_RUN,
+    TOO_LARGE,
     RaceOutcome,
     RaceResult,
     RaceRow,
     compiled_row,
     left_out,
-    not_run,
     programs_of,
     race_row,
 )
@@ -306,13 +307,16 @@ class Race:
         """Rows of candidates for described devices, by name; none for others."""
         if not isinstance(self.context.mesh, DescribedMesh):
             return {}
-        candidates, problem = self.solution.candidates, self.solution.problem
-        needs = [
-            prediction_of(self.analysis, problem, one.choice).peak_bytes
-            for one in candidates
-        ]
-        rows = not_run(candidates, needs, self.context.budget_bytes)
-        return {row.name: row for row in rows}
+        problem, most = self.solution.problem, self.context.budget_bytes
+        found = {}
+        for one in self.solution.candidates:
+            known = prediction_of(self.analysis, problem, one.choice)
+            size = known.peak_bytes or 0
+            why = NOT_RUN if most is None or size <= most else TOO_LARGE
+            if one.level is ConstraintLevel.EVERYTHING:
+                row = left_out(one, why)
+                found[one.name] = replace(row, peak_bytes=size, rung="estimated")
+        return found
 
 
 def race(context: PlanContext, analysis: Analysis, solution: Solution) -> RaceOutcome:

@@ -179,7 +179,7 @@ _VIRTUAL = "cpu, with as many virtual devices as needed, or cuda; "
 
 
 def _setting(
-    of: Any, name: str, kind: Any, under: str = MEASURING, **how: Any
+    of: Any, name: str, kind: Any, under: str | None = MEASURING, **how: Any
 ) -> Option:
     """The option of a setting: its default and the first sentence of its docs.
 

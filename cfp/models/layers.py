@@ -1,7 +1,7 @@
 """The layers that models share: functions of nested dicts of float32 parameters.
 
-`dtype` is what is computed in. Shapes use: batch, seq, hidden, heads, head_dim, ffn,
-vocab.
+They compute in the type of what flows through them. Shapes use: batch, seq, hidden,
+heads, head_dim, ffn, vocab.
 
 For what shards a model by hand, every dim of a parameter has a logical name, and so
 has every dim of the activations that a person would care to shard. Rules map names to
@@ -119,7 +119,7 @@ def inside(
         return layer(params[name], *args, **options)
 
 
-def linear(params: Params, x: jax.Array, dtype: DTypeLike, axes: int = 1) -> jax.Array:
+def linear(params: Params, x: jax.Array, axes: int = 1) -> jax.Array:
     """Multiplies the last axes of an array by a kernel, and adds its bias.
 
     Args:
@@ -127,14 +127,14 @@ def linear(params: Params, x: jax.Array, dtype: DTypeLike, axes: int = 1) -> jax
     """
     if not isinstance(params, Mapping):
         params = {"kernel": params}
-    y = jnp.tensordot(x.astype(dtype), params["kernel"].astype(dtype), axes=axes)
+    y = jnp.tensordot(x, params["kernel"].astype(x.dtype), axes=axes)
     if "bias" not in params:
         return y
-    bias = params["bias"].astype(dtype)
+    bias = params["bias"].astype(x.dtype)
     return y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
-def layer_norm(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
+def layer_norm(params: Params, x: jax.Array) -> jax.Array:
     """Layer normalisation over the last dim, in float32."""
     wide = x.astype(jnp.float32)
     square = jnp.square(wide)
@@ -144,7 +144,7 @@ def layer_norm(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
     y, rates = x - mean, jax.lax.rsqrt(variance + NORM_EPSILON)
     row = (1,) * (x.ndim - 1) + (-1,)
     y = y * (rates * params["scale"].reshape(row)) + params["bias"].reshape(row)
-    return y.astype(dtype)
+    return y.astype(x.dtype)
 
 
 def embed(params: Params, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -160,18 +160,13 @@ def look_up(params: Params, rows: jax.Array) -> jax.Array:
     return jnp.take(params["embedding"], rows, axis=0)
 
 
-def unembed(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
+def unembed(params: Params, x: jax.Array) -> jax.Array:
     """Logits by the table of tokens, [batch, seq, hidden] -> [batch, seq, vocab]."""
-    return constrain(x @ params["token"]["embedding"].astype(dtype).T, LOGITS)
+    return constrain(x @ params["token"]["embedding"].astype(x.dtype).T, LOGITS)
 
 
 def attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    causal: bool = True,
-    grouped: bool = False,
+    query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, grouped: bool
 ) -> jax.Array:
     """Attention of [batch, seq, heads, head_dim], written out or by a kernel.
 
@@ -202,7 +197,6 @@ def attend(
 def attention(
     params: Params,
     x: jax.Array,
-    dtype: DTypeLike,
     *,
     causal: bool = True,
     kv_names: tuple[str, ...] = HEADS,
@@ -217,23 +211,18 @@ def attention(
       kv_names: of the dims of keys and values; KV_HEADS if they may have fewer heads.
       turn: what is done to queries and keys.
     """
-
-    def project(name: str, names: tuple[str, ...]) -> jax.Array:
-        return constrain(inside(name, linear, params, x, dtype), names)
-
     query, key, value = (
-        project(name, names)
+        constrain(inside(name, linear, params, x), names)
         for name, names in (("query", HEADS), ("key", kv_names), ("value", kv_names))
     )
-    grouped = kv_names == KV_HEADS
-    mixed = attend(turn(query), turn(key), value, causal=causal, grouped=grouped)
-    return inside("out", linear, params, constrain(mixed, HEADS), dtype, 2)
+    mixed = attend(turn(query), turn(key), value, causal, kv_names == KV_HEADS)
+    return inside("out", linear, params, constrain(mixed, HEADS), 2)
 
 
-def mlp(params: Params, x: jax.Array, dtype: DTypeLike) -> jax.Array:
+def mlp(params: Params, x: jax.Array) -> jax.Array:
     """Two linear layers with a GELU between, [..., hidden] -> [..., hidden]."""
-    h = constrain(jax.nn.gelu(inside("up", linear, params, x, dtype)), INNER)
-    return inside("down", linear, params, h, dtype)
+    h = constrain(jax.nn.gelu(inside("up", linear, params, x)), INNER)
+    return inside("down", linear, params, h)
 
 
 # The names of the dims of these layers' parameters.

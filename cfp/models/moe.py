@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from cfp.models.layers import MLP, Params, constrain, inside, linear
-from cfp.models.network import Network
+from cfp.models.model import Model
 from cfp.models.options import Config
 from cfp.models.train import Batch
 from cfp.models.transformers import ENDS, LAYER, Out, decode, decoder_layer, dense_layer
@@ -84,28 +84,33 @@ def route_top2(gates: jax.Array, capacity: int) -> Routing:
     )
 
 
-def expert_linear(params: Params, x: jax.Array, dtype: str) -> jax.Array:
+def gate_linear(params: Params, x: jax.Array) -> jax.Array:
+    """A linear layer in float32."""
+    return linear(params, x.astype(jnp.float32))
+
+
+def expert_linear(params: Params, x: jax.Array) -> jax.Array:
     """A linear layer per expert, in one contraction batched over the experts.
 
     Args:
       x: [experts, groups, capacity, in], to [..., features].
     """
-    y = jnp.einsum("egci,eio->egco", x, params["kernel"].astype(dtype))
-    return y + params["bias"].astype(dtype)[:, None, None, :]
+    y = jnp.einsum("egci,eio->egco", x, params["kernel"].astype(x.dtype))
+    return y + params["bias"].astype(x.dtype)[:, None, None, :]
 
 
 def expert_layer(params: Params, x: jax.Array, config: Config) -> Out:
     """A routed MLP, [batch, seq, hidden] -> the same, and a penalty for uneven load."""
-    group, dtype = config.expert_group_size, config.dtype
+    group, dtype = config.expert_group_size, x.dtype
     tokens = constrain(x.reshape(-1, group, x.shape[-1]), _GROUPS)
-    gates = jax.nn.softmax(inside("gate", linear, params, tokens, "float32"), axis=-1)
+    gates = jax.nn.softmax(inside("gate", gate_linear, params, tokens), axis=-1)
     routing = route_top2(gates, expert_capacity(group, config.experts))
 
     with jax.named_scope("dispatch"):
         seated = jnp.einsum("gsec,gsh->egch", routing.dispatch.astype(dtype), tokens)
     seated = constrain(constrain(seated, _LEAVING), _SEATED)
-    h = jax.nn.gelu(inside("expert_up", expert_linear, params, seated, dtype))
-    y = inside("expert_down", expert_linear, params, constrain(h, _INNER), dtype)
+    h = jax.nn.gelu(inside("expert_up", expert_linear, params, seated))
+    y = inside("expert_down", expert_linear, params, constrain(h, _INNER))
     y = constrain(constrain(y, _SEATED), _LEAVING)
     with jax.named_scope("combine"):
         y = jnp.einsum("gsec,egch->gsh", routing.combine.astype(dtype), y)
@@ -118,20 +123,12 @@ def _moe(config: Config, params: Params, batch: Batch) -> Out:
     def routed(params: Params, x: jax.Array) -> Out:
         return inside("moe", expert_layer, params, x, config)
 
-    expert = partial(decoder_layer, dtype=config.dtype, feed_forward=routed)
-    layers = {"dense": dense_layer(config), "expert": expert}
-    return decode(config, params, batch, layers)
+    expert = partial(decoder_layer, feed_forward=routed)
+    return decode(config, params, batch, {"dense": dense_layer, "expert": expert})
 
 
 def _refusal(config: Config) -> str:
     c, batch = config, config.batch // config.microbatches
-    if c.experts < 2:
-        return f"experts must be at least 2, as each token goes to two, got {c.experts}"
-    if c.scan and c.layers % 2:
-        return (
-            "layers must be even with scan, which runs a dense and an expert layer in "
-            f"each round, got {c.layers}"
-        )
     if batch * c.seq % c.expert_group_size:
         return (
             f"batch * seq must be divisible by expert_group_size, got batch={batch}"
@@ -140,7 +137,10 @@ def _refusal(config: Config) -> str:
     return ""
 
 
-MOE = Network(
+MOE = Model(
+    doc="a GShard mixture of experts",
+    own=("experts", "expert_group_size"),
+    defaults={"vocab": 32000, "hidden": 1280, "heads": 4},
     ends=ENDS,
     layers={
         "dense": {**LAYER, "mlp": MLP},

@@ -32,7 +32,7 @@ from cfp.models.layers import (
     mlp,
     unembed,
 )
-from cfp.models.network import Layer, Network, run_layers
+from cfp.models.model import Layer, Model, run_layers
 from cfp.models.options import Config
 from cfp.models.train import Batch
 
@@ -49,16 +49,15 @@ def decoder_layer(
     params: Params,
     x: jax.Array,
     *,
-    dtype: str,
     feed_forward: Layer,
     attend: Callable[..., jax.Array] = attention,
     norm: Callable[..., jax.Array] = layer_norm,
     second: str = "feed_forward_norm",
 ) -> tuple[jax.Array, jax.Array | None]:
     """A pre-norm decoder layer: attention, then a feed-forward layer."""
-    h = inside("attention_norm", norm, params, x, dtype)
-    x = constrain(x + inside("attention", attend, params, h, dtype), RESIDUAL)
-    y, penalty = feed_forward(params, inside(second, norm, params, x, dtype))
+    h = inside("attention_norm", norm, params, x)
+    x = constrain(x + inside("attention", attend, params, h), RESIDUAL)
+    y, penalty = feed_forward(params, inside(second, norm, params, x))
     return constrain(x + y, RESIDUAL), penalty
 
 
@@ -72,30 +71,28 @@ def decode(
     norm: Callable[..., jax.Array] = layer_norm,
 ) -> Out:
     """Logits of the tokens that follow, and the layers' penalties."""
-    dtype = config.dtype
-    x = inside("embedding", embed, params, batch["tokens"], dtype)
+    x = inside("embedding", embed, params, batch["tokens"], config.dtype)
     x, penalty = run_layers(config, params, x, layers)
-    x = inside("final_norm", norm, params, x, dtype)
+    x = inside("final_norm", norm, params, x)
     if config.tied:
-        return inside("embedding", unembed, params, x, dtype), penalty
-    return constrain(inside("head", linear, params, x, dtype), LOGITS), penalty
+        return inside("embedding", unembed, params, x), penalty
+    return constrain(inside("head", linear, params, x), LOGITS), penalty
 
 
-def dense_layer(config: Config) -> Layer:
-    """A decoder layer with an MLP."""
-
-    def feed_forward(params: Params, x: jax.Array) -> tuple[jax.Array, None]:
-        return inside("mlp", mlp, params, x, config.dtype), None
-
-    return partial(decoder_layer, dtype=config.dtype, feed_forward=feed_forward)
+def feed_by(layer: Callable[..., jax.Array]) -> Layer:
+    """The feed-forward layer `mlp` of a decoder layer, which has no penalty."""
+    return lambda params, x: (inside("mlp", layer, params, x), None)
 
 
-@jax.named_scope("GPT")
-def _gpt(config: Config, params: Params, batch: Batch) -> Out:
-    return decode(config, params, batch, {"layer": dense_layer(config)})
+dense_layer = partial(decoder_layer, feed_forward=feed_by(mlp))
 
-
-GPT = Network(ends=ENDS, layers={"layer": {**LAYER, "mlp": MLP}}, apply=_gpt)
+GPT = Model(
+    doc="a GPT decoder",
+    ends=ENDS,
+    layers={"layer": {**LAYER, "mlp": MLP}},
+    apply=jax.named_scope("GPT")(partial(decode, layers={"layer": dense_layer})),
+    own=("tied",),
+)
 
 
 # ------------------------------------------------------------------------------ BERT
@@ -103,31 +100,27 @@ GPT = Network(ends=ENDS, layers={"layer": {**LAYER, "mlp": MLP}}, apply=_gpt)
 MASKED_SHARE = 0.15
 
 
-def encoder_layer(
-    params: Params, x: jax.Array, *, dtype: str
-) -> tuple[jax.Array, None]:
+def encoder_layer(params: Params, x: jax.Array) -> tuple[jax.Array, None]:
     """A post-LN encoder layer: each half is added to its input, then normalised."""
-    y = inside("attention", attention, params, x, dtype, causal=False)
+    y = inside("attention", attention, params, x, causal=False)
     x = constrain(x + y, RESIDUAL)
-    x = inside("attention_norm", layer_norm, params, x, dtype)
-    x = constrain(x + inside("mlp", mlp, params, x, dtype), RESIDUAL)
-    return inside("mlp_norm", layer_norm, params, x, dtype), None
+    x = inside("attention_norm", layer_norm, params, x)
+    x = constrain(x + inside("mlp", mlp, params, x), RESIDUAL)
+    return inside("mlp_norm", layer_norm, params, x), None
 
 
 @jax.named_scope("BERT")
 def _bert(config: Config, params: Params, batch: Batch) -> Out:
     """Logits of what stood in the tokens' places."""
-    dtype = config.dtype
-    x = inside("embedding", embed, params, batch["tokens"], dtype)
-    x = x + inside("type_embedding", look_up, params, batch["types"]).astype(dtype)
-    x = inside("embedding_norm", layer_norm, params, x, dtype)
-    layer = partial(encoder_layer, dtype=dtype)
-    x, penalty = run_layers(config, params, x, {"layer": layer})
+    x = inside("embedding", embed, params, batch["tokens"], config.dtype)
+    x = x + inside("type_embedding", look_up, params, batch["types"]).astype(x.dtype)
+    x = inside("embedding_norm", layer_norm, params, x)
+    x, penalty = run_layers(config, params, x, {"layer": encoder_layer})
 
-    x = jax.nn.gelu(inside("head_dense", linear, params, x, dtype))
-    x = inside("head_norm", layer_norm, params, constrain(x, RESIDUAL), dtype)
-    logits = inside("embedding", unembed, params, x, dtype)
-    return constrain(logits + params["head_bias"].astype(dtype), LOGITS), penalty
+    x = jax.nn.gelu(inside("head_dense", linear, params, x))
+    x = inside("head_norm", layer_norm, params, constrain(x, RESIDUAL))
+    logits = inside("embedding", unembed, params, x)
+    return constrain(logits + params["head_bias"].astype(x.dtype), LOGITS), penalty
 
 
 def random_cloze(key: jax.Array, batch: int, seq: int, vocab: int) -> Batch:
@@ -153,7 +146,9 @@ def random_cloze(key: jax.Array, batch: int, seq: int, vocab: int) -> Batch:
     }
 
 
-BERT = Network(
+BERT = Model(
+    doc="a BERT encoder",  # By default, BERT-large.
+    defaults={"vocab": 30522, "seq": 512, "layers": 24},
     ends={
         "embedding": EMBEDDING,
         "type_embedding": {"embedding": "type embed"},
@@ -169,11 +164,6 @@ BERT = Network(
     },
     apply=_bert,
     random_batch=random_cloze,
-    refusal=lambda c: (
-        f"vocab must be at least 2, as the last token stands for [MASK], got {c.vocab}"
-        if c.vocab < 2
-        else ""
-    ),
 )
 
 
@@ -184,17 +174,16 @@ ROTARY_BASE = 10000.0
 FFN_MULTIPLE = 256
 
 
-def gated_ffn(config: Config) -> int:
+def gated_ffn(hidden: int) -> int:
     """With three kernels instead of two, about as many parameters as 4 * hidden."""
-    default = -(-8 * config.hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
-    return config.ffn or default
+    return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
 
 
-def rms_norm(scale: jax.Array, x: jax.Array, dtype: str) -> jax.Array:
+def rms_norm(scale: jax.Array, x: jax.Array) -> jax.Array:
     """[hidden], [..., hidden] -> [..., hidden], normalised in float32."""
     y = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
-    return (scale * y * jax.lax.rsqrt(mean_square + RMS_EPSILON)).astype(dtype)
+    return (scale * y * jax.lax.rsqrt(mean_square + RMS_EPSILON)).astype(x.dtype)
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -215,15 +204,14 @@ def rotate(x: jax.Array) -> jax.Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def swiglu(params: Params, x: jax.Array, dtype: str) -> jax.Array:
+def swiglu(params: Params, x: jax.Array) -> jax.Array:
     """A gated MLP, [..., hidden] -> [..., hidden].
 
     Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    gate = inside("gate", linear, params, x, dtype)
-    up = inside("up", linear, params, x, dtype)
+    gate, up = (inside(name, linear, params, x) for name in ("gate", "up"))
     h = constrain(jax.nn.silu(gate) * up, INNER)
-    return inside("down", linear, params, h, dtype)
+    return inside("down", linear, params, h)
 
 
 def _embed_rows(table: jax.Array, tokens: jax.Array, dtype: str) -> jax.Array:
@@ -231,24 +219,17 @@ def _embed_rows(table: jax.Array, tokens: jax.Array, dtype: str) -> jax.Array:
     return constrain(jnp.asarray(table)[tokens].astype(dtype), RESIDUAL)
 
 
-@jax.named_scope("Llama")
-def _llama(config: Config, params: Params, batch: Batch) -> Out:
-    def feed_forward(params: Params, x: jax.Array) -> tuple[jax.Array, None]:
-        return inside("mlp", swiglu, params, x, config.dtype), None
-
-    layer = partial(
-        decoder_layer,
-        dtype=config.dtype,
-        feed_forward=feed_forward,
-        attend=partial(attention, kv_names=KV_HEADS, turn=rotate),
-        norm=rms_norm,
-        second="mlp_norm",
-    )
-    layers = {"layer": layer}
-    return decode(config, params, batch, layers, embed=_embed_rows, norm=rms_norm)
-
-
-LLAMA = Network(
+_LLAMA_LAYER = partial(
+    decoder_layer,
+    feed_forward=feed_by(swiglu),
+    attend=partial(attention, kv_names=KV_HEADS, turn=rotate),
+    norm=rms_norm,
+    second="mlp_norm",
+)
+LLAMA = Model(
+    doc="a LLaMA 2 decoder",  # By default, of 7 billion parameters.
+    own=("kv_heads",),
+    defaults={"vocab": 32000, "hidden": 4096, "layers": 32, "heads": 32},
     ends={"embedding": "vocab embed", "final_norm": "norm", "head": "embed vocab"},
     layers={
         "layer": {
@@ -263,7 +244,11 @@ LLAMA = Network(
             "mlp": {"gate": "embed mlp", "up": "embed mlp", "down": "mlp embed"},
         }
     },
-    apply=_llama,
+    apply=jax.named_scope("Llama")(
+        partial(
+            decode, layers={"layer": _LLAMA_LAYER}, embed=_embed_rows, norm=rms_norm
+        )
+    ),
     ffn=gated_ffn,
     refusal=lambda c: (
         "hidden / heads must be even, as rotary embedding turns pairs, got "

@@ -65,7 +65,7 @@ def apply(
     seen: Seen = {}
     for i in range(config.layers):
         layer = params[f"layer_{i}"]
-        h = rms_norm(layer["attention_norm"], x, config.dtype)
+        h = rms_norm(layer["attention_norm"], x)
         q, k, v = (
             jnp.tensordot(h, layer["attention"][name].astype(config.dtype), axes=1)
             for name in ("query", "key", "value")
@@ -80,9 +80,9 @@ def apply(
         seen |= {f"layer_{i}.{name}": value for name, value in more.items()}
         out = layer["attention"]["out"].astype(config.dtype)
         x = x + jnp.tensordot(mixed, out, axes=2)
-        h = rms_norm(layer["mlp_norm"], x, config.dtype)
-        x = x + swiglu(layer["mlp"], h, config.dtype)
-    x = rms_norm(params["final_norm"], x, config.dtype)
+        h = rms_norm(layer["mlp_norm"], x)
+        x = x + swiglu(layer["mlp"], h)
+    x = rms_norm(params["final_norm"], x)
     return x @ params["head"].astype(config.dtype), seen
 
 

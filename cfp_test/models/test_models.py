@@ -191,48 +191,36 @@ def test_options_are_documented_and_have_flags():
             assert option.default is None or type(option.default) is option.type
 
 
-@pytest.mark.parametrize("function", [build, initialise])
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("gtp", {}, "unknown model 'gtp'; known models: gpt, moe, bert, llama"),
-        ("gpt", {"width": 3}, "no option 'width'; known options: vocab, seq, hidden"),
-        ("gpt", {"experts": 4}, "no option 'experts'"),
-        ("gpt", {"hidden": 30}, "hidden must be divisible by heads.*30.*heads=4"),
-        ("moe", {"heads": 5}, "hidden must be divisible by heads.*32.*heads=5"),
-        ("gpt", {"layers": 0}, "layers must be positive, got 0"),
-        ("gpt", {"layers": "2"}, "layers must be of type int, got '2'"),
-        ("gpt", {"layers": True}, "layers must be of type int, got True"),
-        ("gpt", {"layers": None}, "layers must be of type int, got None"),
-        ("gpt", {"batch": -1}, "batch must be positive, got -1"),
-        ("gpt", {"microbatches": 3}, "divisible by microbatches.*batch=4.*ches=3"),
-        ("gpt", {"microbatches": 0}, "microbatches must be positive, got 0"),
-        ("gpt", {"learning_rate": 0.0}, "learning_rate must be positive"),
-        ("gpt", {"dtype": "fp8"}, "dtype must be one of float32, bfloat16, got 'fp8'"),
-        ("gpt", {"scan": 1}, "scan must be of type bool, got 1"),
-        ("gpt", {"remat": "yes"}, "remat must be of type bool, got 'yes'"),
-        ("bert", {"vocab": 1}, "vocab must be at least 2"),
-        ("llama", {"heads": 5}, "hidden must be divisible by heads.*32.*heads=5"),
-        ("llama", {"heads": 32}, "hidden / heads must be even.*32.*heads=32"),
-        ("llama", {"kv_heads": 3}, "heads must be divisible by kv_heads.*4.*=3"),
-        ("llama", {"kv_heads": -2}, "kv_heads must be positive, got -2"),
-        ("moe", {"experts": 1}, "experts must be at least 2"),
-        ("moe", {"layers": 3, "scan": True}, "layers must be even with scan.*got 3"),
-        (
-            "moe",
-            {"expert_group_size": 48},
-            "divisible by expert_group_size, got batch=4, seq=16 and .*=48",
-        ),
-        (
-            "moe",
-            {"microbatches": 4},
-            "divisible by expert_group_size, got batch=1, seq=16 and .*=32",
-        ),
+        ("gtp", {}, "'gtp'.*gpt, moe, bert, llama"),
+        ("gpt", {"width": 3}, "'width'.*vocab, seq, hidden"),
+        ("gpt", {"experts": 4}, "'experts'"),
+        ("gpt", {"hidden": 30}, "hidden.* heads.*30.*heads=4"),
+        ("gpt", {"layers": 0}, "layers.* 0$"),
+        ("gpt", {"layers": "2"}, "layers.* '2'$"),
+        ("gpt", {"layers": True}, "layers.* True$"),
+        ("gpt", {"layers": None}, "layers.* None$"),
+        ("gpt", {"vocab": 1}, "vocab.* 1$"),
+        ("gpt", {"microbatches": 3}, "microbatches.*batch=4.*ches=3"),
+        ("gpt", {"learning_rate": 0.0}, r"learning_rate.* 0\.0$"),
+        ("gpt", {"dtype": "fp8"}, "dtype.*float32.*bfloat16.* 'fp8'$"),
+        ("gpt", {"scan": 1}, "scan.* 1$"),
+        ("gpt", {"remat": "yes"}, "remat.* 'yes'$"),
+        ("llama", {"heads": 32}, "hidden / heads.*32.*heads=32"),
+        ("llama", {"kv_heads": 3}, "heads.* kv_heads.*4.*=3"),
+        ("llama", {"kv_heads": -2}, "kv_heads.* -2$"),
+        ("moe", {"experts": 1}, "experts.* 1$"),
+        ("moe", {"layers": 3, "scan": True}, "layers.* scan.* 3$"),
+        ("moe", {"expert_group_size": 48}, "group_size.*batch=4, seq=16.*=48"),
+        ("moe", {"microbatches": 4}, "group_size.*batch=1, seq=16.*=32"),
     ],
 )
-def test_bad_options_are_refused(function, name, options, message):
-    with pytest.raises(ValueError, match=message):
-        function(name, **{**TINY.get(name, {}), **options})
+def test_bad_options_are_refused(name, options, message):
+    for function in (build, initialise):
+        with pytest.raises(ValueError, match=message):
+            function(name, **{**TINY.get(name, {}), **options})
 
 
 def test_int_will_do_for_a_float():

@@ -116,7 +116,7 @@ def test_equal_experts_with_room_for_all_are_the_dense_mlp():
     config = Config(experts=2, expert_group_size=8, dtype="float32")
     y, penalty = quick_jit(functools.partial(expert_layer, config=config))(params, x)
 
-    np.testing.assert_allclose(y, mlp(dense, x, "float32"), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(y, mlp(dense, x), rtol=1e-4, atol=1e-4)
     assert float(penalty) == pytest.approx(BALANCE_WEIGHT, rel=0.1)
 
 

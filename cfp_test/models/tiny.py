@@ -47,7 +47,7 @@ def apply_of(name, **options):
     """A tiny model's function of parameters and a batch, with these options changed."""
     model = find(name)
     config = model.config(**{**TINY[name], **options})
-    return functools.partial(model.network.apply, config)
+    return functools.partial(model.apply, config)
 
 
 @functools.cache

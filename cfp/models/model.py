@@ -1,33 +1,35 @@
-"""Networks: parameters by the names of their dims, and layers in a row or a loop."""
+"""A model: options, parameters by the names of their dims, and layers.
+
+Layers run in a row or in a loop.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from pydantic import ValidationError
 
+from cfp.fields import first_error
 from cfp.models.layers import Params, inside
-from cfp.models.options import Config
+from cfp.models.options import Config, ModelOption, Scalar
 from cfp.models.train import Batch, random_text
 
 INIT_STDDEV = 0.02
 # From a layer's parameters and its input to its output, and a penalty or None.
 Layer = Callable[[Params, jax.Array], tuple[jax.Array, jax.Array | None]]
-
-
-def ffn_of(config: Config) -> int:
-    """The width inside the MLPs."""
-    return config.ffn or 4 * config.hidden
+# Options that not every model has.
+_OWN = ("tied", "experts", "expert_group_size", "kv_heads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """A model: its parameters, and the function of them.
+class Model:
+    """A model that can be built by name.
 
     Attributes:
       ends: the logical names of the dims of the parameters outside of layers, as text
@@ -36,17 +38,66 @@ class Network:
         a loop.
       apply: (configuration, parameters, batch) -> logits [batch, seq, vocab], and a
         penalty [] that the loss adds to their cross-entropy.
+      own: names of the options that not every model has.
+      defaults: those that differ from `Config`'s.
       random_batch: of a key, sequences, their length, and the vocabulary.
-      ffn: the width inside the MLPs.
+      ffn: the width inside the MLPs by default, of that of the residual stream.
       refusal: why a configuration's options do not fit together; empty if they do.
     """
 
+    doc: str
     ends: Mapping[str, Any]
     layers: Mapping[str, Mapping[str, Any]]
     apply: Callable[[Config, Params, Batch], tuple[jax.Array, jax.Array]]
+    own: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     random_batch: Callable[[jax.Array, int, int, int], Batch] = random_text
-    ffn: Callable[[Config], int] = ffn_of
+    ffn: Callable[[int], int] = lambda hidden: 4 * hidden
     refusal: Callable[[Config], str] = lambda config: ""
+
+    @property
+    def options(self) -> tuple[ModelOption, ...]:
+        """All options, the model's own and those of training."""
+        found = []
+        for name, one in Config.model_fields.items():
+            kind = int if one.default is None else type(one.default)
+            default = self.defaults.get(name, one.default)
+            option = ModelOption(
+                name=name, type=kind, default=default, doc=one.description or ""
+            )
+            if name in self.own or name not in _OWN:
+                found.append(option)
+        return tuple(found)
+
+    def config(self, **options: Scalar) -> Config:
+        """The configuration with these options.
+
+        Raises:
+          ValueError: an option is unknown, or the options do not fit together.
+        """
+        known = [option.name for option in self.options]
+        for option in options:
+            if option not in known:
+                raise ValueError(
+                    f"{self.doc} has no option {option!r}; known options: "
+                    f"{', '.join(known)}"
+                )
+        try:
+            config = Config(**{**self.defaults, **options})
+        except ValidationError as error:
+            name, wanted, got = first_error(error)
+            raise ValueError(
+                f"{name} must be {wanted}, got {got}" if name else wanted
+            ) from error
+        refusal = self.refusal(config)
+        if config.scan and config.layers % len(self.layers):
+            refusal = (
+                f"layers must be even with scan, which runs {len(self.layers)} in each "
+                f"round, got {config.layers}"
+            )
+        if refusal:
+            raise ValueError(refusal)
+        return config
 
     def param_names(self, config: Config) -> Params:
         """The logical names of the parameters' dims: a tree like the parameters."""
@@ -68,7 +119,8 @@ class Network:
         sizes |= dict.fromkeys(("embed", "head_embed", "norm"), c.hidden)
         sizes |= dict.fromkeys(("experts", "gate_experts"), c.experts)
         sizes |= {"kv_heads": c.kv_heads or c.heads, "head_dim": c.head_dim}
-        sizes |= {"mlp": self.ffn(c), "layers": c.layers // len(self.layers)}
+        sizes |= {"mlp": c.ffn or self.ffn(c.hidden)}
+        sizes |= {"layers": c.layers // len(self.layers)}
         leaves, tree = jax.tree.flatten_with_path(self.param_names(c))
         keys = jax.random.split(key, len(leaves))
 
@@ -90,7 +142,7 @@ def run_layers(
     """Runs as many layers as a configuration says, in a loop if it says so.
 
     Args:
-      params: of the network.
+      params: of the model.
       layers: a round of them, by their names in a loop.
 
     Returns:
@@ -103,23 +155,24 @@ def run_layers(
             name: jax.checkpoint(layer, prevent_cse=not config.scan)
             for name, layer in layers.items()
         }
-    penalties: list[Any] = []
-    if config.scan:
 
-        def run(x: jax.Array, params: Params) -> tuple[jax.Array, list[Any]]:
-            found = []
-            for name, layer in layers.items():
-                x, penalty = inside(name, layer, params, x)
-                found.append(penalty)
-            return x, found
-
-        one = len(layers) == 1
-        loop = dict.fromkeys(layers, params["layers"]) if one else params["pairs"]
-        x, penalties = jax.lax.scan(run, x, loop)
-    else:
-        for i, layer in _in_turn(config, layers.values()):
-            x, penalty = inside(f"layer_{i}", layer, params, x)
+    def run(x: jax.Array, turns: Iterable[Any]) -> tuple[jax.Array, list[Any]]:
+        penalties = []
+        for name, layer, own in turns:
+            x, penalty = inside(name, layer, {name: own}, x)
             penalties.append(penalty)
+        return x, penalties
+
+    if config.scan:
+        loop = params.get("pairs") or {name: params["layers"] for name in layers}
+        x, penalties = jax.lax.scan(
+            lambda x, own: run(x, ((n, one, own[n]) for n, one in layers.items())),
+            x,
+            loop,
+        )
+    else:
+        turns = ((f"layer_{i}", one) for i, one in _in_turn(config, layers.values()))
+        x, penalties = run(x, ((name, one, params[name]) for name, one in turns))
     every = map(jnp.sum, jax.tree.leaves(penalties))
     return x, sum(every, start=jnp.float32(0.0))
 

@@ -42,7 +42,7 @@ from cfp.program.meaning import check_settings, unchecked
 from cfp.program.memory import has_host_memory
 from cfp.program.step import FlatStep
 from cfp.race.compile import Builder
-from cfp.race.programs import RaceProgram, RaceResult, Skipped, race_row
+from cfp.race.programs import RaceProgram, RaceResult, race_row
 from cfp.race.shortage import least_short
 from cfp.race.turns import race_programs
 from cfp.search.jobs import whole_job
@@ -197,7 +197,7 @@ class _Planning:
         if len(measured) > 1 and not self.is_over():
             results = self.raced(measured)
             # Without what there was no time for it does not say what is fastest.
-            late = any(isinstance(one.outcome, Skipped) for one in results.values())
+            late = any(one.is_skipped for one in results.values())
             raced = {n: r.time_ms for n, r in results.items() if isfinite(r.time_ms)}
             if is_raced := bool(raced) and not late:
                 times = raced

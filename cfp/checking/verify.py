@@ -36,7 +36,6 @@ from cfp.race.programs import (
     RaceOutcome,
     RaceProgram,
     RaceResult,
-    Skipped,
     programs_of,
     race_row,
 )
@@ -278,7 +277,7 @@ def verified_text(found: Verified) -> Sequence[str]:
             f"Predicted were {plan.predicted_ms:.3f} ms, {basis_text(plan)}: {how_far}."
         )
     others = sum(row.ran for row in found.rows) - (time_ms is not None)
-    if late := [row for row in found.rows if isinstance(row.outcome, Skipped)]:
+    if late := [row for row in found.rows if row.is_skipped]:
         count = counted(len(late), "other was", "others were")
         lines.append(f"{count} not compiled: --seconds gives more time.")
     if not found.holds:

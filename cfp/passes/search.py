@@ -43,7 +43,6 @@ from cfp.race.programs import (
     UNMEASURED,
     RaceOutcome,
     RaceResult,
-    Skipped,
     programs_of,
 )
 from cfp.race.remembered import compiled_before
@@ -275,7 +274,7 @@ def _smallest(
 ) -> Solution | None:
     """The best by what was compiled, and the leanest, if they were not compiled yet."""
     assert solution.problem is not None, "something was searched"
-    done = [r.candidate for r in results if not isinstance(r.outcome, Skipped)]
+    done = [r.candidate for r in results if not r.is_skipped]
     known = {one.choice for one in done}
     plans, _ = _fitting_as_compiled(context, analysis, solution, known)
     tried = {(one.choice, one.level) for one in done}

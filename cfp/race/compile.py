@@ -22,10 +22,9 @@ from cfp.profiling.tasks import MeasureOptions
 from cfp.program.graph import Program
 from cfp.race.programs import (
     TOO_LATE,
-    Compiled,
     RaceProgram,
     RaceResult,
-    Skipped,
+    Untimed,
     is_compiled_too_large,
 )
 from cfp.settings import TUNED_FIRST, TUNING_AT_ONCE
@@ -174,9 +173,9 @@ def results_of(
     found = []
     for one in programs:
         digest = one.job.key.digest
-        outcome = outcomes.get(digest, Skipped(TOO_LATE))
+        outcome = outcomes.get(digest, Untimed(reason=TOO_LATE))
         if isinstance(outcome, Built):
-            outcome = Compiled(outcome.size, outcome.collectives)
+            outcome = Untimed(size=outcome.size, collectives=outcome.collectives)
         found.append(
             RaceResult(
                 program=one,

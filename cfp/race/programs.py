@@ -57,29 +57,18 @@ class RaceProgram:
         return ProfileKey(tuple(p for p in parts if p[0] != "race")).digest
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """Outcome of a program that was compiled, and was not timed yet.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Untimed:
+    """Outcome of a program that has no time yet, or was not compiled.
 
     Attributes:
-        size: memory that it needs.
+        size: memory that it needs; nothing if it was not compiled.
+        reason: why it was not compiled; "" if it was.
     """
 
-    size: CompiledBytes
-    collectives: tuple[Collective, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """Outcome of a program that was not compiled.
-
-    Attributes:
-        size: memory that it needs, which is not known.
-    """
-
-    reason: str
     size: CompiledBytes = field(default_factory=CompiledBytes)
     collectives: tuple[Collective, ...] = ()
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +82,7 @@ class RaceResult:
     """
 
     program: RaceProgram
-    outcome: ProfileRecord | Compiled | Skipped
+    outcome: ProfileRecord | Untimed
     fits: bool
     cached: bool = False
 
@@ -125,7 +114,7 @@ class RaceResult:
     @property
     def reason(self) -> str:
         """The reason why it has no time; "" if it has one, or may have."""
-        return "" if isinstance(self.outcome, Compiled) else self.outcome.reason
+        return self.outcome.reason
 
     @property
     def note(self) -> str:
@@ -143,7 +132,13 @@ class RaceResult:
     @property
     def may_race(self) -> bool:
         """True if it fits, and nothing failed yet."""
-        return self.fits and (isinstance(self.outcome, Compiled) or self.is_timed)
+        is_compiled = isinstance(self.outcome, Untimed) and not self.is_skipped
+        return self.fits and (is_compiled or self.is_timed)
+
+    @property
+    def is_skipped(self) -> bool:
+        """True if it was not compiled."""
+        return isinstance(self.outcome, Untimed) and bool(self.outcome.reason)
 
     @property
     def ran(self) -> bool:

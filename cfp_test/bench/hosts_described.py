@@ -26,8 +26,8 @@ from cfp.targets import resolve
 from cfp_test.bench.tpu_described import words_of
 
 PRESETS = ("data_parallel", "fully_sharded", "hsdp")
-# A target by name, a cluster, the mesh on it, and the share of the usual batch, which is
-# 16 sequences of a GPT on each device: half of them fit on a v5e.
+# A target by name, a cluster, the mesh on it, and the share of the usual batch: of a
+# GPT 16 sequences on each device, of which half fit on a v5e.
 CASES = (
     ("gpt", "8x8xh100", {"x": 8, "y": 8}, 1.0),
     ("llama-7b", "8x8xh100", {"x": 8, "y": 8}, 1.0),

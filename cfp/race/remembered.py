@@ -69,7 +69,7 @@ class Answer:
     Attributes:
         known: choices that raced because they were known to fit, in order, as records
             have them.
-        time_ms: of the winner; infinite if nothing ran.
+        time_ms: of the winner.
         ended: when that was, as in records.
         raced: digests of all choices that ran.
     """
@@ -83,13 +83,11 @@ class Answer:
         """True if a record made since may change the answer.
 
         True if the fastest record made since is of a choice that did not race, and
-        clearly faster than the winner; if nothing ran, if any other choice fits.
+        clearly faster than the winner.
 
         Args:
             records: of choices that fit.
         """
-        if self.time_ms == float("inf"):
-            return any(record.choice not in self.known for record in records)
         since = [record for record in records if record.created > self.ended]
         best = min(since, key=_turn_ms, default=None)
         if best is None or best.choice in self.known:
@@ -137,8 +135,7 @@ def keep_answer(
     record = ProfileRecord(
         key=asked.digest,
         parts=asked.parts,
-        status="ok" if samples_ms else "out_of_memory",
-        reason="" if samples_ms else "nothing ran",
+        status="ok",
         samples_ms=tuple(samples_ms),
         choice=_Raced(known=tuple(known), raced=digests).model_dump_json(),
     )

@@ -210,17 +210,6 @@ def test_what_was_known_before_is_no_news_if_clocks_drift(known):
     assert found(10, slower) == [("fully_sharded", {})]
 
 
-def test_what_fits_by_now_is_news_where_nothing_did(known):
-    keep, found = known
-    keep("zero1", 10, 10.0)
-    nothing = Answer((), float("inf"), SECOND)
-    assert found(10, nothing) == [("zero1", {})]
-    assert found(9, nothing) == []
-    # Too large for yet another budget, it never ran.
-    keep("fully_sharded", 9, None, FIRST)
-    assert found(9, nothing) == [("fully_sharded", {})]
-
-
 def test_what_is_known_to_be_the_fastest_races_with_its_options(known):
     """Only what leads without them is raced with options, and that is not known yet."""
     keep, found = known

@@ -17,6 +17,7 @@ from cfp.devices.described import slice_of
 from cfp.devices.device_kind import kind
 from cfp.errors import CfpError
 from cfp.profiling.hlo import collectives_in
+from cfp.units import format_bytes
 from cfp_test.support.checking import make_mesh
 
 needs_libtpu = pytest.mark.skipif(
@@ -133,6 +134,21 @@ def test_the_best_few_are_compiled_for_a_slice(tmp_path):
     assert len(compiled) >= 2 and any("all-" in row.note for row in compiled)
     # State in shards, or whole on each.
     assert 2 * 4 * WIDTH**2 / 8 < plan.peak_bytes < 64 * 2**20
+
+
+@needs_libtpu
+def test_state_sharded_along_one_axis_of_a_slice_is_summed_along_the_other(tmp_path):
+    mesh = cfp.described("v6e:4x4", x=4, y=4)
+    how = {"mesh": mesh, "cache_dir": tmp_path, "quiet": True, "donate_argnums": 0}
+    settings = cfp.PlannerSettings(compile=True)
+    plan = cfp.plan(step, *arguments(), preset="hsdp", settings=settings, **how)
+    [row] = [row for row in plan.race if row.name == "hsdp"]
+    assert row.note.startswith("compiled, not run")
+    assert {axis for axes in plan.arg_specs[0] for axis in axes} == {"y"}
+    # Of the gradient that is a product pieces are summed across, and not all of it.
+    size = 4 * WIDTH**2
+    assert f"1 reduce-scatter of {format_bytes(size)}" in row.note
+    assert f"1 all-reduce of {format_bytes(size // 4)}" in row.note
 
 
 @needs_libtpu

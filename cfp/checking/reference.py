@@ -74,13 +74,12 @@ def reference_text(preset: str) -> str:
 def needed_bytes(planned: CompiledStep, reference: CompiledStep) -> int | None:
     """Memory of a device that the larger program takes, if both say.
 
-    They run one after another, each with its arguments, and results that take no
-    donated argument's place. Meanwhile the other side's are in the host's memory, or,
-    where other processes have parts of them, on the devices. Copies of one argument
-    may take a little more.
+    One runs after the other, with its arguments, and results beside donated ones. The
+    other's are in the host's memory, or, with several processes, on the devices.
     """
-    sizes = [step.compiled.memory_analysis() for step in (planned, reference)]
-    if None in sizes:
+    found = (step.compiled.memory_analysis() for step in (planned, reference))
+    sizes = [size for size in found if size is not None]
+    if len(sizes) < 2:
         return None
     arguments, results = (
         max(getattr(size, name) + getattr(size, f"host_{name}") for size in sizes)

@@ -303,7 +303,7 @@ def modelled(found: Found, off: bool) -> Iterator[tuple[str, Candidate]]:
     link = LINKS["pcie" if off else "nvlink"]
     prices = {
         "data sheet": AlphaBeta.uniform(analysis.frame.mesh, link),
-        "fitted": fit(found.profiles.rates),
+        "fitted": fit(found.profiles.costs.rates),
     }
     seen = []
     for title, price in prices.items():

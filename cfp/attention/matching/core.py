@@ -193,8 +193,6 @@ class Core:
         found = carried(rule, letters, after, before)
         return None if "?" in found else found
 
-    # -- evaluation --------------------------------------------------------------------
-
     def run(
         self,
         known: Mapping[Any, Any],
@@ -214,12 +212,13 @@ class Core:
         for number, step in self.steps.items():
             if number in made or (only_pointwise and not step.is_pointwise):
                 continue
+            v = step.op.results[0]
             reads = [a if isinstance(a, float) else made[a] for a in step.args]
             if step.op.kind == "dot_general":
-                found = contracted(*reads, {*self.region.letters(step.op.results[0])})
+                found = contracted(reads[0], reads[1], {*self.region.letters(v)})
             else:
                 found = _applied(step, reads)
-            made[number] = self._rounded(found, step.op.results[0], cast)
+            made[number] = self._rounded(found, v, cast)
         return made
 
     def _rounded(self, x: Any, v: int, cast: bool) -> Any:

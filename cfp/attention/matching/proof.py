@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import Any
 
@@ -344,8 +344,8 @@ def _draws(core: Core, table: Table) -> Iterator[tuple[str, dict[Key, np.ndarray
     """
     random, roots = np.random.default_rng(7), core.roots
     dots = [step.args for step in core.steps.values() if step.op.kind == "dot_general"]
-    operands = {key for keys in (*dots, roots.values()) for key in keys}
-    operands |= {key for _, key in core.mixes.values()}
+    read = chain(*dots, roots.values(), (key for _, key in core.mixes.values()))
+    operands = {key for key in read if isinstance(key, tuple)}
     q, k = roots["q"], roots["k"]
     for kind, size in _KINDS.items():
         found = {key: random.normal(size=_shape(key[1])) for key in sorted(operands)}

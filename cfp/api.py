@@ -65,10 +65,10 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
         found = race_until_fit(context, analyzed, solution)
         wrong, notes = wrong_kernels(context, found)
         if wrong:
-            every = context.rules.replacing.attention
-            kernels = tuple(name for name in every if name not in wrong)
-            settings = replace(options.settings, attention=kernels)
-            found = run_passes(analyzed, replace(options, settings=settings))
+            kernels = [k for k in context.rules.replacing.attention if k not in wrong]
+            settings = replace(options.settings, attention=tuple(kernels))
+            again = replace(analyzed, profiles=None)  # These have all kernels.
+            found = run_passes(again, replace(options, settings=settings))
     notes = tuple(dict.fromkeys((*notes, *found.plan.site_checks)))
     seconds = analyzed.seconds + time.perf_counter() - started
     counts = {**found.plan.search, "planning_seconds": seconds}

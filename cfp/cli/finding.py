@@ -146,7 +146,7 @@ def _cluster(given: dict[str, Any]) -> Cluster | None:
                 f"--{option}{value} does not go with --for {text}. Leave it out, or "
                 "give --mesh for other axes than the cluster's own."
             )
-    return text and cluster_of(text)
+    return None if text is None else cluster_of(text)
 
 
 def _counts(text: str | None) -> list[int | None]:

@@ -110,14 +110,8 @@ _MODES = {
     "curves": (
         measure_curves,
         (
-            "devices",
-            "mesh",
-            "platform",
-            "workdir",
-            "link",
-            "describe",
-            "as_json",
-            "quiet",
+            *("devices", "mesh", "platform", "workdir"),
+            *("link", "describe", "as_json", "quiet"),
         ),
     ),
 }
@@ -274,6 +268,8 @@ def search_stored(
     with open_context(mesh, workdir, budget_bytes, stored_only) as context:
         profiles = profile_segments(context, analysis)
         _check_complete(profiles)
+    # No other presets are measured where nothing fits.
+    profiles = replace(profiles, has_all_presets=True)
     with open_context(mesh, workdir, budget_bytes, settings) as context:
         solution = search_choices(context, analysis, profiles)
         return race_until_fit(context, session, solution)

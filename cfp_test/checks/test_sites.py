@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cfp import PlannerSettings, api
 from cfp.analysis.layout import constraints, lay_out
 from cfp.attention.matching.matches import replacements, way_of
 from cfp.checking.sites import check_sites
 from cfp.context import open_context
+from cfp.platform import all_meshes
 from cfp.presets.presets import plainest, presets
 from cfp_test.attention.replaced import Step
 from cfp_test.support.named_kernels import kernels_named
@@ -115,3 +117,25 @@ def test_planted_faults_are_found(fault, tmp_path):
     checks, _ = checked(MODELS[name], tmp_path, change)
     assert any(one.is_wrong for one in checks)
     assert "was refused" in str(next(one for one in checks if one.is_wrong))
+
+
+def test_options_are_made_anew_without_a_wrong_kernel(monkeypatch, tmp_path):
+    """An estimate's options have the wrong kernel, too."""
+    found = iter([(frozenset({"chunked"}), ("chunked is wrong",)), (frozenset(), ())])
+    asked = []
+
+    def profile(context, analysis):
+        asked.append(context.settings.attention)
+        return made(context, analysis)
+
+    made = api.profile
+    monkeypatch.setattr(api, "wrong_kernels", lambda context, plan: next(found))
+    monkeypatch.setattr(api, "profile", profile)
+    args = (jax.ShapeDtypeStruct((8, 8), "float32"),) * 2
+    variants = [
+        api.Variant(name=name, fn=jnp.matmul, args=args, mesh=mesh)
+        for name, mesh in all_meshes(2).items()
+    ]
+    how = {"cache_dir": tmp_path, "settings": PlannerSettings(race=False)}
+    plan = api.plan_fastest(variants, **how).plan
+    assert asked == [()] and plan.site_checks == ("chunked is wrong",)

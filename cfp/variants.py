@@ -277,7 +277,7 @@ class _Planning:
                 self.plan(one, 1)
             if one.found:
                 break
-        return more
+        return [one for one in more if isinstance(one.error, MemoryBudgetError | None)]
 
     def estimate(self, one: _Tried) -> None:
         """Estimates a variant's best plan; what cannot be fails as a plan, too."""

@@ -426,6 +426,14 @@ def test_the_error_names_what_needs_least_of_all_that_was_tried(tmp_path):
     error, _ = refused(1)
     assert error.smallest_feasible_bytes == peaks["whole"]
 
+    # One that cannot be traced lacks no memory.
+    def broken(*args):
+        raise ValueError("it does not divide")
+
+    how["leaner"] = lambda: [replace(parts, fn=broken)]
+    error, _ = refused(1)
+    assert error.smallest_feasible_bytes == peaks["whole"]
+
 
 def test_without_a_mesh_all_devices_are_planned_for(monkeypatch, tmp_path):
     estimating(monkeypatch, {"line": (2.0, True), "flat": (1.0, True)}, True)

@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import permutations
 from math import prod
 
 from cfp.analysis.contractions import is_contraction
 from cfp.analysis.flow import passes
 from cfp.analysis.layout import Frame, Storage
-from cfp.analysis.storage import StorageGroup, even_spec, spec_ways
+from cfp.analysis.storage import even_spec, spec_ways
 from cfp.analysis.strategies import (
     FactorAxes,
     Mesh,
@@ -292,41 +293,41 @@ class Terms:
             for want in wants or (used,):
                 once = self.transition_ms(read, wide, (), want, index)
                 moves += self.turns(main) * once
-        state = sum(program.values[program.args[a]].size_bytes for a in group.args)
-        updates = group.ops or group.inner_ops[:1]
+        kept = [a for a in group.args if any(program.arg_memory[a : a + 1])]
+        state, hosted = (
+            2 * sum(program.values[program.args[a]].size_bytes for a in args)
+            for args in (group.args, kept)
+        )
+        updates, ways = group.ops or group.inner_ops[:1], spec_ways(wide, frame.mesh)
         turns = max(map(program.turns, updates), default=1)
-        once = self.rates.memory_ms(2 * state / spec_ways(wide, frame.mesh))
-        host_ms = self._host_ms(group) / spec_ways(wide, frame.mesh)
-        return turns * once + host_ms, moves
+        host_ms = hosted / HOST_BYTES_PER_MS / ways
+        return turns * self.rates.memory_ms(state / ways) + host_ms, moves
 
     def gradients_ms(
         self, groups: Iterable[int], terms: BlockTerms, mode: Storage
     ) -> float:
         """Estimates the time to hand gradients that a block makes to their updates."""
-        total = 0.0
-        for index in groups:
-            for v in self.frame.groups[index].gradients:
-                made = terms.makes.get(self.same(v))
-                if made is not None:
-                    wants = self.wanted(index, terms)
-                    total += self._gradient_ms(index, v, made, wants, mode)
-        return total
+        return sum(
+            self._gradient_ms(index, v, made, self.wanted(index, terms), mode)
+            for index in groups
+            for v in self.frame.groups[index].gradients
+            if (made := terms.makes.get(self.same(v))) is not None
+        )
 
     def _one_gradient_ms(
         self, index: int, v: int, made: Made, wants: tuple[Spec, ...], mode: Storage
     ) -> float:
+        value, shape = self.frame.program.values[v], self.frame.groups[index].shape
         _, wide = self.stored_specs(index, wants, mode)
+        targets, turns = [wide], self.turns(v)
         if len(made[0]) != len(wide):
-            return 0.0
-        size = self.frame.program.values[v].size_bytes
-        return self.turns(v) * self.transition_ms(size, *made, wide, index)
-
-    def _host_ms(self, group: StorageGroup) -> float:
-        """Estimates the time to move what the host has of a group, there and back."""
-        program = self.frame.program
-        kept = [a for a in group.args if any(program.arg_memory[a : a + 1])]
-        moved = 2 * sum(program.values[program.args[a]].size_bytes for a in kept)
-        return moved / HOST_BYTES_PER_MS
+            # A loop makes a stack's gradients one by one. Transposing one is free.
+            orders = permutations(range(len(wide)), len(value.shape))
+            alike = (o for o in orders if tuple(shape[d] for d in o) == value.shape)
+            targets = [tuple(wide[d] for d in o) for o in alike] or [made[0]]
+            turns = self._repeats.get(self.same(v), 1)
+        moves = ((value.size_bytes, *made, target, index) for target in targets)
+        return turns * min(self.transition_ms(*move) for move in moves)
 
     def wanted(self, index: int, terms: BlockTerms) -> tuple[Spec, ...]:
         """The shardings in which a block reads a group's parameter."""
@@ -394,8 +395,7 @@ def transition(
     if scattered:
         steps.append(("reduce-scatter", tuple(scattered), local))
         local /= ways(scattered)
-    summed = tuple(name for name in partial if name not in scattered)
-    if summed:
+    if summed := tuple(name for name in partial if name not in scattered):
         steps.append(("all-reduce", summed, local))
     gathered, moved, wanted = [], [], {name for names in want for name in names}
     for names, target in zip(held, want, strict=True):

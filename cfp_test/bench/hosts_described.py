@@ -6,7 +6,7 @@ Each row is a preset on a described mesh: its step and memory by estimate, and w
 collectives send along outer axes (from host to host, on a slice along the first) and
 along the others alone. Bytes are those of the tensors of all groups of devices. With
 ``--compile``, which takes libtpu, programs for slices are compiled, too. Layers are not
-in a loop: estimates leave out gradients that a loop sums for one layer after another.
+in a loop.
 """
 
 from __future__ import annotations

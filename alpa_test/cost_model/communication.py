@@ -53,14 +53,12 @@ class AlphaBeta:
       links: what connects devices along each axis.
       flops_per_ms: of matrix products on one device; None to ignore compute, as Alpa
         does.
-      combined_bytes: none, since Alpa's model prices each collective by itself.
       launch_ms: none, since it prices no launches.
     """
 
     mesh: tuple[tuple[str, int], ...]
     links: Mapping[str, Link]
     flops_per_ms: float | None = None
-    combined_bytes: int = 0
     launch_ms: float = 0.0
 
     @classmethod
@@ -95,6 +93,13 @@ class AlphaBeta:
         alpha = max(self.links[name].alpha_ms for name in names)
         beta = max(self.links[name].beta_ms_per_byte for name in names)
         return alpha + beta * sent_share(kind, n) * size
+
+    def combined_ms(
+        self, kind: str, axes: tuple[str, ...], size: float, count: int
+    ) -> float:
+        """The time of one of several: Alpa's model prices each by itself."""
+        del count
+        return self.collective_ms(kind, axes, size)
 
     def matmul_ms(self, flops: float, dtype: str) -> float:
         """The time of matrix products, the same for all types."""

@@ -18,7 +18,7 @@ from cfp.cost.estimate import SegmentEstimate, estimate_segment
 from cfp.cost.memory import turning_point
 from cfp.cost.terms import Terms
 
-MODES = tuple(Storage)
+MODES = tuple(mode for mode in Storage if mode is not Storage.INNER)  # One host.
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ def formulate(analysis: Analysis, prices: Any) -> Formulation:
     place = [{old: new for new, old in enumerate(keep)} for keep in allowed]
 
     def table(of: Mapping[Storage, Sequence[np.ndarray]], block: int) -> np.ndarray:
-        rows = [np.asarray(of[mode][block])[allowed[block]] for mode in MODES]
+        modes = (frame.effective(mode, frame.groups) for mode in MODES)
+        rows = [np.asarray(of[mode][block])[allowed[block]] for mode in modes]
         return np.stack(rows, axis=1)
 
     blocks = range(len(frame.blocks))

@@ -156,7 +156,7 @@ def run_trial(
             tell(
                 "preparing the check: steps, compiled where they are not there already"
             )
-            agree = bool if talk is None else talk.broadcast
+            agree = bool if talk is None else talk.all_agree
             with _explained(is_check=True):
                 sides = both_sides(bound, compiled, tell, agree)
                 checking = Check(*sides, feedback, agree, tolerance)

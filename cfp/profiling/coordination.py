@@ -151,11 +151,15 @@ class Coordination:
         self._put(f"{number}/{self.channel.process}", value)
 
     def broadcast(self, value: Any) -> Any:
-        """The leader's value, in all processes; it ends the followers' loops."""
+        """Ends the followers' loops with the leader's value."""
+        self.answers(self.say(_END, value))
+        return value
+
+    def all_agree(self, value: bool) -> bool:
+        """True in all processes if it is in each."""
         if self.leads:
-            self.answers(self.say(_END, value))
-            return value
-        return self.follow({}, id)
+            return self.broadcast(all([value, *self.answers(self.say("agree"))]))
+        return self.follow({"agree": lambda n: self.answer(n, value) or ""}, id)
 
     def pace(self, number: int) -> Callable[[float], float]:
         """The leader's durations in a run: how often all execute follows from them."""
@@ -213,10 +217,7 @@ class Coordination:
         seconds: float | None = None,
         unless: str = "",
     ) -> Any:
-        """Waits for another process's message.
-
-        Args:
-            unless: a message that ends the wait.
+        """Waits for another process's message; `unless` names one that ends the wait.
 
         Raises:
             ProcessError: another process has failed, or this one is gone.
@@ -266,10 +267,8 @@ def coordination() -> Coordination | None:
     return None if channel is None else _of_channel(channel)
 
 
-@lru_cache(maxsize=1)
-def _of_channel(channel: Channel) -> Coordination:
-    # It counts what was said, and there is one client in a process.
-    return Coordination(channel)
+# It counts what was said, and there is one client in a process.
+_of_channel = lru_cache(maxsize=1)(Coordination)
 
 
 def is_shared(mesh: Mesh) -> bool:
@@ -284,9 +283,9 @@ def talk_of(mesh: Mesh) -> Coordination | None:
     Raises:
         ProcessError: some processes have no device, or cannot be talked to.
     """
-    if not is_shared(mesh):
-        return None
     theirs = {device.process_index for device in mesh.devices.flat}
+    if theirs <= {jax.process_index()}:
+        return None
     if len(theirs) < jax.process_count():
         raise ProcessError(
             "The mesh leaves out processes of this program: its devices are of "

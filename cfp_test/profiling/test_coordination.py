@@ -94,10 +94,12 @@ def test_a_follower_does_what_it_is_told_until_the_end(talks):
     assert said(leader) == []
 
 
-def test_the_leader_decides_for_all(talks):
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("theirs", [True, False])
+def test_all_agree_if_each_does(talks, ours, theirs):
     leader, follower = talks
-    found = both(lambda: leader.broadcast(True), lambda: follower.broadcast(False))
-    assert found == [True, True] and said(leader) == []
+    found = both(lambda: leader.all_agree(ours), lambda: follower.all_agree(theirs))
+    assert found == [ours and theirs] * 2 and said(leader) == []
 
 
 def run_of(talks, ours, theirs):

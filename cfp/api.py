@@ -45,8 +45,8 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
     """Plans an analysed step on its mesh.
 
     Raises:
-        MemoryBudgetError: nothing fits in memory.
-        CfpError: nothing runs.
+        MemoryBudgetError: no candidate fits in memory.
+        CfpError: no candidate runs.
     """
     started = time.perf_counter()
     if analyzed.step.inner_jit_donates:
@@ -79,10 +79,7 @@ def run_passes(analyzed: Analyzed, options: PlanOptions) -> FoundPlan:
 def race_until_fit(
     context: PlanContext, analyzed: Analyzed, solution: Solution
 ) -> FoundPlan:
-    """Races candidates, and completes the plan of what won.
-
-    While nothing fits as compiled, a search that knows what was compiled finds others.
-    """
+    """Races and searches again until a candidate fits; completes the winner's plan."""
     analysis = analyzed.analysis
     outcome = race(context, analysis, solution)
     while (again := search_further(context, analysis, outcome)) is not None:
@@ -111,43 +108,37 @@ def plan(
     """Plans how to shard a step on a mesh.
 
     Args:
-        fn: any function of pytrees that ``jax.jit`` accepts: a training step, an
-            evaluation step, anything.
-        args, kwargs: its arguments, as arrays or ``jax.ShapeDtypeStruct`` s. They are
-            not overwritten, and may be anywhere.
-        mesh: the devices; profiling runs on them, as if all of their memory were free.
-            By default all that are there, in the mesh of one or two axes that is the
-            fastest; one axis with a preset. On those of :func:`cfp.described` nothing
-            runs: the plan is by estimates, and is used later with ``plan.on(mesh)``. A
-            mesh without devices names those of a Ray cluster's node:
-            ``PlannerSettings(ray=...)``.
-        quiet: whether to show nothing; by default progress is shown on a terminal, and
-            elsewhere by a line on standard error at first, and one now and then. With
-            ``settings.progress`` nothing is shown either.
-        static_argnums, static_argnames: arguments that are not arrays, by position or
-            name.
+        fn: a function of pytrees that ``jax.jit`` accepts, such as a training step.
+        args, kwargs: arguments of the step, as arrays or ``jax.ShapeDtypeStruct`` s.
+            Planning does not overwrite them.
+        mesh: the devices; measuring assumes that all of their memory is free. By
+            default all devices, in the fastest mesh of one or two axes (one axis with a
+            preset). For a :func:`cfp.described` mesh nothing runs: the plan is
+            estimated, and ``plan.on(mesh)`` uses it later. A mesh without devices is
+            for a Ray cluster: ``PlannerSettings(ray=...)``.
+        quiet: True shows no progress. By default a terminal shows progress, and other
+            outputs get a line on standard error now and then.
+        static_argnums, static_argnames: arguments that are not arrays.
         donate_argnums, donate_argnames: arguments that the step may overwrite, usually
             the training state.
-        memory_budget: memory of one device that the plan may use, in bytes or as
-            text such as "80GiB"; by default all of the device's. A plan fits in a
-            given budget as compiled, also without a race. On GPUs 128 MiB of it are
-            left for the allocator.
-        pins: shardings that the plan must keep, by path of the argument, with globs:
-            ``{"params/*/kernel": PartitionSpec(None, "x")}``.
-        preset: a preset to take instead of searching, such as "data_parallel",
-            "fully_sharded" or "tensor_parallel"; its attentions have kernels where a
-            search may choose them.
-        choose: kinds of choices to make, such as ``("sharding", "kernels")``; by
-            default all, see :class:`PlannerSettings`.
+        memory_budget: memory of each device that the plan may use, in bytes or as text
+            such as "80GiB"; by default all of it. The compiled step fits in a given
+            budget. On GPUs 128 MiB of it are left for the allocator.
+        pins: shardings that the plan must keep, by the argument's path or a glob:
+            ``{"params/*/kernel": PartitionSpec(None, "x")}``. A string such as "x" is
+            one axis, on the first dim.
+        preset: a preset in place of a search, such as "data_parallel", "fully_sharded"
+            or "tensor_parallel"; kernels may compute its attentions.
+        choose: kinds of choices, such as ``("sharding", "kernels")``; by default all,
+            see :class:`PlannerSettings`.
         precision: "fp8" for FP8 products, see :class:`PlannerSettings`.
         cache_dir: folder of the measurements; by default the user's cache directory.
         settings: how much to measure, and a callback for progress.
 
     Raises:
-        CfpError: the step, the arguments, the mesh, the pins or the budget cannot be
-            planned; each message says what to do.
-        KeyboardInterrupt: the user has interrupted. What was measured is kept, and the
-            same call goes on from there.
+        CfpError: the step, arguments, mesh, pins or budget cannot be planned.
+        KeyboardInterrupt: the user has interrupted; the same call goes on from the
+            stored measurements.
     """
     how = settings_or_defaults(settings)
     if choose is not None:
@@ -209,19 +200,14 @@ def plan_fastest(
 ) -> Fastest:
     """Plans the best variants of a step, and keeps the fastest that fits in memory.
 
-    All are estimated, and the best two planned; where choices are made by estimates
-    anyway, the best; with a preset, all. A variant that cannot be planned is out, and
-    the next takes its turn. When time is over, it makes do with those that are
-    finished.
+    All variants are estimated and the best two planned; on virtual or described devices
+    the best one, with a preset all. The next variant replaces one that fails.
 
     Args:
-        variants: what to choose from; each has a name of its own. They may differ in
-            the mesh, the step and the arguments.
-        quiet: whether no progress is shown, as for :func:`cfp.plan`.
-        leaner: makes further variants, of which the first that can be planned is taken
-            where none of the others fits in memory, unless one with a part of its
-            state in host memory is faster.
-        settings: as for :func:`cfp.plan`; its ``seconds`` hold for all together.
+        variants: steps with names; they differ in mesh, step or arguments.
+        quiet: True shows no progress, as for :func:`cfp.plan`.
+        leaner: makes variants of less memory, used if no other variant fits.
+        settings: as for :func:`cfp.plan`; ``seconds`` is the time of all together.
         options: ``static_argnums``, ``static_argnames``, ``donate_argnums``,
             ``donate_argnames``, ``memory_budget``, ``pins``, ``preset`` and
             ``cache_dir``, as for :func:`cfp.plan`, for every variant.

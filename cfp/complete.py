@@ -25,11 +25,7 @@ from cfp.view.words import RESERVE_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class FoundPlan:
-    """A plan, and what of its making a comparison with other plans needs.
-
-    Attributes:
-        winner: what the plan decides.
-    """
+    """A plan with the analysis and the candidate that it was made from."""
 
     plan: Plan
     analysis: Analysis = field(repr=False)
@@ -71,7 +67,7 @@ def complete_plan(
     )
     late = profiles is not None and UNMEASURED_STRATEGIES in profiles.counts
     if late and made.figures is not None:
-        # It may be that what goes without a kind of choice is what was not measured.
+        # Unmeasured strategies may be those without a kind of choice.
         known = (one for one in made.figures.worth if one.without_ms is not None)
         made = replace(made, figures=replace(made.figures, worth=tuple(known)))
     return FoundPlan(plan=made, analysis=analysis, winner=winner)
@@ -80,14 +76,13 @@ def complete_plan(
 def _nothing_fits(
     context: PlanContext, outcome: RaceOutcome, analysis: Analysis
 ) -> CfpError:
-    """The error where none of what was compiled fits, or runs."""
+    """Error: no compiled candidate fits in memory or runs."""
     reserve = context.memory.reserve_bytes if context.memory else 0
     error = no_winner(analysis, outcome.results, context.budget_bytes, reserve)
     if isinstance(error, MemoryBudgetError) and context.is_over:
         return error.with_line(
-            "Time for planning was over before all that may need less was compiled:"
-            " with more of it (--time-budget, cfp.PlannerSettings(seconds=...)) a "
-            "plan may fit."
+            "Planning ran out of time before it compiled all smaller candidates. "
+            "Give it more (--time-budget, cfp.PlannerSettings(seconds=...))."
         )
     return error
 

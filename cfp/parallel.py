@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from cfp.api import OPTIONS
 from cfp.api import plan as plan_anew
-from cfp.errors import CfpError, OptionError, PlanMismatch, known_names
+from cfp.errors import MemoryBudgetError, OptionError, PlanMismatch, known_names
 from cfp.plan.parts import type_text
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
@@ -25,6 +27,7 @@ from cfp.program.meaning import trace_context_key
 from cfp.program.step import FlatStep, flatten_step
 from cfp.runtime.execute import CompiledStep
 from cfp.view.progress import shown
+from cfp.view.words import few
 
 # What decides a plan; a saved one has decided.
 _DECIDES = {"memory_budget", "pins", "preset", "choose", "precision"}
@@ -42,30 +45,28 @@ def parallelize(
     quiet: bool = False,
     **options: Any,
 ) -> Any:
-    """A step that plans itself at its first call, and then runs sharded.
+    """Wraps a step: its first call plans, and every call runs sharded.
 
     Also a decorator: ``@cfp.parallelize(mesh=mesh, donate_argnums=0)``.
 
     Args:
         fn: the step.
-        mesh: the devices; by default all that are there, as for :func:`plan`, or with a
-            plan the first of them.
-        plan: a saved plan, or its file, that is used as it is: nothing is planned, and
-            donated arguments need not be named. By default the file that the
-            environment variable ``CFP_PLAN`` names, if any.
-        quiet: whether planning shows nothing; by default its progress is shown on a
-            terminal, and elsewhere by a line now and then on standard error.
+        mesh: the devices; by default all devices, as for :func:`plan`. With a plan, by
+            default the first of them.
+        plan: a saved plan or its file, used without planning; by default the file in
+            the environment variable ``CFP_PLAN``. The plan knows donated arguments.
+        quiet: True shows no progress and no warnings. By default a terminal shows
+            progress, and other outputs get a line on standard error now and then.
         options: as for :func:`plan`.
 
     Returns:
-        A callable like ``fn``; its ``plan`` is the plan of the latest call. Arguments
-        that do not have the plan's shardings are moved there at each call. Donated
-        state that is weakly typed, such as ``jnp.full(shape, 0.1)`` or a counter that
-        begins as ``0``, is taken as the step returns it, or a checkpoint restores it.
+        A :class:`ParallelStep`, called like ``fn``. Each call moves arguments into the
+        plan's shardings if they have others. Donated state of weak types, such as
+        ``jnp.full(shape, 0.1)``, gets the types of the step's results.
 
     Raises:
-        OptionError: there is no such option, or a given plan has decided it already.
-        PlanMismatch: the file is no plan, or is not there.
+        OptionError: an option is unknown, or contradicts the given plan.
+        PlanMismatch: the file does not exist, or contains no plan.
     """
     unknown = sorted(options.keys() - set(OPTIONS))
     if unknown:
@@ -112,9 +113,12 @@ def _named_by_environment(may_be: bool) -> Iterator[None]:
 class ParallelStep:
     """A step function that is planned at its first call; see :func:`parallelize`.
 
-    Arguments of other shapes or types are planned anew, like ``jax.jit`` compiles
-    anew, and so is every call under a configuration of JAX that changes what the step
-    means, such as ``jax.enable_x64(True)``.
+    A call with other shapes or types plans again, as ``jax.jit`` compiles again, and
+    stores the state as the first plan does, if a plan can. So does a call under another
+    configuration of JAX, such as ``jax.enable_x64(True)``.
+
+    Attributes:
+        plans: all plans, in the order of the calls that made them.
     """
 
     def __init__(
@@ -132,27 +136,29 @@ class ParallelStep:
         self._options = {**options}
         self._steps: dict[Any, _Planned] = {}
         self._latest: _Planned | None = None
+        self._told = quiet
+        self.plans: list[Plan] = []
         self.__name__ = getattr(fn, "__name__", "step")
         self.__doc__ = fn.__doc__
         self.__wrapped__ = fn
 
     def __repr__(self) -> str:
-        state = self._latest.plan if self._latest else "it is planned at its first call"
+        state = self.plans[0] if self.plans else "it is planned at its first call"
         return f"ParallelStep of {self.__name__}: {state}"
 
     @property
     def plan(self) -> Plan:
-        """The plan of the latest call.
+        """The plan of the first call; :attr:`plans` has those of later ones.
 
         Raises:
-            AttributeError: there was none yet.
+            AttributeError: the step was not called yet.
         """
-        if self._latest is None:
+        if not self.plans:
             raise AttributeError(
                 "The step is planned at its first call. Call it, or use "
                 "cfp.plan(step, *args, mesh=mesh) to plan without running."
             )
-        return self._latest.plan
+        return self.plans[0]
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
         """Binds a method to its object, as functions and ``jax.jit``'s do."""
@@ -172,7 +178,8 @@ class ParallelStep:
         kinds = tuple(type(value) for _, value in step.static)
         key = (step.in_tree, step.static, kinds, step.avals, now)
         if key not in self._steps:
-            found = self._planned(args, kwargs, now, self._why_again(step, now))
+            found = self._planned(step, args, kwargs, now)
+            self.plans.append(found.plan)
             avals = found.compiled.step.avals  # Of weakly typed state as returned.
             as_returned = (step.in_tree, step.static, kinds, avals, now)
             self._steps[key] = self._steps.setdefault(as_returned, found)
@@ -207,7 +214,7 @@ class ParallelStep:
             return _Planned(now, bound, bound.compile_bound(tell))
 
     def _why_again(self, step: FlatStep, now: Hashable) -> str:
-        """Says in what a call differs from the latest; "" of the first."""
+        """Describes how a call differs from the latest; "" for the first call."""
         if self._latest is None:
             return ""
         before = self._latest.compiled.step
@@ -223,30 +230,74 @@ class ParallelStep:
         ]
         weakly = "for a number in place of an array, or the reverse"
         more = f" and {len(changed) - 1} more" * (len(changed) > 1)
+        if changed and not self._told:
+            self._told = True
+            warnings.warn(
+                f"{self.__name__!r} is planned again, for {changed[0]}{more}. Drop or "
+                "pad a smaller last batch, since each shape takes planning and "
+                "compiling. step.plans lists all plans.",
+                stacklevel=4,
+            )
         return f"for {changed[0]}{more}" if changed else weakly
 
     def _planned(
         self,
+        step: FlatStep,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         now: Hashable,
-        again: str,
     ) -> _Planned:
-        """The plan for some arguments, and the step compiled under it."""
+        """Plans a step for some arguments, and compiles it."""
         with _named_by_environment(self._given is None):
             if (saved := self._as_saved(args, kwargs, now)) is not None:
                 return saved
+        again = self._why_again(step, now)
         when = f"again, {again}" if again else "once for its first call"
         doing = f"planning how to shard {self.__name__!r}, {when}"
         options = dict(self._options)
         if taken := sorted(kwargs.keys() & {*OPTIONS, "fn", "mesh", "quiet"}):
-            raise CfpError(
+            raise OptionError(
                 f"The step's keyword argument {taken[0]!r} has the name of an option "
                 "of cfp.plan. Pass it by position, or give it another name."
             )
         shows = shown(options.pop("settings", None), doing, _SILENCE, self._quiet)
         with shows as how:
             options |= {"settings": how, "quiet": True}
-            found = plan_anew(self._fn, *args, mesh=self._mesh, **options, **kwargs)
+            found = self._find(step, args, kwargs, options)
             tell = how.progress or (lambda _: None)
-            return _Planned(now, found, found.compile_bound(tell))
+            planned = _Planned(now, found, found.compile_bound(tell))
+        given = {n.partition("/")[0] for n in compress(found.arg_names, found.donated)}
+        whole = [
+            text for text in found.uneven if re.split("[/ ]", text)[0] not in given
+        ]
+        if whole and not self._quiet:
+            warnings.warn(
+                f"The mesh does not divide {few(whole)}: every device has all of it. "
+                "Pad it, or choose a size that the mesh divides.",
+                stacklevel=4,
+            )
+        return planned
+
+    def _find(
+        self,
+        step: FlatStep,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        options: dict[str, Any],
+    ) -> Plan:
+        """Plans a step; a later one on the first mesh, with the first shardings."""
+        find = partial(plan_anew, self._fn, *args, **kwargs)
+        if not self.plans:
+            return find(mesh=self._mesh, **options)
+        first = self.plans[0]
+        now = dict(zip(step.arg_names, map(type_text, step.avals), strict=True))
+        leaves = zip(first.arg_names, first.arg_types, first.arg_specs, strict=True)
+        same = {name: spec for name, kind, spec in leaves if now.get(name) == kind}
+        pins = {
+            name: PartitionSpec(*(names or None for names in same[name]))
+            for name in same
+        }
+        alike = options | {"pins": {**(options.get("pins") or {}), **pins}}
+        with suppress(MemoryBudgetError):
+            return find(mesh=first.mesh, **alike)
+        return find(mesh=first.mesh, **options)

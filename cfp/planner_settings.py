@@ -28,24 +28,21 @@ class PlannerSettings:
     Attributes:
         per_kind: strategies to measure for each kind of segment, at most.
         others: strategies of each kind of segment to measure beside those of the
-            presets. They are the best by estimate. Where memory keeps out faster ones,
-            more are measured in rounds, while some will probably make the plan faster
-            by 2 %.
+            presets. The best by estimate are measured. If memory excludes the fastest,
+            more are measured while they may make the plan faster by 2 %.
         seconds: stop planning after about this long, race included, also if nothing
-            fits in memory yet. Then no program joins the race or is timed again. Once
-            every kind of segment has a measurement, nothing else is measured after 0.6
-            of it, or after all where nothing races. Where none fits in memory at the
-            end one more is compiled, the most likely to fit.
+            fits in memory yet. Measuring ends after 0.6 of it, or all of it without a
+            race. If no program fits at the end, the smallest is compiled.
         compiler_options: sets of compiler options by the name that the race is to give
-            them; the fastest is raced with each, too. By default a short list for the
-            platform, of which all race with the first where no budget was asked for.
+            them; the fastest program races with each. By default a short list for the
+            platform.
         attention: kernels of attention to try, such as cudnn and chunked, the preferred
             first; by default cudnn on GPUs, and chunked if memory decides. () keeps
             attentions as they are written, and so does none on the command line.
         choose: kinds of choices to make among mesh, sharding, storage, remat, kernels,
-            compiler-options, microbatches and host-memory; by default all. The others
-            are left as usual: one mesh axis, data parallel, parameters as used, the
-            step as it is written, no options, state on the devices.
+            compiler-options, microbatches and host-memory; by default all. Without
+            them: one mesh axis, data parallel, parameters as used, the step as written,
+            no options, state on the devices.
         race: time the best plan and the presets on the whole program. Otherwise the
             prediction decides, and under a budget what compiles to fit.
         compile: compile the best few for described devices (takes cfp[tpu] or
@@ -61,8 +58,7 @@ class PlannerSettings:
             starts one here. See docs/ray.md.
 
     Raises:
-        CfpError: no strategy to measure, no number of seconds,
-            or a choice among what there is not.
+        CfpError: a value is out of range, or a name is unknown.
     """
 
     per_kind: int = 16
@@ -81,7 +77,7 @@ class PlannerSettings:
     ray: str | None = None
 
     def __new__(cls, **given: Any) -> PlannerSettings:
-        """Refuses names that there are not, and says which there are."""
+        """Raises for unknown names, with the known ones."""
         known = [one.name for one in fields(cls)]
         for name in given.keys() - {*known}:
             raise OptionError(

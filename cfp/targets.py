@@ -2,8 +2,8 @@
 
 A target is written as a model's name with its options following, or as
 ``file.py:function`` or ``package.module:function``. A user's function returns
-``(train_step, args)``; the arguments are arrays or ``jax.ShapeDtypeStruct`` s. It is
-called without arguments, but for ``microbatches`` if that is given as an option.
+``(train_step, args)``; the arguments are arrays or ``jax.ShapeDtypeStruct`` s. Its own
+parameters are options: ``--batch 18`` calls it with ``batch=18``.
 """
 
 from __future__ import annotations
@@ -42,14 +42,8 @@ def tiny():
     shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     return train_step, (shape, shape)"""
 
-# What a function of the user's may be asked for, if it has an argument of this name.
-MICROBATCHES = ModelOption(
-    name="microbatches",
-    type=int,
-    default=1,
-    doc="the number of parts of a batch that run one after another",
-)
-
+MICROBATCHES = ModelOption(name="microbatches", type=int, default=1, doc="parts")
+_TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 MakeArgs = Callable[[Sequence[Any], int], tuple[Any, ...]]
 
@@ -187,14 +181,10 @@ def _parse_options(
 
 
 def _unknown_option(target: str, flag: str, known: dict[str, ModelOption]) -> CfpError:
-    if flag == MICROBATCHES.flag:
-        return CfpError(
-            f"{target} takes no {MICROBATCHES.name}. Give the function an argument "
-            f"{MICROBATCHES.name}."
-        )
+    how = " Parameters of the function are its options." if ":" in target else ""
     return CfpError(
         f"{target} has no option {flag}, and neither has the command. "
-        f"{known_names(flag, known)}"
+        f"{known_names(flag, known)}{how}"
     )
 
 
@@ -228,7 +218,7 @@ def _function_target(
         there = known_names(name, functions) if functions else f"Write:\n{_EXAMPLE}"
         raise CfpError(f"{where} has no target {name!r}. {there}")
     parameters = _parameters(found)
-    options = [o for o in (MICROBATCHES,) if o.name in parameters]
+    options = [_option(parameter) for parameter in parameters.values()]
     given = _parse_options(text, options, words)
     required = [
         name
@@ -278,6 +268,15 @@ def _function_target(
         make_args=make_args,
     )
     return target
+
+
+def _option(parameter: inspect.Parameter) -> ModelOption:
+    """A parameter as an option, of its default's or its annotation's type, or int."""
+    kind = _TYPES.get(type(parameter.default).__name__)
+    annotation = getattr(parameter.annotation, "__name__", parameter.annotation)
+    kind, doc = kind or _TYPES.get(str(annotation), int), "a parameter of the function"
+    name, default = parameter.name, parameter.default
+    return ModelOption(name=name, type=kind, default=default, doc=doc)
 
 
 def _callable_as_they_are(module: ModuleType) -> list[str]:

@@ -88,11 +88,7 @@ def find_fastest(
     leaner: Callable[[], Iterable[Variant]] = tuple,
     quiet: bool = False,
 ) -> Fastest:
-    """Plans the best variants of a step; see :func:`cfp.plan_fastest`.
-
-    Args:
-        run_passes: plans an analysed step.
-    """
+    """Plans the best variants of a step; see :func:`cfp.plan_fastest`."""
     names = [variant.name for variant in variants]
     if not names or len(set(names)) < len(names):
         raise CfpError(f"The variants are {names}. Give each a name of its own.")
@@ -142,7 +138,7 @@ def facts_of(meshes: Sequence[Mesh], options: PlanOptions) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Tried:
-    """A variant, and what is known of it: an estimate, a plan, or why there is none."""
+    """A variant with its estimate, and with its plan or error."""
 
     variant: Variant
     estimate: Estimate | None = None
@@ -196,7 +192,7 @@ class _Planning:
         is_raced = False
         if len(measured) > 1 and not self.is_over():
             results = self.raced(measured)
-            # Without what there was no time for it does not say what is fastest.
+            # A race that skipped a variant does not decide.
             late = any(one.is_skipped for one in results.values())
             raced = {n: r.time_ms for n, r in results.items() if isfinite(r.time_ms)}
             if is_raced := bool(raced) and not late:
@@ -256,11 +252,7 @@ class _Planning:
         raise _no_plan(every)
 
     def lean(self, short: Sequence[_Tried]) -> list[_Tried]:
-        """Plans with state in host memory, or else leaner variants, until one fits.
-
-        Args:
-            short: all variants, which lack memory.
-        """
+        """Plans with state in host memory, or else leaner variants, until one fits."""
         if self.options.preset is None:
             least = min(short, key=lambda one: one.lacks.smallest_feasible_bytes)
             self.plan(least, 1, in_host=True)
@@ -319,15 +311,14 @@ class _Planning:
     def plan_in_host(
         self, one: _Tried, end: float, analyzed: Analyzed, options: PlanOptions
     ) -> FoundPlan:
-        """Plans a variant that does not fit with a part of its state in host memory.
+        """Plans a variant with a part of its state in host memory.
 
-        State that only its own update reads, such as an optimizer's moments, is in the
-        memory of the host between steps: as much as is lacking by prediction, and all
-        of it if that is not enough.
+        State that only its update reads moves there: first the predicted shortage, and
+        all of it if that does not fit.
 
         Raises:
-            MemoryBudgetError: nothing fits then, time is over, or devices cannot use
-                the host's memory.
+            MemoryBudgetError: no plan fits, time is over, or devices have no access to
+                host memory.
         """
         mesh, settings, error = analyzed.mesh, options.settings, one.lacks
         most = parse_bytes(options.memory_budget) or device_memory(mesh)
@@ -361,11 +352,7 @@ class _Planning:
         raise error
 
     def analyzed(self, variant: Variant) -> Analyzed:
-        """The step of a variant, traced once, and analysed once on its mesh.
-
-        Raises:
-            CfpError: it cannot be; a step that JAX cannot trace is tried once.
-        """
+        """Traces a variant's step once, and analyses it once on its mesh."""
         if variant.name not in self.known:
             if (error := self.broken.get(id(variant.fn))) is not None:
                 raise error
@@ -445,7 +432,7 @@ class _Planning:
     def followed(
         self, talk: Coordination, facts: Mapping[str, str], memory_bytes: int
     ) -> Fastest:
-        """The leader's plan, of whose planning this process does its part."""
+        """Follows the leader's planning, and returns its plan."""
         by_name = {one.name: one for one in self.variants}
 
         def trace(name: str, in_host: Sequence[tuple[int, int]]) -> Program:

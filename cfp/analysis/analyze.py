@@ -34,10 +34,9 @@ Pair = tuple[int, int]
 def find_passing(frame: Frame, segments: Sequence[Segment]) -> Mapping[Pair, list[int]]:
     """For each pair of segments the values that pass from the one to the other.
 
-    An argument passes from the segment that stores it, or from the first that reads
-    it, to all others that read it. Of segments of one kind that do not follow the maker
-    only the nearest counts: they mostly choose alike, and then what one of them has
-    resharded is there for all (compilers reshard one value to one sharding once).
+    An argument passes from the segment that stores it, or that reads it first, to all
+    other readers. Of several readers of one kind only the nearest counts: they mostly
+    choose alike, and a compiler reshards a value to one sharding once.
     """
     found: dict[Pair, list[int]] = {}
     place = {op: segment.index for segment in segments for op in segment.ops}
@@ -102,8 +101,6 @@ def build_frame(
     """Finds the blocks and the state of a program.
 
     Args:
-        mesh: names and sizes of the mesh's axes; axes of size 1 are left out.
-        pins: shardings of arguments, by position, that every layout keeps.
         outer: axes of the mesh along which devices are on different hosts.
     """
     axes = tuple((name, size) for name, size in mesh if size > 1)
@@ -168,10 +165,9 @@ class Analysis:
 
     @cached_property
     def representatives(self) -> tuple[int, ...]:
-        """For each kind the segment that is measured for all of its kind.
+        """The segment of each kind that is measured: the second of three or more.
 
-        The second where there are three or more: the first and the last of a stack
-        have other neighbours than the rest.
+        The first and the last of a stack have other neighbours than the rest.
         """
         found: dict[int, list[int]] = {}
         for segment in self.segments:
@@ -201,9 +197,8 @@ def analyze(
 def update_blocks(frame: Frame) -> set[int]:
     """Finds blocks without products that lie in the optimizer's update.
 
-    Such a block lies before no product, on the way to the state that the step returns,
-    and behind a gradient, or where what is made of the state alone (a weight's norm)
-    meets one.
+    No product reads their results, which reach the returned state. They read gradients,
+    or meet gradients with values of the state alone, such as a weight's norm.
     """
     program, flow = frame.program, Flow(frame.program)
     ops = program.ops
@@ -244,32 +239,37 @@ def resolve_pins(
 ) -> dict[int, Spec]:
     """Turns pinned paths into shardings by argument position.
 
-    A pattern is an argument's path as cfp writes it, or a glob over that
-    (``state/params/*/kernel``), or either for the end of it, from any ``/`` on. Where
-    several patterns match, the last wins.
-
-    Args:
-        pins: shardings by pattern.
-        program: whose arguments are meant.
+    A pattern is an argument's path, or a path's end after a ``/``, or a glob of either:
+    ``state/params/*/kernel``. A whole path is that argument alone. Of several matching
+    patterns the last wins.
 
     Raises:
-        CfpError: a pattern matches nothing, or its sharding does not fit what it
-            matches; the message names the argument and says why.
+        CfpError: a pattern matches no argument, or its sharding does not fit one.
     """
     found: dict[int, Spec] = {}
+    names = program.arg_names
     for pattern, sharding in pins.items():
-        matches = [
-            i for i, name in enumerate(program.arg_names) if path_matches(name, pattern)
+        matches = [i for i, name in enumerate(names) if name == pattern] or [
+            i for i, name in enumerate(names) if path_matches(name, pattern)
         ]
         if not matches:
-            raise CfpError(
-                f"The pin {pattern!r} matches no argument. "
-                f"{known_names(pattern, program.arg_names)}"
-            )
+            known = known_names(pattern, [_like(name, pattern) for name in names])
+            raise CfpError(f"The pin {pattern!r} matches no argument. {known}")
         spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+        spec = PartitionSpec(spec) if isinstance(spec, str) else spec
         for position in matches:
             found[position] = _fit(spec, program, position, mesh, pattern)
     return found
+
+
+def _like(name: str, pattern: str) -> str:
+    """The end of a path that is as long as a pattern, with the pattern's wildcards."""
+    parts = pattern.split("/")
+    ends = name.removesuffix("/value").split("/")[-len(parts) :]
+    if "*" not in pattern or len(ends) < len(parts):
+        return name
+    pairs = zip(parts, ends, strict=True)
+    return "/".join(part if "*" in part else end for part, end in pairs)
 
 
 def _fit(

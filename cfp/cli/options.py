@@ -171,8 +171,8 @@ def _together(given: Sequence[tuple[int, ...]] | None) -> list[int] | None:
 
 TARGET_TEXT = (
     "A model with its options following (gpt --layers 4), file.py:function, or "
-    "package.module:function; a function takes no arguments, but for microbatches, and "
-    "returns (train_step, args)."
+    "package.module:function, which returns (train_step, args); its parameters are "
+    "options."
 )
 _POSITIONS = {"metavar": "N", "parser": _positions, "callback": _together}
 _VIRTUAL = "cpu, with as many virtual devices as needed, or cuda; "

@@ -28,7 +28,7 @@ from cfp.program.trace import Lowering, planning_mesh, trace
 from cfp.search.requests import Profiles
 from cfp.units import parse_bytes
 
-Pins = Mapping[str, PartitionSpec | NamedSharding]
+Pins = Mapping[str, PartitionSpec | NamedSharding | str]
 
 
 @dataclass(frozen=True, kw_only=True)

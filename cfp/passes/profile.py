@@ -40,7 +40,7 @@ def profile(
     """
     started = time.perf_counter()
     if context.rules.estimates:
-        return _estimated(context, analysis, started, context.budget_bytes)
+        return _estimated(context, analysis, started)
     end = _end_of_measuring(context) if races else context.end
     rates = measured_rates(context)
     found, measurer = profile_segments(
@@ -65,10 +65,7 @@ def profile(
 
 
 def _end_of_measuring(context: PlanContext) -> float:
-    """The moment from which on nothing else is measured.
-
-    Under a budget of time a race has a share of what is left of it.
-    """
+    """The moment at which measuring ends; a race has the rest of the time."""
     if context.decided_by is not DecidedBy.RACE:
         return context.end
     now = time.monotonic()
@@ -84,13 +81,12 @@ def profile_segments(
     all_presets: bool = False,
     end: float | None = None,
 ) -> tuple[Profiles, Measurer]:
-    """All that was asked for, and what answered.
+    """Measures segments; returns the profiles and their measurer.
 
     Args:
-        measure: whether to measure; otherwise no device is used.
-        end: from this moment on nothing else is measured; by default planning's end.
-        all_presets: whether presets are measured, too, that are estimated to be far
-            behind and need no less memory than faster ones.
+        measure: False uses only stored records, and no device.
+        end: monotonic time at which measuring ends; by default planning's end.
+        all_presets: True measures slow presets of much memory, too.
     """
     settings, rules = context.settings, context.rules
     estimates, among = estimate_among(
@@ -196,7 +192,7 @@ def measured_rates(context: PlanContext) -> Rates:
 def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
     """Estimates what the best choice for a program takes; of it nothing runs."""
     started = time.perf_counter()
-    profiles = _estimated(context, analysis, started, context.budget_bytes)
+    profiles = _estimated(context, analysis, started)
     problem = profiles.problem
     assert problem is not None, "estimates decide"
     best = solve(problem)
@@ -210,13 +206,8 @@ def estimate(context: PlanContext, analysis: Analysis) -> Estimate:
     )
 
 
-def _estimated(
-    context: PlanContext, analysis: Analysis, started: float, budget_bytes: int | None
-) -> Profiles:
-    """Options by estimates; nothing is run, but to find rates that are not known.
-
-    Those of virtual and of described devices are.
-    """
+def _estimated(context: PlanContext, analysis: Analysis, started: float) -> Profiles:
+    """Estimates all options; only the rates of real devices are measured."""
     context.measure.tell("estimating what each strategy takes")
     if isinstance(context.mesh, DescribedMesh):
         rates = context.mesh.rates
@@ -238,7 +229,7 @@ def _estimated(
             named,
             costs,
             per_kind=context.settings.per_kind,
-            budget_bytes=budget_bytes,
+            budget_bytes=context.budget_bytes,
             replacing=replacing,
         )
 

@@ -57,13 +57,12 @@ from cfp.solution import RACE_SECONDS, Candidate, Solution, Stage, prediction_of
 
 
 def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solution:
-    """The fastest measured choice that fits in memory, by prediction.
+    """Searches for the fastest choice that fits in memory, by prediction.
 
-    Where none does it is the leanest, if that is compiled next: only the compiler
-    knows what a plan needs, and so what budget would do.
+    If no choice fits, the choice of least memory is compiled.
 
     Raises:
-        MemoryBudgetError: none fits, and nothing is compiled to make sure.
+        MemoryBudgetError: no choice fits, and predictions decide.
     """
     started = time.perf_counter()
     context.measure.tell("searching for the fastest plan")
@@ -145,12 +144,10 @@ def search(context: PlanContext, analysis: Analysis, profiles: Profiles) -> Solu
 def search_further(
     context: PlanContext, analysis: Analysis, outcome: RaceOutcome
 ) -> Solution | None:
-    """The next solution after a race that nothing fits in; None if there is none.
+    """Searches again after a race in which no candidate fits; None at the end.
 
-    First candidates are corrected by what others need, as compiled; so they are where
-    only what an earlier search has rematerialized fits, and this one saw no need. Then
-    presets are measured that were left out. At last come the smallest, and no others
-    once time is over.
+    The order: a search with the compiled sizes, presets that were not measured, and
+    the candidate of least memory. Once time is over, only the last is tried.
     """
     solution, won = outcome.solution, outcome.winner
     profiles, may_go_on = solution.profiles, not context.is_over
@@ -178,14 +175,10 @@ def search_further(
 def search_as_compiled(
     context: PlanContext, analysis: Analysis, solution: Solution
 ) -> Solution | None:
-    """A solution with candidates that fit by what its own need, as compiled.
+    """Searches with the compiled-to-predicted ratio of temporary memory.
 
-    Memory that is no state was some factor larger than predicted, by the median and at
-    most. With each of both applied to all choices the best is a candidate, and so are
-    presets that fit then with segments rematerialized, as all may be now.
-
-    Returns:
-        None where that is no other search.
+    The median and the largest ratio are applied to all choices, and every segment may
+    be rematerialized. Returns None if the search would find nothing new.
     """
     problem, rates = solution.problem, solution.rates
     if problem is None or rates is None:
@@ -217,16 +210,12 @@ def _fitting_as_compiled(
     solution: Solution,
     known: Collection[Choice],
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """New plans, and presets, that fit by what others need, as compiled.
-
-    Args:
-        known: choices that are not new.
-    """
+    """Finds plans and presets that fit by compiled sizes, without known choices."""
     problem, names = solution.problem, {one.name for one in solution.candidates}
     programs = programs_of(analysis, solution.candidates, context.environment)
     factors = dict[Choice, float]()
     for (choice, *_), one in compiled_before(context, programs).items():
-        # Compiled memory that is no state, as a multiple of what was predicted of it.
+        # Ratio of compiled to predicted temporary memory.
         size = prediction_of(analysis, problem, choice).size
         if size is not None and size.temp_bytes:
             needed = max(0, one.peak_bytes - size.argument_bytes)
@@ -272,7 +261,7 @@ def _smallest(
     solution: Solution,
     results: Sequence[RaceResult],
 ) -> Solution | None:
-    """The best by what was compiled, and the leanest, if they were not compiled yet."""
+    """Returns the best by compiled sizes and the leanest that were not compiled yet."""
     assert solution.problem is not None, "something was searched"
     done = [r.candidate for r in results if not r.is_skipped]
     known = {one.choice for one in done}
@@ -313,11 +302,10 @@ def _no_preset(
 
 
 def preset_solution(context: PlanContext, analysis: Analysis, name: str) -> Solution:
-    """A preset, by name, in place of a search.
+    """Returns a preset, by name, in place of a search.
 
-    Its attentions are computed by kernels, where these may be used. As written it is a
-    candidate, too: a kernel may fail, or be slower. Where predictions decide, nothing
-    shows that it fails: on devices that are there the preset is as written.
+    The preset with attention kernels and the preset as written race, since a kernel
+    may fail or be slower. Without a race, real devices get the preset as written.
 
     Raises:
         OptionError: there is no such preset for the program.

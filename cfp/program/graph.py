@@ -375,7 +375,6 @@ def axes_of(spec: PartitionSpec, rank: int) -> Spec:
     )
 
 
-# A program, or its frame on a mesh: what has a `looked_for`.
 _Searched = TypeVar("_Searched", bound=Any)
 
 
@@ -511,8 +510,9 @@ def _inner_flops(program: Program, record: Op, op: ir.Operation) -> int:
 
 
 def path_matches(path: str, pattern: str) -> bool:
-    """True if a pattern is a path or the end of it, as it stands there, or its glob."""
+    """True if a pattern or glob is a path or its end, or that before NNX's /value."""
     parts = path.split("/")
     ends = ["/".join(parts[start:]) for start in range(len(parts))]
+    ends += [end.removesuffix("/value") for end in ends]
     # A path may have brackets, which a glob takes for one of several letters.
     return any(end == pattern or fnmatchcase(end, pattern) for end in ends)

@@ -1,6 +1,7 @@
 """The library from the outside: plan, save, load, apply, and what is refused."""
 
 import functools
+import inspect
 import json
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 import cfp
 from cfp.planner_settings import PlannerSettings
+from cfp.program.graph import path_matches
 from cfp_test.support.covering import at_night
 
 QUICK = PlannerSettings(per_kind=2, race=False)
@@ -95,11 +97,44 @@ def test_parallelize_is_a_decorator_and_replans_for_other_shapes(mesh, cache):
     assert double.__doc__ == "Doubles."
     np.testing.assert_array_equal(double(jnp.arange(8.0)), 2 * np.arange(8.0))
     first = double.plan
-    np.testing.assert_array_equal(double(jnp.arange(12.0)), 2 * np.arange(12.0))
-    assert double.plan.arg_types == ("float32[12]",)
+    with pytest.warns(UserWarning, match="'double' is planned again, for x of type"):
+        np.testing.assert_array_equal(double(jnp.arange(12.0)), 2 * np.arange(12.0))
+    assert double.plan is first and double.plans[0] is first
+    assert [p.arg_types for p in double.plans] == [("float32[8]",), ("float32[12]",)]
     double(jnp.arange(8.0))
+    double(jnp.arange(16.0))  # The warning came once.
     assert double.plan is first
-    assert traced == [(8,), (12,)], "a deep step takes seconds to trace"
+    assert traced == [(8,), (12,), (16,)], "a deep step takes seconds to trace"
+
+
+@pytest.mark.explained("The step is planned again, or the mesh does not divide a batch")
+def test_a_smaller_last_batch_leaves_the_state_where_it_is(mesh, cache):
+    """Its plan stores the state as the first one; pinned, so that others would not."""
+    pins = {"up/kernel": "x", "down/kernel": jax.P(None, "x")}
+    step = cfp.parallelize(
+        train_step, mesh=mesh, donate_argnums=0, cache_dir=cache, settings=QUICK
+    )
+    step._options["pins"] = pins
+    state, expected = init(jax.random.key(0)), init(jax.random.key(0))
+    batch = make_batch(jax.random.key(1))
+    state, _ = step(state, batch)
+    where = jax.tree.map(lambda leaf: leaf.sharding, state)
+    del step._options["pins"]
+    last = jax.tree.map(lambda leaf: leaf[:6], batch)
+    with pytest.warns(UserWarning) as warned:
+        state, metrics = step(state, last)
+        state, _ = step(state, jax.tree.map(lambda leaf: leaf[:6], batch))
+    texts = [str(one.message) for one in warned]
+    assert len(texts) == 2, texts
+    assert "Drop or pad a smaller last batch" in texts[0]
+    assert "The mesh does not divide batch/x (6 over x=4)" in texts[1]
+    first, second = step.plans
+    assert step.plan is first
+    assert first.arg_specs[: len(where)] == second.arg_specs[: len(where)]
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == where
+    for one in (batch, last):
+        expected, wanted = jax.jit(train_step)(expected, one)
+    assert_same(metrics, wanted)
 
 
 class Stepped(NamedTuple):
@@ -129,7 +164,7 @@ def test_state_of_weak_types_is_planned_once_as_it_is_returned(mesh, cache, tmp_
         expected, wanted = jax.jit(scaled_step)(expected, rate)
         plans.append(step.plan)
         assert_same((state, loss), (expected, wanted))
-    assert all(plan is plans[0] for plan in plans)
+    assert all(plan is plans[0] for plan in plans) and len(step.plans) == 1
     avals = plans[0].step.avals
     # What is not returned stays weak.
     assert [aval.weak_type for aval in avals] == [False, False, False, True]
@@ -183,7 +218,7 @@ def test_a_counter_that_begins_as_a_number_is_taken_as_restored(
     restored = jnp.asarray(np.asarray(state[0])), jnp.asarray(np.asarray(state[1]))
     assert not restored[0].weak_type
     (count, found), _ = planned(restored, scale)
-    assert count == 3 and (planned.plan is first) is not is_weak
+    assert count == 3 and len(planned.plans) == 1 + is_weak
     wanted = jax.jit(step)((jnp.int32(2), expected[1]), scale)[0][1]
     np.testing.assert_array_equal(found, wanted)
 
@@ -449,6 +484,57 @@ def test_pins_are_kept_exactly(quick):
     real = plan.init(init, jax.random.key(0)), make_batch(jax.random.key(1))
     expected = jax.jit(train_step)(init(jax.random.key(0)), real[1])
     assert_same(plan.apply(train_step)(*real), expected)
+
+
+def test_a_string_is_one_axis_and_a_whole_path_is_one_argument(mesh, cache):
+    def step(w, state):
+        return state["w"] @ w
+
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    mesh = jax.make_mesh((4,), ("data",), devices=mesh.devices.flat)
+    plan = cfp.plan(
+        step,
+        shape,
+        {"w": shape},
+        mesh=mesh,
+        cache_dir=cache,
+        settings=QUICK,
+        pins={"w": "data", "state/w": jax.P()},
+    )
+    assert plan.arg_specs == ((("data",), ()), ((), ()))
+
+
+@pytest.mark.parametrize(
+    "path, pattern, hint",
+    [
+        ("params/up/kernel", "params/*/kernal", "params/*/kernel"),
+        ("net/up/kernel/value", "net/*/kernle", "net/*/kernel"),
+        ("params/layer_1/kernel", "parms/layer_*/kernel", "params/layer_*/kernel"),
+        ("w/up", "w/upp", "w/up"),
+    ],
+)
+def test_a_hint_keeps_the_wildcard(quick, path, pattern, hint):
+    *keys, last = path.split("/")
+    tree = {last: jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    for key in reversed(keys[1:]):
+        tree = {key: tree}
+
+    def step(tree):
+        return jax.tree.map(lambda leaf: leaf @ leaf, tree)
+
+    step.__signature__ = inspect.Signature(
+        [inspect.Parameter(keys[0], inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    )
+    with pytest.raises(cfp.CfpError, match="matches no argument") as refused:
+        quick(step, tree, pins={pattern: jax.P("x")})
+    assert f"Did you mean {hint!r}?" in str(refused.value)
+
+
+def test_the_end_of_nnxs_variables_may_be_left_out():
+    for pattern in ("up/kernel", "net/*/kernel", "*/kernel/value", "kernel"):
+        assert path_matches("net/up/kernel/value", pattern), pattern
+    assert not path_matches("net/up/kernel/values", "net/up/kernel")
+    assert not path_matches("net/up/kernel/value", "net/up")
 
 
 def test_a_method_is_bound_to_its_object(mesh, cache):

@@ -65,6 +65,7 @@ def test_both_given_away(averaged, mesh, how):
     assert cfp.compare(found, expected)[0].relative_l2 < 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:'average' is planned again:UserWarning")
 @pytest.mark.parametrize("how", HOW)
 def test_one_given_away_and_the_other_read(averaged, mesh, how):
     w, x = twins(mesh, how)

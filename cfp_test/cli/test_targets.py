@@ -56,6 +56,25 @@ def test_a_file_alone_lists_its_functions():
     assert "toy" in str(found.value).partition("There are: ")[2]
 
 
+def test_a_functions_parameters_are_options(tmp_path):
+    path = tmp_path / "sized.py"
+    path.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def made(batch=4, *, width: int, wide=False, dtype='float32', seq=None):\n"
+        "    shape = jax.ShapeDtypeStruct((batch, width, int(wide), seq), dtype)\n"
+        "    return jnp.sin, (shape,)\n"
+    )
+    words = ["--batch", "18", "--width=3", "--wide", "--dtype=bfloat16", "--seq", "2"]
+    (shape,) = resolve(f"{path}:made", words).args
+    assert (shape.shape, shape.dtype) == ((18, 3, 1, 2), jnp.bfloat16)
+    with pytest.raises(CfpError, match="Parameters of the function are its options"):
+        resolve(f"{path}:made", ["--heads", "2"])
+    with pytest.raises(
+        CfpError, match=r"--batch cannot be 'many'. Give a value of type"
+    ):
+        resolve(f"{path}:made", ["--batch", "many", "--width", "1"])
+
+
 def test_a_function_may_be_asked_for_microbatches():
     plain, parts = (
         jax.make_jaxpr(target.step)(*target.args)

@@ -223,6 +223,39 @@ def test_python_blocks_run(program, tmp_path):
     )
 
 
+# A number that was measured: with a decimal point, or with a unit.
+_FIGURE = re.compile(
+    r"(?<![\w.,=])(\d[\d,]*\.\d+|\d[\d,]*(?= ?(?:%|s\b|ms\b|GiB|TFLOP|tokens)))"
+)
+
+
+def test_every_figure_of_the_readme_is_in_a_page_of_results():
+    text = (
+        (ROOT / "README.md").read_text().split("\n## What changes in your numbers")[0]
+    )
+    for block in (
+        *blocks(ROOT / "README.md", "python"),
+        *re.findall("`[^`\n]+`", text),
+    ):
+        text = text.replace(block, "")
+    figures = set(_FIGURE.findall(text))
+    # Of the printed plan, of the table, and of FP8.
+    assert {"105.311", "57.4", "105.92", "116.7", "0.765", "3"} <= figures
+    pages = "\n".join(p.read_text() for p in (ROOT / "docs" / "results").glob("*.md"))
+    known = set(re.findall(r"\d[\d,]*(?:\.\d+)?", pages))
+    assert figures - known == set()
+    (plan,) = re.findall(r"```\n(Plan .*?)```", text, re.DOTALL)
+    assert plan in (ROOT / "docs" / "results" / "suite_gpux2.md").read_text()
+
+
+def test_the_readme_has_800_words_and_begins_with_one_sentence():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 800
+    (program,) = blocks(ROOT / "README.md", "python")
+    assert len(text.partition("```python")[0].split()) < 110
+    assert len([line for line in program.splitlines() if line]) <= 16
+
+
 def test_figures_of_the_readme_are_in_its_pages():
     """Each number of a row is in the page that the row links to."""
     text = (ROOT / "README.md").read_text()

@@ -165,6 +165,7 @@ def test_a_parallelized_step_says_once_what_takes_the_time_and_how_to_silence_it
     assert planned_twice(quiet=True) == ("", "")
 
 
+@pytest.mark.filterwarnings("ignore:'step' is planned again:UserWarning")
 def test_what_is_planned_again_says_why(tmp_path, monkeypatch):
     monkeypatch.setenv("CFP_CACHE_DIR", str(tmp_path))
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])

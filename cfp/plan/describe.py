@@ -410,8 +410,8 @@ def _site(op: Op) -> str:
     kind = op.kind
     if call is not None:
         kind = f"custom_partitioning {call.label}"
-    is_refused = call is not None and op.rule is None and call.asked.refusals
-    refusal = f": {call.asked.refusals[0]}" if call and is_refused else ""
+    is_refused = call is not None and op.rule is None and call.refusals
+    refusal = f": {call.refusals[0]}" if call and is_refused else ""
     if op.source:
         return f"{kind} at {Path(op.source).name}{refusal}"
     return " in ".join([kind, *_FUNCTION.findall(op.scope)[-1:]]) + refusal

@@ -3,11 +3,17 @@
 JAX lowers such an op to a call that carries the address of its callbacks: another one
 in every trace and every process, and of no use once they are gone. Here the call has a
 name that is made of what it computes instead, and callbacks are kept by that name as
-long as the process lives. Its sharding rule is the one that its callbacks keep, see
-`cfp.program.asked`. Before a module is compiled, :func:`bind` gives JAX's partitioner
-the callbacks for the module's mesh. They put the op's operands into shardings that the
-rule allows before the op's own ``partition`` sees them, so that it is not given what it
-refuses.
+long as the process lives.
+
+An op is sharded by the rule that comes with it (``sharding_rule=``). The rule of JAX's
+cuDNN attention says nothing of keys: its factors are a table. An op without a rule is
+replicated. As callbacks need not keep what a rule promises, each factor is tried once:
+``partition`` is asked for the op with the factor's dims sharded, and a factor that it
+refuses, or does not keep, is left out.
+
+Before a module is compiled, :func:`bind` gives JAX's partitioner the callbacks for the
+module's mesh. They put the op's operands into shardings that the rule allows before the
+op's own ``partition`` sees them, so that it is not given what it refuses.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -16,11 +22,10 @@ refuses.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 from types import SimpleNamespace
@@ -34,31 +39,31 @@ from jax._src import custom_partitioning_sharding_rule as jax_rules
 from jax._src import debugging as jax_debugging
 from jax._src.config import use_shardy_partitioner
 from jax._src.dispatch import prim_requires_devices_during_lowering
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
+from jax._src.sharding_impls import parse_flatten_op_sharding
+from jax.extend.core import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Primitive,
+    jaxpr_as_fun,
+)
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from cfp.errors import StepNotTraceable
+from cfp.errors import StepNotTraceable, summary_of
 from cfp.program import shardy
-from cfp.program.asked import (
-    CallbackRule,
-    Callbacks,
-    Dims,
-    Factor,
-    factors_of,
-    factors_of_cudnn,
-    kept_rule,
-    written,
-)
 from cfp.program.graph import PARTITIONED, Spec, axes_of, inner_flops
 from cfp.program.jaxprs import closed_with, with_equations, with_inner
 from cfp.program.read import read_program
-from cfp.program.rules import rule_of
+from cfp.program.rules import Rule, rule_of
 
 TARGET = "CustomSPMDPartitioning"
 _CONFIG = "backend_config"
 _PREFIX = "cfp"
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 _rule_in_mlir: Any = jax_rules.sdy_sharding_rule_to_mlir
 _OF_SHARDINGS = "inspect_sharding"
 # They ask for the runtime of the platform, of which TPUs' alone is used.
@@ -69,31 +74,131 @@ _HOST_CALLS: tuple[tuple[Primitive, Callable[..., Any]], ...] = (
     (jax_debugging.debug_print_p, jax_debugging.debug_print_lowering_rule),
 )
 
+OpDim = tuple[int, int]  # (number among operands and then results, dim)
+Shape = jax.ShapeDtypeStruct
+Dims = dict[OpDim, tuple[str, ...]]  # the mesh axes of each sharded dim
+
+
+class Refused(Exception):
+    """The callbacks of an op do not take a sharding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A factor that may be sharded.
+
+    Attributes:
+        places: its dims.
+        size: they are split into so many pieces at most.
+        is_sum: true if it is summed over.
+    """
+
+    places: tuple[OpDim, ...]
+    size: int
+    is_sum: bool = False
+
 
 @dataclass(frozen=True, eq=False)
 class PartitionedCall:
     """A custom_partitioning op of some program.
 
     Attributes:
-        name: what stands in programs: equal for ops that compute the same.
-        callbacks: the op's own.
-        asked: the factors that the callbacks keep.
-        rule: the same as Shardy writes it.
         whole: what it computes, on one device.
+        partition: its callback, of a mesh, operands and results with shardings.
         platforms: that it was lowered for.
+        name: what stands in programs: equal for ops that compute the same.
+        factors: those that its callback keeps.
+        refusals: why other factors may not be sharded, each once.
+        rule: the factors as Shardy writes them.
     """
 
-    name: str
-    callbacks: Callbacks
-    asked: CallbackRule
-    rule: str
     whole: ClosedJaxpr
+    partition: Callable[..., Any]
+    in_tree: Any
+    out_tree: Any
     platforms: tuple[str, ...]
+    name: str = ""
+    factors: tuple[Factor, ...] = ()
+    refusals: tuple[str, ...] = ()
+    rule: str = ""
 
     @property
     def label(self) -> str:
         """The name of the function that the user wrote."""
-        return self.name.split(":")[1]
+        return re.sub(r"\W", "_", str(self.whole.jaxpr.debug_info.func_name))
+
+    @property
+    def count(self) -> int:
+        """The number of operands."""
+        return len(self.whole.in_avals)
+
+    @property
+    def tensors(self) -> tuple[Shape, ...]:
+        """Shapes of the operands, then of the results."""
+        return _shapes((*self.whole.in_avals, *self.whole.out_avals))
+
+    def partitioned(self, mesh: Mesh | AbstractMesh, dims: Dims) -> tuple[Any, ...]:
+        """The callback's answer where some dims are sharded."""
+        shaped = []
+        for number, t in enumerate(self.tensors):
+            parts = (dims.get((number, dim)) for dim in range(len(t.shape)))
+            spec = PartitionSpec(*(p[0] if p and len(p) == 1 else p for p in parts))
+            shaped.append(Shape(t.shape, t.dtype, sharding=NamedSharding(mesh, spec)))
+        ins, outs = shaped[: self.count], shaped[self.count :]
+        return self.partition(
+            mesh, self.in_tree.unflatten(ins), self.out_tree.unflatten(outs)
+        )
+
+    def local_program(self, mesh: AbstractMesh, dims: Dims) -> str:
+        """The program of one device, as text, where some dims are sharded.
+
+        Raises:
+            Refused: a callback raises, or answers with what does not fit together.
+        """
+        try:
+            _, local, out, ins = self.partitioned(mesh, dims)
+            answered = (
+                *self.in_tree.flatten_up_to(ins),
+                *self.out_tree.flatten_up_to(out),
+            )
+            pairs = [*zip(answered, self.tensors, strict=True)]
+            kept = [axes_of(sharding.spec, len(t.shape)) for sharding, t in pairs]
+            tiles = [Shape(one.shard_shape(t.shape), t.dtype) for one, t in pairs]
+            closed = jax.make_jaxpr(local, axis_env=list(mesh.shape.items()))(
+                *self.in_tree.unflatten(tiles[: self.count])
+            )
+        except Exception as error:  # Callbacks raise whatever they like.
+            raise Refused(summary_of(error)) from error
+        places = {(n, d): a for n, s in enumerate(kept) for d, a in enumerate(s) if a}
+        if places != dims:
+            raise Refused("its operands are to be whole along that dim")
+        made: list[Any] = [*closed.out_avals]
+        found = [(tuple(a.shape), a.dtype) for a in made]
+        wanted = [(t.shape, t.dtype) for t in tiles[self.count :]]
+        if found != wanted:
+            raise Refused(f"it computes {found} on one device, where {wanted} belong")
+        return _ADDRESS.sub("", str(closed)) + _constants(closed)
+
+
+def _shapes(avals: Iterable[Any]) -> tuple[Shape, ...]:
+    return tuple(Shape(a.shape, a.dtype) for a in avals)
+
+
+def _constants(value: Any) -> str:
+    """The digests of arrays that a program holds, which its text leaves out."""
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        inside = [*getattr(value, "consts", ())]
+        for eqn in value.eqns:
+            inside += [*eqn.invars, *eqn.params.values()]
+        value = (*inside, *getattr(value, "jaxpr", value).outvars)
+    if isinstance(value, Literal):
+        return _constants(value.val)
+    if isinstance(value, tuple | list):
+        return "".join(map(_constants, value))
+    if isinstance(value, np.ndarray | jax.Array):
+        array = np.asarray(value)
+        return f"{array.dtype}{hashlib.sha256(array.tobytes()).hexdigest()}"
+    return ""
 
 
 # By name, and by name and mesh: kept while the process lives, since what was planned
@@ -125,6 +230,71 @@ def traced_with_callbacks(
             raise
     with use_shardy_partitioner(False):
         return jax.jit(fn).trace(*avals)
+
+
+# ------------------------------------------------------------------------------- rules
+
+# Dims of the tensors of JAX's cuDNN attention that a letter stands for, "B" sequences
+# and "N" heads, which its own rule leaves out: operands, then results. "*" is a dim of
+# the layout of queries. By the name of the callback.
+_HEADS, _BIAS, _STATISTICS = "****", "BN..", "BN."
+_INPUTS = (_HEADS, _HEADS, _HEADS, _BIAS, "B", "B", "B.", "B.", "", "")
+_CUDNN = {
+    "_dot_product_attention_fwd_partition": (*_INPUTS, _HEADS, _STATISTICS),
+    "_dot_product_attention_bwd_partition": (
+        *(*_INPUTS, _STATISTICS, _HEADS, _HEADS),
+        *(_HEADS, _HEADS, _HEADS, _BIAS),
+    ),
+}
+_CUDNN_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
+_CUDNN_LAYOUTS = ("BTNH", "BNTH")
+_CUDNN_LAYOUT_ARGUMENT = 5  # Of the static ones.
+
+
+def factors_of_cudnn(
+    partition: Callable[..., Any], static_args: Sequence[Any], tensors: Sequence[Shape]
+) -> list[Factor] | None:
+    """The factors of an op of JAX's cuDNN attention; None of any other op."""
+    name = getattr(partition, "__name__", "")
+    if getattr(partition, "__module__", "") != _CUDNN_MODULE or name not in _CUDNN:
+        return None
+    layout = _CUDNN_LAYOUTS[static_args[_CUDNN_LAYOUT_ARGUMENT]]
+    found = []
+    for letter in "BN":
+        places = tuple(
+            (number, dim)
+            for number, (tensor, letters) in enumerate(
+                zip(tensors, _CUDNN[name], strict=False)
+            )
+            if len(letters) == len(tensor.shape)
+            for dim, own in enumerate(layout if letters == _HEADS else letters)
+            if own == letter and tensor.shape[dim] > 1
+        )
+        found.append(Factor(places, _common(tensors, places)))
+    return found
+
+
+def factors_of(rule: Rule | None, tensors: Sequence[Shape]) -> Iterator[Factor]:
+    """Yields the factors that a rule lets be sharded."""
+    if rule is None:
+        return
+    for factor, size in enumerate(rule.sizes):
+        places, in_pieces = [], False
+        for tensor, dims in enumerate((*rule.operands, *rule.results)):
+            for dim, factors in enumerate(dims):
+                if rule.major(factors) == factor and factor not in rule.fixed:
+                    places.append((tensor, dim))
+                    in_pieces |= bool(rule.fixed.intersection(factors))
+        is_sum = factor in rule.reduction
+        if is_sum or (len(places) > 1 and places[-1][0] >= len(rule.operands)):
+            # Dims alone limit it, unless pieces of them are to stay whole.
+            common = _common(tensors, places, size if in_pieces else 0)
+            yield Factor(tuple(places), common, is_sum)
+
+
+def _common(tensors: Sequence[Shape], places: Iterable[OpDim], pieces: int = 0) -> int:
+    """The number of pieces that some dims can be split into, all of them."""
+    return math.gcd(pieces, *(tensors[tensor].shape[dim] for tensor, dim in places))
 
 
 # --------------------------------------------------------------------------- lowering
@@ -175,27 +345,25 @@ def _lower(
     if manual or math.prod(mesh.shape.values()) == 1:
         inside = mlir.lower_fun(jaxpr_as_fun(call), multiple_results=True)
         return inside(context, *values)
-    reads, makes = _shapes(call.in_avals), _shapes(call.out_avals)
     results = [
-        ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype)) for a in makes
+        ir.RankedTensorType.get(a.shape, mlir.dtype_to_ir_type(a.dtype))
+        for a in _shapes(call.out_avals)
     ]
     rule = _own_rule(mesh, sharding_rule, static_args, values, results)
-    callbacks = Callbacks(
-        partition=partial(partition, *static_args),
-        operands=reads,
-        results=makes,
-        in_tree=in_tree,
-        out_tree=out_tree,
-    )
     platforms = tuple(context.module_context.platforms)
+    bound = partial(partition, *static_args)
+    new = PartitionedCall(call, bound, in_tree, out_tree, platforms)
     what = (str(call), partition, static_args, in_tree, rule, platforms)
-    where = (tuple(mesh.shape.items()), isinstance(mesh, AbstractMesh))
-    factors = factors_of_cudnn(partition, static_args, callbacks.tensors)
-    if factors is None:
-        own = rule_of(ir.Attribute.parse(rule)) if rule else None
-        factors = [*factors_of(own, callbacks.tensors)]
-    describe = partial(_described, call, callbacks, factors, mesh, platforms)
-    found = _known((*what, *where), describe)
+    key = (*what, *mesh.shape.items(), isinstance(mesh, AbstractMesh))
+    try:
+        found = _DESCRIBED.get(key)
+    except TypeError:  # a static argument cannot be hashed
+        found, key = None, new
+    if found is None:
+        factors = factors_of_cudnn(partition, static_args, new.tensors)
+        if factors is None:
+            factors = factors_of(rule, new.tensors)
+        found = _DESCRIBED[key] = _described(new, factors, mesh)
     made = ir.Operation.create(
         "stablehlo.custom_call",
         results=results,
@@ -210,6 +378,118 @@ def _lower(
         },
     )
     return list(made.results)
+
+
+def _own_rule(
+    mesh: Mesh | AbstractMesh,
+    given: Any,
+    static_args: tuple[Any, ...],
+    values: Sequence[ir.Value],
+    results: Sequence[ir.Type],
+) -> Rule | None:
+    """The rule that comes with an op; None if none does."""
+    if given is None:
+        return None
+    rule: Any = given
+    operands = [value.type for value in values]
+    if callable(rule):
+        rule = rule(*static_args, mesh, operands, list(results))
+        settings: dict[str, Any] = {}
+        if isinstance(rule, list | tuple) and len(rule) == 2:
+            rule, settings = rule
+        if isinstance(rule, str):
+            rule = jax_rules.str_to_sdy_sharding_rule(rule, **settings)
+    return rule_of(_rule_in_mlir(rule, operands, list(results)))
+
+
+def _described(
+    call: PartitionedCall, factors: Iterable[Factor], mesh: Mesh | AbstractMesh
+) -> PartitionedCall:
+    """A call with those of some factors that its callback takes, each tried once.
+
+    Args:
+        mesh: its axes' names are what the callback may know. Sizes are put in their
+            place that divide a factor, so that the answer is one for meshes of all
+            sizes.
+    """
+    axis = next(name for name, size in mesh.shape.items() if size > 1)
+    kept: dict[Factor, str] = {}
+    refusals: dict[str, None] = {}
+    for factor in factors:
+        ways = next((n for n in range(2, factor.size + 1) if factor.size % n == 0), 0)
+        if not ways:
+            continue
+        sizes = tuple(ways if name == axis else 1 for name in mesh.shape)
+        shape = AbstractMesh(sizes, tuple(mesh.shape))
+        dims: Dims = dict.fromkeys(factor.places, (axis,))
+        try:
+            kept[factor] = call.local_program(shape, dims)
+        except Refused as error:
+            refusals[str(error)] = None
+    rule = str(_written([*kept], call.tensors, call.count))
+    content, flops = _inside(call.whole, call.platforms)
+    parts = content, rule, *kept.values(), *refusals, call.in_tree, call.platforms
+    digest = hashlib.sha256(repr([*map(str, parts)]).encode()).hexdigest()[:24]
+    name = f"{_PREFIX}:{call.label}:{flops}:{digest}"
+    found = replace(
+        call, name=name, factors=tuple(kept), refusals=tuple(refusals), rule=rule
+    )
+    with _LOCK:
+        _CALLS[name] = found
+    return found
+
+
+def _written(
+    shared: Sequence[Factor], tensors: Sequence[Shape], count: int
+) -> ir.Attribute:
+    """A rule as Shardy has it; dims that may not be sharded have factors alone."""
+    sizes = [factor.size for factor in shared]
+    of = {place: n for n, one in enumerate(shared) for place in one.places}
+
+    def factors(place: OpDim, whole: int) -> list[int]:
+        known = [of[place]] if place in of else []
+        rest = whole // sizes[of[place]] if known else whole
+        if known and rest == 1:
+            return known
+        sizes.append(rest)
+        return [*known, len(sizes) - 1]
+
+    mappings = [
+        sdy.TensorMappingAttr.get(
+            [
+                sdy.DimMappingAttr.get(factors((tensor, dim), whole))
+                for dim, whole in enumerate(aval.shape)
+            ]
+        )
+        for tensor, aval in enumerate(tensors)
+    ]
+    return sdy.OpShardingRuleAttr.get(
+        sizes,
+        mappings[:count],
+        mappings[count:],
+        [n for n, factor in enumerate(shared) if factor.is_sum],
+        [n for n in range(len(shared), len(sizes)) if sizes[n] > 1],
+        is_custom=True,
+    )
+
+
+def _inside(call: ClosedJaxpr, platforms: tuple[str, ...]) -> tuple[str, int]:
+    """The digest of what an op computes on one device, and its FLOPs."""
+    run = jaxpr_as_fun(call)
+
+    def inside(*operands: jax.Array) -> Any:
+        return run(*operands)
+
+    traced = jax.jit(inside, keep_unused=True).trace(*_shapes(call.in_avals))
+    module = shardy.stablehlo(traced.lower(lowering_platforms=platforms))
+    shardy.normalise(module)
+    names = [""] * len(call.in_avals)
+    outputs = [""] * len(call.out_avals)
+    program = read_program(
+        module, arg_names=names, output_names=outputs, alias=[None] * len(names)
+    )
+    ops = shardy.program_ops(shardy.main_function(module))
+    return program.content, inner_flops(program, ops)
 
 
 def deferred(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -230,112 +510,30 @@ def _deferred_eqn(eqn: JaxprEqn) -> JaxprEqn:
         return with_inner(eqn, _deferred)
     if eqn.primitive.name == _OF_SHARDINGS:
         return eqn
-    avals = tuple(v.aval for v in eqn.outvars)
-    what = _Op(eqn.primitive, dict(eqn.params))
-    return eqn.replace(primitive=_deferred_p, params={"op": what, "avals": avals})
+    return eqn.replace(primitive=_deferred_p, params={"op": _Op(eqn)})
 
 
 @dataclass(frozen=True, eq=False)
 class _Op:
     """An op of JAX's that is lowered later; it hides the op's parameters."""
 
-    primitive: Primitive
-    params: dict[str, Any]
+    eqn: JaxprEqn
 
     def __call__(self, *operands: Any) -> Any:
-        made = self.primitive.bind(*operands, **self.params)
-        return made if self.primitive.multiple_results else [made]
+        primitive = self.eqn.primitive
+        made = primitive.bind(*operands, **self.eqn.params)
+        return made if primitive.multiple_results else [made]
 
 
 _deferred_p = Primitive("deferred")
 _deferred_p.multiple_results = True
-_deferred_p.def_abstract_eval(lambda *_, op, avals: list(avals))
-
-
+_deferred_p.def_abstract_eval(lambda *_, op: [v.aval for v in op.eqn.outvars])
 mlir.register_lowering(
     _deferred_p,
-    lambda context, *values, op, avals: mlir.lower_fun(op, multiple_results=True)(
+    lambda context, *values, op: mlir.lower_fun(op, multiple_results=True)(
         context, *values
     ),
 )
-
-
-def _own_rule(
-    mesh: Mesh | AbstractMesh,
-    given: Any,
-    static_args: tuple[Any, ...],
-    values: Sequence[ir.Value],
-    results: Sequence[ir.Type],
-) -> str | None:
-    """The rule that comes with an op, as Shardy writes it; None if none does."""
-    if given is None:
-        return None
-    rule: Any = given
-    operands = [value.type for value in values]
-    if callable(rule):
-        rule = rule(*static_args, mesh, operands, list(results))
-        settings: dict[str, Any] = {}
-        if isinstance(rule, list | tuple) and len(rule) == 2:
-            rule, settings = rule
-        if isinstance(rule, str):
-            rule = jax_rules.str_to_sdy_sharding_rule(rule, **settings)
-    return str(_rule_in_mlir(rule, operands, list(results)))
-
-
-def _known(
-    key: tuple[Any, ...], describe: Callable[[], PartitionedCall]
-) -> PartitionedCall:
-    """The description of an op; made once for ops that are the same in all."""
-    try:
-        known = _DESCRIBED.get(key)
-    except TypeError:  # a static argument cannot be hashed
-        return describe()
-    if known is None:
-        known = _DESCRIBED[key] = describe()
-    return known
-
-
-def _described(
-    call: ClosedJaxpr,
-    callbacks: Callbacks,
-    factors: Sequence[Factor],
-    mesh: Mesh | AbstractMesh,
-    platforms: tuple[str, ...],
-) -> PartitionedCall:
-    asked = kept_rule(callbacks, factors, mesh)
-    text = str(written(asked, callbacks.tensors, len(callbacks.operands)))
-    inside, flops = _inside(call, platforms)
-    parts = (inside, text, asked.locals, asked.refusals, str(callbacks.in_tree))
-    digest = hashlib.sha256(repr((*parts, platforms)).encode()).hexdigest()[:24]
-    label = re.sub(r"\W", "_", str(call.jaxpr.debug_info.func_name))
-    name = f"{_PREFIX}:{label}:{flops}:{digest}"
-    found = PartitionedCall(name, callbacks, asked, text, call, platforms)
-    with _LOCK:
-        _CALLS[name] = found
-    return found
-
-
-def _shapes(avals: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
-
-
-def _inside(call: ClosedJaxpr, platforms: tuple[str, ...]) -> tuple[str, int]:
-    """The digest of what an op computes on one device, and its FLOPs."""
-    run = jaxpr_as_fun(call)
-
-    def inside(*operands: jax.Array) -> Any:
-        return run(*operands)
-
-    traced = jax.jit(inside, keep_unused=True).trace(*_shapes(call.in_avals))
-    module = shardy.stablehlo(traced.lower(lowering_platforms=platforms))
-    shardy.normalise(module)
-    names = [""] * len(call.in_avals)
-    outputs = [""] * len(call.out_avals)
-    program = read_program(
-        module, arg_names=names, output_names=outputs, alias=[None] * len(names)
-    )
-    ops = shardy.program_ops(shardy.main_function(module))
-    return program.content, inner_flops(program, ops)
 
 
 # -------------------------------------------------------------------------- compiling
@@ -383,10 +581,8 @@ def _calls_in(module: ir.Module) -> Iterator[tuple[ir.Operation, str]]:
 
 
 def _register(key: bytes, call: PartitionedCall, mesh: Mesh) -> None:
-    callbacks = call.callbacks
-
-    def named(sharding: Any, rank: int) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*_axes_in(sharding, mesh, rank)))
+    def named(sharding: Any, _: int) -> NamedSharding:
+        return NamedSharding(mesh, spec_of(sharding, mesh))
 
     with _LOCK:
         if key in _BOUND:
@@ -395,8 +591,8 @@ def _register(key: bytes, call: PartitionedCall, mesh: Mesh) -> None:
             None,
             partial(_partition, call),
             named,
-            callbacks.in_tree,
-            callbacks.out_tree,
+            call.in_tree,
+            call.out_tree,
             None,
             SimpleNamespace(platforms=call.platforms, backend=None),
             mesh,
@@ -406,60 +602,39 @@ def _register(key: bytes, call: PartitionedCall, mesh: Mesh) -> None:
         jax_partitioning._sharding_callbacks[key] = info
 
 
-def _axes_in(sharding: Any, mesh: Mesh, rank: int) -> list[tuple[str, ...]]:
-    """The axes of each dim of XLA's sharding; none where it uses a part of an axis."""
-    if sharding is None or not sharding.is_tiled():
-        return [()] * rank
-    ways = sharding.tile_assignment_dimensions()
-    tiles = np.unravel_index(np.argsort(sharding.tile_assignment_devices()), ways)
-    sizes = {name: size for name, size in mesh.shape.items() if size > 1}
-    devices = np.unravel_index(np.arange(mesh.size), tuple(sizes.values()))
-    places = dict(zip(sizes, devices, strict=True))
-
-    def splits(names: tuple[str, ...], dim: int) -> bool:
-        shape = tuple(sizes[name] for name in names)
-        if not names or math.prod(shape) != ways[dim]:
-            return False
-        tile = np.ravel_multi_index(tuple(places[name] for name in names), shape)
-        return bool((tile == tiles[dim]).all())
-
-    orders = [
-        names
-        for count in range(len(sizes) + 1)
-        for names in itertools.permutations(sizes, count)
-    ]
-    return [
-        next((names for names in orders if splits(names, dim)), ())
-        for dim in range(rank)
-    ]
+def spec_of(sharding: Any, mesh: Mesh) -> PartitionSpec:
+    """XLA's sharding by axes of a mesh; whole if it uses a part of an axis."""
+    try:
+        (spec,) = parse_flatten_op_sharding(sharding, mesh)
+    except (KeyError, NotImplementedError, StopIteration, ValueError):
+        return PartitionSpec()
+    return spec
 
 
 def _partition(call: PartitionedCall, mesh: Mesh, operands: Any, results: Any) -> Any:
     """Returns the per-device function of a call, as JAX's ``partition`` callback."""
-    callbacks = call.callbacks
     given = (
-        *callbacks.in_tree.flatten_up_to(operands),
-        *callbacks.out_tree.flatten_up_to(results),
+        *call.in_tree.flatten_up_to(operands),
+        *call.out_tree.flatten_up_to(results),
     )
     axes = [axes_of(one.sharding.spec, len(one.shape)) for one in given]
-    dims = _settled(call, mesh, axes)
-    ins, outs = callbacks.sharded(mesh, dims)
-    if dims:
-        return callbacks.partition(mesh, ins, outs)
+    if dims := _settled(call, mesh, axes):
+        return call.partitioned(mesh, dims)
 
     def alone(*trees: Any) -> Any:
         """Each device computes what one device alone does."""
-        leaves = callbacks.in_tree.flatten_up_to(trees)
-        return callbacks.out_tree.unflatten(jaxpr_as_fun(call.whole)(*leaves))
+        leaves = call.in_tree.flatten_up_to(trees)
+        return call.out_tree.unflatten(jaxpr_as_fun(call.whole)(*leaves))
 
-    return mesh, alone, *jax.tree.map(lambda one: one.sharding, (outs, ins))
+    whole = NamedSharding(mesh, PartitionSpec())
+    return mesh, alone, *jax.tree.map(lambda _: whole, (results, operands))
 
 
 def _settled(call: PartitionedCall, mesh: Mesh, given: Sequence[Spec]) -> Dims:
     """Shards all dims of a factor as the first of them that is, and no others."""
     found: Dims = {}
     used: set[str] = set()
-    for factor in call.asked.factors:
+    for factor in call.factors:
         wanted = (given[tensor][dim] for tensor, dim in factor.places)
         axes = next((names for names in wanted if names), ())
         ways = math.prod(mesh.shape[name] for name in axes)

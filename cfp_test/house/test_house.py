@@ -29,6 +29,7 @@ NON_PUBLIC = {
         "jax._src.custom_partitioning_sharding_rule",
         "jax._src.debugging",
         "jax._src.dispatch.prim_requires_devices_during_lowering",
+        "jax._src.sharding_impls.parse_flatten_op_sharding",
         "._ShardingCallbackInfo",
         "._sharding_callbacks",
     },

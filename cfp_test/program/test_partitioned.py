@@ -45,12 +45,12 @@ def calls_of(fn, args, mesh):
 
 
 def places_of(call):
-    return tuple(factor.places for factor in call.asked.factors)
+    return tuple(factor.places for factor in call.factors)
 
 
 def groups_of(op, *shapes, sizes=MESHES["x2y2"]):
     _, (call,) = calls_of(lambda *args: op(*args), shapes, make_mesh(sizes))
-    return places_of(call), call.asked.refusals
+    return places_of(call), call.refusals
 
 
 # ------------------------------------------------------------------------------ rules
@@ -157,10 +157,8 @@ def test_axes_of_shardings_are_read_again(spec, shape):
     """From XLA's notation, which has tiles of devices and no names."""
     mesh = make_mesh((("x", 2), ("y", 2), ("z", 2)))
     given = NamedSharding(mesh, spec)
-    axes = partitioned._axes_in(
-        given._to_xla_hlo_sharding(len(shape)), mesh, len(shape)
-    )
-    found = NamedSharding(mesh, PartitionSpec(*axes))
+    hlo = given._to_xla_hlo_sharding(len(shape))
+    found = NamedSharding(mesh, partitioned.spec_of(hlo, mesh))
     assert found.is_equivalent_to(given, len(shape))
 
 

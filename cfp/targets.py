@@ -102,12 +102,12 @@ def resolve(
         raise CfpError(f"There is no option {text}; --help lists those that there are.")
     if text.endswith(".py") and Path(text).is_file():
         return _function_target(f"{text}:", options, tuple(donate), tuple(static))
-    if text not in models.NAMES:
-        close = difflib.get_close_matches(text, models.NAMES, 1)
+    if text not in models.MODELS:
+        close = difflib.get_close_matches(text, models.MODELS, 1)
         attempt = close[0] if close else f"{text.removesuffix('.py')}.py:function"
         raise CfpError(
             f"There is no target {text!r}. Did you mean {attempt}? Targets are "
-            f"models ({', '.join(models.NAMES)}), file.py:function and "
+            f"models ({', '.join(models.MODELS)}), file.py:function and "
             "package.module:function."
         )
     if donate or static:

@@ -15,7 +15,7 @@ from cfp.analysis.dump import GLOBAL_FOLDER, dump_analysis
 from cfp.cli.options import leave_printing_to_process_0
 from cfp.devices.joining import is_follower
 from cfp.errors import CfpError
-from cfp.models import NAMES
+from cfp.models import MODELS
 from cfp.passes.analyze import Analyzed, Pins, analyze_step
 from cfp.plan.parts import check_arguments, check_donated
 from cfp.plan.plan import Plan
@@ -83,7 +83,7 @@ def open_target(
         on_cpu = plan.environment.get("platform") == "cpu"
         platform_name = platform_name or ("cpu" if on_cpu else None)
         known = [i for i in plan.static or () if isinstance(i, int)]
-        if known and not static and text in NAMES:
+        if known and not static and text in MODELS:
             raise CfpError(
                 f"The plan's step has static arguments {known}, and {text} has none. "
                 "Give the function that was planned, file.py:function."

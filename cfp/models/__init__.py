@@ -1,30 +1,112 @@
-"""Models to plan for, with their train steps. See `cfp.models.registry`.
+"""Models to plan for by name, with their train steps.
 
-Models need the extra `models` of the package; their names need nothing.
+To build one needs the extra `models` of the package. `build` gives a step and abstract
+arguments, which is all that planning needs; `initialise` gives what it takes to run
+that step for real:
+
+    train_step, args = build("gpt", layers=2)
+    init_fn, make_batch = initialise("gpt", layers=2)
+    state = init_fn(jax.random.key(0))
+    state, metrics = jax.jit(train_step)(state, make_batch(jax.random.key(1)))
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
 
 from cfp.errors import CfpError
-
-if TYPE_CHECKING:
-    from cfp.models.model import Model
-    from cfp.models.registry import MODELS, build, find, initialise, logical_names
+from cfp.models.layers import TOKENS
+from cfp.models.model import Model
+from cfp.models.moe import MOE
+from cfp.models.options import Config, Scalar
+from cfp.models.train import Batch, TrainState, TrainStep, make_train_step
+from cfp.models.transformers import BERT, GPT, LLAMA
 
 __all__ = ["MODELS", "Model", "build", "find", "initialise", "logical_names"]
-NAMES = ("gpt", "moe", "bert", "llama")
+
+MODELS: Mapping[str, Model] = MappingProxyType(
+    {"gpt": GPT, "moe": MOE, "bert": BERT, "llama": LLAMA}
+)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def find(name: str) -> Model:
+    """Looks a model up; an unknown name raises ValueError."""
+    if name not in MODELS:
+        raise ValueError(f"unknown model {name!r}; known models: {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def build(name: str, **options: Scalar) -> tuple[TrainStep, tuple[TrainState, Batch]]:
+    """Makes a train step and its abstract arguments; allocates no array.
+
+    Args:
+      **options: see `find(name).options`.
+
+    Returns:
+      `(train_step, (state, batch))`, the arguments as trees of jax.ShapeDtypeStruct.
+
+    Raises:
+      ValueError: the name or an option is unknown, or the options do not fit together.
+    """
+    model, config, optimizer = _settled(name, options)
+    apply = partial(model.apply, config)
+    step = make_train_step(apply, optimizer, config.microbatches)
+    init_fn, make_batch = initialise(name, **options)
+    key = jax.eval_shape(jax.random.key, 0)
+    return step, (jax.eval_shape(init_fn, key), jax.eval_shape(make_batch, key))
+
+
+def initialise(
+    name: str, **options: Scalar
+) -> tuple[Callable[[jax.Array], TrainState], Callable[[jax.Array], Batch]]:
+    """Makes the functions that give a model's first state and a random batch.
+
+    Args and errors are those of `build`.
+
+    Returns:
+      `(init_fn, make_batch)`. Each takes a `jax.random.key` and is jitted; to have the
+      result sharded, wrap it: `jax.jit(init_fn, out_shardings=...)`.
+    """
+    model, c, optimizer = _settled(name, options)
+
+    def init_fn(key: jax.Array) -> TrainState:
+        params = model.init(c, key)
+        return TrainState(params, optimizer.init(params))
+
+    def make_batch(key: jax.Array) -> Batch:
+        return model.random_batch(key, c.batch, c.seq, c.vocab)
+
+    return jax.jit(init_fn), jax.jit(make_batch)
+
+
+def logical_names(name: str, **options: Scalar) -> tuple[TrainState, Batch]:
+    """The names of the dims of a train step's arguments, for sharding it by hand.
+
+    Args and errors are those of `build`.
+
+    Returns:
+      `(state, batch)` like those of `build`, with a PartitionSpec of logical names
+      (`cfp.models.layers`) in place of each array.
+    """
+    model, config, _ = _settled(name, options)
+    state, batch = build(name, **options)[1]
+    params = model.param_names(config)
+    adam = state.opt_state[0]._replace(count=PartitionSpec(), mu=params, nu=params)
+    tokens = {key: PartitionSpec(*TOKENS[: leaf.ndim]) for key, leaf in batch.items()}
+    return TrainState(params, (adam, *state.opt_state[1:])), tokens
+
+
+def _settled(name: str, options: Mapping[str, Scalar]) -> tuple[Model, Config, Any]:
+    config = find(name).config(**options)
     try:
-        return getattr(import_module("cfp.models.registry"), name)
+        import optax
     except ModuleNotFoundError as error:
-        if error.name != "optax":
-            raise
         raise CfpError(
             "optax is not installed, and models by name need it: "
             "pip install 'cfp[models]'."
         ) from error
+    return find(name), config, optax.adamw(config.learning_rate)

@@ -3,9 +3,8 @@
 They compute in the type of what flows through them. Shapes use: batch, seq, hidden,
 heads, head_dim, ffn, vocab.
 
-For what shards a model by hand, every dim of a parameter has a logical name, and so
-has every dim of the activations that a person would care to shard. Rules map names to
-axes of a mesh, as in MaxText:
+For sharding a model by hand, every dim of a parameter has a logical name, and so have
+the dims of activations. Rules map names to axes of a mesh, as in MaxText:
 
     parameters   vocab, position, embed, heads, kv_heads, head_dim, mlp, experts,
                  norm, layers, and a few that are never sharded
@@ -14,9 +13,8 @@ axes of a mesh, as in MaxText:
                  act_group, act_experts, act_expert_groups, act_capacity
 
 The residual stream's sequence has a name of its own, so that it can be sharded where
-the one inside attention and MLPs is not (Megatron's sequence parallelism). Activations
-go through `constrain`, which without rules is without effect; what rules leave in a
-program, cfp's planner takes out.
+the one inside attention and MLPs is not (Megatron's sequence parallelism). `constrain`
+has no effect without rules, and the planner removes the constraints of rules.
 """
 
 from __future__ import annotations
@@ -41,7 +39,6 @@ HEADS = ("act_batch", "act_seq", "act_heads", "act_head_dim")
 KV_HEADS = ("act_batch", "act_seq", "act_kv_heads", "act_head_dim")
 INNER = ("act_batch", "act_seq", "act_mlp")
 LOGITS = ("act_batch", "act_seq", "act_vocab")
-
 
 # From query, key and value, [batch, seq, heads, head_dim] each, and whether the
 # attention is causal, to what is attended to, as the query.
@@ -92,23 +89,20 @@ def constrain(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
 
 
 def mesh_spec(names: PartitionSpec, rules: Rules) -> PartitionSpec:
-    """The sharding that rules give to a tensor with dims of these names.
-
-    An axis goes to the first dim that asks for it.
-    """
+    """The sharding by rules of a tensor with named dims; an axis is used once."""
     used: set[str] = set()
     found: list[Axes] = []
     for name in names:
         axes = rules.get(name) if isinstance(name, str) else None
-        wanted = (axes,) if isinstance(axes, str) else axes or ()
-        found.append(axes if used.isdisjoint(wanted) else None)
-        if found[-1] is not None:
-            used.update(wanted)
+        wanted = {axes} if isinstance(axes, str) else set(axes or ())
+        found.append(axes if wanted and not used & wanted else None)
+        used |= wanted
     return PartitionSpec(*found)
 
 
 Params = Any
 NORM_EPSILON = 1e-6
+RMS_EPSILON = 1e-5
 
 
 def inside(
@@ -147,11 +141,31 @@ def layer_norm(params: Params, x: jax.Array) -> jax.Array:
     return y.astype(x.dtype)
 
 
+def rms_norm(scale: jax.Array, x: jax.Array) -> jax.Array:
+    """[hidden], [..., hidden] -> [..., hidden], normalised in float32."""
+    y = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
+    return (scale * y * jax.lax.rsqrt(mean_square + RMS_EPSILON)).astype(x.dtype)
+
+
+def norm(params: Params, x: jax.Array) -> jax.Array:
+    """Layer normalisation, or RMS normalisation if the parameter is a scale alone."""
+    return (layer_norm if isinstance(params, Mapping) else rms_norm)(params, x)
+
+
 def embed(params: Params, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Embeddings of tokens and positions, [batch, seq] -> [batch, seq, hidden]."""
+    """Embeddings of tokens, [batch, seq] -> [batch, seq, hidden].
+
+    Args:
+      params: a table, or a dict of tables of tokens and of positions.
+    """
     # Rows are looked up in float32 and cast after, so that the gradients of a token
     # that occurs often are also added up in float32.
-    x = inside("token", look_up, params, tokens) + params["position"][: tokens.shape[1]]
+    if isinstance(params, Mapping):
+        x = inside("token", look_up, params, tokens)
+        x = x + params["position"][: tokens.shape[1]]
+    else:
+        x = jnp.asarray(params)[tokens]
     return constrain(x.astype(dtype), RESIDUAL)
 
 
@@ -166,22 +180,21 @@ def unembed(params: Params, x: jax.Array) -> jax.Array:
 
 
 def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, grouped: bool
+    query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, group: str
 ) -> jax.Array:
     """Attention of [batch, seq, heads, head_dim], written out or by a kernel.
 
     Args:
       causal: a token sees itself and those before it; otherwise it sees all.
-      grouped: keys and values may have fewer heads, each for heads / kv_heads query
-        heads in a row.
+      group: "g" if keys and values may have fewer heads, each for heads / kv_heads
+        query heads in a row; else "".
     """
     if kernel := _kernel.get():
         return kernel(query, key, value, causal)
     (batch, seq, _, head_dim), shape = query.shape, query.shape
-    group = "g" if grouped else ""
     with jax.named_scope("scores"):
         query = query * head_dim**-0.5
-        if grouped:
+        if group:
             query = query.reshape(batch, seq, key.shape[2], -1, head_dim)
         scores = jnp.einsum(f"bqh{group}d,bkhd->bh{group}qk", query, key)
     scores = scores.astype(jnp.float32)
@@ -204,9 +217,6 @@ def attention(
 ) -> jax.Array:
     """Self-attention, [batch, seq, hidden] -> [batch, seq, hidden].
 
-    Query, key and value have kernels of their own, [hidden, heads, head_dim], so that
-    heads are a dim of the program from the first to the last op.
-
     Args:
       kv_names: of the dims of keys and values; KV_HEADS if they may have fewer heads.
       turn: what is done to queries and keys.
@@ -215,13 +225,22 @@ def attention(
         constrain(inside(name, linear, params, x), names)
         for name, names in (("query", HEADS), ("key", kv_names), ("value", kv_names))
     )
-    mixed = attend(turn(query), turn(key), value, causal, kv_names == KV_HEADS)
+    group = "g" if kv_names == KV_HEADS else ""
+    mixed = attend(turn(query), turn(key), value, causal, group)
     return inside("out", linear, params, constrain(mixed, HEADS), 2)
 
 
 def mlp(params: Params, x: jax.Array) -> jax.Array:
-    """Two linear layers with a GELU between, [..., hidden] -> [..., hidden]."""
-    h = constrain(jax.nn.gelu(inside("up", linear, params, x)), INNER)
+    """Two linear layers with a GELU between, [..., hidden] -> [..., hidden].
+
+    With a kernel "gate" it is gated by SiLU: Shazeer, "GLU Variants Improve
+    Transformer", 2020.
+    """
+    if "gate" in params:
+        gate, up = (inside(name, linear, params, x) for name in ("gate", "up"))
+        h = constrain(jax.nn.silu(gate) * up, INNER)
+    else:
+        h = constrain(jax.nn.gelu(inside("up", linear, params, x)), INNER)
     return inside("down", linear, params, h)
 
 

@@ -6,7 +6,7 @@ Layers run in a row or in a loop.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from cfp.models.train import Batch, random_text
 INIT_STDDEV = 0.02
 # From a layer's parameters and its input to its output, and a penalty or None.
 Layer = Callable[[Params, jax.Array], tuple[jax.Array, jax.Array | None]]
-# Options that not every model has.
+# Options that only models have whose defaults name them.
 _OWN = ("tied", "experts", "expert_group_size", "kv_heads")
 
 
@@ -32,14 +32,12 @@ class Model:
     """A model that can be built by name.
 
     Attributes:
-      ends: the logical names of the dims of the parameters outside of layers, as text
-        with spaces, in a tree like theirs.
-      layers: the same of a round of layers, which is repeated, by the layers' names in
-        a loop.
+      ends: the parameters outside of layers, as a tree of their dims' logical names:
+        text with spaces.
+      layers: the same of a round of layers, which is repeated, by names in a loop.
       apply: (configuration, parameters, batch) -> logits [batch, seq, vocab], and a
         penalty [] that the loss adds to their cross-entropy.
-      own: names of the options that not every model has.
-      defaults: those that differ from `Config`'s.
+      defaults: those that differ from `Config`'s, and those of options of its own.
       random_batch: of a key, sequences, their length, and the vocabulary.
       ffn: the width inside the MLPs by default, of that of the residual stream.
       refusal: why a configuration's options do not fit together; empty if they do.
@@ -49,7 +47,6 @@ class Model:
     ends: Mapping[str, Any]
     layers: Mapping[str, Mapping[str, Any]]
     apply: Callable[[Config, Params, Batch], tuple[jax.Array, jax.Array]]
-    own: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     random_batch: Callable[[jax.Array, int, int, int], Batch] = random_text
     ffn: Callable[[int], int] = lambda hidden: 4 * hidden
@@ -60,13 +57,10 @@ class Model:
         """All options, the model's own and those of training."""
         found = []
         for name, one in Config.model_fields.items():
-            kind = int if one.default is None else type(one.default)
-            default = self.defaults.get(name, one.default)
-            option = ModelOption(
-                name=name, type=kind, default=default, doc=one.description or ""
-            )
-            if name in self.own or name not in _OWN:
-                found.append(option)
+            if name in self.defaults or name not in _OWN:
+                default = self.defaults.get(name, one.default)
+                kind = int if default is None else type(default)
+                found.append(ModelOption(name, kind, default, one.description or ""))
         return tuple(found)
 
     def config(self, **options: Scalar) -> Config:
@@ -76,12 +70,11 @@ class Model:
           ValueError: an option is unknown, or the options do not fit together.
         """
         known = [option.name for option in self.options]
-        for option in options:
-            if option not in known:
-                raise ValueError(
-                    f"{self.doc} has no option {option!r}; known options: "
-                    f"{', '.join(known)}"
-                )
+        for option in options.keys() - known:
+            raise ValueError(
+                f"{self.doc} has no option {option!r}; known options: "
+                f"{', '.join(known)}"
+            )
         try:
             config = Config(**{**self.defaults, **options})
         except ValidationError as error:
@@ -89,28 +82,20 @@ class Model:
             raise ValueError(
                 f"{name} must be {wanted}, got {got}" if name else wanted
             ) from error
-        refusal = self.refusal(config)
-        if config.scan and config.layers % len(self.layers):
-            refusal = (
-                f"layers must be even with scan, which runs {len(self.layers)} in each "
-                f"round, got {config.layers}"
-            )
-        if refusal:
+        if refusal := self.refusal(config):
             raise ValueError(refusal)
         return config
 
     def param_names(self, config: Config) -> Params:
         """The logical names of the parameters' dims: a tree like the parameters."""
-        every = {"ends": dict(self.ends), "layers": dict(self.layers)}
-        names = jax.tree.map(lambda text: PartitionSpec(*text.split()), every)
-        ends, layers = names["ends"], list(names["layers"].values())
-        if config.tied:
-            del ends["head"]
-        if not config.scan:
-            turns = _in_turn(config, layers)
-            return {**ends, **{f"layer_{i}": layer for i, layer in turns}}
-        loop = {"pairs": names["layers"]} if layers[1:] else {"layers": layers[0]}
-        return ends | jax.tree.map(lambda names: PartitionSpec("layers", *names), loop)
+        ends = {k: v for k, v in self.ends.items() if k != "head" or not config.tied}
+        layers = _in_turn(config, self.layers)
+        if config.scan:
+            is_pair = len(self.layers) > 1
+            loop = {"pairs": self.layers} if is_pair else {"layers": layers["layer_0"]}
+            layers = jax.tree.map(lambda names: f"layers {names}", loop)
+        names = {**ends, **layers}
+        return jax.tree.map(lambda text: PartitionSpec(*text.split()), names)
 
     def init(self, config: Config, key: jax.Array) -> Params:
         """Draws all parameters: scales are one, biases zero."""
@@ -156,26 +141,25 @@ def run_layers(
             for name, layer in layers.items()
         }
 
-    def run(x: jax.Array, turns: Iterable[Any]) -> tuple[jax.Array, list[Any]]:
+    def run(
+        x: jax.Array, params: Params, turns: Mapping[str, Layer]
+    ) -> tuple[jax.Array, list[Any]]:
         penalties = []
-        for name, layer, own in turns:
-            x, penalty = inside(name, layer, {name: own}, x)
+        for name, layer in turns.items():
+            x, penalty = inside(name, layer, params, x)
             penalties.append(penalty)
         return x, penalties
 
     if config.scan:
         loop = params.get("pairs") or {name: params["layers"] for name in layers}
-        x, penalties = jax.lax.scan(
-            lambda x, own: run(x, ((n, one, own[n]) for n, one in layers.items())),
-            x,
-            loop,
-        )
+        x, penalties = jax.lax.scan(lambda x, own: run(x, own, layers), x, loop)
     else:
-        turns = ((f"layer_{i}", one) for i, one in _in_turn(config, layers.values()))
-        x, penalties = run(x, ((name, one, params[name]) for name, one in turns))
+        x, penalties = run(x, params, _in_turn(config, layers))
     every = map(jnp.sum, jax.tree.leaves(penalties))
     return x, sum(every, start=jnp.float32(0.0))
 
 
-def _in_turn(config: Config, layers: Iterable[Any]) -> Iterable[tuple[int, Any]]:
-    return zip(range(config.layers), itertools.cycle(layers), strict=False)
+def _in_turn(config: Config, layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers by their names outside of a loop."""
+    in_turn = zip(range(config.layers), itertools.cycle(layers.values()), strict=False)
+    return {f"layer_{i}": layer for i, layer in in_turn}

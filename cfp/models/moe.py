@@ -4,8 +4,8 @@ Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and
 Automatic Sharding", 2020. Each token goes to the two experts that its gate likes best,
 unless they are full; the second expert is chosen without a draw.
 
-Shapes use: groups (of tokens), group (tokens in one), experts, capacity (tokens that
-one expert takes from one group), hidden, ffn.
+Shapes use: groups (of tokens), group (tokens in one), experts, capacity (seats that an
+expert has for one group: as many as an even load takes), hidden, ffn.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ from cfp.models.layers import MLP, Params, constrain, inside, linear
 from cfp.models.model import Model
 from cfp.models.options import Config
 from cfp.models.train import Batch
-from cfp.models.transformers import ENDS, LAYER, Out, decode, decoder_layer, dense_layer
+from cfp.models.transformers import ENDS, LAYER, Out, decode, decoder_layer
 
 BALANCE_WEIGHT = 0.01
 
@@ -31,23 +31,15 @@ _INNER = ("act_experts", "act_expert_groups", "act_capacity", "act_mlp")
 
 
 class Routing(NamedTuple):
-    """Dispatch tensors: the places of tokens, and weights of results.
+    """Seats of tokens and their weights, [groups, group, experts, capacity].
 
-    Attributes:
-      dispatch: [groups, group, experts, capacity] of 0 and 1: the seat of each token.
-      combine: the same with each seat's weight. A token's weights add up to 1, less
-        those of the experts that had no seat for it.
-      balance: [], 1 when the load is even and the gates are, and more otherwise.
+    A token's weights add up to 1, less those of the experts without a seat for it. The
+    balance, [], is 1 if load and gates are even, and more otherwise.
     """
 
     dispatch: jax.Array
     combine: jax.Array
     balance: jax.Array
-
-
-def expert_capacity(group: int, experts: int) -> int:
-    """Seats that an expert has for one group: as many as an even load takes."""
-    return -(-2 * group // experts)
 
 
 def route_top2(gates: jax.Array, capacity: int) -> Routing:
@@ -84,11 +76,6 @@ def route_top2(gates: jax.Array, capacity: int) -> Routing:
     )
 
 
-def gate_linear(params: Params, x: jax.Array) -> jax.Array:
-    """A linear layer in float32."""
-    return linear(params, x.astype(jnp.float32))
-
-
 def expert_linear(params: Params, x: jax.Array) -> jax.Array:
     """A linear layer per expert, in one contraction batched over the experts.
 
@@ -103,8 +90,9 @@ def expert_layer(params: Params, x: jax.Array, config: Config) -> Out:
     """A routed MLP, [batch, seq, hidden] -> the same, and a penalty for uneven load."""
     group, dtype = config.expert_group_size, x.dtype
     tokens = constrain(x.reshape(-1, group, x.shape[-1]), _GROUPS)
-    gates = jax.nn.softmax(inside("gate", gate_linear, params, tokens), axis=-1)
-    routing = route_top2(gates, expert_capacity(group, config.experts))
+    logits = inside("gate", linear, params, tokens.astype(jnp.float32))
+    assert config.experts and group, "options of this model"
+    routing = route_top2(jax.nn.softmax(logits), -(-2 * group // config.experts))
 
     with jax.named_scope("dispatch"):
         seated = jnp.einsum("gsec,gsh->egch", routing.dispatch.astype(dtype), tokens)
@@ -120,27 +108,25 @@ def expert_layer(params: Params, x: jax.Array, config: Config) -> Out:
 
 @jax.named_scope("MoE")
 def _moe(config: Config, params: Params, batch: Batch) -> Out:
-    def routed(params: Params, x: jax.Array) -> Out:
-        return inside("moe", expert_layer, params, x, config)
-
+    routed = partial(inside, "moe", partial(expert_layer, config=config))
     expert = partial(decoder_layer, feed_forward=routed)
-    return decode(config, params, batch, {"dense": dense_layer, "expert": expert})
+    return decode(config, params, batch, {"dense": decoder_layer, "expert": expert})
 
 
 def _refusal(config: Config) -> str:
     c, batch = config, config.batch // config.microbatches
-    if batch * c.seq % c.expert_group_size:
+    if batch * c.seq % (c.expert_group_size or 1):
         return (
             f"batch * seq must be divisible by expert_group_size, got batch={batch}"
             f", seq={c.seq} and expert_group_size={c.expert_group_size}"
         )
-    return ""
+    return f"layers must be even with scan, got {c.layers}" * (c.scan and c.layers % 2)
 
 
 MOE = Model(
     doc="a GShard mixture of experts",
-    own=("experts", "expert_group_size"),
-    defaults={"vocab": 32000, "hidden": 1280, "heads": 4},
+    defaults={"vocab": 32000, "hidden": 1280, "heads": 4}
+    | {"experts": 32, "expert_group_size": 2048},
     ends=ENDS,
     layers={
         "dense": {**LAYER, "mlp": MLP},

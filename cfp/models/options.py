@@ -1,22 +1,14 @@
 """The options of models: declared once, for Python, the command line, and checks."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, model_validator
 
 Scalar = int | float | str | bool | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOption:
-    """One option of a model.
-
-    Attributes:
-      name: the keyword, as in `build(name, expert_group_size=...)`.
-      type: int, float, str or bool.
-      default: what holds when the option is not given. None: derived from others.
-    """
+class ModelOption(NamedTuple):
+    """One option of a model; a default of None is derived from other options."""
 
     name: str
     type: type
@@ -36,37 +28,30 @@ def _option(default: Scalar, doc: str, least: int | None = None) -> Any:
 class Config(BaseModel, frozen=True, strict=True, extra="forbid"):
     """The shape of a model and its training, for all models.
 
-    The fields before `tied` and from `batch` on are those of every model. The defaults
-    are GPT's; a `Model` has those that differ.
+    The defaults are GPT's; a `Model` has those that differ.
     """
 
     vocab: int = _option(51200, "tokens in the vocabulary", least=2)
     seq: PositiveInt = _option(1024, "tokens in a sequence")
     hidden: PositiveInt = _option(1024, "width of the residual stream")
-    layers: PositiveInt = _option(
-        4, "layers; in a mixture, those of odd index have experts"
-    )
+    layers: PositiveInt = _option(4, "layers; in a mixture every second has experts")
     heads: PositiveInt = _option(16, "attention heads; they divide hidden")
-    ffn: PositiveInt | None = _option(
-        None, "width inside the MLP and each expert; 4 * hidden, or LLaMA's, by default"
-    )
+    ffn: PositiveInt | None = _option(None, "width inside the MLP and each expert")
     dtype: Literal["float32", "bfloat16"] = _option("bfloat16", "what is computed in")
     scan: bool = _option(False, "run the layers in a loop, with stacked parameters")
     remat: bool = _option(False, "rematerialize each layer in the backward pass")
 
     tied: bool = _option(False, "use the token embedding as the head's kernel")
-    experts: int = _option(32, "experts in an expert layer, two or more", least=2)
-    expert_group_size: PositiveInt = _option(
-        2048, "tokens routed together; divide batch * seq"
+    experts: int | None = _option(None, "experts in an expert layer", least=2)
+    expert_group_size: PositiveInt | None = _option(
+        None, "tokens routed together; divide batch * seq"
     )
     kv_heads: PositiveInt | None = _option(
         None, "heads of keys and values; they divide heads"
     )
 
     batch: PositiveInt = _option(16, "sequences in a batch")
-    microbatches: PositiveInt = _option(
-        1, "parts of a batch, one after another; divide batch"
-    )
+    microbatches: PositiveInt = _option(1, "parts of a batch in a row; divide batch")
     learning_rate: PositiveFloat = _option(3e-4, "AdamW's learning rate")
 
     @model_validator(mode="after")

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 Batch = dict[str, Any]
-Metrics = dict[str, Any]
 
 
 class TrainState(NamedTuple):
@@ -22,9 +20,7 @@ class TrainState(NamedTuple):
     opt_state: Any
 
 
-TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-
-
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Any]]]
 # From parameters and a batch to logits [batch, seq, vocab], and a penalty [] that the
 # loss adds to their cross-entropy.
 Apply = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
@@ -33,15 +29,12 @@ Apply = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
 def cross_entropy(
     logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None
 ) -> jax.Array:
-    """Mean negative log-likelihood, in float32.
+    """Mean negative log-likelihood, in float32; 0 if no position counts.
 
     Args:
       logits: [batch, seq, vocab].
       labels: [batch, seq] int32.
       mask: [batch, seq] of 0 and 1, float32: the positions that count; all by default.
-
-    Returns:
-      [] float32; 0 if no position counts.
     """
     logits = logits.astype(jnp.float32)
     # A comparison and a sum, instead of a gather, let vocab stay sharded.
@@ -53,10 +46,8 @@ def cross_entropy(
     return jnp.sum(losses * mask) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
-def make_train_step(
-    apply: Apply, optimizer: optax.GradientTransformation, microbatches: int = 1
-) -> TrainStep:
-    """Makes the step that trains a network with an optimizer.
+def make_train_step(apply: Apply, optimizer: Any, microbatches: int = 1) -> TrainStep:
+    """Makes the step that trains a network with an optimizer of optax.
 
     The loss is the cross-entropy, over the positions of the batch's "mask" if it has
     one, plus the network's penalty.
@@ -87,12 +78,14 @@ def make_train_step(
         nothing = (zero, zero), jax.tree.map(jnp.zeros_like, params)
         return jax.lax.scan(add, nothing, _split(batch, microbatches))[0]
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(
+        state: TrainState, batch: Batch
+    ) -> tuple[TrainState, dict[str, Any]]:
         """One update. Tokens and labels of the batch are [batch, seq] int32."""
         whole = accumulate if microbatches > 1 else gradient
         (loss, entropy), grads = whole(state.params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        params = jax.tree.map(jnp.add, state.params, updates)
         metrics = {"loss": loss, "cross_entropy": entropy}
         return TrainState(params, opt_state), metrics
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from cfp.models.layers import (
     ATTENTION,
     EMBEDDING,
-    INNER,
     KV_HEADS,
     LOGITS,
     MLP,
@@ -30,6 +29,7 @@ from cfp.models.layers import (
     linear,
     look_up,
     mlp,
+    norm,
     unembed,
 )
 from cfp.models.model import Layer, Model, run_layers
@@ -49,10 +49,9 @@ def decoder_layer(
     params: Params,
     x: jax.Array,
     *,
-    feed_forward: Layer,
     attend: Callable[..., jax.Array] = attention,
-    norm: Callable[..., jax.Array] = layer_norm,
     second: str = "feed_forward_norm",
+    feed_forward: Layer = lambda params, x: (inside("mlp", mlp, params, x), None),
 ) -> tuple[jax.Array, jax.Array | None]:
     """A pre-norm decoder layer: attention, then a feed-forward layer."""
     h = inside("attention_norm", norm, params, x)
@@ -62,13 +61,7 @@ def decoder_layer(
 
 
 def decode(
-    config: Config,
-    params: Params,
-    batch: Batch,
-    layers: Mapping[str, Layer],
-    *,
-    embed: Callable[..., jax.Array] = embed,
-    norm: Callable[..., jax.Array] = layer_norm,
+    config: Config, params: Params, batch: Batch, layers: Mapping[str, Layer]
 ) -> Out:
     """Logits of the tokens that follow, and the layers' penalties."""
     x = inside("embedding", embed, params, batch["tokens"], config.dtype)
@@ -79,19 +72,12 @@ def decode(
     return constrain(inside("head", linear, params, x), LOGITS), penalty
 
 
-def feed_by(layer: Callable[..., jax.Array]) -> Layer:
-    """The feed-forward layer `mlp` of a decoder layer, which has no penalty."""
-    return lambda params, x: (inside("mlp", layer, params, x), None)
-
-
-dense_layer = partial(decoder_layer, feed_forward=feed_by(mlp))
-
 GPT = Model(
     doc="a GPT decoder",
     ends=ENDS,
     layers={"layer": {**LAYER, "mlp": MLP}},
-    apply=jax.named_scope("GPT")(partial(decode, layers={"layer": dense_layer})),
-    own=("tied",),
+    apply=jax.named_scope("GPT")(partial(decode, layers={"layer": decoder_layer})),
+    defaults={"tied": False},
 )
 
 
@@ -124,14 +110,11 @@ def _bert(config: Config, params: Params, batch: Batch) -> Out:
 
 
 def random_cloze(key: jax.Array, batch: int, seq: int, vocab: int) -> Batch:
-    """Random text with gaps.
+    """Random text with gaps; all arrays are [batch, seq].
 
     Returns:
-      All of them [batch, seq]:
-        labels: int32, the text.
-        mask: float32, 1 where the text is hidden, 0 elsewhere.
-        tokens: int32, the text with [MASK] where it is hidden.
-        types: int32, 0 in the first half, 1 in the second.
+      labels, the text; mask, float32, 1 where the text is hidden; tokens, the text with
+      [MASK] there; types, 0 in the first half and 1 in the second.
     """
     text_key, mask_key = jax.random.split(key)
     mask_token = vocab - 1
@@ -169,7 +152,6 @@ BERT = Model(
 
 # ----------------------------------------------------------------------------- LLaMA
 
-RMS_EPSILON = 1e-5
 ROTARY_BASE = 10000.0
 FFN_MULTIPLE = 256
 
@@ -177,13 +159,6 @@ FFN_MULTIPLE = 256
 def gated_ffn(hidden: int) -> int:
     """With three kernels instead of two, about as many parameters as 4 * hidden."""
     return -(-8 * hidden // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
-
-
-def rms_norm(scale: jax.Array, x: jax.Array) -> jax.Array:
-    """[hidden], [..., hidden] -> [..., hidden], normalised in float32."""
-    y = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(y), axis=-1, keepdims=True)
-    return (scale * y * jax.lax.rsqrt(mean_square + RMS_EPSILON)).astype(x.dtype)
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -204,32 +179,15 @@ def rotate(x: jax.Array) -> jax.Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def swiglu(params: Params, x: jax.Array) -> jax.Array:
-    """A gated MLP, [..., hidden] -> [..., hidden].
-
-    Shazeer, "GLU Variants Improve Transformer", 2020.
-    """
-    gate, up = (inside(name, linear, params, x) for name in ("gate", "up"))
-    h = constrain(jax.nn.silu(gate) * up, INNER)
-    return inside("down", linear, params, h)
-
-
-def _embed_rows(table: jax.Array, tokens: jax.Array, dtype: str) -> jax.Array:
-    # Rows are cast after the lookup: a token's gradients add up in float32.
-    return constrain(jnp.asarray(table)[tokens].astype(dtype), RESIDUAL)
-
-
 _LLAMA_LAYER = partial(
     decoder_layer,
-    feed_forward=feed_by(swiglu),
     attend=partial(attention, kv_names=KV_HEADS, turn=rotate),
-    norm=rms_norm,
     second="mlp_norm",
 )
 LLAMA = Model(
     doc="a LLaMA 2 decoder",  # By default, of 7 billion parameters.
-    own=("kv_heads",),
-    defaults={"vocab": 32000, "hidden": 4096, "layers": 32, "heads": 32},
+    defaults={"vocab": 32000, "hidden": 4096, "layers": 32, "heads": 32}
+    | {"kv_heads": None},
     ends={"embedding": "vocab embed", "final_norm": "norm", "head": "embed vocab"},
     layers={
         "layer": {
@@ -244,11 +202,7 @@ LLAMA = Model(
             "mlp": {"gate": "embed mlp", "up": "embed mlp", "down": "mlp embed"},
         }
     },
-    apply=jax.named_scope("Llama")(
-        partial(
-            decode, layers={"layer": _LLAMA_LAYER}, embed=_embed_rows, norm=rms_norm
-        )
-    ),
+    apply=jax.named_scope("Llama")(partial(decode, layers={"layer": _LLAMA_LAYER})),
     ffn=gated_ffn,
     refusal=lambda c: (
         "hidden / heads must be even, as rotary embedding turns pairs, got "

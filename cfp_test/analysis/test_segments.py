@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from cfp import models
 from cfp.analysis.analyze import analyze
 from cfp.analysis.strategies import block_strategies, describe
-from cfp.models import registry
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.models.tiny import TINY
@@ -24,7 +24,7 @@ def analysis_of(fn, args):
 
 
 def of_model(name, **options):
-    return analysis_of(*registry.build(name, **{**TINY[name], **options}))
+    return analysis_of(*models.build(name, **{**TINY[name], **options}))
 
 
 def kinds(analysis):

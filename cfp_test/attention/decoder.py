@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from cfp.models.layers import mlp, rms_norm
 from cfp.models.options import Config
 from cfp.models.train import cross_entropy
-from cfp.models.transformers import LLAMA, ROTARY_BASE, rms_norm, swiglu
+from cfp.models.transformers import LLAMA, ROTARY_BASE
 
 # (layer, q, k, v) -> output, and what else there is to be seen of it, by name.
 Attend = Callable[..., tuple[jax.Array, Mapping[str, jax.Array]]]
@@ -81,7 +82,7 @@ def apply(
         out = layer["attention"]["out"].astype(config.dtype)
         x = x + jnp.tensordot(mixed, out, axes=2)
         h = rms_norm(layer["mlp_norm"], x)
-        x = x + swiglu(layer["mlp"], h)
+        x = x + mlp(layer["mlp"], h)
     x = rms_norm(params["final_norm"], x)
     return x @ params["head"].astype(config.dtype), seen
 

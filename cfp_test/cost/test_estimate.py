@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from cfp import models
 from cfp.cost.choice import segment_candidate
 from cfp.cost.estimate import _pair_ms
 from cfp.cost.terms import Terms
-from cfp.models import registry
 from cfp.presets.presets import presets
 from cfp_test.models.tiny import TINY
 from cfp_test.programs.registry import PROGRAMS
@@ -68,7 +68,7 @@ def test_a_loop_costs_what_its_layers_cost(remat):
     options = {**TINY["gpt"], **sizes, "layers": 6, "remat": remat}
     totals = []
     for scan in (False, True):
-        step = registry.build("gpt", **options, scan=scan)
+        step = models.build("gpt", **options, scan=scan)
         analysis, estimates = estimated(*step, (("x", 4),))
         index = analysis.representatives[1]
         repeats = [s.kind for s in analysis.segments].count(1)

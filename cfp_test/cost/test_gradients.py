@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from cfp import models
 from cfp.analysis.analyze import analyze
 from cfp.cost.choice import segment_candidate
 from cfp.cost.terms import Terms
-from cfp.models import registry
 from cfp.presets.presets import presets
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
@@ -39,7 +39,7 @@ def gradients_ms(step, args, sizes):
 
 def gpt(scan):
     sizes = {"hidden": 1024, "heads": 16, "seq": 64, "batch": 16, "layers": 6}
-    return registry.build("gpt", **TINY["gpt"] | sizes, scan=scan)
+    return models.build("gpt", **TINY["gpt"] | sizes, scan=scan)
 
 
 def square(scan):

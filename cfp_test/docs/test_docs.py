@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cfp.models.registry import find
+from cfp.models import find
 from cfp_test.cli.cli_runner import ROOT, environment, run_batch
 from cfp_test.support.forking import quick_python
 from cfp_test.support.waiting import GUARD_SECONDS

@@ -9,12 +9,7 @@ import pytest
 
 from cfp.models import build, find
 from cfp.models.layers import mlp
-from cfp.models.moe import (
-    BALANCE_WEIGHT,
-    expert_capacity,
-    expert_layer,
-    route_top2,
-)
+from cfp.models.moe import BALANCE_WEIGHT, expert_layer, route_top2
 from cfp.models.options import Config
 from cfp_test.models.tiny import (
     MOE_TINY,
@@ -91,13 +86,6 @@ def test_balance_is_one_when_even_and_the_experts_when_not():
     assert float(route_top2(even, 8).balance) == pytest.approx(1.0)
     uneven = jnp.tile(jax.nn.one_hot(jnp.zeros(16, int), 4), (1, 1, 1))
     assert float(route_top2(uneven, 8).balance) == pytest.approx(4.0)
-
-
-@pytest.mark.parametrize(
-    ("group", "experts", "capacity"), [(2048, 32, 128), (16, 4, 8), (16, 3, 11)]
-)
-def test_capacity_is_that_of_an_even_load(group, experts, capacity):
-    assert expert_capacity(group, experts) == capacity
 
 
 def test_equal_experts_with_room_for_all_are_the_dense_mlp():

@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 
 from cfp.models import build
-from cfp.models.layers import HEADS, KV_HEADS, attention, layer_norm
+from cfp.models.layers import HEADS, KV_HEADS, attention, layer_norm, mlp, rms_norm
 from cfp.models.train import cross_entropy
 from cfp.models.transformers import (
     MASKED_SHARE,
     encoder_layer,
     gated_ffn,
     random_cloze,
-    rms_norm,
     rotate,
-    swiglu,
 )
 from cfp_test.models.tiny import (
     GPT_TINY,
@@ -195,12 +193,12 @@ def test_rms_norm_equals_the_textbook():
     assert first == pytest.approx(300 / np.sqrt((300**2 + 255) / 256), rel=1e-2)
 
 
-def test_swiglu_equals_the_textbook():
+def test_gated_mlp_equals_the_textbook():
     x = normal(0, 2, 8)
     gate, up, down = normal(1, 8, 12), normal(2, 8, 12), normal(3, 12, 8)
     h = np.asarray(x @ gate)
     expected = (h / (1 + np.exp(-h)) * np.asarray(x @ up)) @ np.asarray(down)
-    actual = swiglu({"gate": gate, "up": up, "down": down}, x)
+    actual = mlp({"gate": gate, "up": up, "down": down}, x)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cfp import models
 from cfp.analysis.layout import Storage
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.cost.choice import SegmentChoice, segment_candidate
 from cfp.cost.costs import Costs
-from cfp.models import registry
 from cfp.presets.presets import PRESETS, presets
 from cfp.search.choices import (
     leading_presets,
@@ -60,7 +60,7 @@ def test_beam_search_finds_the_cheapest(small, mode, monkeypatch):
 @pytest.fixture(scope="module")
 def gpt():
     """A model on a mesh of two axes, with its estimates."""
-    return estimated(*registry.build("gpt", **TINY["gpt"]), (("x", 2), ("y", 2)))
+    return estimated(*models.build("gpt", **TINY["gpt"]), (("x", 2), ("y", 2)))
 
 
 @pytest.mark.parametrize("reach", [1.3, *at_night([1.0, 2.0])])

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from cfp import models
 from cfp.analysis.layout import lay_out
 from cfp.cost.costs import Costs
 from cfp.cost.terms import Terms
-from cfp.models import registry
 from cfp.search.choices import whole_choice
 from cfp.search.expected import build_problem
 from cfp.search.problem import Problem
@@ -37,7 +37,7 @@ SQUARE = (("x", 2), ("y", 2))
 def analysed(name, sizes):
     tied = {"gpt": {"tied": True}}
     made = (
-        registry.build(name, **TINY[name], **tied.get(name, {}))
+        models.build(name, **TINY[name], **tied.get(name, {}))
         if name in TINY
         else PROGRAMS[name]()[:2]
     )

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from cfp import models
 from cfp.analysis.layout import Storage
 from cfp.analysis.storage import USUAL_STORAGE
 from cfp.cost.choice import SegmentChoice
 from cfp.cost.costs import Costs
 from cfp.errors import CfpError
-from cfp.models import registry
 from cfp.presets.presets import presets
 from cfp.profiling.record import ProfileRecord
 from cfp.search.choices import (
@@ -48,7 +48,7 @@ TRUTH = 0.8
 def model():
     """Large enough that moves are not all latency; nothing of it is ever built."""
     sizes = {"hidden": 2048, "heads": 16, "seq": 512, "vocab": 8192, "batch": 16}
-    made = registry.build("gpt", **{**TINY["gpt"], **sizes})
+    made = models.build("gpt", **{**TINY["gpt"], **sizes})
     return estimated(*made, SIZES, donate_argnums=0)
 
 

@@ -98,7 +98,7 @@ class ProfileRecord(CompiledBytes):
       status: "ok" means built, run and timed.
       reason: for a failure, what the compiler or the runtime said.
       samples_ms: milliseconds per execution, every sample in the order taken. None is
-        altered later; docs/how-cfp-chooses.md lists all places that correct them.
+        altered later; docs/planning-rules.md lists all places that correct them.
       drift: how many times as long steps took at the end of the race that the samples
         are of; see `cfp.race.turns`.
       build_seconds: tracing, lowering and compiling.

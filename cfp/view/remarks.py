@@ -270,7 +270,7 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     (
         lambda plan: few(plan.replicated_ops),
         "every device runs in full, with its share of all bytes made: {} (kernels: see "
-        "docs/performance.md)",
+        "docs/kernels.md)",
     ),
     (
         lambda plan: few(plan.figures.kernels) if plan.figures else (),

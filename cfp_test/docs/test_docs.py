@@ -81,6 +81,7 @@ def test_commands_have_the_options_shown(tmp_path):
     for name, *words in shown:
         target = words[0] if words else ""
         known = set(re.findall(r"--[a-z-]+", texts[name])) | {"-o"}
+        known |= {"--batch"} if target == "train.py:tiny" else set()
         if ":" not in target and target.isalpha():
             known |= {option.flag for option in find(target).options}
         flags = {word.partition("=")[0] for word in words if word.startswith("-")}
@@ -89,7 +90,7 @@ def test_commands_have_the_options_shown(tmp_path):
 
 def test_corrections_of_measured_numbers_are_where_the_table_says():
     """Each name in a cell is in the module that comes next."""
-    text = (ROOT / "docs" / "how-cfp-chooses.md").read_text()
+    text = (ROOT / "docs" / "planning-rules.md").read_text()
     section = text.split("## How measured numbers are corrected")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 10
@@ -109,21 +110,22 @@ def test_corrections_of_measured_numbers_are_where_the_table_says():
         assert not names, f"no module for {names}: {row}"
 
 
-def test_the_steps_in_getting_started_are_targets(tmp_path):
-    for block in blocks(ROOT / "docs" / "getting-started.md", "python"):
+def test_the_steps_in_the_guides_are_targets(tmp_path):
+    pages = [ROOT / "docs" / name for name in ("getting-started.md", "more-choices.md")]
+    for block in (block for page in pages for block in blocks(page, "python")):
         name = re.match(r"# (\w+\.py)\n", block)
         if name is not None:
             (tmp_path / name[1]).write_text(block)
     cpu = ["--platform", "cpu", "--devices", "4"]
     plain, parts = run_batch(
         [
-            ["analyze", "train.py:tiny", *cpu],
+            ["analyze", "train.py:tiny", *cpu, "--batch", "64"],
             ["analyze", "parts.py:parts", *cpu, "--microbatches", "4"],
         ],
         tmp_path,
     )
     assert (plain.code, parts.code) == (0, 0), plain.err + parts.err
-    assert "2 blocks" in plain.out
+    assert "2 blocks" in plain.out and "f32[64," in plain.out
     assert "dot_general f32[128,64]" in parts.out  # A quarter of the 512 rows.
 
 

@@ -341,7 +341,7 @@ def test_a_refusing_op_is_named():
     assert "% of all FLOPs" in named
     assert re.search(r", costs [\d.e-]+ ms by estimate\)$", named)
     assert "this op is not to be partitioned" in named
-    assert "docs/performance.md" in str(plan)
+    assert "docs/kernels.md" in str(plan)
 
 
 @custom_partitioning

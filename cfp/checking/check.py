@@ -10,11 +10,10 @@ the plan's step does, with the last bits of what they read and return moved, too
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from math import isfinite, sqrt
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from math import hypot, isfinite, sqrt
 from typing import Any
 
 import jax
@@ -66,7 +65,7 @@ class Leaf:
 
     Attributes:
         relative_l2: distance from the reference's, relative to its norm, as the others.
-        size: L2 norm under the plan.
+        size: L2 norm under the plan; what is not finite counts as 0.
         rounding: distance of results for arguments whose last bits are others, as a
             root mean square of several tries: of the reference's, or of the plan's if
             kernels of it compute in less. 0 where nothing had to be tried.
@@ -112,6 +111,17 @@ class Leaf:
         least, most = min(self.norms) / SIZE_MARGIN, max(self.norms) * SIZE_MARGIN
         return least <= self.size <= most
 
+    def with_try(self, near: Leaf, scale: float) -> Leaf:
+        """The leaf, after one more result whose arguments differ in their last bits.
+
+        Args:
+            scale: of its distance, to be in terms of the reference's size.
+        """
+        tries = len(self.norms)  # The first norm is the reference's.
+        before, now = self.rounding * sqrt(tries - 1), scale * near.relative_l2
+        rounding = hypot(before, now) / sqrt(tries)
+        return replace(self, rounding=rounding, norms=(*self.norms, near.size))
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -140,6 +150,7 @@ class Comparison:
         return max(decided, key=lambda x: x.relative_l2 / x.allowed, default=None)
 
 
+@dataclass
 class Check:
     """A plan's steps and a reference's, each from where the last one left off there.
 
@@ -149,53 +160,37 @@ class Check:
     could not be checked.
 
     Attributes:
-        tolerance: relative L2 distance that always passes: more than float32's where
-            the step calls kernels that compute in less.
+        planned: the step under a plan.
+        reference: the step to compare it with.
+        feedback: for each argument that is state the result that replaces it; None
+            for all of it.
+        agree: makes an answer the same in all processes that run the check.
+        given_tolerance: in place of the one for what the plan's step computes in.
     """
 
-    def __init__(
-        self,
-        planned: CompiledStep,
-        reference: Reference,
-        feedback: Mapping[int, int | None],
-        agree: Callable[[bool], bool] = bool,
-        tolerance: float | None = None,
-    ) -> None:
-        """Takes both sides as :func:`cfp.checking.reference.both_sides` compiles them.
+    planned: CompiledStep
+    reference: Reference
+    feedback: Mapping[int, int | None]
+    agree: Callable[[bool], bool] = bool
+    given_tolerance: float | None = None
+    _args: list[Any] = field(default_factory=list)
 
-        Args:
-            planned: the step under a plan.
-            reference: the step to compare it with.
-            feedback: for each argument that is state the result that replaces it; None
-                for all of it.
-            agree: makes an answer the same in all processes that run the check.
-            tolerance: in place of the one for what the plan's step computes in.
+    @property
+    def tolerance(self) -> float:
+        """Relative L2 distance that always passes.
+
+        It is more than float32's where the step calls kernels that compute in less.
         """
-        self.planned = planned
-        self.reference = reference
-        self._feedback = feedback
-        self._agree = agree
-        self._static = {key for key, _ in reference.step.step.static}
-        self._args: list[Any] = []
-        self._perturbed: CompiledStep | None = None
-        self._margin = NARROW_MARGIN if planned.narrow else ROUNDING_MARGIN
-        usual = DOUBLE_TOLERANCE if planned.double else FULL_TOLERANCE
-        usual = LOW_TOLERANCE if planned.narrow else usual
-        self.tolerance = usual if tolerance is None else tolerance
+        if self.given_tolerance is not None:
+            return self.given_tolerance
+        usual = DOUBLE_TOLERANCE if self.planned.double else FULL_TOLERANCE
+        return LOW_TOLERANCE if self.planned.narrow else usual
 
     def start(self, args: Sequence[Any]) -> None:
         """Copies the arguments, which the plan's step is about to overwrite."""
         self._args = list(args)
-        shardings = iter(self.reference.step.in_shardings)
-
         # One after another: of all that is copied a device has one leaf at a time.
-        def kept(leaf: Any) -> Any:
-            leaf, sharding = self._beside_reference(leaf), next(shardings)
-            if sharding.is_fully_addressable:
-                leaf = jax.device_put(leaf, sharding)
-            return in_host(fresh(leaf))
-
-        self._args = self._each(partial(jax.tree.map, kept))
+        self._args = self._each(lambda leaf: in_host(fresh(self._on_reference(leaf))))
 
     def step(self, tell: Callable[[str], None] = lambda _: None) -> Comparison:
         """Runs a step on both sides.
@@ -207,133 +202,107 @@ class Check:
             tell: called with what is being done.
         """
         tell("running the reference")
-        expected = self._reference(fresh)
-        own = {d.path: d.size for d in compare(expected, expected)}
-        expected = in_host(expected)  # The other runs need the room.
+        expected = in_host(self._results(self.reference.step, fresh))
         before = compare(self._before(expected), expected)
-        changed = {d.path: d.relative_l2 for d in before}
-        rounded = self._rounded(expected, changed, tell)
+        changes = {x.path: x.relative_l2 for x in before}
+        rounded = self._rounded(expected, changes, tell)
         tell("running the plan's step, and comparing results")
-        found = self._under_plan(self.planned, fresh)
-        differences = compare(found, expected)
-        # The runs to come are of the side that rounds most. Their distances are in
-        # terms of the reference's size: else a result that is wrong, and nothing but
-        # rounding, would be taken for one of which nothing else can be expected.
+        found = self._results(self.planned, fresh)
         is_narrow = self.planned.perturbed is not None
+        leaves = [
+            replace(
+                leaf,
+                change=changes[leaf.path],
+                tolerance=self.tolerance,
+                margin=NARROW_MARGIN if self.planned.narrow else ROUNDING_MARGIN,
+            )
+            for leaf in compare(found, expected)
+        ]
+        # The runs to come are of the side that rounds most.
         usual = in_host(found) if is_narrow else expected
         del found
-        near: dict[str, list[Difference]] = {path: [] for path in own}
-
-        def leaf(d: Difference) -> Leaf:
-            scale = (d.size or 1.0) / (own[d.path] or 1.0) if is_narrow else 1.0
-            squares = [one.relative_l2**2 for one in near[d.path]]
-            return Leaf(
-                path=d.path,
-                relative_l2=d.relative_l2,
-                size=d.size,
-                rounding=scale * sqrt(sum(squares) / max(len(squares), 1)),
-                change=changed[d.path],
-                norms=(own[d.path], *(one.size for one in near[d.path])),
-                tolerance=self.tolerance,
-                margin=self._margin,
-            )
-
         for seed in range(NUDGES + 1):
-            made = Comparison(tuple(map(leaf, differences)), rounded)
-            if seed == NUDGES or self._agree(not made.failures):
+            made = Comparison(tuple(leaves), rounded)
+            if seed == NUDGES or self.agree(not made.failures):
                 break
             tell(f"measuring rounding, run {seed + 1} of at most {NUDGES}")
-            for d in compare(self._nudged(seed, tell), usual):
-                near[d.path].append(d)
-        feed_back(self._args, expected, self._feedback)
+            noisy, change = self._noisy, partial(nudge, seed=seed)
+            near = {x.path: x for x in compare(self._results(noisy, change), usual)}
+            # Distances are in terms of the reference's size: else a result that is
+            # wrong, and nothing but rounding, would be taken for one of which nothing
+            # else can be expected.
+            leaves = [
+                x.with_try(
+                    near[x.path],
+                    (x.size or 1.0) / (x.norms[0] or 1.0) if is_narrow else 1.0,
+                )
+                for x in leaves
+            ]
+        feed_back(self._args, expected, self.feedback)
         return made
 
+    @cached_property
+    def _noisy(self) -> CompiledStep:
+        """The step that tells what rounding does."""
+        if self.planned.perturbed is None:
+            return self.reference.step
+        return self.planned.perturbed()
+
     def _rounded(
-        self, expected: Any, changed: Mapping[str, float], tell: Callable[[str], None]
+        self, expected: Any, changes: Mapping[str, float], tell: Callable[[str], None]
     ) -> dict[str, float]:
         """The largest distances from the step without FP8: of state, and of others."""
         if (plain := self.reference.unrounded) is None:
             return {}
         tell("running the step without FP8")
-        found = compare(expected, on_device(plain(*self._each(fresh))))
-        off = sorted((d.relative_l2 / (changed[d.path] or 1), d.path) for d in found)
-        return dict({changed[n] > 0: (n, distance) for distance, n in off}.values())
+        found = compare(expected, self._results(plain, fresh))
+        off = sorted((d.relative_l2 / (changes[d.path] or 1), d.path) for d in found)
+        return dict({changes[n] > 0: (n, distance) for distance, n in off}.values())
 
-    def _under_plan(self, step: CompiledStep, change: Callable[[Any], Any]) -> Any:
-        """Results of a step under the plan for arguments like these.
-
-        The arguments are where the plan has them: whole copies take more room.
-        """
-        shardings = iter(self.planned.in_shardings)
-
-        def placed(leaf: Any) -> jax.Array:
-            return put(change(leaf), next(shardings))
-
-        made = on_device(fixed(step(*self._each(partial(jax.tree.map, placed)))))
-        if all(leaf.is_fully_addressable for leaf in jax.tree.leaves(made)):
-            return made
-        return self._beside_reference(made)
-
-    def _reference(self, change: Callable[[Any], Any]) -> Any:
-        """Results of the reference's step for arguments like these."""
-        return on_device(self.reference.step(*self._each(change)))
-
-    def _beside_reference(self, tree: Any) -> Any:
-        """A tree's arrays whole where the reference runs, unless it is sharded."""
-        tree, devices = fixed(tree), self.reference.step.out_shardings[0].device_set
-        if len(devices) > 1:
-            return jax.tree.map(jnp.asarray, tree)
-        [device] = devices
-
-        def moved(leaf: Any) -> jax.Array:
-            if isinstance(leaf, jax.Array):
-                return fetch(leaf, device)
-            return jax.device_put(leaf, device)
-
-        return jax.tree.map(moved, tree)
-
-    def _nudged(self, seed: int, tell: Callable[[str], None]) -> Any:
-        """Results for arguments near these, of the side that rounds most."""
-
-        def near(leaf: Any) -> jax.Array:
-            return nudge(on_device(leaf), seed=seed)
-
+    def _results(self, step: CompiledStep, change: Callable[[Any], Any]) -> Any:
+        """Results of a step for arguments like these, each where the step has it."""
+        shardings = iter(step.in_shardings)
         # One after another: a whole state beside the changed one would leave its memory
         # in two parts, and neither may have room for what the step needs at once.
-        if self.planned.perturbed is None:
-            return self._reference(partial(jax.tree.map, near))
-        if self._perturbed is None:
-            tell("compiling the plan's step with its kernels' values perturbed")
-            self._perturbed = self.planned.perturbed()
-        return self._under_plan(self._perturbed, near)
+        args = self._each(lambda leaf: put(change(on_device(leaf)), next(shardings)))
+        made = on_device(fixed(step(*args)))
+        is_here = all(leaf.is_fully_addressable for leaf in tree_leaves(made))
+        return made if is_here else jax.tree.map(self._on_reference, made)
+
+    def _on_reference(self, leaf: Any) -> jax.Array:
+        """An array whole where the reference runs, unless that is sharded."""
+        devices = self.reference.step.out_shardings[0].device_set
+        if len(devices) > 1:
+            return jnp.asarray(leaf)
+        [device] = devices
+        is_array = isinstance(leaf, jax.Array)
+        return fetch(leaf, device) if is_array else jax.device_put(leaf, device)
 
     def _each(self, change: Callable[[Any], Any]) -> list[Any]:
+        """The arguments with their leaves changed, but for those that are static."""
+        static = {key for key, _ in self.reference.step.step.static}
         return [
-            a if i in self._static else released(change(fixed(a)))
+            a if i in static else released(jax.tree.map(change, fixed(a)))
             for i, a in enumerate(self._args)
         ]
 
     def _before(self, result: Any) -> Any:
         """A step's result with the state as it was before; the rest as it is."""
-        for position, place in self._feedback.items():
+        for position, place in self.feedback.items():
             if place is None:
                 return self._args[position]
-        parts = dict(enumerate(result)) if self._feedback else {0: result}
-        parts |= {place: self._args[i] for i, place in self._feedback.items()}
-        leaves = [leaf for part in parts.values() for leaf in jax.tree.leaves(part)]
-        return jax.tree.unflatten(jax.tree.structure(result), leaves)
+        parts = dict(enumerate(result)) if self.feedback else {0: result}
+        parts |= {place: self._args[i] for i, place in self.feedback.items()}
+        leaves = [leaf for part in parts.values() for leaf in tree_leaves(fixed(part))]
+        return jax.tree.unflatten(tree_structure(result), leaves)
 
 
-def fresh(tree: Any) -> Any:
-    """Arrays in devices' memory of their own, in float32 if they are in less.
+def fresh(leaf: jax.Array) -> jax.Array:
+    """An array in a device's memory of its own, in float32 if it is in less.
 
     What is moved alone may share memory with what a step is about to overwrite.
     """
-
-    def copied(leaf: Any) -> jax.Array:
-        return with_dtype(jnp.copy(on_device(leaf)), wide_dtype(leaf.dtype))
-
-    return jax.tree.map(copied, tree)
+    return with_dtype(jnp.copy(on_device(leaf)), wide_dtype(leaf.dtype))
 
 
 @jax.jit
@@ -359,20 +328,7 @@ def feed_back(args: list[Any], result: Any, feedback: Mapping[int, int | None]) 
 # number of each leaf comes back.
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Distance of a result from the reference's, of one leaf.
-
-    Attributes:
-        size: the result's L2 norm; what is not finite counts as 0.
-    """
-
-    path: str
-    relative_l2: float
-    size: float = field(default=0.0, compare=False)
-
-
-class Differences(list[Difference]):
+class Differences(list[Leaf]):
     """Differences of all leaves, the largest first; as text the largest few."""
 
     def __str__(self) -> str:
@@ -392,39 +348,34 @@ def compare(found: Any, expected: Any) -> Differences:
         ValueError: structures or shapes differ.
     """
     found, expected = fixed(found), fixed(expected)
-    pairs, tree = tree_flatten_with_path(expected)
-    if tree_structure(found) != tree:
+    have, want = _by_path(found), _by_path(expected)
+    if tree_structure(found) != tree_structure(expected):
+        odd = [f"{x or 'the result'} is not expected" for x in have if x not in want]
+        odd += [f"{x or 'the result'} is not found" for x in want if x not in have]
+        odd += [f"{tree_structure(found)} in place of {tree_structure(expected)}"]
         raise ValueError(
-            "results of different structures cannot be compared: "
-            f"{_first_difference(found, expected)}"
+            f"results of different structures cannot be compared: {odd[0]}"
         )
     differences = []
-    for (path, want), have in zip(pairs, tree_leaves(found), strict=True):
-        name = keystr(path, simple=True, separator="/")
-        have, want = (jnp.asarray(on_device(leaf)) for leaf in (have, want))
-        if have.shape != want.shape:
+    for name, leaf in want.items():
+        one, other = (jnp.asarray(on_device(x)) for x in (have[name], leaf))
+        if one.shape != other.shape:
             raise ValueError(
                 f"results of different shapes cannot be compared: {name} is "
-                f"{have.shape}, and {want.shape} expected"
+                f"{one.shape}, and {other.shape} expected"
             )
         # One after another: what is moved to be compared is let go of at once.
-        distance, size = _measured(*brought_together(have, want))
-        differences.append(Difference(name, float(distance), float(size)))
-    return Differences(sorted(differences, key=lambda d: -d.relative_l2))
+        with jax.enable_x64(True):
+            figures = _measured(*brought_together(one, other))
+        distance, size, norm = map(float, figures)
+        leaf = Leaf(path=name, relative_l2=distance, size=size, norms=(norm,))
+        differences.append(leaf)
+    return Differences(sorted(differences, key=lambda x: -x.relative_l2))
 
 
-def _first_difference(found: Any, expected: Any) -> str:
-    """Names the first leaf, in order of paths, that only one of two pytrees has."""
-    paths = [
-        [keystr(path, simple=True, separator="/") for path, _ in leaves]
-        for leaves, _ in map(tree_flatten_with_path, (found, expected))
-    ]
-    for have, want in itertools.zip_longest(*paths):
-        if have != want:
-            is_more = want is None or (have is not None and have not in paths[1])
-            name, what = (have, "not expected") if is_more else (want, "not found")
-            return f"{name or 'the result'} is {what}"
-    return f"{tree_structure(found)} in place of {tree_structure(expected)}"
+def _by_path(tree: Any) -> dict[str, Any]:
+    leaves, _ = tree_flatten_with_path(tree)
+    return {keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def brought_together(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -440,33 +391,21 @@ def brought_together(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.A
 
 # One program for both: it is compiled for each shape.
 @jax.jit
-def _measured(have: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The relative L2 distance of two arrays, and the first's L2 norm."""
-    a, b = _as_float(have), _as_float(want)
-    finite = jnp.isfinite(b)
-    same = finite | (a == b) | (jnp.isnan(a) & jnp.isnan(b))
-    unit, scale = _norm(jnp.where(finite, b, 0))
-    error_unit, error = _norm(jnp.where(finite, a - b, 0))
-    relative = jnp.where(
-        scale > 0, (error_unit / unit) * (error / scale), error_unit * error
+def _measured(have: jax.Array, want: jax.Array) -> tuple[jax.Array, ...]:
+    """The relative L2 distance of two arrays, and the L2 norm of each."""
+    a, b = _in_double(have), _in_double(want)
+    same = jnp.isfinite(b) | (a == b) | (jnp.isnan(a) & jnp.isnan(b))
+    error, size, norm = (
+        jnp.sqrt(jnp.square(jnp.abs(jnp.where(jnp.isfinite(of), x, 0))).sum())
+        for of, x in ((b, a - b), (a, a), (b, b))
     )
-    distance = jnp.where(same.all() & jnp.isfinite(error), relative, jnp.inf)
-    own_unit, own = _norm(jnp.where(jnp.isfinite(a), a, 0))
-    return distance, own_unit * own
+    relative = jnp.where(norm > 0, error / norm, error)
+    is_known = same.all() & jnp.isfinite(error)
+    return jnp.where(is_known, relative, jnp.inf), size, norm
 
 
-def _norm(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """L2 norm, as a unit and how many of it, so that no square overflows."""
-    size = jnp.abs(x)
-    # The compiler may multiply by the reciprocal, which has to be held, too.
-    most = float(jnp.finfo(size.dtype).max) ** 0.75
-    unit = jnp.clip(size.max(initial=0), 1 / most, most)
-    return unit, jnp.sqrt(jnp.square(size / unit).sum())
-
-
-def _as_float(x: jax.Array) -> jax.Array:
+def _in_double(x: jax.Array) -> jax.Array:
+    """An array in 64 bits, in which no square of a float32 overflows."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
-    wide = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4
-    # Types of 8 bits and less are promoted to nothing.
-    return x if wide else x.astype(jnp.float32)
+    return x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64)

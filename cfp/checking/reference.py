@@ -7,9 +7,10 @@ Where its code names several devices, it runs on all with its arguments whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import eq
 from typing import Any
 
 import jax
@@ -25,7 +26,6 @@ from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.compile_pool import CompilePool, default_threads
 from cfp.profiling.compiler_options import MEMORY_SHARE
 from cfp.program.constrain import Constraints
-from cfp.program.graph import Spec
 from cfp.program.step import FlatStep
 from cfp.program.trace import OTHER_DEVICES
 from cfp.runtime.execute import CompiledStep, LoweredStep, load_or_lower
@@ -134,51 +134,75 @@ def both_sides(
         wide=True,
         unwidened=compiled,
     )
-    # A step that fits one device by a memory limit is compared on it with the same.
-    limit = {name: v for name, v in plan.options.items() if name == MEMORY_SHARE}
-    unsharded = ""
-    try:
-        limit = limit if mesh.size == 1 else {}
-        alone_lowered = _lower_whole(step, _mesh_of(device), limit)
-    except StepNotTraceable as error:
-        if mesh.size == 1 or OTHER_DEVICES not in str(error):
-            raise
-        unsharded = AS_WRITTEN
-        alone_lowered = _lower_whole(step, mesh, {})
     with CompilePool(default_threads(device.platform)) as pool:
         started = pool.start("the step under the plan, to be checked", lowered.compile)
-        label = f"the step on {reference_text(unsharded)}"
-        beside = pool.start(label, alone_lowered.compile)
-        planned, alone = started.result(), _unless_too_large(beside.result)
-
-    def references() -> Iterator[tuple[str, CompiledStep | None]]:
-        yield unsharded, alone
-        for name, lower in _sharded(plan):
-            why = f"there is no room for {reference_text(unsharded)}"
-            tell(f"compiling the preset {name} for the check: {why}")
-            yield name, _unless_too_large(lambda lower=lower: lower().compile())
-
-    needs, limit = [], room_of(device)
-    for name, found in references():
-        need = needed_bytes(planned, found) if found is not None else None
-        fits = found is not None and (not need or not limit or need <= limit)
-        if agree(fits):
-            if found is None:
-                break  # In another process alone it fits.
-            is_rounded = step.precision and not name
-            plain = replace(step, precision="")
-            unrounded = compile_alone(plain, device) if is_rounded else None
-            return planned, Reference(found, name, unrounded)
-        size = f"about {format_bytes(need)}" if need else "more than there is"
-        where = {"": "on one device", AS_WRITTEN: "on each, as written"}
-        needs.append(f"{size} {where.get(name, f'on each, where {name} shards it')}")
+        needs, limit = [], room_of(device)
+        for name, lower in _references(plan):
+            tell(f"compiling the reference of the check: {reference_text(name)}")
+            found = _unless_too_large(lower)
+            planned = started.result()
+            need = needed_bytes(planned, found) if found is not None else None
+            fits = found is not None and (not need or not limit or need <= limit)
+            if agree(fits) and found is not None:
+                plain = replace(step, precision="")
+                is_rounded = step.precision and not name
+                unrounded = compile_alone(plain, device) if is_rounded else None
+                return planned, Reference(found, name, unrounded)
+            size = f"about {format_bytes(need)}" if need else "more than there is"
+            where = {"": "on one device", AS_WRITTEN: "on each, as written"}
+            needs.append(
+                f"{size} {where.get(name, f'on each, where {name} shards it')}"
+            )
     raise no_room("; or ".join(needs), format_bytes(limit))
 
 
-def _unless_too_large(compiled: Callable[[], CompiledStep]) -> CompiledStep | None:
-    """The outcome of a compile; None where the compiler says that it cannot fit."""
+def _references(plan: Plan) -> Iterator[tuple[str, Callable[[], LoweredStep]]]:
+    """Yields the names of references, and what lowers each, as they are to be tried.
+
+    The step on one device comes first, or as written on those that its code names. Then
+    come presets that shard the arguments in another way: first those that do so with
+    most of these, and of them what needs the least memory.
+    """
+    step, mesh = plan.step, plan.mesh
+    assert step is not None and mesh is not None
+    # A step that fits one device by a memory limit is compared on it with the same.
+    limit = {name: v for name, v in plan.options.items() if name == MEMORY_SHARE}
+    alone = _mesh_of(mesh.local_devices[0])
     try:
-        return compiled()
+        lowered = _lower_whole(step, alone, limit if mesh.size == 1 else {})
+        yield "", lambda: lowered
+    except StepNotTraceable as error:
+        if mesh.size == 1 or OTHER_DEVICES not in str(error):
+            raise
+        yield AS_WRITTEN, partial(_lower_whole, step, mesh, {})
+    analysis = analyze_step(step, mesh).analysis
+    program, known = analysis.frame.program, presets(analysis.frame)
+    layouts = {n: lay_out(analysis.frame, known[n]) for n in _FRUGAL if n in known}
+    specs = {
+        n: [*map(one.arg_spec, range(len(program.args)))] for n, one in layouts.items()
+    }
+    alike = {n: sum(map(eq, specs[n], plan.arg_specs)) for n in layouts}
+    for name in sorted(layouts, key=lambda n: 2 * alike[n] > len(program.args)):
+        if alike[name] < len(program.args):
+            yield (
+                name,
+                partial(
+                    load_or_lower,
+                    step,
+                    mesh,
+                    program.fingerprint,
+                    specs[name],
+                    layouts[name].output_specs(),
+                    constraints_of(analysis, known[name], ConstraintLevel.EVERYTHING),
+                    wide=True,
+                ),
+            )
+
+
+def _unless_too_large(lower: Callable[[], LoweredStep]) -> CompiledStep | None:
+    """Compiles a step; None where the compiler says that it cannot fit."""
+    try:
+        return lower().compile()
     except jax.errors.JaxRuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -195,42 +219,6 @@ def no_room(needed: str, got: str) -> CfpError:
     )
 
 
-def _sharded(plan: Plan) -> Iterator[tuple[str, Callable[[], LoweredStep]]]:
-    """Presets that shard the arguments in another way, and what lowers the step.
-
-    Those come first that shard most of the bytes in another way, and of these what
-    needs the least memory.
-    """
-    step, mesh = plan.step, plan.mesh
-    assert step is not None and mesh is not None
-    analysis = analyze_step(step, mesh).analysis
-    program, known = analysis.frame.program, presets(analysis.frame)
-    sizes = [program.values[value].size_bytes for value in program.args]
-    layouts = {n: lay_out(analysis.frame, known[n]) for n in _FRUGAL if n in known}
-    specs = {n: [*map(layouts[n].arg_spec, range(len(sizes)))] for n in layouts}
-
-    def alike(name: str) -> float:
-        """The share of bytes that a preset shards as the plan does."""
-        triples = zip(specs[name], plan.arg_specs, sizes, strict=True)
-        return sum(size for spec, own, size in triples if spec == own) / sum(sizes)
-
-    for name in sorted(specs, key=lambda name: alike(name) > 0.5):
-        if alike(name) < 1:
-            yield (
-                name,
-                partial(
-                    load_or_lower,
-                    step,
-                    mesh,
-                    program.fingerprint,
-                    specs[name],
-                    layouts[name].output_specs(),
-                    constraints_of(analysis, known[name], ConstraintLevel.EVERYTHING),
-                    wide=True,
-                ),
-            )
-
-
 def compile_alone(step: FlatStep, device: Any) -> CompiledStep:
     """Compiles a step for one device, in float32."""
     return _lower_whole(step, _mesh_of(device), {}).compile()
@@ -242,17 +230,7 @@ def _mesh_of(device: Any) -> Mesh:
 
 def _lower_whole(step: FlatStep, mesh: Mesh, options: Mapping[str, str]) -> LoweredStep:
     """Lowers a step for a mesh, with its arguments and results whole on each device."""
-
-    def whole(leaves: Iterable[Any]) -> list[Spec]:
-        return [((),) * len(leaf.shape) for leaf in leaves]
-
-    return load_or_lower(
-        step,
-        mesh,
-        None,
-        whole(step.avals),
-        whole(jax.tree.leaves(step.traced.out_info)),
-        Constraints({}, {}),
-        options,
-        wide=True,
-    )
+    results = jax.tree.leaves(step.traced.out_info)
+    whole = [[((),) * len(x.shape) for x in leaves] for leaves in (step.avals, results)]
+    nothing = Constraints({}, {})
+    return load_or_lower(step, mesh, None, *whole, nothing, options, wide=True)

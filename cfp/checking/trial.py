@@ -151,6 +151,8 @@ def run_trial(
         feedback, state = _feedback(target, step, plan, steps)
         tell("compiling")
         compiled = bound.compile_bound(tell)
+        tell("making the arguments, by programs that are compiled for their shapes")
+        args = list(target.make_args(bound.in_shardings, seed))
         checking = None
         if check:
             tell(
@@ -160,16 +162,12 @@ def run_trial(
             with _explained(is_check=True):
                 sides = both_sides(bound, compiled, tell, agree)
                 checking = Check(*sides, feedback, agree, tolerance)
-        tell("making the arguments, by programs that are compiled for their shapes")
-        args = list(target.make_args(bound.in_shardings, seed))
-        if checking is not None:
-            which = reference_text(checking.reference.preset)
-            tell(f"copying the arguments, for the check against {which}")
-            with _explained(is_check=True):
+                which = reference_text(checking.reference.preset)
+                tell(f"copying the arguments, for the check against {which}")
                 checking.start(args)
-        results = []
-        for number in range(steps):
-            tell(f"step {number + 1} of {steps}")
+        results = list[StepResult]()
+        for number in range(1, steps + 1):
+            tell(f"step {number} of {steps}")
             result, time_ms = _one_step(compiled, args)
             metrics = _metrics(result, feedback)
             feed_back(args, result, feedback)
@@ -178,19 +176,19 @@ def run_trial(
         # The check begins with arguments of its own. What it moves to and fro would be
         # in the times of steps between.
         args.clear()
-        for number, one in enumerate(results):
+        for number, one in enumerate(results, 1):
             if checking is None:
                 break  # Nothing is compared.
-            at = f"checking step {number + 1} of {steps}"
+            at = f"checking step {number} of {steps}"
             with _explained(is_check=True):
                 made = checking.step(lambda what, at=at: tell(f"{at}: {what}"))
-            results[number] = replace(one, comparison=made)
+            results[number - 1] = replace(one, comparison=made)
     programs = [compiled] if checking is None else [compiled, checking.planned]
     return Trial(
         steps=tuple(results),
-        tolerance=checking.tolerance if checking is not None else FULL_TOLERANCE,
+        tolerance=FULL_TOLERANCE if checking is None else checking.tolerance,
         checked=check,
-        preset=checking.reference.preset if checking is not None else "",
+        preset="" if checking is None else checking.reference.preset,
         rematerialized=tuple(count_rematerialized(p.as_text()) for p in programs),
         narrow=checking is not None and bool(checking.planned.narrow),
         state=state,
@@ -206,8 +204,6 @@ def _explained(is_check: bool) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if is_check and is_out_of_memory(error):
             raise no_room("more memory of the devices", str(error)) from error
-        if is_check:
-            raise
         raise CfpError(
             f"The step failed on the devices: {str(error).strip().splitlines()[0]}. "
             "Try a plan with a memory budget (--memory-budget, memory_budget=), a "

@@ -126,15 +126,16 @@ def verify(
         CfpError: nothing runs.
     """
     started = time.monotonic()
-    program = analysis.frame.program
+    program, environment = (
+        analysis.frame.program,
+        environment_parts([*mesh.devices.flat]),
+    )
     if plan.fingerprint != program.fingerprint:
         check_arguments(plan.arg_names, plan.arg_types, step)
-        here = dict(environment_parts(list(mesh.devices.flat)))
+        here = dict(environment)
         raise other_program(program, plan.outline, plan.environment, here)
-    environment = environment_parts(list(mesh.devices.flat))
     where = (*environment, ("race", "verified"))
     mine = _program(plan, analysis, mesh, where)
-    others = _others(mine, analysis, where)
     built: dict[str, Built] = {}
     with ProfileStore(store_path(cache_dir)) as store:
         builder = Builder(
@@ -146,7 +147,8 @@ def verify(
             options=MeasureOptions(progress=progress),
             built=built,
         )
-        results = race_programs(builder, [mine, *others], _ROUNDS)
+        programs = [mine, *_others(mine, analysis, where)]
+        results = race_programs(builder, programs, _ROUNDS)
     best, own = min(results, key=lambda result: result.time_ms), results[0]
     if not best.ran:
         reasons = "; ".join(f"{r.name}: {r.reason}" for r in results)
@@ -154,29 +156,24 @@ def verify(
             "Neither the plan nor a preset runs on these devices: "
             f"{reasons[:2000]}. Plan these devices with cfp plan."
         )
-    rows, counts = tuple(map(race_row, results)), _counts(plan, dict(environment))
-    if best is own:
-        made = replace(
-            plan,
-            measured_ms=own.time_ms,
-            peak_bytes=own.peak_bytes,
-            rung="measured",
-            race=rows,
-            search={**plan.search, **counts},
-            environment=dict(environment),
-            mesh=mesh,
-        )
-    else:
+    made = replace(plan, environment=dict(environment))
+    if best is not own:
         outcome = RaceOutcome(
             solution=Solution([best.candidate]),
             winner=best.candidate,
-            time_ms=best.time_ms,
-            peak_bytes=best.peak_bytes,
             built=built.get(best.program.identity),
-            rows=rows,
-            counts={"race_seconds": time.monotonic() - started, **counts},
+            counts={"race_seconds": time.monotonic() - started},
         )
         made = compose_plan(analysis, mesh, dict(environment), outcome)
+    made = replace(
+        made,
+        measured_ms=best.time_ms,
+        peak_bytes=best.peak_bytes,
+        rung="measured",
+        race=tuple(map(race_row, results)),
+        search={**made.search, **_counts(plan, dict(environment))},
+        mesh=mesh,
+    )
     return Verified(
         plan=plan,
         best=made.bound_to(step, out_tree),

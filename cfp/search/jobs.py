@@ -80,8 +80,8 @@ def _constrain(
     values = constrained.values
     uses = {use: spec for use, spec in constrained.uses.items() if use not in own}
     if not frame.mesh:
-        # On one device they say nothing, and a step of a BERT took 3 % longer with
-        # them: docs/decisions.md, "Presets race with and without constraints inside".
+        # On one device they say nothing, and a step took 3 % longer with them:
+        # docs/decisions.md, "Presets race with and without constraints inside".
         values, uses = {}, {}
     elif level is not ConstraintLevel.EVERYTHING:
         is_bare = level is ConstraintLevel.ARGUMENTS

@@ -313,7 +313,9 @@ def test_a_step_in_float64_is_compared_in_float64():
         check.start((w, x))
         assert check.tolerance == DOUBLE_TOLERANCE
         assert check.step().failures == []
-        other = Check(wrong, Reference(right), {0: None}, tolerance=DOUBLE_TOLERANCE)
+        other = Check(
+            wrong, Reference(right), {0: None}, given_tolerance=DOUBLE_TOLERANCE
+        )
         other.start((w, x))
         found = other.step()
         assert 1e-10 < found.leaves[0].relative_l2 < 1e-6

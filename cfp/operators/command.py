@@ -177,13 +177,16 @@ def main(words: Sequence[str]) -> int:
 
     Returns:
         0; 1 if an implementation computes something else than the oracle; 2 for wrong
-        use.
+        use; 130 after Ctrl-C.
     """
     try:
         return _run(_parser().parse_args(words))
     except CfpError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("error: Interrupted.", file=sys.stderr)
+        return 130
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -202,6 +202,15 @@ def test_wrong_use_of_the_command_is_one_message(words, said, capsys):
     assert "Traceback" not in error
 
 
+def test_an_interrupt_is_one_message(monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.benchmark, "run", interrupted)
+    assert command.main(["--shapes", SHAPE, "--only-run", "swiglu"]) == 130
+    assert capsys.readouterr().err == "error: Interrupted.\n"
+
+
 X, EIGHT = jnp.ones((2, 8)), jnp.ones(8)
 Q = jnp.ones((1, 8, 2, 4))
 

@@ -31,6 +31,7 @@ _EQUAL = "comparison_direction EQ"
 # What leaves a number as it is, or about as large: where in the operands it stands.
 _SAME = {
     "add": (0, 1),
+    "and": (0, 1),
     "broadcast_in_dim": (0,),
     "clamp": (1,),
     "convert": (0,),
@@ -39,6 +40,8 @@ _SAME = {
     "dynamic_update_slice": (0, 1),
     "maximum": (0, 1),
     "minimum": (0, 1),
+    "not": (0,),
+    "or": (0, 1),
     "reshape": (0,),
     "select": (1, 2),
     "slice": (0,),
@@ -52,7 +55,7 @@ def counts(program: Program, ops: tuple[int, ...]) -> dict[int, int]:
     found: dict[int, int] = {}
     for op_id in program.with_bodies(ops):
         for value, count in _picks(program, program.ops[op_id]):
-            for source in _sources(program, value):
+            for source in sources(program, value):
                 found[source] = min(count, found.get(source, count))
     return found
 
@@ -77,7 +80,7 @@ def _picks(program: Program, op: Op) -> list[tuple[int, int]]:
 
 def _counted(program: Program, value: int) -> int:
     """Returns the count of a value that is 0, 1, 2, ... along a dim; or 0."""
-    for source in _sources(program, value):
+    for source in sources(program, value):
         producer = program.values[source].producer
         op = program.ops[producer] if producer >= 0 else None
         if op is not None and op.kind == "iota":
@@ -86,7 +89,7 @@ def _counted(program: Program, value: int) -> int:
     return 0
 
 
-def _sources(program: Program, value: int) -> set[int]:
+def sources(program: Program, value: int) -> set[int]:
     """The values that a value is made of without growing, itself among them."""
 
     def before(v: int) -> Iterable[int]:

@@ -186,6 +186,7 @@ class RaceRow:
         note: why it did not run, or "".
         rung: what `predicted_ms` and, where nothing was timed, `peak_bytes` are from,
             as of a plan.
+        flag_ms: step times of the winner by an argument's value that chooses a branch.
     """
 
     name: Words
@@ -195,6 +196,7 @@ class RaceRow:
     peak_bytes: Count = 0
     note: Words = ""
     rung: Rung = "measured"
+    flag_ms: tuple[tuple[Words, Time], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

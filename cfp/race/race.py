@@ -33,6 +33,7 @@ from cfp.race.admission import (
 )
 from cfp.race.candidates import with_options
 from cfp.race.compile import Builder, compile_programs
+from cfp.race.flags import time_flags
 from cfp.race.programs import (
     NOT_RUN,
     TOO_LARGE,
@@ -260,6 +261,8 @@ class Race:
         if len(times) > 1:
             spread = max(times) / min(times) - 1.0
             counts |= {"ties": len(times) - 1, "tie_spread": spread}
+        flags = time_flags(self.builder, best)
+        rows = [replace(r, flag_ms=flags * (r.name == best.name)) for r in rows]
         built = self.built.get(best.program.identity)
         if (one := built or best.record) is not None:
             counts["compile_seconds"] = one.build_seconds
@@ -269,6 +272,7 @@ class Race:
             time_ms=best.time_ms,
             peak_bytes=best.peak_bytes,
             built=built,
+            rows=tuple(rows),
         )
 
     def first_that_fits(self) -> RaceOutcome:

@@ -84,11 +84,18 @@ def _loops(plan: Plan) -> Values:
 
 
 def _branches(plan: Plan) -> Values:
-    """The samples' range, since their median may be of one branch; and the branches."""
+    """Times by flag, or else the samples' range, as a median may be of one branch."""
     texts = [text for text in plan.uncounted if not text.startswith("while")]
-    timed = [ms for r in plan.race if r.name == plan.winner for ms in r.samples_ms]
+    mine = [row for row in plan.race if row.name == plan.winner]
+    flags = few([f"{ms:.3f} ms with {flag}" for r in mine for flag, ms in r.flag_ms])
+    timed = [ms for row in mine for ms in row.samples_ms]
     span = f" (samples of {min(timed):.3f} to {max(timed):.3f} ms)" if timed else ""
-    return (span, few(texts)) if texts else ()
+    how = (
+        f"measured {flags}"
+        if flags
+        else f"timed with the branches taken meanwhile{span}"
+    )
+    return (how, few(texts)) if texts else ()
 
 
 def _estimates(plan: Plan) -> Values:
@@ -252,8 +259,8 @@ _REMARKS: tuple[tuple[Callable[[Plan], Values], str], ...] = (
     ),
     (
         _branches,
-        "timed with the branches taken meanwhile{}, and predicted with all: a "
-        "step with another branch may take longer: {}",
+        "{}, and predicted with all branches: a step with another one may take "
+        "longer: {}",
     ),
     (_estimates, "predictions are estimates{}"),
     (

@@ -61,7 +61,7 @@ from cfp.settings import ConstraintLevel
 if TYPE_CHECKING:
     from cfp.plan.plan import Plan
 
-FORMAT = 11
+FORMAT = 12
 
 _MOST_BYTES = 64 * 2**20  # The plan of 96 layers has one or two megabytes.
 _MOST_AXES = 16

@@ -115,7 +115,6 @@ def _excerpt(program: Program, part: Part) -> Excerpt:
             output_names=("",) * len(part.outputs),
             alias=(None,) * count,
             text=_text(program, part),
-            fingerprint="",
         ),
         Part(
             tuple(ops[o] for o in part.ops),

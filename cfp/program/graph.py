@@ -6,6 +6,7 @@ come before the loop op itself, which closes them. ``Op.parent`` tells the loop.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -214,9 +215,6 @@ class Program:
         alias: for each argument the index of the output that reuses its memory
             (a donated argument), or None.
         text: the normalised module, parseable, with locations.
-        fingerprint: sha256 over the structure of all functions, without shardings and
-            without the values of constants, but for those that shape what it does: what
-            plans depend on. See `cfp.program.read`.
         content: sha256 over all functions, the values of all constants included: what
             compiled programs depend on.
         name: the module's, by that of the user's function.
@@ -238,7 +236,6 @@ class Program:
     output_names: tuple[str, ...]
     alias: tuple[int | None, ...]
     text: bytes
-    fingerprint: str
     content: str = ""
     name: str = "step"
     rewritten: Rewritten = Rewritten()
@@ -248,6 +245,21 @@ class Program:
     arg_memory: tuple[str, ...] = field(default=(), compare=False, repr=False)
     output_memory: tuple[str, ...] = field(default=(), compare=False, repr=False)
     opened: frozenset[int] = field(default=frozenset(), compare=False, repr=False)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the structure of all ops: what plans depend on.
+
+        Without shardings, and without the values of constants, but for those that
+        shape what it does. See `cfp.program.read`.
+        """
+        types = [str(self.values[v]) for v in self.args]
+        digest = hashlib.sha256(repr((types, self.args, self.outputs)).encode())
+        for op in self.ops:
+            types = [str(self.values[v]) for v in op.results]
+            links = (op.operands, op.yields, op.entries, op.results, op.parent)
+            digest.update(repr((op.name, op.structure, *links, types)).encode())
+        return digest.hexdigest()
 
     @cached_property
     def users(self) -> tuple[tuple[tuple[int, int], ...], ...]:

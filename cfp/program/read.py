@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from math import prod
 from pathlib import Path
@@ -43,8 +43,6 @@ _FIRST_INDEX = {
     "stablehlo.gather": 1,
     "stablehlo.scatter": 1,
 }
-# An op without attributes that gives anything of nothing; it is printed and never run.
-_BLANK = "builtin.unrealized_conversion_cast"
 # Counters and indices are small; tables are data, whatever they are used for.
 _MOST_ELEMENTS = 16
 
@@ -58,49 +56,21 @@ def _is_counter_type(kind: ir.Type) -> bool:
     )
 
 
-def _fingerprints(text: bytes, context: ir.Context) -> tuple[str, str, dict[str, str]]:
-    """Digests of a module, blind to names, locations and shardings.
-
-    Returns:
-        Of its structure; of all of it, the values of all constants included; and of
-        the structure of what composites stand for, by name.
-    """
-    structure, exact = hashlib.sha256(), hashlib.sha256()
+def _content(text: bytes, context: ir.Context) -> str:
+    """A digest of a module, blind to names, locations and shardings."""
+    digest = hashlib.sha256()
     module = shardy.without_locations(text, context)
-    texts: dict[str, str] = {}
-    calls: dict[str, list[str]] = {}
     for function in shardy.functions(module.operation):
         shardy.drop_signature(function)
-        exact.update(shardy.bytecode(function))
-        _blank_constants(function)
-        name = shardy.symbol_name(function)
-        texts[name] = str(function.get_asm(enable_debug_info=False))
-        calls[name] = [c for op in shardy.walk(function) if (c := stands_for(op))]
-        structure.update(texts[name].encode())
-
-    def digest(name: str) -> str:
-        inner = [digest(called) for called in calls[name]]
-        return hashlib.sha256(repr((texts[name], inner)).encode()).hexdigest()
-
-    bodies = {name: digest(name) for name in texts if name != "main"}
-    return structure.hexdigest(), exact.hexdigest(), bodies
+        digest.update(shardy.bytecode(function))
+    return digest.hexdigest()
 
 
-def stands_for(op: ir.Operation) -> str:
+def _stands_for(op: ir.Operation) -> str:
     """The name of the function that a composite stands for; "" for other ops."""
     if op.name != "stablehlo.composite":
         return ""
     return ir.FlatSymbolRefAttr(op.attributes["decomposition"]).value
-
-
-def _blank_constants(function: ir.Operation) -> None:
-    """Puts what has a type alone in the place of constants that are not structure."""
-    kept = shaping_constants(function)
-    for op in shardy.walk(function):
-        if op.name == "stablehlo.constant" and op not in kept:
-            with ir.InsertionPoint(op), op.location:
-                blank = shardy.make(_BLANK, op.results[0].type)
-            shardy.forward(op, [blank])
 
 
 def shaping_constants(function: ir.Operation) -> set[ir.Operation]:
@@ -179,64 +149,64 @@ def read_program(
     Args:
         alias: for each argument the output that may reuse its memory.
     """
-    function = shardy.main_function(module)
+    functions = {shardy.symbol_name(f): f for f in shardy.functions(module.operation)}
     text = shardy.bytecode(module.operation)
-    structure, exact, bodies = _fingerprints(text, module.context)
-    own = {op for op in shardy.walk(function) if shardy.RULE in op.attributes}
+    own = {op for op in shardy.every_op(module) if shardy.RULE in op.attributes}
     shardy.add_rules(module)
     meshes = [o.operation for o in module.body if o.operation.name == "sdy.mesh"]
     axes = {name: n for one in meshes for name, n in shardy.mesh_axes(one).items()}
-    reader = _Reader(_Blanks(shaping_constants(function), bodies), axes)
-    reader.read_function(function)
+    program = _Reader(functions, axes).program(functions["main"])
     # From regions that are sharded by hand, too: XLA refuses rules that stay there.
-    for op in shardy.walk(function):
+    for op in shardy.every_op(module):
         if op not in own and shardy.RULE in op.attributes:
             del op.attributes[shardy.RULE]
-    return Program(
-        values=tuple(reader.values),
-        ops=tuple(reader.ops),
-        args=tuple(reader.args),
-        outputs=tuple(reader.outputs),
+    return replace(
+        program,
         arg_names=tuple(arg_names),
         output_names=tuple(output_names),
         alias=tuple(alias),
         text=text,
-        fingerprint=structure,
-        content=exact,
+        content=_content(text, module.context),
         name=shardy.symbol_name(module.operation),
         rewritten=rewritten or Rewritten(),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Blanks:
-    """Kept constants, and digests of composites' functions: the structure of ops."""
-
-    kept: Set[ir.Operation]
-    functions: Mapping[str, str]
-
-
 class _Reader:
     """One reading; collects values and ops in execution order."""
 
-    def __init__(self, blanks: _Blanks, meshes: Mapping[str, int]) -> None:
-        self._blanks = blanks
+    def __init__(
+        self, functions: Mapping[str, ir.Operation], meshes: Mapping[str, int]
+    ) -> None:
+        self._functions = functions  # By name: composites stand for some.
         self._meshes = meshes  # The sizes of axes.
+        self._kept: Set[ir.Operation] = frozenset()
         self.values: list[Value] = []
         self.ops: list[Op] = []
-        self.args: list[int] = []
-        self.outputs: list[int] = []
         self._ids: dict[ir.Value, int] = {}
         self._types: dict[ir.Type, tuple[tuple[int, ...], str]] = {}
         self._rules: dict[ir.Attribute, Rule] = {}
+        self._digests: dict[str, str] = {}
 
-    def read_function(self, function: ir.Operation) -> None:
+    def program(self, function: ir.Operation) -> Program:
+        """Reads a function, or a region that is sharded by hand."""
+        self._kept = shaping_constants(function)
         block = function.regions[0].blocks[0]
-        self.args = [self._new_value(a) for a in block.arguments]
+        args = [self._new_value(a) for a in block.arguments]
         *inner, last = block.operations
         for opview in inner:
             self._read_op(opview.operation, parent=-1, repeat=1)
-        self.outputs = [self._ids[v] for v in last.operation.operands]
+        outputs = [self._ids[v] for v in last.operation.operands]
+        return Program(
+            values=tuple(self.values),
+            ops=tuple(self.ops),
+            args=tuple(args),
+            outputs=tuple(outputs),
+            arg_names=("",) * len(args),
+            output_names=("",) * len(outputs),
+            alias=(None,) * len(args),
+            text=b"",
+        )
 
     def _new_value(self, value: ir.Value, producer: int = -1, origin: int = -1) -> int:
         index = len(self.values)
@@ -292,7 +262,7 @@ class _Reader:
                 parent=parent,
                 repeat=repeat,
                 attributes=attributes,
-                structure=attributes if alike else _attributes(op, index, self._blanks),
+                structure=attributes if alike else self._structure(op, index),
                 yields=tuple(yields),
                 entries=tuple(entries),
                 body=body,
@@ -302,23 +272,21 @@ class _Reader:
             )
         )
 
+    def _structure(self, op: ir.Operation, index: int) -> str:
+        """The text of an op without constants, and of the function that it calls."""
+        if name := _stands_for(op):
+            if name not in self._digests:
+                reader = _Reader(self._functions, self._meshes)
+                made = reader.program(self._functions[name])
+                self._digests[name] = made.fingerprint
+            return f"function={self._digests[name]}, {_attributes(op, index)}"
+        return _attributes(op, index, self._kept)
+
     def _manual(self, op: ir.Operation) -> Manual | None:
         """Reads what one device computes in a region that is sharded by hand."""
         if op.name != "sdy.manual_computation":
             return None
-        inner = _Reader(self._blanks, self._meshes)
-        inner.read_function(op)
-        program = Program(
-            values=tuple(inner.values),
-            ops=tuple(inner.ops),
-            args=tuple(inner.args),
-            outputs=tuple(inner.outputs),
-            arg_names=("",) * len(inner.args),
-            output_names=("",) * len(inner.outputs),
-            alias=(None,) * len(inner.args),
-            text=b"",
-            fingerprint="",
-        )
+        program = _Reader(self._functions, self._meshes).program(op)
         # Devices along an axis that splits no value all compute the same.
         named = {axis for spec in _manual_shardings(op) for dim in spec for axis in dim}
         axes = named.intersection(_QUOTED.findall(str(op.attributes["manual_axes"])))
@@ -414,30 +382,29 @@ def source_of(program: Program, op: int) -> str:
     return next(filter(None, sources), "")
 
 
-def _attributes(op: ir.Operation, index: int, blanks: _Blanks | None = None) -> str:
+def _attributes(
+    op: ir.Operation, index: int, kept: Set[ir.Operation] | None = None
+) -> str:
     # The ops of a loop or branch are read one by one.
-    return "" if op.name in shardy.REGION_OPS else _text(op, index, {}, blanks)
+    return "" if op.name in shardy.REGION_OPS else _text(op, index, {}, kept)
 
 
 def _text(
     op: ir.Operation,
     index: int,
     names: dict[ir.Value, str],
-    blanks: _Blanks | None = None,
+    kept: Set[ir.Operation] | None,
 ) -> str:
     """Returns the text of an op's computation.
 
     Args:
         index: its id, which tells it from all others that are not known to be equal.
         names: those of values that its regions may read; theirs are added.
-        blanks: to tell the structure alone.
+        kept: the constants that have values in it; None for all.
     """
     if op.name == "stablehlo.constant":
-        is_blank = blanks is not None and op not in blanks.kept
-        return "" if is_blank else _constant(op, index)
+        return "" if kept is not None and op not in kept else _constant(op, index)
     parts = []
-    if blanks is not None and (name := stands_for(op)):
-        parts.append(f"function={blanks.functions[name]}")
     for name in op.attributes:
         if name != shardy.RULE:
             text = str(op.attributes[name])
@@ -451,7 +418,7 @@ def _text(
                 inside = opview.operation
                 # What a value from outside is is never looked up.
                 reads = [names.get(v, f"outside #{index}") for v in inside.operands]
-                what = "; ".join((",".join(reads), _text(inside, index, names, blanks)))
+                what = "; ".join((",".join(reads), _text(inside, index, names, kept)))
                 made = _named(inside.results, names)
                 inner.append(f"{made}={inside.name}({what})")
             parts.append(f"body={' '.join(inner)}")

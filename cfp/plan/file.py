@@ -222,7 +222,7 @@ class PlanFile(_Part):
         uncounted: loops of which one iteration is counted, and branches.
     """
 
-    format: Literal[11]
+    format: Literal[12]
     fingerprint: Annotated[str, matching("[0-9a-f]{64}", "64 hexadecimal digits")]
     mesh_axes: Annotated[tuple[_Axis, ...], Field(max_length=_MOST_AXES)]
     arguments: tuple[_Argument, ...]

@@ -19,10 +19,9 @@ from cfp.printable import columns, printable
 
 
 def literal_console(**options: Any) -> Console:
-    """A console that takes no text for markup.
+    """Makes a console that prints text as it stands, without markup.
 
-    Names come from the user's model, or from a file: ``experts[i]`` is no tag to be
-    left out, ``[/]`` closes nothing, and ``:warning:`` is no picture.
+    Model names may look like markup: ``experts[i]``, ``[/]``, ``:warning:``.
 
     Args:
         options: as of ``rich.console.Console``.
@@ -33,11 +32,11 @@ def literal_console(**options: Any) -> Console:
 def print_view(
     view: Callable[[box.Box], RenderableType], console: Console | None = None
 ) -> None:
-    """Prints a view: in a terminal with lines and colours, else as plain text.
+    """Prints a view: with lines and colours in a terminal, as plain text elsewhere.
 
     Args:
-        view: makes it, with the lines of a border.
-        console: standard output, if not given.
+        view: takes a table border and returns the view.
+        console: by default standard output.
     """
     console = console or literal_console()
     if console.is_terminal:
@@ -47,11 +46,7 @@ def print_view(
 
 
 def plain_text(view: RenderableType, width: int | None = None) -> str:
-    """A view as plain text without spaces and blank lines at its ends.
-
-    Args:
-        view: with ASCII lines.
-    """
+    """Renders a view as plain text, without spaces and blank lines at its ends."""
     file = io.StringIO()
     literal_console(file=file, width=width or columns(), color_system=None).print(view)
     lines = [line.rstrip() for line in file.getvalue().splitlines()]
@@ -59,7 +54,7 @@ def plain_text(view: RenderableType, width: int | None = None) -> str:
 
 
 def wrapped(line: str) -> str:
-    """A line that is folded; what follows is indented more than its start."""
+    """Folds a line; continuation lines are indented more than the first."""
     text = printable(line)
     indent = len(text) - len(text.lstrip()) + 2
     wrap = TextWrapper(
@@ -79,9 +74,9 @@ class Row:
     """A row of a table.
 
     Attributes:
-        bar: the length of the row's bar on a page, in any unit; None for no bar.
-        won: whether it is the plan's own.
-        ends: whether a group of rows ends here.
+        bar: length of the row's bar on a page, in any unit; None for no bar.
+        won: True for the plan's own row.
+        ends: True for the last row of a group.
     """
 
     cells: tuple[str, ...]
@@ -91,16 +86,16 @@ class Row:
 
 
 def row_of(*cells: str, bar: float | None = None, won: bool = False) -> Row:
-    """A row of these cells."""
+    """Makes a row of cells."""
     return Row(cells=cells, bar=bar, won=won)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """A table as it is shown in text and on a page.
+    """A table for text and page.
 
     Attributes:
-        notes: sentences that stand below.
+        notes: sentences below the table.
     """
 
     title: str
@@ -115,14 +110,14 @@ class Rows:
         return {name for name, *cells in columns[1:] if all(map(_is_number, cells))}
 
     def filled(self) -> Rows:
-        """The same without columns in which nothing stands."""
+        """Drops the columns without any text."""
         columns = zip(*(row.cells for row in self.rows), strict=True)
         kept = [bool({*texts} - {"", "-"}) for texts in columns]
         rows = [replace(r, cells=tuple(compress(r.cells, kept))) for r in self.rows]
         return replace(self, headings=tuple(compress(self.headings, kept)), rows=rows)
 
     def table(self, border: box.Box) -> Table:
-        """The rows for a rich console; cells are folded where they do not fit."""
+        """Renders rows for a rich console; cells fold at the column's width."""
         table = Table(
             box=border, title=self.title or None, title_justify="left", pad_edge=False
         )
@@ -142,7 +137,7 @@ def _is_number(cell: str) -> bool:
 def sheet(
     border: box.Box, head: str, tables: Iterable[Rows], lines: Iterable[str]
 ) -> Group:
-    """A line in bold, tables that have rows, and lines below: for a rich console."""
+    """Joins a bold line, the tables that have rows, and lines below them."""
     parts: list[RenderableType] = [Text(head, style="bold"), Text()] if head else []
     for made in tables:
         if made.rows:

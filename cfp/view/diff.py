@@ -17,7 +17,7 @@ _MOST_CHANGES = 4
 
 
 def diff_data(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
-    """The differences as plain data: of each, what it is in both plans, or ""."""
+    """Lists differences as plain data: the value in both plans, or ""."""
     one, two = _facts(first), _facts(second)
     pairs = {name: (one.get(name, ""), two.get(name, "")) for name in {**one, **two}}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -26,7 +26,7 @@ def diff_data(first: Plan, second: Plan) -> dict[str, tuple[str, str]]:
 def diff_text(
     first: Plan, second: Plan, names: tuple[str, str] = ("first", "second")
 ) -> str:
-    """The differences, a line each; those of repeated layers stand once."""
+    """Lists differences, one a line; repeated layers share a line."""
     lines = [f"{names[0]} -> {names[1]}"]
     groups: dict[tuple[str, str], list[str]] = {}
     for name, pair in diff_data(first, second).items():
@@ -43,7 +43,7 @@ def diff_text(
 
 
 def _facts(plan: Plan) -> dict[str, str]:
-    """Facts about a plan, each with its name."""
+    """Collects facts about a plan by name."""
     found = {"plan": plan.winner, "memory": words.memory_text(plan)}
     times = {"measured": plan.measured_ms}
     times[f"predicted {words.basis_text(plan)}"] = plan.predicted_ms
@@ -69,6 +69,6 @@ def _facts(plan: Plan) -> dict[str, str]:
 
 
 def _spec_text(spec: Spec) -> str:
-    """A sharding as a PartitionSpec's entries: ``None, x``."""
+    """Writes a sharding as a PartitionSpec's entries: ``None, x``."""
     dims = ["+".join(names) or "None" for names in spec]
     return ", ".join(dims) if any(spec) else "replicated"

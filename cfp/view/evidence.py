@@ -49,13 +49,13 @@ def with_figures(
     raced: Sequence[tuple[Candidate, float]] = (),
     dimensions: Set[Dimension] = ALL_DIMENSIONS,
 ) -> Plan:
-    """The plan with its figures.
+    """Adds its figures to a plan.
 
     Args:
-        replacing: kernels that might have computed its attentions.
-        failed: kernels that have no time, each with the reason as a predicate.
+        replacing: kernels that the search might use.
+        failed: kernels without a time, each with a reason such as "does not run".
         raced: the programs of the race with their times.
-        dimensions: the kinds of choices that were to be made.
+        dimensions: the kinds of choices of the search.
     """
     layout = lay_out(analysis.frame, choice)
     found = Figures(
@@ -84,11 +84,7 @@ def _kernels(
     failed: Mapping[SegmentKernels, str],
     problem: Problem | None,
 ) -> Iterator[_Left]:
-    """Attentions that no kernel computes, and kernels that cannot, if some were tried.
-
-    Of the kernels that were asked for those count that were preferred to what computes
-    an attention.
-    """
+    """Lists attentions without a kernel, and preferred kernels that cannot be used."""
     program = analysis.frame.program
     if not was_searched(program) or not (replacing.attention or choice.kernels):
         return
@@ -132,7 +128,7 @@ def _unused(
     failed: Mapping[SegmentKernels, str],
     options: Sequence[Option] | None,
 ) -> str:
-    """Says why an attention is as it is written that some kernels can compute."""
+    """Explains why an attention stays as written."""
     if not able:
         return NONE_CAN
     for name in able:
@@ -217,14 +213,10 @@ def worth(
     problem: Problem,
     raced: Sequence[tuple[Candidate, float]] = (),
 ) -> tuple[WorthFigures, ...]:
-    """Gives the gain of each kind of choice, largest kinds of choices first.
+    """Computes the gain of each kind of choice that options use.
 
-    It is measured where programs with and without it raced, and predicted where they
-    did not. The best that raced without it is no faster than the best there is, so that
-    a measured gain is a bound from above.
-
-    Without sharding every block is as data parallelism has it. Kinds that no option
-    makes use of are left out.
+    The gain is measured if programs with and without the choice raced, which is an
+    upper bound, and predicted otherwise. Without sharding every block is data parallel.
     """
     plain = plainest(presets(analysis.frame))
     kinds = [segment.kind for segment in analysis.segments]
@@ -277,7 +269,7 @@ def worth(
 def _predicted(
     problem: Problem, kept: Sequence[Sequence[int]]
 ) -> tuple[float, float | None] | None:
-    """The best predicted times with all options, and with those that are kept."""
+    """Finds the best predicted times of all options, and of the kept options."""
     if [*map(len, kept)] == [*map(len, problem.options)]:
         return None
     if (best := solve(problem)) is None:
@@ -295,10 +287,10 @@ NO_PRESET = "no preset"
 def option_names(
     analysis: Analysis, options: Sequence[Sequence[Option]]
 ) -> list[list[str]]:
-    """A short name for each option of each kind of segment.
+    """Names each option of each kind of segment.
 
-    That of the first preset whose part it is, or else its number: ``strategy 7 (no
-    preset)``. What is rematerialized has the name of what is not, and says so.
+    The name is the first preset with this option, or a number: ``strategy 7 (no
+    preset)``. A rematerialized option adds that word.
     """
     by_name = named_choices(analysis.frame)
     found = []
@@ -339,7 +331,7 @@ def kind_title(analysis: Analysis, kind: int) -> str:
 def strategy_figures(
     analysis: Analysis, kind: int, candidate: SegmentChoice
 ) -> StrategyFigures:
-    """Returns a choice for a kind of segment as a plan keeps it."""
+    """Converts a choice for a kind of segment to a plan's record."""
     frame = analysis.frame
     segment = analysis.segments[analysis.representatives[kind]]
     groups = [frame.groups[g] for g in segment.groups]

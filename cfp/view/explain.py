@@ -28,8 +28,8 @@ class Explained:
     """Segments that are alike, in words.
 
     Attributes:
-        blocks: the heading of each block, with its facts by label.
-        kind: number of the segments' kind in the plan's figures; None without these.
+        blocks: heading of each block, with its facts by label.
+        kind: number of the segments' kind in the plan's figures; None without figures.
     """
 
     title: str
@@ -41,7 +41,7 @@ def explained(plan: Plan, wanted: set[int] | None = None) -> Iterator[Explained]
     """Explains segments in order.
 
     Args:
-        wanted: the blocks to explain; all, if not given.
+        wanted: the blocks to explain; by default all.
     """
     kinds = plan.figures.segment_kinds if plan.figures else ()
     for segment in segments_of(plan):
@@ -78,7 +78,7 @@ def _block(block: BlockView) -> tuple[str, dict[str, str]]:
 
 
 def facts(plan: Plan) -> Iterator[str]:
-    """Sentences on all of a plan, with those of its remarks."""
+    """Lists sentences about the whole plan, its remarks included."""
     yield f"Chosen: {chosen_text(plan)}."
     if why := words.unsearched_text(plan):
         yield f"No strategies to compare: {why}."
@@ -91,10 +91,10 @@ def facts(plan: Plan) -> Iterator[str]:
 
 
 def explain_text(plan: Plan, block: str | None = None) -> str:
-    """Explains the plan, or one of its blocks, as wide as `columns` says.
+    """Explains a plan, or one of its blocks, ``columns`` characters wide.
 
     Args:
-        block: part of a block's name, or a pattern with ``*``; all, if not given.
+        block: part of a block's name, or a pattern with ``*``; by default all blocks.
 
     Raises:
         CfpError: no block has such a name.

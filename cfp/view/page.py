@@ -29,12 +29,12 @@ _FOLDER = Path(__file__).parent
 
 
 def page_html(plan: Plan) -> str:
-    """A whole page that stands alone: its style is in it, and nothing else is read."""
+    """Renders a page with its own style; it loads nothing else."""
     return _render(plan, is_small=False)
 
 
 def small_html(plan: Plan) -> str:
-    """The same, small: a part of a page, as notebooks show it."""
+    """Renders a plan as a part of a page, for notebooks."""
     return _render(plan, is_small=True)
 
 

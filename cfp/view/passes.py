@@ -47,7 +47,7 @@ def search_space(analysis: Analysis, segment: Segment) -> list[int]:
 
 
 def analysis_data(analysis: Analysis, seconds: float) -> dict[str, Any]:
-    """Kinds of segments, the blocks of each, and the ops that cannot be sharded."""
+    """Collects kinds of segments, their blocks, and ops that cannot be sharded."""
     program = analysis.frame.program
     return {
         "ops": len(program.ops),
@@ -67,7 +67,7 @@ def analysis_data(analysis: Analysis, seconds: float) -> dict[str, Any]:
 
 
 def analysis_view(data: dict[str, Any], border: box.Box) -> RenderableType:
-    """The same as a table of the blocks of each kind of segment."""
+    """Tabulates the blocks of each kind of segment."""
     blocks, segments, opaque = data["blocks"], data["segments"], data["opaque_ops"]
     kinds = [one for one in segments if one["representative"]]
     head = (
@@ -101,7 +101,7 @@ def _members(segments: list[dict[str, Any]], kind: int) -> str:
 
 
 def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
-    """All records; strategies are numbers in each block's own list."""
+    """Collects all records; strategies are numbers in each block's own list."""
     found, records = [], profiles.records
     for wanted in profiles.requests:
         segment = analysis.segments[analysis.representatives[wanted.kind]]
@@ -135,7 +135,7 @@ def profiles_data(analysis: Analysis, profiles: Profiles) -> dict[str, Any]:
 def profiles_view(
     data: dict[str, Any], segments: list[dict[str, Any]], border: box.Box
 ) -> RenderableType:
-    """The same for each kind of segment: what was measured, the best and the worst."""
+    """Tabulates each kind of segment: measured strategies, the best, the worst."""
     rows = []
     for kind in sorted({one["kind"] for one in segments}):
         mine = [one for one in data["profiles"] if one["kind"] == kind]
@@ -157,7 +157,7 @@ def profiles_view(
 def presets_data(
     analysis: Analysis, presets: Mapping[str, Choice]
 ) -> list[dict[str, Any]]:
-    """For each preset what it keeps on a device and what it sends in a step."""
+    """Collects memory and communication of each preset, on each device in a step."""
     frame = analysis.frame
     found = []
     for name, choice in presets.items():
@@ -176,7 +176,7 @@ def presets_data(
 
 
 def presets_rows(found: list[dict[str, Any]]) -> Rows:
-    """The presets as a table."""
+    """Tabulates the presets."""
     rows = []
     for item in found:
         sent = sorted(item["collective_bytes"].items(), key=lambda pair: -pair[1])
@@ -191,10 +191,10 @@ def presets_rows(found: list[dict[str, Any]]) -> Rows:
 
 
 def curve_points(rates: Rates) -> list[dict[str, Any]]:
-    """All measured collectives, by axes, kind and size.
+    """Lists all measured collectives, by axes, kind and size.
 
-    `size_bytes` is the whole tensor of a group, as of `Rates.collective_ms`;
-    `sent_gb_per_s` the bytes that each device sent, as in a ring, in 1e9 a second.
+    `size_bytes` is the whole tensor of a group, as in `Rates.collective_ms`.
+    `sent_gb_per_s` is what each device of a ring sends, in units of 1e9 bytes a second.
     """
     sizes, found = dict(rates.mesh), []
     for (kind, axes), curve in sorted(rates.curves.items(), key=lambda p: p[0][::-1]):
@@ -206,7 +206,7 @@ def curve_points(rates: Rates) -> list[dict[str, Any]]:
 
 
 def curves_data(rates: Rates, link_gb_per_s: float | None) -> dict[str, Any]:
-    """The curves and rates, as JSON."""
+    """Converts curves and rates to JSON."""
     return {
         "mesh": dict(rates.mesh),
         "link_gb_per_s": link_gb_per_s,
@@ -219,7 +219,7 @@ def curves_data(rates: Rates, link_gb_per_s: float | None) -> dict[str, Any]:
 
 
 def curves_rows(rates: Rates, link_gb_per_s: float | None) -> Rows:
-    """The curves, a line for each size."""
+    """Tabulates the curves, one size a line."""
     headings = ("collective", "axes", "tensor", "ms", "GB/s sent", "of link")
     rows = []
     for point in curve_points(rates):

@@ -27,11 +27,11 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(slots=True)
 class PlainLines:
-    """Schedule and text of progress where lines stay.
+    """Schedule and text of progress lines in a log.
 
     Attributes:
-        silent_seconds: nothing that is over by then says anything.
-        every_seconds: how long the same kind of work goes on until the next line.
+        silent_seconds: work shorter than this prints nothing.
+        every_seconds: time between two lines about the same kind of work.
     """
 
     silent_seconds: float = 10.0
@@ -42,10 +42,10 @@ class PlainLines:
     _begun_seconds: float = 0.0
 
     def due(self, event: Progress | str, seconds: float) -> str | None:
-        """The line that is due, if one is.
+        """Returns the next line if it is due, else None.
 
         Args:
-            seconds: how long everything has taken so far.
+            seconds: time since the start.
         """
         if event != self._event:
             self._event, self._begun_seconds = event, seconds
@@ -63,9 +63,9 @@ class PlainLines:
 
 
 class Display:
-    """Shows events on the error stream: live on a terminal, elsewhere in plain lines.
+    """Shows events on the error stream: live on a terminal, else in plain lines.
 
-    Use it as a context manager, and pass `tell` on, to be called with events.
+    A context manager; its `tell` takes the events.
     """
 
     def __init__(self, quiet: bool = False, lines: PlainLines | None = None) -> None:
@@ -141,11 +141,11 @@ class Display:
 def shown(
     settings: PlannerSettings | None, doing: str, silence: str, quiet: bool
 ) -> Iterator[PlannerSettings]:
-    """Settings that show the progress of planning, unless they pass it on already.
+    """Yields settings that show progress, unless they have a callback.
 
     Args:
-        doing: what takes the time, for the first line where there is no terminal.
-        silence: how to silence it, for the same line.
+        doing: the work, for the first line of a log.
+        silence: how to silence progress, for the same line.
     """
     settings = settings or PlannerSettings()
     is_refused = not isinstance(settings, PlannerSettings)  # By what plans, at once.
@@ -159,7 +159,7 @@ def shown(
 
 
 def progress_text(event: Progress, clock: bool = True) -> str:
-    """An event in words, with the time that what it belongs to has taken."""
+    """Describes an event, with the time of its phase."""
     parts = [f"{event.done}/{event.total}"]
     parts += [f"{event.cached} cached"] if event.cached else []
     parts += [f"{event.failed} failed"] if event.failed else []

@@ -12,7 +12,7 @@ from cfp.view.words import headline
 
 
 def python_text(plan: Plan) -> str:
-    """The shardings of arguments, results and constraints, with their source lines."""
+    """Writes shardings of arguments, results and constraints, by source line."""
     return "\n".join(_lines(plan)) + "\n"
 
 
@@ -50,10 +50,10 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 
 def _code(spec: Spec, kind: str | None = None) -> str:
-    """A sharding as Python: ``P(None, 'x')``.
+    """Writes a sharding as Python: ``P(None, 'x')``.
 
     Args:
-        kind: the type of the tensor, where JAX may show fewer dims than the program.
+        kind: the tensor's type; JAX may show fewer dims than the program has.
     """
     rank = len(spec) if kind is None else len(shape_of(kind))
     dims = spec[:rank]

@@ -34,7 +34,7 @@ Values = str | tuple[str, ...]
 
 
 def remarks(plan: Plan) -> Iterator[str]:
-    """Lists what a plan does not shard, keep or know, though users may expect it."""
+    """Lists costs and gaps of a plan that users may not expect."""
     for values_of, template in _REMARKS:
         if values := values_of(plan):
             values = (values,) if isinstance(values, str) else values
@@ -42,7 +42,7 @@ def remarks(plan: Plan) -> Iterator[str]:
 
 
 def unplanned_text(plan: Plan) -> str:
-    """Counts the variants that there was no time to plan; "" if there are none."""
+    """Counts the variants that time was too short for; "" if there are none."""
     every = plan.figures.variants if plan.figures else ()
     late = sum(one.note.startswith(UNPLANNED) for one in every)
     if not late:
@@ -57,7 +57,7 @@ def _unmeasured(plan: Plan) -> Values:
 
 
 def _nothing_sharded(plan: Plan) -> Values:
-    """The part that runs in full, the number of devices, and data parallel times."""
+    """Returns the unsharded part, the number of devices, and data parallel times."""
     devices = prod(size for _, size in plan.mesh_axes)
     what = "all blocks run whole on each device"
     if devices > 1 and plan.arg_specs and not words.is_sharded(plan):
@@ -159,7 +159,7 @@ def _worth(plan: Plan) -> tuple[WorthFigures, ...]:
 
 
 def _gains(is_measured: bool) -> Callable[[Plan], Values]:
-    """The gain of each kind of choice, as it was measured or predicted."""
+    """Describes the gain of each kind of choice, measured or predicted."""
 
     def values(plan: Plan) -> Values:
         parts = []
@@ -181,7 +181,7 @@ def _gains(is_measured: bool) -> Callable[[Plan], Values]:
 
 
 def _left(has_kernel: bool) -> Callable[[Plan], Values]:
-    """Attentions as they are written, or kernels that cannot, each with the reason."""
+    """Lists attentions that stay as written and kernels that fail, with reasons."""
 
     def values(plan: Plan) -> Values:
         every = plan.figures.left if plan.figures else ()

@@ -34,16 +34,16 @@ def ms_text(value: float | None, form: str = ".3f") -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockView:
-    """A block of some segments that are alike.
+    """One block of several segments that are alike.
 
     Attributes:
-        row: a block in the middle of those with the same collectives as most, which
-            stands for all: the first and the last have other neighbours.
+        row: a block with the collectives of most; the first and the last segment have
+            other neighbours.
         members: the block in each of the segments, by its index.
-        name: of all, as one: ``Net/layer_0-3/up``.
-        path: the same without the module that all blocks of the plan stand in.
-        sharded: what each axis shards, in words.
-        exceptions: the collectives of segments that have others, in words.
+        name: one name for all: ``Net/layer_0-3/up``.
+        path: the name without the module that contains all blocks.
+        sharded: the dims that each axis shards, in words.
+        exceptions: the collectives of the other segments, in words.
     """
 
     row: PlanRow
@@ -55,7 +55,7 @@ class BlockView:
 
     @property
     def collectives(self) -> str:
-        """The collectives of most, and those of others where they differ."""
+        """Describes the collectives of most blocks, and the exceptions."""
         return "; ".join([words.moves_text(self.row.moves), *self.exceptions])
 
 
@@ -64,9 +64,9 @@ class SegmentView:
     """Segments that are alike, each in another repeat of a run.
 
     Attributes:
-        parameters: how they are stored, and what else the segment does.
-        time_ms: of each; None if it was not measured.
-        ends: whether it is the last of those that repeat together.
+        parameters: storage and rematerialization, in words.
+        time_ms: time of each segment; None if not measured.
+        ends: True for the last segment of a repeat.
     """
 
     indices: tuple[int, ...]
@@ -77,9 +77,9 @@ class SegmentView:
 
 
 def segments_of(plan: Plan) -> tuple[SegmentView, ...]:
-    """Segments in order, those that are alike and repeat back to back as one.
+    """Groups segments that are alike and repeat back to back, in order.
 
-    Alike are segments of one kind whose blocks are sharded and stored alike.
+    Segments of one kind are alike if their blocks are sharded and stored alike.
     """
     parts = [[*rows] for _, rows in groupby(plan.rows, key=lambda row: row.segment)]
     marks = [
@@ -111,7 +111,7 @@ def segments_of(plan: Plan) -> tuple[SegmentView, ...]:
 
 
 def _longest_repeat(marks: Sequence[tuple], at: int) -> tuple[int, int]:
-    """(period, count) of the repeat that covers most from here on; (1, 1) if none."""
+    """(period, count) of the longest repeat from here on; (1, 1) if there is none."""
     best = (1, 1)
     for period in range(1, (len(marks) - at) // 2 + 1):
         count = 1
@@ -124,9 +124,9 @@ def _longest_repeat(marks: Sequence[tuple], at: int) -> tuple[int, int]:
 
 
 def _block(twins: Sequence[PlanRow], prefix: str) -> BlockView:
-    """One for all: with the collectives of most, and those of others in words.
+    """Merges blocks: the collectives of most, and those of others in words.
 
-    Small differences in size are those of tensors that belong to no block for sure.
+    Sizes differ a little for tensors that belong to no block for sure.
     """
     kinds: dict[str, list[PlanRow]] = {}
     for twin in twins:
@@ -152,10 +152,10 @@ def _block(twins: Sequence[PlanRow], prefix: str) -> BlockView:
 
 
 def update_texts(updates: Sequence[BlockView]) -> tuple[str, str, str]:
-    """The blocks without products in an optimizer's update, as one.
+    """Merges the blocks without products in an optimizer's update.
 
     Returns:
-        Their name, how many of them each axis shards, and their collectives.
+        Their name, the number of blocks that each axis shards, and their collectives.
     """
     axes = Counter(one.axis for block in updates for one in block.row.strategy)
     parts = [f"{axis}: {n} of {len(updates)}" for axis, n in sorted(axes.items())]
@@ -169,7 +169,7 @@ def update_texts(updates: Sequence[BlockView]) -> tuple[str, str, str]:
 
 
 def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
-    """The blocks, those of segments that are alike once."""
+    """Tabulates the blocks, each group of alike segments once."""
     rows = []
     for segment in segments:
         count, time_ms = len(segment.indices), segment.time_ms
@@ -192,7 +192,7 @@ def blocks_rows(segments: Sequence[SegmentView]) -> Rows:
 
 
 def merged_moves(moves: Iterable[MoveFigure]) -> tuple[MoveFigure, ...]:
-    """Collectives by kind and axes alone, most bytes first."""
+    """Merges collectives by kind and axes, most bytes first."""
     groups: dict[tuple[str, tuple[str, ...]], list[MoveFigure]] = {}
     for move in moves:
         groups.setdefault((move.kind, move.axes), []).append(move)
@@ -216,11 +216,11 @@ def merged_moves(moves: Iterable[MoveFigure]) -> tuple[MoveFigure, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateView:
-    """A program of the race, with all the names under which it raced.
+    """A program of the race, with all its names.
 
     Attributes:
-        row: the row of its fastest variant; the winner's, if it won.
-        won: whether it is the plan's.
+        row: the row of its fastest variant, or of the winner.
+        won: True for the plan's program.
         others: other names of the same program.
     """
 
@@ -230,17 +230,17 @@ class CandidateView:
 
 
 def _place(row: RaceRow) -> tuple[bool, float, float]:
-    """Sort key: rows that could not win come last, though they may have a time."""
+    """Sort key: rows that cannot win come last, even with a time."""
     times = (row.time_ms, row.predicted_ms)
     first, second = (float("inf") if ms is None else ms for ms in times)
     return bool(row.note), first, second
 
 
 def candidates_of(plan: Plan) -> tuple[CandidateView, ...]:
-    """Each candidate's fastest variant, and each program once, the fastest first.
+    """Lists each program's fastest variant once, the fastest first.
 
-    A variant's name is the candidate's, a comma, and in what it differs. Candidates
-    that came out as one program stand there once, under the winner's name if they won.
+    A variant's name is the candidate's, a comma, and its difference. Candidates with
+    the same program share a row, under the winner's name if they won.
     """
     best: dict[str, RaceRow] = {}
     for row in sorted(plan.race, key=lambda r: (r.name != plan.winner, *_place(r))):
@@ -259,7 +259,7 @@ def candidates_of(plan: Plan) -> tuple[CandidateView, ...]:
 
 
 def chosen_text(plan: Plan) -> str:
-    """Says how a plan was chosen: by a race, by prediction or by name."""
+    """Describes how a plan was chosen: by a race, by prediction or by name."""
     every = candidates_of(plan)
     ran = [o for o in every if o.row.time_ms is not None and not o.row.note]
     own = next((one for one in ran if one.won), None)
@@ -290,7 +290,7 @@ def chosen_text(plan: Plan) -> str:
 
 
 def race_rows(plan: Plan) -> Rows:
-    """The alternatives to a plan, the fastest first; the plan's own is marked."""
+    """Tabulates the alternatives to a plan, the fastest first, with the plan's own."""
     found = candidates_of(plan)
     notes = {one.row.note for one in found}
     shared = notes.pop() if len(found) > 1 and len(notes) == 1 else ""
@@ -329,7 +329,7 @@ def race_rows(plan: Plan) -> Rows:
 
 
 def variants_rows(plan: Plan) -> Rows:
-    """The meshes and microbatches that a plan was chosen among."""
+    """Tabulates the meshes and microbatches that were compared."""
     figures = plan.figures
     every = figures.variants if figures else ()
     times = [one.estimated_ms if one.step_ms is None else one.step_ms for one in every]
@@ -359,7 +359,7 @@ def variants_rows(plan: Plan) -> Rows:
 
 
 def more_rows(plan: Plan) -> Iterator[Rows]:
-    """The memory at its peak, collectives, strategies, arguments and versions."""
+    """Tabulates memory, collectives, strategies, arguments and versions."""
     yield memory_rows(plan)
     moves = merged_moves(move for row in plan.rows for move in row.moves)
     yield Rows(
@@ -404,7 +404,7 @@ def more_rows(plan: Plan) -> Iterator[Rows]:
 
 
 def strategies_rows(plan: Plan, kind: int) -> Rows:
-    """The strategies of a kind of segments, the fastest first; the plan's marked."""
+    """Tabulates the strategies of a kind of segments, the fastest first."""
     figures = plan.figures
     assert figures is not None
     rows, budget = [], figures.budget_bytes
@@ -433,7 +433,7 @@ def strategies_rows(plan: Plan, kind: int) -> Rows:
 
 
 def memory_rows(plan: Plan) -> Rows:
-    """Memory at its peak: residuals are there from a forward pass to its backward."""
+    """Tabulates memory at its peak; residuals live from forward to backward pass."""
     figures, parts = plan.figures, {}
     if figures and figures.picks:
         taken = [figures.kinds[k].options for k in figures.segment_kinds]

@@ -96,7 +96,7 @@ def _variant_texts(plan: Plan) -> Iterator[str]:
 
 
 def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
-    """Everything, for a rich console."""
+    """Renders a plan's tables for a rich console."""
     tables = (blocks_rows(segments_of(plan)), variants_rows(plan), race_rows(plan))
     lines = [str(throughput(plan) or ""), words.summary_line(plan)]
     lines += map(words.sentence, remarks(plan))
@@ -104,7 +104,7 @@ def plan_view(plan: Plan, *, border: box.Box = box.ROUNDED) -> RenderableType:
 
 
 def plan_text(plan: Plan, width: int | None = None) -> str:
-    """Everything as plain ASCII text, for files and pipes."""
+    """Renders a plan's tables as plain ASCII text, for files and pipes."""
     return plain_text(plan_view(plan, border=box.ASCII), width)
 
 

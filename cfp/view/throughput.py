@@ -68,10 +68,10 @@ class Throughput:
 
 
 def throughput(plan: Plan, step_ms: float | None = None) -> Throughput | None:
-    """A plan's throughput; None if no time of it is known, or nothing to compute.
+    """Computes a plan's throughput; None without a time or without products.
 
     Args:
-        step_ms: the time of a step; the measured one, or else the predicted one.
+        step_ms: time of a step; by default the measured one, or the predicted one.
     """
     if step_ms is None:
         step_ms = plan.predicted_ms if plan.measured_ms is None else plan.measured_ms

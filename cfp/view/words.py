@@ -40,7 +40,7 @@ _USUAL_SHARE = 0.70, 0.76
 
 
 def storage_text(segment: PlanSegment) -> str:
-    """Describes how a segment's parameters are stored, and what else it does."""
+    """Describes how a segment's parameters are stored, and rematerialization."""
     stored = segment.shown_storage
     words = STORAGE_WORDS[stored] if stored else _NONE_OF_ITS_OWN
     words += ", those of another segment" if segment.shared else ""
@@ -62,7 +62,7 @@ def kernels_text(kernels: SegmentKernels) -> str:
 
 
 def strategy_text(strategy: StrategyFigures) -> str:
-    """Describes a strategy: what it shards, and how parameters are kept."""
+    """Describes a strategy: the sharded dims and the storage of parameters."""
     by_text: dict[str, list[str]] = {}
     for alike in strategy.blocks:
         by_text.setdefault(roles_text(alike.strategy), []).extend(alike.names)
@@ -75,7 +75,7 @@ def strategy_text(strategy: StrategyFigures) -> str:
 
 
 def tensor_text(tensor: TensorFigure) -> str:
-    """A tensor with the axes behind the dims that they shard: ``f32[8/x,16]``."""
+    """Writes a tensor's type with the axes of its dims: ``f32[8/x,16]``."""
     parts = [
         "/".join([str(size), *names])
         for size, names in zip(shape_of(tensor.type), tensor.spec, strict=False)
@@ -84,7 +84,7 @@ def tensor_text(tensor: TensorFigure) -> str:
 
 
 def move_text(move: MoveFigure) -> str:
-    """A collective in short: ``all-reduce over x, 64 KiB in 2 calls, 0.12 ms``."""
+    """Describes a collective: ``all-reduce over x, 64 KiB in 2 calls, 0.12 ms``."""
     calls = f" in {move.count} calls" if move.count > 1 else ""
     took = "" if move.time_ms is None else f", {move.time_ms:.3f} ms"
     size = format_bytes(move.total_bytes)
@@ -92,7 +92,7 @@ def move_text(move: MoveFigure) -> str:
 
 
 def moves_text(moves: Sequence[MoveFigure]) -> str:
-    """``all-reduce over x, 4 MiB``; in a loop ``in each of 12 iterations`` behind it.
+    """Describes collectives: ``all-reduce over x, 4 MiB in each of 12 iterations``.
 
     Collectives below a kilobyte are left out.
     """
@@ -106,20 +106,20 @@ def moves_text(moves: Sequence[MoveFigure]) -> str:
 
 
 def elided(name: str, width: int = NAME_WIDTH) -> str:
-    """A name, without its middle if it is very long."""
+    """Shortens a very long name in its middle."""
     half = (width - 3) // 2
     return name if len(name) <= width else f"{name[:half]}...{name[-half:]}"
 
 
 def few(texts: Sequence[str], between: str = ", ", most: int = MOST_NAMES) -> str:
-    """The first of some texts, each once, and how many more there are."""
+    """Joins the first different texts, with the number of the others."""
     texts = [*dict.fromkeys(texts)]
     more = len(texts) - most
     return between.join(texts[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def sentence(text: str) -> str:
-    """A text that begins with a capital letter."""
+    """Capitalizes the first letter of a text."""
     return text[:1].upper() + text[1:]
 
 
@@ -136,7 +136,7 @@ def title(plan: Plan) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """The plan in one sentence."""
+    """Describes a plan in one sentence."""
     return "; ".join([title(plan), *figure_texts(plan)])
 
 
@@ -154,18 +154,21 @@ def figure_texts(plan: Plan) -> list[str]:
 
 
 def is_rough(plan: Plan) -> bool:
-    """True if a plan's time is of one turn on virtual devices, whose times vary."""
+    """True if a time is from one turn on virtual devices, which vary."""
     others = {WAS_DESCRIBED, VERIFIED} & plan.search.keys()
     return known_how(plan) == "estimated" and plan.rung == "measured" and not others
 
 
 def memory_text(plan: Plan) -> str:
-    """Returns the memory that a plan needs, and whether it is a prediction."""
+    """Describes the memory of a plan; for described devices, of the memory there."""
     if plan.peak_bytes is not None:
         return f"{format_bytes(plan.peak_bytes)} on each device"
     if plan.predicted_bytes is None:
         return ""
     size, how = format_bytes(plan.predicted_bytes), _predicted_how(plan)
+    budget = plan.figures.budget_bytes if plan.figures else None
+    if budget and plan.predicted_bytes <= budget and "described" in plan.environment:
+        return f"fits: {size} of {format_bytes(budget)} on each device, {how}"
     return f"{size} on each device, {how}"
 
 
@@ -215,10 +218,7 @@ def has_raced(plan: Plan) -> bool:
 
 
 def is_sharded(plan: Plan) -> bool:
-    """True if an argument, a result, a block, a kernel or a value is sharded.
-
-    By the plan, or in a region that the user sharded by hand.
-    """
+    """True if a plan shards any value, or the user shards a region by hand."""
     inside = plan.constraints
     specs = [*plan.arg_specs, *plan.output_specs]
     specs += [*inside.values.values(), *inside.uses.values()]
@@ -226,10 +226,7 @@ def is_sharded(plan: Plan) -> bool:
 
 
 def runs_whole(plan: Plan) -> bool:
-    """True if every device of several runs all blocks of a plan in full.
-
-    And there is no region besides that the user sharded by hand.
-    """
+    """True if several devices run all blocks in full, and no region by hand."""
     devices = prod(size for _, size in plan.mesh_axes)
     return devices > 1 and bool(plan.rows) and not _shards_blocks(plan)
 

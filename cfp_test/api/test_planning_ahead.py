@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import jax
@@ -55,6 +56,9 @@ def test_a_plan_by_estimates_says_so_everywhere(ahead):
     assert data["environment"]["described"] == "4xh200"
     for text in (repr(ahead), plan_text(ahead, width=200)):
         assert "as 4xh200 is described" in text
+        # The verdict first: on an H200 JAX takes 0.75 of 141 GB.
+        verdict = r"fits: \d+\.\d+ MiB of \d+\.\d+ GiB on each device, estimated"
+        assert re.search(verdict, " ".join(text.split())[:300]), text[:400]
         assert "estimated" in text and "measured," not in text
     assert "Estimates" in plan_text(ahead, width=200) and "Race" not in plan_text(
         ahead, width=200

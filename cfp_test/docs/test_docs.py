@@ -58,6 +58,17 @@ def test_pages_begin_with_what_they_are_for(page):
     assert re.match(r"[\w`*\[]", first) and not re.match(r"\d+\. ", first), first
 
 
+@pytest.mark.parametrize(
+    "page",
+    [p for p in PAGES if (ROOT / "docs") in p.parents],
+    ids=lambda page: page.name,
+)
+def test_guides_begin_with_who_needs_them(page):
+    """The sentence begins with ``For``, in the first paragraph."""
+    paragraph = page.read_text().split("\n\n")[1]
+    assert re.match(r"For [a-z]", paragraph), paragraph
+
+
 def test_the_sites_navigation_has_every_page():
     text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
     named = re.findall(r"([\w/-]+\.md)$", text, re.MULTILINE)

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Train a model on several devices
 #
-# This tutorial takes a training loop that runs on one device to four of them, and
-# then through what happens to a training run in practice: it is stopped, it starts
+# For users who train on one device and have several. This tutorial takes a training
+# loop to four devices, and then through what happens in practice: it is stopped, starts
 # again from a checkpoint, and the next machine has another number of devices. The
 # model learns to write, character by character, from a story of 4,000 characters.
 # Nothing in it is written for cfp, and nothing in it changes on the way.

@@ -52,7 +52,7 @@ from cfp.plan.parts import (
 from cfp.profiling.compiler_options import refused_option
 from cfp.program.constrain import Constraints
 from cfp.program.fp8 import PRECISION
-from cfp.program.outline import outline_to_json, unpacked
+from cfp.program.outline import Outline
 from cfp.program.rematerialize import Rematerialization
 from cfp.program.replace import Recorded, Replacement
 from cfp.race.programs import RaceRow
@@ -173,16 +173,6 @@ class _Replaced(_Part):
         return how
 
 
-class _Outline(_Part):
-    """A program's operations: each kind once, and one packed number for each."""
-
-    kinds: tuple[Words, ...]
-    ops: str
-
-
-_UNPACKED = AfterValidator(lambda outline: unpacked(outline.kinds, outline.ops))
-
-
 class PlanFile(_Part):
     """A cfp plan: how to shard a step on a mesh, and how that was found.
 
@@ -248,7 +238,7 @@ class PlanFile(_Part):
     search: dict[Words, Number]
     static: tuple[StrictInt | StrictStr, ...] | None
     figures: Figures | None
-    outline: Annotated[_Outline, _UNPACKED] | None
+    outline: Outline | None
     sites: tuple[Site, ...]
     in_host: tuple[tuple[Count, Count], ...] = ()
     precision: Annotated[str, matching(f"({PRECISION})?", "fp8, or empty")] = ""
@@ -359,7 +349,6 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         ],
         # What was never found out is infinite, and JSON has no word for that.
         "search": {k: v for k, v in plan.search.items() if math.isfinite(v)},
-        "outline": plan.outline and outline_to_json(plan.outline),
     }
     fields = PlanFile.model_fields
     return {

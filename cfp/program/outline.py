@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,32 +12,42 @@ from cfp.errors import PlanMismatch
 from cfp.program.graph import Op, Program
 from cfp.program.read import source_of
 
-# Of each operation: the number of its kind, and a digest of what it reads.
-_KIND_BYTES, _READS_BYTES = 3, 1
-_BYTES = _KIND_BYTES + _READS_BYTES
-_MOST_BYTES = 64 * 2**20
 # A scalar that is converted.
 _OF_WEAK_TYPES = re.compile(r"\bconvert \w+\[\] -> ")
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A program's operations, in order.
+    """A program's operations, in order, as a plan's file has them.
 
     Attributes:
         kinds: each kind once: name, types, and a digest of attributes behind a ``#``.
-        ops: for each operation its kind, and a digest of which operations it reads.
+        ops: for each operation the number of its kind and a digest of which operations
+            it reads, such as ``0.3f 12.a0``.
     """
 
     kinds: tuple[str, ...]
-    ops: tuple[tuple[int, int], ...]
+    ops: str
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= kind < len(self.kinds) for kind, _ in self.pairs()):
+            raise ValueError(f"an operation of none of {len(self.kinds)} kinds")
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """The numbers in ``ops``.
+
+        Raises:
+            ValueError: the text is damaged.
+        """
+        texts = (op.partition(".") for op in self.ops.split())
+        return [(int(kind), int(reads, 16)) for kind, _, reads in texts]
 
 
 def outline_of(program: Program) -> Outline:
     """A program's outline."""
     kinds: dict[str, int] = {}
-    ops = tuple(
-        (kinds.setdefault(kind, len(kinds)), reads)
+    ops = " ".join(
+        f"{kinds.setdefault(kind, len(kinds))}.{reads:x}"
         for kind, reads in _described(program)
     )
     return Outline(tuple(kinds), ops)
@@ -72,7 +80,7 @@ def _text(program: Program, op: Op) -> str:
 
 def first_difference(program: Program, planned: Outline) -> str:
     """The first operation of a program that is not the one planned, in words."""
-    now = [*_described(program)]
+    now, before_ops = [*_described(program)], planned.pairs()
 
     def place(i: int) -> str:
         op = program.ops[i]
@@ -84,9 +92,9 @@ def first_difference(program: Program, planned: Outline) -> str:
         return f"operation {i + 1} of {len(now)}" + (f", at {where}" if where else "")
 
     for i, (kind, reads) in enumerate(now):
-        if i >= len(planned.ops):
+        if i >= len(before_ops):
             return f"{place(i)}: {_bare(kind)}, behind the end of the planned"
-        number, planned_reads = planned.ops[i]
+        number, planned_reads = before_ops[i]
         before = planned.kinds[number]
         if before != kind:
             same = _bare(before) == _bare(kind)
@@ -94,49 +102,14 @@ def first_difference(program: Program, planned: Outline) -> str:
             return f"{place(i)}: {_bare(kind)}, {how}"
         if planned_reads != reads:
             return f"{place(i)}: {_bare(kind)}, which reads other values"
-    if len(planned.ops) > len(now):
-        more = planned.kinds[planned.ops[len(now)][0]]
+    if len(before_ops) > len(now):
+        more = planned.kinds[before_ops[len(now)][0]]
         return f"it ends after {len(now)} operations, planned was {_bare(more)}"
     return "no operation; the order of results, or a function of a library"
 
 
 def _bare(kind: str) -> str:
     return " ".join(kind.rpartition(" #")[0].split())
-
-
-def outline_to_json(outline: Outline) -> dict[str, Any]:
-    """An outline as plain data."""
-    ops = b"".join(
-        kind.to_bytes(_KIND_BYTES, "big") + reads.to_bytes(_READS_BYTES, "big")
-        for kind, reads in outline.ops
-    )
-    packed = base64.b64encode(zlib.compress(ops, 9)).decode()
-    return {"kinds": list(outline.kinds), "ops": packed}
-
-
-def unpacked(kinds: Sequence[str], ops: str) -> Outline:
-    """Returns the outline that `outline_to_json` packed.
-
-    Raises:
-        ValueError: the data are damaged.
-    """
-    try:
-        unpacker = zlib.decompressobj()
-        data = unpacker.decompress(base64.b64decode(ops, validate=True), _MOST_BYTES)
-    except (binascii.Error, zlib.error) as error:
-        raise ValueError(f"operations that cannot be read: {error}") from error
-    if len(data) % _BYTES or not unpacker.eof:
-        raise ValueError("operations that are cut off")
-    found = tuple(
-        (
-            int.from_bytes(data[i : i + _KIND_BYTES], "big"),
-            int.from_bytes(data[i + _KIND_BYTES : i + _BYTES], "big"),
-        )
-        for i in range(0, len(data), _BYTES)
-    )
-    if any(kind >= len(kinds) for kind, _ in found):
-        raise ValueError(f"an operation of none of {len(kinds)} kinds")
-    return Outline(tuple(kinds), found)
 
 
 # What a program follows from beside the step, as plans say it, and as users do.

@@ -14,7 +14,7 @@ from cfp.passes.analyze import Analyzed
 from cfp.plan.compose import compose_plan
 from cfp.plan.plan import Plan
 from cfp.profiling.builder import BuildEnvironment
-from cfp.program.callbacks import host_calls
+from cfp.program.trace import host_calls
 from cfp.race.programs import RaceOutcome, kernels_not_timed
 from cfp.race.shortage import no_winner
 from cfp.search.requests import UNMEASURED_STRATEGIES

@@ -29,9 +29,9 @@ from cfp import models
 from cfp.errors import CfpError, known_names, place_of
 from cfp.models.options import ModelOption, Scalar
 from cfp.profiling.inputs import counts, hashed_bits
-from cfp.program.fixed import fixed, released
+from cfp.program.calling import fixed, released
 from cfp.program.memory import put
-from cfp.program.signature import key_name, whole
+from cfp.program.part import key_name, whole
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import planning_mesh, trace
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves, tree_structure
 
 from cfp.checking.reference import Reference
-from cfp.program.fixed import fixed, released
+from cfp.program.calling import fixed, released
 from cfp.program.memory import fetch, in_host, on_device, put
 from cfp.program.widen import wide_dtype, with_dtype
 from cfp.runtime.execute import CompiledStep

@@ -26,7 +26,7 @@ from cfp.plan.plan import Plan
 from cfp.profiling.builder import is_out_of_memory
 from cfp.profiling.coordination import coordinated
 from cfp.profiling.overwritten import count_rematerialized
-from cfp.program.fixed import fixed
+from cfp.program.calling import fixed
 from cfp.program.step import FlatStep
 from cfp.runtime.execute import CompiledStep
 from cfp.targets import Target

@@ -212,8 +212,7 @@ def graft() -> str:
     import jax.numpy as jnp
 
     from cfp.program.constrain import Constraints
-    from cfp.program.graft import lower_part
-    from cfp.program.signature import cut_part
+    from cfp.program.part import cut_part, lower_part
     from cfp.program.step import flatten_step
     from cfp.program.trace import trace
 

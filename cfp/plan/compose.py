@@ -26,7 +26,7 @@ from cfp.presets.roles import data_arguments
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.key import configuration
 from cfp.program.outline import outline_of
-from cfp.program.signature import aval
+from cfp.program.part import aval
 from cfp.race.programs import RaceOutcome, programs_of
 from cfp.runtime.executables import ReusableExecutable
 from cfp.search.jobs import constraints_of

@@ -38,8 +38,8 @@ from cfp.printable import mesh_text
 from cfp.profiling.rates import Rates
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Op, Program, call_flops, op_flops
+from cfp.program.part import aval
 from cfp.program.partitioned import call_of
-from cfp.program.signature import aval
 from cfp.search.problem import Problem
 
 _FUNCTION = re.compile(r"jit\((\w+)\)")

@@ -15,8 +15,8 @@ from jax.tree_util import tree_flatten, tree_flatten_with_path, tree_unflatten
 from cfp.analysis.strategies import Spec
 from cfp.errors import PlanMismatch, known_names
 from cfp.plan.parts import path_text, places_like, shape_of, type_text
+from cfp.program.calling import fixed, released
 from cfp.program.constrain import partition_spec
-from cfp.program.fixed import fixed, released
 from cfp.program.memory import in_memory, put
 from cfp.runtime.execute import told_while
 

@@ -34,13 +34,12 @@ from cfp.plan.placing import Arguments, devices_here, made, mesh_here, placed
 from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import refused_option
 from cfp.profiling.store import store_path
-from cfp.program.calling import sequence
+from cfp.program.calling import released, sequence
 from cfp.program.constrain import Constraints
-from cfp.program.fixed import released
 from cfp.program.meaning import trace_context_key
 from cfp.program.memory import HOST, in_memory
 from cfp.program.outline import Outline
-from cfp.program.signature import shardings
+from cfp.program.part import shardings
 from cfp.program.step import FlatStep, flatten_step, typed_as_returned
 from cfp.program.trace import check_mesh
 from cfp.race.programs import RaceRow

@@ -28,10 +28,9 @@ from cfp.profiling.record import Collective, CompiledBytes, ProfileRecord, Statu
 from cfp.profiling.tasks import Task
 from cfp.program.constrain import Constraints
 from cfp.program.fp8 import options_of
-from cfp.program.graft import lower_part
 from cfp.program.graph import Program, Spec
 from cfp.program.memory import host_kind
-from cfp.program.signature import Part
+from cfp.program.part import Part, lower_part
 
 # What a compiler says when a program does not fit can list every buffer.
 _LONGEST_REASON = 2000
@@ -42,7 +41,7 @@ class Job(Task):
     """One part of a program to measure under one set of shardings.
 
     Attributes:
-      part: the ops, from `cfp.program.signature.cut_part`.
+      part: the ops, from `cfp.program.part.cut_part`.
       feedback: (input position, output position) pairs: the input is donated, and
         the output takes its place in the next iteration.
       choice: of a whole program what its record is to keep beside the figures.

@@ -25,7 +25,7 @@ from cfp.profiling.key import GPU_PLATFORMS
 from cfp.program.constrain import partition_spec
 from cfp.program.graph import Op, Program, Spec, reached
 from cfp.program.memory import auto_mesh
-from cfp.program.signature import Part, aval, is_key, key_name, signature
+from cfp.program.part import Part, aval, is_key, key_name, signature
 
 _EQUAL = "comparison_direction EQ"
 # What leaves a number as it is, or about as large: where in the operands it stands.

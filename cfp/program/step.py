@@ -49,10 +49,11 @@ from cfp.program.calling import (
     check_names,
     chosen,
     dynamic_part,
+    fixed,
     parameter_names,
+    released,
     sequence,
 )
-from cfp.program.fixed import fixed, released
 from cfp.program.graph import Program
 from cfp.program.jaxprs import do_the_same
 from cfp.program.meaning import check_settings

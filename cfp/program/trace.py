@@ -1,4 +1,11 @@
-"""Traces a step function, with arrays or shapes, into a program."""
+"""Traces a step function, with arrays or shapes, into a program.
+
+XLA runs a function of the host for one device, or for each. If it raises, that device
+stops, and the others wait for it in their next collective: on virtual CPU devices the
+process aborts after 40 seconds, and the exception is lost. So a planned step calls such
+functions through a guard: the exception is kept, the devices go on with zeros, and the
+exception is raised once they are done.
+"""
 
 # pyright: reportPrivateImportUsage=false
 # (of jax 0.12, which exports ClosedJaxpr in a way that pyright takes for private)
@@ -6,14 +13,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src.config import jax_ragged_dot_use_ragged_dot_instruction
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax._src.export import _export
+from jax.export import DisabledSafetyCheck
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.extend.mlir import ir
 from jax.sharding import (
     AbstractMesh,
@@ -25,9 +36,9 @@ from jax.tree_util import tree_flatten_with_path, tree_structure, tree_unflatten
 
 from cfp.errors import CfpError, StepNotTraceable
 from cfp.program import shardy
-from cfp.program.callbacks import Alarm, guarded
 from cfp.program.fp8 import use_precision
 from cfp.program.graph import Program, Rewritten
+from cfp.program.jaxprs import closed_with, with_equations, with_inner
 from cfp.program.meaning import check_settings
 from cfp.program.memory import auto_mesh, in_memory, on_auto_mesh, placed_avals
 from cfp.program.partitioned import deferred, lowering_parameters
@@ -89,6 +100,78 @@ _FOR_GPUS = (
     "Virtual CPU devices have no such op: plan for GPUs that are not here, with mesh="
     'cfp.described("4xh100"), or --for 4xh100.'
 )
+
+
+# ------------------------------------------------ functions of the host that are called
+
+_NAME, _RESULTS = "callback", "result_avals"
+
+
+def host_calls(program: Program) -> tuple[str, ...]:
+    """Returns a program's calls of host functions: kind and ``file:line``."""
+    found = []
+    for op in program.ops:
+        if op.kind == "custom_call" and _NAME in op.attributes:
+            how = op.scope.rpartition("/")[2].rstrip(":") or op.kind
+            found.append(f"{how} at {op.source}" if op.source else how)
+    return tuple(dict.fromkeys(found))
+
+
+class Alarm:
+    """The first exception that functions of the host have raised since it was taken.
+
+    They run in threads of the runtime's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._error: Exception | None = None
+
+    def take(self) -> Exception | None:
+        """The exception, if there was one; it is forgotten here."""
+        with self._lock:
+            error, self._error = self._error, None
+        return error
+
+    def guard(
+        self, function: Callable[..., Any], results: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """A function that calls another one, and returns zeros where that raises.
+
+        Args:
+            function: of flat arrays, as JAX keeps it.
+            results: shapes and types of the arrays that it returns.
+        """
+
+        def guarded(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except Exception as error:  # whatever it is, it is raised again later
+                with self._lock:
+                    self._error = self._error or error
+                return tuple(np.zeros(one.shape, one.dtype) for one in results)
+
+        return guarded
+
+
+def guarded(closed: ClosedJaxpr, alarm: Alarm) -> ClosedJaxpr:
+    """A traced step whose functions of the host raise nothing into the devices."""
+
+    def guard(jaxpr: Jaxpr) -> Jaxpr:
+        return with_equations(jaxpr, guard_equation)
+
+    def guard_equation(eqn: JaxprEqn) -> JaxprEqn:
+        eqn = with_inner(eqn, guard)
+        called = eqn.params.get(_NAME)
+        if not (eqn.primitive.name.endswith(_NAME) and callable(called)):
+            return eqn
+        calls = alarm.guard(called, eqn.params.get(_RESULTS, ()))
+        return eqn.replace(params={**eqn.params, _NAME: calls})
+
+    return closed_with(closed, guard)
+
+
+# ----------------------------------------------------------------------------- lowering
 
 
 @dataclass(frozen=True)
@@ -276,3 +359,15 @@ def _aliases(module: ir.Module, donated: Sequence[bool]) -> list[int | None]:
         found.append(int(ir.IntegerAttr(entry["tf.aliasing_output"])) if has else None)
     assert len(found) == len(donated), "the lowering dropped or added arguments"
     return found
+
+
+def exported(step: FlatStep, lowering: Lowering) -> jax.export.Exported:
+    """Exports a lowered step with all that was changed in its module.
+
+    JAX exports what it lowers itself; by no public name it takes a lowering.
+    """
+    targets = {shardy.call_target(op) for op in shardy.every_op(lowering.module)}
+    checks = [DisabledSafetyCheck.custom_call(name) for name in sorted(targets - {""})]
+    name = step.flat_fn.__name__
+    closed = step.traced.jaxpr
+    return _export._export_lowered(lowering.lowered, closed, name, checks)

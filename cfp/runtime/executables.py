@@ -26,7 +26,7 @@ from cfp.profiling.key import environment_parts
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Program
 from cfp.program.meaning import compiler_settings
-from cfp.program.signature import Signature, signature
+from cfp.program.part import Signature, signature
 from cfp.program.step import FlatStep
 
 # Of all executables together; the least recently used go first. Guess.

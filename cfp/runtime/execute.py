@@ -29,11 +29,9 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.compiler_options import UNTUNED
 from cfp.profiling.key import GPU_PLATFORMS, environment_parts
 from cfp.profiling.overwritten import compile_right
-from cfp.program.callbacks import Alarm
+from cfp.program.calling import has_fixed, released
 from cfp.program.constrain import Constraints, constrain, misfit, uneven
 from cfp.program.dispatch import Dispatch, Look
-from cfp.program.exported import exported
-from cfp.program.fixed import has_fixed, released
 from cfp.program.fp8 import options_of
 from cfp.program.graph import Program
 from cfp.program.meaning import (
@@ -44,10 +42,10 @@ from cfp.program.meaning import (
 )
 from cfp.program.memory import in_memory
 from cfp.program.outline import Outline, other_program
+from cfp.program.part import shardings
 from cfp.program.replace import Replacement, erase_unread
-from cfp.program.signature import shardings
 from cfp.program.step import FlatStep
-from cfp.program.trace import Lowering, lower_step, read_lowering
+from cfp.program.trace import Alarm, Lowering, exported, lower_step, read_lowering
 from cfp.program.widen import widened
 from cfp.runtime.executables import Executables, ReusableExecutable
 from cfp.units import clock_text

@@ -26,9 +26,9 @@ from cfp.printable import mesh_text
 from cfp.profiling.builder import Job
 from cfp.profiling.key import Parts, ProfileKey
 from cfp.program.constrain import Constraints
+from cfp.program.part import Part, cut_part, numbered, whole
 from cfp.program.rematerialize import VERSION, rematerializable
 from cfp.program.replace import Replacement
-from cfp.program.signature import Part, cut_part, numbered, whole
 from cfp.program.step import deciding
 from cfp.settings import ConstraintLevel
 

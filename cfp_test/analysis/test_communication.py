@@ -39,8 +39,7 @@ from cfp.analysis.storage import spec_ways
 from cfp.analysis.strategies import NONE, block_strategies, describe
 from cfp.models import build
 from cfp.profiling.hlo import collectives_in
-from cfp.program.graft import lower_part
-from cfp.program.signature import cut_part
+from cfp.program.part import cut_part, lower_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.support.checking import make_mesh

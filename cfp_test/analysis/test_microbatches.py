@@ -17,9 +17,8 @@ from cfp.presets.presets import presets
 from cfp.profiling.rates import KINDS, Rates
 from cfp.program import shardy
 from cfp.program.constrain import constrain
-from cfp.program.graft import lower_part
+from cfp.program.part import cut_part, lower_part
 from cfp.program.rematerialize import rematerializable, tag_of
-from cfp.program.signature import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import lower_step, trace
 from cfp_test.models.tiny import TINY

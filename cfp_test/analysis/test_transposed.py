@@ -8,7 +8,7 @@ from cfp.analysis.analyze import analyze
 from cfp.analysis.layout import constraints, lay_out
 from cfp.presets.presets import presets
 from cfp.profiling.hlo import collectives_in
-from cfp.program.graft import lower_part
+from cfp.program.part import lower_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.jobs import constraints_of, whole_job

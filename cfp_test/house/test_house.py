@@ -20,7 +20,6 @@ MLIR = re.compile(r"jax\.extend\.mlir|jaxlib|jax\._src|\._lowering")
 # there is no public way, and say in the code what it is for.
 NON_PUBLIC = {
     "program/channel.py": {"jax._src.distributed"},
-    "program/exported.py": {"jax._src.export._export", "._export_lowered"},
     "program/meaning.py": {"jax._src.config.trace_context"},
     "program/partitioned.py": {
         "jax._src.callback",
@@ -34,7 +33,11 @@ NON_PUBLIC = {
         "._sharding_callbacks",
     },
     "program/step.py": {"jax._src.cudnn.fused_attention_stablehlo"},
-    "program/trace.py": {"jax._src.config.jax_ragged_dot_use_ragged_dot_instruction"},
+    "program/trace.py": {
+        "jax._src.config.jax_ragged_dot_use_ragged_dot_instruction",
+        "jax._src.export._export",
+        "._export_lowered",
+    },
     # Public, whatever its name: the end of a process whose devices wait for ever.
     "profiling/coordination.py": {"._exit"},
 }

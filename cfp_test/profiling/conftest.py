@@ -18,7 +18,7 @@ from cfp.profiling.store import ProfileStore
 from cfp.profiling.timing import ON_CPUS, TimingOptions
 from cfp.program.constrain import Constraints
 from cfp.program.graph import Program, Spec
-from cfp.program.signature import Part, cut_part
+from cfp.program.part import Part, cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import planning_mesh, trace
 

@@ -22,7 +22,7 @@ from cfp.profiling.inputs import input_kinds, make_inputs
 from cfp.profiling.key import ProfileKey
 from cfp.profiling.overwritten import compile_right
 from cfp.profiling.record import ProfileRecord
-from cfp.program.signature import cut_part
+from cfp.program.part import cut_part
 
 KEY = ProfileKey((("test", "builder"),))
 

@@ -12,7 +12,7 @@ from cfp.profiling.inputs import (
     input_kinds,
     make_inputs,
 )
-from cfp.program.signature import cut_part
+from cfp.program.part import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp.search.jobs import whole_job

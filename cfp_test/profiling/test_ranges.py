@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cfp.profiling.inputs import counts, input_kinds, make_inputs
-from cfp.program.signature import cut_part
+from cfp.program.part import cut_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 

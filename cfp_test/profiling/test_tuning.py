@@ -12,7 +12,7 @@ from cfp.profiling.builder import BuildEnvironment
 from cfp.profiling.measurer import Measurer, first_of_kernels, tune_kernels
 from cfp.profiling.record import ProfileRecord
 from cfp.profiling.tasks import MeasureOptions
-from cfp.program.signature import cut_part
+from cfp.program.part import cut_part
 from cfp_test.support.waiting import GUARD_SECONDS
 
 

@@ -14,8 +14,7 @@ from cfp.cost.memory import argument_bytes
 from cfp.planner_settings import DetailedSettings
 from cfp.presets.presets import presets
 from cfp.program.constrain import Constraints
-from cfp.program.graft import lower_part
-from cfp.program.signature import cut_part
+from cfp.program.part import cut_part, lower_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.support.covering import cover_values

@@ -13,8 +13,8 @@ from cfp.cost.memory import turning_point
 from cfp.presets.presets import presets
 from cfp.program import shardy
 from cfp.program.constrain import constrain
+from cfp.program.part import cut_part
 from cfp.program.rematerialize import makeable, rematerializable, tag_of
-from cfp.program.signature import cut_part
 from cfp.program.trace import lower_step
 from cfp_test.program.stacks import rematerializations, stack_step
 from cfp_test.programs.common import normal, squares, training

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from cfp.program.graph import Program
-from cfp.program.signature import cut_part, numbered
+from cfp.program.part import cut_part, numbered
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.cli.cli_runner import environment

@@ -29,10 +29,9 @@ from cfp.analysis.storage import even_spec
 from cfp.analysis.strategies import FactorAxes, legal_axes, reduced_axes, tensor_spec
 from cfp.program import shardy
 from cfp.program.constrain import Constraints, partition_spec
-from cfp.program.graft import lower_part
 from cfp.program.graph import Op, Program, Spec
+from cfp.program.part import Part, Signature, aval, lower_part, numbered, whole
 from cfp.program.read import read_program
-from cfp.program.signature import Part, Signature, aval, numbered, whole
 from cfp_test.support.checking import difference, to_host
 
 _COLLECTIVE = re.compile(

@@ -17,9 +17,8 @@ from cfp.analysis.analyze import build_frame
 from cfp.analysis.layout import Choice, Frame, Layout, Storage, constraints, lay_out
 from cfp.analysis.strategies import block_strategies
 from cfp.program.constrain import Constraints, constrain, partition_spec
-from cfp.program.graft import lower_part
 from cfp.program.graph import Spec
-from cfp.program.signature import Part, aval
+from cfp.program.part import Part, aval, lower_part
 from cfp.program.step import FlatStep, flatten_step
 from cfp.program.trace import lower_step, planning_mesh, trace
 

@@ -10,7 +10,7 @@ from flax.training.train_state import TrainState
 
 import cfp
 from cfp.errors import StepNotTraceable
-from cfp.program.fixed import Fixed, fixed, has_fixed, released
+from cfp.program.calling import Fixed, fixed, has_fixed, released
 from cfp.program.step import flatten_step
 
 X = jnp.ones((8, 16))

@@ -7,9 +7,8 @@ import pytest
 
 from cfp.analysis.layout import lay_out
 from cfp.program.constrain import Constraints, partition_spec
-from cfp.program.graft import lower_part
 from cfp.program.graph import numpy_dtype
-from cfp.program.signature import aval, cut_part
+from cfp.program.part import aval, cut_part, lower_part
 from cfp.program.step import flatten_step
 from cfp.program.trace import trace
 from cfp_test.programs.registry import PROGRAMS, programs_on

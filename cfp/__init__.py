@@ -1,7 +1,6 @@
 """Automatic sharding for JAX, measured on your own devices.
 
-The public names are loaded when they are first asked for: so `cfp doctor` works where
-JAX is missing or broken.
+Public names are imported at their first use, so that `cfp doctor` runs without JAX.
 """
 
 import sys

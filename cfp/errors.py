@@ -54,9 +54,9 @@ def is_installed(path: str | PurePath) -> bool:
 
 
 def place_of(error: BaseException) -> str:
-    """Finds the line of the user's code that an exception left; empty if none.
+    """Finds the line of the user's code that raised an exception; "" if there is none.
 
-    The innermost frame that is neither of an installed package nor of cfp.
+    The line is in the innermost frame outside of cfp and installed packages.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename).resolve()
@@ -69,22 +69,22 @@ def place_of(error: BaseException) -> str:
 
 
 def summary_of(error: BaseException) -> str:
-    """An exception's type and the first line of its text, not too long."""
+    """Returns an exception's type and the first line of its text, shortened."""
     text = str(error).strip().partition("\n")[0]
     kind = type(error).__name__
     return f"{kind}: {text}"[:_MOST_SUMMARY] if text else kind
 
 
 class CfpError(Exception):
-    """Base of all errors that a user can mend: says what came, and what to do."""
+    """Base of all errors that a user can mend; the text has cause and remedy."""
 
 
 class OptionError(CfpError, TypeError):
-    """There is no such option, or it does not go with the others."""
+    """An option is unknown, or contradicts another."""
 
 
 class StepNotTraceable(CfpError):
-    """The step function cannot be traced to a program with these arguments."""
+    """JAX cannot trace the step with these arguments."""
 
 
 class PlanMismatch(CfpError):
@@ -92,16 +92,16 @@ class PlanMismatch(CfpError):
 
 
 class ProcessError(CfpError):
-    """The processes of a program differ, or one of them has failed, or is gone."""
+    """A process differs from the others, has failed, or is gone."""
 
 
 class MemoryBudgetError(CfpError):
     """No plan fits the memory budget of a device.
 
     Attributes:
-      smallest_feasible_bytes: what the leanest plan needs on one device.
-      contributors: (name, bytes) of what takes most of it, largest first.
-      fastest_ms: predicted step time of the fastest plan, which does not fit, or None.
+      smallest_feasible_bytes: memory of the smallest plan on one device.
+      contributors: (name, bytes) of its largest parts, largest first.
+      fastest_ms: predicted step time of the fastest plan, or None.
     """
 
     fastest_ms: float | None = None
@@ -120,11 +120,11 @@ class MemoryBudgetError(CfpError):
         )
 
     def with_line(self, line: str, *, behind_first: bool = False) -> MemoryBudgetError:
-        """Returns the same error with a line more.
+        """Returns the error with one more line in its message.
 
         Args:
-          line: to add at the end of the message.
-          behind_first: whether it goes behind its first line.
+          line: the line, by default the last one.
+          behind_first: True puts the line behind the first.
         """
         first, *rest = str(self).split("\n")
         rest.insert(0 if behind_first else len(rest), f"  {line}")

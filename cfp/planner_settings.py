@@ -117,10 +117,10 @@ class PlannerSettings:
 
     @property
     def dimensions(self) -> frozenset[Dimension]:
-        """The dimensions that are chosen among.
+        """The kinds of choices.
 
         Raises:
-            CfpError: there is no such dimension, or none was given.
+            CfpError: a name is unknown, or there is none.
         """
         return ALL_DIMENSIONS if self.choose is None else dimensions_of(self.choose)
 
@@ -133,10 +133,10 @@ _OF_DIMENSIONS = {
 
 
 def dimensions_of(names: str | Iterable[str]) -> frozenset[Dimension]:
-    """Reads names of dimensions, written with hyphens or underscores.
+    """Reads names of kinds of choices, with hyphens or underscores.
 
     Raises:
-        CfpError: there is no such dimension, or none was given.
+        CfpError: a name is unknown, or there is none.
     """
     names = [names] if isinstance(names, str) else [*names]
     known = [one.replace("_", "-") for one in Dimension]
@@ -164,21 +164,19 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetailedSettings(PlannerSettings):
-    """Settings of planning with those that only commands, tests and benchmarks set.
+    """Settings that only commands, tests and benchmarks set.
 
     Attributes:
-        in_context: whether segments are measured with a neighbour, which predicts
-            better and builds twice as many programs.
-        plans: number of best plans that race by each prediction (from segments with a
-            neighbour, and alone); by default 1. Where memory decides, one more is for
-            programs that turn out smaller than predicted, or one of them if there are
-            several.
-        constraint_levels: how much the compiler is constrained in presets: all race at
-            the first, the fastest at each. By default all; one on virtual CPU devices,
-            where a build takes longer than the difference is worth.
-        reach: candidates that are predicted to take this many times as long as the
-            fastest that fits are not raced; by default 1.1, 1.25 where activations are
-            constrained and 1.2 where only arguments are; 2 on virtual CPU devices.
+        in_context: True measures segments beside a neighbour, too: better predictions
+            from twice as many programs.
+        plans: number of plans that race by each prediction (segments beside a
+            neighbour, and alone); by default 1. If memory decides, one more is searched
+            with smaller temporaries.
+        constraint_levels: levels of the presets in the race: all at the first, the
+            fastest at each. By default all levels; one on virtual CPU devices.
+        reach: limit of predicted time for candidates, as a multiple of the fastest that
+            fits. By default 1.1; 1.25 with activations constrained, 1.2 with arguments
+            constrained; 2 on virtual CPU devices.
     """
 
     in_context: bool = True
@@ -188,7 +186,7 @@ class DetailedSettings(PlannerSettings):
 
     @classmethod
     def of(cls, settings: PlannerSettings) -> DetailedSettings:
-        """Returns a user's settings, with defaults for the rest."""
+        """Returns a user's settings with defaults for the rest."""
         if isinstance(settings, DetailedSettings):
             return settings
         given = {one.name: getattr(settings, one.name) for one in fields(settings)}

@@ -30,12 +30,12 @@ from cfp.program.memory import auto_mesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadFit:
-    """Padding and repetition that make heads divide into parts.
+    """Padding and repetition of heads, such that they divide into parts.
 
     Attributes:
-      repeats: copies of each key and value head, for parts of its queries.
-      padded_kv_heads: key and value heads then, with those of zeros behind them.
-      group: query heads of each of these.
+      repeats: copies of each key and value head.
+      padded_kv_heads: number of key and value heads, copies and zeros included.
+      group: query heads of each key and value head.
     """
 
     repeats: int
@@ -44,15 +44,15 @@ class HeadFit:
 
     @property
     def heads(self) -> int:
-        """Query heads, with those of zeros."""
+        """Number of query heads, zeros included."""
         return self.padded_kv_heads * self.group
 
     def queries(self, q: Array) -> Array:
-        """[batch, tokens, heads, head_dim] with heads of zeros behind."""
+        """Pads [batch, tokens, heads, head_dim] with heads of zeros."""
         return _padded(q, self.heads)
 
     def keys(self, k: Array) -> Array:
-        """[batch, tokens, kv_heads, head_dim], repeated and padded."""
+        """Repeats and pads the heads of [batch, tokens, kv_heads, head_dim]."""
         if self.repeats > 1:
             # In float32, so that the gradients of copies are summed in it.
             wide = jnp.repeat(k.astype(jnp.float32), self.repeats, axis=2)
@@ -63,11 +63,11 @@ class HeadFit:
 def fit_heads(heads: int, kv_heads: int, parts: int) -> HeadFit:
     """Finds the fewest heads that divide into some parts.
 
-    A key head is copied where several parts have queries of it; what still does not
-    divide is filled up with heads of zeros, so that there are as few heads as possible.
+    A key head is copied if several parts have queries of it. Heads of zeros fill up the
+    rest.
 
     Args:
-      heads: query heads, a multiple of kv_heads.
+      heads: number of query heads, a multiple of kv_heads.
     """
     group = heads // kv_heads
     fits = [
@@ -104,45 +104,41 @@ def attention(
     implementation: str | None = None,
     zigzag_tokens: bool = False,
 ) -> Array:
-    """Attention by a kernel of choice, spread over a mesh in a way of choice.
+    """Computes attention by a kernel and a strategy of your choice, on one mesh.
 
-    Differentiable in q, k, v and bias; to be called inside `jax.jit`. Outside, each
-    call with a mesh compiles its parts again.
-
-    Heads and tokens that do not divide are filled up with zeros, at a price: key heads
-    are copied or added, keys at the end are masked.
+    Differentiable in q, k, v and bias; for the inside of `jax.jit`. Outside, each call
+    with a mesh compiles again. Heads and tokens that do not divide are padded: key
+    heads are copied or added, keys at the end are masked.
 
     Args:
       q: [batch, queries, heads, head_dim].
       k: [batch, keys, kv_heads, head_dim]; kv_heads divides heads, and neighbouring
         query heads share a key head.
       v: like k.
-      causal: whether a query sees no key behind it.
-      window: how many positions a query sees to the left and to the right, as a pair
-        in which None has no bound, or one number for both.
+      causal: True hides keys behind a query's position.
+      window: visible positions to the left and to the right of a query, as a pair in
+        which None has no bound, or one number for both.
       segment_ids: [batch, tokens] int32: a query sees keys of its own id only. A pair
         is for queries and for keys.
-      key_lengths: [batch] int32: how many keys each sequence has, one at least; what
-        follows is padding. Not together with segment ids.
+      key_lengths: [batch] int32: number of keys of each sequence, at least one; the
+        others are padding. Not together with segment ids.
       bias: [1 or batch, 1 or heads, queries, keys], added after the soft cap. cuDNN
-        takes one in the dtype of q only.
+        needs the dtype of q.
       softcap: scores become softcap * tanh(scores / softcap).
       scale: of the products of queries and keys; 1 / sqrt(head_dim) by default.
-      mesh: the devices, all of whose axes a strategy may name.
+      mesh: the devices; a strategy may name each of its axes.
       strategy: a role for axes of the mesh, such as ``{"x": "ring"}``, or the role
         alone if the mesh has one axis; `cfp.attention_options` lists them.
-      implementation: "xla", "chunked" or "cudnn"; by default cuDNN's where it can,
+      implementation: "xla", "chunked" or "cudnn"; by default cuDNN's if possible,
         else "chunked", on CPUs "xla".
-      zigzag_tokens: whether tokens come in zigzag order (`cfp.attention.ring`), as a
-        model has it that converts them once. Otherwise a strategy with zigzag converts
-        them here, at a price, and back.
+      zigzag_tokens: True if tokens are in zigzag order already (`cfp.attention.ring`).
+        Otherwise a zigzag strategy converts them here and back, which takes time.
 
     Returns:
-      Like q.
+      An array like q.
 
     Raises:
-      CfpError: arguments do not fit, or what was asked for is ruled out, with the
-        reason.
+      CfpError: arguments do not fit, or the choice is not possible, with the reason.
     """
     problem = problem_of(
         q,
@@ -174,10 +170,10 @@ def _choose(
     implementation: str | None,
     zigzag_tokens: bool,
 ) -> _Choice:
-    """Finds out how a problem is computed.
+    """Finds the strategy and the kernel of a problem.
 
     Raises:
-      CfpError: it cannot be, in that way.
+      CfpError: the choice is not possible.
     """
     strategy = AttentionStrategy.of(given, dict(mesh.shape) if mesh is not None else {})
     names = (implementation,) if implementation else preferred(platform_of(mesh))
@@ -213,7 +209,7 @@ def _choose(
 
 
 def preferred(platform: str) -> tuple[str, ...]:
-    """The implementations that a call without one tries, in order."""
+    """Lists the implementations that a call tries by default, in order."""
     if platform == "cpu":
         return ("xla",)  # Scores are kept, as models themselves do it.
     return tuple(name for name, kernel in KERNELS.items() if kernel.is_preferred)
@@ -231,7 +227,7 @@ def refusal(
     kernel: Kernel,
     platform: str,
 ) -> str | None:
-    """Returns the reason why a problem cannot be computed this way, or None."""
+    """Returns the reason against an implementation, or None."""
     padded = replace(problem, padded_keys=_pads_keys(problem, strategy))
     reason = strategy.refusal(padded, kernel)
     return reason or kernel.refusal(_local(padded, strategy), platform)
@@ -243,7 +239,7 @@ def _fit(problem: AttentionProblem, strategy: AttentionStrategy) -> HeadFit:
 
 
 def _pads_keys(problem: AttentionProblem, strategy: AttentionStrategy) -> bool:
-    """True if keys are padded that some queries would see."""
+    """True if a query sees padded keys."""
     return not problem.causal and problem.keys % strategy.token_multiple > 0
 
 
@@ -263,12 +259,12 @@ def _local(problem: AttentionProblem, strategy: AttentionStrategy) -> AttentionP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """A problem on a mesh, with a strategy and a kernel that can compute it.
+    """A problem on a mesh, with a strategy and a kernel.
 
     Attributes:
       problem: of the whole mesh.
       mesh: None for one device.
-      converts: whether tokens come in natural order where the strategy is zigzag.
+      converts: True if tokens in natural order need conversion to zigzag order.
     """
 
     problem: AttentionProblem
@@ -373,7 +369,7 @@ class _Choice:
 
 
 def _exchanged(x: Array, axis: str, *, to_heads: bool) -> Array:
-    """Tokens sharded and all heads, to all tokens and heads sharded; or back."""
+    """Exchanges sharded tokens for sharded heads, or back."""
     split, joined = (2, 1) if to_heads else (1, 2)
     return jax.lax.all_to_all(x, axis, split_axis=split, concat_axis=joined, tiled=True)
 
@@ -383,12 +379,12 @@ def _exchanged(x: Array, axis: str, *, to_heads: bool) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOption:
-    """One way.
+    """A strategy with an implementation.
 
     Attributes:
-      strategy: what axes of the mesh do, by name; none is left out.
-      implementation: what computes on each device.
-      reason: why it is ruled out, or None if it is possible.
+      strategy: role of each mesh axis, by name.
+      implementation: the kernel on each device.
+      reason: reason against the option, or None.
     """
 
     strategy: tuple[tuple[str, str], ...]
@@ -421,14 +417,14 @@ def attention_options(
     """Lists all strategies with all implementations; runs nothing.
 
     Args:
-      q, k, v, causal, window, segment_ids, bias, softcap, scale: as of
-        `cfp.attention`; of arrays only shapes and dtypes matter.
+      q, k, v, causal, window, segment_ids, bias, softcap, scale: as for
+        `cfp.attention`; only shapes and dtypes of arrays matter.
       mesh: every axis takes every role, or none.
       platform: of the devices; by default the mesh's, or JAX's.
 
     Returns:
-      Those that are possible and those that are ruled out, with the reason. Whether a
-      kernel works on this machine, `cfp doctor` finds out.
+      All options; impossible ones have a reason. `cfp doctor` tests whether a kernel
+      works on this machine.
 
     Raises:
       CfpError: arguments do not fit together.

@@ -329,7 +329,7 @@ def feed_back(args: list[Any], result: Any, feedback: Mapping[int, int | None]) 
 
 
 class Differences(list[Leaf]):
-    """Differences of all leaves, the largest first; as text the largest few."""
+    """Differences of all leaves, the largest first; its text has the largest few."""
 
     def __str__(self) -> str:
         lines = [f"{one.path or 'result'}: {one.relative_l2:.1e}" for one in self]
@@ -342,7 +342,7 @@ _MOST_SHOWN = 5
 
 
 def compare(found: Any, expected: Any) -> Differences:
-    """Relative L2 distances of all leaves, largest first; NaN counts as infinite.
+    """Computes relative L2 distances of all leaves, largest first; NaN is infinite.
 
     Raises:
         ValueError: structures or shapes differ.
@@ -379,10 +379,10 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def brought_together(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Puts two arrays on the same devices: those of the one that has several.
+    """Puts two arrays on the same devices, those of the sharded one.
 
-    JAX splits an array of one device there and copies the parts from device to device;
-    to join parts it takes them through the host.
+    JAX splits an array of one device by copies between devices, but joins parts through
+    the host.
     """
     if other.sharding.num_devices == 1:
         return one, jax.device_put(other, one.sharding)
@@ -392,7 +392,7 @@ def brought_together(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.A
 # One program for both: it is compiled for each shape.
 @jax.jit
 def _measured(have: jax.Array, want: jax.Array) -> tuple[jax.Array, ...]:
-    """The relative L2 distance of two arrays, and the L2 norm of each."""
+    """Computes the relative L2 distance of two arrays, and the L2 norm of each."""
     a, b = _in_double(have), _in_double(want)
     same = jnp.isfinite(b) | (a == b) | (jnp.isnan(a) & jnp.isnan(b))
     error, size, norm = (

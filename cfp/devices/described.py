@@ -1,10 +1,8 @@
-"""Descriptions of clusters that are not here, and meshes of their devices.
+"""Descriptions of clusters, and meshes of their devices.
 
-A cluster is some hosts of equally many devices of one kind. Devices of a host talk over
-its links, hosts over the network. A mesh goes over all devices in order, host by host,
-so its last axes stay within a host for as long as they fit into one.
-
-A slice of TPUs is a grid of devices, along whose dims JAX lays the axes of a mesh.
+A cluster has hosts with equally many devices of one kind. Devices of a host communicate
+over its links, hosts over the network. A mesh takes devices host by host, so that its
+last axes stay within a host. In a slice of TPUs, axes lie along the dims of a grid.
 """
 
 from __future__ import annotations
@@ -42,10 +40,10 @@ _SIZES = (1 << 10, 1 << 20, 1 << 30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Some hosts of equally many devices, or a slice of TPUs.
+    """A number of hosts with equally many devices, or a slice of TPUs.
 
     Attributes:
-        torus: the dims of a slice; none of other clusters.
+        torus: dims of a slice; empty for other clusters.
     """
 
     text: str
@@ -56,31 +54,31 @@ class Cluster:
 
     @property
     def count(self) -> int:
-        """All devices."""
+        """Number of devices."""
         return self.hosts * self.per_host
 
     @property
     def rings(self) -> tuple[bool, ...]:
-        """For each dim of a slice, whether its ends are linked."""
+        """For each dim of a slice whether its ends are linked."""
         closed = tuple(size % self.kind.torus_ring == 0 for size in self.torus)
         # A slice of cubes closes where it is made of whole ones.
         return closed if len(closed) < 3 else (all(closed),) * len(closed)
 
     def has(self, axes: Axes) -> bool:
-        """Returns True if a mesh's axes lie along a slice; so do all elsewhere."""
+        """True if a mesh's axes lie along the slice's dims, if there is a slice."""
         return not self.torus or self.places(axes) is not None
 
     def places(self, axes: Axes) -> np.ndarray | None:
-        """Coordinates in a slice as JAX lays a mesh; None if a dim would be split."""
+        """Coordinates in a slice in the order of a JAX mesh; None for a split dim."""
         return _places(self.kind.device_kind, self.torus, tuple(s for _, s in axes))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedMesh:
-    """A mesh of a cluster that is not there; stands for one where steps are planned.
+    """A mesh of a described cluster, for planning.
 
     Attributes:
-        axes: names and sizes, in order; the last ones are neighbours.
+        axes: names and sizes, in order; devices along the last ones are neighbours.
     """
 
     cluster: Cluster
@@ -93,7 +91,7 @@ class DescribedMesh:
 
     @property
     def abstract(self) -> AbstractMesh:
-        """For JAX to lower programs for."""
+        """The mesh without devices, for lowering."""
         names, sizes = zip(*self.axes, strict=True)
         platform = {"gpu": "cuda"}.get(self.cluster.kind.platform, "tpu")
         device = AbstractDevice(self.cluster.kind.device_kind, None, platform)
@@ -108,7 +106,7 @@ class DescribedMesh:
 
     @property
     def crossing(self) -> tuple[str, ...]:
-        """Axes along which devices of different hosts stand, of slices none."""
+        """Axes along which groups span hosts; empty for slices."""
         return tuple(n for n, s in self.axes if s > 1 and self._within((n,)) < s)
 
     @property
@@ -120,7 +118,7 @@ class DescribedMesh:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment on which plans and estimates depend, as of real devices."""
+        """The parts of keys that describe devices, as for real ones."""
         known, of = self.cluster.kind, "x".join(map(str, self.cluster.torus))
         return {
             "described": self.cluster.text,
@@ -136,7 +134,7 @@ class DescribedMesh:
 
     @property
     def rates(self) -> Rates:
-        """The rates of compute, memory and collectives, by the description."""
+        """Rates of compute, memory and collectives, from the description."""
         known = self.cluster.kind
         curve = self._torus_curve if self.cluster.torus else self._curve
         defaults = defaults_of(known.platform)
@@ -163,7 +161,7 @@ class DescribedMesh:
         return int(np.bincount(hosts).max())
 
     def _curve(self, what: str, group: tuple[str, ...]) -> Curve:
-        """The curve of one kind of collective over some axes."""
+        """Returns the curve of a kind of collective over some axes."""
         known = self.cluster.kind
         ways, times = known.link_times
         points = times[what]
@@ -193,10 +191,10 @@ class DescribedMesh:
         return tuple((b, max(ms, floor + b * share) + waits) for b, ms in inside)
 
     def _torus_curve(self, what: str, group: tuple[str, ...]) -> Curve:
-        """The same on a torus, all of whose links are used, in both directions.
+        """Returns the curve on a torus, with all links in both directions.
 
-        Along a ring a device has two links that lead on, at the end of a line one. What
-        all devices exchange meets where the slice is cut in halves.
+        A device has two links along a ring, and one at the end of a line. An all-to-all
+        is bounded by the links between the halves of the slice.
         """
         cluster, link = self.cluster, self.cluster.kind.link_gb_per_s
         places = cluster.places(self.axes)
@@ -219,12 +217,12 @@ class DescribedMesh:
         return tuple((b, float(floor + b * share)) for b in _SIZES)
 
     def _group(self, names: Iterable[str]) -> tuple[slice | int, ...]:
-        """Indices of the first group of devices along some axes."""
+        """Returns indices of the first group of devices along some axes."""
         return tuple(slice(None) if n in names else 0 for n, _ in self.axes)
 
 
 def slice_of(devices: Sequence[Any]) -> str:
-    """The slice that devices are, such as ``TPU v5 lite 4x4``; "" of no TPUs."""
+    """Names the slice of devices, such as ``TPU v5 lite 4x4``; "" without TPUs."""
     if (known := kind_of(devices[0].device_kind)) is None or not known.torus_dims:
         return ""
     box = np.ptp([one.coords for one in devices], axis=0)[: known.torus_dims] + 1
@@ -249,28 +247,27 @@ def _places(
 
 
 def described(text: str, **axes: int) -> DescribedMesh:
-    """A mesh of a cluster that is described, for :func:`cfp.plan`.
+    """Makes a mesh of a described cluster, for :func:`cfp.plan`.
 
     Args:
         text: ``4xh200``, ``2x8xh100`` (hosts, devices of each, kind), ``v5e:4x4`` (a
             slice of TPUs), or a file: ``cluster.toml``.
         axes: sizes of the mesh's axes, such as ``x=2, y=8``; by default one axis of the
-            devices of a host or slice, and before it one of the hosts if there are
-            several.
+            devices of a host or slice, behind one of the hosts if there are several.
 
     Raises:
-        CfpError: the description is no cluster, or lacks what is needed.
-        CfpError: the axes are not the cluster's devices.
+        CfpError: the description is incomplete or unknown, or the axes do not multiply
+            to the number of devices.
     """
     return mesh_of(cluster_of(text), tuple(axes.items()) or None)
 
 
 def mesh_of(cluster: Cluster, axes: Axes | None) -> DescribedMesh:
-    """A mesh of a cluster's devices.
+    """Makes a mesh of a cluster's devices.
 
     Raises:
-        CfpError: the axes are not the cluster's devices, or do not lie along a slice.
-        CfpError: several hosts, and nothing is known of the network between them.
+        CfpError: the axes do not fit the devices or the slice, or the network between
+            hosts is unknown.
     """
     if axes is None:
         sizes = [size for size in (cluster.hosts, cluster.per_host) if size > 1] or [1]
@@ -303,7 +300,7 @@ def cluster_of(text: str) -> Cluster:
     """Reads a description.
 
     Raises:
-        CfpError: it is none, or of more devices than a host holds.
+        CfpError: the text is no description, or a host holds fewer devices.
     """
     if text.endswith(".toml"):
         path = Path(text)

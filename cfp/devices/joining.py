@@ -1,7 +1,6 @@
-"""Brings the processes of a program together, with deadlines and words for what fails.
+"""Joins the processes of a program, with deadlines and clear errors.
 
-`jax.distributed.initialize` does it; where it cannot, it ends the process without
-saying which of the others is missing.
+`jax.distributed.initialize` ends a process without the name of the missing one.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Membership:
     """Membership of a process in a program of several.
 
     Attributes:
-        coordinator: HOST:PORT where process 0 is reached.
+        coordinator: HOST:PORT of process 0.
     """
 
     coordinator: str
@@ -53,7 +52,7 @@ class Membership:
         """Reads the membership from arguments or the environment; None without any.
 
         Raises:
-            ProcessError: it is incomplete, or contradicts itself.
+            ProcessError: a value is missing, or two contradict each other.
         """
         count = _number(PROCESSES, processes, environment)
         mine = _number(PROCESS_ID, process_id, environment)
@@ -83,22 +82,22 @@ def join(
     join_seconds: int = JOIN_SECONDS,
     lost_seconds: int = LOST_SECONDS,
 ) -> None:
-    """Joins the processes of a program; before anything else that uses JAX's devices.
+    """Joins the processes of a program; call it before anything that uses devices.
 
-    ``jax.distributed.initialize``, with deadlines of less than a minute and a message
-    for what keeps the processes apart. What is not given is read from the environment
-    (``CFP_COORDINATOR``, ``CFP_PROCESSES``, ``CFP_PROCESS_ID``), or else found by JAX
-    as under Slurm, Open MPI and Kubernetes.
+    ``jax.distributed.initialize`` with deadlines of less than a minute, and with a
+    message about the missing process. Values that are not given come from the
+    environment (``CFP_COORDINATOR``, ``CFP_PROCESSES``, ``CFP_PROCESS_ID``), or from
+    JAX under Slurm, Open MPI and Kubernetes.
 
     Args:
-        coordinator: HOST:PORT where process 0 is reached by all.
-        processes: how many there are.
-        process_id: the number of this one; 0 opens the port.
-        join_seconds: how long to wait for the others.
-        lost_seconds: how long a process may give no sign of life until all end.
+        coordinator: HOST:PORT of process 0.
+        processes: number of processes.
+        process_id: number of this process; process 0 opens the port.
+        join_seconds: time limit for the others to come.
+        lost_seconds: time without a sign of life after which all processes end.
 
     Raises:
-        ProcessError: there is no coordinator, or not all processes come.
+        ProcessError: the coordinator does not answer, or a process is missing.
     """
     member = Membership.of(coordinator, processes, process_id, os.environ)
     end = time.monotonic() + join_seconds
@@ -151,7 +150,7 @@ def join(
 
 
 def _look(member: Membership, end: float, join_seconds: int) -> None:
-    """Waits until the coordinator's port answers; process 0 sees that it is free."""
+    """Waits until the coordinator's port answers; process 0 checks that it is free."""
     host, _, port = member.coordinator.rpartition(":")
     host = host.strip("[]")
     if member.process_id == 0:
@@ -188,13 +187,13 @@ def _number(name: str, given: int | None, environment: Mapping[str, str]) -> int
 
 
 def is_asked() -> bool:
-    """Returns True if the environment makes a command one of several processes."""
+    """True if the environment makes a command one of several processes."""
     names = (COORDINATOR, PROCESSES, PROCESS_ID)
     return any(map(os.environ.get, names)) or os.environ.get(JOIN, "") not in ("", "0")
 
 
 def join_if_asked() -> None:
-    """Joins other processes if the environment asks for it; see :func:`join`."""
+    """Joins other processes if the environment names any; see :func:`join`."""
     if is_asked() and not jax.distributed.is_initialized():
         join(
             join_seconds=_seconds("CFP_JOIN_SECONDS", JOIN_SECONDS),
@@ -208,10 +207,7 @@ def _seconds(name: str, usual: int) -> int:
 
 
 def is_follower() -> bool:
-    """Returns True if another process decides, prints and writes files.
-
-    Asks for no devices.
-    """
+    """True if another process decides, prints and writes files. Uses no devices."""
     if (talk := coordination()) is not None:
         return talk.channel.process != 0
     return os.environ.get(PROCESS_ID, "0") != "0"

@@ -59,56 +59,46 @@ from cfp.settings import ConstraintLevel
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Shardings for a step on a mesh, and how they were found.
+    """Shardings for a step on a mesh, and the record of the choice.
 
     Attributes:
-        fingerprint: of the planned program's structure, without values of constants.
+        fingerprint: digest of the program's structure, without values of constants.
         mesh_axes: names and sizes of the mesh's axes.
         arg_names, arg_types: paths and types of the argument leaves.
-        arg_specs, output_specs: their shardings, and those of the results.
+        arg_specs, output_specs: shardings of the argument leaves and the results.
         constraints: shardings of values inside, by the program's op numbers.
-        donated: which argument leaves the step may overwrite.
-        in_host: argument leaves that are in the memory of the host between steps, each
-            with the result leaf that is its new value: state that a plan puts there
-            where nothing else fits.
+        donated: for each argument leaf whether the step may overwrite it.
+        in_host: (argument leaf, result leaf) of state in host memory between steps.
         precision: "fp8" if large products are computed in FP8.
-        products: numbers of 16-bit products by outcome and parameter, if FP8 was asked
-            for.
+        products: numbers of 16-bit products by outcome and parameter, for FP8.
         static: positions and keywords of the arguments that are no arrays.
-        winner: name of the candidate that won, such as "planned".
+        winner: name of the chosen candidate, such as "planned".
         predicted_ms, predicted_bytes: step time and memory, or None.
         measured_ms: step time measured on the whole program, or None.
-        peak_bytes: memory that the compiled program needs on each device, or None.
+        peak_bytes: memory of the compiled program on each device, or None.
         level: how much the compiler is constrained.
         segments: the choice for each segment.
         rows: the blocks, with the strategy of each.
         uneven: arguments that stay whole because no axis divides them, with the size.
-        undonated: argument leaves that are there twice, since they are not donated.
-        weak: donated argument leaves that are weakly typed; a checkpoint restores them
-            as arrays that are not, which are taken as these.
+        undonated: argument leaves that are in memory twice for want of donation.
+        weak: donated argument leaves of weak types; a checkpoint's arrays replace them.
         site_checks: replaced parts that were refused, or not compared with the step.
-        uncounted: loops that predictions and FLOPs count as one iteration, since the
-            program does not say how many there are; and branches, of which times are
-            those of one.
-        replicated_ops: what every device runs in full: loops, and ops without a
+        uncounted: loops of unknown length, which predictions and FLOPs count once; and
+            branches, whose times are those of one branch.
+        replicated_ops: ops that every device runs in full: loops, and ops without a
             sharding rule.
-        host_callbacks_skipped: functions of the host that are not called while it is
-            measured.
-        options: XLA compiler options that the plan was measured with.
-        environment: versions and devices that the plan was made for.
-        search: counts of the search: strategies measured, answered from the cache,
-            failed, and seconds of every pass; how many sharding constraints of the
-            step's own were left out; and entries that `verify` leaves.
-        rung: what its numbers are from: "estimated" or "measured".
-        figures: the numbers that it was chosen by, for a report; None if there are
-            none.
-        outline: the operations of the planned program, to say where another differs.
+        host_callbacks_skipped: functions of the host that measuring does not call.
+        options: XLA compiler options of the measured program.
+        environment: versions and devices of the plan.
+        search: counts of the search (strategies measured, cached, failed), seconds of
+            every pass, and the number of the step's own constraints that were left out.
+        rung: source of the numbers: "estimated" or "measured".
+        figures: numbers behind the choice, for a report; or None.
+        outline: operations of the program, to locate a difference in another.
         sites: constrained values by source line, for people.
-        traced_under: the configuration of JAX in which `bind` traced the step; None of
-            a plan that came by its step otherwise.
-        raced: the program that won, as the race compiled it; files have none.
-        tuned: where the race kept what it tuned; files have none, and use what is kept
-            in the user's cache directory.
+        traced_under: JAX's configuration at `bind`, or None.
+        raced: the compiled winner of the race; not in files.
+        tuned: folder of the race's tuning; not in files.
     """
 
     fingerprint: str
@@ -181,11 +171,10 @@ class Plan:
 
     @property
     def in_shardings(self) -> tuple[Any, ...]:
-        """NamedShardings of the arguments: a tuple of pytrees, one per argument.
+        """NamedShardings of the arguments: a tuple of pytrees, one for each argument.
 
         Raises:
-            PlanMismatch: the plan was loaded and has not seen the step's arguments;
-                see :meth:`bind`.
+            PlanMismatch: the plan was loaded, and :meth:`bind` was not called.
         """
         step = self._bound()
         leaves = shardings(self._on_mesh(), self.arg_specs, step.avals)
@@ -213,25 +202,22 @@ class Plan:
         donate_argnames: str | Sequence[str] = (),
         **kwargs: Any,
     ) -> Plan:
-        """The plan with the pytrees of a step's arguments, as a loaded plan needs them.
+        """Adds a step and the pytrees of its arguments to a loaded plan.
 
-        Takes what :func:`cfp.plan` takes, so that either may stand in a program. Which
-        arguments are static, and which are donated, the plan knows. The step is traced,
-        and :meth:`apply` of the same function does not trace it again, unless its state
-        is weakly typed. Meanwhile the plan's devices, if they are there, take their
-        memory.
+        Takes the arguments of :func:`cfp.plan`; the plan knows the static and the
+        donated ones. Traces the step; :meth:`apply` of the same function does not trace
+        again, unless state is weakly typed. Meanwhile JAX reserves the devices' memory.
 
         Args:
-            fn: the step that was planned.
-            args, kwargs: arrays or ``jax.ShapeDtypeStruct`` s like those planned for.
-            mesh: the devices; by default the plan's, or the first of those that are
-                there, if they are those that it is for.
-            quiet: of no effect: nothing is shown.
-            static_argnums, static_argnames, donate_argnums, donate_argnames: as the
-                plan was made; refused where they differ.
+            fn: the planned step.
+            args, kwargs: arrays or ``jax.ShapeDtypeStruct`` s of the planned types.
+            mesh: the devices; by default the plan's, or the first ones of its kind.
+            quiet: without effect.
+            static_argnums, static_argnames, donate_argnums, donate_argnames: as for
+                :func:`cfp.plan`; must agree with the plan.
 
         Raises:
-            PlanMismatch: the arguments are not those of the plan.
+            PlanMismatch: the arguments differ from the plan's.
         """
         check_binding(fn, kwargs)
         plan = self if mesh is None else self.on(mesh)
@@ -256,7 +242,7 @@ class Plan:
         kwargs: Mapping[str, Any],
         calls: Mapping[str, Any],
     ) -> FlatStep:
-        """A call of the step, which is not traced yet; see `bind`."""
+        """Flattens a call of the step without tracing; see `bind`."""
         kinds = {"static_argnums": int, "static_argnames": str}
         if not any(sequence(calls.get(name, ()), of) for name, of in kinds.items()):
             known = static_arguments(self.static, self.step, args)
@@ -271,15 +257,11 @@ class Plan:
         return step.with_weak_types(self.weak)
 
     def as_in_file(self) -> Plan:
-        """The plan as a file would have it: without step, devices and programs."""
+        """Returns the plan without step, devices and programs, as in a file."""
         return replace(self, **dict.fromkeys(_HERE))
 
     def bound_to(self, step: FlatStep, out_tree: Any) -> Plan:
-        """The plan with the step that it was made for.
-
-        Types are named as the step shows them: a PRNG key is a key, and not the
-        integers that it is in the program.
-        """
+        """Returns the plan with its step, and with the types that users see."""
         types = tuple(type_text(aval) for aval in step.avals)
         static = tuple(key for key, _ in step.static)
         step = step.with_donated(self.donated)
@@ -309,7 +291,7 @@ class Plan:
         return self.mesh
 
     def _devices(self) -> Sequence[Any]:
-        """Lists the devices that the step would run on, if they are there."""
+        """Lists the devices of the step; empty if they are not here."""
         if self.mesh is None:
             return devices_here(self.mesh_axes, self.environment)
         return self.mesh.local_devices
@@ -317,17 +299,15 @@ class Plan:
     # -- use -----------------------------------------------------------------
 
     def apply(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The step under this plan: compiled at the first call.
+        """Returns the step under this plan; the first call compiles it.
 
-        A plan that was loaded without a mesh takes the first of the devices. One that
-        is bound to the same function begins at once, in a thread, to load what an
-        earlier process compiled; what goes wrong there the call raises.
-
-        Under a configuration of JAX that changes what the step means it is traced
-        again, and refused if another program comes of it.
+        Without a mesh the plan takes the first devices. If the plan is bound to the
+        same function, a thread begins at once to load the executable of an earlier
+        process; the first call raises its errors. Under another configuration of JAX
+        the step is traced again, and refused if its program differs.
 
         Args:
-            fn: the step that was planned.
+            fn: the planned step.
 
         Returns:
             A function with the step's arguments and results.
@@ -355,7 +335,7 @@ class Plan:
         return step
 
     def _takes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """True if a call is one of the step as `bind` traced it."""
+        """True if a call has the arguments of the bound step."""
         step = self._bound()
         if not kwargs.keys().isdisjoint(BINDS):
             return False  # Names of arguments of `bind`, which reads them.
@@ -363,25 +343,24 @@ class Plan:
         return typed_as_returned(self._flat(step.fn, args, kwargs, {})) == step
 
     def compile(self, fn: Callable[..., Any], *args: Any, **kw: Any) -> CompiledStep:
-        """Compiles the step for these arguments (arrays or shapes).
+        """Compiles the step for these arguments, arrays or shapes.
 
         Raises:
-            PlanMismatch: the step or its arguments are not those of the plan.
+            PlanMismatch: the step or its arguments differ from the plan's.
         """
         return self.bind(fn, *args, **kw).compile_bound()
 
     def compile_bound(
         self, progress: Callable[[str], None] | None = None
     ) -> CompiledStep:
-        """Compiles the step that the plan was made for, or bound to, as it was traced.
+        """Compiles the bound step, as traced.
 
         Args:
-            progress: called with what is compiled, and how long it took before, where
-                no executable is kept. By default lines on standard error say so, if it
-                takes more than some seconds.
+            progress: called with a text about the compile. By default a compile of some
+                seconds prints it on standard error.
 
         Raises:
-            PlanMismatch: the plan was loaded, and is not bound to a step.
+            PlanMismatch: the plan was loaded, and :meth:`bind` was not called.
         """
         return self._compiled(self._load_or_lower(), progress)
 
@@ -408,28 +387,28 @@ class Plan:
         return lowered.compile(partial(told_while, text, progress))
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs an initialisation so that its result is made in the plan's shardings.
+        """Runs an initialisation and makes its result in the plan's shardings.
 
         Args:
-            init_fn: makes an argument of the step (its state), or several of them in
-                a tuple.
-            args, kwargs: its arguments.
+            init_fn: makes an argument of the step (its state), or a tuple of several.
+            args, kwargs: arguments of ``init_fn``.
 
         Raises:
-            PlanMismatch: the result does not fit any argument of the plan.
+            PlanMismatch: the result fits no argument of the plan.
         """
         return made(self._arguments(), init_fn, args, kwargs)
 
     def place(self, batch: Any, argument: str | None = None) -> Any:
-        """Takes a batch from the host to the plan's shardings.
+        """Moves a batch from the host to the plan's shardings.
 
         Args:
-            batch: a pytree of NumPy arrays, as an argument of the step has it. With
-                several processes each passes the part that its devices are to have.
-            argument: the argument's name; by default the first that looks like it.
+            batch: a pytree of NumPy arrays like an argument of the step. With several
+                processes each passes the part of its own devices.
+            argument: the argument's name; by default the first of the batch's
+                structure.
 
         Raises:
-            PlanMismatch: it looks like no argument, or has other sizes.
+            PlanMismatch: the batch fits no argument, or has other sizes.
         """
         return placed(self._arguments(), batch, argument)
 
@@ -445,10 +424,10 @@ class Plan:
     # -- files ---------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON; makes the folder, if it is missing.
+        """Writes the plan as JSON, and makes the folder if it is missing.
 
-        Pickles of a plan have the same, and come without a step and devices, too.
-        Warns of compiler options that :meth:`load` will not follow by itself.
+        Pickles have the same contents. Warns of compiler options that :meth:`load`
+        accepts only by name.
         """
         if (refused := refused_option(self.options)) is not None:
             warnings.warn(
@@ -459,20 +438,16 @@ class Plan:
         _write(path, self.to_json())
 
     def report(self, path: str | Path) -> None:
-        """Writes the plan as one page of HTML that needs no network and no scripts.
-
-        Makes the folder, if it is missing.
-        """
+        """Writes the plan as one page of HTML without network and scripts."""
         from cfp.view.page import page_html
 
         _write(path, page_html(self))
 
     def export(self, path: str | Path) -> None:
-        """Writes the step under the plan as `jax.export` serialises it.
+        """Writes the step under the plan, as `jax.export` serialises it.
 
-        What `jax.export.deserialize` reads takes and returns the leaves of arguments
-        and results, and needs no cfp: see docs/reading-plans.md. Makes the folder, if
-        it is missing.
+        `jax.export.deserialize` reads the file without cfp. The exported function takes
+        and returns the leaves of arguments and results: see docs/reading-plans.md.
 
         Raises:
             PlanMismatch: the plan is not bound to a step, or the step calls functions
@@ -491,7 +466,7 @@ class Plan:
         Path(path).write_bytes(data)
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
+        """Returns the plan as JSON text."""
         return json.dumps(plan_data(self), indent=1, default=_plain)
 
     @classmethod
@@ -502,19 +477,19 @@ class Plan:
         mesh: Mesh | None = None,
         allowed_options: Collection[str] = (),
     ) -> Plan:
-        """Reads a saved plan, and checks every field of it.
+        """Reads a saved plan, and checks all of its fields.
 
         Args:
             path: the file.
-            mesh: the devices to run on; its axes must be those of the plan. By default
-                the first of those that are there, where the plan is used.
-            allowed_options: names of compiler options that the file may ask for beside
-                those that are known to be harmless. Some options write files, or
-                change results: name them only if you know where the plan comes from.
+            mesh: the devices; its axes must be those of the plan. By default the first
+                devices at the plan's first use.
+            allowed_options: compiler options to accept beside harmless ones. Such
+                options may write files or change results: name them only for files that
+                you trust.
 
         Raises:
-            PlanMismatch: the file is no plan, damaged, or asks for anything else.
-            PlanMismatch: it is for another mesh.
+            PlanMismatch: the file is damaged, has other compiler options, or is for
+                another mesh.
         """
         data = read_json(path)
         return cls.from_json(data, mesh=mesh, allowed_options=allowed_options)
@@ -527,15 +502,15 @@ class Plan:
         mesh: Mesh | None = None,
         allowed_options: Collection[str] = (),
     ) -> Plan:
-        """A plan from parsed JSON; see :meth:`load`."""
+        """Makes a plan of parsed JSON; see :meth:`load`."""
         plan = cls(**plan_fields(data, allowed_options))
         return plan.on(mesh) if mesh is not None else plan
 
     def on(self, mesh: Mesh) -> Plan:
-        """The plan on a mesh with the axes it was made for.
+        """Returns the plan on a mesh with its axes.
 
         Raises:
-            PlanMismatch: the mesh has other axes, or is of another slice of TPUs.
+            PlanMismatch: the mesh has other axes, or is another slice of TPUs.
         """
         check_mesh(mesh)
         axes = tuple((name, size) for name, size in mesh.shape.items() if size > 1)
@@ -564,12 +539,12 @@ def _write(path: str | Path, text: str) -> None:
 
 
 def _loaded(text: str, allowed_options: Collection[str]) -> Plan:
-    """A plan of what :meth:`Plan.to_json` wrote."""
+    """Makes a plan of the text of :meth:`Plan.to_json`."""
     return Plan.from_json(json.loads(text), allowed_options=allowed_options)
 
 
 def _plain(value: Any) -> dict[str, Any]:
-    """A record, or a mapping, as JSON has it."""
+    """Converts a record or a mapping to a dict."""
     return dict(value) if isinstance(value, Mapping) else asdict(value)
 
 

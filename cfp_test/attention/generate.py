@@ -591,6 +591,11 @@ def check(program: Program) -> Result:
         sets = [inputs_of(program, seed) for seed in range(2)]
         mesh = make_mesh((("x", 1),))
         found = compare(step_of(program), *sets, mesh=mesh, exact=exact)
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("UNIMPLEMENTED"):
+            return Result(program, wrong=f"{error}"[:300])
+        # XLA has no product of bfloat16 with sums in float32 in some loops on CPUs.
+        return Result(program, left=(f"not run: {error}",))
     except Exception as error:
         return Result(program, wrong=f"{type(error).__name__}: {error}"[:300])
     wrong = "" if found.worst <= TOLERANCE else f"off by {found.off}"
